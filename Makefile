@@ -1,0 +1,46 @@
+# Everything a fresh clone needs: `make demo`, `make test`. Environments live in .venv and .venv-oldest.
+PYTHON ?= python3.11
+UV := .uv/bin/uv
+export UV_LINK_MODE ?= hardlink
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-oldest unit lint clean bench
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(UV):
+	$(PYTHON) -m venv .uv && .uv/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.8
+
+.venv/.ready: $(UV) constraints/newest.txt constraints/requirements.txt pyproject.toml
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv
+	$(UV) pip install --quiet --python .venv/bin/python -c constraints/newest.txt -r constraints/requirements.txt
+	$(UV) pip install --quiet --python .venv/bin/python --no-deps verl==0.9.1
+	$(UV) pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation -e .
+	@touch $@
+
+.venv-oldest/.ready: $(UV) constraints/oldest.txt constraints/requirements.txt pyproject.toml
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-oldest
+	$(UV) pip install --quiet --python .venv-oldest/bin/python -c constraints/oldest.txt -r constraints/requirements.txt
+	$(UV) pip install --quiet --python .venv-oldest/bin/python --no-deps verl==0.9.1
+	$(UV) pip install --quiet --python .venv-oldest/bin/python --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: .venv/.ready  ## serve, refit and check a small model on real parts (ARGS="--model PATH" for yours)
+	.venv/bin/sglang-fp8rl demo $(ARGS)
+
+test: .venv/.ready  ## the whole suite on the newest supported SGLang
+	.venv/bin/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+test-oldest: .venv-oldest/.ready  ## the whole suite on the oldest supported SGLang
+	.venv-oldest/bin/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+unit: .venv/.ready  ## what needs no server: under two minutes
+	.venv/bin/python -m pytest -m "not gpu and not engine" tests/unit $(PYTEST_ARGS)
+
+lint: .venv/.ready  ## ruff and mypy
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+
+clean:  ## remove the environments and caches
+	rm -rf .venv .venv-oldest .uv .pytest_cache .hypothesis .mypy_cache .ruff_cache

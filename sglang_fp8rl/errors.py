@@ -1,0 +1,34 @@
+"""Errors that name the module, the value, the rule that was broken, and the remedy."""
+
+from __future__ import annotations
+
+
+class Fp8RlError(ValueError):
+    """Base of every error this package raises on purpose.
+
+    Args:
+        subject: what it is about: a tensor name, a module prefix, an option.
+        value: what was found there (a shape, a dtype, a number).
+        rule: the rule it breaks.
+        remedy: what the reader can do.
+    """
+
+    def __init__(self, subject: str, value: str, rule: str, remedy: str) -> None:
+        self.subject, self.value, self.rule, self.remedy = subject, value, rule, remedy
+        super().__init__(f"{subject}: {value}; {rule}. {remedy}")
+
+
+class ConfigError(Fp8RlError):
+    """An option that is unknown or has a value that can't be served."""
+
+
+class QuantizationError(Fp8RlError):
+    """A tensor that can't be cast: wrong rank, dtype, shape, or not finite."""
+
+
+class RefitError(Fp8RlError):
+    """A weight update that did not do what was asked of it."""
+
+
+class HostError(Fp8RlError):
+    """An SGLang (or driver, or GPU) that this version does not support."""

@@ -1,0 +1,1 @@
+"""Casts and splits: torch only, no host."""
