@@ -1,0 +1,179 @@
+"""A real SGLang server in a process group of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import requests
+
+from sglang_fp8rl.errors import HostError
+from sglang_fp8rl.platforms import PLATFORM_NAME
+
+# The smallest set that starts. --skip-server-warmup saves a generation of SGLang's own,
+# --skip-tokenizer-init lets checkpoints have no tokenizer (requests carry input_ids).
+BASE_ARGS = (
+    "--host=127.0.0.1",
+    "--skip-tokenizer-init",
+    "--skip-server-warmup",
+    "--log-level=info",
+)
+
+
+class ServerProcess:
+    """`python -m sglang.launch_server` on the CPU platform; a context manager.
+
+    Args:
+        model_path: checkpoint directory.
+        args: more flags of `launch_server`, e.g. `("--tp-size=2",)`.
+        log_path: file that takes stdout and stderr.
+        env: variables added to the environment.
+        python: interpreter with SGLang installed.
+        timeout: seconds until the server must be healthy.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        args: Sequence[str] = (),
+        *,
+        log_path: str | Path,
+        env: dict[str, str] | None = None,
+        python: str = sys.executable,
+        timeout: float = 240,
+    ) -> None:
+        self.model_path, self.args, self.log_path = Path(model_path), tuple(args), Path(log_path)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.command = [python, "-m", "sglang.launch_server", f"--model-path={self.model_path}"]
+        self.command += [*BASE_ARGS, f"--port={self.port}", *self.args]
+        self.env = {**os.environ, **cpu_env(self._tp_size()), **(env or {})}
+        self.timeout = timeout
+        self.start_seconds = float("nan")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> ServerProcess:
+        """Start and wait until `/health` answers; a process that dies is an error with its log."""
+        began = time.monotonic()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command, env=self.env, stdout=log, stderr=log, start_new_session=True
+            )
+        while not self._healthy():
+            if not self.alive():
+                self._fail(f"exited with {self._process.returncode} before it was healthy")
+            if time.monotonic() - began > self.timeout:
+                self._fail(f"not healthy after {self.timeout:.0f} s")
+            time.sleep(0.2)
+        self.start_seconds = time.monotonic() - began
+        return self
+
+    def stop(self) -> None:
+        """Kill the whole process group: launcher, schedulers, detokenizer."""
+        if self._process is None:
+            return
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # gone already
+        self._process.wait()
+        self._process = None
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def log(self, tail: int = 4000) -> str:
+        return self.log_path.read_text(errors="replace")[-tail:]
+
+    def generate(
+        self,
+        input_ids: Sequence[int] | Sequence[Sequence[int]],
+        max_new_tokens: int = 8,
+        *,
+        temperature: float = 0.0,
+        return_logprob: bool = True,
+        logprob_start_len: int | None = None,
+    ) -> Any:
+        """One `/generate` response (a list of them for a batch of prompts), as SGLang returns it."""
+        payload: dict[str, Any] = {
+            "input_ids": input_ids,
+            "sampling_params": {
+                "max_new_tokens": max_new_tokens,
+                "temperature": temperature,
+                "ignore_eos": True,
+            },
+            "return_logprob": return_logprob,
+        }
+        if logprob_start_len is not None:
+            payload["logprob_start_len"] = logprob_start_len
+        return self.post("/generate", payload)
+
+    def post(self, path: str, payload: Any = None, *, timeout: float = 120) -> Any:
+        """POST JSON; an answer that is not 2xx is an error with its body."""
+        response = requests.post(self.url + path, json=payload or {}, timeout=timeout)
+        if not response.ok:
+            raise HostError(
+                f"POST {path}", f"{response.status_code} {response.text}", "2xx expected", ""
+            )
+        return response.json()
+
+    def server_info(self) -> dict[str, Any]:
+        response = requests.get(self.url + "/server_info", timeout=30)
+        response.raise_for_status()
+        return response.json()
+
+    def __enter__(self) -> ServerProcess:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _tp_size(self) -> int:
+        words = [word for arg in self.args for word in arg.split("=", 1)]
+        flags = ("--tp-size", "--tp", "--tensor-parallel-size")
+        found = [int(words[i + 1]) for i, word in enumerate(words) if word in flags]
+        return found[-1] if found else 1
+
+    def _healthy(self) -> bool:
+        try:
+            return requests.get(self.url + "/health", timeout=5).ok
+        except (requests.ConnectionError, requests.Timeout):
+            return False
+
+    def _fail(self, what: str) -> None:
+        log = self.log()
+        self.stop()
+        raise HostError(
+            " ".join(self.command), what, f"log ends with:\n{log}", f"See {self.log_path}."
+        )
+
+
+def cpu_env(tp_size: int = 1) -> dict[str, str]:
+    """Environment of a server on the CPU platform: no GPU seen, one core per rank."""
+    env = {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
+    if tp_size > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+            str(cores[rank % len(cores)]) for rank in range(tp_size)
+        )
+    return env
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
