@@ -1,0 +1,222 @@
+"""How far the rollout engine's log-probabilities are from the trainer's.
+
+Every function takes `(batch, seq)` log-probabilities of the *sampled* tokens and a mask of the
+response tokens. `log_ratio = trainer - rollout`, so `ratio = pi_trainer / pi_rollout`, as in veRL's
+`rollout_corr_helper` and in the importance weights of `correction.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from sglang_fp8rl.errors import Fp8RlError
+
+# exp() is taken of log-ratios clamped to this range, as veRL does (`SAFETY_BOUND`): e^20 = 4.9e8
+# is far beyond any ratio that training survives, and its square still fits FP32.
+EXPONENT_BOUND = 20.0
+
+# Log-probabilities are at most 0; a low-precision log-softmax may round a hair above.
+_LOGPROB_ROUNDING = 1e-2
+
+
+class MismatchInputError(Fp8RlError):
+    """Log-probabilities and masks that don't belong together, or hold no usable value."""
+
+
+@dataclass(frozen=True)
+class MismatchMetrics:
+    """The gap over all response tokens of a batch; `as_dict()` gives plain numbers for a logger.
+
+    Attributes:
+        tokens: response tokens counted.
+        sequences: rows with at least one of them.
+        kl_k1: mean of `rollout - trainer`: KL(rollout || trainer), unbiased, may be negative.
+        kl_k3: mean of `ratio - 1 - log_ratio`: same expectation, never negative
+            (Schulman 2020, "Approximating KL divergence").
+        ratio_mean, ratio_max, ratio_min: of pi_trainer / pi_rollout.
+        chi2: mean of `ratio**2` less 1: the variance that importance weights would have.
+        rollout_ppl, trainer_ppl: mean over sequences of exp(-mean log-probability).
+        log_ppl_gap: mean over sequences of log(trainer_ppl / rollout_ppl).
+        log_ppl_gap_abs: the same with absolute values, so that sequences don't cancel.
+        mult_prob_error: mean of exp(|log_ratio|); 1 means equal (NeMo-RL's
+            `token_mult_prob_error`).
+        logprob_diff_mean, logprob_diff_max: of |log_ratio|, never clamped.
+        prob_diff_mean, prob_diff_max: of |pi_trainer - pi_rollout|.
+        prob_pearson: correlation of the two probabilities (MiniMax-M1, arXiv 2506.13585); NaN
+            where either is constant.
+        clamped_tokens: tokens whose |log_ratio| was beyond `EXPONENT_BOUND`; where this is not
+            0, the means of ratios above are lower bounds.
+    """
+
+    tokens: int
+    sequences: int
+    kl_k1: float
+    kl_k3: float
+    ratio_mean: float
+    ratio_max: float
+    ratio_min: float
+    chi2: float
+    rollout_ppl: float
+    trainer_ppl: float
+    log_ppl_gap: float
+    log_ppl_gap_abs: float
+    mult_prob_error: float
+    logprob_diff_mean: float
+    logprob_diff_max: float
+    prob_diff_mean: float
+    prob_diff_max: float
+    prob_pearson: float
+    clamped_tokens: int
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def mismatch_metrics(
+    rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mask: torch.Tensor
+) -> MismatchMetrics:
+    """Compare two engines' log-probabilities of the same tokens.
+
+    Args:
+        rollout_logprobs: (batch, seq), what the serving engine reported when it sampled.
+        trainer_logprobs: (batch, seq), what the trainer computes for the same tokens.
+        mask: (batch, seq), 1 or True at response tokens.
+
+    Differences from veRL 0.9.1 (`compute_offpolicy_metrics`): exponents are clamped in *every*
+    formula (veRL's `k3_kl` overflows to inf at a log-ratio of 89); rows without a response token
+    are left out (veRL counts each as a perplexity of 1); sums run in FP64; bad input is an error.
+
+    Raises:
+        MismatchInputError: see `checked_log_ratio`.
+    """
+    log_ratio, mask = checked_log_ratio(rollout_logprobs, trainer_logprobs, mask)
+    delta = log_ratio[mask].double()  # (tokens,)
+    safe = delta.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+    ratio = safe.exp()
+    rollout_nll = -_sequence_means(rollout_logprobs, mask)  # (sequences,)
+    trainer_nll = -_sequence_means(trainer_logprobs, mask)
+    ppl_gap = trainer_nll - rollout_nll
+    rollout_prob = rollout_logprobs[mask].double().exp()
+    trainer_prob = trainer_logprobs[mask].double().exp()
+    prob_diff = (trainer_prob - rollout_prob).abs()
+    return MismatchMetrics(
+        tokens=delta.numel(),
+        sequences=ppl_gap.numel(),
+        kl_k1=-delta.mean().item(),
+        kl_k3=(safe.expm1() - safe).mean().item(),
+        ratio_mean=ratio.mean().item(),
+        ratio_max=ratio.max().item(),
+        ratio_min=ratio.min().item(),
+        chi2=ratio.square().mean().item() - 1.0,
+        rollout_ppl=rollout_nll.exp().mean().item(),
+        trainer_ppl=trainer_nll.exp().mean().item(),
+        log_ppl_gap=ppl_gap.mean().item(),
+        log_ppl_gap_abs=ppl_gap.abs().mean().item(),
+        mult_prob_error=safe.abs().exp().mean().item(),
+        logprob_diff_mean=delta.abs().mean().item(),
+        logprob_diff_max=delta.abs().max().item(),
+        prob_diff_mean=prob_diff.mean().item(),
+        prob_diff_max=prob_diff.max().item(),
+        prob_pearson=_pearson(trainer_prob, rollout_prob),
+        clamped_tokens=int((delta.abs() > EXPONENT_BOUND).sum().item()),
+    )
+
+
+def checked_log_ratio(
+    rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `trainer - rollout` (batch, seq) in FP32 or wider, 0 outside the mask, and a bool mask.
+
+    Whatever stands outside the mask (NaN, inf, padding values) is never read.
+
+    Raises:
+        MismatchInputError: shapes differ or are not (batch, seq); the mask is empty or holds
+            something else than 0 and 1; a log-probability under the mask is NaN, infinite or
+            above 0.
+    """
+    named = {"rollout_logprobs": rollout_logprobs, "trainer_logprobs": trainer_logprobs}
+    for name, tensor in named.items():
+        if tensor.shape != mask.shape:
+            raise MismatchInputError(
+                name,
+                f"shape {tuple(tensor.shape)} against a mask of {tuple(mask.shape)}",
+                "log-probabilities and mask describe the same tokens",
+                "Cut all three to the response tokens, with the same padding.",
+            )
+        if not tensor.is_floating_point():
+            raise MismatchInputError(
+                name,
+                f"dtype {tensor.dtype}",
+                "log-probabilities are floating point",
+                "Pass the log-probabilities, not the token ids.",
+            )
+    if mask.dim() != 2:
+        raise MismatchInputError(
+            "mask",
+            f"shape {tuple(mask.shape)}",
+            "tensors are (batch, seq)",
+            "Use `.unsqueeze(0)` for a single sequence; pad packed sequences first.",
+        )
+    keep = checked_mask(mask)
+    for name, tensor in named.items():
+        _check_logprobs(name, tensor, keep)
+    wide = torch.promote_types(
+        torch.promote_types(rollout_logprobs.dtype, trainer_logprobs.dtype), torch.float32
+    )
+    difference = trainer_logprobs.to(wide) - rollout_logprobs.to(wide)
+    return torch.where(keep, difference, torch.zeros_like(difference)), keep
+
+
+def checked_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Return the mask as bool.
+
+    Raises:
+        MismatchInputError: it holds something else than 0 and 1, or no 1.
+    """
+    keep = mask if mask.dtype == torch.bool else mask == 1
+    if mask.dtype != torch.bool and not bool((keep | (mask == 0)).all()):
+        raise MismatchInputError(
+            "mask",
+            f"values between {mask.min().item()} and {mask.max().item()}",
+            "a mask holds 0 and 1 only",
+            "Pass per-token loss weights to the loss, not as the mask.",
+        )
+    if not bool(keep.any()):
+        raise MismatchInputError(
+            "mask",
+            f"no token selected out of {mask.numel()}",
+            "a mean needs at least one response token",
+            "Skip the batch, or look for a filter that dropped every sample.",
+        )
+    return keep
+
+
+def _check_logprobs(name: str, logprobs: torch.Tensor, keep: torch.Tensor) -> None:
+    # Written so that NaN counts as bad; one device round trip when all is well.
+    good = (logprobs <= _LOGPROB_ROUNDING) & (logprobs > -torch.inf)
+    bad = keep & ~good
+    if not bool(bad.any()):
+        return
+    row, column = (int(i) for i in bad.nonzero()[0])
+    raise MismatchInputError(
+        f"{name}[{row}, {column}]",
+        f"{logprobs[row, column].item()} ({int(bad.sum())} such tokens)",
+        "a sampled token's log-probability is finite and not above 0",
+        "Check that these are log-probabilities (no logits, no probabilities) and that the "
+        "forward pass gave no NaN.",
+    )
+
+
+def _sequence_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Masked mean of each row that has a token: (batch, seq) -> (sequences,), FP64."""
+    counts = mask.sum(dim=-1)
+    sums = torch.where(mask, values, torch.zeros_like(values)).double().sum(dim=-1)
+    return (sums / counts.clamp(min=1))[counts > 0]
+
+
+def _pearson(left: torch.Tensor, right: torch.Tensor) -> float:
+    if left.numel() < 2 or bool(left.min() == left.max()) or bool(right.min() == right.max()):
+        return float("nan")
+    return torch.corrcoef(torch.stack([left, right]))[0, 1].item()
