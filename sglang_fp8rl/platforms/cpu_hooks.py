@@ -1,9 +1,116 @@
-"""SGLang on a CPU: what has to be hooked, why, and when each hook can go."""
+"""Everything of SGLang that is hooked on the CPU platform: what, why, and when it can go.
+
+Hooks go through SGLang's own `HookRegistry`, and only when the platform was asked for. The registry
+logs a hook that can't be applied and goes on; `missing_hooks()` makes that visible to tests.
+
+Clients that send CPU tensors to a server of this platform need the same two things as the server:
+`torch.multiprocessing.set_sharing_strategy("file_system")`, and, if they use SGLang's own client
+helpers, `sglang.srt.plugins.load_plugins()` with `SGLANG_PLATFORM=fp8rl_cpu` set.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class CpuHook:
+    """One replaced function of SGLang."""
+
+    target: str
+    replacement: Callable[..., Any]
+    reason: str
+    until: str
+
+
+def _dispatch_w8a8_block_fp8_linear(
+    weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False
+) -> Callable[..., torch.Tensor]:
+    from sglang_fp8rl.platforms.cpu_kernels import block_fp8_linear
+
+    if act_scale_ue8m0:
+        return functools.partial(block_fp8_linear, act_scale_ue8m0=True)
+    return block_fp8_linear
+
+
+def _apply_fp8_linear(*args: Any, **kwargs: Any) -> torch.Tensor:
+    from sglang_fp8rl.platforms.cpu_kernels import apply_fp8_linear
+
+    return apply_fp8_linear(*args, **kwargs)
+
+
+def _fused_experts(*args: Any, **kwargs: Any) -> torch.Tensor:
+    from sglang_fp8rl.platforms.cpu_moe import fused_experts
+
+    return fused_experts(*args, **kwargs)
+
+
+def _moe_forward_native(*args: Any, **kwargs: Any) -> torch.Tensor:
+    from sglang_fp8rl.platforms.cpu_moe import moe_forward_native
+
+    return moe_forward_native(*args, **kwargs)
+
+
+def _nothing() -> None:
+    """No patch needed."""
+
+
+CPU_HOOKS: tuple[CpuHook, ...] = (
+    CpuHook(
+        "sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear",
+        _dispatch_w8a8_block_fp8_linear,
+        reason="its fallback for a device without DeepGEMM is a Triton kernel",
+        until="SGLang asks the platform for its FP8 linear, or has a torch one",
+    ),
+    CpuHook(
+        "sglang.srt.layers.quantization.fp8_utils.apply_fp8_linear",
+        _apply_fp8_linear,
+        reason="quantizes activations with a Triton or CUDA kernel",
+        until="as above",
+    ),
+    CpuHook(
+        "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts",
+        _fused_experts,
+        reason="Fp8MoEMethod runs its experts with the Triton runner, whatever the device",
+        until="an out-of-tree platform can name its MoE runner on every supported version",
+    ),
+    CpuHook(
+        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
+        _moe_forward_native,
+        reason="SGLang's torch experts fail on id −1, so there is no expert parallelism with them",
+        until="SGLang's version skips ids of other ranks",
+    ),
+    CpuHook(
+        "sglang.srt.utils.patch_torch.monkey_patch_torch_reductions",
+        _nothing,
+        reason="rewrites the device index of a CUDA handle; a CPU tensor's handle has no such field",
+        until="SGLang leaves handles of CPU tensors alone",
+    ),
+)
+
 
 def register_cpu_hooks() -> None:
-    import torch
+    """Register the hooks of this file; `load_plugins()` applies them right after.
+
+    *Side effects*: this process shares CPU tensors by file name from now on. torch's default (file
+    descriptors) authenticates the peer, and is refused between processes that did not start each
+    other: `AuthenticationError: digest sent was rejected`, which kills the scheduler.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     torch.multiprocessing.set_sharing_strategy("file_system")
+    for hook in CPU_HOOKS:
+        if not HookRegistry._hooks.get(hook.target):
+            HookRegistry.register(hook.target, hook.replacement, HookType.REPLACE)
+
+
+def missing_hooks() -> list[str]:
+    """Targets that were not replaced in this process (empty after `load_plugins()`)."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return [hook.target for hook in CPU_HOOKS if hook.target not in HookRegistry._patched]
