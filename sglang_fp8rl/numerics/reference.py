@@ -1,0 +1,236 @@
+"""The definition of the cast, in plain PyTorch. Every other backend must give these bytes.
+
+`w ≈ q · weight_scale_inv`. Per block:
+
+1. `x_bf16 = bf16(x)`, round to nearest even, whatever the source: the trainer's forward pass sees
+   BF16 weights.
+2. `weight_scale_inv = max(amax / 448, smallest normal FP32)`; 1 for an all-zero block; optionally
+   rounded *up* to a power of two.
+3. `q = e4m3fn(clamp(x_bf16 / weight_scale_inv, -448, 448))`: IEEE division by the *stored* scale,
+   round to nearest even, saturating.
+
+The block format is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2); 448 is the largest e4m3fn.
+Nothing here is fast, and nothing here holds more than a few blocks of rows beside the result.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import QuantizationError
+from .checks import (
+    FP8_DTYPE,
+    block_scale_shape,
+    check_block_size,
+    check_source,
+    raise_not_finite,
+)
+
+FP8_MAX = 448.0
+SMALLEST_NORMAL_FP32 = torch.finfo(torch.float32).tiny
+
+# Rows in flight where no block says how many: bounds the temporaries of a large matrix.
+ROWS_AT_ONCE = 128
+
+BlockSize = tuple[int, int]
+
+
+def quantize_blockwise(
+    weight: torch.Tensor,
+    block_size: BlockSize = (128, 128),
+    *,
+    pow2_scale: bool = False,
+    round_to_bf16: bool = True,
+    name: str = "weight",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize `weight` [N, K] (FP32, BF16 or FP16) block by block; the last block is smaller.
+
+    Args:
+        pow2_scale: round every scale up to a power of two (`use_weight_pow2_scale`).
+        round_to_bf16: False skips step 1, for research: other codes than a BF16 trainer's.
+        name: what errors call the tensor.
+
+    Returns:
+        `qweight` [N, K] e4m3fn and `weight_scale_inv` [ceil(N / block_n), ceil(K / block_k)] FP32.
+
+    Raises:
+        QuantizationError: wrong dtype, rank or block size, or a NaN or Inf; names the block.
+    """
+    check_source(weight, name)
+    block_n, block_k = check_block_size(block_size)
+    qweight = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
+    scale_shape = block_scale_shape(weight.shape, block_size)
+    weight_scale_inv = torch.empty(scale_shape, dtype=torch.float32, device=weight.device)
+    nonfinite = torch.empty(scale_shape, dtype=torch.bool, device=weight.device)
+    for i, rows in enumerate(weight.detach().split(block_n)):
+        codes, scale_inv, bad = quantize_block_row(rows, block_k, pow2_scale, round_to_bf16)
+        qweight[i * block_n : (i + 1) * block_n] = codes
+        weight_scale_inv[i], nonfinite[i] = scale_inv, bad
+    if nonfinite.any():
+        raise_not_finite(nonfinite, weight.shape, (block_n, block_k), name)
+    return qweight, weight_scale_inv
+
+
+def quantize_per_channel(
+    weight: torch.Tensor,
+    *,
+    pow2_scale: bool = False,
+    round_to_bf16: bool = True,
+    name: str = "weight",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize `weight` [N, K] with one scale per row of this (local) shard.
+
+    Returns:
+        `qweight` [N, K] e4m3fn and `weight_scale` [N, 1] FP32, a multiplier like
+        `weight_scale_inv`: both names are SGLang's.
+
+    Raises:
+        QuantizationError: as `quantize_blockwise`.
+    """
+    check_source(weight, name)
+    qweight = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
+    weight_scale = torch.empty(weight.shape[0], 1, dtype=torch.float32, device=weight.device)
+    nonfinite = torch.empty(weight.shape[0], 1, dtype=torch.bool, device=weight.device)
+    for i in range(0, weight.shape[0], ROWS_AT_ONCE):
+        part = slice(i, i + ROWS_AT_ONCE)
+        codes, scale, bad = quantize_channels(weight.detach()[part], pow2_scale, round_to_bf16)
+        qweight[part], weight_scale[part, 0], nonfinite[part, 0] = codes, scale, bad
+    if nonfinite.any():
+        raise_not_finite(nonfinite, weight.shape, (1, weight.shape[1]), name)
+    return qweight, weight_scale
+
+
+def dequantize(
+    qweight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    block_size: BlockSize = (128, 128),
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """`q · scale` in FP32, then one cast to `dtype`; [N, K].
+
+    The shape of `weight_scale` says what it is: [ceil(N / block_n), ceil(K / block_k)] is blockwise,
+    [N, 1] or [N] is per channel. A shape that fits both (N = 1, or block_n = 1 and K <= block_k)
+    means the same either way.
+
+    Raises:
+        QuantizationError: `qweight` is no e4m3fn matrix, or the scales fit neither reading.
+    """
+    if qweight.dtype != FP8_DTYPE or qweight.dim() != 2:
+        raise QuantizationError(
+            "qweight",
+            f"{qweight.dtype} {list(qweight.shape)}",
+            f"codes are a matrix of {FP8_DTYPE}",
+            "Pass the stored weight of one module or expert",
+        )
+    block_n, block_k = check_block_size(block_size)
+    rows, cols = qweight.shape
+    if tuple(weight_scale.shape) == block_scale_shape(qweight.shape, block_size):
+        scale = weight_scale.float()
+        scale = scale.repeat_interleave(block_n, 0)[:rows].repeat_interleave(block_k, 1)[:, :cols]
+    elif tuple(weight_scale.shape) in ((rows, 1), (rows,)):
+        scale = weight_scale.float().reshape(rows, 1)
+    else:
+        raise QuantizationError(
+            "weight_scale",
+            f"shape {list(weight_scale.shape)} for codes {list(qweight.shape)}",
+            f"scales are {list(block_scale_shape(qweight.shape, block_size))} (blocks"
+            f" {[block_n, block_k]}) or {[rows, 1]} (per channel)",
+            "Pass the scales that were written with these codes, and their block size",
+        )
+    return (qweight.float() * scale).to(dtype)
+
+
+def cast_into(
+    source: torch.Tensor,
+    qweight: torch.Tensor,
+    weight_scale_inv: torch.Tensor,
+    block_size: BlockSize,
+    pow2_scale: bool,
+    round_to_bf16: bool,
+) -> torch.Tensor:
+    """Cast a checked source into codes [N, K] and scales [row blocks, column blocks], in place.
+
+    Blocks of (1, K) are channels. Returns bool [row blocks, column blocks]: True where a block is
+    not finite; its old bytes stay. Never waits for a GPU.
+    """
+    cols = source.shape[1]
+    block_n, block_k = block_size
+    channels = block_size == (1, cols)
+    step = ROWS_AT_ONCE if channels else block_n
+    nonfinite = torch.empty(weight_scale_inv.shape, dtype=torch.bool, device=source.device)
+    # FP8 has no `where`; bytes do.
+    source, out, scales = (
+        source.detach(),
+        qweight.detach().view(torch.uint8),
+        weight_scale_inv.detach(),
+    )
+    for start in range(0, source.shape[0], step):
+        rows = slice(start, start + step)
+        blocks = slice(start // block_n, start // block_n + (step if channels else 1))
+        if channels:
+            codes, scale, bad = quantize_channels(source[rows], pow2_scale, round_to_bf16)
+            scale, bad = scale[:, None], bad[:, None]  # [n, 1]
+            keep = bad
+        else:
+            codes, scale, bad = quantize_block_row(source[rows], block_k, pow2_scale, round_to_bf16)
+            keep = bad.repeat_interleave(block_k)[:cols]  # [K]
+        out[rows] = torch.where(keep, out[rows], codes.view(torch.uint8))
+        scales[blocks] = torch.where(bad, scales[blocks], scale)
+        nonfinite[blocks] = bad
+    return nonfinite
+
+
+def quantize_block_row(
+    rows: torch.Tensor, block_k: int, pow2_scale: bool, round_to_bf16: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One row of blocks: `rows` [n <= block_n, K] in, codes [n, K] e4m3fn, scales [ceil(K /
+    block_k)] FP32 and not-finite flags [ceil(K / block_k)] out; no device sync.
+
+    Codes and scale of a flagged block mean nothing. Overflow of the BF16 step (|x| >= 3.3962e38)
+    counts as not finite.
+    """
+    cols = rows.shape[1]
+    blocks = -(-cols // block_k)
+    x = _widen(rows, round_to_bf16)  # [n, K]
+    # amax over the rows first, so that only this vector is padded, never the weight.
+    amax = x.abs().amax(0)  # [K], NaN survives
+    amax = torch.nn.functional.pad(amax, (0, blocks * block_k - cols))
+    amax = amax.view(blocks, block_k).amax(1)  # [blocks]
+    scale_inv = amax_to_scale_inv(amax, pow2_scale)
+    per_column = scale_inv.repeat_interleave(block_k)[:cols]  # [K]
+    return _encode(x, per_column), scale_inv, ~amax.isfinite()
+
+
+def quantize_channels(
+    rows: torch.Tensor, pow2_scale: bool, round_to_bf16: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows [n, K] in, codes [n, K], one scale and one flag per row [n] out; else as above."""
+    x = _widen(rows, round_to_bf16)  # [n, K]
+    amax = x.abs().amax(1)  # [n]
+    scale = amax_to_scale_inv(amax, pow2_scale)
+    return _encode(x, scale[:, None]), scale, ~amax.isfinite()
+
+
+def _widen(x: torch.Tensor, round_to_bf16: bool) -> torch.Tensor:
+    return x.to(torch.bfloat16).float() if round_to_bf16 else x.float()
+
+
+def _encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
+
+
+def amax_to_scale_inv(amax: torch.Tensor, pow2_scale: bool) -> torch.Tensor:
+    """FP32 `amax` >= 0 to the stored scale, same shape."""
+    scale_inv = (amax / FP8_MAX).clamp(min=SMALLEST_NORMAL_FP32)
+    scale_inv = torch.where(amax == 0, torch.ones_like(scale_inv), scale_inv)
+    return round_up_to_pow2(scale_inv) if pow2_scale else scale_inv
+
+
+def round_up_to_pow2(value: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two >= `value` (FP32, positive, normal), exactly.
+
+    Integer arithmetic on the bits, because log2 and exp2 are rounded: any mantissa bit carries
+    into the exponent, then the mantissa is cleared. A power of two stays.
+    """
+    bits = value.view(torch.int32)
+    return ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)
