@@ -1,12 +1,29 @@
-"""The SGLang entry point (placeholder)."""
+"""The SGLang entry point: check the host, register; nothing else."""
 
 from __future__ import annotations
 
-from sglang_fp8rl.platforms import is_requested
+import logging
+import os
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    if is_requested():
-        from sglang_fp8rl.platforms.cpu_hooks import register_cpu_hooks
+    """Called by SGLang in every process (launcher, scheduler, detokenizer); idempotent.
+
+    On a host this version does not support it registers nothing, and SGLang itself refuses
+    `--quantization fp8_blockwise_online`; `sglang-fp8rl doctor` says why.
+    """
+    from .compat import check_host
+
+    problems = check_host()
+    if problems:
+        logger.error("fp8rl registers nothing: %s", "; ".join(problems))
+        return
+    from .engine.register import register_method
+
+    register_method()
+    if os.environ.get("SGLANG_PLATFORM") == "fp8rl_cpu":
+        from .platforms.cpu_hooks import register_cpu_hooks
 
         register_cpu_hooks()

@@ -1,0 +1,222 @@
+"""Every hook this plugin puts into SGLang, each with its reason and when it can go.
+
+They are registered with SGLang's own `HookRegistry` and do nothing for models that are served with
+another quantization method.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import RefitError
+from .quant_config import Fp8BlockwiseOnlineConfig
+from .refit import ModelRefit
+from .status import status_section
+
+logger = logging.getLogger(__name__)
+
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_ATTRIBUTE = "fp8rl_refit"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One hook: where, what kind, by which function, why, and when it can go."""
+
+    target: str
+    kind: str
+    function: Callable[..., Any]
+    reason: str
+    until: str
+
+
+def refit_of(model: Any) -> ModelRefit | None:
+    """The bookkeeping of a model served with `fp8_blockwise_online`, else None."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+# -- the model ---------------------------------------------------------------------------------
+
+
+def attach_to_model(model: Any, *_: Any, **__: Any) -> None:
+    """After SGLang built a model: wrap its loaders, before anything is loaded."""
+    for module in model.modules():
+        config = getattr(getattr(module, "quant_method", None), "quant_config", None)
+        if isinstance(config, Fp8BlockwiseOnlineConfig):
+            config.check_patterns_used()
+            refit = ModelRefit(model, config.options, config.schemes)
+            refit.attach()
+            setattr(model, _ATTRIBUTE, refit)
+            return
+
+
+# -- update calls ------------------------------------------------------------------------------
+
+
+def _run_update(
+    original: Callable[..., Any], manager: Any, request: Any, kind: str, output_class: type
+) -> Any:
+    """Run one update request so that it is answered, by every rank alike, whatever happens."""
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is None:
+        return original(manager, request)
+    in_session = getattr(manager, "_session", None) is not None
+    refit.kind = kind
+    # A client without sessions marks its last bucket by asking for the cache flush.
+    refit.keep_pairs = in_session or not getattr(request, "flush_cache", True)
+    has_barrier = kind in ("tensor", "ipc")
+    try:
+        if getattr(request, "load_format", None) == "direct":
+            raise RefitError(
+                "load_format",
+                "'direct'",
+                "it copies into parameters and would leave FP8 scales behind",
+                "Leave load_format out, or use 'flattened_bucket'.",
+            )
+        result = original(manager, request)
+        success, message = result.success, result.message
+    except Exception as error:
+        # The boundary of a request: today this ends the scheduler and with it the server. It is
+        # answered instead, and nothing goes on as if it had worked.
+        logger.exception("fp8rl: update_weights_from_%s failed", kind)
+        success, message = False, str(error) or type(error).__name__
+        if has_barrier:
+            torch.distributed.barrier(group=manager.tp_cpu_group)
+        extra = {"num_paused_requests": 0} if kind == "disk" else {}
+        result = output_class(success=False, message=message, **extra)
+    errors = _errors_of_all_ranks(manager, success, message)
+    refit.report.rank_errors = errors if not success or errors else []
+    if errors and success:
+        result.success, result.message = False, " | ".join(errors)
+    return result
+
+
+def _errors_of_all_ranks(manager: Any, success: bool, message: str) -> list[str]:
+    """Messages of the other ranks that failed: only rank 0's answer reaches the client."""
+    group = manager.tp_cpu_group
+    size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    if size == 1:
+        return []
+    outcomes: list[Any] = [None] * size
+    torch.distributed.all_gather_object(outcomes, None if success else message, group=group)
+    return [
+        f"tp_rank {other}: {text}"
+        for other, text in enumerate(outcomes)
+        if text is not None and other != rank
+    ]
+
+
+def _update_hook(kind: str, output_name: str, *, sessions: bool) -> Callable[..., Any]:
+    def hook(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+        from sglang.srt.managers import io_struct
+
+        output_class = getattr(io_struct, output_name)
+        ours = refit_of(manager.tp_worker.model_runner.model) is not None
+        implicit = sessions and ours and getattr(manager, "_session", 0) is None
+        if implicit:
+            selector = getattr(request, "selector", "all")
+            manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=selector))
+            refit_of(manager.tp_worker.model_runner.model).implicit_session = True
+        try:
+            return _run_update(original, manager, request, kind, output_class)
+        finally:
+            if implicit:
+                manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+    return hook
+
+
+def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """`end_weight_update`: FP8 halves that never met fail the session."""
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    result = original(manager, request)
+    if refit is None or not result.success:
+        return result
+    if refit.implicit_session:
+        refit.implicit_session = False
+        return result
+    missing = refit.close_pairs()
+    if missing:
+        refit.report.failed.update(missing)
+        result.success, result.message = False, " | ".join(missing.values())
+    return result
+
+
+# -- status ------------------------------------------------------------------------------------
+
+
+def add_status(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
+    """`GET /server_info`: one more section."""
+    refit = refit_of(scheduler.tp_worker.model_runner.model)
+    if refit is not None:
+        session = getattr(scheduler.weight_updater, "_session", None)
+        result.internal_state["fp8rl"] = status_section(refit, session_open=session is not None)
+    return result
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.model_loader.loader._initialize_model",
+        "AFTER",
+        attach_to_model,
+        "the one place every loader builds a model in: loaders are wrapped before they run",
+        "SGLang gives quantization methods the model they were built into",
+    ),
+    Hook(
+        f"{_MANAGER}.update_weights_from_tensor",
+        "AROUND",
+        _update_hook("tensor", "UpdateWeightsFromTensorReqOutput", sessions=True),
+        "clients without sessions; a payload that can't be read must not end the scheduler; one "
+        "rank's failure must reach the client",
+        "SGLang answers failed updates and gathers outcomes over ranks",
+    ),
+    Hook(
+        f"{_MANAGER}.update_weights_from_distributed",
+        "AROUND",
+        _update_hook("distributed", "UpdateWeightsFromDistributedReqOutput", sessions=True),
+        "as above",
+        "as above",
+    ),
+    Hook(
+        f"{_MANAGER}.update_weights_from_disk",
+        "AROUND",
+        _update_hook("disk", "UpdateWeightFromDiskReqOutput", sessions=False),
+        "a failed update from disk is rolled back by loading again, and that may raise too",
+        "SGLang answers failed updates",
+    ),
+    Hook(
+        f"{_MANAGER}.update_weights_from_ipc",
+        "AROUND",
+        _update_hook("ipc", "UpdateWeightsFromIPCReqOutput", sessions=False),
+        "as for tensors",
+        "as for tensors",
+    ),
+    Hook(
+        f"{_MANAGER}.end_weight_update",
+        "AROUND",
+        end_session,
+        "a session that ends with half of an FP8 pair has to fail",
+        "SGLang knows pairs of weight and scale",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        "AFTER",
+        add_status,
+        "the status section of /server_info",
+        "SGLang lets plugins add to internal_states",
+    ),
+)
+
+
+def register_hooks(*, has_sessions: bool) -> None:
+    """Hand the hooks to SGLang's registry; `load_plugins()` applies them."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in HOOKS:
+        if hook.function is end_session and not has_sessions:
+            continue
+        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])

@@ -1,0 +1,112 @@
+"""`--quantization fp8_blockwise_online`: the configuration SGLang asks for a method per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+from ..config import QUANTIZATION_METHOD, IgnoredLayers, Options
+from ..errors import ConfigError
+from ..scheme import Granularity, Scheme
+from .linear import Fp8BlockwiseOnlineLinearMethod
+
+# For models that fuse but declare no `packed_modules_mapping`.
+_FUSED_PARTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+class Fp8BlockwiseOnlineConfig(Fp8Config):
+    """Options, and what they decided for every module of one model.
+
+    It is an `Fp8Config` that declares an FP8 block checkpoint, so SGLang allocates the buffers,
+    picks the kernels and passes its `isinstance` checks as for one. One object belongs to one
+    model; `schemes` fills up while the model is built.
+    """
+
+    def __init__(
+        self,
+        options: Options | None = None,
+        packed_modules_mapping: Mapping[str, Any] | None = None,
+    ) -> None:
+        # Without a `quantization_config` SGLang calls this with nothing: the environment's
+        # ignored layers count all the same.
+        self.options = Options.from_dict({}) if options is None else options
+        super().__init__(
+            is_checkpoint_fp8_serialized=True,
+            activation_scheme="dynamic",
+            weight_block_size=list(self.options.weight_block_size),
+        )
+        # What `Fp8Config` read from the environment is in `options` too, with stricter matching.
+        self.ignored_layers = []
+        mapping = {**_FUSED_PARTS, **(packed_modules_mapping or {})}
+        self._ignored = IgnoredLayers(self.options.ignored_layers, mapping)
+        self._patterns_used: set[str] = set()
+        self.schemes: dict[str, Scheme] = {}
+
+    def get_name(self) -> str:  # type: ignore[override]
+        return QUANTIZATION_METHOD
+
+    @classmethod
+    def get_min_capability(cls) -> int:  # type: ignore[override]
+        """FP8 tensor cores: Ada, Hopper and newer."""
+        return 89
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None) -> str | None:
+        return None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Fp8BlockwiseOnlineConfig:
+        """Read the model's `quantization_config`.
+
+        Raises:
+            ConfigError: an unknown key or a value that can't be served.
+        """
+        return cls(Options.from_dict(config), config.get("packed_modules_mapping"))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        from sglang.srt.layers.linear import LinearBase
+        from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+        if isinstance(layer, LinearBase):
+            patterns = self._ignored.match(prefix)
+            if patterns:
+                self._patterns_used.update(patterns)
+                reason = f"ignored_layers: {', '.join(patterns)}"
+                self.record_scheme(prefix, Scheme(Granularity.HIGH_PRECISION, reason))
+                return UnquantizedLinearMethod()
+            return Fp8BlockwiseOnlineLinearMethod(self, prefix)
+        if isinstance(layer, FusedMoE):
+            raise ConfigError(
+                prefix,
+                type(layer).__name__,
+                "fused experts are not served by this version",
+                "Serve a dense model, or use --quantization fp8 for this one.",
+            )
+        return None
+
+    def record_scheme(self, prefix: str, scheme: Scheme) -> None:
+        self.schemes[prefix] = scheme
+
+    def check_patterns_used(self) -> None:
+        """An `ignored_layers` entry that matches nothing is a typing error, not a wish.
+
+        Raises:
+            ConfigError: naming the first pattern without a module.
+        """
+        for pattern in self.options.ignored_layers:
+            if pattern not in self._patterns_used:
+                raise ConfigError(
+                    "ignored_layers",
+                    repr(pattern),
+                    f"matches none of the {len(self.schemes)} linear modules, for example "
+                    f"{', '.join(list(self.schemes)[:3])}",
+                    "Correct the prefix; `sglang-fp8rl plan MODEL` lists them all.",
+                )

@@ -1,0 +1,165 @@
+"""What the last refit did, and whether the served weights are all of one piece."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..numerics import dequantize
+from ..scheme import Granularity
+from .coverage import Region
+from .sources import SourceIndex
+from .targets import Target
+
+_SAMPLES_PER_REFIT = 64
+_MAX_LISTED = 16
+
+
+@dataclass
+class Power:
+    """Signal and noise, to be summed over samples. SQNR = 10 log10(signal / noise)."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    samples: int = 0
+
+    def decibels(self) -> float | None:
+        if not self.samples or not self.signal:
+            return None
+        return round(10 * math.log10(self.signal / self.noise), 2) if self.noise else None
+
+
+@dataclass
+class Refit:
+    """The calls that make up one full or partial update."""
+
+    seconds: float = 0.0
+    nbytes: int = 0
+    names: set[str] = field(default_factory=set)
+    calls: int = 0
+    errors: list[str] = field(default_factory=list)
+    power: dict[Granularity, Power] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
+    written_now: set[int] = field(default_factory=set)
+
+
+class RefitReport:
+    """Bookkeeping of one model: cheap on the way, read by the status section."""
+
+    def __init__(self, targets: Iterable[Target]) -> None:
+        self._targets = list(targets)
+        self._fp8 = [target for target in self._targets if target.is_fp8]
+        self.known_names: dict[str, None] = {}
+        self.failed: dict[str, str] = {}
+        self.rank_errors: list[str] = []
+        self.current = Refit()
+        self.last: Refit | None = None
+        self._started = 0.0
+        self._lock = threading.Lock()
+
+    # -- filled during an update -----------------------------------------------------------------
+
+    def start_call(self) -> None:
+        self._started = time.perf_counter()
+
+    def written(self, target: Target, region: Region | None) -> None:
+        if region is not None:
+            target.coverage.add(region)
+        target.ever_written = True
+        self.current.written_now.add(id(target))
+
+    def sample(
+        self,
+        granularity: Granularity,
+        source: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> None:
+        """Measure the cast on one corner block of a write; a few dozen a refit."""
+        with self._lock:
+            power = self.current.power.setdefault(granularity, Power())
+            if power.samples >= _SAMPLES_PER_REFIT or source.device.type != "cpu":
+                return
+            power.samples += 1
+        rows, columns = min(128, source.shape[0]), min(128, source.shape[1])
+        if granularity is Granularity.PER_CHANNEL:
+            rows, columns, scale = min(8, rows), source.shape[1], scales[: min(8, rows)]
+        else:
+            scale = scales[:1, :1]
+        exact = source[:rows, :columns].to(torch.bfloat16).float()
+        served = dequantize(codes[:rows, :columns], scale, dtype=torch.float32)
+        noise = (exact - served).square().sum().item()
+        if math.isfinite(noise):
+            power.signal += exact.square().sum().item()
+            power.noise += noise
+
+    def end_call(self, sources: SourceIndex, errors: dict[str, str]) -> None:
+        """Add one call to the refit it belongs to. `errors`: name (or "") to what went wrong."""
+        names = set(sources.names)
+        if self.current.errors or names & self.current.names:
+            # No client has to say where a refit begins: a tensor that comes again starts one.
+            self.last, self.current = self.current, Refit(written=self.current.written_now)
+        refit = self.current
+        refit.written |= refit.written_now
+        refit.written_now = set()
+        refit.seconds += time.perf_counter() - self._started
+        refit.nbytes += sources.nbytes
+        refit.names |= names
+        refit.calls += 1
+        refit.errors += dict.fromkeys(errors.values())
+        self.known_names.update(dict.fromkeys(sorted(names & sources.consumed - set(errors))))
+        for name in names - set(errors):
+            self.failed.pop(name, None)
+        self.failed.update({name: text for name, text in errors.items() if name})
+
+    # -- read by the status section --------------------------------------------------------------
+
+    def problems(self) -> list[str]:
+        """Why the served weights are not of one piece; empty if they are."""
+        found = []
+        never = [target.name for target in self._fp8 if not target.ever_written]
+        if never:
+            found.append(
+                f"{len(never)} of {len(self._fp8)} FP8 weights were never loaded "
+                f"(dummy weights?), for example {never[0]}"
+            )
+        partial = [target for target in self._targets if target.coverage.is_partial]
+        for target in partial[:_MAX_LISTED]:
+            boxes = ", ".join(map(str, target.coverage.regions[:4]))
+            found.append(
+                f"{target.name}: only {target.coverage.fraction:.0%} is new ({boxes}), "
+                "the rest is older"
+            )
+        if len(partial) > _MAX_LISTED:
+            found.append(f"{len(partial) - _MAX_LISTED} more parameters are partly old")
+        for name, error in list(self.failed.items())[:_MAX_LISTED]:
+            found.append(f"{name}: its last update failed: {error[:300]}")
+        return found + self.rank_errors
+
+    def as_dict(self, refit: Refit | None) -> dict[str, Any] | None:
+        if refit is None:
+            return None
+        missing = sum(id(target) not in refit.written for target in self._fp8)
+        return {
+            "seconds": round(refit.seconds, 6),
+            "bytes": refit.nbytes,
+            "gb_per_s": round(refit.nbytes / refit.seconds / 1e9, 3) if refit.seconds else None,
+            "tensors": len(refit.names),
+            "calls": refit.calls,
+            "outcome": "failed" if refit.errors else "ok",
+            "errors": refit.errors[:_MAX_LISTED],
+            "complete": missing == 0,
+            "fp8_weights_not_in_it": missing,
+            "sqnr_db": {
+                granularity.value: power.decibels() for granularity, power in refit.power.items()
+            },
+            "sqnr_samples": {
+                granularity.value: power.samples for granularity, power in refit.power.items()
+            },
+        }

@@ -1,0 +1,42 @@
+"""The section `fp8rl` of `internal_states` in `GET /server_info`. Plain types only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from .. import __version__
+from .refit import ModelRefit
+
+
+def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
+    """What a user wants to know of a running server, as JSON types.
+
+    Args:
+        refit: of the served model.
+        session_open: whether `begin_weight_update` was called and `end_weight_update` was not.
+    """
+    report = refit.report
+    problems = report.problems()
+    problems += [text for text in refit.pairs.open_halves().values()]
+    if session_open:
+        problems.append("a weight-update session is open: call end_weight_update()")
+    schemes = Counter(scheme.granularity.value for scheme in refit.schemes.values())
+    shown = report.current if report.current.calls else report.last
+    return {
+        "version": __version__,
+        "schemes": dict(schemes),
+        "fp8_bytes": sum(
+            target.parameter.numel() for target in refit.targets.values() if target.is_fp8
+        ),
+        "bf16_bytes_replaced": sum(
+            2 * target.parameter.numel() for target in refit.targets.values() if target.is_fp8
+        ),
+        "last_refit": report.as_dict(shown),
+        "consistent": not problems,
+        "problems": problems,
+        "plan": [
+            {"module": name, "scheme": scheme.granularity.value, "reason": scheme.reason}
+            for name, scheme in refit.schemes.items()
+        ],
+    }

@@ -1,0 +1,120 @@
+"""The parameters of a model as destinations of an update: what each is, and who else it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..scheme import Granularity
+from .coverage import Coverage
+from .linear import Fp8BlockwiseOnlineLinearMethod
+
+_SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
+
+
+@dataclass
+class Target:
+    """One parameter of the served model.
+
+    Attributes:
+        name: as in `model.named_parameters()`.
+        parameter: the served parameter; its storage never changes.
+        granularity: blockwise or per channel for an FP8 weight; high precision for all else.
+        scale: the FP32 scale parameter of an FP8 weight.
+        is_scale: whether this parameter is itself such a scale.
+        module: the module that owns the parameter.
+        weight: for a scale, the target it belongs to.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    granularity: Granularity
+    module: torch.nn.Module
+    scale: torch.nn.Parameter | None = None
+    is_scale: bool = False
+    weight: Target | None = None
+    coverage: Coverage = field(init=False)
+    ever_written: bool = False
+    stand_ins: dict[torch.dtype, torch.nn.Parameter] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.coverage = Coverage(tuple(self.parameter.shape))
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.scale is not None
+
+
+def targets_of(model: torch.nn.Module) -> dict[int, Target]:
+    """Every parameter of the model, by `id`. Tied parameters are one target."""
+    targets: dict[int, Target] = {}
+    for prefix, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        ours = isinstance(method, Fp8BlockwiseOnlineLinearMethod)
+        owned = dict(module.named_parameters(recurse=False))
+        for leaf, parameter in owned.items():
+            if id(parameter) in targets:
+                continue
+            target = Target(
+                name=f"{prefix}.{leaf}" if prefix else leaf,
+                parameter=parameter,
+                granularity=Granularity.HIGH_PRECISION,
+                module=module,
+            )
+            targets[id(parameter)] = target
+        if not ours or not method.fp8rl_scheme.is_fp8:
+            continue
+        weight = targets[id(owned["weight"])]
+        weight.granularity = method.fp8rl_scheme.granularity
+        for leaf in _SCALE_SUFFIXES:
+            if leaf in owned:
+                weight.scale = owned[leaf]
+                scale = targets[id(owned[leaf])]
+                scale.is_scale, scale.weight = True, weight
+    return targets
+
+
+def full_shape_of(target: Target, args: tuple) -> tuple[int, ...] | None:
+    """The shape a sender has to send for a linear layer's parameter; None where it is not known.
+
+    SGLang's loaders `narrow` what they are given, and a tensor that is too large is cut without a
+    word. `args` is what the model passed to the loader: the shard id of a fused layer, or nothing.
+    """
+    from sglang.srt.layers.linear import (
+        LinearBase,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
+
+    layer = target.module
+    leaf = target.name.rpartition(".")[2]
+    if not isinstance(layer, LinearBase) or leaf not in ("weight", "bias"):
+        return None
+    if getattr(layer, "use_presharded_weights", False):
+        return None
+    if isinstance(layer, QKVParallelLinear):
+        heads, kv_heads = layer.total_num_heads, layer.total_num_kv_heads
+        v_head_size = getattr(layer, "v_head_size", layer.head_size)
+        sizes = {
+            "q": heads * layer.head_size,
+            "k": kv_heads * layer.head_size,
+            "v": kv_heads * v_head_size,
+        }
+        shard = args[0] if args else None
+        rows = sizes.get(shard) if shard is not None else sum(sizes.values())
+    elif isinstance(layer, MergedColumnParallelLinear):
+        shard = args[0] if args else None
+        if isinstance(shard, tuple):
+            rows = sum(layer.output_sizes[index] for index in shard)
+        else:
+            rows = sum(layer.output_sizes) if shard is None else layer.output_sizes[shard]
+    else:
+        rows = layer.output_size
+    if rows is None:
+        return None
+    if leaf == "bias":
+        # A row-parallel bias is whole on every rank; all others are sharded like the rows.
+        return (layer.output_size,) if isinstance(layer, RowParallelLinear) else (rows,)
+    return (rows, layer.input_size)

@@ -1,0 +1,92 @@
+"""How a module is stored, decided once, from its shape and its parallel layout only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Granularity(str, Enum):
+    """What shares one scale."""
+
+    BLOCKWISE = "blockwise"  # one scale per [block_n, block_k] block
+    PER_CHANNEL = "per_channel"  # one scale per row of the local shard
+    HIGH_PRECISION = "high_precision"  # not quantized
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A module's granularity and, where it is not blockwise, why.
+
+    Attributes:
+        granularity: what shares one scale.
+        reason: empty for blockwise; otherwise the value and the rule that decided, in words.
+    """
+
+    granularity: Granularity
+    reason: str = ""
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.granularity is not Granularity.HIGH_PRECISION
+
+
+def misalignment(
+    *,
+    input_size: int,
+    input_size_per_partition: int,
+    output_size: int,
+    output_partition_sizes: Sequence[int],
+    block_size: tuple[int, int],
+) -> str:
+    """Why a linear layer's local shard can't be cut into blocks; empty if it can.
+
+    The first two rules are SGLang's own (`Fp8LinearMethod.validate_block_quant_shapes`), which
+    raises where this answers. The third is its kernels': activations are quantized in groups of
+    `block_k` columns, and a group may not be cut short. A last block of *rows* may be short.
+
+    Args:
+        input_size: columns of the unsharded weight.
+        input_size_per_partition: columns of this rank's shard.
+        output_size: rows of the unsharded weight, as SGLang counts them (replicated KV heads
+            counted once per rank that holds them).
+        output_partition_sizes: rows of each logical matrix fused into this rank's shard.
+        block_size: `[block_n, block_k]`.
+    """
+    block_n, block_k = block_size
+    rows = sum(output_partition_sizes)
+    is_row_sharded = input_size_per_partition != input_size
+    if is_row_sharded and input_size_per_partition % block_k:
+        return (
+            f"input_size_per_partition {input_size_per_partition} is not a multiple of "
+            f"block_k {block_k} (row-parallel shard of {input_size})"
+        )
+    if rows != output_size or len(output_partition_sizes) > 1:
+        for size in output_partition_sizes:
+            if size % block_n:
+                return (
+                    f"output_partition_size {size} of {list(output_partition_sizes)} is not a "
+                    f"multiple of block_n {block_n}"
+                )
+    if input_size_per_partition % block_k:
+        return (
+            f"input_size {input_size_per_partition} is not a multiple of block_k {block_k} "
+            f"(activations are quantized in groups of {block_k})"
+        )
+    return ""
+
+
+def decide_scheme(why_misaligned: str, misaligned: str) -> Scheme:
+    """The scheme of a module that is to be quantized.
+
+    Args:
+        why_misaligned: what `misalignment` answered.
+        misaligned: the option of that name: `per_channel` or `bf16` (`error` is the caller's,
+            who knows the module's name).
+    """
+    if not why_misaligned:
+        return Scheme(Granularity.BLOCKWISE)
+    if misaligned == "bf16":
+        return Scheme(Granularity.HIGH_PRECISION, why_misaligned)
+    return Scheme(Granularity.PER_CHANNEL, why_misaligned)

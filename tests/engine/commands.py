@@ -1,0 +1,95 @@
+"""Functions that tests run inside a scheduler (see `engine_host`)."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+
+def model_of(scheduler: Any) -> Any:
+    return scheduler.tp_worker.model_runner.model
+
+
+def digests(scheduler: Any) -> dict[str, str]:
+    """Parameter name to a hash of its bytes."""
+    return {
+        name: hashlib.sha256(parameter.data.contiguous().view(torch.uint8).numpy()).hexdigest()
+        for name, parameter in model_of(scheduler).named_parameters()
+    }
+
+
+def addresses(scheduler: Any) -> dict[str, int]:
+    return {name: p.data_ptr() for name, p in model_of(scheduler).named_parameters()}
+
+
+def parameter(scheduler: Any, name: str) -> torch.Tensor:
+    """A copy of one parameter; FP8 as uint8."""
+    data = dict(model_of(scheduler).named_parameters())[name].data
+    return (data.view(torch.uint8) if data.element_size() == 1 else data).clone()
+
+
+def update(
+    scheduler: Any,
+    named_tensors: list[tuple[str, torch.Tensor]],
+    load_format: str | None = None,
+    flush_cache: bool = True,
+) -> tuple[bool, str]:
+    """`update_weights_from_tensor` as the request handler calls it."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    payload: Any = named_tensors
+    if load_format == "flattened_bucket":
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        bucket = FlattenedTensorBucket(named_tensors=named_tensors)
+        payload = {
+            "flattened_tensor": bucket.get_flattened_tensor(),
+            "metadata": bucket.get_metadata(),
+        }
+    one = MultiprocessingSerializer.serialize(payload)
+    size = torch.distributed.get_world_size(scheduler.weight_updater.tp_cpu_group)
+    return send(scheduler, [one] * size, load_format, flush_cache)
+
+
+def send(
+    scheduler: Any, payload: list[Any], load_format: str | None = None, flush_cache: bool = True
+) -> tuple[bool, str]:
+    """As `update`, with a payload of the caller's making."""
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+    request = UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=payload, load_format=load_format, flush_cache=flush_cache
+    )
+    result = scheduler.weight_updater.update_weights_from_tensor(request)
+    return result.success, result.message
+
+
+def begin(scheduler: Any) -> tuple[bool, str]:
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+    result = scheduler.weight_updater.begin_weight_update(BeginWeightUpdateReqInput())
+    return result.success, result.message
+
+
+def end(scheduler: Any) -> tuple[bool, str]:
+    from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+    result = scheduler.weight_updater.end_weight_update(EndWeightUpdateReqInput())
+    return result.success, result.message
+
+
+def update_from_disk(scheduler: Any, path: str) -> tuple[bool, str]:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    request = UpdateWeightFromDiskReqInput(model_path=path, load_format="auto")
+    result = scheduler.weight_updater.update_weights_from_disk(request)
+    return result.success, result.message
+
+
+def status(scheduler: Any) -> dict[str, Any]:
+    """The section `fp8rl` of `GET /server_info`."""
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    return scheduler.get_internal_state(GetInternalStateReq()).internal_state["fp8rl"]

@@ -1,0 +1,157 @@
+"""A real SGLang scheduler per tensor-parallel rank, commanded over a pipe instead of ZMQ.
+
+Everything is SGLang's own code from `run_scheduler_process` down: server arguments, distributed
+groups, model, loaders, weight updater, our plugin and its hooks. Only the event loop is replaced
+by one that runs the functions a test sends, so that a test can look at bytes and addresses. What
+goes over HTTP is tested on servers (`test_server_*.py`).
+
+Children are forked from a server process that has SGLang imported already, so a host starts in
+about two seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_START_SECONDS = 240
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["sglang.srt.managers.scheduler", "sglang.srt.server_args", "sglang_fp8rl.engine.hooks"]
+)
+
+
+class EngineError(RuntimeError):
+    """A function failed inside a scheduler; the text is its traceback."""
+
+
+class EngineHost:
+    """Schedulers of one engine on the CPU platform.
+
+    Args:
+        model_path: checkpoint directory.
+        quantization: as on the command line; None serves unquantized.
+        tp_size: ranks.
+        args: further command-line arguments.
+    """
+
+    def __init__(
+        self,
+        model_path: Path | str,
+        *,
+        quantization: str | None = "fp8_blockwise_online",
+        tp_size: int = 1,
+        args: tuple[str, ...] = (),
+    ) -> None:
+        argv = ["--model-path", str(model_path), "--skip-tokenizer-init", "--device", "cpu"]
+        argv += ["--tp-size", str(tp_size), "--disable-radix-cache", *args]
+        if quantization:
+            argv += ["--quantization", quantization]
+        self.tp_size = tp_size
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+        launch = None
+        for rank in range(tp_size):
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(
+                target=_run_rank, args=(theirs, argv, tp_size, rank, launch), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+            if launch is None:
+                launch = self._receive(ours)
+        for pipe in self._pipes:
+            self._receive(pipe)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(scheduler, *args)` on every rank at once; rank 0's result."""
+        return self.call_all(function, *args)[0]
+
+    def call_all(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(scheduler, *args)` on every rank at once; all results, by rank."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        return [self._receive(pipe) for pipe in self._pipes]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def __enter__(self) -> EngineHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @staticmethod
+    def _receive(pipe: Any) -> Any:
+        if not pipe.poll(_START_SECONDS):
+            raise EngineError("no answer from the scheduler")
+        try:
+            failed, value = pipe.recv()
+        except EOFError as error:
+            raise EngineError("the scheduler process ended") from error
+        if failed:
+            raise EngineError(value)
+        return value
+
+
+def _run_rank(pipe: Any, argv: list[str], tp_size: int, rank: int, launch: Any) -> None:
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+        str(other % (os.cpu_count() or 1)) for other in range(tp_size)
+    )
+    try:
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        if launch is None:
+            from sglang.srt.server_args import PortArgs, prepare_server_args
+
+            server_args = prepare_server_args(argv)
+            launch = (server_args, PortArgs.init_new(server_args))
+            pipe.send((False, launch))
+        from sglang.srt.managers import scheduler as host
+
+        def serve(scheduler: Any) -> None:
+            pipe.send((False, None))
+            _serve(pipe, scheduler)
+
+        host.Scheduler.run_event_loop = serve
+        writer = _Ignore()
+        if "attn_cp_rank" in host.run_scheduler_process.__code__.co_varnames:  # 0.5.16
+            host.run_scheduler_process(*launch, rank, rank, 0, 0, rank, 0, None, writer)
+        else:
+            host.run_scheduler_process(*launch, rank, rank, 0, None, writer)
+    except BaseException:
+        pipe.send((True, traceback.format_exc()))
+        raise
+
+
+class _Ignore:
+    """Takes the readiness message that the launcher would read."""
+
+    def send(self, message: object) -> None:
+        pass
+
+
+def _serve(pipe: Any, scheduler: Any) -> None:
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            pipe.send((False, function(scheduler, *args)))
+        except Exception:
+            pipe.send((True, traceback.format_exc()))

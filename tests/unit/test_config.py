@@ -1,0 +1,81 @@
+"""Options: validated, and unknown keys refused."""
+
+import pytest
+
+from sglang_fp8rl.config import IgnoredLayers, Options
+from sglang_fp8rl.errors import ConfigError
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    monkeypatch.delenv("SGLANG_FP8_IGNORED_LAYERS", raising=False)
+
+
+def test_defaults():
+    options = Options.from_dict({"quant_method": "fp8_blockwise_online"})
+    assert options == Options((128, 128), (), "per_channel", "error")
+
+
+def test_keys_of_the_host_are_not_ours_to_refuse():
+    Options.from_dict({"packed_modules_mapping": {}, "hf_config": object()})
+
+
+def test_an_unknown_key_is_refused_with_the_known_ones_and_a_guess():
+    with pytest.raises(ConfigError, match=r"'misalign'.*weight_block_size.*'misaligned'"):
+        Options.from_dict({"misalign": "bf16"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("weight_block_size", [64, 64]),
+        ("weight_block_size", 128),
+        ("misaligned", "fp16"),
+        ("ignored_layers", "lm_head"),
+        ("ignored_layers", ["re:("]),
+        ("ignored_layers", [""]),
+        ("unknown_names", "ignore"),
+    ],
+)
+def test_a_value_out_of_range_is_named(key, value):
+    with pytest.raises(ConfigError, match=key):
+        Options.from_dict({key: value})
+
+
+def test_the_environment_adds_ignored_layers(monkeypatch):
+    monkeypatch.setenv("SGLANG_FP8_IGNORED_LAYERS", "model.layers.0, model.layers.3.mlp")
+    options = Options.from_dict({"ignored_layers": ["model.layers.7"]})
+    assert options.ignored_layers == ("model.layers.7", "model.layers.0", "model.layers.3.mlp")
+
+
+def ignored(*patterns):
+    return IgnoredLayers(patterns, FUSED)
+
+
+def test_a_prefix_covers_what_is_below_it_and_not_its_namesakes():
+    layers = ignored("model.layers.1")
+    assert layers.match("model.layers.1.mlp.down_proj")
+    assert not layers.match("model.layers.10.mlp.down_proj")
+    assert not layers.match("model.layers.2.mlp.down_proj")
+
+
+def test_a_prefix_without_model_is_the_same_prefix():
+    assert ignored("layers.1.mlp").match("model.layers.1.mlp.down_proj")
+
+
+def test_a_regular_expression_has_to_match_the_whole_prefix():
+    assert ignored(r"re:.*\.down_proj").match("model.layers.1.mlp.down_proj")
+    assert not ignored(r"re:down_proj").match("model.layers.1.mlp.down_proj")
+
+
+def test_all_parts_of_a_fused_module_cover_it():
+    prefix = "model.layers.0.self_attn"
+    parts = [f"{prefix}.{part}" for part in FUSED["qkv_proj"]]
+    assert set(ignored(*parts).match(f"{prefix}.qkv_proj")) == set(parts)
+
+
+def test_some_parts_of_a_fused_module_are_an_error():
+    with pytest.raises(ConfigError, match=r"covers \['q_proj'\]"):
+        ignored("model.layers.0.self_attn.q_proj").match("model.layers.0.self_attn.qkv_proj")

@@ -1,0 +1,65 @@
+"""The scheme of a module: a function of shape and layout only."""
+
+import pytest
+
+from sglang_fp8rl.scheme import Granularity, decide_scheme, misalignment
+
+
+def reason(input_size, output_sizes, *, tp_rows=1, tp_columns=1):
+    partitions = [size // tp_rows for size in output_sizes]
+    return misalignment(
+        input_size=input_size,
+        input_size_per_partition=input_size // tp_columns,
+        output_size=sum(output_sizes),
+        output_partition_sizes=partitions,
+        block_size=(128, 128),
+    )
+
+
+@pytest.mark.parametrize(
+    ("input_size", "output_sizes", "tp_rows", "tp_columns"),
+    [
+        (4096, [4096, 1024, 1024], 1, 1),
+        (4096, [4096, 1024, 1024], 8, 1),
+        (4096, [12288, 12288], 4, 1),
+        (12288, [4096], 1, 8),
+        (7168, [576], 1, 1),  # DeepSeek's kv_a_proj: one output, not sharded, a short last block
+    ],
+)
+def test_aligned_shards_are_blockwise(input_size, output_sizes, tp_rows, tp_columns):
+    assert not reason(input_size, output_sizes, tp_rows=tp_rows, tp_columns=tp_columns)
+
+
+@pytest.mark.parametrize(
+    ("input_size", "output_sizes", "tp_rows", "tp_columns", "names"),
+    [
+        (256, [256, 128, 128], 2, 1, "64"),  # 64 KV rows per rank
+        (512, [1368, 1368], 1, 1, "1368"),
+        (1368, [512], 1, 1, "1368"),
+        (576, [512], 1, 1, "576"),
+        (768, [512], 1, 8, "96"),  # row-parallel shard of 96 columns
+        (512, [1280], 4, 1, "320"),  # column-parallel shard that ends inside a block
+    ],
+)
+def test_misaligned_shards_name_the_value(input_size, output_sizes, tp_rows, tp_columns, names):
+    text = reason(input_size, output_sizes, tp_rows=tp_rows, tp_columns=tp_columns)
+    assert names in text
+    assert "multiple" in text
+
+
+def test_a_module_may_be_misaligned_only_when_sharded():
+    assert not reason(256, [256, 128, 128])
+    assert reason(256, [256, 128, 128], tp_rows=2)
+
+
+def test_a_sharded_single_output_may_not_end_inside_a_block():
+    # SGLang's rule: only an unsharded, unfused output may have a short last block of rows.
+    assert reason(512, [192 * 2], tp_rows=2)
+    assert not reason(512, [192])
+
+
+def test_the_option_decides_what_becomes_of_it():
+    assert decide_scheme("", "per_channel").granularity is Granularity.BLOCKWISE
+    assert decide_scheme("x", "per_channel").granularity is Granularity.PER_CHANNEL
+    assert decide_scheme("x", "bf16").granularity is Granularity.HIGH_PRECISION
+    assert decide_scheme("x", "bf16").reason == "x"
