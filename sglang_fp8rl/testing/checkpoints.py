@@ -7,7 +7,7 @@ own, so a scale written to the wrong place changes the output, and so does a mis
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,13 @@ import torch
 from sglang_fp8rl.errors import ConfigError
 
 TILE = 128
+
+# `quantization_config` of a block-FP8 checkpoint that SGLang's own `fp8` method serves.
+BLOCK_FP8_CONFIG: dict[str, Any] = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [TILE, TILE],
+}
 
 _DENSE: dict[str, Any] = {
     "hidden_size": 256,
@@ -82,6 +89,28 @@ def perturbed(
     return result
 
 
+def quantized_names(state_dict: dict[str, torch.Tensor]) -> list[str]:
+    """The weights a block-FP8 checkpoint on the hub quantizes: projections, not the router."""
+    return [
+        name
+        for name, weight in state_dict.items()
+        if weight.dim() == 2
+        and name.endswith("weight")
+        and name.rsplit(".", 2)[-2] not in ("embed_tokens", "lm_head", "gate", "shared_expert_gate")
+    ]
+
+
+def quantized(
+    state_dict: dict[str, torch.Tensor],
+    cast: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """The state dict of a block-FP8 checkpoint; `cast(weight)` gives e4m3 and `weight_scale_inv`."""
+    result = dict(state_dict)
+    for name in quantized_names(state_dict):
+        result[name], result[f"{name}_scale_inv"] = cast(state_dict[name])
+    return result
+
+
 def save_checkpoint(
     path: str | Path,
     config: Any,
@@ -91,14 +120,17 @@ def save_checkpoint(
     shards: int = 1,
     quantization_config: dict[str, Any] | None = None,
 ) -> Path:
-    """Write `config.json` and safetensors (with an index if `shards > 1`) as the hub has them."""
+    """Write `config.json` and safetensors (with an index if `shards > 1`) as the hub has them.
+
+    `dtype` is the dtype on disk of every tensor except e4m3 weights and their scales.
+    """
     from safetensors.torch import save_file
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
+    kept = {n for n in state_dict if dtype is None or _is_quantized(n, state_dict)}
     tensors = {
-        name: (w.to(dtype) if dtype is not None else w).contiguous()
-        for name, w in state_dict.items()
+        name: (w if name in kept else w.to(dtype)).contiguous() for name, w in state_dict.items()
     }
     content = {**config.to_dict(), "architectures": [_model_class(config).__name__]}
     content["dtype"] = content["torch_dtype"] = "bfloat16"
@@ -133,6 +165,10 @@ def make_checkpoint(
     return save_checkpoint(
         path, config, make_state_dict(config, seed=seed), dtype=dtype, shards=shards
     )
+
+
+def _is_quantized(name: str, state_dict: dict[str, torch.Tensor]) -> bool:
+    return name.endswith("_scale_inv") or f"{name}_scale_inv" in state_dict
 
 
 def _split(names: list[str], count: int) -> Iterable[list[str]]:

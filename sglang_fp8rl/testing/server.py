@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -81,10 +82,8 @@ class ServerProcess:
         """Kill the whole process group: launcher, schedulers, detokenizer."""
         if self._process is None:
             return
-        try:
+        with contextlib.suppress(ProcessLookupError):  # gone already
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # gone already
         self._process.wait()
         self._process = None
 
