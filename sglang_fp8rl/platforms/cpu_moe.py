@@ -82,7 +82,7 @@ def fused_experts(
 
 
 def moe_forward_native(
-    layer: torch.nn.Module, x: torch.Tensor, topk_output: Any, moe_runner_config: Any
+    layer: Any, x: torch.Tensor, topk_output: Any, moe_runner_config: Any
 ) -> torch.Tensor:
     """The unquantized experts, under the signature of SGLang's `fused_moe_native`."""
     return fused_experts(
