@@ -1,0 +1,272 @@
+"""A small HTTP client: send weights to a running SGLang server in buckets. torch and requests only.
+
+What it sends is what SGLang's own `MultiprocessingSerializer` reads: a `ForkingPickler` stream in
+base64 that holds handles of shared memory, not the weights. Server and client therefore run on one
+machine. The metadata of a flattened bucket is read by attribute on every supported version, so
+plain namespaces take the place of SGLang's class, and sglang is not imported.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from multiprocessing.reduction import ForkingPickler
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import requests
+import torch
+import torch.multiprocessing  # registers the reductions of tensors with ForkingPickler
+
+from .errors import RefitError
+
+NamedTensor = tuple[str, torch.Tensor]
+Progress = Callable[[int, int], None]
+LOAD_FORMATS = ("flattened_bucket", None)
+_ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one `update` sent. `seconds` is wall time at the client, everything included."""
+
+    tensors: int
+    nbytes: int
+    buckets: int
+    seconds: float
+
+
+class RefitClient:
+    """Updates, and asks, one server.
+
+    Args:
+        url: of the server, e.g. `http://127.0.0.1:30000`.
+        timeout: seconds for one request.
+        api_key: bearer token, if the server was started with one.
+    """
+
+    def __init__(self, url: str, *, timeout: float = 600, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self._http = requests.Session()
+        if api_key:
+            self._http.headers["Authorization"] = f"Bearer {api_key}"
+
+    def update(
+        self,
+        named_tensors: Iterable[NamedTensor],
+        *,
+        bucket_bytes: int = 512 << 20,
+        load_format: str | None = "flattened_bucket",
+        tp_size: int | None = None,
+        on_bucket: Progress | None = None,
+    ) -> UpdateResult:
+        """Send tensors, full and unsharded, under their checkpoint names; return when served.
+
+        Opens a weight-update session where the server knows them (SGLang 0.5.21 and newer).
+
+        Args:
+            named_tensors: consumed lazily; one bucket of them is held at a time.
+            bucket_bytes: a bucket ends before the tensor that would pass this size. A single
+                larger tensor is a bucket of its own.
+            load_format: "flattened_bucket" (one shared buffer a bucket), or None (one each).
+            tp_size: ranks of the server; asked from it if None.
+            on_bucket: called after each bucket with the tensors and bytes sent so far.
+
+        Raises:
+            RefitError: the server refused; the message is its own. What was sent before stays.
+        """
+        if load_format not in LOAD_FORMATS:
+            raise RefitError("load_format", repr(load_format), f"one of {LOAD_FORMATS}", "")
+        size = self.tp_size() if tp_size is None else tp_size
+        began = perf_counter()
+        tensors = nbytes = buckets = 0
+        with self._session():
+            for bucket, is_last in _buckets(named_tensors, bucket_bytes):
+                # The server reads this memory until it answers; `bucket` holds it until then.
+                payload, guard = _payload(bucket, load_format)
+                body = {
+                    "serialized_named_tensors": [payload] * size,
+                    "load_format": load_format,
+                    "flush_cache": is_last,
+                }
+                self._post("/update_weights_from_tensor", body)
+                del guard
+                buckets += 1
+                tensors += len(bucket)
+                nbytes += sum(_nbytes(tensor) for _, tensor in bucket)
+                if on_bucket is not None:
+                    on_bucket(tensors, nbytes)
+        if not tensors:
+            raise RefitError(
+                "an update",
+                "an empty iterable",
+                "it names at least one tensor",
+                "Check the source.",
+            )
+        return UpdateResult(tensors, nbytes, buckets, perf_counter() - began)
+
+    def generate(
+        self,
+        input_ids: Sequence[int],
+        max_new_tokens: int = 16,
+        *,
+        temperature: float = 0.0,
+        logprob_start_len: int | None = 0,
+    ) -> dict[str, Any]:
+        """One `/generate` response with log-probabilities, as SGLang returns it."""
+        body: dict[str, Any] = {
+            "input_ids": list(input_ids),
+            "sampling_params": {
+                "max_new_tokens": max_new_tokens,
+                "temperature": temperature,
+                "ignore_eos": True,
+            },
+            "return_logprob": True,
+        }
+        if logprob_start_len is not None:
+            body["logprob_start_len"] = logprob_start_len
+        return self._post("/generate", body)
+
+    def server_info(self) -> dict[str, Any]:
+        """`GET /server_info`."""
+        response = self._http.get(f"{self.url}/server_info", timeout=self.timeout)
+        response.raise_for_status()
+        return response.json()
+
+    def status(self) -> dict[str, Any]:
+        """The section `fp8rl` of the server's first internal state.
+
+        Raises:
+            RefitError: the server was not started with `fp8_blockwise_online`.
+        """
+        states = self.server_info().get("internal_states") or [{}]
+        if "fp8rl" not in states[0]:
+            raise RefitError(
+                self.url,
+                "no section fp8rl in internal_states",
+                "the server runs without this quantization method",
+                "Start it with --quantization fp8_blockwise_online.",
+            )
+        return states[0]["fp8rl"]
+
+    def tp_size(self) -> int:
+        return int(self.server_info()["tp_size"])
+
+    @contextlib.contextmanager
+    def _session(self) -> Iterator[None]:
+        has_sessions = self._post("/begin_weight_update", {}, or_not_found=True) is not None
+        try:
+            yield
+        except BaseException:
+            # The reason why it failed is worth more than a second failure to close.
+            if has_sessions:
+                with contextlib.suppress(RefitError, requests.RequestException):
+                    self._post("/end_weight_update", {})
+            raise
+        if has_sessions:
+            self._post("/end_weight_update", {})
+
+    def _post(self, path: str, body: dict[str, Any], *, or_not_found: bool = False) -> Any:
+        response = self._http.post(self.url + path, json=body, timeout=self.timeout)
+        if or_not_found and response.status_code == HTTPStatus.NOT_FOUND:
+            return None
+        is_json = "json" in response.headers.get("content-type", "")
+        answer = response.json() if is_json else response.text
+        refused = isinstance(answer, dict) and answer.get("success") is False
+        if not response.ok or refused:
+            text = answer.get("message", answer) if isinstance(answer, dict) else answer
+            raise RefitError(
+                f"POST {path}",
+                f"HTTP {response.status_code}",
+                f"the server answered: {text}",
+                "`sglang-fp8rl doctor` and the server's log say more.",
+            )
+        return answer
+
+
+def flatten(named_tensors: Sequence[NamedTensor]) -> tuple[torch.Tensor, list[SimpleNamespace]]:
+    """One uint8 tensor with all of them, and where each lies in it.
+
+    On a CPU the buffer is shared memory from the start, so sending it copies nothing again.
+    """
+    device = named_tensors[0][1].device
+    metadata, end = [], 0
+    for name, tensor in named_tensors:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = start + _nbytes(tensor)
+        metadata.append(
+            SimpleNamespace(
+                name=name,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                start_idx=start,
+                end_idx=end,
+                numel=end - start,
+            )
+        )
+    if device.type == "cpu":
+        with _shared_by_file_name():
+            shared = torch.UntypedStorage._new_shared(end, device="cpu")
+        flat = torch.empty(0, dtype=torch.uint8).set_(shared)
+    else:
+        flat = torch.empty(end, dtype=torch.uint8, device=device)
+    for (_, tensor), meta in zip(named_tensors, metadata, strict=True):
+        flat[meta.start_idx : meta.end_idx].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return flat, metadata
+
+
+def serialize(value: Any) -> str:
+    """`value` as `MultiprocessingSerializer.serialize(..., output_str=True)` would, for a server
+    that did not start this process: CPU tensors are shared by file name."""
+    stream = io.BytesIO()
+    with _shared_by_file_name():
+        ForkingPickler(stream).dump(value)
+    return base64.b64encode(stream.getvalue()).decode("ascii")
+
+
+def _payload(bucket: list[NamedTensor], load_format: str | None) -> tuple[str, Any]:
+    """The serialized bucket, and what has to stay alive until the server answers."""
+    if load_format is None:
+        plain = [(name, tensor.detach()) for name, tensor in bucket]
+        return serialize(plain), plain
+    flat, metadata = flatten([(name, tensor.detach()) for name, tensor in bucket])
+    return serialize({"flattened_tensor": flat, "metadata": metadata}), flat
+
+
+@contextlib.contextmanager
+def _shared_by_file_name() -> Iterator[None]:
+    """torch's default (file descriptors) is refused between processes that did not start each
+    other: `AuthenticationError: digest sent was rejected`."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _buckets(
+    named_tensors: Iterable[NamedTensor], limit: int
+) -> Iterator[tuple[list[NamedTensor], bool]]:
+    """Lists of about `limit` bytes, and whether each is the last."""
+    bucket: list[NamedTensor] = []
+    size = 0
+    for name, tensor in named_tensors:
+        nbytes = _nbytes(tensor)
+        if bucket and size + nbytes > limit:
+            yield bucket, False
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += nbytes
+    if bucket:
+        yield bucket, True
