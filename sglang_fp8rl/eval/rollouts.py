@@ -1,0 +1,114 @@
+"""Completions with the log-probability of each sampled token, from SGLang's `/generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+
+from sglang_fp8rl.eval.client import ServerError, normalize_url
+
+_BATCH = 32  # prompts per request
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion: `logprobs[i]` is the engine's own of `output_ids[i]`."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float]
+
+
+def sample_rollouts(
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    timeout: float = 600.0,
+) -> list[Rollout]:
+    """Sample one completion of each prompt (token ids) over the whole vocabulary.
+
+    The engine reports log-probabilities of the tempered distribution (unless it runs with
+    `SGLANG_RETURN_ORIGINAL_LOGPROB`), before nucleus and top-k, which are switched off here.
+
+    Raises:
+        ServerError: the server is unreachable, refuses, aborts, or gives no log-probabilities.
+    """
+    url = normalize_url(url)
+    rollouts: list[Rollout] = []
+    with requests.Session() as session:
+        for start in range(0, len(prompts), _BATCH):
+            batch = [list(ids) for ids in prompts[start : start + _BATCH]]
+            body = {
+                "input_ids": batch,
+                "sampling_params": {
+                    "temperature": temperature,
+                    "max_new_tokens": max_new_tokens,
+                    "top_p": 1.0,
+                    "top_k": -1,
+                    "min_p": 0.0,
+                },
+                "return_logprob": True,
+            }
+            replies = _post(session, url, body, timeout)
+            if len(replies) != len(batch):
+                raise _strange(url, f"{len(replies)} completions of {len(batch)} prompts")
+            pairs = zip(batch, replies, strict=True)
+            rollouts += [_read_rollout(url, ids, reply) for ids, reply in pairs]
+    return rollouts
+
+
+def _post(session: requests.Session, url: str, body: dict, timeout: float) -> list[Any]:
+    try:
+        reply = session.post(f"{url}/generate", json=body, timeout=(10.0, timeout))
+    except requests.RequestException as error:
+        raise ServerError(
+            url,
+            f"/generate: {type(error).__name__}: {error}",
+            "the server did not answer",
+            "Check that it runs and that the URL is right.",
+        ) from error
+    if not reply.ok:
+        raise ServerError(
+            url,
+            f"/generate: HTTP {reply.status_code}: {reply.text[:500].strip()}",
+            "the server refused the request",
+            "It must be an SGLang server of --model, and prompts must fit its context.",
+        )
+    try:
+        found = reply.json()
+    except ValueError as error:
+        raise _strange(url, reply.text[:200]) from error
+    return found if isinstance(found, list) else [found]
+
+
+def _read_rollout(url: str, prompt_ids: list[int], reply: Any) -> Rollout:
+    try:
+        meta = reply["meta_info"]
+        reason = meta["finish_reason"]["type"]
+        entries = [
+            (float(logprob), int(token)) for logprob, token, *_ in meta["output_token_logprobs"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _strange(url, str(reply)[:200]) from error
+    if reason == "abort":
+        raise ServerError(
+            url,
+            "a completion was aborted",
+            "an aborted completion is no sample",
+            "Check the server, then run the command again.",
+        )
+    return Rollout(prompt_ids, [token for _, token in entries], [value for value, _ in entries])
+
+
+def _strange(url: str, found: str) -> ServerError:
+    return ServerError(
+        url,
+        f"/generate gave {found}",
+        "each reply holds `meta_info.output_token_logprobs`",
+        "Check that this is the URL of an SGLang server.",
+    )
