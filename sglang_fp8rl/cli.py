@@ -18,6 +18,9 @@ import typer
 from . import __version__
 from .errors import Fp8RlError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 FOUND_WRONG, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
@@ -62,13 +65,11 @@ def demo(
 
     Exit status: 0 if every output is bitwise equal; 1 if one differs; 2 if it could not be run.
     """
-    from rich.console import Console
-
     from .demo.report import print_report
     from .demo.run import DemoOptions, run_demo
     from .demo.screen import Screen
 
-    console = Console(stderr=as_json)
+    console = _console(stderr=as_json)
     directory = Path(tempfile.mkdtemp(prefix="sglang-fp8rl-demo-"))
     delete = not keep
     try:
@@ -91,7 +92,15 @@ def demo(
         raise typer.Exit(FOUND_WRONG)
 
 
-def _fail(error: Exception, *more: str) -> None:
+def _console(*, stderr: bool = False) -> Console:
+    """A console; one that is no terminal gets room for tables."""
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=120)
+
+
+def _fail(error: Exception, *more: str) -> NoReturn:
     """Say what is wrong and leave with BAD_INPUT."""
     for line in (f"error: {error}", *more):
         print(line, file=sys.stderr)

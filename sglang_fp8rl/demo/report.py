@@ -8,8 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-MAX_PLAN_ROWS = 24
-
 
 @dataclass(frozen=True)
 class RefitFigures:
@@ -67,18 +65,6 @@ class DemoReport:
             for refit in self.refits
         ]
         return asdict(self) | {"refits": refits, "ok": self.ok}
-
-
-def plan_table(plan: list[dict[str, str]], *, limit: int | None = MAX_PLAN_ROWS) -> Table:
-    """Module, scheme, reason. Longer plans are cut, with a row that says so."""
-    table = Table("module", "scheme", "reason", title="plan", title_justify="left")
-    shown = plan if limit is None else plan[:limit]
-    for row in shown:
-        style = {"blockwise": "green", "per_channel": "yellow"}.get(row["scheme"], "dim")
-        table.add_row(row["module"], row["scheme"], row["reason"] or "–", style=style)
-    if len(shown) < len(plan):
-        table.add_row(f"… {len(plan) - len(shown)} more", "", "")
-    return table
 
 
 def print_report(report: DemoReport, console: Console) -> None:

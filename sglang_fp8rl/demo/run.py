@@ -15,9 +15,10 @@ import torch
 
 from ..client import NamedTensor, RefitClient
 from ..config import QUANTIZATION_METHOD
+from ..plan_table import plan_table
 from ..testing.server import ServerProcess
 from .outputs import Output, ask, differences, make_prompts
-from .report import DemoReport, RefitFigures, plan_table
+from .report import DemoReport, RefitFigures
 from .screen import Screen
 from .weights import Checkpoint, make_demo_checkpoint, masters, updated, write_updated
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from time import monotonic
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -25,6 +26,11 @@ class Screen:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._step = 0
+        self._live: dict[str, Any] = {
+            "console": console,
+            "transient": True,
+            "disable": not console.is_terminal,
+        }
 
     @contextlib.contextmanager
     def step(self, text: str) -> Iterator[None]:
@@ -32,7 +38,7 @@ class Screen:
         self._announce(text)
         began = monotonic()
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=self.console, transient=True) as progress:
+        with Progress(*columns, **self._live) as progress:
             progress.add_task("working", total=None)
             yield
         self._done(began)
@@ -43,7 +49,7 @@ class Screen:
         self._announce(text)
         began = monotonic()
         columns = (TextColumn("  "), BarColumn(), TransferSpeedColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.console, transient=True) as progress:
+        with Progress(*columns, **self._live) as progress:
             task = progress.add_task("bytes", total=total)
             yield lambda _, nbytes: progress.update(task, completed=nbytes)
         self._done(began)
@@ -54,7 +60,7 @@ class Screen:
         self._announce(text)
         began = monotonic()
         columns = (TextColumn("  "), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.console, transient=True) as progress:
+        with Progress(*columns, **self._live) as progress:
             task = progress.add_task("items", total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
         self._done(began)
