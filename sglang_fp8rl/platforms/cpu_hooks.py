@@ -60,6 +60,10 @@ def _nothing() -> None:
     """No patch needed."""
 
 
+def _unpadded_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
+    return model_config
+
+
 CPU_HOOKS: tuple[CpuHook, ...] = (
     CpuHook(
         "sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear",
@@ -90,6 +94,13 @@ CPU_HOOKS: tuple[CpuHook, ...] = (
         _nothing,
         reason="rewrites the device index of a CUDA handle; a CPU tensor's handle has no such field",
         until="SGLang leaves handles of CPU tensors alone",
+    ),
+    CpuHook(
+        "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+        _unpadded_config,
+        reason="on a CPU it pads heads and intermediate sizes to whole blocks; a GPU serves the model "
+        "as it is, and replicates KV heads",
+        until="the padding is asked for by the CPU kernels that want it",
     ),
 )
 
