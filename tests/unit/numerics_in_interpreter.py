@@ -1,0 +1,29 @@
+"""Run the Triton casts on saved cases: `python numerics_in_interpreter.py IN OUT`.
+
+A process of its own, because TRITON_INTERPRET has to be set before Triton is imported.
+"""
+
+import sys
+
+import torch
+from numerics_cases import destination, outside_is_untouched, scale_shape
+
+from sglang_fp8rl.numerics import cast_blockwise_into, cast_per_channel_into
+
+
+def run(jobs: list[dict]) -> list[tuple]:
+    """Each job has `source`, `per_channel`, `options`; codes, scales, flags and rim come back."""
+    results = []
+    for job in jobs:
+        source = job["source"]
+        into = cast_per_channel_into if job["per_channel"] else cast_blockwise_into
+        shape = scale_shape(source, job["per_channel"])
+        outer, qweight, rim, scales = destination(*source.shape, shape, source.device)
+        flags = into(source, qweight, scales, backend="triton", **job["options"])
+        intact = outside_is_untouched(outer, rim, *source.shape)
+        results.append((qweight.clone(), scales.clone(), flags, intact))
+    return results
+
+
+if __name__ == "__main__":
+    torch.save(run(torch.load(sys.argv[1])), sys.argv[2])
