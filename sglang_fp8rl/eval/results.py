@@ -65,8 +65,9 @@ class ResultsFile:
         """
         settings = json.loads(json.dumps(settings))  # as it will be read back
         before = self.sessions.get(endpoint)
-        if before is None:
-            self._append({"kind": "session", "endpoint": endpoint, "settings": settings})
+        if before is None or not any(key[2] == endpoint for key in self.samples):
+            if before is None or before["settings"] != settings:
+                self._append({"kind": "session", "endpoint": endpoint, "settings": settings})
             return
         changed = {
             name: (before["settings"].get(name), settings.get(name))

@@ -89,6 +89,16 @@ def test_settings_are_not_mixed_under_one_endpoint(path, changed, told):
         results.begin_session("http://b", SETTINGS | changed)
 
 
+def test_settings_may_change_while_there_is_no_sample(path):
+    # A first request that was refused (say, too many tokens) must not spoil the file.
+    fill(path, count=0)
+    with ResultsFile(path) as results:
+        results.begin_session("http://a", SETTINGS | {"temperature": 0.6})
+        results.add(("p", 0, "http://a"), "d", RECORD)
+        with pytest.raises(ResultsError, match=r"temperature was 0.6, is 1.0"):
+            results.begin_session("http://a", SETTINGS)
+
+
 def test_samples_of_another_problem_with_the_same_id_are_refused(path):
     fill(path)
     with (
