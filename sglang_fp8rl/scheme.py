@@ -77,6 +77,25 @@ def misalignment(
     return ""
 
 
+def expert_misalignment(
+    *, hidden_size: int, intermediate_size_per_partition: int, block_size: tuple[int, int]
+) -> str:
+    """Why one expert's shard can't be cut into blocks; empty if it can.
+
+    SGLang's rule in `Fp8MoEMethod.create_weights`, and the activation groups of its kernels, as in
+    `misalignment`. All experts of a layer have one shape, so one answer holds for all of them.
+    """
+    block_n, block_k = block_size
+    if intermediate_size_per_partition % block_n or intermediate_size_per_partition % block_k:
+        return (
+            f"moe intermediate size {intermediate_size_per_partition} per rank is not a multiple "
+            f"of the block {[block_n, block_k]}"
+        )
+    if hidden_size % block_k:
+        return f"hidden size {hidden_size} is not a multiple of block_k {block_k}"
+    return ""
+
+
 def decide_scheme(why_misaligned: str, misaligned: str) -> Scheme:
     """The scheme of a module that is to be quantized.
 

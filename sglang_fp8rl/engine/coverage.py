@@ -1,4 +1,4 @@
-"""Which parts of a parameter have been written since it was last complete. Pure integers."""
+"""Which parts of a parameter were written when. Pure integers."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def region_of(
         if step not in strides:
             return None
         # Dimensions of size 1 share a stride with their neighbour: take the one that is long.
-        dim = max(
-            (d for d, s in enumerate(strides) if s == step), key=lambda d: parameter_shape[d]
-        )
+        dim = max((d for d, s in enumerate(strides) if s == step), key=lambda d: parameter_shape[d])
         if sizes[dim] != 1:
             return None
         sizes[dim] = size
@@ -73,33 +71,66 @@ def region_of(
 
 @dataclass
 class Coverage:
-    """Boxes of one parameter written since it was last complete.
-
-    A parameter whose boxes together cover all of it is complete again, and its list is emptied.
-    """
+    """Boxes of one parameter, each with the number of the call that wrote it last."""
 
     shape: tuple[int, ...]
-    regions: list[Region] = field(default_factory=list)
-    _covered: int = 0
+    calls: dict[Region, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, region: Region) -> None:
+    def add(self, region: Region, call: int) -> None:
         with self._lock:
-            # A box written twice counts once; boxes that merely overlap replace what they touch,
-            # so that the count never claims more than was written.
-            kept = [old for old in self.regions if not old.overlaps(region)]
-            self._covered += region.numel - sum(
-                old.numel for old in self.regions if old.overlaps(region)
-            )
-            self.regions = [*kept, region]
-            if self._covered >= math.prod(self.shape):
-                self.regions, self._covered = [], 0
+            if region not in self.calls:
+                # Boxes that merely overlap are forgotten, so that never more is called new than is.
+                self.calls = {
+                    old: number for old, number in self.calls.items() if not old.overlaps(region)
+                }
+            self.calls[region] = call
 
-    @property
-    def is_partial(self) -> bool:
-        return bool(self.regions)
+    def new_regions(self, since: int) -> list[Region]:
+        """Boxes written by call `since` or later."""
+        return [region for region, call in self.calls.items() if call >= since]
 
-    @property
-    def fraction(self) -> float:
-        """Share of the elements that are new; 1.0 when nothing is outstanding."""
-        return self._covered / math.prod(self.shape) if self.regions else 1.0
+    def new_fraction(self, since: int) -> float:
+        """Share of the elements written by call `since` or later."""
+        new = sum(region.numel for region in self.new_regions(since))
+        return new / math.prod(self.shape)
+
+    def is_mixed(self, since: int) -> bool:
+        """Whether part of the parameter is new and part of it is not."""
+        return 0.0 < self.new_fraction(since) < 1.0
+
+
+@dataclass
+class RefitWindow:
+    """Which calls make up the current refit, for clients that never say where one begins.
+
+    A refit is a run of calls in which no tensor comes twice. A call that repeats a tensor starts
+    behind the last call that had it; a call after every weight was written starts anew. A tensor
+    that failed does not count as sent, so sending it again mends the refit instead of ending it.
+    """
+
+    start: int = 0
+    call: int = 0
+    is_complete: bool = False
+    _last_call: dict[str, int] = field(default_factory=dict)
+
+    def begin_call(self, names: list[str]) -> bool:
+        """Count one call; `names` is empty where what comes is not known (a checkpoint).
+
+        Returns whether it starts another refit than the call before it.
+        """
+        self.call += 1
+        start = self.call if self.is_complete or not names else self.start
+        for name in names:
+            start = max(start, self._last_call.get(name, -1) + 1)
+        is_new = start != self.start
+        self.start, self.is_complete = start, False
+        return is_new
+
+    def begin_refit(self) -> None:
+        """A client that does say so: what follows is another refit."""
+        self.is_complete = True
+
+    def sent(self, names: set[str]) -> None:
+        """Names that this call stored."""
+        self._last_call.update(dict.fromkeys(names, self.call))

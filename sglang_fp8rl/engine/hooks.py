@@ -59,13 +59,15 @@ def attach_to_model(model: Any, *_: Any, **__: Any) -> None:
 
 
 def _run_update(
-    original: Callable[..., Any], manager: Any, request: Any, kind: str, output_class: type
+    original: Callable[..., Any],
+    manager: Any,
+    refit: ModelRefit,
+    request: Any,
+    kind: str,
+    output_class: type,
 ) -> Any:
     """Run one update request so that it is answered, by every rank alike, whatever happens."""
-    refit = refit_of(manager.tp_worker.model_runner.model)
-    if refit is None:
-        return original(manager, request)
-    in_session = getattr(manager, "_session", None) is not None
+    in_session = getattr(manager, "_session", None) is not None and not refit.implicit_session
     refit.kind = kind
     # A client without sessions marks its last bucket by asking for the cache flush.
     refit.keep_pairs = in_session or not getattr(request, "flush_cache", True)
@@ -89,25 +91,32 @@ def _run_update(
             torch.distributed.barrier(group=manager.tp_cpu_group)
         extra = {"num_paused_requests": 0} if kind == "disk" else {}
         result = output_class(success=False, message=message, **extra)
-    errors = _errors_of_all_ranks(manager, success, message)
-    refit.report.rank_errors = errors if not success or errors else []
-    if errors and success:
-        result.success, result.message = False, " | ".join(errors)
+    others = _other_ranks(manager, refit, None if success else message)
+    refit.report.other_ranks([text for _, unmended in others for text in unmended])
+    failed = [text for text, _ in others if text is not None]
+    if failed and success:
+        result.success, result.message = False, " | ".join(failed)
     return result
 
 
-def _errors_of_all_ranks(manager: Any, success: bool, message: str) -> list[str]:
-    """Messages of the other ranks that failed: only rank 0's answer reaches the client."""
+def _other_ranks(
+    manager: Any, refit: ModelRefit, message: str | None
+) -> list[tuple[str | None, list[str]]]:
+    """Of every other rank: why this call failed there (or None), and what is not mended.
+
+    Only rank 0's answer reaches the client, and a NaN may be in a shard that rank 0 never sees.
+    """
     group = manager.tp_cpu_group
-    size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    size, own = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     if size == 1:
         return []
-    outcomes: list[Any] = [None] * size
-    torch.distributed.all_gather_object(outcomes, None if success else message, group=group)
+    unmended = list(refit.report.failed.values())
+    gathered: list[Any] = [None] * size
+    torch.distributed.all_gather_object(gathered, (message, unmended), group=group)
     return [
-        f"tp_rank {other}: {text}"
-        for other, text in enumerate(outcomes)
-        if text is not None and other != rank
+        (text and f"tp_rank {rank}: {text}", [f"tp_rank {rank}: {line}" for line in lines])
+        for rank, (text, lines) in enumerate(gathered)
+        if rank != own
     ]
 
 
@@ -115,18 +124,20 @@ def _update_hook(kind: str, output_name: str, *, sessions: bool) -> Callable[...
     def hook(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         from sglang.srt.managers import io_struct
 
+        refit = refit_of(manager.tp_worker.model_runner.model)
+        if refit is None:
+            return original(manager, request)
         output_class = getattr(io_struct, output_name)
-        ours = refit_of(manager.tp_worker.model_runner.model) is not None
-        implicit = sessions and ours and getattr(manager, "_session", 0) is None
-        if implicit:
-            selector = getattr(request, "selector", "all")
-            manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=selector))
-            refit_of(manager.tp_worker.model_runner.model).implicit_session = True
+        if not sessions or getattr(manager, "_session", 0) is not None:
+            return _run_update(original, manager, refit, request, kind, output_class)
+        selector = getattr(request, "selector", "all")
+        manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=selector))
+        refit.implicit_session = True
         try:
-            return _run_update(original, manager, request, kind, output_class)
+            return _run_update(original, manager, refit, request, kind, output_class)
         finally:
-            if implicit:
-                manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+            manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+
     return hook
 
 
@@ -141,7 +152,7 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
         return result
     missing = refit.close_pairs()
     if missing:
-        refit.report.failed.update(missing)
+        refit.report.current.errors += missing.values()
         result.success, result.message = False, " | ".join(missing.values())
     return result
 

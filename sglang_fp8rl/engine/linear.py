@@ -45,7 +45,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -94,7 +94,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
 
     def _create_unblocked_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -126,13 +126,13 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
             layer.register_parameter("weight_scale", scale)
         layer.register_parameter("input_scale", None)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Idempotent: SGLang calls it after the first load and at the end of every session."""
         if self.block_quant:
             super().process_weights_after_loading(layer)
 
     def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`x [..., K]` in `params_dtype` to `[..., N]`, by SGLang's kernel for the scheme."""
         assert self.fp8rl_scheme is not None

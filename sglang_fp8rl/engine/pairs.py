@@ -97,7 +97,9 @@ def store_pair(pair: HalfPair, block_size: tuple[int, int]) -> None:
         QuantizationError: this rank's part starts inside a block.
     """
     target, weight, scale = pair.target, pair.weight, pair.scale
-    assert weight is not None and scale is not None and target.scale is not None
+    assert weight is not None
+    assert scale is not None
+    assert target.scale is not None
     blockwise = target.granularity is Granularity.BLOCKWISE
     block_n, block_k = block_size if blockwise else (1, weight.shape[1])
     rows, columns = weight.shape
@@ -119,14 +121,18 @@ def store_pair(pair: HalfPair, block_size: tuple[int, int]) -> None:
         )
     plan = []
     for write in pair.writes:
-        if write.source is None or write.region is None or write.region.shape != write.shape:
+        region = write.region
+        is_matrix = (
+            len(write.shape) == 2 and region is not None and region.shape[-2:] == write.shape
+        )
+        if write.source is None or not is_matrix:
             raise RefitError(
                 pair.weight_name,
                 "a write that is not a plain block of the tensor that was sent",
                 "the scales of an FP8 tensor can only be split along with its rows and columns",
                 "Send this tensor in BF16 or FP32.",
             )
-        first = write.source.storage_offset() - weight.storage_offset()
+        first = int(write.source.storage_offset() - weight.storage_offset())
         row, column = divmod(first, columns)
         owned_rows = scale_span(Span(row, write.shape[0]), block_n, rows, name=pair.weight_name)
         owned_columns = scale_span(
@@ -134,18 +140,18 @@ def store_pair(pair: HalfPair, block_size: tuple[int, int]) -> None:
         )
         plan.append((write, owned_rows, owned_columns))
     for write, owned_rows, owned_columns in plan:
-        assert write.source is not None and write.region is not None
+        assert write.source is not None
+        assert write.region is not None
+        scales = target.scale.data
+        if scales.dim() == 3:  # one matrix per expert
+            scales = scales[write.region.start[0]]
         to_row, to_column = (
             start // block
-            for start, block in zip(write.region.start, (block_n, block_k), strict=True)
+            for start, block in zip(write.region.start[-2:], (block_n, block_k), strict=True)
         )
         write.destination(target.parameter).view(torch.uint8).copy_(write.source.view(torch.uint8))
-        target.scale.data[
-            to_row : to_row + owned_rows.size, to_column : to_column + owned_columns.size
-        ].copy_(
-            scale[
-                owned_rows.start : owned_rows.stop, owned_columns.start : owned_columns.stop
-            ]
+        scales[to_row : to_row + owned_rows.size, to_column : to_column + owned_columns.size].copy_(
+            scale[owned_rows.start : owned_rows.stop, owned_columns.start : owned_columns.stop]
         )
 
 

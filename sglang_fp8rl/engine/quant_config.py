@@ -14,6 +14,7 @@ from ..config import QUANTIZATION_METHOD, IgnoredLayers, Options
 from ..errors import ConfigError
 from ..scheme import Granularity, Scheme
 from .linear import Fp8BlockwiseOnlineLinearMethod
+from .moe import Fp8BlockwiseOnlineMoEMethod, unquantized_experts
 
 # For models that fuse but declare no `packed_modules_mapping`.
 _FUSED_PARTS = {
@@ -44,17 +45,17 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
             weight_block_size=list(self.options.weight_block_size),
         )
         # What `Fp8Config` read from the environment is in `options` too, with stricter matching.
-        self.ignored_layers = []
+        self.ignored_layers: list[str] = []
         mapping = {**_FUSED_PARTS, **(packed_modules_mapping or {})}
         self._ignored = IgnoredLayers(self.options.ignored_layers, mapping)
         self._patterns_used: set[str] = set()
         self.schemes: dict[str, Scheme] = {}
 
-    def get_name(self) -> str:  # type: ignore[override]
+    def get_name(self) -> str:
         return QUANTIZATION_METHOD
 
     @classmethod
-    def get_min_capability(cls) -> int:  # type: ignore[override]
+    def get_min_capability(cls) -> int:
         """FP8 tensor cores: Ada, Hopper and newer."""
         return 89
 
@@ -75,22 +76,18 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         from sglang.srt.layers.linear import LinearBase
         from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
-        if isinstance(layer, LinearBase):
-            patterns = self._ignored.match(prefix)
-            if patterns:
-                self._patterns_used.update(patterns)
-                reason = f"ignored_layers: {', '.join(patterns)}"
-                self.record_scheme(prefix, Scheme(Granularity.HIGH_PRECISION, reason))
-                return UnquantizedLinearMethod()
+        if not isinstance(layer, (LinearBase, FusedMoE)):
+            return None
+        is_linear = isinstance(layer, LinearBase)
+        patterns = self._ignored.match(prefix)
+        if patterns:
+            self._patterns_used.update(patterns)
+            reason = f"ignored_layers: {', '.join(patterns)}"
+            self.record_scheme(prefix, Scheme(Granularity.HIGH_PRECISION, reason))
+            return UnquantizedLinearMethod() if is_linear else unquantized_experts(layer)
+        if is_linear:
             return Fp8BlockwiseOnlineLinearMethod(self, prefix)
-        if isinstance(layer, FusedMoE):
-            raise ConfigError(
-                prefix,
-                type(layer).__name__,
-                "fused experts are not served by this version",
-                "Serve a dense model, or use --quantization fp8 for this one.",
-            )
-        return None
+        return Fp8BlockwiseOnlineMoEMethod(self, prefix)
 
     def record_scheme(self, prefix: str, scheme: Scheme) -> None:
         self.schemes[prefix] = scheme

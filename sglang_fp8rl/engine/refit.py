@@ -7,7 +7,6 @@ IPC, disk, custom loaders) go through both.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import threading
 from collections.abc import Iterable
@@ -18,20 +17,27 @@ import torch
 
 from ..config import Options
 from ..errors import Fp8RlError, RefitError
-from ..numerics.cast import cast_blockwise_into, cast_per_channel_into
-from ..scheme import Granularity, Scheme
+from ..scheme import Scheme
+from .checks import (
+    MAX_LISTED,
+    check_dtype,
+    check_shape,
+    listed,
+    not_finite_errors,
+    unknown_names_error,
+)
 from .pairs import PairTable, store_pair
+from .quantize import quantize_write
 from .report import RefitReport
 from .skipped import skipped_by_design
 from .sources import SourceIndex
-from .targets import Target, full_shape_of, targets_of
+from .targets import Target, targets_of
 from .writes import Write, make_stand_in, writes_of
 
 logger = logging.getLogger(__name__)
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP8 = torch.float8_e4m3fn
-_MAX_LISTED = 8
 
 
 @dataclass
@@ -42,6 +48,8 @@ class Call:
         kind: `startup`, `disk`, `tensor`, `distributed` or `ipc`.
         keep_pairs: whether an FP8 half may wait for the next call.
         errors: names, and what went wrong with them without stopping the call.
+        touched: names, and which part of the model each was for.
+        stopped_at: the name whose loader raised.
         not_finite: per write, the name and a bool tensor of blocks that kept their old bytes.
     """
 
@@ -49,6 +57,8 @@ class Call:
     keep_pairs: bool
     sources: SourceIndex = field(default_factory=SourceIndex)
     errors: dict[str, str] = field(default_factory=dict)
+    touched: dict[str, tuple] = field(default_factory=dict)
+    stopped_at: str = ""
     not_finite: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
 
@@ -79,7 +89,7 @@ class ModelRefit:
     def attach(self) -> None:
         for target in self.targets.values():
             self._wrap_loader(target)
-        self._native_load_weights = self.model.load_weights  # type: ignore[operator]
+        self._native_load_weights = self.model.load_weights
         self.model.load_weights = self.load_weights  # type: ignore[assignment]
 
     def _wrap_loader(self, target: Target) -> None:
@@ -96,7 +106,9 @@ class ModelRefit:
         else:
             parameter.weight_loader = weight_loader
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kw: Any) -> Any:
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kw: Any
+    ) -> Any:
         """`model.load_weights`, with every write quantized and every name accounted for.
 
         Raises:
@@ -112,10 +124,9 @@ class ModelRefit:
                 result = self._native_load_weights(call.sources.watch(weights), *args, **kw)
             self._finish(call)
         except Exception as error:
-            # Not to go on, only to write it down: a loader that stopped half-way leaves the
-            # tensors behind it old.
-            stopped = {name: str(error) for name in sent if name not in call.sources.consumed}
-            self.report.end_call(call.sources, {**stopped, **call.errors} or {"": str(error)})
+            # Not to go on, only to write it down.
+            culprit = call.stopped_at or ""
+            self.report.end_call(call.sources, call.errors or {culprit: str(error)}, call.touched)
             raise
         finally:
             call.sources.forget_tensors()
@@ -137,11 +148,15 @@ class ModelRefit:
             )
         source = call.sources.find(loaded)
         name = source.name if source else target.name
+        key = _part_of(args, kwargs)
+        call.touched[name] = ((target.weight or target).name, key)
         try:
             self._store(call, target, native, name, loaded, args, kwargs)
         except Fp8RlError:
+            call.stopped_at = name
             raise
         except (AssertionError, RuntimeError, ValueError, TypeError, IndexError) as error:
+            call.stopped_at = name
             raise RefitError(
                 name,
                 f"{loaded.dtype} of shape {tuple(loaded.shape)} for {target.name} "
@@ -160,7 +175,7 @@ class ModelRefit:
         args: tuple,
         kwargs: dict,
     ) -> None:
-        key = (*args, *sorted(kwargs.items()))
+        key = _part_of(args, kwargs)
         if target.is_scale:
             assert target.weight is not None
             pair = self.pairs.add_scale(target.weight, key, name, loaded)
@@ -168,8 +183,8 @@ class ModelRefit:
             return
         is_fp8_source = loaded.dtype == _FP8
         if not (is_fp8_source and target.is_fp8) and loaded.dtype not in _FLOAT_DTYPES:
-            self._check_other_dtype(target, name, loaded)
-        self._check_shape(target, name, loaded, args)
+            check_dtype(target, name, loaded)
+        check_shape(target, name, loaded, args, kwargs)
         writes = self._writes(target, native, loaded, args, kwargs)
         if is_fp8_source and target.is_fp8:
             pair = self.pairs.add_weight(target, key, name, loaded, writes)
@@ -211,77 +226,16 @@ class ModelRefit:
                 return
             destination.copy_(source)
         else:
-            self._quantize(call, target, name, write, source)
+            block_size = self.options.weight_block_size
+            for *arguments, bad in quantize_write(target, name, write, block_size):
+                call.not_finite.append((name, bad))
+                self.report.sample(target.granularity, *arguments)
         self.report.written(target, write.region)
 
-    def _quantize(
-        self, call: Call, target: Target, name: str, write: Write, source: torch.Tensor
-    ) -> None:
-        """Cast one write straight into its region, and its scales into theirs."""
-        assert target.scale is not None
-        region, (rows, columns) = write.region, target.parameter.shape[-2:]
-        if region is None or region.shape[-2:] != tuple(source.shape):
-            raise RefitError(
-                name,
-                f"a write of shape {write.shape}, strides {write.stride} into {target.name}",
-                "a quantized write covers whole rows and columns of one matrix",
-                "Send the tensor as the checkpoint has it.",
-            )
-        (row, column), (height, width) = region.start[-2:], region.shape[-2:]
-        codes, scales = write.destination(target.parameter), target.scale.data
-        source = source.to(codes.device)
-        if target.granularity is Granularity.PER_CHANNEL:
-            if width != columns:
-                raise _cuts_block(name, target, f"columns {column}:{column + width} of {columns}")
-            scales = scales[row : row + height]
-            bad = cast_per_channel_into(source, codes, scales, name=name)
-        else:
-            block_n, block_k = self.options.weight_block_size
-            whole = (
-                row % block_n == 0
-                and column % block_k == 0
-                and (height % block_n == 0 or row + height == rows)
-                and (width % block_k == 0 or column + width == columns)
-            )
-            if not whole:
-                raise _cuts_block(name, target, str(region))
-            first_row, first_column = row // block_n, column // block_k
-            scales = scales[
-                first_row : first_row + -(-height // block_n),
-                first_column : first_column + -(-width // block_k),
-            ]
-            bad = cast_blockwise_into(
-                source, codes, scales, block_size=self.options.weight_block_size, name=name
-            )
-        call.not_finite.append((name, bad))
-        self.report.sample(target.granularity, source, codes, scales)
-
-    # -- checks ----------------------------------------------------------------------------------
-
-    @staticmethod
-    def _check_other_dtype(target: Target, name: str, loaded: torch.Tensor) -> None:
-        if loaded.dtype == target.parameter.dtype:
-            return
-        raise RefitError(
-            name,
-            f"dtype {loaded.dtype} for {target.name} ({target.parameter.dtype})",
-            "weights come in FP32, BF16 or FP16, or in float8_e4m3fn where the module is FP8",
-            "Convert it on the trainer; `sglang-fp8rl plan` says which modules take FP8.",
-        )
-
-    @staticmethod
-    def _check_shape(target: Target, name: str, loaded: torch.Tensor, args: tuple) -> None:
-        expected = full_shape_of(target, args)
-        if expected is not None and tuple(loaded.shape) != expected:
-            raise RefitError(
-                name,
-                f"shape {tuple(loaded.shape)}",
-                f"{target.name} takes the full, unsharded {expected}",
-                "Send the tensor as the checkpoint has it; the engine cuts this rank's shard.",
-            )
+    # -- the end of a call -----------------------------------------------------------------------
 
     def _finish(self, call: Call) -> None:
-        call.errors.update(_not_finite_errors(call.not_finite))
+        call.errors.update(not_finite_errors(call.not_finite))
         errors = call.errors
         unknown = [
             name
@@ -293,9 +247,9 @@ class ModelRefit:
             # what it skipped once it may skip again.
             self.skipped_at_startup.update(unknown)
         elif unknown and self.options.unknown_names == "warn":
-            logger.warning("fp8rl: no parameter takes %s", _listed(unknown))
+            logger.warning("fp8rl: no parameter takes %s", listed(unknown))
         elif unknown:
-            text = str(self._unknown_name_error(unknown))
+            text = str(unknown_names_error(unknown, self.report.known_names))
             errors.update(dict.fromkeys(unknown, text))
         if call.keep_pairs:
             self.pairs.detach()
@@ -310,11 +264,11 @@ class ModelRefit:
             texts = list(dict.fromkeys(errors.values()))
             raise RefitError(
                 f"an update of {len(call.sources.names)} tensor(s)",
-                " | ".join(texts[:_MAX_LISTED]),
+                " | ".join(texts[:MAX_LISTED]),
                 f"{len(errors)} of them had problems, everything else in this call was stored",
                 "Mend what is named and send it again.",
             )
-        self.report.end_call(call.sources, {})
+        self.report.end_call(call.sources, {}, call.touched)
 
     def close_pairs(self) -> dict[str, str]:
         """Give up FP8 halves that are still waiting; returns their names and what is missing."""
@@ -326,44 +280,14 @@ class ModelRefit:
             for name, text in halves.items()
         }
 
-    def _unknown_name_error(self, unknown: list[str]) -> RefitError:
-        known = list(self.report.known_names) or [t.name for t in self.targets.values()]
-        near = difflib.get_close_matches(unknown[0], known, n=3, cutoff=0.6)
-        return RefitError(
-            _listed(unknown),
-            f"{len(unknown)} name(s) that no parameter takes",
-            "every tensor sent has to land somewhere",
-            (f"Near matches: {', '.join(near)}. " if near else "")
-            + "Set unknown_names='warn' in quantization_config to let them pass.",
-        )
 
+def _part_of(args: tuple, kwargs: dict) -> tuple:
+    """Which part of a parameter a loader call is for; the same for a weight and its scale.
 
-def _cuts_block(name: str, target: Target, where: str) -> RefitError:
-    return RefitError(
-        name,
-        f"a write to {where} of {target.name}",
-        f"it starts or ends inside a {target.granularity.value} scale's block",
-        "Add the module to ignored_layers, or use another tensor-parallel size.",
+    A fused layer is passed a shard id, an expert its weight's name, shard id and number.
+    """
+    given = (*args, *(value for _, value in sorted(kwargs.items())))
+    return tuple(
+        value.removesuffix("_inv").removesuffix("_scale") if isinstance(value, str) else value
+        for value in given
     )
-
-
-def _not_finite_errors(found: list[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """One line per tensor with a NaN or Inf. Synchronizes with the device once."""
-    if not found:
-        return {}
-    any_bad = torch.stack([bad.any() for _, bad in found]).cpu().tolist()
-    lines = {}
-    for (name, bad), is_bad in zip(found, any_bad, strict=True):
-        if is_bad:
-            count = int(bad.sum())
-            first = bad.nonzero()[0].tolist()
-            lines[name] = (
-                f"{name}: NaN or Inf in {count} of {bad.numel()} block(s), first at {first}; "
-                "a block that is not finite keeps its old bytes. Mend the weight and send it again"
-            )
-    return lines
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more

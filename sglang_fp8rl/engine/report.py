@@ -13,7 +13,7 @@ import torch
 
 from ..numerics import dequantize
 from ..scheme import Granularity
-from .coverage import Region
+from .coverage import RefitWindow, Region
 from .sources import SourceIndex
 from .targets import Target
 
@@ -46,7 +46,6 @@ class Refit:
     errors: list[str] = field(default_factory=list)
     power: dict[Granularity, Power] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
-    written_now: set[int] = field(default_factory=set)
 
 
 class RefitReport:
@@ -56,8 +55,10 @@ class RefitReport:
         self._targets = list(targets)
         self._fp8 = [target for target in self._targets if target.is_fp8]
         self.known_names: dict[str, None] = {}
-        self.failed: dict[str, str] = {}
+        self.failed: dict[tuple, str] = {}
         self.rank_errors: list[str] = []
+        self.call_errors: list[str] = []
+        self.window = RefitWindow()
         self.current = Refit()
         self.last: Refit | None = None
         self._started = 0.0
@@ -65,14 +66,17 @@ class RefitReport:
 
     # -- filled during an update -----------------------------------------------------------------
 
-    def start_call(self) -> None:
+    def start_call(self, names: list[str]) -> None:
+        """`names`: what is going to be sent; empty where that is not known (a checkpoint)."""
+        if self.window.begin_call(names):
+            self.last, self.current = self.current, Refit()
         self._started = time.perf_counter()
 
     def written(self, target: Target, region: Region | None) -> None:
         if region is not None:
-            target.coverage.add(region)
+            target.coverage.add(region, self.window.call)
         target.ever_written = True
-        self.current.written_now.add(id(target))
+        self.current.written.add(id(target))
 
     def sample(
         self,
@@ -99,24 +103,37 @@ class RefitReport:
             power.signal += exact.square().sum().item()
             power.noise += noise
 
-    def end_call(self, sources: SourceIndex, errors: dict[str, str]) -> None:
-        """Add one call to the refit it belongs to. `errors`: name (or "") to what went wrong."""
-        names = set(sources.names)
-        if self.current.errors or names & self.current.names:
-            # No client has to say where a refit begins: a tensor that comes again starts one.
-            self.last, self.current = self.current, Refit(written=self.current.written_now)
+    def end_call(
+        self, sources: SourceIndex, errors: dict[str, str], touched: dict[str, tuple]
+    ) -> None:
+        """Add one call to its refit.
+
+        Args:
+            errors: name (or "") to what went wrong.
+            touched: name to the part of the model it was for; a part whose update failed stays
+                failed until a later tensor for it is stored.
+        """
         refit = self.current
-        refit.written |= refit.written_now
-        refit.written_now = set()
         refit.seconds += time.perf_counter() - self._started
         refit.nbytes += sources.nbytes
-        refit.names |= names
+        refit.names |= set(sources.names)
         refit.calls += 1
-        refit.errors += dict.fromkeys(errors.values())
-        self.known_names.update(dict.fromkeys(sorted(names & sources.consumed - set(errors))))
-        for name in names - set(errors):
-            self.failed.pop(name, None)
-        self.failed.update({name: text for name, text in errors.items() if name})
+        self.call_errors = list(dict.fromkeys(errors.values()))
+        refit.errors += self.call_errors
+        stored = [name for name in touched if name not in errors]
+        self.known_names.update(dict.fromkeys(stored))
+        self.window.sent(set(stored))
+        for name in stored:
+            self.failed.pop(touched[name], None)
+        self.failed.update({touched[name]: errors[name] for name in touched if name in errors})
+        self.window.is_complete = not errors and all(
+            target.coverage.new_fraction(self.window.start) == 1.0 for target in self._fp8
+        )
+
+    def other_ranks(self, errors: list[str]) -> None:
+        """What went wrong, and was not mended, on the ranks whose answer nobody sees."""
+        self.rank_errors = errors
+        self.current.errors += [text for text in errors if text not in self.current.errors]
 
     # -- read by the status section --------------------------------------------------------------
 
@@ -129,17 +146,21 @@ class RefitReport:
                 f"{len(never)} of {len(self._fp8)} FP8 weights were never loaded "
                 f"(dummy weights?), for example {never[0]}"
             )
-        partial = [target for target in self._targets if target.coverage.is_partial]
-        for target in partial[:_MAX_LISTED]:
-            boxes = ", ".join(map(str, target.coverage.regions[:4]))
+        since = self.window.start
+        mixed = [target for target in self._targets if target.coverage.is_mixed(since)]
+        for target in mixed[:_MAX_LISTED]:
+            boxes = ", ".join(map(str, target.coverage.new_regions(since)[:4]))
             found.append(
-                f"{target.name}: only {target.coverage.fraction:.0%} is new ({boxes}), "
+                f"{target.name}: only {target.coverage.new_fraction(since):.0%} is new ({boxes}), "
                 "the rest is older"
             )
-        if len(partial) > _MAX_LISTED:
-            found.append(f"{len(partial) - _MAX_LISTED} more parameters are partly old")
-        for name, error in list(self.failed.items())[:_MAX_LISTED]:
-            found.append(f"{name}: its last update failed: {error[:300]}")
+        if len(mixed) > _MAX_LISTED:
+            found.append(f"{len(mixed) - _MAX_LISTED} more parameters are partly old")
+        found += [
+            f"failed and not mended: {text[:300]}"
+            for text in list(self.failed.values())[:_MAX_LISTED]
+        ]
+        found += [f"the last call failed: {text[:300]}" for text in self.call_errors[:1]]
         return found + self.rank_errors
 
     def as_dict(self, refit: Refit | None) -> dict[str, Any] | None:
@@ -152,7 +173,7 @@ class RefitReport:
             "gb_per_s": round(refit.nbytes / refit.seconds / 1e9, 3) if refit.seconds else None,
             "tensors": len(refit.names),
             "calls": refit.calls,
-            "outcome": "failed" if refit.errors else "ok",
+            "outcome": "failed" if self.failed or self.call_errors or self.rank_errors else "ok",
             "errors": refit.errors[:_MAX_LISTED],
             "complete": missing == 0,
             "fp8_weights_not_in_it": missing,

@@ -18,7 +18,7 @@ def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
     """
     report = refit.report
     problems = report.problems()
-    problems += [text for text in refit.pairs.open_halves().values()]
+    problems += list(refit.pairs.open_halves().values())
     if session_open:
         problems.append("a weight-update session is open: call end_weight_update()")
     schemes = Counter(scheme.granularity.value for scheme in refit.schemes.values())

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..scheme import Granularity
 from .coverage import Coverage
 from .linear import Fp8BlockwiseOnlineLinearMethod
+from .moe import Fp8BlockwiseOnlineMoEMethod
 
-_SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
+OUR_METHODS = (Fp8BlockwiseOnlineLinearMethod, Fp8BlockwiseOnlineMoEMethod)
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 
 @dataclass
@@ -30,7 +33,7 @@ class Target:
     name: str
     parameter: torch.nn.Parameter
     granularity: Granularity
-    module: torch.nn.Module
+    module: Any
     scale: torch.nn.Parameter | None = None
     is_scale: bool = False
     weight: Target | None = None
@@ -50,8 +53,8 @@ def targets_of(model: torch.nn.Module) -> dict[int, Target]:
     """Every parameter of the model, by `id`. Tied parameters are one target."""
     targets: dict[int, Target] = {}
     for prefix, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        ours = isinstance(method, Fp8BlockwiseOnlineLinearMethod)
+        method: Any = getattr(module, "quant_method", None)
+        ours = isinstance(method, OUR_METHODS)
         owned = dict(module.named_parameters(recurse=False))
         for leaf, parameter in owned.items():
             if id(parameter) in targets:
@@ -65,22 +68,43 @@ def targets_of(model: torch.nn.Module) -> dict[int, Target]:
             targets[id(parameter)] = target
         if not ours or not method.fp8rl_scheme.is_fp8:
             continue
-        weight = targets[id(owned["weight"])]
-        weight.granularity = method.fp8rl_scheme.granularity
-        for leaf in _SCALE_SUFFIXES:
-            if leaf in owned:
-                weight.scale = owned[leaf]
-                scale = targets[id(owned[leaf])]
-                scale.is_scale, scale.weight = True, weight
+        for leaf in owned:
+            for suffix in _SCALE_SUFFIXES:
+                if leaf + suffix in owned:
+                    weight, scale = targets[id(owned[leaf])], targets[id(owned[leaf + suffix])]
+                    weight.granularity = method.fp8rl_scheme.granularity
+                    weight.scale = owned[leaf + suffix]
+                    scale.is_scale, scale.weight = True, weight
+                    break
     return targets
 
 
-def full_shape_of(target: Target, args: tuple) -> tuple[int, ...] | None:
-    """The shape a sender has to send for a linear layer's parameter; None where it is not known.
+def full_shape_of(target: Target, args: tuple, kwargs: dict) -> tuple[int, ...] | None:
+    """The shape a sender has to send for a parameter; None where it is not known.
 
     SGLang's loaders `narrow` what they are given, and a tensor that is too large is cut without a
-    word. `args` is what the model passed to the loader: the shard id of a fused layer, or nothing.
+    word. `args` and `kwargs` are what the model passed to the loader: the shard id of a fused
+    layer, or the name, shard id and number of an expert.
     """
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+    if isinstance(target.module, FusedMoE):
+        return _full_expert_shape(target, (*args, *kwargs.values()))
+    return _full_linear_shape(target, args)
+
+
+def _full_expert_shape(target: Target, given: tuple) -> tuple[int, ...] | None:
+    layer = target.module
+    intermediate = layer.intermediate_size_per_partition * layer.moe_tp_size
+    if not target.is_fp8 or getattr(layer, "use_presharded_weights", False):
+        return None
+    hidden = target.parameter.shape[2 if "w13" in target.name else 1]
+    if "w2" in given:
+        return (hidden, intermediate)
+    return (intermediate, hidden) if "w1" in given or "w3" in given else None
+
+
+def _full_linear_shape(target: Target, args: tuple) -> tuple[int, ...] | None:
     from sglang.srt.layers.linear import (
         LinearBase,
         MergedColumnParallelLinear,

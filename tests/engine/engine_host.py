@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 _START_SECONDS = 240
+# Before the fork server starts: its children import SGLang with it.
+os.environ["SGLANG_PLATFORM"] = "fp8rl_cpu"
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["sglang.srt.managers.scheduler", "sglang.srt.server_args", "sglang_fp8rl.engine.hooks"]
-)
+_CONTEXT.set_forkserver_preload(["preload"])
 
 
 class EngineError(RuntimeError):

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from sglang_fp8rl.engine.coverage import Coverage, Region, region_of
+from sglang_fp8rl.engine.coverage import Coverage, RefitWindow, Region, region_of
 
 
 @pytest.mark.parametrize("shape", [(7,), (6, 5), (3, 4, 5), (1, 6, 1), (4, 1)])
@@ -35,27 +35,97 @@ def test_a_view_that_is_no_box_is_not_taken_for_one():
     assert region_of(0, tuple(view.shape), view.stride(), (6, 6)) is None
 
 
+def rows(start, count):
+    return Region((start, 0), (count, 6))
+
+
 def test_parts_make_a_whole_in_any_order():
     coverage = Coverage((4, 6))
     for start in (2, 0, 3):
-        coverage.add(Region((start, 0), (1, 6)))
-        assert coverage.is_partial
-    coverage.add(Region((1, 0), (1, 6)))
-    assert not coverage.is_partial
-    assert coverage.fraction == 1.0
+        coverage.add(rows(start, 1), 1)
+        assert coverage.is_mixed(1)
+    coverage.add(rows(1, 1), 1)
+    assert not coverage.is_mixed(1)
+    assert coverage.new_fraction(1) == 1.0
 
 
 def test_the_same_part_twice_is_not_the_whole():
     coverage = Coverage((4, 6))
     for _ in range(4):
-        coverage.add(Region((0, 0), (1, 6)))
-    assert coverage.is_partial
-    assert coverage.fraction == pytest.approx(0.25)
+        coverage.add(rows(0, 1), 1)
+    assert coverage.new_fraction(1) == pytest.approx(0.25)
 
 
 def test_overlapping_parts_never_count_more_than_was_written():
-    coverage = Coverage((4, 4))
-    coverage.add(Region((0, 0), (3, 4)))
-    coverage.add(Region((2, 0), (1, 4)))
-    coverage.add(Region((2, 0), (1, 4)))
-    assert coverage.is_partial
+    coverage = Coverage((4, 6))
+    coverage.add(rows(0, 3), 1)
+    coverage.add(rows(2, 1), 1)
+    coverage.add(rows(2, 1), 1)
+    assert coverage.new_fraction(1) < 1
+
+
+def test_a_parameter_that_is_all_old_is_not_mixed():
+    coverage = Coverage((4, 6))
+    coverage.add(rows(0, 4), 1)
+    assert not coverage.is_mixed(2)
+
+
+class Client:
+    """Sends calls and asks which of two halves of a fused parameter are of one refit."""
+
+    def __init__(self, total=2):
+        self.window, self.coverage, self.total = RefitWindow(), Coverage((2, 6)), total
+
+    def call(self, *names, failed=(), complete=False):
+        self.window.begin_call(list(names))
+        for row, name in enumerate(("gate", "up")):
+            if name in names:
+                self.coverage.add(rows(row, 1), self.window.call)
+        self.window.sent(set(names) - set(failed))
+        self.window.is_complete = complete
+
+    @property
+    def mixed(self):
+        return self.coverage.is_mixed(self.window.start)
+
+
+def test_half_of_a_fused_parameter_after_a_full_refit_is_mixed():
+    for order in (("gate", "up"), ("up", "gate")):
+        client = Client()
+        client.call(*order, complete=True)
+        assert not client.mixed
+        client.call("gate")
+        assert client.mixed
+
+
+def test_half_after_a_full_refit_of_single_calls_is_mixed_in_either_order():
+    for order in (("gate", "up"), ("up", "gate")):
+        client = Client()
+        client.call(order[0])
+        client.call(order[1], complete=True)
+        assert not client.mixed
+        client.call(order[0])
+        assert client.mixed
+
+
+def test_a_full_refit_after_an_abandoned_half_is_whole():
+    client = Client()
+    client.call("up")
+    for name in ("gate", "norm", "up"):
+        client.call(name)
+    assert not client.mixed
+
+
+def test_sending_what_failed_again_mends_the_refit():
+    client = Client()
+    client.call("gate", "up", failed=("gate",))
+    client.call("gate")
+    assert not client.mixed
+
+
+def test_a_session_starts_another_refit():
+    client = Client()
+    client.call("gate")
+    client.window.begin_refit()
+    client.call("up")
+    assert client.mixed
