@@ -1,0 +1,259 @@
+"""C1 and C2: the CPU cast against veRL's CPU fallback, in one process on the same inputs.
+
+    python benchmarks/bench_cast_cpu.py               # C1, FP32 and BF16 source, and C2
+    python benchmarks/bench_cast_cpu.py --quick       # small, for CI
+    python benchmarks/bench_cast_cpu.py --json out.jsonl
+
+Our bytes are compared with the reference cast first; if one differs, it exits 1 without a number.
+veRL's column is `scaled_fp8_blockwise` without Triton, called as veRL calls it, on
+`v.to(bfloat16)`. Runs are interleaved; time is the median with p10 and p90.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import metadata
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sglang_fp8rl import numerics
+
+BLOCK = (128, 128)
+HIDDEN, INTERMEDIATE, LAYERS = 1024, 3072, 28  # Qwen3-0.6B: 16 query and 8 KV heads of 128
+QWEN3_0_6B = [
+    ("q_proj", 2048, HIDDEN),
+    ("k_proj", 1024, HIDDEN),
+    ("v_proj", 1024, HIDDEN),
+    ("o_proj", HIDDEN, 2048),
+    ("gate_proj", INTERMEDIATE, HIDDEN),
+    ("up_proj", INTERMEDIATE, HIDDEN),
+    ("down_proj", HIDDEN, INTERMEDIATE),
+]
+
+
+class Destination:
+    """Codes and scales for any matrix up to one size: what an engine has allocated already."""
+
+    def __init__(self, elements: int) -> None:
+        self.codes = torch.zeros(elements, dtype=torch.uint8)
+        self.scales = torch.zeros(elements // 128 + 1)
+
+    def view(self, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, cols = numerics.block_scale_shape(shape, BLOCK)
+        codes = self.codes[: shape[0] * shape[1]].view(numerics.FP8_DTYPE).view(shape)
+        return codes, self.scales[: rows * cols].view(rows, cols)
+
+
+def verl_fallback() -> Callable[[torch.Tensor], Any] | None:
+    """veRL's cast as its loop calls it on a CPU, or None without veRL."""
+    try:
+        from verl.utils.kernel.fp8_kernel import _scaled_fp8_blockwise_pytorch
+    except ImportError:
+        return None
+    return lambda v: _scaled_fp8_blockwise_pytorch(v.to(torch.bfloat16), list(BLOCK))
+
+
+def gate() -> None:
+    """Bytes equal to the reference, ragged and not finite included, or no number at all."""
+    generator = torch.Generator().manual_seed(1)
+    for shape in ((1, 1), (127, 257), (576, 1368), (1024, 3072)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.randn(shape, generator=generator).to(dtype)
+            expected, expected_scale = numerics.quantize_blockwise(x)
+            codes, scales = torch.empty_like(expected), torch.empty_like(expected_scale)
+            flags = numerics.cast_blockwise_into(x, codes, scales)
+            same = torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+            if not same or not torch.equal(scales, expected_scale) or flags.any():
+                typer.echo(
+                    f"bytes differ from the reference: {shape} {dtype}; no numbers", err=True
+                )
+                raise typer.Exit(1)
+    x = torch.ones(200, 200)
+    x[150, 10] = float("nan")
+    codes, scales = Destination(x.numel()).view((200, 200))
+    flags = numerics.cast_blockwise_into(x, codes, scales)
+    written = codes.view(torch.uint8) != 0
+    if flags.tolist() != [[False, False], [True, False]] or written.sum() != 200 * 200 - 72 * 128:
+        typer.echo("a block with a NaN was written, or another was not; no numbers", err=True)
+        raise typer.Exit(1)
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for _ in range(repetitions):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    cuts = (
+        statistics.quantiles(seconds, n=10, method="inclusive")
+        if len(seconds) > 1
+        else [seconds[0]] * 9
+    )
+    return {"median_s": statistics.median(seconds), "p10_s": cuts[0], "p90_s": cuts[-1]}
+
+
+def c1(dtype: torch.dtype, rows: int, repetitions: int) -> Iterator[dict[str, Any]]:
+    """One tensor, one thread."""
+    source = torch.randn(rows, 4096, generator=torch.Generator().manual_seed(0)).to(dtype)
+    codes, scales = Destination(source.numel()).view((rows, 4096))
+    runs: dict[str, Callable[[], Any]] = {
+        "sglang_fp8rl": lambda: numerics.cast_blockwise_into(source, codes, scales),
+    }
+    if verl := verl_fallback():
+        runs["verl"] = lambda: verl(source)
+    floor = source.numel() * (source.element_size() + 1)
+    for name, seconds in interleaved(runs, repetitions).items():
+        yield {
+            "id": "C1",
+            "case": f"[{rows}, 4096] {str(dtype).removeprefix('torch.')}",
+            "what": name,
+            **summary(seconds),
+            "elements": source.numel(),
+            "floor_bytes": floor,
+            "repetitions": repetitions,
+        }
+
+
+def c2(layers: int, repetitions: int) -> Iterator[dict[str, Any]]:
+    """Every quantized weight of Qwen3-0.6B, made one at a time: only the casts are timed."""
+    generator = torch.Generator().manual_seed(0)
+    buffer = torch.empty(INTERMEDIATE * HIDDEN)
+    destination = Destination(buffer.numel())
+    verl = verl_fallback()
+    seconds: dict[str, list[float]] = {"sglang_fp8rl": [], **({"verl": []} if verl else {})}
+    growth = dict.fromkeys(seconds, 0.0)
+    elements = layers * sum(n * k for _, n, k in QWEN3_0_6B)
+    for repetition in range(-1, repetitions):  # the first one warms up and measures memory
+        total = dict.fromkeys(seconds, 0.0)
+        for _ in range(1 if repetition < 0 else layers):
+            for _, n, k in QWEN3_0_6B:
+                source = buffer[: n * k].view(n, k).normal_(generator=generator)
+                codes, scales = destination.view((n, k))
+                runs: dict[str, Callable[[], Any]] = {
+                    "sglang_fp8rl": partial(numerics.cast_blockwise_into, source, codes, scales)
+                }
+                if verl:
+                    runs["verl"] = partial(verl, source)
+                for name, run in runs.items():
+                    before = reset_peak_mib() if repetition < 0 else 0.0
+                    start = time.perf_counter()
+                    run()
+                    total[name] += time.perf_counter() - start
+                    if repetition < 0:
+                        growth[name] = max(growth[name], peak_mib() - before)
+        if repetition >= 0:
+            for name in seconds:
+                seconds[name].append(total[name])
+    for name, values in seconds.items():
+        yield {
+            "id": "C2",
+            "case": f"Qwen3-0.6B, {layers * len(QWEN3_0_6B)} tensors, float32",
+            "what": name,
+            **summary(values),
+            "elements": elements,
+            "floor_bytes": elements * 5,
+            "memory_growth_mib": round(growth[name], 1),
+            "repetitions": repetitions,
+        }
+
+
+def reset_peak_mib() -> float:
+    """Make the kernel forget the peak so far (Linux), and return the present one."""
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    return peak_mib()
+
+
+def peak_mib() -> float:
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def conditions(threads: int) -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.exists():
+        cpu = info.read_text().split("model name")[1].split("\n")[0].strip("\t :")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        cwd=pathlib.Path(__file__).parent,
+    ).stdout.strip()
+    versions = {name: metadata.version(name) for name in ("torch", "numba", "verl")}
+    return {"cpu": cpu, "threads": threads, "commit": commit, **versions}
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="Few and small runs, for CI.")] = False,
+    repetitions: Annotated[int, typer.Option(help="Timed runs of C1; C2 takes a third.")] = 30,
+    threads: Annotated[int, typer.Option(help="For both sides.")] = 1,
+    json_path: Annotated[
+        pathlib.Path | None, typer.Option("--json", help="Write JSON lines there.")
+    ] = None,
+) -> None:
+    """The CPU cast against veRL's CPU fallback (C1: one tensor, C2: Qwen3-0.6B)."""
+    torch.set_num_threads(threads)
+    numerics.warmup()
+    gate()
+    if quick:
+        repetitions = min(repetitions, 5)
+    # C2 first: once C1 has run, the heap has grown and hides what a cast allocates.
+    whole_model = list(c2(2 if quick else LAYERS, max(3, repetitions // 3)))
+    rows = [
+        *c1(torch.float32, 512 if quick else 4096, repetitions),
+        *c1(torch.bfloat16, 512 if quick else 4096, repetitions),
+        *whole_model,
+    ]
+    for row in rows:
+        row["gelem_per_s"] = row["elements"] / row["median_s"] / 1e9
+        theirs = [r for r in rows if (r["case"], r["what"]) == (row["case"], "verl")]
+        row["ratio_to_verl"] = theirs[0]["median_s"] / row["median_s"] if theirs else None
+    if json_path:
+        where = conditions(threads)
+        json_path.write_text("".join(json.dumps({**row, **where}) + "\n" for row in rows))
+    else:
+        show(rows, conditions(threads))
+
+
+def show(rows: list[dict[str, Any]], where: dict[str, Any]) -> None:
+    table = Table(caption=", ".join(f"{k} {v}" for k, v in where.items()))
+    for column in ("id", "case", "what"):
+        table.add_column(column)
+    for column in ("median ms", "p10–p90 ms", "Gelem/s", "× veRL", "MiB"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["id"],
+            row["case"],
+            row["what"],
+            f"{row['median_s'] * 1e3:.2f}",
+            f"{row['p10_s'] * 1e3:.2f}–{row['p90_s'] * 1e3:.2f}",
+            f"{row['gelem_per_s']:.2f}",
+            f"{row['ratio_to_verl']:.1f}" if row["ratio_to_verl"] else "",
+            f"{row['memory_growth_mib']:.1f}" if "memory_growth_mib" in row else "",
+        )
+    console = Console()
+    console.width = max(console.width, 120)  # a pipe says 80
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
