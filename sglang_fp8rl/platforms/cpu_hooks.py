@@ -20,12 +20,13 @@ import torch
 
 @dataclass(frozen=True)
 class CpuHook:
-    """One replaced function of SGLang."""
+    """One function of SGLang that is replaced, or (`before`) gets other arguments."""
 
     target: str
     replacement: Callable[..., Any]
     reason: str
     until: str
+    before: bool = False
 
 
 def _dispatch_w8a8_block_fp8_linear(
@@ -58,6 +59,13 @@ def _moe_forward_native(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _nothing() -> None:
     """No patch needed."""
+
+
+def _without_pynccl(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of `init_model_parallel_group`; `use_pynccl` is the fourth."""
+    if len(args) > 3:
+        return None
+    return args, {**kwargs, "use_pynccl": bool(kwargs.get("use_pynccl"))}
 
 
 def _unpadded_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
@@ -96,6 +104,13 @@ CPU_HOOKS: tuple[CpuHook, ...] = (
         until="SGLang leaves handles of CPU tensors alone",
     ),
     CpuHook(
+        "sglang.srt.distributed.parallel_state.init_model_parallel_group",
+        _without_pynccl,
+        reason="opens NCCL on the CPU device where the NCCL library is installed",
+        until="0.5.21 and earlier are dropped: 0.5.22 asks the platform (`supports_pynccl`)",
+        before=True,
+    ),
+    CpuHook(
         "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
         _unpadded_config,
         reason="on a CPU it pads heads and intermediate sizes to whole blocks; a GPU serves the model "
@@ -117,11 +132,12 @@ def register_cpu_hooks() -> None:
     torch.multiprocessing.set_sharing_strategy("file_system")
     for hook in CPU_HOOKS:
         if not HookRegistry._hooks.get(hook.target):
-            HookRegistry.register(hook.target, hook.replacement, HookType.REPLACE)
+            kind = HookType.BEFORE if hook.before else HookType.REPLACE
+            HookRegistry.register(hook.target, hook.replacement, kind)
 
 
 def missing_hooks() -> list[str]:
-    """Targets that were not replaced in this process (empty after `load_plugins()`)."""
+    """Targets that are not hooked in this process (empty after `load_plugins()`)."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     return [hook.target for hook in CPU_HOOKS if hook.target not in HookRegistry._patched]

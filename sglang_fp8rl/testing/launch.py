@@ -1,0 +1,31 @@
+"""`python -m sglang.launch_server`, with its workers forked instead of spawned.
+
+SGLang's launcher, scheduler and detokenizer each import everything anew, which is most of the time a
+small server takes to start. A fork shares the launcher's modules. SGLang spawns because a CUDA
+context does not survive a fork; on the CPU platform there is none. Nothing else differs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import runpy
+from typing import Any
+
+START_METHOD_SETTER = "sglang.srt.entrypoints.engine._set_envs_and_config"
+
+
+def _fork_from_now_on(result: Any, *args: Any, **kwargs: Any) -> None:
+    """Runs after SGLang's `mp.set_start_method("spawn", force=True)`."""
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def main() -> None:
+    """Run SGLang's own launcher with this process's command line."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(START_METHOD_SETTER, _fork_from_now_on, HookType.AFTER)
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
