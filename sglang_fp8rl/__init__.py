@@ -1,3 +1,27 @@
 """FP8 rollout for RL on SGLang. Importing this imports neither torch nor sglang."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .client import RefitClient
+    from .numerics import dequantize, quantize_blockwise, quantize_per_channel
+
+_HOMES = {
+    "RefitClient": ".client",
+    "dequantize": ".numerics",
+    "quantize_blockwise": ".numerics",
+    "quantize_per_channel": ".numerics",
+}
+
+__all__ = ["RefitClient", "__version__", "dequantize", "quantize_blockwise", "quantize_per_channel"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

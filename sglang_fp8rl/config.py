@@ -16,6 +16,7 @@ MISALIGNED_CHOICES = ("per_channel", "bf16", "error")
 UNKNOWN_NAME_CHOICES = ("error", "warn")
 
 # What SGLang itself adds to, or Hugging Face configs carry in, `quantization_config`.
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _HOST_KEYS = frozenset(
     {"quant_method", "packed_modules_mapping", "hf_config", "requantization_method"}
 )
@@ -29,13 +30,26 @@ class Options:
         weight_block_size: `(block_n, block_k)`; (128, 128) is the only size served.
         ignored_layers: modules that stay in high precision: full prefixes (a prefix covers what
             is below it), or `re:` and a regular expression that has to match the whole prefix.
+        modules_to_not_convert: another name of `ignored_layers`, as Hugging Face writes it.
         misaligned: what becomes of a module that can't be cut into blocks.
+        num_first_layers_in_bf16, num_last_layers_in_bf16: decoder layers that stay in high
+            precision at either end.
+        use_weight_pow2_scale: weight scales are rounded up to powers of two.
+        use_activation_pow2_scale: activation scales too, where SGLang's kernels do so.
+        round_to_bf16: cast FP32 through BF16, as the trainer's forward pass sees its weights;
+            false casts FP32 to FP8 directly, for research.
         unknown_names: whether an update that names no parameter fails or warns.
     """
 
     weight_block_size: tuple[int, int] = (128, 128)
     ignored_layers: tuple[str, ...] = ()
+    modules_to_not_convert: tuple[str, ...] = ()
     misaligned: str = "per_channel"
+    num_first_layers_in_bf16: int = 0
+    num_last_layers_in_bf16: int = 0
+    use_weight_pow2_scale: bool = False
+    use_activation_pow2_scale: bool = False
+    round_to_bf16: bool = True
     unknown_names: str = "error"
 
     def __post_init__(self) -> None:
@@ -48,8 +62,42 @@ class Options:
             )
         _one_of("misaligned", self.misaligned, MISALIGNED_CHOICES)
         _one_of("unknown_names", self.unknown_names, UNKNOWN_NAME_CHOICES)
-        for pattern in self.ignored_layers:
+        for name in ("num_first_layers_in_bf16", "num_last_layers_in_bf16"):
+            _a_count(name, getattr(self, name))
+        for name in ("use_weight_pow2_scale", "use_activation_pow2_scale", "round_to_bf16"):
+            _one_of(name, getattr(self, name), (True, False))
+        for pattern in self.patterns:
             _check_pattern(pattern)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Everything that names modules to leave alone."""
+        return self.ignored_layers + self.modules_to_not_convert
+
+    def layer_reason(self, prefix: str, num_layers: int | None) -> str:
+        """Why a module of that prefix stays in high precision by its layer's number, or empty.
+
+        Raises:
+            ConfigError: the last layers are asked for and the model's depth is not known.
+        """
+        found = _LAYER.search(prefix)
+        if found is None or not (self.num_first_layers_in_bf16 or self.num_last_layers_in_bf16):
+            return ""
+        layer = int(found.group(1))
+        if layer < self.num_first_layers_in_bf16:
+            return f"num_first_layers_in_bf16: {self.num_first_layers_in_bf16}"
+        if not self.num_last_layers_in_bf16:
+            return ""
+        if num_layers is None:
+            raise ConfigError(
+                "num_last_layers_in_bf16",
+                str(self.num_last_layers_in_bf16),
+                "the model's config has no num_hidden_layers to count back from",
+                "Write the layers into ignored_layers.",
+            )
+        if num_layers - self.num_last_layers_in_bf16 <= layer < num_layers:
+            return f"num_last_layers_in_bf16: {self.num_last_layers_in_bf16}"
+        return ""
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Options:
@@ -71,6 +119,8 @@ class Options:
             )
         if "weight_block_size" in given:
             given["weight_block_size"] = _as_tuple("weight_block_size", given["weight_block_size"])
+        converted = given.get("modules_to_not_convert") or ()
+        given["modules_to_not_convert"] = _as_tuple("modules_to_not_convert", converted)
         ignored = _as_tuple("ignored_layers", given.get("ignored_layers") or ())
         from_env = os.environ.get("SGLANG_FP8_IGNORED_LAYERS", "")
         given["ignored_layers"] = ignored + tuple(
@@ -142,10 +192,18 @@ def _check_pattern(pattern: object) -> None:
             ) from error
 
 
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+def _a_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(name, repr(value), "a number of layers, 0 or more", "The default is 0.")
+
+
+def _one_of(name: str, value: object, choices: tuple) -> None:
+    if value not in choices or type(value) is not type(choices[0]):
         raise ConfigError(
-            name, repr(value), f"one of {', '.join(choices)}", f"The default is {choices[0]}."
+            name,
+            repr(value),
+            f"one of {', '.join(map(str, choices))}",
+            "Choose one of them.",
         )
 
 

@@ -131,9 +131,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
         if self.block_quant:
             super().process_weights_after_loading(layer)
 
-    def apply(
-        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x [..., K]` in `params_dtype` to `[..., N]`, by SGLang's kernel for the scheme."""
         assert self.fp8rl_scheme is not None
         if self.block_quant:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from ..config import QUANTIZATION_METHOD, IgnoredLayers, Options
-from ..errors import ConfigError
+from ..errors import ConfigError, HostError
 from ..scheme import Granularity, Scheme
 from .linear import Fp8BlockwiseOnlineLinearMethod
 from .moe import Fp8BlockwiseOnlineMoEMethod, unquantized_experts
@@ -35,6 +36,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         self,
         options: Options | None = None,
         packed_modules_mapping: Mapping[str, Any] | None = None,
+        num_layers: int | None = None,
     ) -> None:
         # Without a `quantization_config` SGLang calls this with nothing: the environment's
         # ignored layers count all the same.
@@ -43,11 +45,13 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
             is_checkpoint_fp8_serialized=True,
             activation_scheme="dynamic",
             weight_block_size=list(self.options.weight_block_size),
+            **_activation_arguments(self.options),
         )
         # What `Fp8Config` read from the environment is in `options` too, with stricter matching.
         self.ignored_layers: list[str] = []
         mapping = {**_FUSED_PARTS, **(packed_modules_mapping or {})}
-        self._ignored = IgnoredLayers(self.options.ignored_layers, mapping)
+        self._ignored = IgnoredLayers(self.options.patterns, mapping)
+        self._num_layers = num_layers
         self._patterns_used: set[str] = set()
         self.schemes: dict[str, Scheme] = {}
 
@@ -70,7 +74,13 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         Raises:
             ConfigError: an unknown key or a value that can't be served.
         """
-        return cls(Options.from_dict(config), config.get("packed_modules_mapping"))
+        hf_config = config.get("hf_config")
+        text_config = getattr(hf_config, "text_config", hf_config)
+        return cls(
+            Options.from_dict(config),
+            config.get("packed_modules_mapping"),
+            getattr(text_config, "num_hidden_layers", None),
+        )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         from sglang.srt.layers.linear import LinearBase
@@ -80,9 +90,11 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
             return None
         is_linear = isinstance(layer, LinearBase)
         patterns = self._ignored.match(prefix)
+        self._patterns_used.update(patterns)
+        reason = self.options.layer_reason(prefix, self._num_layers)
         if patterns:
-            self._patterns_used.update(patterns)
             reason = f"ignored_layers: {', '.join(patterns)}"
+        if reason:
             self.record_scheme(prefix, Scheme(Granularity.HIGH_PRECISION, reason))
             return UnquantizedLinearMethod() if is_linear else unquantized_experts(layer)
         if is_linear:
@@ -98,7 +110,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         Raises:
             ConfigError: naming the first pattern without a module.
         """
-        for pattern in self.options.ignored_layers:
+        for pattern in self.options.patterns:
             if pattern not in self._patterns_used:
                 raise ConfigError(
                     "ignored_layers",
@@ -107,3 +119,21 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
                     f"{', '.join(list(self.schemes)[:3])}",
                     "Correct the prefix; `sglang-fp8rl plan MODEL` lists them all.",
                 )
+
+
+def _activation_arguments(options: Options) -> dict[str, str]:
+    """How SGLang is asked for power-of-two activation scales.
+
+    Raises:
+        HostError: this SGLang can't be asked.
+    """
+    if not options.use_activation_pow2_scale:
+        return {}
+    if "scale_fmt" not in inspect.signature(Fp8Config.__init__).parameters:
+        raise HostError(
+            "use_activation_pow2_scale",
+            "True",
+            "this SGLang has no way to ask its kernels for power-of-two activation scales",
+            "Use a newer SGLang (0.5.23 has it), or leave the option out.",
+        )
+    return {"scale_fmt": "ue8m0"}

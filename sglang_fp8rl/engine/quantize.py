@@ -19,9 +19,7 @@ BlockSize = tuple[int, int]
 Cast = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def quantize_write(
-    target: Target, name: str, write: Write, block_size: BlockSize
-) -> Iterator[Cast]:
+def quantize_write(target: Target, name: str, write: Write, options: Options) -> Iterator[Cast]:
     """Cast FP32, BF16 or FP16 through BF16 to FP8, matrix by matrix (a 3-D source holds experts).
 
     No staging copy and no second copy of the weight: source views are read, served bytes written.
@@ -45,14 +43,20 @@ def quantize_write(
     codes, scales = write.destination(target.parameter), target.scale.data
     if scales.dim() == 3:
         scales = scales[region.start[0] : region.start[0] + region.shape[0]]
+    rounding = {
+        "pow2_scale": options.use_weight_pow2_scale,
+        "round_to_bf16": options.round_to_bf16,
+    }
     triples = zip(_matrices(source), _matrices(codes), _matrices(scales), strict=True)
     for one_source, one_codes, one_scales in triples:
-        part = scales_of(target, name, region, one_scales, block_size)
+        part = scales_of(target, name, region, one_scales, options.weight_block_size)
         arguments = (one_source.to(codes.device), one_codes, part)
         if target.granularity is Granularity.PER_CHANNEL:
-            yield (*arguments, cast_per_channel_into(*arguments, name=name))
+            bad = cast_per_channel_into(*arguments, name=name, **rounding)
         else:
-            yield (*arguments, cast_blockwise_into(*arguments, block_size=block_size, name=name))
+            block_size = options.weight_block_size
+            bad = cast_blockwise_into(*arguments, block_size=block_size, name=name, **rounding)
+        yield (*arguments, bad)
 
 
 def scales_of(

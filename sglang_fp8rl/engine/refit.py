@@ -226,8 +226,7 @@ class ModelRefit:
                 return
             destination.copy_(source)
         else:
-            block_size = self.options.weight_block_size
-            for *arguments, bad in quantize_write(target, name, write, block_size):
+            for *arguments, bad in quantize_write(target, name, write, self.options):
                 call.not_finite.append((name, bad))
                 self.report.sample(target.granularity, *arguments)
         self.report.written(target, write.region)

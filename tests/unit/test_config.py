@@ -15,7 +15,10 @@ def _no_environment(monkeypatch):
 
 def test_defaults():
     options = Options.from_dict({"quant_method": "fp8_blockwise_online"})
-    assert options == Options((128, 128), (), "per_channel", "error")
+    assert options == Options()
+    assert options.misaligned == "per_channel"
+    assert options.unknown_names == "error"
+    assert options.round_to_bf16
 
 
 def test_keys_of_the_host_are_not_ours_to_refuse():
@@ -37,6 +40,10 @@ def test_an_unknown_key_is_refused_with_the_known_ones_and_a_guess():
         ("ignored_layers", ["re:("]),
         ("ignored_layers", [""]),
         ("unknown_names", "ignore"),
+        ("num_first_layers_in_bf16", -1),
+        ("num_last_layers_in_bf16", True),
+        ("use_weight_pow2_scale", 1),
+        ("round_to_bf16", "no"),
     ],
 )
 def test_a_value_out_of_range_is_named(key, value):
@@ -79,3 +86,21 @@ def test_all_parts_of_a_fused_module_cover_it():
 def test_some_parts_of_a_fused_module_are_an_error():
     with pytest.raises(ConfigError, match=r"covers \['q_proj'\]"):
         ignored("model.layers.0.self_attn.q_proj").match("model.layers.0.self_attn.qkv_proj")
+
+
+def test_first_and_last_layers_are_counted_from_either_end():
+    options = Options(num_first_layers_in_bf16=1, num_last_layers_in_bf16=2)
+    kept = [n for n in range(6) if options.layer_reason(f"model.layers.{n}.mlp.up_proj", 6)]
+    assert kept == [0, 4, 5]
+    assert not options.layer_reason("model.layers.7.mlp.up_proj", 6)  # an embedded draft's layer
+    assert not options.layer_reason("model.norm", 6)
+
+
+def test_last_layers_of_a_model_of_unknown_depth_are_an_error():
+    with pytest.raises(ConfigError, match="num_last_layers_in_bf16"):
+        Options(num_last_layers_in_bf16=1).layer_reason("model.layers.0.mlp.up_proj", None)
+
+
+def test_modules_to_not_convert_is_ignored_layers_by_another_name():
+    options = Options.from_dict({"modules_to_not_convert": ["a"], "ignored_layers": ["b"]})
+    assert set(options.patterns) == {"a", "b"}
