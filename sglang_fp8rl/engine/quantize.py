@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ..config import Options
 from ..errors import QuantizationError, RefitError
 from ..numerics.cast import cast_blockwise_into, cast_per_channel_into
 from ..numerics.tp_split import Span, scale_span
