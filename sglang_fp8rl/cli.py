@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -90,6 +90,79 @@ def demo(
         typer.echo(json.dumps(report.as_dict()))
     if not report.ok:
         raise typer.Exit(FOUND_WRONG)
+
+
+@app.command()
+def doctor(as_json: JsonFlag = False) -> None:
+    """Can this machine serve? Versions, host symbols, plugin, device, casts, tensor sharing.
+
+    Exit status: 0 if nothing stands in the way; 1 if something does.
+    """
+    from rich.table import Table
+
+    from .doctor import PROBLEM, as_dict, examine
+
+    messages = _console(stderr=True)
+    with messages.status("looking") as status:
+        findings = examine(lambda name: status.update(f"looking at: {name}"))
+    if as_json:
+        typer.echo(json.dumps(as_dict(findings)))
+    else:
+        table = Table("", "check", "finding")
+        styles = {"ok": "green", "note": "yellow", "problem": "red"}
+        for finding in findings:
+            style = styles[finding.state]
+            table.add_row(f"[{style}]{finding.state}[/]", finding.check, finding.detail)
+        _console().print(table)
+    if any(finding.state == PROBLEM for finding in findings):
+        raise typer.Exit(FOUND_WRONG)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="Directory with config.json, or a model's name.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
+    options: Annotated[
+        str, typer.Option(help='As in quantization_config, e.g. \'{"misaligned": "bf16"}\'.')
+    ] = "{}",
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Which module is served how, and why. Loads no weights and needs no GPU.
+
+    Exit status: 0; 2 if the model can't be served, with the reason.
+    """
+    from .engine.plan import make_plan
+    from .plan_table import plan_table
+
+    try:
+        wanted = json.loads(options)
+    except json.JSONDecodeError as error:
+        _fail(error, f"--options is JSON, not {options!r}")
+    try:
+        with _console(stderr=True).status("SGLang builds the model without memory"):
+            made = make_plan(model, tp_size=tp, options=wanted, trust_remote_code=trust_remote_code)
+    except Fp8RlError as error:
+        _fail(error)
+    if as_json:
+        typer.echo(json.dumps(made.as_dict()))
+        return
+    console = _console()
+    console.print(plan_table(made.modules, f"{model}, tensor parallel {tp}"))
+    counts = ", ".join(f"{count} {scheme}" for scheme, count in made.schemes.items())
+    console.print(f"{counts}; {made.fp8_bytes / 1e6:.1f} MB of FP8 weights on each rank")
+
+
+def _register_evaluations() -> None:
+    """`eval-aime` and `mismatch`, from the evaluation folder. They import what they need later."""
+    from .eval.aime import eval_aime
+    from .eval.mismatch import mismatch
+
+    app.command("eval-aime")(eval_aime)
+    app.command("mismatch")(mismatch)
+
+
+_register_evaluations()
 
 
 def _console(*, stderr: bool = False) -> Console:

@@ -33,12 +33,18 @@ _ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor st
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one `update` sent. `seconds` is wall time at the client, everything included."""
+    """What one `update` sent.
+
+    Attributes:
+        seconds: wall time, making the tensors included.
+        server_seconds: of it, waiting for the server: requests of buckets and of the session.
+    """
 
     tensors: int
     nbytes: int
     buckets: int
     seconds: float
+    server_seconds: float
 
 
 class RefitClient:
@@ -53,6 +59,7 @@ class RefitClient:
     def __init__(self, url: str, *, timeout: float = 600, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
+        self._waited = 0.0
         self._http = requests.Session()
         if api_key:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
@@ -84,7 +91,7 @@ class RefitClient:
         if load_format not in LOAD_FORMATS:
             raise RefitError("load_format", repr(load_format), f"one of {LOAD_FORMATS}", "")
         size = self.tp_size() if tp_size is None else tp_size
-        began = perf_counter()
+        began, waited_before = perf_counter(), self._waited
         tensors = nbytes = buckets = 0
         with self._session():
             for bucket, is_last in _buckets(named_tensors, bucket_bytes):
@@ -109,7 +116,9 @@ class RefitClient:
                 "it names at least one tensor",
                 "Check the source.",
             )
-        return UpdateResult(tensors, nbytes, buckets, perf_counter() - began)
+        return UpdateResult(
+            tensors, nbytes, buckets, perf_counter() - began, self._waited - waited_before
+        )
 
     def generate(
         self,
@@ -173,7 +182,9 @@ class RefitClient:
             self._post("/end_weight_update", {})
 
     def _post(self, path: str, body: dict[str, Any], *, or_not_found: bool = False) -> Any:
+        began = perf_counter()
         response = self._http.post(self.url + path, json=body, timeout=self.timeout)
+        self._waited += perf_counter() - began
         if or_not_found and response.status_code == HTTPStatus.NOT_FOUND:
             return None
         is_json = "json" in response.headers.get("content-type", "")

@@ -11,15 +11,15 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class RefitFigures:
-    """One full update. Wall time is the client's (pickling, HTTP, waiting); engine time is what
-    the server spent in `load_weights`: reading, casting and storing."""
+    """One full update. HTTP time is what the client waited for answers; engine time, part of it, is
+    what the server spent in `load_weights`: reading, casting and storing."""
 
     name: str
     tensors: int
     nbytes: int
     buckets: int
     load_format: str
-    wall_seconds: float
+    http_seconds: float
     engine_seconds: float
     sqnr_db: dict[str, float | None]
 
@@ -28,8 +28,8 @@ class RefitFigures:
         return self.nbytes / self.engine_seconds / 1e9 if self.engine_seconds else 0.0
 
     @property
-    def wall_gb_per_s(self) -> float:
-        return self.nbytes / self.wall_seconds / 1e9 if self.wall_seconds else 0.0
+    def http_gb_per_s(self) -> float:
+        return self.nbytes / self.http_seconds / 1e9 if self.http_seconds else 0.0
 
 
 @dataclass
@@ -60,7 +60,7 @@ class DemoReport:
             asdict(refit)
             | {
                 "engine_gb_per_s": round(refit.engine_gb_per_s, 3),
-                "wall_gb_per_s": round(refit.wall_gb_per_s, 3),
+                "http_gb_per_s": round(refit.http_gb_per_s, 3),
             }
             for refit in self.refits
         ]
@@ -70,7 +70,7 @@ class DemoReport:
 def print_report(report: DemoReport, console: Console) -> None:
     """The short report at the end."""
     refits = Table(
-        "refit", "tensors", "GB", "buckets", "wall s", "engine s", "engine GB/s", title="refits",
+        "refit", "tensors", "GB", "buckets", "HTTP s", "engine s", "engine GB/s", title="refits",
         title_justify="left",
     )  # fmt: skip
     for refit in report.refits:
@@ -79,7 +79,7 @@ def print_report(report: DemoReport, console: Console) -> None:
             str(refit.tensors),
             f"{refit.nbytes / 1e9:.3f}",
             f"{refit.buckets} × {refit.load_format}",
-            f"{refit.wall_seconds:.2f}",
+            f"{refit.http_seconds:.2f}",
             f"{refit.engine_seconds:.2f}",
             f"{refit.engine_gb_per_s:.2f}",
         )

@@ -126,7 +126,7 @@ class _Refitting:
                 nbytes=sent.nbytes,
                 buckets=sent.buckets,
                 load_format=how,
-                wall_seconds=round(sent.seconds, 4),
+                http_seconds=round(sent.server_seconds, 4),
                 engine_seconds=last["seconds"],
                 sqnr_db=last["sqnr_db"],
             )

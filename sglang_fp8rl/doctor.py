@@ -1,0 +1,209 @@
+"""`sglang-fp8rl doctor`: whether this machine can serve, and if not, why."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from packaging.version import Version
+
+from . import __version__
+from .compat import NEWEST_EXCLUDED, OLDEST, TESTED, check_host, check_symbols, host_version
+from .config import QUANTIZATION_METHOD
+from .platforms import PLATFORM_NAME
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+MIN_CAPABILITY = (8, 9)
+MIN_SHM_BYTES = 1 << 30
+
+# Environment variables of SGLang that lead away from what is served here.
+_BAD_VARIABLES = {
+    "SGLANG_USE_CPU_ENGINE": "its CPU kernels are not in the released wheel",
+    "SGLANG_FORCE_FP8_MARLIN": "Marlin repacks weights, so they can't be written in place",
+}
+# package, first bad version, SGLang versions below which it is bad, what happens
+_KNOWN_BAD = (("kernels", Version("0.15"), Version("0.5.17"), "SGLang does not import with it"),)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table. `state` is `ok`, `note` (works, worth knowing) or `problem`."""
+
+    check: str
+    state: str
+    detail: str
+
+
+def examine(on_check: Callable[[str], None] = lambda _: None) -> list[Finding]:
+    """Every check, in order. Imports torch and SGLang.
+
+    Side effects: without a GPU, `SGLANG_PLATFORM` is set in this process, so that SGLang imports as
+    it would in a server on the CPU reference platform.
+    """
+    findings: list[Finding] = []
+    for name, check in _CHECKS:
+        on_check(name)
+        findings += [Finding(name, state, detail) for state, detail in check()]
+    return findings
+
+
+def as_dict(findings: list[Finding]) -> dict[str, Any]:
+    return {
+        "version": __version__,
+        "ok": all(finding.state != PROBLEM for finding in findings),
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+Lines = Iterator[tuple[str, str]]
+
+
+def _host() -> Lines:
+    problems = check_host()
+    if problems:
+        yield from ((PROBLEM, text) for text in problems)
+        return
+    version = str(host_version())
+    if version in TESTED:
+        yield OK, f"sglang {version}, tested"
+    else:
+        yield (
+            NOTE,
+            f"sglang {version} is in the supported range >={OLDEST},<{NEWEST_EXCLUDED}; "
+            f"tested are {', '.join(TESTED)}",
+        )
+
+
+def _known_bad() -> Lines:
+    host, found = host_version(), False
+    for package, first_bad, host_below, what in _KNOWN_BAD:
+        version = _version(package)
+        if host and version and Version(version) >= first_bad and host < host_below:
+            found = True
+            yield PROBLEM, f"{package} {version}: {what}; install {package}<{first_bad}"
+    if not found:
+        yield OK, "none installed"
+
+
+def _environment() -> Lines:
+    bad = [name for name in _BAD_VARIABLES if os.environ.get(name, "0") not in ("", "0", "false")]
+    yield from ((PROBLEM, f"{name} is set: {_BAD_VARIABLES[name]}; unset it") for name in bad)
+    if not bad:
+        yield OK, "no variable of SGLang stands in the way"
+
+
+def _device() -> Lines:
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("SGLANG_PLATFORM", PLATFORM_NAME)
+        yield (
+            NOTE,
+            f"no GPU seen by torch {torch.__version__}: serve with SGLANG_PLATFORM={PLATFORM_NAME} "
+            "(the CPU reference platform: exact, not fast)",
+        )
+        return
+    capability = torch.cuda.get_device_capability()
+    text = f"{torch.cuda.get_device_name()}, compute capability {capability[0]}.{capability[1]}"
+    if capability < MIN_CAPABILITY:
+        yield PROBLEM, f"{text}; FP8 tensor cores begin with 8.9 (Ada, Hopper)"
+    else:
+        yield OK, text
+
+
+def _symbols() -> Lines:
+    if check_host():
+        yield NOTE, "not looked at: the version is not supported"
+        return
+    problems = check_symbols()
+    yield from ((PROBLEM, text) for text in problems)
+    if not problems:
+        yield OK, "every host symbol that is used is there, and of the expected kind"
+
+
+def _plugin() -> Lines:
+    if check_host():
+        yield NOTE, "registers nothing on this host"
+        return
+    groups = ("sglang.srt.plugins", "sglang.srt.platforms", "verl.plugins")
+    missing = [group for group in groups if not _has_entry_point(group)]
+    if missing:
+        yield PROBLEM, f"no entry point in {', '.join(missing)}; install the package again"
+        return
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    if QUANTIZATION_METHOD not in QUANTIZATION_METHODS:
+        only = os.environ.get("SGLANG_PLUGINS")
+        why = f"SGLANG_PLUGINS={only} leaves it out" if only else "see the log lines above"
+        yield PROBLEM, f"SGLang did not take it: {why}"
+        return
+    missing_hooks = _hooks_not_applied()
+    yield from ((PROBLEM, f"hook not applied: {target}") for target in missing_hooks)
+    if not missing_hooks:
+        yield OK, f"--quantization {QUANTIZATION_METHOD} is registered, every hook is applied"
+
+
+def _casts() -> Lines:
+    for package, purpose in (("numba", "fast casts on a CPU"), ("triton", "casts on a GPU")):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            yield NOTE, f"{package} can't be used ({error}): {purpose} fall back to plain torch"
+        else:
+            yield OK, f"{package} {_version(package)}: {purpose}"
+
+
+def _sharing() -> Lines:
+    import torch.multiprocessing
+
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    yield (
+        OK,
+        f"torch shares CPU tensors by {strategy}; RefitClient and the CPU platform by file_system",
+    )
+    if os.path.isdir("/dev/shm"):
+        free = shutil.disk_usage("/dev/shm").free
+        state = OK if free >= MIN_SHM_BYTES else NOTE
+        yield state, f"/dev/shm has {free / 1e9:.1f} GB free; a bucket of CPU tensors lives there"
+
+
+def _has_entry_point(group: str) -> bool:
+    found = importlib.metadata.entry_points(group=group)
+    return any(entry.value.startswith("sglang_fp8rl.") for entry in found)
+
+
+def _hooks_not_applied() -> list[str]:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    wanted = [target for target in HookRegistry._hooks if _is_ours(HookRegistry._hooks[target])]
+    return [target for target in wanted if target not in HookRegistry._patched]
+
+
+def _is_ours(hooks: list[Any]) -> bool:
+    return any(function.__module__.startswith("sglang_fp8rl.") for _, function, *_ in hooks)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+_CHECKS: tuple[tuple[str, Callable[[], Lines]], ...] = (
+    ("SGLang", _host),
+    ("known-bad packages", _known_bad),
+    ("environment", _environment),
+    ("device", _device),
+    ("host symbols", _symbols),
+    ("plugin", _plugin),
+    ("casts", _casts),
+    ("tensor sharing", _sharing),
+)

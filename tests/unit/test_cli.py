@@ -1,0 +1,147 @@
+"""The command line: quick to start, and clear about what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_fp8rl import __version__, cli, doctor
+from sglang_fp8rl.demo.outputs import Output, differences, make_prompts
+from sglang_fp8rl.demo.report import DemoReport
+from sglang_fp8rl.demo.weights import Checkpoint, masters, updated, write_updated
+from sglang_fp8rl.plan_table import grouped
+from sglang_fp8rl.testing.checkpoints import make_checkpoint
+
+RUNNER = CliRunner()
+
+
+def run(*args: str):
+    return RUNNER.invoke(cli.app, list(args), env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+@pytest.mark.parametrize("args", [["--help"], ["demo", "--help"], ["--version"]])
+def test_help_imports_neither_torch_nor_sglang(args):
+    code = (
+        "import sys\nfrom sglang_fp8rl.cli import app\n"
+        f"try: app({args!r})\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "heavy = {'torch', 'sglang', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "print(sorted(heavy), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+    assert done.stdout.strip()
+
+
+def test_the_version_is_the_package_s():
+    assert run("--version").stdout.strip() == __version__
+
+
+def test_every_command_is_listed_and_has_its_exit_status_documented():
+    listed = run("--help").stdout
+    for command in ("demo", "doctor", "plan", "eval-aime", "mismatch"):
+        assert command in listed
+        assert "Exit status" in run(command, "--help").stdout
+
+
+def test_demo_refuses_a_directory_that_is_no_checkpoint(tmp_path):
+    result = run("demo", "--model", str(tmp_path))
+    assert result.exit_code == cli.BAD_INPUT
+    assert "config.json" in result.output
+
+
+def test_demo_refuses_a_checkpoint_that_is_quantized_already(tmp_path):
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    (tmp_path / "model.safetensors").touch()
+    result = run("demo", "--model", str(tmp_path))
+    assert result.exit_code == cli.BAD_INPUT
+    assert "awq" in result.output
+
+
+def test_plan_refuses_options_that_are_not_json():
+    result = run("plan", "somewhere", "--options", "{misaligned: bf16}")
+    assert result.exit_code == cli.BAD_INPUT
+    assert "--options" in result.output
+
+
+@pytest.mark.parametrize(("state", "status"), [(doctor.OK, 0), (doctor.PROBLEM, 1)])
+def test_doctor_s_exit_status_says_whether_something_is_in_the_way(monkeypatch, state, status):
+    monkeypatch.setattr(doctor, "_CHECKS", (("a check", lambda: iter([(state, "a finding")])),))
+    result = run("doctor", "--json")
+    assert result.exit_code == status
+    answer = json.loads(result.stdout)
+    assert answer["ok"] is (status == 0)
+    assert answer["findings"] == [{"check": "a check", "state": state, "detail": "a finding"}]
+
+
+def test_doctor_says_why_a_host_outside_the_range_is_not_served(monkeypatch):
+    monkeypatch.setattr(doctor, "check_host", lambda: ["sglang 9.9 is outside the range"])
+    found = [line for check in (doctor._host, doctor._symbols, doctor._plugin) for line in check()]
+    assert found[0] == (doctor.PROBLEM, "sglang 9.9 is outside the range")
+    assert {state for state, _ in found[1:]} == {doctor.NOTE}
+
+
+def test_doctor_names_environment_variables_that_lead_astray(monkeypatch):
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    ((state, detail),) = doctor._environment()
+    assert state == doctor.PROBLEM
+    assert "SGLANG_USE_CPU_ENGINE" in detail
+
+
+def test_a_plan_puts_layers_that_are_alike_into_one_row():
+    rows = [(0, "blockwise"), (1, "blockwise"), (2, "per_channel"), (3, "blockwise")]
+    plan = [
+        {"module": f"model.layers.{number}.mlp.down_proj", "scheme": scheme, "reason": ""}
+        for number, scheme in rows
+    ] + [{"module": "lm_head", "scheme": "high_precision", "reason": "ignored"}]
+    assert grouped(plan) == [
+        ("model.layers.{0-1,3}.mlp.down_proj", "blockwise", ""),
+        ("model.layers.2.mlp.down_proj", "per_channel", ""),
+        ("lm_head", "high_precision", "ignored"),
+    ]
+
+
+def test_a_difference_is_found_and_named():
+    base = Output((1, 2), (None, -1.0, -2.0))
+    other_token, other_logprob = Output((1, 3), base.logprobs), Output((1, 2), (None, -1.0, -2.5))
+    assert differences([base, base], [base, base]) == []
+    assert differences([base, other_token], [base, base]) == ["prompt 2: token 1 is 3, expected 2"]
+    assert differences([other_logprob], [base]) == [
+        "prompt 1: log-probability 2 is -2.5, expected -2.0"
+    ]
+
+
+def test_a_report_with_a_difference_is_not_ok():
+    report = DemoReport(model="m", device="d", sglang="s", torch="t", checks={"equal": []})
+    assert report.as_dict()["ok"]
+    report.checks["equal"] = ["prompt 1: …"]
+    assert not report.as_dict()["ok"]
+
+
+def test_prompts_are_seeded_and_inside_the_vocabulary():
+    assert make_prompts(100) == make_prompts(100)
+    assert max(max(prompt) for prompt in make_prompts(100)) < 100
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_written_second_weights_are_what_is_sent_up_to_the_bf16_step(tmp_path: Path, dtype):
+    import torch
+
+    first = Checkpoint(
+        make_checkpoint(tmp_path / "first", shards=2, dtype=getattr(torch, dtype))
+    ).check()
+    files: list[tuple[int, int]] = []
+    second = write_updated(first, tmp_path / "second", lambda *done: files.append(done))
+    sent, written, old = dict(updated(first)), dict(second.tensors()), dict(masters(first))
+    assert files == [(1, 2), (2, 2)]
+    assert sent.keys() == written.keys() == old.keys()
+    assert first.count() == (len(sent), sum(4 * tensor.numel() for tensor in sent.values()))
+    for name, tensor in sent.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor.bfloat16(), written[name].bfloat16())
+        assert not torch.equal(tensor, old[name])

@@ -1,0 +1,189 @@
+"""`RefitClient` against a small HTTP server that reads what SGLang would read."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import get_context
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_fp8rl.client import RefitClient, flatten, serialize
+from sglang_fp8rl.errors import RefitError
+
+TENSORS = [
+    ("a", torch.arange(6, dtype=torch.float32).reshape(2, 3)),
+    ("b", torch.arange(5, dtype=torch.bfloat16)),
+    ("c", torch.arange(3, dtype=torch.float16)),
+    ("d", torch.ones(2, 2).to(torch.float8_e4m3fn)),
+]
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers as SGLang does. `fail_at`: the update call that is refused."""
+
+    def __init__(self, *, sessions: bool, fail_at: int | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.sessions, self.fail_at = sessions, fail_at
+        self.calls: list[str] = []
+        self.updates: list[dict] = []
+        self.received: dict[str, torch.Tensor] = {}
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def answer(self, path: str, body: dict) -> tuple[int, dict]:
+        self.calls.append(path)
+        if path.endswith("_weight_update"):
+            if not self.sessions:
+                return 404, {"detail": "Not Found"}
+            return 200, {"success": True, "message": "Success"}
+        if self.fail_at == len(self.updates):
+            return 400, {"success": False, "message": "a: shape (2, 3); takes (4, 3)"}
+        self.updates.append(body)
+        payload = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+        if body["load_format"] == "flattened_bucket":
+            flat = payload["flattened_tensor"]
+            payload = [
+                (m.name, flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape))
+                for m in payload["metadata"]
+            ]
+        self.received.update((name, tensor.clone()) for name, tensor in payload)
+        return 200, {"success": True, "message": "Success"}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_GET(self) -> None:
+        self._reply(200, {"tp_size": 2, "internal_states": [{"fp8rl": {"consistent": True}}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self._reply(*self.server.answer(self.path, body))
+
+    def _reply(self, code: int, content: dict) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(params=[True, False], ids=["sessions", "no-sessions"])
+def server(request):
+    server = FakeServer(sessions=request.param)
+    yield server
+    server.shutdown()
+
+
+@pytest.mark.parametrize("load_format", ["flattened_bucket", None])
+@pytest.mark.parametrize("bucket_bytes", [1, 30, 1 << 20])
+def test_every_tensor_arrives_whatever_the_buckets(server, load_format, bucket_bytes):
+    progress = []
+    result = RefitClient(server.url).update(
+        iter(TENSORS),
+        bucket_bytes=bucket_bytes,
+        load_format=load_format,
+        on_bucket=lambda *sent: progress.append(sent),
+    )
+    assert list(server.received) == [name for name, _ in TENSORS]
+    for name, tensor in TENSORS:
+        received = server.received[name]
+        assert received.dtype == tensor.dtype
+        assert torch.equal(received.float(), tensor.float())
+    assert result.buckets == len(server.updates) == {1: 4, 30: 2, 1 << 20: 1}[bucket_bytes]
+    assert progress[-1] == (result.tensors, result.nbytes) == (4, 24 + 10 + 6 + 4)
+
+
+def test_the_last_bucket_and_no_other_flushes_the_cache(server):
+    RefitClient(server.url).update(TENSORS, bucket_bytes=1)
+    assert [update["flush_cache"] for update in server.updates] == [False, False, False, True]
+
+
+def test_one_payload_is_sent_for_each_rank(server):
+    RefitClient(server.url).update(TENSORS)
+    assert len(server.updates[0]["serialized_named_tensors"]) == 2
+    RefitClient(server.url).update(TENSORS, tp_size=4)
+    assert len(server.updates[1]["serialized_named_tensors"]) == 4
+
+
+def test_a_session_is_opened_where_the_server_knows_them(server):
+    RefitClient(server.url).update(TENSORS)
+    closes = [call for call in server.calls if call == "/end_weight_update"]
+    assert server.calls[0] == "/begin_weight_update"
+    assert len(closes) == int(server.sessions)
+
+
+@pytest.mark.parametrize("sessions", [True, False])
+def test_a_refusal_carries_the_server_s_message_and_the_session_is_closed(sessions):
+    server = FakeServer(sessions=sessions, fail_at=1)
+    with pytest.raises(RefitError, match=r"a: shape \(2, 3\); takes \(4, 3\)"):
+        RefitClient(server.url).update(TENSORS, bucket_bytes=1)
+    assert (server.calls[-1] == "/end_weight_update") == sessions
+    server.shutdown()
+
+
+def test_an_empty_update_is_refused_before_it_is_sent(server):
+    with pytest.raises(RefitError, match="at least one tensor"):
+        RefitClient(server.url).update([])
+    assert not server.updates
+
+
+def test_the_status_section_is_read(server):
+    assert RefitClient(server.url).status() == {"consistent": True}
+
+
+def test_tensors_in_a_bucket_are_aligned_for_their_dtype():
+    flat, metadata = flatten(TENSORS)
+    for (name, tensor), meta in zip(TENSORS, metadata, strict=True):
+        assert meta.name == name
+        assert meta.start_idx % tensor.element_size() == 0
+        view = flat[meta.start_idx : meta.end_idx].view(meta.dtype).view(meta.shape)
+        assert torch.equal(view.float(), tensor.float())
+
+
+def test_strided_tensors_are_sent_as_they_read():
+    tensor = torch.arange(12, dtype=torch.float32).reshape(3, 4).t()[1:]
+    flat, (meta,) = flatten([("t", tensor)])
+    assert torch.equal(flat[meta.start_idx : meta.end_idx].view(meta.dtype).view(3, 3), tensor)
+
+
+def test_a_process_that_was_not_started_by_this_one_can_read_it():
+    flat, metadata = flatten(TENSORS)
+    text = serialize({"flattened_tensor": flat, "metadata": metadata})
+    with get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_sum_of, (text,)) == int(flat.to(torch.int64).sum())
+
+
+def test_the_sharing_strategy_is_left_as_it_was():
+    before = torch.multiprocessing.get_sharing_strategy()
+    serialize(torch.ones(2))
+    assert torch.multiprocessing.get_sharing_strategy() == before
+
+
+def test_the_payload_names_nothing_that_sglang_refuses_to_load():
+    """SGLang 0.5.23 loads an exact list of globals, 0.5.16 a list of modules."""
+    flat, metadata = flatten(TENSORS)
+    allowed = pytest.importorskip("sglang.srt.utils.common").SafeUnpickler
+    data = base64.b64decode(serialize({"flattened_tensor": flat, "metadata": metadata}))
+    payload = allowed(io.BytesIO(data)).load()
+    assert isinstance(payload["metadata"][0], SimpleNamespace)
+    assert torch.equal(payload["flattened_tensor"], flat)
+
+
+def _sum_of(text: str) -> int:
+    payload = pickle.loads(base64.b64decode(text))
+    return int(payload["flattened_tensor"].to(torch.int64).sum())
