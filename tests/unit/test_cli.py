@@ -145,3 +145,27 @@ def test_the_written_second_weights_are_what_is_sent_up_to_the_bf16_step(tmp_pat
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor.bfloat16(), written[name].bfloat16())
         assert not torch.equal(tensor, old[name])
+
+
+@pytest.mark.parametrize(("found", "status"), [([], 0), (["prompt 1: token 0 is 1"], 1)])
+def test_demo_leaves_with_1_and_keeps_its_files_if_an_output_differs(monkeypatch, found, status):
+    from sglang_fp8rl.demo import run as demo_run
+    from sglang_fp8rl.demo.report import RefitFigures
+
+    refit = RefitFigures("update", 1, 4, 1, "flattened_bucket", 1.0, 0.5, {"blockwise": 31.6})
+
+    def run_demo(options, screen):
+        return DemoReport(
+            model="m", device="d", sglang="s", torch="t", refits=[refit], checks={"c": found},
+            directory=str(options.directory),
+        )  # fmt: skip
+
+    monkeypatch.setattr(demo_run, "run_demo", run_demo)
+    result = run("demo", "--json")
+    assert result.exit_code == status
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["ok"] is (status == 0)
+    directory = Path(report["directory"])
+    assert directory.exists() is (status == 1)
+    if directory.exists():
+        directory.rmdir()

@@ -1,0 +1,46 @@
+"""The demo, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_fp8rl.testing.checkpoints import make_checkpoint
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+
+COMMAND = [sys.executable, "-c", "from sglang_fp8rl.cli import app; app()", "demo", "--json"]
+
+
+def demo(*args: str) -> dict:
+    done = subprocess.run([*COMMAND, *args], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_demo_runs_through_and_every_output_is_equal():
+    report = demo()
+    assert report["ok"]
+    assert len(report["checks"]) == 3
+    assert report["outputs_compared"] > 0
+    assert set(report["schemes"]) == {"blockwise", "per_channel"}
+    assert report["fp8_bytes"] * 2 == report["bf16_bytes_replaced"]
+    for refit in report["refits"]:
+        assert refit["buckets"] > 1
+        assert 0 < refit["engine_seconds"] <= refit["http_seconds"]
+        assert all(decibels > 25 for decibels in refit["sqnr_db"].values())
+    assert not Path(report["directory"]).exists()
+
+
+def test_the_demo_runs_on_a_checkpoint_of_the_user_s(tmp_path):
+    import torch
+
+    path = make_checkpoint(tmp_path / "own", "llama", dtype=torch.bfloat16)
+    report = demo("--model", str(path), "--keep")
+    assert report["ok"]
+    assert report["model"] == str(path)
+    assert Path(report["directory"], "refitted-server.log").exists()

@@ -1,0 +1,51 @@
+"""`sglang-fp8rl plan` says what a server does, without loading anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import commands
+import pytest
+from engine_host import EngineHost
+from models import MODELS, checkpoint
+
+from sglang_fp8rl.engine.plan import make_plan
+from sglang_fp8rl.errors import HostError
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-one-kv-head"])
+def test_the_plan_is_the_server_s(checkpoint_dir, name, tp_size):
+    path = checkpoint(checkpoint_dir, MODELS[name], "first")
+    with EngineHost(path, tp_size=tp_size) as engine:
+        status = engine.call(commands.status)
+    plan = make_plan(str(path), tp_size=tp_size)
+    assert plan.modules == status["plan"]
+    assert plan.schemes == status["schemes"]
+    assert plan.fp8_bytes == status["fp8_bytes"]
+
+
+def test_no_weights_are_needed_and_options_count(checkpoint_dir, tmp_path):
+    path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")
+    shutil.copy(path / "config.json", tmp_path)
+    plan = make_plan(str(tmp_path), tp_size=2, options={"misaligned": "bf16"})
+    schemes = {row["module"]: row["scheme"] for row in plan.modules}
+    assert schemes["model.layers.0.self_attn.qkv_proj"] == "high_precision"
+    assert schemes["model.layers.0.mlp.down_proj"] == "blockwise"
+
+
+def test_a_pattern_that_matches_nothing_is_the_plan_s_error(checkpoint_dir):
+    path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")
+    with pytest.raises(HostError, match=r"no\.such\.module"):
+        make_plan(str(path), options={"ignored_layers": ["no.such.module"]})
+
+
+def test_a_model_that_sglang_does_not_know_is_an_error_with_its_log(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["NoSuchModel"]})
+    )
+    with pytest.raises(HostError, match="did not come to build the model"):
+        make_plan(str(tmp_path))
