@@ -87,11 +87,23 @@ def _largest_finite() -> torch.Tensor:
     return x
 
 
+def _every_amax_of_a_binade() -> torch.Tensor:
+    """Row i: the BF16 amax 2 - i / 128, and every positive BF16 value below it down to 2**-8.
+
+    Per channel this has all quotients that block quantization of BF16 weights can give, up to a
+    power of two, so a division that is not exact (a reciprocal, say) shows.
+    """
+    values = (torch.arange(0x3B80, 0x4000, dtype=torch.int32) << 16).view(torch.float32)
+    amax = values[-128:].flip(0)[:, None]
+    return torch.where(values <= amax, values, 0.0)
+
+
 CASES = {
     "a distribution per tile": _a_distribution_per_tile(),
     "zero block with negative zeros": _zero_block_with_negative_zeros(),
     "one ulp beside bf16 boundaries": _beside_bf16_boundaries(),
     "one ulp beside e4m3 boundaries": _beside_e4m3_boundaries(),
+    "every amax of a binade": _every_amax_of_a_binade(),
     "subnormals": _subnormals(),
     "amax / 448 is subnormal": _amax_over_448_is_subnormal(),
     "all the largest bf16": _largest_finite(),

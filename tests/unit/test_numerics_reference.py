@@ -4,6 +4,7 @@ import struct
 from fractions import Fraction
 
 import hypothesis.strategies as st
+import numpy
 import oracle_fp8
 import pytest
 import torch
@@ -72,7 +73,6 @@ def test_equals_exact_arithmetic(backend, matrix, block_size, pow2_scale, round_
 
 def test_the_oracle_agrees_with_ml_dtypes():
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    numpy = pytest.importorskip("numpy")
     patterns = numpy.arange(0, 0x43E10000, 0x1357, dtype=numpy.uint32)
     values = numpy.minimum(patterns.view(numpy.float32), numpy.float32(448.0))
     theirs = values.astype(ml_dtypes.float8_e4m3fn).view(numpy.uint8)
@@ -92,6 +92,22 @@ def test_bf16_step_is_observable():
     assert 0.005 < changed < 0.05
     already, _ = quantize_blockwise(x.bfloat16().float(), round_to_bf16=False)
     assert same_bits(already, with_step)
+
+
+def test_exact_division_is_observable():
+    """All quotients of one binade against NumPy and ml_dtypes; a reciprocal gives other codes."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = CASES["every amax of a binade"].numpy()
+    scale = x.max(axis=1, keepdims=True) / numpy.float32(448)
+
+    def codes(y):
+        e4m3 = numpy.minimum(y, numpy.float32(448)).astype(ml_dtypes.float8_e4m3fn)
+        return torch.from_numpy(e4m3.view(numpy.uint8))
+
+    qweight, weight_scale = quantize_per_channel(torch.from_numpy(x))
+    assert torch.equal(weight_scale, torch.from_numpy(scale))
+    assert torch.equal(bits(qweight), codes(x / scale))
+    assert (bits(qweight) != codes(x * (1 / scale))).any()
 
 
 @pytest.mark.parametrize("name", [n for n, x in CASES.items() if x.dtype == torch.float32])

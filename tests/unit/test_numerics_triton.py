@@ -36,7 +36,10 @@ def _jobs(cases: dict, all_options: bool) -> dict[str, dict]:
     jobs = {}
     for name, source in cases.items():
         for per_channel in (False, True):
-            rows = source[:4] if per_channel and not all_options else source
+            rows = source
+            if per_channel and not all_options:
+                few = [7, 51, 59, 117] if name == "every amax of a binade" else slice(4)
+                rows = source[few]  # of that one, rows where a reciprocal is not exact enough
             for options in ALL_OPTIONS if all_options else ALL_OPTIONS[::3]:
                 job = {"source": rows, "per_channel": per_channel, "options": options}
                 jobs[f"{name}, per_channel={per_channel}, {options}"] = job
