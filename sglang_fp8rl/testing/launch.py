@@ -20,9 +20,11 @@ def _fork_from_now_on(result: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def main() -> None:
-    """Run SGLang's own launcher with this process's command line."""
+    """Run SGLang's own launcher with this process's command line; it dies with its parent."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.utils import kill_itself_when_parent_died
 
+    kill_itself_when_parent_died()
     HookRegistry.register(START_METHOD_SETTER, _fork_from_now_on, HookType.AFTER)
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 

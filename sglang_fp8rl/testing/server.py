@@ -120,13 +120,14 @@ class ServerProcess:
         return self.post("/generate", payload)
 
     def post(self, path: str, payload: Any = None, *, timeout: float = 120) -> Any:
-        """POST JSON; an answer that is not 2xx is an error with its body."""
+        """POST JSON; the answer as JSON, or text. One that is not 2xx is an error with its body."""
         response = requests.post(self.url + path, json=payload or {}, timeout=timeout)
         if not response.ok:
             raise HostError(
                 f"POST {path}", f"{response.status_code} {response.text}", "2xx expected", ""
             )
-        return response.json()
+        is_json = "json" in response.headers.get("content-type", "")
+        return response.json() if is_json else response.text
 
     def server_info(self) -> dict[str, Any]:
         response = requests.get(self.url + "/server_info", timeout=30)
