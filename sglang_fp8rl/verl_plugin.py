@@ -1,22 +1,25 @@
-"""The veRL entry point: make the method known where veRL builds `ServerArgs` itself."""
+"""The veRL entry point: make the method known where veRL builds `ServerArgs` itself.
+
+`import verl` imports this module, in every process that does, and calls nothing in it (veRL 0.9.1:
+`entry_point.load()`), so importing it is what registers.
+"""
 
 from __future__ import annotations
 
-import logging
 from importlib.util import find_spec
-
-logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Called by `import verl`, in every process that does; idempotent.
+    """Run SGLang's own plugin loader, which registers ours as everywhere else; idempotent.
 
-    veRL builds SGLang's `ServerArgs` in a process that never calls `load_plugins()`, and 0.5.16
-    then refuses a quantization method it does not know. Running SGLang's own plugin loader here
-    registers ours as everywhere else.
+    veRL builds SGLang's `ServerArgs` in a process that never calls `load_plugins()`, and SGLang then
+    refuses a quantization method it does not know.
     """
     if find_spec("sglang") is None:
         return
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+
+
+register()
