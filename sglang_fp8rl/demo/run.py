@@ -147,10 +147,17 @@ def _two_checkpoints(options: DemoOptions, screen: Screen) -> tuple[Checkpoint, 
 def _server(options: DemoOptions, checkpoint: Checkpoint, name: str) -> ServerProcess:
     args = [f"--quantization={QUANTIZATION_METHOD}", "--disable-radix-cache"]
     log = options.directory / f"{name}-server.log"
+    has_gpu = torch.cuda.is_available()
+    # On a CPU the workers are forked from the launcher: they share its imports and start sooner.
     server = _NotStarted(
-        checkpoint.path, args, log_path=log, python=sys.executable, timeout=START_TIMEOUT
+        checkpoint.path,
+        args,
+        log_path=log,
+        python=sys.executable,
+        timeout=START_TIMEOUT,
+        fork=not has_gpu,
     )
-    if torch.cuda.is_available():
+    if has_gpu:
         server.env = dict(os.environ)
     return server
 
