@@ -214,7 +214,7 @@ def _hub_name(config: Any, name: str) -> str:
 
 
 def _generator(name: str, seed: int) -> torch.Generator:
-    key = int.from_bytes(name.encode()[-48:], "little") % (2**31 - 1)
+    key = int.from_bytes(name.encode(), "little") % (2**31 - 1)
     return torch.Generator().manual_seed((seed + 1) * 1_000_003 + key)
 
 
