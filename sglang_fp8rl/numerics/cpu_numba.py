@@ -21,6 +21,9 @@ ELEMENTS_PER_THREAD = 2 * 1024 * 1024
 SCRATCH_ELEMENTS = 256 * 1024
 # Of each row, between the two passes. Times 128 rows it has to stay in the L2 cache.
 STRIP_BYTES = 4096
+# Constants of the rounding to BF16: half an ulp less one, the bit that breaks ties, bits to keep.
+BF16_STEP = tuple(map(np.uint32, (0x7FFF, 1, 0xFFFF0000)))
+NO_STEP = tuple(map(np.uint32, (0, 0, 0xFFFFFFFF)))
 
 
 def cast_into(
@@ -97,7 +100,6 @@ def _cast_view(
     bits, unsigned = (
         (torch.int32, np.uint32) if source.dtype == torch.float32 else (torch.int16, np.uint16)
     )
-    half, odd, keep = (0x7FFF, 1, 0xFFFF0000) if round_to_bf16 else (0, 0, 0xFFFFFFFF)
     cast_rows = partial(
         cast_tiles,
         _flat(source.view(bits)).view(unsigned),
@@ -112,9 +114,7 @@ def _cast_view(
         block_n,
         block_k,
         max(1, STRIP_BYTES // (block_k * source.element_size())),
-        np.uint32(half),
-        np.uint32(odd),
-        np.uint32(keep),
+        *(BF16_STEP if round_to_bf16 else NO_STEP),
         bool(pow2_scale),
     )
     block_rows = -(-rows // block_n)
@@ -135,7 +135,8 @@ def _cast_view(
 
 def _flat(view: torch.Tensor) -> np.ndarray:
     """The memory that a 2-D view spans, from its first element to its last, as a 1-D array."""
-    span = sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True)) + 1
+    (rows, cols), (stride_n, stride_k) = view.shape, view.stride()
+    span = (rows - 1) * stride_n + (cols - 1) * stride_k + 1
     return view.as_strided((span,), (1,)).numpy()
 
 

