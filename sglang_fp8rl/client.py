@@ -2,8 +2,10 @@
 
 What it sends is what SGLang's own `MultiprocessingSerializer` reads: a `ForkingPickler` stream in
 base64 that holds handles of shared memory, not the weights. Server and client therefore run on one
-machine, and for CUDA tensors both have to number the GPUs alike (`CUDA_VISIBLE_DEVICES`). The metadata of a flattened bucket is read by attribute on every supported version, so
-plain namespaces take the place of SGLang's class, and sglang is not imported.
+machine, and for CUDA tensors both have to number the GPUs alike (`CUDA_VISIBLE_DEVICES`).
+
+The metadata of a flattened bucket is read by attribute on every supported version, so plain
+namespaces take the place of SGLang's class, and sglang is not imported.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from sglang_fp8rl.errors import HostError
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-one-kv-head"])
+@pytest.mark.parametrize(
+    ("name", "tp_size"), [("qwen3", 1), ("qwen3", 2), ("qwen3-one-kv-head", 2)]
+)
 def test_the_plan_is_the_server_s(checkpoint_dir, name, tp_size):
     path = checkpoint(checkpoint_dir, MODELS[name], "first")
     with EngineHost(path, tp_size=tp_size) as engine:
