@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 UV := .uv/bin/uv
 export UV_LINK_MODE ?= hardlink
 PYTEST_ARGS ?=
+# A fresh environment has no bytecode; without it every server start compiles SGLang again (20 s).
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest unit lint clean bench

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def quantize_write(target: Target, name: str, write: Write, options: Options) ->
     codes, scales = write.destination(target.parameter), target.scale.data
     if scales.dim() == 3:
         scales = scales[region.start[0] : region.start[0] + region.shape[0]]
-    rounding = {
+    rounding: Any = {
         "pow2_scale": options.use_weight_pow2_scale,
         "round_to_bf16": options.round_to_bf16,
     }

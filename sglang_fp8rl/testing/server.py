@@ -20,11 +20,13 @@ from sglang_fp8rl.errors import HostError
 from sglang_fp8rl.platforms import PLATFORM_NAME
 
 # The smallest set that starts. --skip-server-warmup saves a generation of SGLang's own,
-# --skip-tokenizer-init lets checkpoints have no tokenizer (requests carry input_ids).
+# --skip-tokenizer-init lets checkpoints have no tokenizer (requests carry input_ids), and without
+# --sleep-on-idle every idle server keeps a core busy.
 BASE_ARGS = (
     "--host=127.0.0.1",
     "--skip-tokenizer-init",
     "--skip-server-warmup",
+    "--sleep-on-idle",
     "--log-level=info",
 )
 

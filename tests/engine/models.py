@@ -47,6 +47,10 @@ MODELS = {
         Model("qwen2-bias", "qwen2"),
         Model("llama", "llama"),
         Model("qwen3-tied", "qwen3", (("tie_word_embeddings", True),)),
+        Model("qwen3-moe", "qwen3_moe"),
+        Model("mixtral", "mixtral"),
+        # At TP=2 every expert's shard has 96 columns.
+        Model("qwen3-moe-misaligned", "qwen3_moe", (("moe_intermediate_size", 192),)),
         # One KV head of 128 rows: at TP=2 both ranks hold it, and every shard is aligned.
         Model(
             "qwen3-one-kv-head",

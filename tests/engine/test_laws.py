@@ -35,6 +35,10 @@ CASES = [
     ("qwen3-one-kv-head", 2),
     ("llama-misaligned", 1),
     ("llama-misaligned", 2),
+    ("qwen3-moe", 1),
+    ("qwen3-moe", 2),
+    ("mixtral", 2),
+    ("qwen3-moe-misaligned", 2),
 ]
 
 
