@@ -10,7 +10,7 @@ from typing import Any
 from ..client import RefitClient
 
 PROMPT_LENGTHS = (3, 17, 64, 131)  # below, at and above one block of 128 rows
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 
 
 @dataclass(frozen=True)

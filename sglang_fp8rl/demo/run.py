@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from types import FrameType
 import torch
 
 from ..client import NamedTensor, RefitClient
+from ..compat import SESSIONS_SINCE, host_version
 from ..config import QUANTIZATION_METHOD
 from ..plan_table import plan_table
 from ..testing.server import ServerProcess
@@ -43,11 +43,13 @@ def run_demo(options: DemoOptions, screen: Screen) -> DemoReport:
             update.
     """
     signal.signal(signal.SIGTERM, _terminate)  # so that the servers are stopped
+    host = host_version()
     report = DemoReport(
         model=str(options.model or "the demo's own small Qwen3"),
         device=device_name(),
-        sglang=importlib.metadata.version("sglang"),
+        sglang=str(host),
         torch=torch.__version__,
+        sessions=host is not None and host >= SESSIONS_SINCE,
         directory=str(options.directory),
     )
     screen.note(f"SGLang {report.sglang}, torch {report.torch}, serving on: {report.device}")
