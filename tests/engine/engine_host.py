@@ -22,7 +22,7 @@ _START_SECONDS = 240
 # Before the fork server starts: its children import SGLang with it.
 os.environ["SGLANG_PLATFORM"] = "fp8rl_cpu"
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["preload"])
+_CONTEXT.set_forkserver_preload(["sglang_fp8rl.testing.preload"])
 
 
 class EngineError(RuntimeError):

@@ -1,0 +1,13 @@
+"""Imported once by a fork server (see `launch` and the engine tests), so that no worker pays again.
+
+It has to be in an installed package: in Python 3.11 a fork server does not see its parent's
+`sys.path`, and a preload that it can't import is skipped in silence.
+"""
+
+from sglang.srt.models.registry import ModelRegistry
+
+import sglang_fp8rl.engine.hooks  # noqa: F401
+from sglang_fp8rl.numerics import warmup
+
+ModelRegistry.get_supported_archs()
+warmup()
