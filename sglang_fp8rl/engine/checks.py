@@ -14,6 +14,7 @@ MAX_LISTED = 8
 
 
 def check_dtype(target: Target, name: str, loaded: torch.Tensor) -> None:
+    """Raises `RefitError` for a dtype that is neither the parameter's own nor one we cast."""
     if loaded.dtype == target.parameter.dtype:
         return
     raise RefitError(
@@ -24,7 +25,19 @@ def check_dtype(target: Target, name: str, loaded: torch.Tensor) -> None:
     )
 
 
+def check_takes_scale(target: Target, name: str) -> None:
+    """Raises `RefitError` for a scale of a module that is not quantized."""
+    if not target.is_fp8:
+        raise RefitError(
+            name,
+            f"a scale for {target.name} ({target.parameter.dtype})",
+            "this module is served in high precision and has no scale",
+            "Send its weight in BF16 or FP32; `sglang-fp8rl plan` says which modules take FP8.",
+        )
+
+
 def check_shape(target: Target, name: str, loaded: torch.Tensor, args: tuple, kwargs: dict) -> None:
+    """Raises `RefitError` for a tensor that SGLang's loaders would cut without a word."""
     expected = full_shape_of(target, args, kwargs)
     if expected is not None and tuple(loaded.shape) != expected:
         raise RefitError(

@@ -22,6 +22,7 @@ from .checks import (
     MAX_LISTED,
     check_dtype,
     check_shape,
+    check_takes_scale,
     listed,
     not_finite_errors,
     unknown_names_error,
@@ -149,9 +150,10 @@ class ModelRefit:
         source = call.sources.find(loaded)
         name = source.name if source else target.name
         key = _part_of(args, kwargs)
-        call.touched[name] = ((target.weight or target).name, key)
+        call.touched[name] = (target.name, key)
         try:
-            self._store(call, target, native, name, loaded, args, kwargs)
+            is_scale = source is not None and source.is_scale
+            self._store(call, target, native, name, is_scale, loaded, args, kwargs)
         except Fp8RlError:
             call.stopped_at = name
             raise
@@ -171,15 +173,15 @@ class ModelRefit:
         target: Target,
         native: Any,
         name: str,
+        is_scale: bool,
         loaded: torch.Tensor,
         args: tuple,
         kwargs: dict,
     ) -> None:
         key = _part_of(args, kwargs)
-        if target.is_scale:
-            assert target.weight is not None
-            pair = self.pairs.add_scale(target.weight, key, name, loaded)
-            self._store_pair(pair)
+        if is_scale:
+            check_takes_scale(target, name)
+            self._store_pair(self.pairs.add_scale(target, key, name, loaded))
             return
         is_fp8_source = loaded.dtype == _FP8
         if not (is_fp8_source and target.is_fp8) and loaded.dtype not in _FLOAT_DTYPES:

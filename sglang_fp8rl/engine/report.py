@@ -126,8 +126,11 @@ class RefitReport:
         for name in stored:
             self.failed.pop(touched[name], None)
         self.failed.update({touched[name]: errors[name] for name in touched if name in errors})
-        self.window.is_complete = not errors and all(
-            target.coverage.new_fraction(self.window.start) == 1.0 for target in self._fp8
+        since = self.window.start
+        self.window.is_complete = (
+            not errors
+            and all(target.coverage.new_fraction(since) == 1.0 for target in self._fp8)
+            and not any(target.coverage.is_mixed(since) for target in self._targets)
         )
 
     def other_ranks(self, errors: list[str]) -> None:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import bisect
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+_SCALE = re.compile(r"\.weight_scale(_inv)?$")
+
 
 @dataclass(frozen=True)
 class Source:
-    """One tensor of an update, as it was sent."""
+    """One tensor of an update, as it was sent.
+
+    Attributes:
+        weight_name: the name the model is given: the tensor's own, or for a scale its weight's.
+    """
 
     name: str
     tensor: torch.Tensor
+    weight_name: str
+
+    @property
+    def is_scale(self) -> bool:
+        return self.name != self.weight_name
 
     @property
     def address(self) -> int:
@@ -47,15 +59,20 @@ class SourceIndex:
     def watch(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass the pairs on, remembering them."""
+        """Pass the pairs on, remembering them.
+
+        A scale goes by under the name of its weight, so that it meets the same loader with the
+        same shard or expert. Models may not know its own name: SGLang's Llama renames
+        `weight_scale_inv` to `weight_scale` and then drops what it can't find.
+        """
         for name, tensor in weights:
-            source = Source(name, tensor)
+            source = Source(name, tensor, _SCALE.sub(".weight", name))
             with self._lock:
                 self.names.append(name)
                 self.nbytes += tensor.numel() * tensor.element_size()
                 self._current = source
                 self._remember(source)
-            yield name, tensor
+            yield source.weight_name, tensor
 
     def _remember(self, source: Source) -> None:
         # Tensors read from disk come and go, so an address may be used again: the newest wins.

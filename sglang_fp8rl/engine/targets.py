@@ -25,9 +25,7 @@ class Target:
         parameter: the served parameter; its storage never changes.
         granularity: blockwise or per channel for an FP8 weight; high precision for all else.
         scale: the FP32 scale parameter of an FP8 weight.
-        is_scale: whether this parameter is itself such a scale.
         module: the module that owns the parameter.
-        weight: for a scale, the target it belongs to.
     """
 
     name: str
@@ -35,8 +33,6 @@ class Target:
     granularity: Granularity
     module: Any
     scale: torch.nn.Parameter | None = None
-    is_scale: bool = False
-    weight: Target | None = None
     coverage: Coverage = field(init=False)
     ever_written: bool = False
     stand_ins: dict[torch.dtype, torch.nn.Parameter] = field(default_factory=dict)
@@ -71,10 +67,9 @@ def targets_of(model: torch.nn.Module) -> dict[int, Target]:
         for leaf in owned:
             for suffix in _SCALE_SUFFIXES:
                 if leaf + suffix in owned:
-                    weight, scale = targets[id(owned[leaf])], targets[id(owned[leaf + suffix])]
+                    weight = targets[id(owned[leaf])]
                     weight.granularity = method.fp8rl_scheme.granularity
                     weight.scale = owned[leaf + suffix]
-                    scale.is_scale, scale.weight = True, weight
                     break
     return targets
 

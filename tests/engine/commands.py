@@ -15,7 +15,9 @@ def model_of(scheduler: Any) -> Any:
 def digests(scheduler: Any) -> dict[str, str]:
     """Parameter name to a hash of its bytes."""
     return {
-        name: hashlib.sha256(parameter.data.contiguous().view(torch.uint8).numpy()).hexdigest()
+        name: hashlib.sha256(
+            parameter.data.reshape(-1).contiguous().view(torch.uint8).numpy()
+        ).hexdigest()
         for name, parameter in model_of(scheduler).named_parameters()
     }
 

@@ -305,7 +305,8 @@ def test_shards_are_slices_of_the_unsharded_bytes(checkpoint_dir, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "tp_size"), [("qwen3", 1), ("llama", 1), ("qwen3-one-kv-head", 2)]
+    ("name", "tp_size"),
+    [("qwen3", 1), ("qwen2-bias", 1), ("qwen3-one-kv-head", 2), ("qwen3-moe", 1)],
 )
 def test_quantized_offline_and_served_by_sglangs_own_fp8_gives_the_same_bytes(
     checkpoint_dir, name, tp_size
@@ -328,7 +329,9 @@ def test_quantized_offline_and_served_by_sglangs_own_fp8_gives_the_same_bytes(
         online = ours.call_all(digests)
     with EngineHost(path, quantization=None, tp_size=tp_size) as native:
         offline = native.call_all(digests)
-    assert online == offline
+    for ours, native in zip(online, offline, strict=True):
+        # SGLang's own method adds KV-cache scales; every other parameter is in both.
+        assert {name: native[name] for name in ours} == ours
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
