@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -48,7 +49,9 @@ def examine(on_check: Callable[[str], None] = lambda _: None) -> list[Finding]:
     findings: list[Finding] = []
     for name, check in _CHECKS:
         on_check(name)
-        findings += [Finding(name, state, detail) for state, detail in check()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what packages say while they are imported
+            findings += [Finding(name, state, detail) for state, detail in check()]
     return findings
 
 
@@ -202,8 +205,8 @@ _CHECKS: tuple[tuple[str, Callable[[], Lines]], ...] = (
     ("known-bad packages", _known_bad),
     ("environment", _environment),
     ("device", _device),
+    ("tensor sharing", _sharing),  # before the plugin changes it in this process
     ("host symbols", _symbols),
     ("plugin", _plugin),
     ("casts", _casts),
-    ("tensor sharing", _sharing),
 )
