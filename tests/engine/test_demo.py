@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +17,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 COMMAND = [sys.executable, "-c", "from sglang_fp8rl.cli import app; app()", "demo", "--json"]
 
 
-def demo(*args: str) -> dict:
-    done = subprocess.run([*COMMAND, *args], capture_output=True, text=True, check=False)
+def demo(directory: Path, *args: str) -> dict:
+    env = {**os.environ, "TMPDIR": str(directory)}
+    done = subprocess.run([*COMMAND, *args], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_demo_runs_through_and_every_output_is_equal():
-    report = demo()
+def test_the_demo_runs_through_and_every_output_is_equal(tmp_path):
+    report = demo(tmp_path)
     assert report["ok"]
     assert len(report["checks"]) == 3
     assert report["outputs_compared"] > 0
@@ -40,7 +42,7 @@ def test_the_demo_runs_on_a_checkpoint_of_the_user_s(tmp_path):
     import torch
 
     path = make_checkpoint(tmp_path / "own", "llama", dtype=torch.bfloat16)
-    report = demo("--model", str(path), "--keep")
+    report = demo(tmp_path, "--model", str(path), "--keep")
     assert report["ok"]
     assert report["model"] == str(path)
     assert Path(report["directory"], "refitted-server.log").exists()
