@@ -201,12 +201,26 @@ class ModelRefit:
     def _writes(
         self, target: Target, native: Any, loaded: torch.Tensor, args: tuple, kwargs: dict
     ) -> list[Write]:
-        dtype = loaded.dtype
+        """What the loader writes: repeated if it wrote for the same arguments and layout before.
+
+        A linear layer's loader depends on nothing else. An expert's depends on where experts live,
+        which may change while serving, so it always runs.
+        """
+        layout = (loaded.dtype, tuple(loaded.shape), loaded.stride())
+        key = (*layout, args, tuple(sorted(kwargs.items())))
+        recorded = target.recorded.get(key)
+        if recorded is not None:
+            return [one.repeat(loaded) for one in recorded]
         with self._lock:
-            if dtype not in target.stand_ins:
-                target.stand_ins[dtype] = make_stand_in(target.parameter, dtype)
-            stand_in = target.stand_ins[dtype]
-        return writes_of(native, stand_in, loaded, args, kwargs)
+            if loaded.dtype not in target.stand_ins:
+                target.stand_ins[loaded.dtype] = make_stand_in(target.parameter, loaded.dtype)
+            stand_in = target.stand_ins[loaded.dtype]
+        writes = writes_of(native, stand_in, loaded, args, kwargs)
+        if target.is_linear and writes:
+            taken = [write.taken_from(loaded) for write in writes]
+            if all(one is not None for one in taken):
+                target.recorded[key] = [one for one in taken if one is not None]
+        return writes
 
     def _store_pair(self, pair: Any) -> None:
         if pair is None:
@@ -222,10 +236,12 @@ class ModelRefit:
         source = write.source
         if not target.is_fp8:
             destination = write.destination(target.parameter)
-            finite = torch.isfinite(source).all() if source.is_floating_point() else None
-            if finite is not None and not bool(finite):
-                call.not_finite.append((name, ~finite.reshape(1)))
-                return
+            if source.is_floating_point():
+                # Without a temporary of the tensor's size: NaN spreads, Inf is an extreme.
+                finite = torch.isfinite(torch.stack(source.aminmax())).all()
+                if not bool(finite):
+                    call.not_finite.append((name, ~finite.reshape(1)))
+                    return
             destination.copy_(source)
         else:
             for *arguments, bad in quantize_write(target, name, write, self.options):

@@ -11,6 +11,7 @@ from ..scheme import Granularity
 from .coverage import Coverage
 from .linear import Fp8BlockwiseOnlineLinearMethod
 from .moe import Fp8BlockwiseOnlineMoEMethod
+from .writes import RecordedWrite
 
 OUR_METHODS = (Fp8BlockwiseOnlineLinearMethod, Fp8BlockwiseOnlineMoEMethod)
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
@@ -35,10 +36,19 @@ class Target:
     scale: torch.nn.Parameter | None = None
     coverage: Coverage = field(init=False)
     ever_written: bool = False
+    # Loader arguments and the source's shape, strides and dtype, to what the loader wrote then.
+    recorded: dict[tuple, list[RecordedWrite]] = field(default_factory=dict)
     stand_ins: dict[torch.dtype, torch.nn.Parameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.coverage = Coverage(tuple(self.parameter.shape))
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether a linear layer owns it, whose loader is a function of its arguments."""
+        from sglang.srt.layers.linear import LinearBase
+
+        return isinstance(self.module, LinearBase)
 
     @property
     def is_fp8(self) -> bool:

@@ -10,7 +10,7 @@ thread, and nothing shared is swapped, so loaders may run in a thread pool.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,11 +42,46 @@ class Write:
     stride: tuple[int, ...]
     region: Region | None
 
+    def taken_from(self, loaded_weight: torch.Tensor) -> RecordedWrite | None:
+        """This write as one that can be repeated for another tensor of the same shape and strides.
+
+        None if the source is not a plain view of what was sent: a loader that made a tensor of
+        its own has to run again.
+        """
+        source = self.source
+        if source is None:
+            return RecordedWrite(self, 0, (), ())
+        if source.dtype != loaded_weight.dtype or (
+            source.untyped_storage()._cdata != loaded_weight.untyped_storage()._cdata
+        ):
+            return None
+        offset = int(source.storage_offset() - loaded_weight.storage_offset())
+        shape, stride = tuple(source.shape), tuple(source.stride())
+        return RecordedWrite(replace(self, source=None), offset, shape, stride)
+
     def destination(self, parameter: torch.Tensor) -> torch.Tensor:
         """The view of the real parameter that this write lands in."""
         return parameter.data.as_strided(
             self.shape, self.stride, parameter.data.storage_offset() + self.offset
         )
+
+
+@dataclass(frozen=True)
+class RecordedWrite:
+    """A write whose source is known by its place in the tensor that is sent, not by its memory."""
+
+    write: Write
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def repeat(self, loaded_weight: torch.Tensor) -> Write:
+        """The same write, from a tensor of the recorded shape and strides."""
+        if not self.shape:
+            return self.write
+        offset = loaded_weight.storage_offset() + self.offset
+        source = loaded_weight.as_strided(self.shape, self.stride, offset)
+        return replace(self.write, source=source)
 
 
 class _CatchCopies(TorchDispatchMode):

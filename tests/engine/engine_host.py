@@ -108,9 +108,9 @@ class EngineHost:
 
 
 def _run_rank(pipe: Any, argv: list[str], tp_size: int, rank: int, launch: Any) -> None:
-    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-        str(other % (os.cpu_count() or 1)) for other in range(tp_size)
-    )
+    cores = os.cpu_count() or 1
+    each = [str(other % cores) for other in range(tp_size)]
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(each) if tp_size > 1 else f"0-{cores - 1}"
     try:
         from sglang.srt.plugins import load_plugins
 
