@@ -105,13 +105,15 @@ class RefitWindow:
     """Which calls make up the current refit, for clients that never say where one begins.
 
     A refit is a run of calls in which no tensor comes twice. A call that repeats a tensor starts
-    behind the last call that had it; a call after every weight was written starts anew. A tensor
-    that failed does not count as sent, so sending it again mends the refit instead of ending it.
+    behind the last call that had it, and anew if every weight had been written; what else comes
+    after the last weight (norms, the head) still belongs to that refit. A tensor that failed does
+    not count as sent, so sending it again mends the refit instead of ending it.
     """
 
     start: int = 0
     call: int = 0
     is_complete: bool = False
+    _is_asked_for: bool = False
     _last_call: dict[str, int] = field(default_factory=dict)
 
     def begin_call(self, names: list[str]) -> bool:
@@ -120,16 +122,18 @@ class RefitWindow:
         Returns whether it starts another refit than the call before it.
         """
         self.call += 1
-        start = self.call if self.is_complete or not names else self.start
+        repeats = any(self._last_call.get(name, -1) >= self.start for name in names)
+        is_anew = self._is_asked_for or not names or (self.is_complete and repeats)
+        start = self.call if is_anew else self.start
         for name in names:
             start = max(start, self._last_call.get(name, -1) + 1)
         is_new = start != self.start
-        self.start, self.is_complete = start, False
+        self.start, self.is_complete, self._is_asked_for = start, False, False
         return is_new
 
     def begin_refit(self) -> None:
         """A client that does say so: what follows is another refit."""
-        self.is_complete = True
+        self._is_asked_for = True
 
     def sent(self, names: set[str]) -> None:
         """Names that this call stored."""

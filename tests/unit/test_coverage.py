@@ -123,6 +123,16 @@ def test_sending_what_failed_again_mends_the_refit():
     assert not client.mixed
 
 
+def test_what_comes_after_the_last_quantized_weight_belongs_to_the_same_refit():
+    client = Client()
+    client.call("gate", "up", complete=True)
+    start = client.window.start
+    client.call("norm", complete=True)
+    assert client.window.start == start
+    client.call("norm")
+    assert client.window.start == client.window.call
+
+
 def test_a_session_starts_another_refit():
     client = Client()
     client.call("gate")
