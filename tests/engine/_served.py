@@ -1,0 +1,166 @@
+"""What the server tests share: one running server, what a fresh engine says, and ways to send."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import MODELS, Model, checkpoint
+from packaging.version import Version
+
+from sglang_fp8rl.client import RefitClient
+from sglang_fp8rl.compat import SESSIONS_SINCE
+from sglang_fp8rl.demo.outputs import Output, ask, differences, make_prompts
+from sglang_fp8rl.testing.server import ServerProcess, cpu_env
+
+MODEL: Model = MODELS["qwen3"]
+PROMPTS = make_prompts(MODEL.config.vocab_size)[1::2]
+NEW_TOKENS = 4  # the log-probabilities of the prompt tokens say more, and come at once
+QUANTIZED = "--quantization=fp8_blockwise_online"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # the products are small; results don't depend on it
+HAS_SESSIONS = Version(version("sglang")) >= SESSIONS_SINCE
+
+Outputs = list[Output]
+
+
+class Client(RefitClient):
+    """Opens sessions where the host has them; asks for few tokens."""
+
+    def generate(self, input_ids: Any, max_new_tokens: int = NEW_TOKENS, **options: Any) -> Any:
+        return super().generate(input_ids, NEW_TOKENS, **options)
+
+
+class ClientWithoutSessions(Client):
+    """A trainer that knows no sessions, as veRL: every call stands for itself."""
+
+    def _session(self) -> Any:
+        return contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """What `_engine_script.py` printed.
+
+    Attributes:
+        fresh: outputs of an engine started on the second weights.
+        updated: its outputs after an update to the first, over the Python API.
+        status: the section `fp8rl` after either.
+        answers: what the update call returned.
+    """
+
+    fresh: Outputs
+    updated: Outputs
+    status: list[dict[str, Any]]
+    answers: list[Any]
+
+
+@functools.cache
+def engine_run(checkpoint_dir: Path) -> EngineRun:
+    """An `sglang.Engine` started on the second weights: the oracle of every refit to them."""
+    script = Path(__file__).with_name("_engine_script.py")
+    paths = [str(checkpoint(checkpoint_dir, MODEL, which)) for which in ("second", "first")]
+    result = run_script([str(script), *paths], env={**cpu_env(), **ONE_THREAD})
+    assert result.returncode == 0, result.stderr[-4000:]
+    said = json.loads(result.stdout.splitlines()[-1])
+    for key in ("fresh", "updated"):
+        said[key] = [Output(tuple(tokens), tuple(logprobs)) for tokens, logprobs in said[key]]
+    return EngineRun(**said)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server on the first weights, and what either weight set has to give.
+
+    Attributes:
+        server: the process.
+        client: opens sessions where the host has them.
+        expected: weight set to outputs.
+    """
+
+    server: ServerProcess
+    client: RefitClient
+    expected: dict[str, Outputs]
+
+    def ask(self) -> Outputs:
+        return ask(self.client, PROMPTS)
+
+    def check(self, which: str) -> None:
+        """Outputs are those of a fresh server, and the status says that all is well."""
+        assert differences(self.ask(), self.expected[which]) == []
+        state = self.client.status()
+        assert state["consistent"], state["problems"]
+        assert state["problems"] == []
+        assert state["last_refit"]["outcome"] == "ok"
+        assert state["last_refit"]["complete"]
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+        """Status and JSON of an answer, whatever it is."""
+        import requests
+
+        response = requests.post(self.server.url + path, json=body or {}, timeout=300)
+        return response.status_code, response.json()
+
+
+_first_outputs: dict[str, Outputs] = {}
+
+
+def served(server: Callable[..., ServerProcess], checkpoint_dir: Path) -> Served:
+    """The one server at TP=1 that the test files share."""
+    second = engine_run(checkpoint_dir).fresh
+    running = server(checkpoint(checkpoint_dir, MODEL, "first"), QUANTIZED, env=ONE_THREAD)
+    client = Client(running.url)
+    if running.url not in _first_outputs:
+        _first_outputs[running.url] = ask(client, PROMPTS)
+    return Served(running, client, {"first": _first_outputs[running.url], "second": second})
+
+
+def weights(which: str, dtype: torch.dtype | None = None) -> list[tuple[str, torch.Tensor]]:
+    """One weight set as a trainer sends it."""
+    state = getattr(MODEL, which)
+    return [(name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in state.items()]
+
+
+def run_script(
+    args: Sequence[str], *, env: dict[str, str] | None = None, timeout: float = 1000
+) -> subprocess.CompletedProcess[str]:
+    """A Python program in a process group of its own, gone afterwards whatever it started."""
+    process = subprocess.Popen(
+        [sys.executable, *args],
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        kill_group(process)
+    return subprocess.CompletedProcess(args, process.returncode, out, err)
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # gone already
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def first_weights_afterwards(case: Served) -> Iterator[None]:
+    """Put the first weights back, and check that the server says they are whole."""
+    try:
+        yield
+    finally:
+        ClientWithoutSessions(case.server.url).update(weights("first"))
+        case.check("first")

@@ -1,0 +1,81 @@
+"""The flag, wherever SGLang takes it: the Python `Engine`, and `ServerArgs` of a veRL process."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+from _served import MODEL, PROMPTS, QUANTIZED, engine_run, run_script, served
+from models import checkpoint
+from packaging.version import Version
+
+from sglang_fp8rl.demo.outputs import differences
+from sglang_fp8rl.testing.server import cpu_env
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+
+
+def test_the_python_engine_serves_and_refits(server, checkpoint_dir):
+    """It was started on the second weights and updated to those the server was started on."""
+    engine = engine_run(checkpoint_dir)
+    assert [success for success, _ in engine.answers] == [True, True]
+    for state in engine.status:
+        assert state["consistent"], state["problems"]
+        assert state["schemes"] == {"blockwise": 8}
+    assert engine.status[1]["last_refit"]["complete"]
+    assert differences(engine.updated, served(server, checkpoint_dir).expected["first"]) == []
+    assert len(differences(engine.fresh, engine.updated)) == len(PROMPTS)
+
+
+VERL_PROGRAM = """
+import importlib.metadata, sys
+if sys.argv[2]:
+    real = importlib.metadata.version
+    importlib.metadata.version = lambda name: sys.argv[2] if name == "sglang" else real(name)
+import verl
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+from sglang.srt.server_args import ServerArgs
+print("registered:", "fp8_blockwise_online" in QUANTIZATION_METHODS)
+args = ServerArgs(
+    model_path=sys.argv[1], quantization="fp8_blockwise_online", skip_tokenizer_init=True
+)
+print("built:", args.quantization)
+print("model config:", ModelConfig.from_server_args(args).quantization)
+"""
+
+
+def verl_program(checkpoint_dir, pretended_version=""):
+    """A process that imported veRL, called no plugin loader, and builds `ServerArgs`."""
+    path = str(checkpoint(checkpoint_dir, MODEL, "first"))
+    return run_script(["-c", VERL_PROGRAM, path, pretended_version], env=cpu_env())
+
+
+def test_server_args_know_the_method_after_import_verl(checkpoint_dir):
+    result = verl_program(checkpoint_dir)
+    assert result.returncode == 0, result.stderr[-4000:]
+    said = [line for line in result.stdout.splitlines() if ": " in line]
+    assert "registered: True" in said
+    assert "built: fp8_blockwise_online" in said
+    assert "model config: fp8_blockwise_online" in said
+
+
+def test_on_an_unsupported_sglang_nothing_is_registered_and_sglang_refuses_the_flag(checkpoint_dir):
+    """The same program as above, so the test above can fail."""
+    result = verl_program(checkpoint_dir, "0.5.99")
+    assert result.returncode != 0
+    assert "registered: False" in result.stdout
+    assert "Unknown quantization method: fp8_blockwise_online" in result.stderr
+    assert "fp8rl registers nothing: sglang 0.5.99 is outside the supported range" in result.stderr
+    # 0.5.16 looks the method up while it builds ServerArgs; newer ones a moment later.
+    assert ("built:" in result.stdout) == (Version(version("sglang")) > Version("0.5.16"))
+
+
+def test_an_unknown_method_is_refused_by_the_launcher(checkpoint_dir):
+    path = str(checkpoint(checkpoint_dir, MODEL, "first"))
+    wrong = QUANTIZED.replace("online", "offline")
+    args = ["-m", "sglang.launch_server", f"--model-path={path}", wrong]
+    result = run_script(args, env=cpu_env())
+    assert result.returncode != 0
+    assert "invalid choice: 'fp8_blockwise_offline'" in result.stderr
+    assert "fp8_blockwise_online" in result.stderr

@@ -1,0 +1,144 @@
+"""Every update path over a real server: afterwards it says what a fresh one says, to the last bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from _distributed_trainer import DistributedTrainer
+from _served import (
+    HAS_SESSIONS,
+    MODEL,
+    PROMPTS,
+    Client,
+    ClientWithoutSessions,
+    Served,
+    served,
+    weights,
+)
+from models import checkpoint
+
+from sglang_fp8rl.demo.outputs import differences
+from sglang_fp8rl.numerics import quantize_blockwise
+from sglang_fp8rl.testing.checkpoints import quantized
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+
+CLIENTS = {"session": Client, "no-session": ClientWithoutSessions}
+WIRES = {
+    "one-tensor-per-call": {"load_format": None, "bucket_bytes": 1},
+    "named-tensors": {"load_format": None, "bucket_bytes": 1 << 20},
+    "flattened-buckets": {"load_format": "flattened_bucket", "bucket_bytes": 1 << 20},
+    "one-flattened-bucket": {"load_format": "flattened_bucket", "bucket_bytes": 1 << 40},
+}
+SMALL_BUCKETS = {"load_format": "flattened_bucket", "bucket_bytes": 300_000}
+
+
+@pytest.fixture
+def case(server, checkpoint_dir) -> Served:
+    return served(server, checkpoint_dir)
+
+
+@pytest.fixture(params=CLIENTS)
+def client(request, case) -> Client:
+    if request.param == "session" and not HAS_SESSIONS:
+        pytest.skip("this SGLang has no sessions")
+    return CLIENTS[request.param](case.server.url)
+
+
+def shuffled(tensors):
+    tensors = list(tensors)
+    random.Random(0).shuffle(tensors)
+    return tensors
+
+
+def test_a_server_that_was_never_updated_says_so(case):
+    state = case.client.status()
+    assert state["schemes"] == {"blockwise": 4 * MODEL.config.num_hidden_layers}
+    assert state["fp8_bytes"] * 2 == state["bf16_bytes_replaced"] > 0
+    assert state["consistent"], state["problems"]
+    assert {entry["scheme"] for entry in state["plan"]} == {"blockwise"}
+
+
+def test_the_two_weight_sets_can_be_told_apart(case):
+    """Or no other test here proves anything."""
+    assert len(differences(case.expected["first"], case.expected["second"])) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_fp32_weights_in_buckets_equal_a_fresh_server(case, client, wire):
+    for which, order in (("second", shuffled), ("first", list)):
+        sent = client.update(order(weights(which)), **WIRES[wire])
+        case.check(which)
+        last = case.client.status()["last_refit"]
+        assert (last["tensors"], last["bytes"]) == (sent.tensors, sent.nbytes)
+        assert last["sqnr_db"]["blockwise"] > 20
+
+
+def test_bf16_weights_equal_a_fresh_server(case, client):
+    for which in ("second", "first"):
+        client.update(weights(which, torch.bfloat16), **SMALL_BUCKETS)
+        case.check(which)
+
+
+def test_weights_the_trainer_quantized_equal_a_fresh_server(case, client):
+    """Shuffled, so that most scales come in another bucket than their weights."""
+    for which in ("second", "first"):
+        pairs = quantized(getattr(MODEL, which), quantize_blockwise)
+        client.update(shuffled(pairs.items()), **SMALL_BUCKETS)
+        case.check(which)
+
+
+def test_an_update_from_disk_equals_a_fresh_server(case, checkpoint_dir):
+    for which in ("second", "first"):
+        path = str(checkpoint(checkpoint_dir, MODEL, which))
+        status, answer = case.post("/update_weights_from_disk", {"model_path": path})
+        assert (status, answer["success"]) == (200, True), answer
+        case.check(which)
+
+
+@pytest.mark.parametrize("session", [False, True], ids=["no-session", "session"])
+def test_weights_broadcast_by_a_trainer_equal_a_fresh_server(case, session):
+    if session and not HAS_SESSIONS:
+        pytest.skip("this SGLang has no sessions")
+    with DistributedTrainer(case) as trainer:
+        for which, load_format in (("second", None), ("first", "flattened_bucket")):
+            tensors = weights(which)
+            if session:
+                assert case.post("/begin_weight_update")[0] == 200
+            for bucket in (tensors[:9], tensors[9:]):
+                status, answer = trainer.send(bucket, load_format=load_format)
+                assert (status, answer["success"]) == (200, True), answer
+            if session:
+                assert not case.client.status()["consistent"]
+                assert case.post("/end_weight_update")[0] == 200
+            case.check(which)
+
+
+def test_the_radix_cache_of_the_old_weights_is_flushed(case, client):
+    prompt = [7 * i % 500 for i in range(100)]
+
+    def cached_tokens() -> int:
+        answer = case.server.generate(prompt, 4, return_logprob=False)
+        return answer["meta_info"]["cached_tokens"]
+
+    cached_tokens()
+    assert cached_tokens() > 90
+    client.update(weights("second"))
+    assert cached_tokens() == 0
+    assert cached_tokens() > 90
+    client.update(weights("first"))
+    assert cached_tokens() == 0
+
+
+def test_a_partial_update_is_taken_and_reported_until_the_rest_comes(case, client):
+    tensors = weights("second")
+    client.update(tensors[:10])
+    state = case.client.status()
+    assert state["last_refit"]["outcome"] == "ok"
+    assert not state["last_refit"]["complete"]
+    client.update(tensors[10:])
+    case.check("second")
+    client.update(weights("first"))
+    case.check("first")

@@ -1,0 +1,158 @@
+"""veRL 0.9.1's real code, unchanged, against real servers: two FSDP ranks, TP=1 and TP=2.
+
+veRL knows no sessions, and flushes the cache with every bucket.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from _served import MODEL, ONE_THREAD, PROMPTS, QUANTIZED, Client, Served, kill_group, served
+from models import checkpoint
+
+from sglang_fp8rl.demo.outputs import ask, differences
+from sglang_fp8rl.testing.server import cpu_env, free_port
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+
+TENSORS = len(MODEL.first)
+SMALL, LARGE = 100_000, 1 << 30  # bytes; the first is less than most tensors
+WORLD_SIZE = 2
+
+
+class Trainer:
+    """Two ranks of `_verl_trainer.py`."""
+
+    def __init__(self, logs: Path) -> None:
+        port = str(free_port())
+        self.logs = [logs / f"trainer-{rank}.log" for rank in range(WORLD_SIZE)]
+        self.ranks = []
+        for rank, log in enumerate(self.logs):
+            env = {
+                **os.environ,
+                **cpu_env(),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(WORLD_SIZE),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+            }
+            with log.open("w") as errors:
+                process = subprocess.Popen(
+                    [sys.executable, str(Path(__file__).with_name("_verl_trainer.py"))],
+                    env=env,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    start_new_session=True,
+                )
+            self.ranks.append(process)
+
+    def start_refit(self, case: Served, path: Path, dtype: str, bucket_bytes: int, **more) -> None:
+        """Have all ranks make one full update."""
+        command = {
+            "port": case.server.port,
+            "path": str(path),
+            "dtype": dtype,
+            "bucket_bytes": bucket_bytes,
+            **more,
+        }
+        for process in self.ranks:
+            process.stdin.write(json.dumps(command) + "\n")
+            process.stdin.flush()
+
+    def answer(self, rank: int) -> dict:
+        """What one rank has to say of it: the server's answers, or the error."""
+        for line in self.ranks[rank].stdout:
+            if line.startswith(('{"answers"', '{"error"')):
+                return json.loads(line)
+        raise AssertionError(self.log(rank))
+
+    def log(self, rank: int) -> str:
+        return self.logs[rank].read_text()[-4000:]
+
+    def close(self) -> None:
+        for process in self.ranks:
+            kill_group(process)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    ranks = Trainer(tmp_path_factory.mktemp("trainer"))
+    yield ranks
+    ranks.close()
+
+
+def refit(trainer, case, checkpoint_dir, which, dtype, bucket_bytes, tp_size) -> None:
+    path = checkpoint(checkpoint_dir, MODEL, which)
+    trainer.start_refit(case, path, dtype, bucket_bytes, tp_size=tp_size)
+    for rank in range(WORLD_SIZE):
+        said = trainer.answer(rank)
+        if "error" in said:
+            trainer.close()  # the other rank may wait for this one for ever
+            raise AssertionError((rank, said["error"], trainer.log(rank)))
+        if rank == 0:
+            *answers, _flushed = said["answers"]
+    assert all(answer["success"] for answer in answers), answers
+    # The server sees what it is said to see: one bucket, or nearly a bucket for each tensor.
+    assert len(answers) == 1 if bucket_bytes == LARGE else len(answers) > TENSORS // 2
+
+
+@pytest.mark.parametrize("bucket_bytes", [SMALL, LARGE], ids=["small-buckets", "one-bucket"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_refit_by_verl_equals_a_fresh_server(
+    server, trainer, checkpoint_dir, dtype, bucket_bytes
+):
+    case = served(server, checkpoint_dir)
+    for which in ("second", "first"):
+        refit(trainer, case, checkpoint_dir, which, dtype, bucket_bytes, 1)
+        case.check(which)
+
+
+@pytest.fixture(scope="module")
+def at_tp2(server, checkpoint_dir) -> Served:
+    """A server at TP=2 started on the first weights. What the second have to give is read after an
+    update from disk, which at TP=2 gives the bytes of a fresh load (`test_laws`)."""
+    running = server(
+        checkpoint(checkpoint_dir, MODEL, "first"), QUANTIZED, "--tp-size=2", env=ONE_THREAD
+    )
+    client = Client(running.url)
+    case = Served(running, client, {"first": ask(client, PROMPTS)})
+    for which in ("second", "first"):
+        path = str(checkpoint(checkpoint_dir, MODEL, which))
+        status, answer = case.post("/update_weights_from_disk", {"model_path": path})
+        assert status == 200, answer
+        case.expected.setdefault(which, ask(client, PROMPTS))
+    case.check("first")
+    assert len(differences(case.expected["first"], case.expected["second"])) == len(PROMPTS)
+    return case
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bucket_bytes"),
+    [("float32", SMALL), ("bfloat16", LARGE)],
+    ids=["fp32-small-buckets", "bf16-one-bucket"],
+)
+def test_a_refit_by_verl_equals_a_fresh_server_at_tp2(
+    at_tp2, trainer, checkpoint_dir, dtype, bucket_bytes
+):
+    for which in ("second", "first"):
+        refit(trainer, at_tp2, checkpoint_dir, which, dtype, bucket_bytes, 2)
+        at_tp2.check(which)
+
+
+def test_verl_is_told_when_an_update_is_refused(server, trainer, checkpoint_dir):
+    """Its adapter raises on HTTP 400: a trainer does not go on with weights nobody serves."""
+    case = served(server, checkpoint_dir)
+    path = checkpoint(checkpoint_dir, MODEL, "second")
+    trainer.start_refit(case, path, "float32", LARGE, tp_size=1, suffix="_wrong")
+    said = [trainer.answer(rank) for rank in range(WORLD_SIZE)]
+    assert "400" in said[0]["error"], said
+    refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1)
+    case.check("first")
