@@ -55,6 +55,9 @@ def main(fresh: str, update: str) -> None:
         engine.update_weights_from_tensor(tensors[:7], flush_cache=False),
         engine.update_weights_from_tensor(tensors[7:]),
     ]
+    # `shutdown` kills every child, torch's manager of shared memory included; a tensor that is still
+    # shared by then aborts the process when it is freed.
+    del tensors
     said["updated"] = say()
     said["status"].append(status())
     print("\n" + json.dumps(said), flush=True)

@@ -66,11 +66,15 @@ class EngineRun:
 
 
 @functools.cache
-def engine_run(checkpoint_dir: Path) -> EngineRun:
-    """An `sglang.Engine` started on the second weights: the oracle of every refit to them."""
+def _engine_process(checkpoint_dir: Path) -> subprocess.CompletedProcess[str]:
     script = Path(__file__).with_name("_engine_script.py")
     paths = [str(checkpoint(checkpoint_dir, MODEL, which)) for which in ("second", "first")]
-    result = run_script([str(script), *paths], env={**cpu_env(), **ONE_THREAD})
+    return run_script([str(script), *paths], env={**cpu_env(), **ONE_THREAD})
+
+
+def engine_run(checkpoint_dir: Path) -> EngineRun:
+    """An `sglang.Engine` started on the second weights: the oracle of every refit to them."""
+    result = _engine_process(checkpoint_dir)
     assert result.returncode == 0, result.stderr[-4000:]
     said = json.loads(result.stdout.splitlines()[-1])
     for key in ("fresh", "updated"):
