@@ -203,8 +203,8 @@ class ModelRefit:
     ) -> list[Write]:
         """What the loader writes: repeated if it wrote for the same arguments and layout before.
 
-        A linear layer's loader depends on nothing else. An expert's depends on where experts live,
-        which may change while serving, so it always runs.
+        A loader depends on nothing else, but for an expert's: where experts live may change while
+        serving, so it always runs.
         """
         layout = (loaded.dtype, tuple(loaded.shape), loaded.stride())
         key = (*layout, args, tuple(sorted(kwargs.items())))
@@ -216,7 +216,7 @@ class ModelRefit:
                 target.stand_ins[loaded.dtype] = make_stand_in(target.parameter, loaded.dtype)
             stand_in = target.stand_ins[loaded.dtype]
         writes = writes_of(native, stand_in, loaded, args, kwargs)
-        if target.is_linear and writes:
+        if target.is_repeatable and writes:
             taken = [write.taken_from(loaded) for write in writes]
             if all(one is not None for one in taken):
                 target.recorded[key] = [one for one in taken if one is not None]

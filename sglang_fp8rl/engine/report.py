@@ -17,7 +17,7 @@ from .coverage import RefitWindow, Region
 from .sources import SourceIndex
 from .targets import Target
 
-_SAMPLES_PER_REFIT = 8
+_SAMPLES_PER_REFIT = 4
 _MAX_LISTED = 16
 
 

@@ -44,11 +44,11 @@ class Target:
         self.coverage = Coverage(tuple(self.parameter.shape))
 
     @property
-    def is_linear(self) -> bool:
-        """Whether a linear layer owns it, whose loader is a function of its arguments."""
-        from sglang.srt.layers.linear import LinearBase
+    def is_repeatable(self) -> bool:
+        """Whether its loader is a function of its arguments and of nothing that may change."""
+        from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
-        return isinstance(self.module, LinearBase)
+        return not isinstance(self.module, FusedMoE)
 
     @property
     def is_fp8(self) -> bool:

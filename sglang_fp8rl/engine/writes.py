@@ -51,8 +51,10 @@ class Write:
         source = self.source
         if source is None:
             return RecordedWrite(self, 0, (), ())
-        if source.dtype != loaded_weight.dtype or (
-            source.untyped_storage()._cdata != loaded_weight.untyped_storage()._cdata
+        if (
+            source.dim() == 0
+            or source.dtype != loaded_weight.dtype
+            or (source.untyped_storage()._cdata != loaded_weight.untyped_storage()._cdata)
         ):
             return None
         offset = int(source.storage_offset() - loaded_weight.storage_offset())
