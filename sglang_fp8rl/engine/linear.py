@@ -78,29 +78,31 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
         self.fp8rl_scheme = decide_scheme(reason, options.misaligned)
         self.quant_config.record_scheme(self.prefix, self.fp8rl_scheme)
         self.block_quant = self.fp8rl_scheme.granularity is Granularity.BLOCKWISE
-        sizes: dict[str, Any] = {
-            "input_size_per_partition": input_size_per_partition,
-            "output_partition_sizes": output_partition_sizes,
-            "input_size": input_size,
-            "output_size": output_size,
-            "params_dtype": params_dtype,
-        }
         if self.block_quant:
-            super().create_weights(layer, **sizes, **extra_weight_attrs)
+            super().create_weights(
+                layer,
+                input_size_per_partition=input_size_per_partition,
+                output_partition_sizes=output_partition_sizes,
+                input_size=input_size,
+                output_size=output_size,
+                params_dtype=params_dtype,
+                **extra_weight_attrs,
+            )
             # A scale that was never written has to be seen, not multiplied with.
             layer.weight_scale_inv.data.fill_(float("nan"))
         else:
-            self._create_unblocked_weights(layer, **sizes, **extra_weight_attrs)
+            weight_loader = extra_weight_attrs.get("weight_loader")
+            self._create_unblocked_weights(
+                layer, input_size_per_partition, output_partition_sizes, params_dtype, weight_loader
+            )
 
     def _create_unblocked_weights(
         self,
         layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
         params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
+        weight_loader: Any,
     ) -> None:
         assert self.fp8rl_scheme is not None
         rows = sum(output_partition_sizes)
@@ -108,7 +110,6 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
         layer.input_size_per_partition = input_size_per_partition
         layer.output_size_per_partition = rows
         layer.orig_dtype = params_dtype
-        weight_loader = extra_weight_attrs.get("weight_loader")
         dtype = torch.float8_e4m3fn if self.fp8rl_scheme.is_fp8 else params_dtype
         weight = ModelWeightParameter(
             data=torch.empty(rows, input_size_per_partition, dtype=dtype),

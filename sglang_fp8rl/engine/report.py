@@ -85,7 +85,7 @@ class RefitReport:
         codes: torch.Tensor,
         scales: torch.Tensor,
     ) -> None:
-        """Measure the cast on one corner block of a write; a few dozen a refit."""
+        """Measure the cast on one corner block of a write; a few writes of each scheme per refit."""
         with self._lock:
             power = self.current.power.setdefault(granularity, Power())
             if power.samples >= _SAMPLES_PER_REFIT:
