@@ -7,15 +7,20 @@ own, so a scale written to the wrong place changes the output, and so does a mis
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sglang_fp8rl.errors import ConfigError
+from .families import hub_config, hub_shapes, make_config
 
 TILE = 128
+
+_EXPERT = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight"
+)
 
 # `quantization_config` of a block-FP8 checkpoint that SGLang's own `fp8` method serves.
 BLOCK_FP8_CONFIG: dict[str, Any] = {
@@ -24,50 +29,6 @@ BLOCK_FP8_CONFIG: dict[str, Any] = {
     "weight_block_size": [TILE, TILE],
 }
 
-_DENSE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 256,
-        "shared_expert_intermediate_size": 256,
-    },
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 256,
-        "norm_topk_prob": True,
-    },
-}
-
-
-def make_config(family: str = "qwen3", **overrides: Any) -> Any:
-    """The `transformers` config of a small model of `family`."""
-    from transformers import AutoConfig
-
-    if family not in _FAMILIES:
-        raise ConfigError(
-            "family", repr(family), f"known: {', '.join(sorted(_FAMILIES))}", "Choose one of them."
-        )
-    return AutoConfig.for_model(family, **{**_DENSE, **_FAMILIES[family], **overrides})
-
 
 def make_state_dict(config: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """Seeded FP32 weights under the names a checkpoint on the hub has.
@@ -75,7 +36,7 @@ def make_state_dict(config: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
     Shapes come from the model class on the `meta` device; the values depend only on
     (`seed`, name, shape), not on the order of the names or the `transformers` version.
     """
-    return {name: _weight(name, shape, seed) for name, shape in sorted(_hub_shapes(config).items())}
+    return {name: _weight(name, shape, seed) for name, shape in sorted(hub_shapes(config).items())}
 
 
 def perturbed(
@@ -96,6 +57,7 @@ def quantized_names(state_dict: dict[str, torch.Tensor]) -> list[str]:
         for name, weight in state_dict.items()
         if weight.dim() == 2
         and name.endswith("weight")
+        and "visual." not in name
         and name.rsplit(".", 2)[-2] not in ("embed_tokens", "lm_head", "gate", "shared_expert_gate")
     ]
 
@@ -108,6 +70,27 @@ def quantized(
     result = dict(state_dict)
     for name in quantized_names(state_dict):
         result[name], result[f"{name}_scale_inv"] = cast(state_dict[name])
+    return result
+
+
+def with_fused_experts(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same weights with the experts of a layer in one tensor, as `transformers` 5 saves them.
+
+    `experts.gate_up_proj` is `[E, 2I, H]` (gate rows first), `experts.down_proj` `[E, H, I]`.
+    """
+    result, found = {}, {}
+    for name, weight in state_dict.items():
+        match = _EXPERT.fullmatch(name)
+        if match:
+            found.setdefault(match["experts"], {})[int(match["expert"]), match["part"]] = weight
+        else:
+            result[name] = weight
+    for prefix, parts in found.items():
+        count = 1 + max(expert for expert, _ in parts)
+        result[f"{prefix}.gate_up_proj"] = torch.stack(
+            [torch.cat([parts[e, "gate_proj"], parts[e, "up_proj"]]) for e in range(count)]
+        )
+        result[f"{prefix}.down_proj"] = torch.stack([parts[e, "down_proj"] for e in range(count)])
     return result
 
 
@@ -132,8 +115,7 @@ def save_checkpoint(
     tensors = {
         name: (w if name in kept else w.to(dtype)).contiguous() for name, w in state_dict.items()
     }
-    content = {**config.to_dict(), "architectures": [_model_class(config).__name__]}
-    content["dtype"] = content["torch_dtype"] = "bfloat16"
+    content = hub_config(config)
     if quantization_config is not None:
         content["quantization_config"] = quantization_config
     (path / "config.json").write_text(json.dumps(content, indent=2))
@@ -176,43 +158,6 @@ def _split(names: list[str], count: int) -> Iterable[list[str]]:
     return (names[i * size : (i + 1) * size] for i in range(count))
 
 
-def _model_class(config: Any) -> type:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-
-
-def _hub_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Name → shape as stored on the hub: experts are one tensor each, not fused.
-
-    `transformers` 5 fuses the experts in memory (`experts.gate_up_proj`, `[E, 2I, H]`).
-    """
-    with torch.device("meta"):
-        model: Any = _model_class(config)(config)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
-        if ".experts." not in name or len(shape) != 3:
-            shapes[_hub_name(config, name)] = shape
-            continue
-        prefix, kind = name.rsplit(".", 1)
-        prefix = _hub_name(config, prefix)
-        mixtral = config.model_type == "mixtral"
-        for expert in range(shape[0]):
-            if kind == "gate_up_proj":
-                for part in ("w1", "w3") if mixtral else ("gate_proj", "up_proj"):
-                    shapes[f"{prefix}.{expert}.{part}.weight"] = (shape[1] // 2, shape[2])
-            else:
-                part = "w2" if mixtral else "down_proj"
-                shapes[f"{prefix}.{expert}.{part}.weight"] = shape[1:]
-    return shapes
-
-
-def _hub_name(config: Any, name: str) -> str:
-    """Mixtral's MoE block is `block_sparse_moe` on the hub, `mlp` in `transformers` 5."""
-    return name.replace(".mlp.", ".block_sparse_moe.") if config.model_type == "mixtral" else name
-
-
 def _generator(name: str, seed: int) -> torch.Generator:
     key = int.from_bytes(name.encode(), "little") % (2**31 - 1)
     return torch.Generator().manual_seed((seed + 1) * 1_000_003 + key)
@@ -223,9 +168,12 @@ def _weight(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     noise = torch.randn(shape, generator=generator)
     if len(shape) == 1:
         return 1 + 0.1 * noise if "norm" in name else 0.1 * noise
-    if "embed_tokens" in name or "lm_head" in name:
+    if "embed" in name or "lm_head" in name:
         return 0.15 * noise
-    rows, columns = (-(-size // TILE) for size in shape)
+    matrix = noise.reshape(-1, shape[-1]) if len(shape) == 3 else noise.reshape(shape[0], -1)
+    rows, columns = (-(-size // TILE) for size in matrix.shape)
     magnitude = 2.0 ** (2 * torch.rand((rows, columns), generator=generator) - 1)
     spread = magnitude.repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
-    return shape[1] ** -0.5 * noise * spread[: shape[0], : shape[1]]
+    spread = spread[: matrix.shape[0], : matrix.shape[1]]
+    fan_in = shape[1] if len(shape) == 3 else matrix.shape[1]
+    return (fan_in**-0.5 * matrix * spread).reshape(shape)

@@ -1,0 +1,54 @@
+"""Greedy generation inside a scheduler (see `engine_host`): its own batching, model and sampler."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+MAX_STEPS = 100
+
+
+def generate(scheduler: Any, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
+    """Tokens and their log-probabilities. Run on every rank at once."""
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    sampling.normalize(None)
+    sampling.verify(scheduler.model_config.vocab_size)
+    request = TokenizedGenerateReqInput(
+        rid=f"test-{scheduler.forward_ct}",
+        input_text=None,
+        input_ids=array("q", prompt),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=sampling,
+        return_logprob=True,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+    )
+    scheduler.handle_generate_request(request)
+    waiting = scheduler.waiting_queue
+    assert len(waiting) == 1, "the request was refused"
+    served = waiting[0]
+    for _ in range(MAX_STEPS):
+        plan = scheduler.get_next_batch_to_run(
+            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+        )
+        scheduler.running_batch = plan.running_batch
+        batch = plan.batch_to_run
+        if batch is None:
+            break
+        scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+        scheduler.last_batch = batch
+    scheduler.last_batch = None
+    assert served.finished(), "no end after so many steps"
+    return list(served.output_ids), [float(value) for value in _logprobs(served)]
+
+
+def _logprobs(request: Any) -> Any:
+    holder = getattr(request, "logprob", request)
+    return holder.output_token_logprobs_val
