@@ -54,7 +54,16 @@ SYMBOLS = (
         _UPDATER, "SchedulerWeightUpdaterManager.begin_weight_update", "function", SESSIONS_SINCE
     ),
     Symbol(_UPDATER, "SchedulerWeightUpdaterManager.end_weight_update", "function", SESSIONS_SINCE),
+    Symbol(
+        "sglang.srt.model_executor.model_runner_components.weight_updater",
+        "WeightUpdater._update_weights_from_flattened_bucket",
+        "function",
+    ),
+    Symbol("sglang.srt.runtime_context", "get_server_args", "function"),
     Symbol("sglang.srt.managers.scheduler", "Scheduler.get_internal_state", "function"),
+    Symbol("sglang.srt.managers.tokenizer_manager", "TokenizerManager.__init__", "function"),
+    Symbol("sglang.srt.managers.io_struct", "GetInternalStateReq", "class"),
+    Symbol("sglang.srt.entrypoints.http_server", "get_global_state", "function"),
 )
 
 _KINDS = {

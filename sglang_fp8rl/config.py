@@ -12,6 +12,7 @@ from typing import Any
 from .errors import ConfigError
 
 QUANTIZATION_METHOD = "fp8_blockwise_online"
+GRANULARITY_CHOICES = ("blockwise", "per_channel")
 MISALIGNED_CHOICES = ("per_channel", "bf16", "error")
 UNKNOWN_NAME_CHOICES = ("error", "warn")
 
@@ -28,6 +29,8 @@ class Options:
 
     Attributes:
         weight_block_size: `(block_n, block_k)`; (128, 128) is the only size served.
+        granularity: what shares one scale where the shape allows both: `blockwise`, or
+            `per_channel` for every module, to compare the two.
         ignored_layers: modules that stay in high precision: full prefixes (a prefix covers what
             is below it), or `re:` and a regular expression that has to match the whole prefix.
         modules_to_not_convert: another name of `ignored_layers`, as Hugging Face writes it.
@@ -39,9 +42,11 @@ class Options:
         round_to_bf16: cast FP32 through BF16, as the trainer's forward pass sees its weights;
             false casts FP32 to FP8 directly, for research.
         unknown_names: whether an update that names no parameter fails or warns.
+        replay: record what a bucket's loaders write, and repeat it for the next such bucket.
     """
 
     weight_block_size: tuple[int, int] = (128, 128)
+    granularity: str = "blockwise"
     ignored_layers: tuple[str, ...] = ()
     modules_to_not_convert: tuple[str, ...] = ()
     misaligned: str = "per_channel"
@@ -51,6 +56,7 @@ class Options:
     use_activation_pow2_scale: bool = False
     round_to_bf16: bool = True
     unknown_names: str = "error"
+    replay: bool = True
 
     def __post_init__(self) -> None:
         if tuple(self.weight_block_size) != (128, 128):
@@ -60,11 +66,17 @@ class Options:
                 "only [128, 128] is served: it is the block of SGLang's W8A8 kernels",
                 "Leave the option out or set it to [128, 128].",
             )
+        _one_of("granularity", self.granularity, GRANULARITY_CHOICES)
         _one_of("misaligned", self.misaligned, MISALIGNED_CHOICES)
         _one_of("unknown_names", self.unknown_names, UNKNOWN_NAME_CHOICES)
         for name in ("num_first_layers_in_bf16", "num_last_layers_in_bf16"):
             _a_count(name, getattr(self, name))
-        for name in ("use_weight_pow2_scale", "use_activation_pow2_scale", "round_to_bf16"):
+        for name in (
+            "use_weight_pow2_scale",
+            "use_activation_pow2_scale",
+            "round_to_bf16",
+            "replay",
+        ):
             _one_of(name, getattr(self, name), (True, False))
         for pattern in self.patterns:
             _check_pattern(pattern)

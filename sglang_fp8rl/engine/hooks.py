@@ -6,6 +6,7 @@ another quantization method.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 
 from ..errors import RefitError
+from .buckets import FlatBucket
+from .checkpoint_names import meta_tensors
+from .http_plan import add_plan_route, plan_state
 from .quant_config import Fp8BlockwiseOnlineConfig
 from .refit import ModelRefit
 from .status import status_section
@@ -43,7 +47,7 @@ def refit_of(model: Any) -> ModelRefit | None:
 # -- the model ---------------------------------------------------------------------------------
 
 
-def attach_to_model(model: Any, *_: Any, **__: Any) -> None:
+def attach_to_model(model: Any, model_config: Any, *_: Any, **__: Any) -> None:
     """After SGLang built a model: wrap its loaders, before anything is loaded."""
     for module in model.modules():
         config = getattr(getattr(module, "quant_method", None), "quant_config", None)
@@ -51,6 +55,9 @@ def attach_to_model(model: Any, *_: Any, **__: Any) -> None:
             config.check_patterns_used()
             refit = ModelRefit(model, config.options, config.schemes)
             refit.attach()
+            refit.probe_names = functools.partial(
+                meta_tensors, model_config.model_path, model_config.hf_config
+            )
             setattr(model, _ATTRIBUTE, refit)
             return
 
@@ -157,15 +164,33 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     return result
 
 
+def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **kw: Any) -> Any:
+    """A flattened bucket goes to `load_weights` as it is: SGLang would take it apart first."""
+    payload = args[0] if args else kw["flattened_tensor_bucket_dict"]
+    model = updater.get_model()
+    refit = refit_of(model)
+    flat = payload["flattened_tensor"]
+    is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
+    if refit is None or not is_plain:
+        return original(updater, *args, **kw)
+    model.load_weights(FlatBucket(flat, payload["metadata"]))
+    return True, "Success"
+
+
 # -- status ------------------------------------------------------------------------------------
 
 
-def add_status(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
-    """`GET /server_info`: one more section."""
+def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
+    """`GET /server_info`: one more section; or the plan, to a request for it."""
     refit = refit_of(scheduler.tp_worker.model_runner.model)
-    if refit is not None:
-        session = getattr(scheduler.weight_updater, "_session", None)
-        result.internal_state["fp8rl"] = status_section(refit, session_open=session is not None)
+    if refit is None:
+        return result
+    plan = plan_state(refit, recv_req)
+    if plan is not None:
+        result.internal_state = plan
+        return result
+    session = getattr(scheduler.weight_updater, "_session", None)
+    result.internal_state["fp8rl"] = status_section(refit, session_open=session is not None)
     return result
 
 
@@ -214,11 +239,27 @@ HOOKS = (
         "SGLang knows pairs of weight and scale",
     ),
     Hook(
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+        "._update_weights_from_flattened_bucket",
+        "AROUND",
+        flattened_bucket,
+        "a bucket that is replayed needs none of its tensors as objects",
+        "SGLang hands load_weights the bucket itself",
+    ),
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         "AFTER",
         add_status,
-        "the status section of /server_info",
+        "the status section of /server_info; the plan, to a request that asks for it",
         "SGLang lets plugins add to internal_states",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
+        "AFTER",
+        add_plan_route,
+        "made in every process that serves HTTP, when SGLang's app is there and not yet serving: "
+        "it gets the route GET /fp8rl/plan",
+        "SGLang lets plugins add routes",
     ),
 )
 

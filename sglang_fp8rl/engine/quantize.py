@@ -49,7 +49,7 @@ def quantize_write(target: Target, name: str, write: Write, options: Options) ->
         "pow2_scale": options.use_weight_pow2_scale,
         "round_to_bf16": options.round_to_bf16,
     }
-    triples = zip(_matrices(source), _matrices(codes), _matrices(scales), strict=True)
+    triples = zip(matrices(source), matrices(codes), matrices(scales), strict=True)
     for one_source, one_codes, one_scales in triples:
         part = scales_of(target, name, region, one_scales, options.weight_block_size)
         arguments = (one_source.to(codes.device), one_codes, part)
@@ -80,7 +80,8 @@ def scales_of(
     return scales[row_blocks.start : row_blocks.stop, column_blocks.start : column_blocks.stop]
 
 
-def _matrices(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def matrices(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A matrix, or each expert's."""
     return tensor.unbind(0) if tensor.dim() == 3 else (tensor,)
 
 

@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..numerics import dequantize
 from ..scheme import Granularity
-from .coverage import RefitWindow, Region
-from .sources import SourceIndex
+from .coverage import CoverageTable, Region
 from .targets import Target
+from .window import RefitWindow
 
 _SAMPLES_PER_REFIT = 4
 _MAX_LISTED = 16
@@ -37,15 +38,41 @@ class Power:
 
 @dataclass
 class Refit:
-    """The calls that make up one full or partial update."""
+    """The calls that make up one full or partial update.
+
+    Attributes:
+        numbers: of the names that came (`RefitWindow.numbers_of`), call by call.
+        written: per target, whether any of it was.
+    """
 
     seconds: float = 0.0
     nbytes: int = 0
-    names: set[str] = field(default_factory=set)
+    numbers: list[np.ndarray] = field(default_factory=list)
     calls: int = 0
     errors: list[str] = field(default_factory=list)
     power: dict[Granularity, Power] = field(default_factory=dict)
-    written: set[int] = field(default_factory=set)
+    written: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+
+    @property
+    def tensors(self) -> int:
+        return len(np.unique(np.concatenate(self.numbers))) if self.numbers else 0
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What one call brought.
+
+    Attributes:
+        numbers: of all names, and `stored`: of those that a parameter took.
+        touched: name to the part of the model it was for.
+        is_replayed: whether all of its names were known before.
+    """
+
+    numbers: np.ndarray
+    stored: np.ndarray
+    nbytes: int
+    touched: dict[str, tuple]
+    is_replayed: bool = False
 
 
 class RefitReport:
@@ -53,30 +80,45 @@ class RefitReport:
 
     def __init__(self, targets: Iterable[Target]) -> None:
         self._targets = list(targets)
-        self._fp8 = [target for target in self._targets if target.is_fp8]
-        self.known_names: dict[str, None] = {}
+        self._is_fp8 = np.array([target.is_fp8 for target in self._targets], bool)
+        self.coverage = CoverageTable([tuple(target.parameter.shape) for target in self._targets])
+        # Every name that was ever stored, and the part of the model it is for.
+        self.known_names: dict[str, tuple] = {}
         self.failed: dict[tuple, str] = {}
         self.rank_errors: list[str] = []
         self.call_errors: list[str] = []
         self.window = RefitWindow()
-        self.current = Refit()
+        self.current = self._new_refit()
         self.last: Refit | None = None
+        self._ever_written = np.zeros(len(self._targets), bool)
         self._started = 0.0
         self._lock = threading.Lock()
 
+    def _new_refit(self) -> Refit:
+        return Refit(written=np.zeros(len(self._targets), bool))
+
     # -- filled during an update -----------------------------------------------------------------
 
-    def start_call(self, names: list[str]) -> None:
-        """`names`: what is going to be sent; empty where that is not known (a checkpoint)."""
-        if self.window.begin_call(names):
-            self.last, self.current = self.current, Refit()
+    def start_call(self, numbers: np.ndarray) -> None:
+        """`numbers`: of the names to come; empty where they are not known (a checkpoint)."""
         self._started = time.perf_counter()
+        if self.window.begin_call(numbers):
+            self.last, self.current = self.current, self._new_refit()
 
     def written(self, target: Target, region: Region | None) -> None:
         if region is not None:
-            target.coverage.add(region, self.window.call)
-        target.ever_written = True
-        self.current.written.add(id(target))
+            number = self.coverage.number_of(target.index, region)
+            self.coverage.write([number], self.window.call)
+        self.current.written[target.index] = self._ever_written[target.index] = True
+
+    def written_again(self, targets: np.ndarray, regions: np.ndarray) -> None:
+        """As `written` for many at once: the targets' indices, and the regions' numbers."""
+        self.coverage.write(regions, self.window.call)
+        self.current.written[targets] = self._ever_written[targets] = True
+
+    def wants_sample(self, granularity: Granularity) -> bool:
+        power = self.current.power.get(granularity)
+        return power is None or power.samples < _SAMPLES_PER_REFIT
 
     def sample(
         self,
@@ -86,6 +128,8 @@ class RefitReport:
         scales: torch.Tensor,
     ) -> None:
         """Measure the cast on one corner block of a write; a few writes of each scheme per refit."""
+        if not self.wants_sample(granularity):
+            return
         with self._lock:
             power = self.current.power.setdefault(granularity, Power())
             if power.samples >= _SAMPLES_PER_REFIT:
@@ -103,34 +147,35 @@ class RefitReport:
             power.signal += exact.square().sum().item()
             power.noise += noise
 
-    def end_call(
-        self, sources: SourceIndex, errors: dict[str, str], touched: dict[str, tuple]
-    ) -> None:
+    def end_call(self, arrived: Arrived, errors: dict[str, str]) -> None:
         """Add one call to its refit.
+
+        A part of the model whose update failed stays failed until a later tensor for it is stored.
 
         Args:
             errors: name (or "") to what went wrong.
-            touched: name to the part of the model it was for; a part whose update failed stays
-                failed until a later tensor for it is stored.
         """
-        refit = self.current
+        refit, touched = self.current, arrived.touched
         refit.seconds += time.perf_counter() - self._started
-        refit.nbytes += sources.nbytes
-        refit.names |= set(sources.names)
+        refit.nbytes += arrived.nbytes
+        refit.numbers.append(arrived.numbers)
         refit.calls += 1
         self.call_errors = list(dict.fromkeys(errors.values()))
         refit.errors += self.call_errors
-        stored = [name for name in touched if name not in errors]
-        self.known_names.update(dict.fromkeys(stored))
-        self.window.sent(set(stored))
-        for name in stored:
-            self.failed.pop(touched[name], None)
-        self.failed.update({touched[name]: errors[name] for name in touched if name in errors})
-        since = self.window.start
+        self.window.stored(arrived.stored)
+        if not arrived.is_replayed:
+            self.known_names.update(
+                (name, part) for name, part in touched.items() if name not in errors
+            )
+        if errors or self.failed:
+            for name in touched.keys() - errors.keys():
+                self.failed.pop(touched[name], None)
+            self.failed.update({touched[name]: errors[name] for name in touched if name in errors})
+        coverage, since = self.coverage, self.window.start
         self.window.is_complete = (
             not errors
-            and all(target.coverage.new_fraction(since) == 1.0 for target in self._fp8)
-            and not any(target.coverage.is_mixed(since) for target in self._targets)
+            and bool((coverage.new_fraction(since)[self._is_fp8] == 1.0).all())
+            and not coverage.is_mixed(since).any()
         )
 
     def other_ranks(self, errors: list[str]) -> None:
@@ -143,18 +188,20 @@ class RefitReport:
     def problems(self) -> list[str]:
         """Why the served weights are not of one piece; empty if they are."""
         found = []
-        never = [target.name for target in self._fp8 if not target.ever_written]
-        if never:
+        coverage, since = self.coverage, self.window.start
+        fp8 = np.flatnonzero(self._is_fp8)
+        never = fp8[~self._ever_written[fp8]]
+        if len(never):
             found.append(
-                f"{len(never)} of {len(self._fp8)} FP8 weights were never loaded "
-                f"(dummy weights?), for example {never[0]}"
+                f"{len(never)} of {len(fp8)} FP8 weights were never loaded "
+                f"(dummy weights?), for example {self._targets[never[0]].name}"
             )
-        since = self.window.start
-        mixed = [target for target in self._targets if target.coverage.is_mixed(since)]
-        for target in mixed[:_MAX_LISTED]:
-            boxes = ", ".join(map(str, target.coverage.new_regions(since)[:4]))
+        mixed = np.flatnonzero(coverage.is_mixed(since))
+        fraction = coverage.new_fraction(since)
+        for index in mixed[:_MAX_LISTED].tolist():
+            boxes = ", ".join(map(str, coverage.new_regions(index, since)[:4]))
             found.append(
-                f"{target.name}: only {target.coverage.new_fraction(since):.0%} is new ({boxes}), "
+                f"{self._targets[index].name}: only {fraction[index]:.0%} is new ({boxes}), "
                 "the rest is older"
             )
         if len(mixed) > _MAX_LISTED:
@@ -169,12 +216,12 @@ class RefitReport:
     def as_dict(self, refit: Refit | None) -> dict[str, Any] | None:
         if refit is None:
             return None
-        missing = sum(id(target) not in refit.written for target in self._fp8)
+        missing = int((self._is_fp8 & ~refit.written).sum())
         return {
             "seconds": round(refit.seconds, 6),
             "bytes": refit.nbytes,
             "gb_per_s": round(refit.nbytes / refit.seconds / 1e9, 3) if refit.seconds else None,
-            "tensors": len(refit.names),
+            "tensors": refit.tensors,
             "calls": refit.calls,
             "outcome": "failed" if self.failed or self.call_errors or self.rank_errors else "ok",
             "errors": refit.errors[:_MAX_LISTED],

@@ -19,11 +19,13 @@ class Source:
 
     Attributes:
         weight_name: the name the model is given: the tensor's own, or for a scale its weight's.
+        position: in the order they were sent.
     """
 
     name: str
     tensor: torch.Tensor
     weight_name: str
+    position: int
 
     @property
     def is_scale(self) -> bool:
@@ -54,6 +56,8 @@ class SourceIndex:
         self._current: Source | None = None
         self._starts: list[int] = []
         self._sources: list[Source] = []
+        # A tensor on `meta` has no address, but a storage (and this keeps it alive).
+        self._on_meta: dict[int, Source] = {}
         self._lock = threading.Lock()
 
     def watch(
@@ -66,8 +70,8 @@ class SourceIndex:
         `weight_scale_inv` to `weight_scale` and then drops what it can't find.
         """
         for name, tensor in weights:
-            source = Source(name, tensor, _SCALE.sub(".weight", name))
             with self._lock:
+                source = Source(name, tensor, _SCALE.sub(".weight", name), len(self.names))
                 self.names.append(name)
                 self.nbytes += tensor.numel() * tensor.element_size()
                 self._current = source
@@ -75,6 +79,9 @@ class SourceIndex:
             yield source.weight_name, tensor
 
     def _remember(self, source: Source) -> None:
+        if source.tensor.device.type == "meta":
+            self._on_meta[source.tensor.untyped_storage()._cdata] = source
+            return
         # Tensors read from disk come and go, so an address may be used again: the newest wins.
         at = bisect.bisect_left(self._starts, source.address)
         if at < len(self._starts) and self._starts[at] == source.address:
@@ -87,7 +94,9 @@ class SourceIndex:
         """The sent tensor that `view` was taken from, and mark its name as used."""
         with self._lock:
             source = self._current
-            if view.device.type != "meta":
+            if view.device.type == "meta":
+                source = self._on_meta.get(view.untyped_storage()._cdata, source)
+            else:
                 address = view.data_ptr()
                 if source is None or not source.address <= address < source.end_address:
                     at = bisect.bisect_right(self._starts, address) - 1
@@ -104,3 +113,4 @@ class SourceIndex:
     def forget_tensors(self) -> None:
         """Let go of the sender's memory; the names stay."""
         self._current, self._starts, self._sources = None, [], []
+        self._on_meta = {}

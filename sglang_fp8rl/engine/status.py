@@ -33,6 +33,7 @@ def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
             2 * target.parameter.numel() for target in refit.targets.values() if target.is_fp8
         ),
         "last_refit": report.as_dict(shown),
+        "replay": refit.plans.as_dict(),
         "consistent": not problems,
         "problems": problems,
         "plan": [

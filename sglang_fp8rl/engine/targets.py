@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..scheme import Granularity
-from .coverage import Coverage
 from .linear import Fp8BlockwiseOnlineLinearMethod
 from .moe import Fp8BlockwiseOnlineMoEMethod
 from .writes import RecordedWrite
@@ -27,6 +26,7 @@ class Target:
         granularity: blockwise or per channel for an FP8 weight; high precision for all else.
         scale: the FP32 scale parameter of an FP8 weight.
         module: the module that owns the parameter.
+        index: its position among all targets.
     """
 
     name: str
@@ -34,25 +34,29 @@ class Target:
     granularity: Granularity
     module: Any
     scale: torch.nn.Parameter | None = None
-    coverage: Coverage = field(init=False)
-    ever_written: bool = False
+    index: int = 0
     # Loader arguments and the source's shape, strides and dtype, to what the loader wrote then.
     recorded: dict[tuple, list[RecordedWrite]] = field(default_factory=dict)
     stand_ins: dict[torch.dtype, torch.nn.Parameter] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.coverage = Coverage(tuple(self.parameter.shape))
 
     @property
     def is_repeatable(self) -> bool:
         """Whether its loader is a function of its arguments and of nothing that may change."""
         from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
-        return not isinstance(self.module, FusedMoE)
+        return not (isinstance(self.module, FusedMoE) and _experts_may_move())
 
     @property
     def is_fp8(self) -> bool:
         return self.scale is not None
+
+
+def _experts_may_move() -> bool:
+    """Whether SGLang balances experts over ranks while serving."""
+    from sglang.srt.runtime_context import get_server_args
+
+    args = get_server_args()
+    return bool(args.enable_eplb or args.elastic_ep_backend)
 
 
 def targets_of(model: torch.nn.Module) -> dict[int, Target]:
@@ -70,6 +74,7 @@ def targets_of(model: torch.nn.Module) -> dict[int, Target]:
                 parameter=parameter,
                 granularity=Granularity.HIGH_PRECISION,
                 module=module,
+                index=len(targets),
             )
             targets[id(parameter)] = target
         if not ours or not method.fp8rl_scheme.is_fp8:
@@ -123,6 +128,8 @@ def _full_linear_shape(target: Target, args: tuple) -> tuple[int, ...] | None:
         return None
     if getattr(layer, "use_presharded_weights", False):
         return None
+    if args and hasattr(layer, "fp8rl_part_rows"):  # see parts.py
+        return (layer.fp8rl_part_rows[args[0]], layer.input_size)
     if isinstance(layer, QKVParallelLinear):
         heads, kv_heads = layer.total_num_heads, layer.total_num_kv_heads
         v_head_size = getattr(layer, "v_head_size", layer.head_size)

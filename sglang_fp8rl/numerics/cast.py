@@ -94,8 +94,9 @@ def cast_per_channel_into(
 
 def warmup() -> None:
     """Compile the CPU kernels now instead of in the first update; nothing without Numba."""
-    if (module := _import("cpu_numba")) is not None:
-        module.warmup()
+    for name in ("cpu_numba", "cpu_table"):
+        if (module := _import(name)) is not None:
+            module.warmup()
 
 
 def _backend(backend: Backend, device: torch.device) -> ModuleType:

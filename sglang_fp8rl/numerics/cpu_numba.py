@@ -45,7 +45,7 @@ def cast_into(
         bool [row blocks, column blocks], True where a block is not finite and was left alone.
     """
     source, qweight = source.detach(), qweight.detach()
-    nonfinite = torch.empty(weight_scale_inv.shape, dtype=torch.bool)
+    nonfinite = torch.empty(weight_scale_inv.shape, dtype=torch.bool, device="cpu")
     scales = weight_scale_inv.detach()
     block_n, block_k = block_size
     if source.stride(1) == 1 and source.dtype != torch.float16:
@@ -77,11 +77,12 @@ def cast_into(
 
 def warmup() -> None:
     """Compile (or load from the disk cache) both kernels, so that no request pays for it."""
+    # A host builds models under a default dtype and device of its own.
+    scale = torch.empty(1, 1, dtype=torch.float32, device="cpu")
     for dtype in (torch.float32, torch.bfloat16):
-        qweight = torch.empty(1, 1, dtype=torch.float8_e4m3fn)
-        cast_into(
-            torch.ones(1, 1, dtype=dtype), qweight, torch.empty(1, 1), (128, 128), False, True
-        )
+        source = torch.ones(1, 1, dtype=dtype, device="cpu")
+        codes = torch.empty(1, 1, dtype=torch.float8_e4m3fn, device="cpu")
+        cast_into(source, codes, scale, (128, 128), False, True)
 
 
 def _cast_view(

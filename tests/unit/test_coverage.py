@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from sglang_fp8rl.engine.coverage import Coverage, RefitWindow, Region, region_of
+from sglang_fp8rl.engine.coverage import CoverageTable, Region, region_of
+from sglang_fp8rl.engine.window import RefitWindow
 
 
 @pytest.mark.parametrize("shape", [(7,), (6, 5), (3, 4, 5), (1, 6, 1), (4, 1)])
@@ -39,6 +40,25 @@ def rows(start, count):
     return Region((start, 0), (count, 6))
 
 
+class Coverage:
+    """The second of three parameters, so that one taken for another is seen."""
+
+    def __init__(self, shape):
+        self.table = CoverageTable([(2, 2), shape, shape])
+
+    def add(self, region, call):
+        self.table.write([self.table.number_of(1, region)], call)
+
+    def new_fraction(self, since):
+        others = self.table.new_fraction(since)
+        assert others[0] == others[2] == 0
+        return others[1]
+
+    def is_mixed(self, since):
+        return bool(self.table.is_mixed(since)[1])
+
+
+
 def test_parts_make_a_whole_in_any_order():
     coverage = Coverage((4, 6))
     for start in (2, 0, 3):
@@ -70,6 +90,36 @@ def test_a_parameter_that_is_all_old_is_not_mixed():
     assert not coverage.is_mixed(2)
 
 
+def test_boxes_written_together_and_one_by_one_are_counted_alike():
+    generator = random.Random(3)
+    together, single = CoverageTable([(8, 6, 4)] * 3), CoverageTable([(8, 6, 4)] * 3)
+    for call in range(1, 40):
+        drawn = []
+        for _ in range(generator.randint(1, 4)):
+            whole = generator.random() < 0.2
+            start = (0 if whole else generator.randrange(8), generator.choice((0, 3)), 0)
+            region = Region(start, (8 if whole else 1, 3, 4))
+            drawn.append((generator.randrange(3), region))
+        together.write([together.number_of(*one) for one in drawn], call)
+        for one in drawn:
+            single.write([single.number_of(*one)], call)
+        for since in (0, call - 2, call):
+            assert (together.new_elements(since) == single.new_elements(since)).all()
+            assert (together.new_elements(since) == elements(together, since)).all()
+
+
+def elements(table, since):
+    """The same from the boxes themselves, marked one by one."""
+    counts = []
+    for parameter in range(3):
+        marked = torch.zeros(8, 6, 4)
+        for region in table.new_regions(parameter, since):
+            marked[tuple(slice(a, a + n) for a, n in zip(region.start, region.shape))] += 1
+        assert marked.max() <= 1
+        counts.append(int(marked.sum()))
+    return counts
+
+
 class Client:
     """Sends calls and asks which of two halves of a fused parameter are of one refit."""
 
@@ -77,11 +127,11 @@ class Client:
         self.window, self.coverage, self.total = RefitWindow(), Coverage((2, 6)), total
 
     def call(self, *names, failed=(), complete=False):
-        self.window.begin_call(list(names))
+        self.window.begin_call(self.window.numbers_of(names))
         for row, name in enumerate(("gate", "up")):
             if name in names:
                 self.coverage.add(rows(row, 1), self.window.call)
-        self.window.sent(set(names) - set(failed))
+        self.window.stored(self.window.numbers_of(set(names) - set(failed)))
         self.window.is_complete = complete
 
     @property

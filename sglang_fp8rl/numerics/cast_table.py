@@ -1,0 +1,159 @@
+"""Many casts and copies as one table of integers: built once, run again for every refit.
+
+A row (*piece*) is one matrix-shaped write: where its source lies inside what was sent, where it
+goes, and what is to be done with it. Sources are named by the position of the tensor they are a
+part of and an offset, never by address, so a table outlives the bucket it was made from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+from .checks import FP8_DTYPE
+
+BlockSize = tuple[int, int]
+
+
+class Kind(IntEnum):
+    """What is done with a piece."""
+
+    CAST = 0  # to e4m3, with scales
+    COPY = 1  # to the destination's own dtype
+
+
+class Dtype(IntEnum):
+    """Dtypes that the kernels know."""
+
+    FP32 = 0
+    BF16 = 1
+
+
+DTYPES = {torch.float32: Dtype.FP32, torch.bfloat16: Dtype.BF16}
+
+PIECE = np.dtype(
+    [
+        ("kind", np.int64),
+        ("source_dtype", np.int64),
+        ("source", np.int64),  # position of the tensor that was sent
+        ("source_offset", np.int64),  # bytes
+        ("source_stride", np.int64),  # elements, between rows
+        ("destination", np.int64),  # address
+        ("destination_dtype", np.int64),
+        ("destination_stride", np.int64),
+        ("scales", np.int64),  # address
+        ("scales_stride0", np.int64),
+        ("scales_stride1", np.int64),
+        ("rows", np.int64),
+        ("cols", np.int64),
+        ("block_n", np.int64),
+        ("block_k", np.int64),
+        ("flags", np.int64),  # offset of its first flag
+        ("flag_cols", np.int64),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One matrix to be written.
+
+    Attributes:
+        source: position of the sent tensor, and the view's offset in it in bytes.
+        view: the source as it was when recorded (only its dtype, shape and strides matter).
+        destination: [N, K] codes (e4m3) or values (FP32 or BF16).
+        scales: FP32 [ceil(N / block_n), ceil(K / block_k)] for a cast, else None.
+        block_size: of a cast; (1, K) is per channel.
+    """
+
+    source: tuple[int, int]
+    view: torch.Tensor
+    destination: torch.Tensor
+    scales: torch.Tensor | None = None
+    block_size: BlockSize = (1, 1)
+
+    def fits(self) -> bool:
+        """Whether the kernels take it: rows contiguous, and dtypes that they know."""
+        view, destination = self.view, self.destination
+        known = DTYPES if self.scales is None else {FP8_DTYPE: 0}
+        return (
+            view.dim() == destination.dim() == 2
+            and view.shape == destination.shape
+            and view.numel() > 0
+            and view.dtype in DTYPES
+            and destination.dtype in known
+            and (view.stride(1) == 1 or view.shape[1] == 1)
+            and (destination.stride(1) == 1 or view.shape[1] == 1)
+        )
+
+    @property
+    def flag_shape(self) -> tuple[int, int]:
+        """A cast has a flag per block, a copy one per row."""
+        rows, cols = self.view.shape
+        if self.scales is None:
+            return rows, 1
+        block_n, block_k = self.block_size
+        return -(-rows // block_n), -(-cols // block_k)
+
+
+@dataclass(frozen=True)
+class CastTable:
+    """Pieces, ready to run.
+
+    Attributes:
+        pieces: array of `PIECE`.
+        flag_count: flags of all pieces together, uint8, 1 where a block or row was not finite.
+        owners: destinations and scales; they keep alive what the addresses point at.
+    """
+
+    pieces: np.ndarray
+    flag_count: int
+    owners: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, pieces: list[Piece]) -> CastTable:
+        """Lay out pieces that all `fits()`."""
+        table = np.zeros(len(pieces), PIECE)
+        flags = 0
+        owners: dict[int, torch.Tensor] = {}
+        for row, piece in zip(table, pieces, strict=True):
+            view, destination, scales = piece.view, piece.destination, piece.scales
+            flag_rows, flag_cols = piece.flag_shape
+            row["kind"] = Kind.COPY if scales is None else Kind.CAST
+            row["source"], row["source_offset"] = piece.source
+            row["source_dtype"] = DTYPES[view.dtype]
+            row["source_stride"] = view.stride(0)
+            row["destination"] = destination.data_ptr()
+            row["destination_dtype"] = DTYPES.get(destination.dtype, 0)
+            row["destination_stride"] = destination.stride(0)
+            row["rows"], row["cols"] = view.shape
+            row["block_n"], row["block_k"] = piece.block_size
+            row["flags"], row["flag_cols"] = flags, flag_cols
+            owners[destination.untyped_storage()._cdata] = destination
+            if scales is not None:
+                row["scales"] = scales.data_ptr()
+                row["scales_stride0"], row["scales_stride1"] = scales.stride()
+                owners[scales.untyped_storage()._cdata] = scales
+            flags += flag_rows * flag_cols
+        return cls(table, flags, tuple(owners.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table itself."""
+        return int(self.pieces.nbytes)
+
+    def flags_of(self, flags: np.ndarray, piece: int) -> np.ndarray:
+        """The flags of one piece, [row blocks, column blocks] or [rows, 1]."""
+        row = self.pieces[piece]
+        start, cols = int(row["flags"]), int(row["flag_cols"])
+        rows = -(-int(row["rows"]) // int(row["block_n"]))
+        return flags[start : start + rows * cols].reshape(rows, cols)
+
+    def bad_pieces(self, flags: np.ndarray) -> list[int]:
+        """Pieces that have a flag set."""
+        where = np.flatnonzero(flags)
+        found = np.searchsorted(self.pieces["flags"], where, side="right") - 1
+        return list(dict.fromkeys(found.tolist()))

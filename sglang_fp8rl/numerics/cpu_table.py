@@ -1,0 +1,182 @@
+"""Run a `CastTable` on a CPU: one call, the same kernels and bytes as `cpu_numba`."""
+
+# Numba reads these functions, not their annotations.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
+
+import numba
+import numpy as np
+import torch
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from .cast_table import PIECE, CastTable, Dtype, Kind
+from .cpu_kernels import _amax, _fp32_bits, _jit, _round, cast_tiles
+from .cpu_numba import BF16_STEP, ELEMENTS_PER_THREAD, NO_STEP, STRIP_BYTES
+
+# A unit of work for a thread: rows of blocks of one piece, about this many elements.
+_ELEMENTS_PER_ITEM = 256 * 1024
+# Chunks of items per thread: a thread that was held up leaves its share to the other.
+_CHUNKS_PER_THREAD = 4
+_COPY, _FP32 = int(Kind.COPY), int(Dtype.FP32)
+
+
+class CpuTable:
+    """A table with its work cut into items for threads.
+
+    Args:
+        pow2_scale, round_to_bf16: as in `cast_blockwise_into`; copies take no notice of them.
+    """
+
+    def __init__(self, table: CastTable, *, pow2_scale: bool, round_to_bf16: bool) -> None:
+        self.table = table
+        self._items = _items_of(table.pieces)
+        sizes = (self._items[:, 2] - self._items[:, 1]) * table.pieces["cols"][self._items[:, 0]]
+        self._until = np.cumsum(sizes)
+        self._flags = np.zeros(table.flag_count, np.uint8)
+        step = BF16_STEP if round_to_bf16 else NO_STEP
+        self._run = partial(run_items, table.pieces, self._items)
+        self._options = (np.int64(STRIP_BYTES), *step, *BF16_STEP, bool(pow2_scale))
+
+    def run(self, addresses: Sequence[int], threads: int | None = None) -> np.ndarray:
+        """Write every piece.
+
+        Args:
+            addresses: of the tensors that were sent, by position; they stay until this returns.
+            threads: at most this many; default `torch.get_num_threads()`. The bytes do not depend
+                on it.
+
+        Returns:
+            uint8 flags, overwritten by the next call: 1 where a block (cast) or row (copy) was not
+            finite and kept its old bytes.
+        """
+        sources = np.asarray(addresses, np.int64)
+        count, elements = len(self._items), int(self._until[-1]) if len(self._until) else 0
+        run = partial(self._run, sources, self._flags, *self._options)
+        parts = min(threads or torch.get_num_threads(), 1 + elements // ELEMENTS_PER_THREAD, count)
+        if parts <= 1:
+            run(0, count)
+            return self._flags
+        chunks = parts * _CHUNKS_PER_THREAD
+        targets = np.arange(1, chunks) * elements / chunks
+        edges = [0, *np.searchsorted(self._until, targets).tolist(), count]
+        # A pool per call: one that is kept would hang in a forked child.
+        with ThreadPoolExecutor(parts - 1) as pool:
+            iterator = iter(list(pairwise(edges)))
+
+            def work() -> None:
+                for first, last in iterator:
+                    run(first, last)
+
+            others = [pool.submit(work) for _ in range(parts - 1)]
+            work()
+            for other in others:
+                other.result()
+        return self._flags
+
+
+def _items_of(pieces: np.ndarray) -> np.ndarray:
+    """[items, 3]: piece, first row, end row; cut between rows of blocks."""
+    items = []
+    for number, piece in enumerate(pieces):
+        rows, block_n = int(piece["rows"]), int(piece["block_n"])
+        height = max(1, _ELEMENTS_PER_ITEM // (int(piece["cols"]) * block_n)) * block_n
+        items += [(number, row, min(row + height, rows)) for row in range(0, rows, height)]
+    return np.array(items, np.int64).reshape(-1, 3)
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    """An address as a pointer, for `numba.carray`."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), codegen
+
+
+@_jit
+def copy_rows(
+    source, source_stride, destination, destination_stride, nonfinite, cols, narrow, step,
+    row_start, row_stop,
+):  # fmt: skip
+    """Copy rows whose every element is finite; `narrow` rounds FP32 to BF16 (nearest even)."""
+    for row in range(row_start, row_stop):
+        x = source[row * source_stride : row * source_stride + cols]
+        finite = _amax(x, np.uint32(0)) < np.uint32(0x7F800000)
+        nonfinite[row] = not finite
+        if not finite:
+            continue
+        out = destination[row * destination_stride : row * destination_stride + cols]
+        if narrow:
+            for c in range(cols):
+                bits = _round(_fp32_bits(x[c]), step[0], step[1], step[2])
+                out[c] = out.dtype.type(bits >> np.uint32(16))
+        else:
+            for c in range(cols):
+                out[c] = out.dtype.type(_fp32_bits(x[c]))
+
+
+@_jit
+def run_items(
+    pieces, items, addresses, flags, strip_bytes, half, odd, keep, half16, odd16, keep16,
+    pow2_scale, first, last,
+):  # fmt: skip
+    """Items `first` to `last` of a table; releases the GIL."""
+    step = (half16, odd16, keep16)
+    for number in range(first, last):
+        piece = pieces[items[number, 0]]
+        rows, cols = piece["rows"], piece["cols"]
+        address = addresses[piece["source"]] + piece["source_offset"]
+        span = (rows - 1) * piece["source_stride"] + cols
+        wide = numba.carray(_pointer(address), (span,), np.uint32)
+        slim = numba.carray(_pointer(address), (span,), np.uint16)
+        out_span = (rows - 1) * piece["destination_stride"] + cols
+        is_wide = piece["source_dtype"] == _FP32
+        start, stop = items[number, 1], items[number, 2]
+        if piece["kind"] == _COPY:
+            out32 = numba.carray(_pointer(piece["destination"]), (out_span,), np.uint32)
+            out16 = numba.carray(_pointer(piece["destination"]), (out_span,), np.uint16)
+            to_wide = piece["destination_dtype"] == _FP32
+            bad = flags[piece["flags"] : piece["flags"] + rows]
+            strides = (piece["source_stride"], piece["destination_stride"])
+            if is_wide and to_wide:
+                copy_rows(wide, strides[0], out32, strides[1], bad, cols, False, step, start, stop)
+            elif is_wide:
+                copy_rows(wide, strides[0], out16, strides[1], bad, cols, True, step, start, stop)
+            elif to_wide:
+                copy_rows(slim, strides[0], out32, strides[1], bad, cols, False, step, start, stop)
+            else:
+                copy_rows(slim, strides[0], out16, strides[1], bad, cols, True, step, start, stop)
+            continue
+        block_n, block_k = piece["block_n"], piece["block_k"]
+        flag_rows, flag_cols = (rows + block_n - 1) // block_n, piece["flag_cols"]
+        flag_end = piece["flags"] + flag_rows * flag_cols
+        nonfinite = flags[piece["flags"] : flag_end].reshape(flag_rows, flag_cols)
+        stride0, stride1 = piece["scales_stride0"], piece["scales_stride1"]
+        scale_span = (flag_rows - 1) * stride0 + (flag_cols - 1) * stride1 + 1
+        scales = numba.carray(_pointer(piece["scales"]), (scale_span,), np.float32)
+        codes = numba.carray(_pointer(piece["destination"]), (out_span,), np.uint8)
+        if is_wide:
+            cast_tiles(
+                wide, piece["source_stride"], codes, piece["destination_stride"], scales, stride0,
+                stride1, nonfinite, cols, block_n, block_k, max(1, strip_bytes // (4 * block_k)),
+                half, odd, keep, pow2_scale, start, stop,
+            )  # fmt: skip
+        else:
+            cast_tiles(
+                slim, piece["source_stride"], codes, piece["destination_stride"], scales, stride0,
+                stride1, nonfinite, cols, block_n, block_k, max(1, strip_bytes // (2 * block_k)),
+                half, odd, keep, pow2_scale, start, stop,
+            )  # fmt: skip
+
+
+def warmup() -> None:
+    """Compile (or load from the disk cache) the kernel, so that no request pays for it."""
+    CpuTable(CastTable(np.zeros(0, PIECE), 0, ()), pow2_scale=False, round_to_bf16=True).run([])
