@@ -20,9 +20,11 @@ from ..numerics import warmup
 from ..scheme import Scheme
 from .buckets import Bucket, bucket_of
 from .checks import MAX_LISTED, listed, not_finite_errors, unknown_names_error
+from .derived import DerivedWeights
 from .loaders import Call, LoaderCalls
 from .names import LEARNING, PROBE, NameTable
 from .pairs import PairTable
+from .parts import load_parts_singly
 from .plan_document import plan_document
 from .replay import BucketPlan, PlanStore, Recording, plan_of
 from .report import Arrived, RefitReport
@@ -124,6 +126,7 @@ class ModelRefit:
             with torch.no_grad():
                 if plan is not None and bucket is not None:
                     result = self._replay(call, plan, bucket)
+                    self.derived.refresh(bucket.names)
                 else:
                     watched = call.sources.watch(bucket if bucket is not None else weights)
                     result = self._native_load_weights(watched, *args, **kw)

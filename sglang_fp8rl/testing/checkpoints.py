@@ -78,7 +78,8 @@ def with_fused_experts(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.T
 
     `experts.gate_up_proj` is `[E, 2I, H]` (gate rows first), `experts.down_proj` `[E, H, I]`.
     """
-    result, found = {}, {}
+    result: dict[str, torch.Tensor] = {}
+    found: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
     for name, weight in state_dict.items():
         match = _EXPERT.fullmatch(name)
         if match:

@@ -12,18 +12,28 @@ def model_of(scheduler: Any) -> Any:
     return scheduler.tp_worker.model_runner.model
 
 
+def served_tensors(scheduler: Any) -> dict[str, torch.Tensor]:
+    """Parameters, buffers, and tensors that are plain attributes of a module (derived weights)."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model_of(scheduler).named_modules():
+        for name, value in (*vars(module).items(), *module._buffers.items()):
+            if isinstance(value, torch.Tensor):
+                found[f"{prefix}.{name}"] = value
+    return found | {name: p.data for name, p in model_of(scheduler).named_parameters()}
+
+
 def digests(scheduler: Any) -> dict[str, str]:
-    """Parameter name to a hash of its bytes."""
+    """Name of a parameter or derived tensor to a hash of its bytes."""
     return {
         name: hashlib.sha256(
-            parameter.data.reshape(-1).contiguous().view(torch.uint8).numpy()
+            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         ).hexdigest()
-        for name, parameter in model_of(scheduler).named_parameters()
+        for name, tensor in served_tensors(scheduler).items()
     }
 
 
 def addresses(scheduler: Any) -> dict[str, int]:
-    return {name: p.data_ptr() for name, p in model_of(scheduler).named_parameters()}
+    return {name: tensor.data_ptr() for name, tensor in served_tensors(scheduler).items()}
 
 
 def parameter(scheduler: Any, name: str) -> torch.Tensor:
