@@ -8,17 +8,28 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .client import RefitClient
+    from .client import RefitClient, fetch_plan
     from .numerics import dequantize, quantize_blockwise, quantize_per_channel
+    from .refit_plan import RefitPlan
 
 _HOMES = {
     "RefitClient": ".client",
+    "RefitPlan": ".refit_plan",
     "dequantize": ".numerics",
+    "fetch_plan": ".client",
     "quantize_blockwise": ".numerics",
     "quantize_per_channel": ".numerics",
 }
 
-__all__ = ["RefitClient", "__version__", "dequantize", "quantize_blockwise", "quantize_per_channel"]
+__all__ = [
+    "RefitClient",
+    "RefitPlan",
+    "__version__",
+    "dequantize",
+    "fetch_plan",
+    "quantize_blockwise",
+    "quantize_per_channel",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -122,6 +122,7 @@ def doctor(as_json: JsonFlag = False) -> None:
 def plan(
     model: Annotated[str, typer.Argument(help="Directory with config.json, or a model's name.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel size.")] = 1,
     options: Annotated[
         str, typer.Option(help='As in quantization_config, e.g. \'{"misaligned": "bf16"}\'.')
     ] = "{}",
@@ -141,11 +142,17 @@ def plan(
         _fail(error, f"--options is JSON, not {options!r}")
     try:
         with _console(stderr=True).status("SGLang builds the model without memory"):
-            made = make_plan(model, tp_size=tp, options=wanted, trust_remote_code=trust_remote_code)
+            made = make_plan(
+                model,
+                tp_size=tp,
+                ep_size=ep,
+                options=wanted,
+                trust_remote_code=trust_remote_code,
+            )
     except Fp8RlError as error:
         _fail(error)
     if as_json:
-        typer.echo(json.dumps(made.as_dict()))
+        typer.echo(json.dumps(made.document))
         return
     console = _console()
     console.print(plan_table(made.modules, f"{model}, tensor parallel {tp}"))

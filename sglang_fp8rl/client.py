@@ -26,6 +26,7 @@ import torch
 import torch.multiprocessing  # registers the reductions of tensors with ForkingPickler
 
 from .errors import RefitError
+from .refit_plan import PLAN_PATH, RefitPlan
 
 NamedTensor = tuple[str, torch.Tensor]
 Progress = Callable[[int, int], None]
@@ -74,6 +75,7 @@ class RefitClient:
         load_format: str | None = "flattened_bucket",
         tp_size: int | None = None,
         on_bucket: Progress | None = None,
+        plan: RefitPlan | None = None,
     ) -> UpdateResult:
         """Send tensors, full and unsharded, under their checkpoint names; return when served.
 
@@ -86,12 +88,16 @@ class RefitClient:
             load_format: "flattened_bucket" (one shared buffer a bucket), or None (one each).
             tp_size: ranks of the server; asked from it if None.
             on_bucket: called after each bucket with the tensors and bytes sent so far.
+            plan: that `named_tensors` were quantized by; compared with the server's first.
 
         Raises:
             RefitError: the server refused; the message is its own. What was sent before stays.
+                Or `plan` is not the server's: nothing was sent.
         """
         if load_format not in LOAD_FORMATS:
             raise RefitError("load_format", repr(load_format), f"one of {LOAD_FORMATS}", "")
+        if plan is not None:
+            self.check_plan(plan)
         size = self.tp_size() if tp_size is None else tp_size
         began, waited_before = perf_counter(), self._waited
         tensors = nbytes = buckets = 0
@@ -120,6 +126,53 @@ class RefitClient:
             )
         return UpdateResult(
             tensors, nbytes, buckets, perf_counter() - began, self._waited - waited_before
+        )
+
+    def plan(self) -> RefitPlan:
+        """The server's plan: how each tensor is stored, and how it may be sent.
+
+        Raises:
+            RefitError: the server can't be reached, or does not serve with this method.
+        """
+        return RefitPlan.from_dict(self._get_plan().json())
+
+    def check_plan(self, plan: RefitPlan) -> None:
+        """Ask the server whether `plan` is its own; only the digest goes over the wire.
+
+        Raises:
+            RefitError: it is not, with both digests; or as `plan`.
+        """
+        answer = self._get_plan(**{"If-None-Match": f'"{plan.digest}"'})
+        if answer.status_code == HTTPStatus.NOT_MODIFIED:
+            return
+        model, sizes = plan.document["model"]["architecture"], dict(plan.parallel)
+        theirs = answer.json()
+        raise RefitError(
+            f"plan {plan.digest}",
+            f"made for {model} {sizes}; {self.url} serves {theirs['model']['architecture']} "
+            f"{theirs['parallel']} with {theirs['digest']}",
+            "tensors quantized by one server's plan are not what another one holds; nothing was "
+            "sent",
+            "Call fetch_plan(url) again and quantize with what it returns.",
+        )
+
+    def _get_plan(self, **headers: str) -> requests.Response:
+        try:
+            answer = self._http.get(self.url + PLAN_PATH, headers=headers, timeout=self.timeout)
+        except requests.RequestException as error:
+            raise RefitError(
+                self.url,
+                f"no answer: {error}",
+                "the plan comes from a running server",
+                "Look whether it is up and the address is right.",
+            ) from error
+        if answer.ok:
+            return answer
+        raise RefitError(
+            self.url + PLAN_PATH,
+            f"HTTP {answer.status_code}: {answer.text[:500]}",
+            "the plan is served by a server of fp8_blockwise_online",
+            "Start it with --quantization fp8_blockwise_online and this version of sglang-fp8rl.",
         )
 
     def generate(
@@ -201,6 +254,11 @@ class RefitClient:
                 "`sglang-fp8rl doctor` and the server's log say more.",
             )
         return answer
+
+
+def fetch_plan(url: str, *, timeout: float = 600, api_key: str | None = None) -> RefitPlan:
+    """The plan of the server at `url`, as `RefitClient.plan`."""
+    return RefitClient(url, timeout=timeout, api_key=api_key).plan()
 
 
 def flatten(named_tensors: Sequence[NamedTensor]) -> tuple[torch.Tensor, list[SimpleNamespace]]:

@@ -1,13 +1,15 @@
 """The plan of a model without its weights: SGLang's own model class, built on the `meta` device.
 
 A process of its own goes through SGLang's own start, as rank 0 of `tp_size`, up to the place where
-a loader builds the model, and leaves with what the quantization method decided. The other ranks
-are not there: torch's `fake` process group stands in for them, and every rank decides alike, from
-its own shard's shape. Needs `config.json`, no weights, no GPU and no memory to speak of.
+a loader builds the model, shows its loaders every name of the checkpoint on `meta`, and leaves with
+the document that a server would give. The other ranks are not there: torch's `fake` process group
+stands in for them, and every rank decides alike, from its own shard's shape. Needs `config.json`, no
+weights, no GPU and no memory to speak of.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -16,7 +18,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +31,35 @@ _TIMEOUT_SECONDS = 600
 
 @dataclass(frozen=True)
 class Plan:
-    """What a server would serve, on each of `tp_size` ranks.
+    """What a server would serve, on each of its ranks.
 
     Attributes:
-        modules: `module`, `scheme`, `reason`, as in the status section of a running server.
-        fp8_bytes: of the weights that are FP8, on one rank.
+        document: as from `GET /fp8rl/plan` (`plan_schema.json`).
     """
 
     model: str
-    tp_size: int
-    modules: list[dict[str, str]]
-    fp8_bytes: int
+    document: dict[str, Any]
+
+    @property
+    def modules(self) -> list[dict[str, str]]:
+        """`module`, `scheme`, `reason`, as in the status section of a running server."""
+        return self.document["modules"]
+
+    @property
+    def fp8_bytes(self) -> int:
+        """Of the weights that are FP8, on one rank."""
+        return self.document["fp8_bytes"]
 
     @property
     def schemes(self) -> dict[str, int]:
         return dict(Counter(row["scheme"] for row in self.modules))
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"schemes": self.schemes}
 
 
 def make_plan(
     model: str,
     *,
     tp_size: int = 1,
+    ep_size: int = 1,
     options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
@@ -68,6 +75,7 @@ def make_plan(
     argv = [
         f"--model-path={model}",
         f"--tp-size={tp_size}",
+        f"--ep-size={ep_size}",
         f"--quantization={QUANTIZATION_METHOD}",
     ]
     argv += ["--skip-tokenizer-init", "--load-format=dummy", "--device=cpu"]
@@ -93,7 +101,7 @@ def make_plan(
         raise HostError(
             model, answer["error"], f"{QUANTIZATION_METHOD} can't serve it at tp {tp_size}", ""
         )
-    return Plan(model, tp_size, **answer)
+    return Plan(model, answer["document"])
 
 
 def _run_child(args: list[str], log: Any) -> str:
@@ -147,10 +155,10 @@ def _child(answer_path: Path, tp_size: int, argv: list[str]) -> None:
             with torch.device("meta"):
                 model = original(model_config, load_config, quant_config)
             quant_config.check_patterns_used()
+            answer["document"] = _document(model, model_config, quant_config)
         except Fp8RlError as error:
             answer["error"] = str(error) or type(error).__name__
             raise _Built from error
-        answer.update(_answer(model, quant_config))
         raise _Built
 
     HookRegistry.register(
@@ -165,18 +173,16 @@ def _child(answer_path: Path, tp_size: int, argv: list[str]) -> None:
         os._exit(0)  # SGLang's threads and sockets are of no use any more
 
 
-def _answer(model: Any, quant_config: Any) -> dict[str, Any]:
-    from .targets import targets_of
+def _document(model: Any, model_config: Any, quant_config: Any) -> dict[str, Any]:
+    from .checkpoint_names import meta_tensors
+    from .refit import ModelRefit
 
-    return {
-        "modules": [
-            {"module": name, "scheme": scheme.granularity.value, "reason": scheme.reason}
-            for name, scheme in quant_config.schemes.items()
-        ],
-        "fp8_bytes": sum(
-            target.parameter.numel() for target in targets_of(model).values() if target.is_fp8
-        ),
-    }
+    refit = ModelRefit(model, quant_config.options, quant_config.schemes)
+    refit.attach()
+    refit.probe_names = functools.partial(
+        meta_tensors, model_config.model_path, model_config.hf_config
+    )
+    return refit.plan()
 
 
 def _fake_other_ranks(tp_size: int) -> None:

@@ -10,14 +10,20 @@ _ROTARY_TABLES = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
+def left_out(model: Any) -> list[dict[str, str]]:
+    """Patterns of names that this model needs not, on whatever rank, each with its reason."""
+    rows = [{"pattern": _ROTARY_TABLES.pattern, "reason": "a rotary table: the engine computes it"}]
+    if getattr(_text_config(model), "tie_word_embeddings", False):
+        rows.append({"pattern": r"(^|\.)lm_head\.weight$", "reason": "tied to the embedding"})
+    return rows
+
+
 def skipped_by_design(name: str, model: Any) -> str:
     """Why this model takes no tensor of that name, in words; empty if there is no such reason."""
-    if _ROTARY_TABLES.search(name):
-        return "a rotary table: the engine computes it"
-    config = getattr(model, "config", None)
-    text_config = getattr(config, "text_config", config)
-    if name.endswith("lm_head.weight") and getattr(text_config, "tie_word_embeddings", False):
-        return "tied to the embedding"
+    for row in left_out(model):
+        if re.search(row["pattern"], name):
+            return row["reason"]
+    text_config = _text_config(model)
     inner = getattr(model, "model", None)
     start, end = getattr(inner, "start_layer", None), getattr(inner, "end_layer", None)
     found = _LAYER.search(name)
@@ -27,3 +33,8 @@ def skipped_by_design(name: str, model: Any) -> str:
         if layer < total and not start <= layer < end:
             return f"layer {layer} lives on another pipeline rank"
     return ""
+
+
+def _text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    return getattr(config, "text_config", config)

@@ -1,0 +1,89 @@
+"""Which names a model takes, and where each lands: learnt while its own `load_weights` runs.
+
+At startup this is the load of the checkpoint. Where nothing was loaded (`--load-format dummy`, or a
+plan without weights) the same loaders see tensors on `meta`, under the names and shapes of
+`checkpoint_names`: a *probe*, which stores nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from .coverage import Region, region_of
+from .sources import Source
+from .targets import Target
+from .writes import Write
+
+PROBE = "probe"
+LEARNING = ("startup", PROBE)  # kinds of calls that names are learnt from
+
+
+@dataclass(frozen=True)
+class Landing:
+    """One loader call for one tensor.
+
+    Attributes:
+        target: the parameter.
+        part: what the loader was told (see `refit._part_of`).
+        boxes: of the sent tensor, what this rank stores; None for what is not a plain box of it.
+            Empty if this rank stores nothing.
+    """
+
+    target: Target
+    part: tuple
+    boxes: tuple[Region | None, ...]
+
+
+@dataclass
+class Known:
+    """A name that some parameter takes: its full shape, and where it lands."""
+
+    shape: tuple[int, ...]
+    landings: list[Landing] = field(default_factory=list)
+
+
+class NameTable:
+    """Filled by one load or probe, complete from then on."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Known] = {}
+        self.unused: dict[str, None] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def is_filled(self) -> bool:
+        return bool(self.known)
+
+    def landed(
+        self,
+        source: Source | None,
+        target: Target,
+        part: tuple,
+        loaded: torch.Tensor,
+        writes: list[Write],
+    ) -> None:
+        """One loader call: `loaded` is (a view of) what was sent, `writes` what came of it."""
+        if source is None:
+            return
+        boxes = tuple(
+            _box(source.tensor, write.source) for write in writes if write.source is not None
+        )
+        with self._lock:
+            known = self.known.setdefault(source.name, Known(tuple(source.tensor.shape)))
+            known.landings.append(Landing(target, part, boxes))
+
+    def not_taken(self, names: list[str]) -> None:
+        """Names of the checkpoint that no parameter's loader was called for."""
+        self.unused.update(dict.fromkeys(name for name in names if name not in self.known))
+
+
+def _box(sent: torch.Tensor, view: torch.Tensor) -> Region | None:
+    """Which box of `sent` a view of it covers; None for a tensor that the loader made."""
+    same_memory = sent.untyped_storage()._cdata == view.untyped_storage()._cdata
+    if not same_memory or view.dtype != sent.dtype or not sent.is_contiguous():
+        return None
+    offset = int(view.storage_offset() - sent.storage_offset())
+    return region_of(offset, tuple(view.shape), tuple(view.stride()), tuple(sent.shape))

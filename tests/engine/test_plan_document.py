@@ -1,0 +1,88 @@
+"""The plan says what a server's parameters are, and is one document wherever it is made."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+
+import jsonschema
+import pytest
+from engine_host import EngineHost
+from models import MODELS, checkpoint
+from trainer_commands import plan, stored
+
+from sglang_fp8rl.engine.plan import make_plan
+from sglang_fp8rl.refit_plan import RefitPlan, plan_schema
+
+pytestmark = pytest.mark.engine
+
+
+def checked(document) -> RefitPlan:
+    jsonschema.Draft202012Validator(plan_schema()).validate(document)
+    return RefitPlan.from_dict(document)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size"), [("qwen3-tied", 1), ("llama-misaligned", 2), ("qwen3-moe-misaligned", 2)]
+)
+def test_the_child_process_and_the_server_give_the_same_document(checkpoint_dir, name, tp_size):
+    path = checkpoint(checkpoint_dir, MODELS[name], "first")
+    with EngineHost(path, tp_size=tp_size) as engine:
+        served = engine.call_all(plan)
+    planned = make_plan(str(path), tp_size=tp_size).document
+    assert all(document == planned for document in served)
+    assert checked(planned).digest == served[0]["digest"]
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_dummy_weights_give_the_document_of_the_checkpoint(checkpoint_dir, tmp_path, has_weights):
+    """Without a load at startup the loaders are shown the names on `meta`."""
+    path = checkpoint(checkpoint_dir, MODELS["mixtral"], "first")
+    expected = make_plan(str(path)).document
+    if not has_weights:
+        shutil.copy(path / "config.json", tmp_path)
+        path = tmp_path
+    with EngineHost(path, args=("--load-format", "dummy")) as engine:
+        before = engine.call(stored)
+        assert engine.call(plan) == expected
+        assert engine.call(stored) == before
+
+
+@pytest.mark.parametrize(("name", "layout"), [("qwen3-moe", (2, 2)), ("qwen3-moe", (2, 1))])
+def test_experts_of_other_ranks_are_in_the_plan_like_those_of_this_one(
+    checkpoint_dir, name, layout
+):
+    tp_size, ep_size = layout
+    document = make_plan(
+        str(checkpoint(checkpoint_dir, MODELS[name], "first")), tp_size=tp_size, ep_size=ep_size
+    ).document
+    found = checked(document)
+    assert document["parallel"] == {"tp_size": tp_size, "ep_size": ep_size}
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        entries = [
+            found.of(f"model.layers.0.mlp.experts.{expert}.{part}.weight") for expert in range(4)
+        ]
+        assert all(entry.is_fp8_on_wire for entry in entries)
+        assert len({entry.shape for entry in entries}) == 1
+
+
+def test_options_are_in_the_document_and_change_its_digest(checkpoint_dir):
+    path = str(checkpoint(checkpoint_dir, MODELS["qwen3"], "first"))
+    one = make_plan(path).document
+    other = make_plan(path, options={"use_weight_pow2_scale": True}).document
+    assert other["options"]["use_weight_pow2_scale"]
+    assert one["digest"] != other["digest"]
+    assert one["tensors"] == other["tensors"]
+
+
+def test_a_document_that_was_changed_is_refused(checkpoint_dir):
+    document = make_plan(str(checkpoint(checkpoint_dir, MODELS["qwen3"], "first"))).document
+    assert json.loads(json.dumps(document)) == document
+    changed = copy.deepcopy(document)
+    changed["tensors"]["model.norm.weight"]["shape"] = [1]
+    with pytest.raises(ValueError, match="changed after it was made"):
+        RefitPlan.from_dict(changed)
+    for broken in ({**document, "version": 2}, {"format": "x"}, ["no"]):
+        with pytest.raises(ValueError, match="plan"):
+            RefitPlan.from_dict(broken)
