@@ -96,14 +96,19 @@ def expert_misalignment(
     return ""
 
 
-def decide_scheme(why_misaligned: str, misaligned: str) -> Scheme:
+def decide_scheme(
+    why_misaligned: str, misaligned: str, granularity: str = Granularity.BLOCKWISE.value
+) -> Scheme:
     """The scheme of a module that is to be quantized.
 
     Args:
         why_misaligned: what `misalignment` answered.
         misaligned: the option of that name: `per_channel` or `bf16` (`error` is the caller's,
             who knows the module's name).
+        granularity: the option of that name; `per_channel` holds whatever the shape.
     """
+    if granularity == Granularity.PER_CHANNEL.value:
+        return Scheme(Granularity.PER_CHANNEL, f"granularity={granularity!r}")
     if not why_misaligned:
         return Scheme(Granularity.BLOCKWISE)
     if misaligned == "bf16":

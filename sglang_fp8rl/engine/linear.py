@@ -67,7 +67,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
             output_partition_sizes=output_partition_sizes,
             block_size=options.weight_block_size,
         )
-        if reason and options.misaligned == "error":
+        if reason and options.misaligned == "error" and options.granularity == "blockwise":
             raise ConfigError(
                 self.prefix,
                 reason,
@@ -75,7 +75,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
                 "Set misaligned to 'per_channel' or 'bf16', add the module to ignored_layers, or "
                 "use another tensor-parallel size.",
             )
-        self.fp8rl_scheme = decide_scheme(reason, options.misaligned)
+        self.fp8rl_scheme = decide_scheme(reason, options.misaligned, options.granularity)
         self.quant_config.record_scheme(self.prefix, self.fp8rl_scheme)
         self.block_quant = self.fp8rl_scheme.granularity is Granularity.BLOCKWISE
         if self.block_quant:

@@ -57,7 +57,8 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
             intermediate_size_per_partition=intermediate_size_per_partition,
             block_size=options.weight_block_size,
         )
-        if reason and options.misaligned != "per_channel":
+        falls_back = reason and options.granularity == "blockwise"
+        if falls_back and options.misaligned != "per_channel":
             raise ConfigError(
                 self.prefix,
                 reason,
@@ -66,7 +67,7 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
                 "Set misaligned to 'per_channel', add the module to ignored_layers, or use "
                 "another tensor-parallel or expert-parallel size.",
             )
-        self.fp8rl_scheme = decide_scheme(reason, options.misaligned)
+        self.fp8rl_scheme = decide_scheme(reason, options.misaligned, options.granularity)
         self.quant_config.record_scheme(self.prefix, self.fp8rl_scheme)
         self.block_quant = self.fp8rl_scheme.granularity is Granularity.BLOCKWISE
         if self.block_quant:

@@ -50,3 +50,11 @@ def test_a_model_that_sglang_does_not_know_is_an_error_with_its_log(tmp_path):
     )
     with pytest.raises(HostError, match="did not come to build the model"):
         make_plan(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_per_channel_for_every_module_when_asked_for(checkpoint_dir, name):
+    path = checkpoint(checkpoint_dir, MODELS[name], "first")
+    plan = make_plan(str(path), options={"granularity": "per_channel", "misaligned": "error"})
+    assert set(plan.schemes) == {"per_channel"}
+    assert {row["reason"] for row in plan.modules} == {"granularity='per_channel'"}

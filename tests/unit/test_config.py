@@ -16,6 +16,7 @@ def _no_environment(monkeypatch):
 def test_defaults():
     options = Options.from_dict({"quant_method": "fp8_blockwise_online"})
     assert options == Options()
+    assert options.granularity == "blockwise"
     assert options.misaligned == "per_channel"
     assert options.unknown_names == "error"
     assert options.round_to_bf16
@@ -35,6 +36,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones_and_a_guess():
     [
         ("weight_block_size", [64, 64]),
         ("weight_block_size", 128),
+        ("granularity", "per_tensor"),
         ("misaligned", "fp16"),
         ("ignored_layers", "lm_head"),
         ("ignored_layers", ["re:("]),

@@ -63,3 +63,11 @@ def test_the_option_decides_what_becomes_of_it():
     assert decide_scheme("x", "per_channel").granularity is Granularity.PER_CHANNEL
     assert decide_scheme("x", "bf16").granularity is Granularity.HIGH_PRECISION
     assert decide_scheme("x", "bf16").reason == "x"
+
+
+@pytest.mark.parametrize("misaligned", ["per_channel", "bf16", "error"])
+@pytest.mark.parametrize("why", ["", "x"])
+def test_per_channel_for_every_module_when_asked_for_whatever_its_shape(why, misaligned):
+    scheme = decide_scheme(why, misaligned, "per_channel")
+    assert scheme.granularity is Granularity.PER_CHANNEL
+    assert scheme.reason == "granularity='per_channel'"
