@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ def attach_to_model(model: Any, model_config: Any, *_: Any, **__: Any) -> None:
     for module in model.modules():
         config = getattr(getattr(module, "quant_method", None), "quant_config", None)
         if isinstance(config, Fp8BlockwiseOnlineConfig):
-            config.check_patterns_used()
+            config.settle(model)
             refit = ModelRefit(model, config.options, config.schemes)
             refit.attach()
             refit.probe_names = functools.partial(
@@ -87,7 +88,8 @@ def _run_update(
                 "it copies into parameters and would leave FP8 scales behind",
                 "Leave load_format out, or use 'flattened_bucket'.",
             )
-        result = original(manager, request)
+        with refit.derived.in_place():
+            result = original(manager, request)
         success, message = result.success, result.message
     except Exception as error:
         # The boundary of a request: today this ends the scheduler and with it the server. It is
@@ -151,7 +153,8 @@ def _update_hook(kind: str, output_name: str, *, sessions: bool) -> Callable[...
 def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """`end_weight_update`: FP8 halves that never met fail the session."""
     refit = refit_of(manager.tp_worker.model_runner.model)
-    result = original(manager, request)
+    with refit.derived.in_place() if refit is not None else nullcontext():
+        result = original(manager, request)
     if refit is None or not result.success:
         return result
     if refit.implicit_session:

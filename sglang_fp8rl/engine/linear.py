@@ -42,6 +42,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
             )
         self.prefix = prefix
         self.fp8rl_scheme: Scheme | None = None
+        self.created_with: dict[str, Any] = {}
 
     def create_weights(
         self,
@@ -59,6 +60,14 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
         `weight_scale_inv` `[ceil(N/128), ceil(K/128)]` (blockwise) or an FP32 `weight_scale`
         `[N, 1]` (per channel), or a `weight` of `params_dtype` (misaligned and `bf16`).
         """
+        self.created_with = {
+            "input_size_per_partition": input_size_per_partition,
+            "output_partition_sizes": output_partition_sizes,
+            "input_size": input_size,
+            "output_size": output_size,
+            "params_dtype": params_dtype,
+            **extra_weight_attrs,
+        }
         options = self.quant_config.options
         reason = misalignment(
             input_size=input_size,
@@ -68,7 +77,8 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
             block_size=options.weight_block_size,
         )
         if reason and options.misaligned == "error" and options.granularity == "blockwise":
-            raise ConfigError(
+            # Raised when the model is built: a vision tower is not quantized after all.
+            self.quant_config.refused[self.prefix] = ConfigError(
                 self.prefix,
                 reason,
                 "misaligned='error' allows no fallback",
@@ -79,15 +89,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
         self.quant_config.record_scheme(self.prefix, self.fp8rl_scheme)
         self.block_quant = self.fp8rl_scheme.granularity is Granularity.BLOCKWISE
         if self.block_quant:
-            super().create_weights(
-                layer,
-                input_size_per_partition=input_size_per_partition,
-                output_partition_sizes=output_partition_sizes,
-                input_size=input_size,
-                output_size=output_size,
-                params_dtype=params_dtype,
-                **extra_weight_attrs,
-            )
+            super().create_weights(layer, **self.created_with)
             # A scale that was never written has to be seen, not multiplied with.
             layer.weight_scale_inv.data.fill_(float("nan"))
         else:
@@ -105,6 +107,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
         weight_loader: Any,
     ) -> None:
         assert self.fp8rl_scheme is not None
+        self.weight_block_size = None  # SGLang asks it what `w_kc` and `w_vc` are derived from
         rows = sum(output_partition_sizes)
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition = input_size_per_partition

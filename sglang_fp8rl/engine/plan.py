@@ -154,7 +154,7 @@ def _child(answer_path: Path, tp_size: int, argv: list[str]) -> None:
         try:
             with torch.device("meta"):
                 model = original(model_config, load_config, quant_config)
-            quant_config.check_patterns_used()
+            quant_config.settle(model)
             answer["document"] = _document(model, model_config, quant_config)
         except Fp8RlError as error:
             answer["error"] = str(error) or type(error).__name__

@@ -14,8 +14,10 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from ..config import QUANTIZATION_METHOD, IgnoredLayers, Options
 from ..errors import ConfigError, HostError
 from ..scheme import Granularity, Scheme
+from .derived import check_derivable
 from .linear import Fp8BlockwiseOnlineLinearMethod
 from .moe import Fp8BlockwiseOnlineMoEMethod, unquantized_experts
+from .towers import leave_vision_towers
 
 # For models that fuse but declare no `packed_modules_mapping`.
 _FUSED_PARTS = {
@@ -54,6 +56,8 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         self._num_layers = num_layers
         self._patterns_used: set[str] = set()
         self.schemes: dict[str, Scheme] = {}
+        # Modules that can't be served as asked, unless the built model shows that they are not to be.
+        self.refused: dict[str, ConfigError] = {}
 
     def get_name(self) -> str:
         return QUANTIZATION_METHOD
@@ -103,6 +107,18 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
 
     def record_scheme(self, prefix: str, scheme: Scheme) -> None:
         self.schemes[prefix] = scheme
+
+    def settle(self, model: torch.nn.Module) -> None:
+        """What can be said only when SGLang has built the model, before anything is loaded.
+
+        Raises:
+            ConfigError, HostError: a module that can't be served as asked, a pattern without one.
+        """
+        leave_vision_towers(model)
+        for error in self.refused.values():
+            raise error
+        check_derivable(model)
+        self.check_patterns_used()
 
     def check_patterns_used(self) -> None:
         """An `ignored_layers` entry that matches nothing is a typing error, not a wish.
