@@ -59,9 +59,7 @@ class Recording:
             self.refuse(position, "experts may move to other ranks while serving")
             return
         taken = [write.taken_from(sent) for write in writes]
-        if any(write.source is None for write in writes):
-            self.refuse(position, "its loader also fills")
-        elif any(one is None for one in taken):
+        if any(one is None for one in taken):
             self.refuse(position, "its loader makes a tensor of its own")
         else:
             with self._lock:
@@ -136,7 +134,7 @@ def plan_of(
         owners[id(target.parameter)] = target.parameter
         regions.append(report.coverage.number_of(target.index, write.region))
         targets.add(target.index)
-        made = _pieces(bucket, recorded, options)
+        made = _pieces(bucket, recorded, options) if recorded.write.shape else []
         if not made or not all(piece.fits() for piece in made):
             singly.append(recorded)
             continue

@@ -21,6 +21,7 @@ from .coverage import Region, region_of
 aten = torch.ops.aten
 _FILLS = {aten.zero_.default: 0.0}
 _SCALAR_FILLS = {aten.fill_.Scalar, aten.fill_.Tensor}
+_WRITES = {aten.copy_.default, *_FILLS, *_SCALAR_FILLS}
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,9 @@ class _CatchCopies(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if args and self._is_ours(args[0]) and not args[0].numel():
+            # The padding of a vocabulary that needs none.
+            return args[0] if func in _WRITES else func(*args, **kwargs)
         if func is aten.copy_.default and self._is_ours(args[0]):
             source = args[1].expand(args[0].shape) if args[1].shape != args[0].shape else args[1]
             self.writes.append(self._write(args[0], source, 0.0))

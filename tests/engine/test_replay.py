@@ -1,0 +1,133 @@
+"""A bucket that was seen before is replayed, and gives the bytes of the native loaders."""
+
+import pytest
+import torch
+from commands import digests, parameter, status, update
+from engine_host import EngineHost
+from models import MODELS, checkpoint
+
+pytestmark = pytest.mark.engine
+
+OFF = ("--json-model-override-args", '{"quantization_config": {"replay": false}}')
+CASES = [("qwen3", 1), ("qwen3", 2), ("llama-misaligned", 1), ("qwen3-moe", 2), ("mixtral", 1)]
+
+
+def sent(host, tensors, *options):
+    for success, message in host.call_all(update, tensors, *options):
+        assert success, message
+
+
+def counts(host):
+    return [state["replay"] for state in host.call_all(status)]
+
+
+@pytest.mark.parametrize(("name", "tp_size"), CASES)
+def test_replayed_and_native_updates_give_the_same_bytes(checkpoint_dir, name, tp_size):
+    model = MODELS[name]
+    path = checkpoint(checkpoint_dir, model, "first")
+    names = list(model.first)
+    buckets = [names[::2], names[1::2]]
+    with EngineHost(path, tp_size=tp_size, args=OFF) as native:
+        for bucket in buckets:
+            sent(native, [(name, model.second[name]) for name in bucket])
+        expected = native.call_all(digests)
+        assert all(rank["calls"] == rank["plans"] == 0 for rank in counts(native))
+    with EngineHost(path, tp_size=tp_size) as host:
+        for load_format in (None, "flattened_bucket"):
+            for which in ("first", "second"):
+                state = getattr(model, which)
+                for bucket in buckets:
+                    sent(host, [(name, state[name]) for name in bucket], load_format)
+            assert host.call_all(digests) == expected
+            for state in host.call_all(status):
+                assert state["consistent"], state["problems"]
+        for rank in counts(host):
+            assert rank["plans"] == 4
+            assert rank["calls"] == 4
+            assert rank["tensors"] == 2 * len(names)
+            assert rank["native_tensors"] == 0, rank["native_reasons"]
+
+
+@pytest.fixture(scope="module")
+def host(checkpoint_dir):
+    with EngineHost(checkpoint(checkpoint_dir, MODELS["qwen3"], "first")) as host:
+        yield host
+
+
+def state_of(which="first"):
+    return dict(getattr(MODELS["qwen3"], which))
+
+
+def test_a_nan_in_a_replayed_bucket_keeps_its_block_and_names_its_tensor(host):
+    name = "model.layers.0.mlp.down_proj"
+    for _ in range(2):
+        sent(host, list(state_of().items()))
+    before = host.call(parameter, f"{name}.weight")
+    replayed = counts(host)[0]["calls"]
+    spoiled = state_of("second")
+    weight = spoiled[f"{name}.weight"] = spoiled[f"{name}.weight"].clone()
+    weight[130, 5] = float("nan")
+    success, message = host.call(update, list(spoiled.items()))
+    assert not success
+    assert f"{name}.weight" in message
+    assert "first at [1, 0]" in message
+    assert counts(host)[0]["calls"] == replayed + 1
+    after = host.call(parameter, f"{name}.weight")
+    assert torch.equal(after[128:256, :128], before[128:256, :128])
+    assert not torch.equal(after[:128], before[:128])
+    assert not host.call(status)["consistent"]
+    sent(host, list(state_of("second").items()))
+    assert host.call(status)["consistent"], host.call(status)["problems"]
+
+
+def test_another_dtype_shape_or_order_is_another_plan(host):
+    sent(host, list(state_of().items()))
+    first = host.call(digests)
+    plans = counts(host)[0]["plans"]
+    halves = [(name, weight.bfloat16()) for name, weight in state_of().items()]
+    sent(host, halves)
+    sent(host, halves[::-1])
+    assert counts(host)[0]["plans"] == plans + 2
+    for tensors in (halves, halves[::-1], list(state_of().items())):
+        sent(host, tensors)
+        assert host.call(digests) == first
+
+
+def test_fp16_is_replayed_write_by_write(host):
+    halves = [(name, weight.half()) for name, weight in state_of().items()]
+    sent(host, [(name, weight.float()) for name, weight in halves])
+    expected = host.call(digests)
+    sent(host, list(state_of("second").items()))
+    sent(host, halves)
+    sent(host, list(state_of("second").items()))
+    before = counts(host)[0]
+    sent(host, halves)
+    assert host.call(digests) == expected
+    assert counts(host)[0]["tensors"] == before["tensors"] + len(halves)
+
+
+def test_a_wrong_shape_of_the_same_size_is_not_replayed(host):
+    name = "model.layers.1.mlp.up_proj.weight"
+    for load_format in (None, "flattened_bucket"):
+        for _ in range(2):
+            sent(host, [(name, state_of()[name])], load_format)
+        before = host.call(digests)
+        turned = state_of("second")[name].t().contiguous()
+        success, message = host.call(update, [(name, turned)], load_format)
+        assert not success
+        assert "shape" in message
+        assert host.call(digests) == before
+        sent(host, [(name, state_of()[name])], load_format)
+
+
+def test_a_name_twice_in_one_bucket_is_never_replayed_and_the_last_one_wins(host):
+    name = "model.layers.0.mlp.up_proj.weight"
+    sent(host, [(name, state_of("second")[name])])
+    expected = host.call(digests)
+    before = counts(host)[0]
+    for _ in range(3):
+        sent(host, [(name, state_of()[name]), (name, state_of("second")[name])])
+        assert host.call(digests) == expected
+    assert counts(host)[0]["calls"] == before["calls"]
+    assert counts(host)[0]["native_reasons"]["a bucket that can't be replayed"] >= 3
+    sent(host, list(state_of().items()))
