@@ -12,16 +12,23 @@ from sglang_fp8rl.trainer.correction import (
     truncated_importance_weights,
 )
 from sglang_fp8rl.trainer.metrics import MismatchInputError, MismatchMetrics, mismatch_metrics
+from sglang_fp8rl.trainer.quantize_for_refit import WireStats, quantize_for_refit
+from sglang_fp8rl.trainer.shards import LocalShard, assemble, full_tensors
 
 __all__ = [
+    "LocalShard",
     "MismatchInputError",
     "MismatchMetrics",
     "WeightSummary",
+    "WireStats",
     "acceptance_mask",
+    "assemble",
     "effective_sample_size",
+    "full_tensors",
     "importance_weights",
     "masked_importance_weights",
     "mismatch_metrics",
+    "quantize_for_refit",
     "summarize_weights",
     "truncated_importance_weights",
 ]

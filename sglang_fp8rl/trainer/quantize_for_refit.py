@@ -1,0 +1,149 @@
+"""Quantize before transfer: what the server would make of a weight, made on the trainer's device.
+
+```
+plan = fetch_plan(url)
+client.update(quantize_for_refit(model.state_dict().items(), plan), plan=plan)
+```
+
+The bytes are those the server would have made; half of BF16's go over the wire, a quarter of FP32's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import QuantizationError, RefitError
+from ..numerics import (
+    FP8_DTYPE,
+    block_scale_shape,
+    cast_blockwise_into,
+    cast_per_channel_into,
+)
+from ..refit_plan import RefitPlan, TensorPlan
+from .shards import Piece, piece_of
+
+
+@dataclass
+class WireStats:
+    """What went by, counted while `quantize_for_refit` is consumed.
+
+    Attributes:
+        nbytes: as yielded, scales included; of shards, this rank's.
+        nbytes_fp32, nbytes_bf16: what the same tensors take unquantized.
+    """
+
+    tensors: int = 0
+    quantized: int = 0
+    nbytes: int = 0
+    nbytes_fp32: int = 0
+    nbytes_bf16: int = 0
+
+    def count(self, numel: int, nbytes: int, *, quantized: bool) -> None:
+        self.tensors += 1
+        self.quantized += quantized
+        self.nbytes += nbytes
+        self.nbytes_fp32 += 4 * numel
+        self.nbytes_bf16 += 2 * numel
+
+
+def quantize_for_refit(
+    named_tensors: Iterable[tuple[str, Any]],
+    plan: RefitPlan,
+    *,
+    stats: WireStats | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Quantize what the plan's server holds in FP8; pass on the rest. Lazy, one tensor at a time.
+
+    Args:
+        named_tensors: FP32, BF16 or FP16 under checkpoint names: full tensors; DTensors whose
+            shards are whole blocks; or `LocalShard`. On any device.
+        plan: of the server (`fetch_plan`). Hand it to `RefitClient.update(..., plan=plan)` too, so
+            that a server with another plan is sent nothing.
+        stats: counts what goes by.
+
+    Yields:
+        `(name, codes)` e4m3fn and `(name_scale_inv or name_scale, FP32 scales)` for what is FP8 on
+        the wire; everything else untouched. Of the kind that came: a DTensor gives DTensors with
+        its placements (`full_tensors` gathers them), a LocalShard gives LocalShards. Names that the
+        engine needs not (a tied `lm_head`, rotary tables) are left out.
+
+    Raises:
+        RefitError: a name that the plan doesn't know, a shape that is not the plan's, a shard that
+            cuts blocks.
+        QuantizationError: NaN or Inf, or a dtype that is not cast.
+    """
+    for name, tensor in named_tensors:
+        if plan.why_not_needed(name):
+            continue
+        entry = plan.of(name)
+        piece = piece_of(name, tensor)
+        _check_shape(entry, piece)
+        numel = piece.local.numel()
+        if not entry.is_fp8_on_wire:
+            if stats is not None:
+                stats.count(numel, numel * piece.local.element_size(), quantized=False)
+            yield name, tensor
+            continue
+        codes, scale = quantize_piece(entry, piece, plan)
+        block = block_of(entry, plan)
+        if stats is not None:
+            stats.count(numel, numel + 4 * scale.numel(), quantized=True)
+        yield name, piece.like(codes, piece.full_shape, piece.start, name)
+        start = tuple(at // size for at, size in zip(piece.start, block, strict=True))
+        yield entry.scale_name, piece.like(scale, entry.scale_shape, start, entry.scale_name)
+
+
+def quantize_piece(
+    entry: TensorPlan, piece: Piece, plan: RefitPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a full tensor or of a shard that consists of whole blocks.
+
+    Returns:
+        e4m3fn of the piece's shape, and FP32 `[row blocks, column blocks]` of the piece.
+
+    Raises:
+        RefitError, QuantizationError: as `quantize_for_refit`.
+    """
+    source, name, block = piece.local, entry.name, block_of(entry, plan)
+    piece.check_on_blocks(name, block)
+    rows, columns = source.shape
+    codes = torch.empty((rows, columns), dtype=FP8_DTYPE, device=source.device)
+    scale_shape = block_scale_shape((rows, columns), block)
+    scale = torch.empty(scale_shape, dtype=torch.float32, device=source.device)
+    if not source.numel():
+        return codes, scale  # a rank without rows
+    if entry.is_blockwise:
+        bad = cast_blockwise_into(
+            source, codes, scale, block_size=block, name=name, **plan.rounding
+        )
+    else:
+        bad = cast_per_channel_into(source, codes, scale, name=name, **plan.rounding)
+    if bool(bad.any()):
+        raise QuantizationError(
+            name,
+            f"NaN or Inf in {int(bad.sum())} of {bad.numel()} block(s), "
+            f"first at {bad.nonzero()[0].tolist()}",
+            "a block that is not finite is never quantized",
+            "Look at the step that produced this weight; it was not sent.",
+        )
+    return codes, scale
+
+
+def block_of(entry: TensorPlan, plan: RefitPlan) -> tuple[int, int]:
+    """What shares one scale: `[block_n, block_k]`, or one row of the full tensor."""
+    assert entry.shape is not None
+    return plan.block_size if entry.is_blockwise else (1, entry.shape[1])
+
+
+def _check_shape(entry: TensorPlan, piece: Piece) -> None:
+    if entry.shape is not None and piece.full_shape != entry.shape:
+        raise RefitError(
+            entry.name,
+            f"shape {piece.full_shape}",
+            f"the server takes the full, unsharded {entry.shape}",
+            "Send what the checkpoint has; describe a shard with LocalShard or a DTensor.",
+        )

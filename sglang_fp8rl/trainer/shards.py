@@ -1,0 +1,213 @@
+"""What a trainer's rank holds of a tensor: all of it, a DTensor's shard, or a box it describes.
+
+A shard can be quantized on its own where it consists of whole scale blocks. What comes out is of the
+kind that went in: a tensor, a `DTensor` with the same placements, or a `LocalShard`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import RefitError
+
+Box = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """One rank's box of a full tensor, for trainers with their own sharding (Megatron).
+
+    Attributes:
+        tensor: what this rank holds.
+        full_shape: of the tensor under its checkpoint name.
+        start: of the box in it, along each dimension. A column-parallel rank's rows start at
+            `rank * rows`, a row-parallel rank's columns at `rank * columns`.
+    """
+
+    tensor: torch.Tensor
+    full_shape: Box
+    start: Box
+
+    def __post_init__(self) -> None:
+        fits = len(self.full_shape) == len(self.start) == self.tensor.dim() and all(
+            at >= 0 and at + size <= full
+            for at, size, full in zip(self.start, self.tensor.shape, self.full_shape, strict=True)
+        )
+        if not fits:
+            raise RefitError(
+                "LocalShard",
+                f"shape {tuple(self.tensor.shape)} at {self.start} of {self.full_shape}",
+                "a shard lies inside the full tensor",
+                "start counts rows and columns of the full tensor, not ranks.",
+            )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A sent tensor taken apart: the local memory, and where it belongs."""
+
+    sent: Any
+    local: torch.Tensor
+    full_shape: Box
+    start: Box
+
+    @property
+    def shape(self) -> Box:
+        return tuple(self.local.shape)
+
+    def check_on_blocks(self, name: str, block: tuple[int, int]) -> None:
+        """Raises `RefitError` if the box starts or ends inside a scale block."""
+        for at, size, full, step in zip(
+            self.start, self.shape, self.full_shape, block, strict=True
+        ):
+            if size and (at % step or ((at + size) % step and at + size != full)):
+                raise RefitError(
+                    name,
+                    f"a shard of shape {self.shape} at {self.start} of {self.full_shape}",
+                    f"it starts or ends inside a block of {list(block)}, whose scale needs values "
+                    "of another rank",
+                    "Gather it first (tensor.full_tensor()), or shard on multiples of the block.",
+                )
+
+    def like(self, local: torch.Tensor, full_shape: Box, start: Box, name: str) -> Any:
+        """`local`, wrapped as what was sent: the box at `start` of a tensor of `full_shape`."""
+        if isinstance(self.sent, LocalShard):
+            return LocalShard(local, full_shape, start)
+        if self.sent is self.local:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements = self.sent.device_mesh, self.sent.placements
+        expected, at = _box_of(full_shape, mesh, placements)
+        if (expected, at) != (tuple(local.shape), start):
+            raise RefitError(
+                name,
+                f"shards of {tuple(local.shape)} at {start} of {full_shape}",
+                f"a DTensor would be cut into {expected} at {at}",
+                "Gather it first (tensor.full_tensor()).",
+            )
+        stride = _contiguous_stride(full_shape)
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(full_shape), stride=stride
+        )
+
+
+def piece_of(name: str, sent: Any) -> Piece:
+    """Take a tensor, a DTensor or a `LocalShard` apart.
+
+    Raises:
+        RefitError: it is none of them, or a DTensor with placements that are no boxes.
+    """
+    if isinstance(sent, LocalShard):
+        return Piece(sent, sent.tensor.detach(), sent.full_shape, sent.start)
+    if hasattr(sent, "to_local") and hasattr(sent, "placements"):
+        from torch.distributed.tensor import Replicate, Shard
+
+        # By exact class: a strided shard's rows lie apart, and a partial sum is no weight yet.
+        odd = [one for one in sent.placements if type(one) not in (Shard, Replicate)]
+        if odd:
+            raise RefitError(
+                name,
+                f"a DTensor placed as {tuple(sent.placements)}",
+                "shards are boxes: Shard(dim) or Replicate() on every mesh dimension",
+                "Gather it first (tensor.full_tensor()).",
+            )
+        local = sent.to_local().detach()
+        shape, start = _box_of(tuple(sent.shape), sent.device_mesh, sent.placements)
+        if shape != tuple(local.shape):
+            raise RefitError(
+                name,
+                f"a local shard of {tuple(local.shape)} where {shape} was expected",
+                f"{tuple(sent.shape)} is cut evenly over {tuple(sent.device_mesh.shape)}",
+                "Gather it first (tensor.full_tensor()).",
+            )
+        return Piece(sent, local, tuple(sent.shape), start)
+    if not isinstance(sent, torch.Tensor):
+        raise RefitError(
+            name,
+            f"a {type(sent).__name__}",
+            "what is sent is a tensor, a DTensor or a LocalShard",
+            "Look at what the iterator yields.",
+        )
+    local = sent.detach()
+    return Piece(local, local, tuple(local.shape), (0,) * local.dim())
+
+
+def full_tensors(named_tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gather DTensors, one by one; every rank of their mesh has to go through it. FP8 travels as
+    bytes, which every backend can gather.
+
+    Raises:
+        RefitError: a `LocalShard`: gather those with `assemble` and a collective of your own.
+    """
+    for name, tensor in named_tensors:
+        if isinstance(tensor, LocalShard):
+            raise RefitError(
+                name, "a LocalShard", "it knows no mesh to gather over", "Use assemble()."
+            )
+        if not hasattr(tensor, "full_tensor"):
+            yield name, tensor
+        elif tensor.element_size() == 1:
+            yield name, _as_bytes(tensor).full_tensor().view(tensor.dtype)
+        else:
+            yield name, tensor.full_tensor()
+
+
+def assemble(name: str, shards: Iterable[LocalShard]) -> torch.Tensor:
+    """The full tensor from the boxes of all ranks (overlaps are replicas).
+
+    Raises:
+        RefitError: they are of different tensors, or leave a part out.
+    """
+    parts = list(shards)
+    shapes = {(part.full_shape, part.tensor.dtype) for part in parts}
+    if len(shapes) != 1:
+        raise RefitError(name, f"shards of {shapes}", "all are of one tensor", "Mend the gather.")
+    first = parts[0]
+    full = torch.empty(first.full_shape, dtype=first.tensor.dtype, device=first.tensor.device)
+    seen = torch.zeros(first.full_shape, dtype=torch.bool)
+    for part in parts:
+        box = tuple(
+            slice(at, at + size) for at, size in zip(part.start, part.tensor.shape, strict=True)
+        )
+        full[box] = part.tensor
+        seen[box] = True
+    if not bool(seen.all()):
+        missing = int((~seen).sum())
+        raise RefitError(
+            name,
+            f"{missing} of {math.prod(first.full_shape)} values are in no shard",
+            "the shards of all ranks make the whole tensor",
+            "Gather over all ranks that hold a part of it.",
+        )
+    return full
+
+
+def _as_bytes(tensor: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        tensor.to_local().view(torch.uint8),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _box_of(full_shape: Box, mesh: Any, placements: Any) -> tuple[Box, Box]:
+    """Local shape and start of a DTensor on this rank."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, start = compute_local_shape_and_global_offset(full_shape, mesh, placements)
+    return tuple(shape), tuple(start)
+
+
+def _contiguous_stride(shape: Box) -> Box:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,0 +1,88 @@
+"""Who quantizes doesn't matter: by the plan on the trainer, or by the engine, the bytes are one."""
+
+from __future__ import annotations
+
+import random
+
+import jsonschema
+import pytest
+import torch
+from commands import digests, status, update
+from engine_host import EngineHost
+from models import MODELS, checkpoint
+from trainer_commands import plan, stored
+
+from sglang_fp8rl.refit_plan import RefitPlan, plan_schema
+from sglang_fp8rl.trainer import WireStats, quantize_for_refit
+
+pytestmark = pytest.mark.engine
+
+
+# At TP=2 its kv_b_proj can't be derived from, and it is refused.
+CASES = [(name, tp) for name in MODELS for tp in (1, 2) if (name, tp) != ("deepseek-misaligned", 2)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-tp{case[1]}")
+def case(request, checkpoint_dir):
+    """A running engine on the first weights, its plan, and what it makes of the second."""
+    name, tp_size = request.param
+    model = MODELS[name]
+    with EngineHost(checkpoint(checkpoint_dir, model, "first"), tp_size=tp_size) as host:
+        send(host, list(model.second.items()))
+        engine_made = host.call_all(digests)
+        send(host, list(model.first.items()))
+        yield model, host, host.call(plan), engine_made
+
+
+def send(host, items):
+    for success, message in host.call_all(update, items):
+        assert success, message
+
+
+def test_quantized_by_the_trainer_or_the_engine_the_bytes_are_one(case):
+    model, host, document, engine_made = case
+    found, stats = RefitPlan.from_dict(document), WireStats()
+    items = list(quantize_for_refit(model.second.items(), found, stats=stats))
+    random.Random(0).shuffle(items)  # a scale may come before its weight
+    send(host, items)
+    assert host.call_all(digests) == engine_made
+    assert host.call(status)["consistent"]
+    assert stats.nbytes == sum(tensor.nbytes for _, tensor in items)
+    assert stats.quantized == sum(tensor.dtype is torch.float8_e4m3fn for _, tensor in items) > 0
+    send(host, list(model.first.items()))
+
+
+def test_every_rank_gives_one_document_and_it_is_what_the_parameters_are(case):
+    model, host, document, _ = case
+    jsonschema.Draft202012Validator(plan_schema()).validate(document)
+    assert all(other == document for other in host.call_all(plan))
+    found, parameters = RefitPlan.from_dict(document), host.call(stored)
+    needed = {name for name in model.first if not found.why_not_needed(name)}
+    assert set(found.tensors) == needed
+    for name, entry in found.tensors.items():
+        assert entry.shape == tuple(model.first[name].shape)
+        held = {
+            leaf.removeprefix(entry.module): dtype
+            for leaf, (dtype, _) in parameters.items()
+            if leaf.startswith(f"{entry.module}.")
+        }
+        blocks = any(leaf.endswith("weight_scale_inv") for leaf in held)
+        rows = any(leaf.endswith("weight_scale") for leaf in held)
+        if not name.endswith(".weight") or not (blocks or rows):
+            assert entry.scheme == "high_precision"
+            assert entry.dtype in held.values()
+        else:
+            assert entry.scheme == ("blockwise" if blocks else "per_channel")
+            assert "float8_e4m3fn" in held.values()
+        assert entry.is_fp8_on_wire == bool(entry.scale_name)
+        assert bool(entry.reason) == (not entry.is_fp8_on_wire)
+
+
+def test_per_channel_stays_unquantized_on_the_wire_where_ranks_have_scales_of_their_own(case):
+    _, host, document, _ = case
+    for name, entry in RefitPlan.from_dict(document).tensors.items():
+        row_parallel = name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight"))
+        if entry.scheme != "per_channel":
+            continue
+        assert entry.is_fp8_on_wire == (host.tp_size == 1 or not row_parallel), name
+        assert entry.is_fp8_on_wire or "row-parallel" in entry.reason
