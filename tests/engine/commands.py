@@ -105,3 +105,8 @@ def status(scheduler: Any) -> dict[str, Any]:
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
     return scheduler.get_internal_state(GetInternalStateReq()).internal_state["fp8rl"]
+
+
+def plan_document(scheduler: Any) -> dict[str, Any]:
+    """What `GET /fp8rl/plan` answers."""
+    return model_of(scheduler).fp8rl_refit.plan()

@@ -40,6 +40,9 @@ class Model:
         return perturbed(self.first, seed=1)
 
 
+# Two KV heads of 64 rows on each of two ranks: every module is made of whole blocks, sharded or not.
+ALIGNED = (("num_key_value_heads", 4),)
+
 MODELS = {
     model.name: model
     for model in (
@@ -48,18 +51,18 @@ MODELS = {
         Model("llama", "llama"),
         Model("qwen3-tied", "qwen3", (("tie_word_embeddings", True),)),
         Model("qwen3-moe", "qwen3_moe"),
-        Model("mixtral", "mixtral"),
-        Model("mistral", "mistral"),
-        Model("gemma3", "gemma3_text"),
-        Model("phi3", "phi3"),
-        Model("qwen2-moe", "qwen2_moe"),
-        Model("glm4-moe", "glm4_moe"),
+        Model("mixtral", "mixtral", ALIGNED),
+        Model("mistral", "mistral", ALIGNED),
+        Model("gemma3", "gemma3_text", ALIGNED),
+        Model("phi3", "phi3", ALIGNED),
+        Model("qwen2-moe", "qwen2_moe", ALIGNED),
+        Model("glm4-moe", "glm4_moe", ALIGNED),
         Model("deepseek-v3", "deepseek_v3"),
         # Without q_lora_rank, as DeepSeek-V2-Lite: nothing is fused while it is loaded.
         Model("deepseek-lite", "deepseek_v3", (("q_lora_rank", None),)),
         # 96 rows per head in kv_b_proj, as odd as GLM-4.7-Flash's 448: misaligned at TP=2 only.
         Model("deepseek-misaligned", "deepseek_v3", (("v_head_dim", 32),)),
-        Model("qwen2.5-vl", "qwen2_5_vl"),
+        Model("qwen2.5-vl", "qwen2_5_vl", ALIGNED),
         Model("qwen3-vl", "qwen3_vl"),
         Model("gpt-oss", "gpt_oss"),
         # At TP=2 every expert's shard has 96 columns.

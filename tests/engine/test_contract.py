@@ -1,0 +1,215 @@
+"""The laws of `docs/models.md`, byte for byte: every model in every layout, on real schedulers.
+
+`contract.py` lists the cases; `--contract-results FILE` writes what passed (see `contract_table.py`).
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from commands import (
+    addresses,
+    begin,
+    digests,
+    end,
+    plan_document,
+    status,
+    update,
+    update_from_disk,
+)
+from contract import CASES, HOST, case_id
+from engine_host import EngineHost
+from generation import generate
+from models import MODELS, checkpoint
+from packaging.version import Version
+
+from sglang_fp8rl.numerics import quantize_blockwise, quantize_per_channel
+from sglang_fp8rl.testing.checkpoints import BLOCK_FP8_CONFIG, save_checkpoint
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+NEW_TOKENS = 4
+QUANTIZE = {"blockwise": quantize_blockwise, "per_channel": quantize_per_channel}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=case_id)
+def case(request, checkpoint_dir):
+    """A running engine on the first weights, and what a fresh one has and says on either."""
+    entry, layout = request.param
+    if entry.refused_here():
+        pytest.skip(entry.refused_here())
+    with Case.start(entry, layout, checkpoint_dir, "second") as fresh:
+        served = fresh.call_all(digests)
+        said = None if entry.no_forward else fresh.call_all(generate, PROMPT, NEW_TOKENS)
+        plan = fresh.call_all(status)
+    with Case.start(entry, layout, checkpoint_dir, "first") as host:
+        case = Case(entry, layout, host)
+        case.fresh = {"first": host.call_all(digests), "second": served}
+        case.fresh_said, case.fresh_status = said, plan
+        yield case
+
+
+class Case:
+    def __init__(self, entry, layout, host):
+        self.entry, self.layout, self.host = entry, layout, host
+        self.model = MODELS[entry.model]
+
+    @staticmethod
+    def start(entry, layout, directory, which):
+        path = checkpoint(directory, MODELS[entry.model], which)
+        return EngineHost(path, tp_size=layout.tp_size, args=layout.args)
+
+    def send(self, which, buckets=None, **options):
+        """Update to one of the weight sets and check that it was taken."""
+        state = getattr(self.model, which)
+        for bucket in buckets or [list(state)]:
+            self.send_items([(name, state[name]) for name in bucket], **options)
+
+    def send_items(self, items, **options):
+        for success, message in self.host.call_all(update, items, *options.values()):
+            assert success, message
+
+    def check(self, which):
+        for rank, found in enumerate(self.host.call_all(digests)):
+            wrong = [name for name in found if found[name] != self.fresh[which][rank][name]]
+            assert not wrong, (rank, wrong)
+        state = self.host.call(status)
+        assert state["consistent"], state["problems"]
+
+
+def shuffled_buckets(names, seed, sizes):
+    names, generator = list(names), random.Random(seed)
+    generator.shuffle(names)
+    while names:
+        size = generator.choice(sizes)
+        yield names[:size]
+        names = names[size:]
+
+
+def test_the_two_weight_sets_differ_in_every_weight(case):
+    """Or the other tests would prove nothing."""
+    for first, second in zip(case.fresh["first"], case.fresh["second"], strict=True):
+        weights = [name for name in first if name.endswith(("weight", "w_kc", "w_vc"))]
+        assert weights
+        assert all(first[name] != second[name] for name in weights)
+
+
+def test_refit_equals_fresh_load(case):
+    for which in ("second", "first", "second", "first"):
+        case.send(which)
+        case.check(which)
+
+
+def test_buckets_do_not_matter(case):
+    for seed, sizes in enumerate([(1,), (1, 2, 3, 7)]):
+        which = ("second", "first")[seed % 2]
+        case.send(which, shuffled_buckets(getattr(case.model, which), seed, sizes))
+        case.check(which)
+    case.send("second")
+    case.send("first", load_format="flattened_bucket")
+    case.check("first")
+
+
+def test_addresses_stay(case):
+    before = case.host.call_all(addresses)
+    case.send("second")
+    case.send("first", shuffled_buckets(case.model.first, 5, (3,)))
+    assert case.host.call_all(addresses) == before
+
+
+def test_the_scheme_is_decided_once(case):
+    before = [rank["plan"] for rank in case.host.call_all(status)]
+    assert before == [rank["plan"] for rank in case.fresh_status]
+    case.send("second", shuffled_buckets(case.model.second, 3, (5,)))
+    assert [rank["plan"] for rank in case.host.call_all(status)] == before
+    case.send("first")
+
+
+def test_bf16_and_fp16_sources_give_the_bytes_of_their_values(case):
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = {name: weight.to(dtype) for name, weight in case.model.first.items()}
+        case.send_items(list(rounded.items()))
+        found = case.host.call_all(digests)
+        case.send_items([(name, weight.float()) for name, weight in rounded.items()])
+        assert case.host.call_all(digests) == found
+    case.send("first")
+
+
+def test_who_quantizes_does_not_matter(case):
+    """What the plan says may travel in FP8 does, with its scales; split for each rank."""
+    tensors = case.host.call(plan_document)["tensors"]
+    sent = {}
+    for name, weight in case.model.second.items():
+        wire = tensors[name]["wire"]
+        if "scale" in wire:
+            sent[name], sent[wire["scale"]] = QUANTIZE[tensors[name]["scheme"]](weight)
+        else:
+            sent[name] = weight
+    assert any(weight.dtype == torch.float8_e4m3fn for weight in sent.values())
+    items = list(sent.items())
+    random.Random(0).shuffle(items)  # a scale may come before its weight
+    case.send_items(items)
+    case.check("second")
+    case.send("first")
+
+
+def test_a_session_of_buckets_equals_one_call(case):
+    if Version("0.5.21") > HOST:
+        pytest.skip("this SGLang has no sessions")
+    assert all(ok for ok, _ in case.host.call_all(begin))
+    assert not case.host.call(status)["consistent"]
+    case.send("second", shuffled_buckets(case.model.second, 9, (4,)))
+    assert all(ok for ok, _ in case.host.call_all(end))
+    case.check("second")
+    case.send("first")
+
+
+def test_update_from_disk_equals_fresh_load(case, checkpoint_dir):
+    for which in ("second", "first"):
+        path = str(checkpoint(checkpoint_dir, case.model, which))
+        for success, message in case.host.call_all(update_from_disk, path):
+            assert success, message
+        case.check(which)
+
+
+def test_a_refitted_engine_says_what_a_fresh_one_says(case):
+    """Tokens and log-probabilities, every bit."""
+    if case.entry.no_forward:
+        pytest.skip(case.entry.no_forward)
+    case.send("second", shuffled_buckets(case.model.second, 13, (6,)))
+    said = case.host.call_all(generate, PROMPT, NEW_TOKENS)
+    case.send("first")
+    assert said == case.fresh_said
+    assert case.host.call_all(generate, PROMPT, NEW_TOKENS) != said
+
+
+def test_sglangs_own_fp8_agrees(case, checkpoint_dir):
+    """Quantized offline by our cast, served by SGLang's block-FP8 method: same bytes, same outputs."""
+    if case.entry.no_native:
+        pytest.skip(case.entry.no_native)
+    plan = case.host.call(plan_document)
+    schemes = {row["scheme"] for row in plan["modules"]}
+    if "per_channel" in schemes:
+        pytest.skip("SGLang's own fp8 refuses modules that are not made of whole blocks")
+    state = {}
+    for name, weight in case.model.first.items():
+        state[name] = weight
+        if plan["tensors"][name]["scheme"] == "blockwise":
+            state[name], state[f"{name}_scale_inv"] = quantize_blockwise(weight)
+    plain = [row["module"] for row in plan["modules"] if row["scheme"] == "high_precision"]
+    config = {**BLOCK_FP8_CONFIG, **({"ignored_layers": plain} if plain else {})}
+    path = checkpoint_dir / f"{case_id((case.entry, case.layout))}-offline"
+    save_checkpoint(path, case.model.config, state, quantization_config=config)
+    options = {"tp_size": case.layout.tp_size, "args": case.layout.args}
+    with EngineHost(path, quantization=None, **options) as native:
+        offline = native.call_all(digests)
+        for ours, theirs in zip(case.fresh["first"], offline, strict=True):
+            # SGLang's own method adds KV-cache scales; every other tensor is in both.
+            assert {name: theirs.get(name) for name in ours} == ours
+        if not case.entry.no_forward:
+            case.send("first")
+            said = case.host.call_all(generate, PROMPT, NEW_TOKENS)
+            assert native.call_all(generate, PROMPT, NEW_TOKENS) == said
