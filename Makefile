@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest unit lint clean bench
+.PHONY: help demo test test-oldest unit lint clean bench accuracy accuracy-short
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,12 @@ test-oldest: .venv-oldest/.ready  ## the whole suite on the oldest supported SGL
 
 unit: .venv/.ready  ## what needs no server: under two minutes
 	.venv/bin/python -m pytest -m "not gpu and not engine" tests/unit $(PYTEST_ARGS)
+
+accuracy: .venv/.ready  ## DAPO on a small model: six arms, three seeds, 60 steps; about an hour
+	.venv/bin/python benchmarks/accuracy/dapo_small.py $(ARGS)
+
+accuracy-short: .venv/.ready  ## the same for CI: fails if FP8 does not train as BF16 does
+	.venv/bin/python benchmarks/accuracy/dapo_small.py --short $(ARGS)
 
 lint: .venv/.ready  ## ruff and mypy
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy

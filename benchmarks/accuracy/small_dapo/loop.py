@@ -1,0 +1,134 @@
+"""One run: one arm, one seed, so many steps. Yields a record per step."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_fp8rl.testing.checkpoints import save_checkpoint
+from sglang_fp8rl.trainer import mismatch_metrics
+
+from .dapo import Dapo
+from .dynamic_sampling import Sampled, dynamic_sampling
+from .model import Policy, padded
+from .refit import make_sender
+from .rollout import Group, RolloutServer
+from .settings import Arm, Settings
+from .task import draw_problems
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is run.
+
+    Attributes:
+        start: FP32 weights the arm starts from.
+        work: a directory for the checkpoint and the server's log.
+        fault: see `refit.py`; None in every real run.
+    """
+
+    arm: Arm
+    settings: Settings
+    seed: int
+    steps: int
+    start: dict[str, torch.Tensor]
+    work: Path
+    threads: int = 1
+    fault: str | None = None
+
+
+def run_steps(run: Run) -> Iterator[Record]:
+    """Serve, then step by step: sample, train, refit, validate.
+
+    The record of step 0 holds the start's validation accuracy and the conditions of the run. That of step n > 0
+    holds figures of its rollouts (served weights of n − 1) and the accuracy of its refitted server.
+    """
+    settings = run.settings
+    policy = Policy(settings, run.seed)
+    policy.load(run.start)
+    checkpoint = save_checkpoint(run.work / "checkpoint", policy.config, policy.state_dict())
+    trainer = Dapo(policy, settings)
+    draw = random.Random(f"train {run.seed}")
+    held_out = draw_problems(random.Random("validation"), settings.validation, held_out=True)
+    log = run.work / "server.log"
+    with RolloutServer(run.arm, settings, checkpoint, run.seed, run.threads, log) as server:
+        sender = make_sender(run.arm.sender, server.process.url, run.fault)
+        sender.send(policy.masters)
+        yield {"step": 0, "val_accuracy": server.accuracy(held_out), **conditions(run)}
+        for step in range(1, run.steps + 1):
+            began = time.perf_counter()
+            sampled = dynamic_sampling(
+                lambda: server.sample(draw_problems(draw, settings.prompts)), settings
+            )
+            sampling_seconds = time.perf_counter() - began
+            record = {"step": step, **rollout_figures(policy, sampled)}
+            began_training = time.perf_counter()
+            if sampled.used:
+                updated = trainer.update(sampled.used)
+                record["loss"] = updated.loss
+                record["grad_norm"] = updated.grad_norm
+                record["clip_fraction"] = updated.clip_fraction
+                record["tis_capped"] = updated.tis_capped
+            record["train_seconds"] = time.perf_counter() - began_training
+            sent = sender.send(policy.masters)
+            record["refit_bytes"] = sent.nbytes
+            record["refit_seconds"] = sent.seconds
+            record["blocks_sent"] = sent.blocks_sent
+            record["val_accuracy"] = server.accuracy(held_out)
+            record["sampling_seconds"] = sampling_seconds
+            record["step_seconds"] = time.perf_counter() - began
+            yield record
+
+
+def conditions(run: Run) -> Record:
+    """What the run was made with."""
+    return {
+        "sglang": version("sglang"),
+        "torch": version("torch"),
+        "verl": version("verl"),
+        "threads": run.threads,
+        "settings": asdict(run.settings),
+    }
+
+
+def rollout_figures(policy: Policy, sampled: Sampled) -> Record:
+    """Reward, accuracy and the train/rollout gap over everything that was sampled."""
+    groups = sampled.drawn
+    responses = [response for group in groups for response in group.responses]
+    prompts = [group.problem.prompt for group in groups for _ in group.responses]
+    with torch.no_grad():
+        trained, mask = policy.logprobs(prompts, responses)
+    gap = mismatch_metrics(padded([row for g in groups for row in g.logprobs]), trained, mask)
+    correct = [right for group in groups for right in group.correct]
+    rewards = [reward for group in groups for reward in group.rewards]
+    return {
+        "train_accuracy": sum(correct) / len(correct),
+        "reward": sum(rewards) / len(rewards),
+        "response_tokens": sum(map(len, responses)) / len(responses),
+        "groups_drawn": len(groups),
+        "groups_used": len(sampled.used),
+        "kl_k1": gap.kl_k1,
+        "kl_k3": gap.kl_k3,
+        "ratio_max": gap.ratio_max,
+        "mult_prob_error": gap.mult_prob_error,
+        "logprob_diff_mean": gap.logprob_diff_mean,
+        "prob_pearson": gap.prob_pearson,
+        "entropy": -trained.sum().item() / mask.sum().item(),
+        "rollout_digest": digest(groups),
+    }
+
+
+def digest(groups: Sequence[Group]) -> str:
+    """Of every sampled token and its log-probability: equal digests are equal rollouts."""
+    text = repr([(group.responses, group.logprobs) for group in groups])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,72 @@
+"""What a set of runs shows, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any
+
+from rich.table import Table
+
+from .check import final_accuracy, mean_kl
+
+Record = dict[str, Any]
+Runs = Mapping[tuple[str, int], Sequence[Record]]
+COLUMNS = (
+    "arm",
+    "seeds × steps",
+    "val start",
+    "val end",
+    "k3 KL",
+    "mult. error − 1",
+    "largest ratio",
+    "TIS capped",
+    "refit MB",
+    "blocks sent",
+    "s/step",
+)
+
+
+def summary(runs: Runs) -> Table:
+    """One row an arm: means over seeds; ± is the standard deviation over seeds."""
+    table = Table(title="DAPO, small")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for arm in dict.fromkeys(arm for arm, _ in runs):
+        own = [records for (name, _), records in runs.items() if name == arm]
+        steps = [record for records in own for record in records if record["step"]]
+        if not steps:
+            continue
+        ends = [final_accuracy(records) for records in own]
+        spread = f" ± {stdev(ends):.3f}" if len(ends) > 1 else ""
+        table.add_row(
+            arm,
+            f"{len(own)} × {len(steps) // len(own)}",
+            f"{mean(records[0]['val_accuracy'] for records in own):.3f}",
+            f"{mean(ends):.3f}{spread}",
+            f"{mean(mean_kl(records) for records in own):.2e}",
+            f"{_mean(steps, 'mult_prob_error') - 1:.2e}",
+            f"{max(record['ratio_max'] for record in steps):.2f}",
+            f"{_mean(steps, 'tis_capped'):.1e}",
+            f"{_mean(steps, 'refit_bytes') / 1e6:.2f}",
+            f"{_mean(steps, 'blocks_sent'):.3f}",
+            f"{_mean(steps, 'step_seconds'):.2f}",
+        )
+    return table
+
+
+def equal_rollouts(runs: Runs, one: str, other: str) -> tuple[int, int]:
+    """Steps in which two arms sampled the same tokens with the same log-probabilities, of all."""
+    equal = total = 0
+    for (arm, seed), records in runs.items():
+        if arm == one and (other, seed) in runs:
+            for a, b in zip(records, runs[other, seed], strict=False):
+                if a["step"]:
+                    total += 1
+                    equal += a["rollout_digest"] == b["rollout_digest"]
+    return equal, total
+
+
+def _mean(records: Sequence[Record], key: str) -> float:
+    found = [record[key] for record in records if key in record]
+    return mean(found) if found else float("nan")
