@@ -8,9 +8,10 @@ from typing import Protocol
 
 import torch
 
-from sglang_fp8rl import RefitClient
+from sglang_fp8rl.client import RefitClient, fetch_plan
 from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.numerics import quantize_blockwise
+from sglang_fp8rl.trainer import quantize_for_refit
 
 NamedTensor = tuple[str, torch.Tensor]
 FAULTS = ("scale",)
@@ -67,6 +68,20 @@ class FaultySender(FullSender):
             yield f"{name}_scale_inv", scale_inv * FAULTY_FACTOR
 
 
+class QuantizedSender:
+    """FP8 and scales, made by the trainer from the server's plan; the rest as it is."""
+
+    def __init__(self, url: str) -> None:
+        self._client = RefitClient(url)
+        self._plan = fetch_plan(url)
+
+    def send(self, masters: Mapping[str, torch.Tensor]) -> SentFigures:
+        named = ((name, weight.detach()) for name, weight in masters.items())
+        quantized = quantize_for_refit(named, self._plan)
+        sent = self._client.update(quantized, tp_size=1, plan=self._plan)
+        return SentFigures(sent.nbytes, sent.seconds)
+
+
 def make_sender(kind: str, url: str, fault: str | None = None) -> Sender:
     """The sender of an arm (`Arm.sender`); with a `fault` the wrong one."""
     if fault is not None:
@@ -77,4 +92,6 @@ def make_sender(kind: str, url: str, fault: str | None = None) -> Sender:
         return FaultySender(url)
     if kind == "full":
         return FullSender(url)
-    raise ConfigError("sender", kind, "full", "")
+    if kind == "quantized":
+        return QuantizedSender(url)
+    raise ConfigError("sender", kind, "full or quantized", "")
