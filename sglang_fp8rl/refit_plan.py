@@ -125,7 +125,7 @@ class RefitPlan:
         return block_n, block_k
 
     @property
-    def rounding(self) -> dict[str, bool]:
+    def rounding(self) -> dict[str, Any]:
         """The options of the cast, as `numerics` takes them."""
         options = self.document["options"]
         return {

@@ -155,7 +155,7 @@ def _unused() -> dict[str, Any]:
         "module": "",
         "scheme": UNUSED,
         "block_size": None,
-        "reason": "in the checkpoint, but no parameter takes it",
+        "reason": "in the checkpoint, but no parameter of rank 0 takes it",
         "wire": {"dtype": "any"},
     }
 

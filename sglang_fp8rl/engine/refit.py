@@ -29,6 +29,7 @@ from .plan_document import plan_document
 from .replay import BucketPlan, PlanStore, Recording, plan_of
 from .report import Arrived, RefitReport
 from .skipped import skipped_by_design
+from .sources import weight_name_of
 from .targets import Target, targets_of
 
 logger = logging.getLogger(__name__)
@@ -280,10 +281,12 @@ class ModelRefit:
         return [name for name in call.sources.unused() if name not in unknown]
 
     def _unknown(self, call: Call) -> list[str]:
+        """Names that went by and reached no parameter, without a reason. A scale has its weight's."""
         return [
             name
             for name in call.sources.unused()
-            if name not in self.skipped_at_startup and not skipped_by_design(name, self.model)
+            if weight_name_of(name) not in self.skipped_at_startup
+            and not skipped_by_design(name, self.model)
         ]
 
     def close_pairs(self) -> dict[str, str]:

@@ -13,6 +13,11 @@ import torch
 _SCALE = re.compile(r"\.weight_scale(_inv)?$")
 
 
+def weight_name_of(name: str) -> str:
+    """The name of a scale's weight; any other name as it is."""
+    return _SCALE.sub(".weight", name)
+
+
 @dataclass(frozen=True)
 class Source:
     """One tensor of an update, as it was sent.
@@ -71,7 +76,7 @@ class SourceIndex:
         """
         for name, tensor in weights:
             with self._lock:
-                source = Source(name, tensor, _SCALE.sub(".weight", name), len(self.names))
+                source = Source(name, tensor, weight_name_of(name), len(self.names))
                 self.names.append(name)
                 self.nbytes += tensor.numel() * tensor.element_size()
                 self._current = source

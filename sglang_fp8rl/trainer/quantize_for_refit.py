@@ -93,7 +93,8 @@ def quantize_for_refit(
         if stats is not None:
             stats.count(numel, numel + 4 * scale.numel(), quantized=True)
         yield name, piece.like(codes, piece.full_shape, piece.start, name)
-        start = tuple(at // size for at, size in zip(piece.start, block, strict=True))
+        # Rounded up: an empty shard starts behind the last block, which may be short.
+        start = tuple(-(-at // size) for at, size in zip(piece.start, block, strict=True))
         yield entry.scale_name, piece.like(scale, entry.scale_shape, start, entry.scale_name)
 
 

@@ -1,0 +1,168 @@
+"""Quantizing by a plan: full tensors, shards, and what is refused. No server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
+
+from sglang_fp8rl.errors import QuantizationError, RefitError
+from sglang_fp8rl.numerics import quantize_blockwise, quantize_per_channel
+from sglang_fp8rl.refit_plan import plan_schema
+from sglang_fp8rl.trainer import LocalShard, WireStats, assemble, quantize_for_refit
+
+SHAPES = {
+    "a.weight": (BLOCKWISE, (300, 256)),
+    "b.weight": (PER_CHANNEL, (70, 96)),
+    "norm.weight": (PLAIN, (96,)),
+}
+PLAN = make_plan(SHAPES)
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, (_, shape) in SHAPES.items()}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def test_the_plan_of_these_tests_is_one_by_the_schema():
+    jsonschema.Draft202012Validator(plan_schema()).validate(PLAN.as_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_codes_and_scales_are_the_reference_s_whatever_the_options(dtype, pow2, rounded):
+    plan = make_plan(SHAPES, use_weight_pow2_scale=pow2, round_to_bf16=rounded)
+    sent = {name: weight.to(dtype) for name, weight in weights().items()}
+    got = dict(quantize_for_refit(sent.items(), plan))
+    options = {"pow2_scale": pow2, "round_to_bf16": rounded}
+    codes, scale = quantize_blockwise(sent["a.weight"], **options)
+    assert torch.equal(bits(got.pop("a.weight")), bits(codes))
+    assert torch.equal(got.pop("a.weight_scale_inv"), scale)
+    codes, scale = quantize_per_channel(sent["b.weight"], **options)
+    assert torch.equal(bits(got.pop("b.weight")), bits(codes))
+    assert torch.equal(got.pop("b.weight_scale"), scale)
+    assert got.pop("norm.weight") is sent["norm.weight"]
+    assert not got
+
+
+def test_a_tied_head_is_left_out_and_everything_is_counted():
+    stats = WireStats()
+    items = [*weights().items(), ("lm_head.weight", torch.zeros(3))]
+    got = list(quantize_for_refit(items, PLAN, stats=stats))
+    assert [name for name, _ in got if name == "lm_head.weight"] == []
+    assert stats.nbytes == sum(tensor.nbytes for _, tensor in got)
+    assert stats.nbytes_fp32 == 2 * stats.nbytes_bf16 == 4 * (300 * 256 + 70 * 96 + 96)
+    assert (stats.tensors, stats.quantized) == (3, 2)
+
+
+def test_it_is_lazy_so_one_quantized_tensor_is_held_at_a_time():
+    seen = []
+
+    def source():
+        for name, weight in weights().items():
+            seen.append(name)
+            yield name, weight
+
+    stream = quantize_for_refit(source(), PLAN)
+    next(stream)
+    assert seen == ["a.weight"]
+
+
+def shards_of(full: torch.Tensor, rows: list[int], columns: list[int]) -> list[LocalShard]:
+    """Boxes between the given cuts."""
+    cut_rows, cut_columns = [0, *rows, full.shape[0]], [0, *columns, full.shape[1]]
+    return [
+        LocalShard(full[r:rr, c:cc], tuple(full.shape), (r, c))
+        for r, rr in pairwise(cut_rows)
+        for c, cc in pairwise(cut_columns)
+    ]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [([128], []), ([], [128]), ([128, 256], [128])])
+def test_shards_of_whole_blocks_make_the_bytes_of_the_whole(rows, columns):
+    full = weights()["a.weight"]
+    parts = [
+        dict(quantize_for_refit([("a.weight", shard)], PLAN))
+        for shard in shards_of(full, rows, columns)
+    ]
+    codes, scale = quantize_blockwise(full)
+    for name, expected in (("a.weight", codes), ("a.weight_scale_inv", scale)):
+        joined = assemble(name, [part[name] for part in parts])
+        assert torch.equal(bits(joined), bits(expected))
+    with pytest.raises(RefitError, match="are in no shard"):
+        assemble("a.weight", [part["a.weight"] for part in parts[1:]])
+
+
+def test_rows_of_a_per_channel_weight_may_be_cut_anywhere_and_columns_not():
+    full = weights()["b.weight"]
+    parts = [
+        dict(quantize_for_refit([("b.weight", shard)], PLAN)) for shard in shards_of(full, [7], [])
+    ]
+    codes, scale = quantize_per_channel(full)
+    assert torch.equal(bits(assemble("b", [part["b.weight"] for part in parts])), bits(codes))
+    assert torch.equal(assemble("b", [part["b.weight_scale"] for part in parts]), scale)
+    with pytest.raises(RefitError, match="inside a block"):
+        list(quantize_for_refit([("b.weight", shards_of(full, [], [48])[0])], PLAN))
+
+
+def test_a_rank_without_rows_sends_empty_parts():
+    empty = LocalShard(torch.empty(0, 256), (300, 256), (300, 0))
+    got = dict(quantize_for_refit([("a.weight", empty)], PLAN))
+    assert got["a.weight"].tensor.shape == (0, 256)
+    assert got["a.weight_scale_inv"].tensor.shape == (0, 2)
+    assert got["a.weight_scale_inv"].start == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "match"),
+    [
+        ("a.wieght", torch.zeros(2), r"not in the plan.*Near matches: a\.weight"),
+        ("a.weight", torch.zeros(300, 255), r"takes the full, unsharded \(300, 256\)"),
+        ("norm.weight", torch.zeros(95), r"takes the full"),
+        ("a.weight", LocalShard(torch.zeros(100, 256), (300, 256), (0, 0)), "inside a block"),
+        ("a.weight", [1.0], "a list"),
+    ],
+)
+def test_what_the_plan_does_not_say_is_refused_with_the_remedy(name, tensor, match):
+    with pytest.raises(RefitError, match=match):
+        list(quantize_for_refit([(name, tensor)], PLAN))
+
+
+def test_nan_is_refused_naming_the_tensor_and_the_block():
+    weight = weights()["a.weight"]
+    weight[200, 130] = float("nan")
+    with pytest.raises(QuantizationError, match=r"a\.weight: NaN.*\[1, 1\].*not sent"):
+        list(quantize_for_refit([("a.weight", weight)], PLAN))
+    with pytest.raises(QuantizationError, match="float64"):
+        list(quantize_for_refit([("a.weight", torch.zeros(300, 256).double())], PLAN))
+
+
+def test_a_shard_outside_of_its_tensor_is_refused():
+    with pytest.raises(RefitError, match="lies inside"):
+        LocalShard(torch.zeros(10, 10), (300, 256), (295, 0))
+
+
+def test_dtensors_of_two_ranks_make_the_bytes_of_the_whole():
+    """Two real processes over gloo: shards, replicas, and the gather of FP8."""
+    script = Path(__file__).with_name("dtensor_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(script)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=env, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert json.loads(ended.stdout.splitlines()[-1]) == "as the whole"
