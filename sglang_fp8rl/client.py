@@ -4,8 +4,9 @@ What it sends is what SGLang's own `MultiprocessingSerializer` reads: a `Forking
 base64 that holds handles of shared memory, not the weights. Server and client therefore run on one
 machine, and for CUDA tensors both have to number the GPUs alike (`CUDA_VISIBLE_DEVICES`).
 
-The metadata of a flattened bucket is read by attribute on every supported version, so plain
-namespaces take the place of SGLang's class, and sglang is not imported.
+A server of this package reads the layout of a flattened bucket as one string (`flat_layout`). Any
+other reads SGLang's metadata by attribute, so plain namespaces take the place of its class, and
+sglang is not imported.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import requests
 import torch
 import torch.multiprocessing  # registers the reductions of tensors with ForkingPickler
 
+from . import flat_layout
 from .errors import RefitError
 from .refit_plan import PLAN_PATH, RefitPlan
 
@@ -98,13 +100,15 @@ class RefitClient:
             raise RefitError("load_format", repr(load_format), f"one of {LOAD_FORMATS}", "")
         if plan is not None:
             self.check_plan(plan)
-        size = self.tp_size() if tp_size is None else tp_size
+        info = self.server_info()
+        size = int(info["tp_size"]) if tp_size is None else tp_size
+        as_text = _section(info).get("flat_layout") == flat_layout.VERSION
         began, waited_before = perf_counter(), self._waited
         tensors = nbytes = buckets = 0
         with self._session():
             for bucket, is_last in _buckets(named_tensors, bucket_bytes):
                 # The server reads this memory until it answers; `bucket` holds it until then.
-                payload, guard = _payload(bucket, load_format)
+                payload, guard = _payload(bucket, load_format, as_text)
                 body = {
                     "serialized_named_tensors": [payload] * size,
                     "load_format": load_format,
@@ -209,15 +213,15 @@ class RefitClient:
         Raises:
             RefitError: the server was not started with `fp8_blockwise_online`.
         """
-        states = self.server_info().get("internal_states") or [{}]
-        if "fp8rl" not in states[0]:
+        section = _section(self.server_info())
+        if not section:
             raise RefitError(
                 self.url,
                 "no section fp8rl in internal_states",
                 "the server runs without this quantization method",
                 "Start it with --quantization fp8_blockwise_online.",
             )
-        return states[0]["fp8rl"]
+        return section
 
     def tp_size(self) -> int:
         return int(self.server_info()["tp_size"])
@@ -301,13 +305,23 @@ def serialize(value: Any) -> str:
     return base64.b64encode(stream.getvalue()).decode("ascii")
 
 
-def _payload(bucket: list[NamedTensor], load_format: str | None) -> tuple[str, Any]:
-    """The serialized bucket, and what has to stay alive until the server answers."""
+def _payload(bucket: list[NamedTensor], load_format: str | None, as_text: bool) -> tuple[str, Any]:
+    """The serialized bucket, and what has to stay alive until the server answers.
+
+    Args:
+        as_text: whether the server reads a bucket's layout as text, see `flat_layout`.
+    """
     if load_format is None:
         plain = [(name, tensor.detach()) for name, tensor in bucket]
         return serialize(plain), plain
     flat, metadata = flatten([(name, tensor.detach()) for name, tensor in bucket])
-    return serialize({"flattened_tensor": flat, "metadata": metadata}), flat
+    layout = flat_layout.to_text(metadata) if as_text else metadata
+    return serialize({"flattened_tensor": flat, "metadata": layout}), flat
+
+
+def _section(server_info: dict[str, Any]) -> dict[str, Any]:
+    """The section `fp8rl` of the first internal state; empty for another server."""
+    return (server_info.get("internal_states") or [{}])[0].get("fp8rl") or {}
 
 
 @contextlib.contextmanager

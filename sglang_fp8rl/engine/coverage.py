@@ -86,7 +86,7 @@ class CoverageTable:
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        self._sizes = np.array([math.prod(shape) for shape in shapes], np.int64)
+        self.sizes = np.array([math.prod(shape) for shape in shapes], np.int64)
         self._numbers: list[dict[Region, int]] = [{} for _ in shapes]
         # Boxes inside one matrix of a 3-D parameter overlap with no other matrix's.
         self._neighbours: dict[tuple[int, int | None], list[int]] = defaultdict(list)
@@ -157,16 +157,16 @@ class CoverageTable:
             used = len(self._regions)
             is_new = self._call[:used] >= since
             weights = self._numel[:used] * is_new
-            return np.bincount(self._parameter[:used], weights, len(self._sizes)).astype(np.int64)
+            return np.bincount(self._parameter[:used], weights, len(self.sizes)).astype(np.int64)
 
     def new_fraction(self, since: int) -> np.ndarray:
         """Per parameter, the share of it that was written by call `since` or later."""
-        return self.new_elements(since) / np.maximum(self._sizes, 1)
+        return self.new_elements(since) / np.maximum(self.sizes, 1)
 
     def is_mixed(self, since: int) -> np.ndarray:
         """Per parameter, whether part of it is new and part of it is not."""
         new = self.new_elements(since)
-        return (new > 0) & (new < self._sizes)
+        return (new > 0) & (new < self.sizes)
 
     def overlap(self, numbers: np.ndarray) -> bool:
         """Whether a box comes twice, or one of them overlaps with any other box there is."""

@@ -5,6 +5,8 @@ attention module, computed by the model's `post_load_weights`. SGLang's own `loa
 its last step. Here it is called too where that step is not reached: after a replayed bucket, and
 after a call that failed half-way, for what it had stored by then.
 
+Packed scales (`ue8m0.py`) are derived at the end of every update call, session or not.
+
 CUDA graphs hold addresses. Some derivations bind a new tensor (`w_scale` of an FP8 `kv_b_proj` on every
 update), so what changed its place during an update is copied back into the old one.
 """
@@ -39,6 +41,11 @@ class DerivedWeights:
             "weight_names" in inspect.signature(self._derive).parameters
         )
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether this model derives anything after loading."""
+        return self._derive is not None
+
     def refresh(self, names: Iterable[str]) -> None:
         """Derive again what depends on these weights, from the bytes that are served now."""
         names = list(names)
@@ -49,6 +56,17 @@ class DerivedWeights:
                 self._derive(weight_names=names)
             else:
                 self._derive()
+
+    def pack_scales(self) -> None:
+        """Derive packed scales from the canonical ones, where a kernel reads those (see `ue8m0.py`)."""
+        for method, layer in self._packed():
+            method.derive(layer)
+
+    def _packed(self) -> Iterator[tuple[Any, torch.nn.Module]]:
+        for module in self._modules.values():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "served", None) is not None:
+                yield method, module
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

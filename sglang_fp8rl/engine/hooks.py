@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from ..errors import RefitError
+from ..flat_layout import from_text
 from .buckets import FlatBucket
 from .checkpoint_names import meta_tensors
 from .http_plan import add_plan_route, plan_state
+from .model_choice import choose_as_for_fp8, leave_draft_model
 from .quant_config import Fp8BlockwiseOnlineConfig
 from .refit import ModelRefit
 from .status import status_section
@@ -90,6 +92,7 @@ def _run_update(
             )
         with refit.derived.in_place():
             result = original(manager, request)
+        refit.derived.pack_scales()
         success, message = result.success, result.message
     except Exception as error:
         # The boundary of a request: today this ends the scheduler and with it the server. It is
@@ -173,6 +176,9 @@ def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **k
     model = updater.get_model()
     refit = refit_of(model)
     flat = payload["flattened_tensor"]
+    if refit is None and isinstance(payload["metadata"], str):
+        payload = {**payload, "metadata": from_text(payload["metadata"])}
+        return original(updater, payload)
     is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
     if refit is None or not is_plain:
         return original(updater, *args, **kw)
@@ -198,6 +204,20 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
 
 
 HOOKS = (
+    Hook(
+        "sglang.srt.model_loader.utils.get_model_architecture",
+        "AROUND",
+        choose_as_for_fp8,
+        "Mixtral with fused experts is for quantization methods of a list; this one is served like `fp8`",
+        "SGLang asks the method, or has one Mixtral",
+    ),
+    Hook(
+        "sglang.srt.model_loader.loader._initialize_model",
+        "BEFORE",
+        leave_draft_model,
+        "a draft model inherits its target's quantization; it stays in high precision unless asked for",
+        "SGLang leaves drafts alone by default",
+    ),
     Hook(
         "sglang.srt.model_loader.loader._initialize_model",
         "AFTER",

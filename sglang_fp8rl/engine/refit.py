@@ -21,6 +21,7 @@ from ..scheme import Scheme
 from .buckets import Bucket, bucket_of
 from .checks import MAX_LISTED, listed, not_finite_errors, unknown_names_error
 from .derived import DerivedWeights
+from .experts import load_left_experts
 from .loaders import Call, LoaderCalls
 from .names import LEARNING, PROBE, NameTable
 from .pairs import PairTable
@@ -127,10 +128,11 @@ class ModelRefit:
             with torch.no_grad():
                 if plan is not None and bucket is not None:
                     result = self._replay(call, plan, bucket)
-                    self.derived.refresh(bucket.names)
+                    if self.derived.is_needed:
+                        self.derived.refresh(bucket.names)
                 else:
-                    watched = call.sources.watch(bucket if bucket is not None else weights)
-                    result = self._native_load_weights(watched, *args, **kw)
+                    sent = bucket if bucket is not None else weights
+                    result = self._load_natively(call, sent, *args, **kw)
             skipped = self._finish(call, plan)
         except Exception as error:
             # Not to go on, only to write it down.
@@ -144,6 +146,11 @@ class ModelRefit:
         self.report.end_call(self._arrived(call, plan, bucket, {}), {})
         if call.recording is not None and bucket is not None:
             self._keep_plan(call, call.recording, skipped)
+        return result
+
+    def _load_natively(self, call: Call, weights: Any, *args: Any, **kw: Any) -> Any:
+        result = self._native_load_weights(call.sources.watch(weights), *args, **kw)
+        load_left_experts(self.model, call.sources.left(), self._native_load_weights)
         return result
 
     # -- replay ----------------------------------------------------------------------------------
@@ -161,11 +168,14 @@ class ModelRefit:
             name = bucket.names[recorded.position]
             self._loaders.apply(call, recorded.target, name, write)
         self.report.written_again(plan.targets, plan.regions)
+        sampled = set()
         for source, piece in plan.samples:
-            if self.report.wants_sample(source.target.granularity):
+            granularity = source.target.granularity
+            if granularity not in sampled and self.report.wants_sample(granularity):
+                sampled.add(granularity)
                 view = source.write.repeat(bucket.tensor(source.position)).source
                 assert view is not None
-                self.report.sample(source.target.granularity, view, *piece)
+                self.report.sample(granularity, view, *piece)
         counts = self.plans.counts
         counts.calls += 1
         counts.tensors += plan.size - len(plan.native)
@@ -173,7 +183,7 @@ class ModelRefit:
             return None
         self._count_native(plan.native)
         rest = [(bucket.names[at], bucket.tensor(at)) for at in sorted(plan.native)]
-        return self._native_load_weights(call.sources.watch(rest))
+        return self._load_natively(call, rest)
 
     def _count_native(self, native: dict[int, str]) -> None:
         counts = self.plans.counts
@@ -210,7 +220,7 @@ class ModelRefit:
         else:
             stored = np.concatenate([stored, plan.stored])
         touched = plan.touched if not call.touched else {**plan.touched, **call.touched}
-        return Arrived(plan.numbers, stored, bucket.nbytes, touched, is_replayed=True)
+        return Arrived(plan.numbers, stored, plan.nbytes, touched, is_replayed=True)
 
     # -- the plan of the model ---------------------------------------------------------------------
 
@@ -235,7 +245,7 @@ class ModelRefit:
             self.model.post_load_weights = lambda *_, **__: None  # type: ignore[assignment]
         try:
             with torch.no_grad():
-                self._native_load_weights(call.sources.watch(weights))
+                self._load_natively(call, weights)
         finally:
             self._call = None
             if derives:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..config import Options
 from ..numerics.cast_table import CastTable, Piece
 from ..numerics.table import make_runner
 from ..scheme import Granularity
-from .buckets import Bucket
+from .buckets import Bucket, FlatBucket
 from .quantize import matrices, scales_of
 from .report import RefitReport
 from .targets import Target
@@ -71,7 +72,7 @@ class BucketPlan:
     """How a bucket of one layout is written.
 
     Attributes:
-        layout: of the bucket it was recorded from.
+        layout, nbytes: of the bucket it was recorded from.
         numbers: of its names, and `stored`: of those that a parameter took.
         touched: name to the part of the model it was for.
         positions: per piece of the table, the tensor it is from.
@@ -79,9 +80,11 @@ class BucketPlan:
         native: positions that take the native path, with the reason.
         samples: writes to measure the SQNR on, with their codes and scales.
         owners: parameters, and where they were.
+        metadata: of a flattened bucket.
     """
 
     layout: tuple[list, ...]
+    nbytes: int
     numbers: np.ndarray
     stored: np.ndarray
     touched: dict[str, tuple]
@@ -93,6 +96,7 @@ class BucketPlan:
     targets: np.ndarray
     samples: list[tuple[RecordedPiece, tuple[torch.Tensor, torch.Tensor]]]
     owners: list[tuple[torch.nn.Parameter, int]]
+    metadata: Sequence[Any] = ()
 
     def fits(self, bucket: Bucket) -> bool:
         """Whether the bucket has this layout, and the parameters are where they were."""
@@ -102,7 +106,7 @@ class BucketPlan:
 
     @property
     def size(self) -> int:
-        return len(self.layout[0])
+        return len(self.numbers)
 
 
 def plan_of(
@@ -162,6 +166,7 @@ def plan_of(
     kept = {name: part for name, part in touched.items() if name in replayed}
     return BucketPlan(
         layout=bucket.layout,
+        nbytes=bucket.nbytes,
         numbers=report.window.numbers_of(names),
         stored=report.window.numbers_of(kept),
         touched=kept,
@@ -173,6 +178,7 @@ def plan_of(
         targets=np.array(sorted(targets), np.int64),
         samples=samples,
         owners=[(parameter, parameter.data_ptr()) for parameter in owners.values()],
+        metadata=bucket.metadata if isinstance(bucket, FlatBucket) else (),
     )
 
 
@@ -241,7 +247,10 @@ class PlanStore:
         if plans is None:
             return None
         self._plans.move_to_end(bucket.key)
-        return next((plan for plan in plans if plan.fits(bucket)), None)
+        plan = next((plan for plan in plans if plan.fits(bucket)), None)
+        if plan is not None and isinstance(bucket, FlatBucket):
+            bucket.take_metadata(plan.metadata)
+        return plan
 
     def add(self, bucket: Bucket, plan: BucketPlan) -> None:
         """Keep a plan; one of the same layout that no longer fits is replaced."""

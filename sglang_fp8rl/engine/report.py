@@ -171,12 +171,12 @@ class RefitReport:
             for name in touched.keys() - errors.keys():
                 self.failed.pop(touched[name], None)
             self.failed.update({touched[name]: errors[name] for name in touched if name in errors})
-        coverage, since = self.coverage, self.window.start
-        self.window.is_complete = (
-            not errors
-            and bool((coverage.new_fraction(since)[self._is_fp8] == 1.0).all())
-            and not coverage.is_mixed(since).any()
-        )
+        if errors:
+            self.window.is_complete = False
+            return
+        new = self.coverage.new_elements(self.window.start)
+        is_whole = new == self.coverage.sizes
+        self.window.is_complete = bool((is_whole | ((new == 0) & ~self._is_fp8)).all())
 
     def other_ranks(self, errors: list[str]) -> None:
         """What went wrong, and was not mended, on the ranks whose answer nobody sees."""

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from .. import __version__
+from ..flat_layout import VERSION as FLAT_LAYOUT_VERSION
 from .refit import ModelRefit
 
 
@@ -33,6 +34,7 @@ def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
             2 * target.parameter.numel() for target in refit.targets.values() if target.is_fp8
         ),
         "last_refit": report.as_dict(shown),
+        "flat_layout": FLAT_LAYOUT_VERSION,
         "replay": refit.plans.as_dict(),
         "consistent": not problems,
         "problems": problems,

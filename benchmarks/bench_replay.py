@@ -1,0 +1,265 @@
+"""C3 and C4: what does a refit of a model with 18,624 names cost, host and all?
+
+    python benchmarks/bench_replay.py [--layers 48] [--json FILE]
+
+A Qwen3-MoE with the layers and experts of Qwen3-30B-A3B (48 × 128) and matrices of one 128×128
+block, so that the names cost what they cost there and the bytes next to nothing. Three ways through
+the same engines, timed alternately from "bucket received" to "weights ready", all in one bucket:
+
+- `replayed`: this package, from its recorded plan
+- `native`: this package with `replay: false`, through SGLang's loaders
+- `bf16`: SGLang without quantization
+
+and the host's share alone (C3): the replay without its casts, for a bucket whose layout comes as
+text (`RefitClient`), as SGLang's unpickled objects (its own clients), or as separate tensors; and
+SGLang's scan without its copies.
+Bytes first: replayed and native have to agree on every parameter, or no number is printed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
+
+import commands
+from engine_host import EngineHost
+
+from sglang_fp8rl import flat_layout
+from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
+
+MS = 1e3
+# What C3 and C4 ask for (ms, ratios). With --guard they are checked with GUARD times of room.
+MAX_FLAT_MS, MAX_SEPARATE_MS = 3.0, 25.0
+MIN_SCAN_RATIO, MIN_NATIVE_RATIO, MIN_BF16_RATIO = 50.0, 2.0, 1.0
+GUARD = 2.0
+
+_state: dict[str, Any] = {}
+
+
+# -- inside a scheduler -------------------------------------------------------------------------
+
+
+def make_bucket(scheduler: Any, shapes: dict[str, tuple[int, ...]], seed: int) -> int:
+    """Fill one flattened BF16 bucket under these names; returns its bytes."""
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    generator, start, metadata = torch.Generator().manual_seed(seed), 0, []
+    for name, shape in shapes.items():
+        size = 2 * int(np.prod(shape))
+        one = (name, torch.Size(shape), torch.bfloat16, start, start + size, size)
+        metadata.append(FlattenedTensorMetadata(*one))
+        start += size
+    values = torch.empty(start // 2, dtype=torch.bfloat16).normal_(generator=generator)
+    _state["bucket"] = {"flattened_tensor": values.view(torch.uint8), "metadata": metadata}
+    return start
+
+
+def copied_metadata() -> list[Any]:
+    """As they come out of the unpickler: other objects with the same values."""
+    return pickle.loads(pickle.dumps(_state["bucket"]["metadata"]))
+
+
+def load(scheduler: Any, as_text: bool = False) -> float:
+    """Seconds from the received bucket to the weights in place."""
+    payload = {**_state["bucket"], "metadata": copied_metadata()}
+    if as_text:
+        payload["metadata"] = flat_layout.to_text(payload["metadata"])
+    updater = scheduler.tp_worker.model_runner.weight_updater
+    _mark_as_update(scheduler)
+    began = time.perf_counter()
+    updater._update_weights_from_flattened_bucket(payload)
+    return time.perf_counter() - began
+
+
+def load_separate(scheduler: Any) -> float:
+    """The same through a list of tensors."""
+    flat = _state["bucket"]["flattened_tensor"]
+    tensors = [
+        (m.name, flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape))
+        for m in copied_metadata()
+    ]
+    _mark_as_update(scheduler)
+    model = commands.model_of(scheduler)
+    began = time.perf_counter()
+    model.load_weights(tensors)
+    return time.perf_counter() - began
+
+
+def _mark_as_update(scheduler: Any) -> None:
+    refit = getattr(commands.model_of(scheduler), "fp8rl_refit", None)
+    if refit is not None:
+        refit.kind = "tensor"
+
+
+def set_replay(scheduler: Any, on: bool) -> None:
+    refit = commands.model_of(scheduler).fp8rl_refit
+    refit.options = dataclasses.replace(refit.options, replay=on)
+
+
+def host_only(scheduler: Any, how: str) -> float:
+    """A replay whose table is not run: finding the plan, and the bookkeeping."""
+    from sglang_fp8rl.numerics.cpu_table import CpuTable
+
+    run = CpuTable.run
+    CpuTable.run = lambda self, addresses: self._flags  # type: ignore[method-assign]
+    try:
+        return load_separate(scheduler) if how == "separate" else load(scheduler, how == "text")
+    finally:
+        CpuTable.run = run  # type: ignore[method-assign]
+
+
+def scan_only(scheduler: Any) -> float:
+    """SGLang's `load_weights` with loaders that do nothing: names, and nothing else."""
+    model = commands.model_of(scheduler)
+    loaders = {}
+    for name, parameter in model.named_parameters():
+        attribute = "_weight_loader" if hasattr(parameter, "_weight_loader") else "weight_loader"
+        loaders[name] = (parameter, attribute, getattr(parameter, attribute, None))
+        setattr(parameter, attribute, lambda *_, **__: None)
+    try:
+        return load(scheduler)
+    finally:
+        for parameter, attribute, loader in loaders.values():
+            if loader is None:
+                delattr(parameter, attribute)
+            else:
+                setattr(parameter, attribute, loader)
+
+
+def plan_counts(scheduler: Any) -> dict[str, Any]:
+    return commands.status(scheduler)["replay"]
+
+
+# -- outside ------------------------------------------------------------------------------------
+
+
+def main(
+    layers: Annotated[int, typer.Option(help="decoder layers, 128 experts each")] = 48,
+    repetitions: Annotated[int, typer.Option(help="timed runs of each")] = 9,
+    native_repetitions: Annotated[int, typer.Option(help="of the slow native path")] = 3,
+    guard: Annotated[bool, typer.Option("--guard", help="exit 1 if a ratio is far off")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="append a JSON line")] = None,
+) -> None:
+    """Time the replay of 18,624 names; exit 1 if bytes differ (or, with --guard, a ratio)."""
+    from importlib.metadata import version
+
+    console = Console()
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+    config = make_config(
+        "qwen3_moe", num_experts=128, num_hidden_layers=layers, vocab_size=256, **sizes, **heads
+    )
+    with tempfile.TemporaryDirectory() as directory, Progress(console=console) as progress:
+        task = progress.add_task("making names", total=4 + 6 * repetitions + native_repetitions)
+        state = make_state_dict(config)
+        shapes = {name: tuple(weight.shape) for name, weight in state.items()}
+        path = save_checkpoint(Path(directory), config, {"nothing": torch.zeros(1)})
+        dummy = ("--load-format", "dummy")
+        progress.update(task, advance=1, description="starting engines")
+        times: dict[str, list[float]] = {}
+
+        def time_it(host: EngineHost, what: str, function: Any, *args: Any) -> None:
+            times.setdefault(what, []).append(host.call(function, *args))
+            progress.update(task, advance=1, description=what)
+
+        with (
+            EngineHost(path, args=dummy) as fp8,
+            EngineHost(path, quantization=None, args=dummy) as bf16,
+        ):
+            nbytes = fp8.call(make_bucket, shapes, 1)
+            bf16.call(make_bucket, shapes, 1)
+            fp8.call(set_replay, False)
+            time_it(fp8, "native, first", load)
+            expected = fp8.call(commands.digests)
+            fp8.call(set_replay, True)
+            time_it(fp8, "recorded", load)
+            fp8.call(make_bucket, shapes, 2)
+            fp8.call(load)
+            fp8.call(make_bucket, shapes, 1)
+            time_it(fp8, "replayed", load)
+            if fp8.call(commands.digests) != expected:
+                console.print("[red]replayed and native bytes differ: no number[/red]")
+                raise typer.Exit(1)
+            bf16.call(load)
+            fp8.call(load_separate)
+            fp8.call(load, True)
+            for repetition in range(repetitions):
+                time_it(fp8, "replayed", load)
+                time_it(bf16, "bf16", load)
+                for how in ("text", "flat", "separate"):
+                    time_it(fp8, f"host, {how}", host_only, how)
+                time_it(bf16, "scan", scan_only)
+                if repetition < native_repetitions:
+                    fp8.call(set_replay, False)
+                    time_it(fp8, "native", load)
+                    fp8.call(set_replay, True)
+            counted = fp8.call(plan_counts)
+
+    median = {what: MS * statistics.median(values) for what, values in times.items()}
+    ratios = {
+        "scan_to_text": median["scan"] / median["host, text"],
+        "scan_to_flat": median["scan"] / median["host, flat"],
+        "native_to_replayed": median["native"] / median["replayed"],
+        "bf16_to_replayed": median["bf16"] / median["replayed"],
+    }
+    table = Table(title=f"{len(shapes):,} names, {nbytes / 1e6:.0f} MB of BF16 in one bucket")
+    for column in ("what", "median ms", "fastest ms", "µs per name"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for what, values in times.items():
+        cells = (median[what], MS * min(values), MS * median[what] / len(shapes))
+        table.add_row(what, *(f"{cell:,.2f}" for cell in cells))
+    console.print(table)
+    console.print(
+        f"C3: host {median['host, text']:.2f} ms as RefitClient sends a bucket (target "
+        f"{MAX_FLAT_MS}), {median['host, flat']:.2f} ms as SGLang's own clients do, "
+        f"{median['host, separate']:.1f} ms as separate tensors (target {MAX_SEPARATE_MS}); "
+        f"SGLang's scan takes {ratios['scan_to_text']:.0f} × and {ratios['scan_to_flat']:.0f} × as "
+        f"long (target {MIN_SCAN_RATIO:.0f})\n"
+        f"C4: native / replayed = {ratios['native_to_replayed']:.1f} (target {MIN_NATIVE_RATIO}), "
+        f"SGLang's BF16 load / replayed = {ratios['bf16_to_replayed']:.1f} (target > 1)"
+    )
+    console.print(f"plans {counted['plans']}, tensors not replayed {counted['native_reasons']}")
+    if json_path:
+        record = {
+            "benchmark": "replay",
+            "names": len(shapes),
+            "bytes_bf16": nbytes,
+            "median_ms": median,
+            "ratios": ratios,
+            "repetitions": repetitions,
+            "sglang": version("sglang"),
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+        }
+        with json_path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    wanted = (
+        ("scan_to_text", MIN_SCAN_RATIO),
+        ("native_to_replayed", MIN_NATIVE_RATIO),
+        ("bf16_to_replayed", MIN_BF16_RATIO),
+    )
+    missed = [name for name, bound in wanted if ratios[name] < bound / GUARD]
+    if guard and missed:
+        console.print(f"[red]far below target: {', '.join(missed)}[/red]")
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
