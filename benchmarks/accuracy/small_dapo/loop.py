@@ -84,6 +84,9 @@ def run_steps(run: Run) -> Iterator[Record]:
             record["refit_bytes"] = sent.nbytes
             record["refit_seconds"] = sent.seconds
             record["blocks_sent"] = sent.blocks_sent
+            if sent.changed is not None:
+                record["codes_changed"] = sent.changed.codes
+                record["blocks_changed"] = sent.changed.blocks
             record["val_accuracy"] = server.accuracy(held_out)
             record["sampling_seconds"] = sampling_seconds
             record["step_seconds"] = time.perf_counter() - began

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -12,6 +13,8 @@ from sglang_fp8rl.client import RefitClient, fetch_plan
 from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.numerics import quantize_blockwise
 from sglang_fp8rl.trainer import quantize_for_refit
+
+from .changes import Changed, changed
 
 NamedTensor = tuple[str, torch.Tensor]
 FAULTS = ("scale",)
@@ -27,11 +30,13 @@ class SentFigures:
         nbytes: on the wire.
         seconds: until the server answered.
         blocks_sent: the fraction of FP8 blocks sent; 1 unless only changes were.
+        changed: since the last refit, where the trainer quantizes and so can tell.
     """
 
     nbytes: int
     seconds: float
     blocks_sent: float = 1.0
+    changed: Changed | None = None
 
 
 class Sender(Protocol):
@@ -74,12 +79,17 @@ class QuantizedSender:
     def __init__(self, url: str) -> None:
         self._client = RefitClient(url)
         self._plan = fetch_plan(url)
+        self._last: dict[str, torch.Tensor] = {}
 
     def send(self, masters: Mapping[str, torch.Tensor]) -> SentFigures:
         named = ((name, weight.detach()) for name, weight in masters.items())
-        quantized = quantize_for_refit(named, self._plan)
-        sent = self._client.update(quantized, tp_size=1, plan=self._plan)
-        return SentFigures(sent.nbytes, sent.seconds)
+        began = perf_counter()
+        quantized = dict(quantize_for_refit(named, self._plan))
+        sent = self._client.update(quantized.items(), tp_size=1, plan=self._plan)
+        seconds = perf_counter() - began
+        difference = changed(self._last, quantized) if self._last else None
+        self._last = quantized
+        return SentFigures(sent.nbytes, seconds, changed=difference)
 
 
 def make_sender(kind: str, url: str, fault: str | None = None) -> Sender:
