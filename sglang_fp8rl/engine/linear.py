@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
-from sglang.srt.layers.quantization.fp8_utils import apply_fp8_linear
+from sglang.srt.layers.quantization.fp8_utils import (
+    apply_fp8_linear,
+    deepgemm_w8a8_block_fp8_linear_with_fallback,
+)
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from ..errors import ConfigError, HostError
 from ..scheme import Granularity, Scheme, decide_scheme, misalignment
+from .ue8m0 import ServedWithPackedScales, takes_packed_scales
 
 if TYPE_CHECKING:
     from .quant_config import Fp8BlockwiseOnlineConfig
@@ -43,6 +47,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
         self.prefix = prefix
         self.fp8rl_scheme: Scheme | None = None
         self.created_with: dict[str, Any] = {}
+        self.served: ServedWithPackedScales | None = None
 
     def create_weights(
         self,
@@ -132,14 +137,33 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Idempotent: SGLang calls it after the first load and at the end of every session."""
-        if self.block_quant:
+        if not self.block_quant:
+            return
+        if self._reads_packed_scales(layer):
+            self.derive(layer)
+        else:
             super().process_weights_after_loading(layer)
+
+    def _reads_packed_scales(self, layer: Any) -> bool:
+        runner: Any = self.w8a8_block_fp8_linear
+        is_deepgemm = (
+            getattr(runner, "func", runner) is deepgemm_w8a8_block_fp8_linear_with_fallback
+        )
+        return is_deepgemm and takes_packed_scales(layer, layer.weight, is_moe=False)
+
+    def derive(self, layer: Any) -> None:
+        """At the end of every update: what the kernels read beside the canonical scales."""
+        if self.served is not None:
+            self.served.derive()
+        elif self.block_quant and self._reads_packed_scales(layer):
+            leaves = [("weight", "weight_scale_inv")]
+            self.served = ServedWithPackedScales(layer, leaves, self.prefix)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x [..., K]` in `params_dtype` to `[..., N]`, by SGLang's kernel for the scheme."""
         assert self.fp8rl_scheme is not None
         if self.block_quant:
-            return super().apply(layer, x, bias)
+            return super().apply(self.served or layer, x, bias)
         if not self.fp8rl_scheme.is_fp8:
             return UnquantizedLinearMethod().apply(layer, x, bias)
         return apply_fp8_linear(

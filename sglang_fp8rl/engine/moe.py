@@ -13,6 +13,7 @@ from sglang.srt.utils import set_weight_attrs
 
 from ..errors import ConfigError
 from ..scheme import Granularity, Scheme, decide_scheme, expert_misalignment
+from .ue8m0 import ServedWithPackedScales, takes_packed_scales
 
 if TYPE_CHECKING:
     from .quant_config import Fp8BlockwiseOnlineConfig
@@ -36,6 +37,7 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
         super().__init__(quant_config)
         self.prefix = prefix
         self.fp8rl_scheme: Scheme | None = None
+        self.served: ServedWithPackedScales | None = None
 
     def create_weights(
         self,
@@ -51,6 +53,13 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
         Side effects on the host: registers on `layer` FP8 weights `[E, 2I, H]` and `[E, H, I]` with
         FP32 `*_weight_scale_inv` (one per 128×128 block) or `*_weight_scale` (`[E, rows, 1]`).
         """
+        if extra_weight_attrs.get("with_bias"):
+            raise ConfigError(
+                self.prefix,
+                "experts with biases (gpt-oss)",
+                "they are published in MXFP4, and no FP8 path of this method carries their biases",
+                "Serve the model with its own quantization, or add the module to ignored_layers.",
+            )
         options = self.quant_config.options
         reason = expert_misalignment(
             hidden_size=hidden_size,
@@ -120,8 +129,28 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Idempotent: SGLang calls it after the first load and at the end of every session."""
-        if self.block_quant:
+        if not self.block_quant:
+            return
+        if self._reads_packed_scales(layer):
+            self.derive(layer)
+        else:
             super().process_weights_after_loading(layer)
+
+    def _reads_packed_scales(self, layer: Any) -> bool:
+        is_deepgemm = self.is_deepgemm_moe_runner_backend_enabled()
+        return is_deepgemm and takes_packed_scales(layer, layer.w13_weight, is_moe=True)
+
+    def derive(self, layer: Any) -> None:
+        """At the end of every update: what the kernels read beside the canonical scales."""
+        if self.served is not None:
+            self.served.derive()
+        elif self.block_quant and self._reads_packed_scales(layer):
+            leaves = [(name, f"{name}_scale_inv") for name in ("w13_weight", "w2_weight")]
+            self.served = ServedWithPackedScales(layer, leaves, self.prefix)
+
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
+        """SGLang's runner, on the scales in the form it reads."""
+        return super().apply(self.served or layer, dispatch_output)
 
     def get_triton_quant_info(self, layer: Any) -> TritonMoeQuantInfo:
         """What SGLang's Triton runner needs; per channel as its channel-wise checkpoints ask."""

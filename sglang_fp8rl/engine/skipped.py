@@ -15,7 +15,20 @@ def left_out(model: Any) -> list[dict[str, str]]:
     rows = [{"pattern": _ROTARY_TABLES.pattern, "reason": "a rotary table: the engine computes it"}]
     if getattr(_text_config(model), "tie_word_embeddings", False):
         rows.append({"pattern": r"(^|\.)lm_head\.weight$", "reason": "tied to the embedding"})
-    return rows
+    return rows + _draft_layers(_text_config(model))
+
+
+def _draft_layers(config: Any) -> list[dict[str, str]]:
+    """Layers behind the last one are an embedded draft (MTP): the draft model takes them, if any."""
+    count = getattr(config, "num_nextn_predict_layers", None) or 0
+    first = getattr(config, "num_hidden_layers", 0)
+    return [
+        {
+            "pattern": rf"(^|\.)layers\.{layer}\.",
+            "reason": f"layer {layer} is the embedded draft model's (MTP)",
+        }
+        for layer in range(first, first + count)
+    ]
 
 
 def skipped_by_design(name: str, model: Any) -> str:

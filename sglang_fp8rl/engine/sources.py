@@ -115,6 +115,11 @@ class SourceIndex:
         """Names that no parameter's loader was called for, in the order they were sent."""
         return [name for name in dict.fromkeys(self.names) if name not in self.consumed]
 
+    def left(self) -> list[Source]:
+        """What no parameter's loader was called for."""
+        sent = (*self._sources, *self._on_meta.values())
+        return [source for source in sent if source.name not in self.consumed]
+
     def forget_tensors(self) -> None:
         """Let go of the sender's memory; the names stay."""
         self._current, self._starts, self._sources = None, [], []

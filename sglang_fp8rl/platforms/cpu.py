@@ -15,6 +15,8 @@ import torch
 from sglang.srt.platforms.device_mixin import DeviceCapability, PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from sglang_fp8rl.errors import HostError
+
 # A reference server shares its host's memory with the trainer and the tests. SGLang's own default
 # (a fraction of all memory) would take it all, so the KV cache gets a fixed size instead.
 DEFAULT_MAX_TOTAL_TOKENS = 32768
@@ -40,6 +42,13 @@ class Fp8RlCpuPlatform(SRTPlatform):
         SGLang has by now chosen `intel_amx` attention for the device `cpu`. Its kernels are not
         in the released wheel, so that choice is not kept, even if it was the user's.
         """
+        if getattr(server_args, "enable_memory_saver", False):
+            raise HostError(
+                "--enable-memory-saver",
+                "on the CPU platform",
+                "it pages CUDA memory in and out",
+                "Leave it out here; on a GPU it works.",
+            )
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = self.get_default_attention_backend()
         server_args.sampling_backend = "pytorch"
@@ -57,8 +66,11 @@ class Fp8RlCpuPlatform(SRTPlatform):
         return "native"
 
     def init_backend(self) -> None:
-        """Called in each worker: share CPU tensors by file name (see `cpu_hooks`)."""
+        """Called in each worker: share CPU tensors by file name (see `cpu_hooks`), and serve MLA."""
+        from sglang_fp8rl.platforms.cpu_mla import use_absorbed_mla
+
         torch.multiprocessing.set_sharing_strategy("file_system")
+        use_absorbed_mla()
 
     # --- device ---
 

@@ -32,6 +32,14 @@ def digests(scheduler: Any) -> dict[str, str]:
     }
 
 
+def scribble(scheduler: Any) -> None:
+    """Spoil every weight, derived ones too, as memory that was released and resumed is."""
+    buffers = {id(tensor) for tensor in model_of(scheduler).buffers()}
+    for tensor in served_tensors(scheduler).values():
+        if id(tensor) not in buffers:
+            tensor.detach().fill_(3)
+
+
 def addresses(scheduler: Any) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in served_tensors(scheduler).items()}
 

@@ -15,6 +15,21 @@ MAX_SERVERS = 2  # alive at a time; each takes about 1.5 GiB
 ServerFactory = Callable[..., ServerProcess]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--contract-results", type=Path, help="write what the contract suite proved to this file"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--contract-results", default=None)
+    if path is not None:
+        from contract import HOST
+        from contract_table import Recorder
+
+        config.pluginmanager.register(Recorder(path, str(HOST)), "contract-results")
+
+
 @pytest.fixture(scope="session")
 def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One directory for all checkpoints of the session."""

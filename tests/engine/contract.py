@@ -26,9 +26,11 @@ LAYOUTS = {
         Layout("tp2", 2),
         # Two ranks with half of the experts each.
         Layout("ep2", 2, ("--ep-size", "2")),
+        # Attention of one request on one rank each, experts of both on both.
+        Layout("dp2", 2, ("--dp-size", "2", "--enable-dp-attention")),
     )
 }
-DENSE, MOE = ("tp1", "tp2"), ("tp1", "tp2", "ep2")
+DENSE, MOE, MOE_AND_DP = ("tp1", "tp2"), ("tp1", "tp2", "ep2"), ("tp1", "tp2", "ep2", "dp2")
 
 
 @dataclass(frozen=True)
@@ -55,29 +57,35 @@ class Entry:
         return self.before if Version(self.since) > HOST else ""
 
 
-NO_MLA = "SGLang's torch_native attention has no MLA"
+NO_FP8_BMM = "SGLang multiplies w_kc, FP8 here for want of blocks, with a GPU kernel"
+BLOCKS_ONLY = "this SGLang derives w_kc and w_vc from blocks only; per channel it is refused"
 NO_GATE_KERNEL = "SGLang fuses the shared expert's gate in a Triton kernel"
+DROPS_SCALES = (
+    "SGLang's Llama class drops `weight_scale_inv` of block-FP8 checkpoints, with a warning"
+)
 
 CONTRACT = (
-    Entry("llama", DENSE),
+    Entry("llama", DENSE, no_native=DROPS_SCALES),
     Entry("qwen2-bias", DENSE),
     Entry("qwen3", DENSE),
     Entry("qwen3-tied", ("tp1",)),
     Entry("qwen3-one-kv-head", ("tp2",)),
-    Entry("llama-misaligned", DENSE),
-    Entry("mistral", DENSE),
+    Entry("llama-misaligned", DENSE, no_native=DROPS_SCALES),
+    Entry("mistral", DENSE, no_native=DROPS_SCALES),
     Entry("gemma3", DENSE),
-    Entry("phi3", DENSE),
+    Entry("phi3", DENSE, no_native=DROPS_SCALES),
     Entry("qwen2.5-vl", DENSE),
     Entry("qwen3-vl", DENSE),
-    Entry("qwen3-moe", MOE),
+    Entry("qwen3-moe", MOE_AND_DP),
     Entry("qwen3-moe-misaligned", ("tp2", "ep2")),
     Entry("mixtral", MOE),
     Entry("qwen2-moe", MOE, no_forward=NO_GATE_KERNEL),
     Entry("glm4-moe", MOE),
-    Entry("deepseek-v3", MOE, no_forward=NO_MLA),
-    Entry("deepseek-lite", ("tp1",), no_forward=NO_MLA),
-    Entry("deepseek-misaligned", ("tp2",), no_forward=NO_MLA),
+    Entry("deepseek-v3", MOE_AND_DP),
+    Entry("deepseek-lite", ("tp1",)),
+    Entry(
+        "deepseek-misaligned", ("tp2",), no_forward=NO_FP8_BMM, since="0.5.23", before=BLOCKS_ONLY
+    ),
 )
 
 CASES = [(entry, LAYOUTS[layout]) for entry in CONTRACT for layout in entry.layouts]

@@ -53,7 +53,8 @@ MODELS = {
         Model("qwen3-moe", "qwen3_moe"),
         Model("mixtral", "mixtral", ALIGNED),
         Model("mistral", "mistral", ALIGNED),
-        Model("gemma3", "gemma3_text", ALIGNED),
+        # Untied: tied, so small a Gemma says its last token again with certainty.
+        Model("gemma3", "gemma3_text", (*ALIGNED, ("tie_word_embeddings", False))),
         Model("phi3", "phi3", ALIGNED),
         Model("qwen2-moe", "qwen2_moe", ALIGNED),
         Model("glm4-moe", "glm4_moe", ALIGNED),

@@ -1,0 +1,99 @@
+"""`python contract_table.py`: put the contract's results into `docs/models.md`.
+
+Results come from `pytest tests/engine/test_contract.py --contract-results FILE`, one file per host, kept
+in `contract_results/`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "models.md"
+RESULTS = Path(__file__).parent / "contract_results"
+BEGIN, END = "<!-- contract -->", "<!-- /contract -->"
+
+# Test to column. The first one only shows that the others prove something.
+COLUMNS = {
+    "test_refit_equals_fresh_load": "fresh = refit",
+    "test_buckets_do_not_matter": "buckets",
+    "test_a_session_of_buckets_equals_one_call": "sessions",
+    "test_update_from_disk_equals_fresh_load": "disk",
+    "test_who_quantizes_does_not_matter": "who quantizes",
+    "test_bf16_and_fp16_sources_give_the_bytes_of_their_values": "16-bit sources",
+    "test_nothing_of_the_old_bytes_is_left": "nothing old left",
+    "test_addresses_stay": "addresses",
+    "test_the_scheme_is_decided_once": "scheme",
+    "test_sglangs_own_fp8_agrees": "SGLang's `fp8` agrees",
+    "test_a_refitted_engine_says_what_a_fresh_one_says": "generates",
+}
+
+
+class Recorder:
+    """A pytest plugin that writes what became of every case."""
+
+    def __init__(self, path: Path, host: str) -> None:
+        self._path, self._host = path, host
+        self._cases: dict[str, dict[str, str]] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if "test_contract.py::" not in report.nodeid or not (
+            report.when == "call" or report.outcome != "passed"
+        ):
+            return
+        if report.when == "teardown":
+            return
+        test, _, case = report.nodeid.rpartition("::")[2].rstrip("]").partition("[")
+        outcome = report.outcome
+        if outcome == "skipped":
+            outcome = report.longrepr[2].removeprefix("Skipped: ")
+        self._cases.setdefault(case, {})[test] = outcome
+
+    def pytest_sessionfinish(self) -> None:
+        known: dict[str, Any] = {}
+        if self._path.exists():  # a part of the suite renews its part of the results
+            known = json.loads(self._path.read_text())["cases"]
+        found = {"host": self._host, "cases": dict(sorted((known | self._cases).items()))}
+        self._path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def table(results: dict[str, Any], cases: list[str]) -> str:
+    """One host's table, with the reasons for what is not there below it."""
+    reasons: dict[str, int] = {}
+    lines = [f"### SGLang {results['host']}", ""]
+    lines += ["| model | layout | " + " | ".join(COLUMNS.values()) + " |"]
+    lines += ["|---|---|" + "---|" * len(COLUMNS)]
+    for case in cases:
+        model, _, layout = case.rpartition("-")
+        found = results["cases"].get(case, {})
+        cells = [_cell(found.get(test, "not run"), reasons) for test in COLUMNS]
+        lines.append(f"| {model} | {layout} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(f"{number}. {text}" for text, number in reasons.items()), ""])
+
+
+def _cell(outcome: str, reasons: dict[str, int]) -> str:
+    if outcome == "passed":
+        return "yes"
+    return f"no ({reasons.setdefault(outcome, len(reasons) + 1)})"
+
+
+def contract_cases() -> list[str]:
+    """The suite's cases, in its order."""
+    from contract import CASES, case_id
+
+    return [case_id(case) for case in CASES]
+
+
+def document() -> str:
+    """`docs/models.md` as it has to be."""
+    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    files = sorted(RESULTS.glob("*.json"), reverse=True)
+    tables = [table(json.loads(path.read_text()), contract_cases()) for path in files]
+    return f"{before}{BEGIN}\n" + "\n".join(tables) + f"{END}{after}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())

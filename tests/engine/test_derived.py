@@ -1,0 +1,122 @@
+"""What SGLang derives from `kv_b_proj` (MLA) follows every update, in place."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from _options import log_of_a_failed_start
+from commands import addresses, digests, model_of, parameter, status, update
+from contract import HOST
+from engine_host import EngineHost
+from models import MODELS, checkpoint
+from packaging.version import Version
+
+from sglang_fp8rl.numerics import quantize_blockwise
+
+pytestmark = pytest.mark.engine
+
+ATTENTION = "model.layers.1.self_attn"
+# 36 rows per head: no multiple of a block on one rank either.
+ODD = '{"v_head_dim": 36}'
+KV_B = f"{ATTENTION}.kv_b_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def fresh_second(checkpoint_dir):
+    with EngineHost(checkpoint(checkpoint_dir, MODELS["deepseek-v3"], "second")) as host:
+        return host.call(digests)
+
+
+@pytest.fixture
+def host(checkpoint_dir):
+    with EngineHost(checkpoint(checkpoint_dir, MODELS["deepseek-v3"], "first")) as host:
+        yield host
+
+
+def derive_again(scheduler):
+    """SGLang's own derivation from the bytes that are served; changes nothing if nothing is stale."""
+    model_of(scheduler).post_load_weights()
+
+
+def test_a_bucket_with_only_kv_b_proj_brings_its_derived_weights_along(host, fresh_second):
+    before = host.call(digests)
+    ok, message = host.call(update, [(KV_B, MODELS["deepseek-v3"].second[KV_B])])
+    assert ok, message
+    after = host.call(digests)
+    for leaf in ("kv_b_proj.weight", "w_kc", "w_vc"):
+        assert after[f"{ATTENTION}.{leaf}"] == fresh_second[f"{ATTENTION}.{leaf}"]
+        assert after[f"{ATTENTION}.{leaf}"] != before[f"{ATTENTION}.{leaf}"]
+    assert after["model.layers.0.self_attn.w_kc"] == before["model.layers.0.self_attn.w_kc"]
+
+
+def test_a_replayed_bucket_brings_its_derived_weights_along(host, fresh_second):
+    model = MODELS["deepseek-v3"]
+    for which in ("second", "first", "second"):
+        state = getattr(model, which)
+        assert host.call(update, list(state.items()))[0]
+    assert host.call(status)["replay"]["calls"] >= 1
+    assert host.call(digests) == fresh_second
+
+
+def test_derived_weights_are_of_the_served_bytes_after_a_failed_update(host):
+    second = MODELS["deepseek-v3"].second
+    bad = f"{ATTENTION}.o_proj.weight"
+    items = [(KV_B, second[KV_B]), (bad, second[bad][:, :-1])]
+    ok, message = host.call(update, items)
+    assert not ok
+    assert bad in message
+    found = host.call(digests)
+    host.call(derive_again)
+    assert host.call(digests) == found
+
+
+@pytest.mark.skipif(Version("0.5.23") > HOST, reason="per channel it is refused there")
+def test_derived_tensors_keep_their_addresses_though_sglang_binds_new_ones(checkpoint_dir):
+    """Per channel, SGLang derives `w_scale` too, and makes a new tensor of it each time."""
+    model = MODELS["deepseek-misaligned"]
+    with EngineHost(checkpoint(checkpoint_dir, model, "first"), tp_size=2) as host:
+        before = host.call_all(addresses)
+        values = host.call_all(digests)
+        for _ in range(2):
+            assert all(ok for ok, _ in host.call_all(update, [(KV_B, model.second[KV_B])]))
+        assert host.call_all(addresses) == before
+        name = f"{ATTENTION}.w_scale"
+        assert any(
+            new[name] != old[name] for new, old in zip(host.call_all(digests), values, strict=True)
+        )
+
+
+@pytest.mark.skipif(Version("0.5.23") <= HOST, reason="newer ones can")
+def test_a_host_that_derives_from_blocks_only_refuses_row_scales(checkpoint_dir, tmp_path):
+    path = checkpoint(checkpoint_dir, MODELS["deepseek-misaligned"], "first")
+    log = log_of_a_failed_start(path, tmp_path / "log", ("--json-model-override-args", ODD))
+    assert "kv_b_proj" in log
+    assert "derives w_kc and w_vc from blocks only" in log
+
+
+def test_either_part_of_the_fused_projection_may_come_alone(host):
+    """SGLang keeps the first part until the second comes, and forgets it at the end of the call."""
+    second = MODELS["deepseek-v3"].second
+    name = f"{ATTENTION}.fused_qkv_a_proj_with_mqa.weight"
+    old = host.call(parameter, name)
+    expected = old.clone()
+    for part, rows in (("kv_a_proj_with_mqa", slice(256, None)), ("q_a_proj", slice(0, 256))):
+        key = f"{ATTENTION}.{part}.weight"
+        codes, _ = quantize_blockwise(second[key])
+        ok, message = host.call(update, [(key, second[key])])
+        assert ok, message
+        expected[rows] = codes.view(torch.uint8)
+        assert torch.equal(host.call(parameter, name), expected), part
+    assert hashlib.sha256(old.numpy()).digest() != hashlib.sha256(expected.numpy()).digest()
+
+
+def test_a_part_of_the_wrong_shape_is_refused_by_name(host):
+    key = f"{ATTENTION}.q_a_proj.weight"
+    before = host.call(digests)
+    ok, message = host.call(update, [(key, torch.zeros(448, 256))])
+    assert not ok
+    assert key in message
+    assert "(256, 256)" in message
+    assert host.call(digests) == before

@@ -1,0 +1,148 @@
+"""What is served beside the weights: LoRA, drafts, CPU backups; and what is refused, with its reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from _options import log_of_a_failed_start
+from commands import digests, model_of, status, update
+from engine_host import EngineHost
+from generation import generate
+from models import MODELS, Model, checkpoint
+
+from sglang_fp8rl.testing.checkpoints import perturbed, save_checkpoint
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [5, 6, 7, 8]
+LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-backend", "torch_native")
+LORA += ("--lora-target-modules", "q_proj", "v_proj", "down_proj")
+WITH_DRAFT = Model("deepseek-mtp", "deepseek_v3", (("num_nextn_predict_layers", 1),))
+
+
+@pytest.mark.parametrize("args", [("--enable-weights-cpu-backup",), LORA], ids=["backup", "lora"])
+def test_an_update_equals_a_fresh_start_with(checkpoint_dir, args):
+    """LoRA wraps the layers after they were loaded; updates still reach what is inside."""
+    model = MODELS["mistral"]
+    with EngineHost(checkpoint(checkpoint_dir, model, "second"), args=args) as fresh:
+        expected = fresh.call(digests)
+        said = fresh.call(generate, PROMPT, 3)
+    with EngineHost(checkpoint(checkpoint_dir, model, "first"), args=args) as host:
+        first = host.call(digests)
+        for which, bytes_ in (("second", expected), ("first", first), ("second", expected)):
+            ok, message = host.call(update, list(getattr(model, which).items()))
+            assert ok, message
+            found = host.call(digests)
+            assert [name for name in found if found[name] != bytes_[name]] == []
+            assert host.call(status)["consistent"]
+        assert host.call(generate, PROMPT, 3) == said
+
+
+def test_the_memory_saver_is_refused_without_a_gpu(checkpoint_dir, tmp_path):
+    path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")
+    log = log_of_a_failed_start(path, tmp_path / "log", ("--enable-memory-saver",))
+    assert "--enable-memory-saver: on the CPU platform; it pages CUDA memory" in log
+
+
+def test_experts_with_biases_are_refused_with_the_reason(checkpoint_dir, tmp_path):
+    """gpt-oss, which SGLang does not run on torch_native attention either."""
+    path = checkpoint(checkpoint_dir, MODELS["gpt-oss"], "first")
+    log = log_of_a_failed_start(path, tmp_path / "log", ("--attention-backend", "triton"))
+    assert "model.layers.0.mlp.experts: experts with biases (gpt-oss)" in log
+
+
+# -- an embedded draft model (MTP) -----------------------------------------------------------------
+
+
+def with_draft(state, seed):
+    """The checkpoint's tensors and those of the layer behind the last, as DeepSeek-V3 has them."""
+    layer = {
+        name.replace("layers.1.", "layers.2."): weight
+        for name, weight in state.items()
+        if ".layers.1." in name
+    }
+    prefix = "model.layers.2"
+    layer |= {
+        f"{prefix}.eh_proj.weight": 0.05 * torch.ones(256, 512),
+        f"{prefix}.enorm.weight": torch.ones(256),
+        f"{prefix}.hnorm.weight": torch.ones(256),
+        f"{prefix}.shared_head.norm.weight": torch.ones(256),
+        f"{prefix}.shared_head.head.weight": state["lm_head.weight"],
+        f"{prefix}.embed_tokens.weight": state["model.embed_tokens.weight"],
+    }
+    return {**state, **perturbed(layer, seed)}
+
+
+def draft_path(directory, which):
+    path = directory / f"deepseek-mtp-{which}"
+    if not path.exists():
+        seed = {"first": 10, "second": 11}[which]
+        save_checkpoint(path, WITH_DRAFT.config, with_draft(getattr(WITH_DRAFT, which), seed))
+    return path
+
+
+def build_draft(scheduler):
+    """SGLang's own draft model, from the target's checkpoint; kept for the functions below."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader import get_model
+
+    args = scheduler.server_args
+    config = ModelConfig.from_server_args(args, model_path=args.model_path, is_draft_model=True)
+    config.quantization = (
+        scheduler.model_config.quantization
+    )  # as a speculating server passes it on
+    draft = get_model(
+        model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu")
+    )
+    scheduler.test_draft = draft
+    kinds = {type(getattr(module, "quant_method", None)).__name__ for module in draft.modules()}
+    return type(draft).__name__, sorted(kinds), {str(p.dtype) for p in draft.parameters()}
+
+
+def draft_values(scheduler):
+    return {name: p.detach().clone() for name, p in scheduler.test_draft.named_parameters()}
+
+
+def update_draft(scheduler, items):
+    scheduler.test_draft.load_weights(items)
+
+
+def test_an_embedded_draft_stays_in_high_precision_and_follows_the_same_tensors(checkpoint_dir):
+    second = with_draft(WITH_DRAFT.second, 11)
+    with EngineHost(draft_path(checkpoint_dir, "second")) as fresh:
+        fresh.call(build_draft)
+        expected, expected_draft = fresh.call(digests), fresh.call(draft_values)
+    with EngineHost(draft_path(checkpoint_dir, "first"), args=("--load-format", "dummy")) as host:
+        name, kinds, dtypes = host.call(build_draft)
+        assert name == "DeepseekV3ForCausalLMNextN"
+        assert not any("Fp8" in kind for kind in kinds), kinds
+        assert dtypes <= {"torch.bfloat16", "torch.float32"}
+        # The target is sent the draft's tensors too, and skips them by design.
+        ok, message = host.call(update, list(second.items()))
+        assert ok, message
+        assert host.call(digests) == expected
+        host.call(update_draft, list(second.items()))
+        found = host.call(draft_values)
+    assert found.keys() == expected_draft.keys()
+    assert all(torch.equal(found[key], expected_draft[key]) for key in found)
+
+
+def test_tensors_behind_the_last_layer_are_unknown_to_a_model_without_a_draft(checkpoint_dir):
+    state = with_draft(MODELS["deepseek-v3"].first, 10)
+    with EngineHost(checkpoint(checkpoint_dir, MODELS["deepseek-v3"], "first")) as host:
+        name = "model.layers.2.enorm.weight"
+        ok, message = host.call(update, [(name, state[name])])
+        assert not ok
+        assert name in message
+
+
+def test_mixtral_has_fused_experts(checkpoint_dir):
+    with EngineHost(checkpoint(checkpoint_dir, MODELS["mixtral"], "first")) as host:
+        assert "model.layers.0.block_sparse_moe.experts.w13_weight" in host.call(digests)
+        assert host.call(class_of_model) == "MixtralForCausalLM"
+
+
+def class_of_model(scheduler):
+    return type(model_of(scheduler)).__name__
