@@ -20,15 +20,19 @@ from http import HTTPStatus
 from multiprocessing.reduction import ForkingPickler
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import requests
 import torch
 import torch.multiprocessing  # registers the reductions of tensors with ForkingPickler
 
 from . import flat_layout
+from .delta_format import FULL_REFIT_WANTED
 from .errors import RefitError
 from .refit_plan import PLAN_PATH, RefitPlan
+
+if TYPE_CHECKING:
+    from .trainer.delta import SentState
 
 NamedTensor = tuple[str, torch.Tensor]
 Progress = Callable[[int, int], None]
@@ -178,6 +182,44 @@ class RefitClient:
             "the plan is served by a server of fp8_blockwise_online",
             "Start it with --quantization fp8_blockwise_online and this version of sglang-fp8rl.",
         )
+
+    def update_changed(
+        self,
+        named_tensors: Callable[[], Iterable[NamedTensor]],
+        plan: RefitPlan,
+        since: SentState,
+        *,
+        full_on_mismatch: bool = False,
+        **options: Any,
+    ) -> UpdateResult:
+        """Quantize here, and send only the blocks that changed since the last such update.
+
+        Args:
+            named_tensors: gives the unquantized tensors, from the start each time it is called.
+            plan: of this server.
+            since: of this server; empty at first, which makes a full refit. Holds the new state
+                afterwards, or the old one if the server refused.
+            full_on_mismatch: where the server's blocks are not those that `since` says, send
+                everything instead of raising.
+            options: of `update`.
+
+        Raises:
+            RefitError: as `update`; or the server asks for a full refit, and nothing of the weights
+                that it names was changed.
+        """
+        from .trainer.quantize_for_refit import quantize_for_refit
+
+        try:
+            stream = quantize_for_refit(named_tensors(), plan, since=since)
+            result = self.update(stream, plan=plan, **options)
+        except RefitError as error:
+            if FULL_REFIT_WANTED not in str(error) or not full_on_mismatch:
+                raise
+            since.forget()
+            stream = quantize_for_refit(named_tensors(), plan, since=since)
+            result = self.update(stream, plan=plan, **options)
+        since.commit()
+        return result
 
     def generate(
         self,

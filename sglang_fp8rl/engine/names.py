@@ -30,11 +30,13 @@ class Landing:
         part: what the loader was told (see `refit._part_of`).
         boxes: of the sent tensor, what this rank stores; None for what is not a plain box of it.
             Empty if this rank stores nothing.
+        regions: of the parameter, where each of them lands.
     """
 
     target: Target
     part: tuple
     boxes: tuple[Region | None, ...]
+    regions: tuple[Region | None, ...]
 
 
 @dataclass
@@ -68,12 +70,12 @@ class NameTable:
         """One loader call: `loaded` is (a view of) what was sent, `writes` what came of it."""
         if source is None:
             return
-        boxes = tuple(
-            _box(source.tensor, write.source) for write in writes if write.source is not None
-        )
+        copies = [(write.source, write.region) for write in writes if write.source is not None]
+        boxes = tuple(_box(source.tensor, taken) for taken, _ in copies)
+        regions = tuple(region for _, region in copies)
         with self._lock:
             known = self.known.setdefault(source.name, Known(tuple(source.tensor.shape)))
-            known.landings.append(Landing(target, part, boxes))
+            known.landings.append(Landing(target, part, boxes, regions))
 
     def not_taken(self, names: list[str]) -> None:
         """Names of the checkpoint that no parameter's loader was called for."""

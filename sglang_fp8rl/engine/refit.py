@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..config import Options
+from ..delta_format import DELTA_SUFFIX
 from ..errors import RefitError
 from ..numerics import warmup
 from ..scheme import Scheme
-from .buckets import Bucket, bucket_of
+from .buckets import Bucket, TensorBucket, bucket_of
 from .checks import MAX_LISTED, listed, not_finite_errors, unknown_names_error
+from .delta import DeltaLoader, split_deltas
 from .derived import DerivedWeights
 from .experts import load_left_experts
 from .loaders import Call, LoaderCalls
@@ -35,6 +38,7 @@ from .targets import Target, targets_of
 
 logger = logging.getLogger(__name__)
 
+_IS_DELTA = methodcaller("endswith", DELTA_SUFFIX)
 _REPLAYED_KINDS = ("tensor", "distributed")
 
 
@@ -65,6 +69,7 @@ class ModelRefit:
         self.probe_names: Callable[[], list[tuple[str, torch.Tensor]]] = list
         self._plan: dict[str, Any] | None = None
         self._loaders = LoaderCalls(options, self.pairs, self.report, self.names)
+        self._deltas = DeltaLoader(self.names, self.report, options.weight_block_size)
         self._native_load_weights: Any = None
         self._call: Call | None = None
 
@@ -115,6 +120,10 @@ class ModelRefit:
             and not (args or kw)
         )
         plan = self.plans.find(bucket) if may_replay and bucket is not None else None
+        deltas: dict[str, torch.Tensor] = {}
+        if plan is None and bucket is not None and any(map(_IS_DELTA, bucket.names)):
+            deltas, weights = split_deltas(bucket)
+            bucket, may_replay = TensorBucket(weights), False
         call = Call(self.kind, self.keep_pairs)
         if may_replay and plan is None and bucket is not None:
             call.recording = Recording(bucket)
@@ -122,14 +131,19 @@ class ModelRefit:
         if plan is not None:
             numbers = plan.numbers
         else:
-            numbers = self.report.window.numbers_of(bucket.names if bucket else ())
+            names = (*deltas, *bucket.names) if bucket is not None else ()
+            numbers = self.report.window.numbers_of(names)
         self.report.start_call(numbers)
+        if deltas:
+            bucket = None  # what arrives is counted one by one
         try:
             with torch.no_grad():
                 if plan is not None and bucket is not None:
                     result = self._replay(call, plan, bucket)
                     if self.derived.is_needed:
                         self.derived.refresh(bucket.names)
+                elif deltas:
+                    result = self._load_deltas(call, deltas, weights)
                 else:
                     sent = bucket if bucket is not None else weights
                     result = self._load_natively(call, sent, *args, **kw)
@@ -152,6 +166,21 @@ class ModelRefit:
         result = self._native_load_weights(call.sources.watch(weights), *args, **kw)
         load_left_experts(self.model, call.sources.left(), self._native_load_weights)
         return result
+
+    def _load_deltas(
+        self, call: Call, deltas: dict[str, torch.Tensor], others: list[tuple[str, torch.Tensor]]
+    ) -> Any:
+        """Changed blocks first, then what came with them, in the usual way."""
+        for name, packed in deltas.items():
+            call.sources.count(name, packed)
+            if name in self.names.known:
+                last = self.names.known[name].landings[-1]
+                call.touched[name] = (last.target.name, last.part)
+        # What is refused is reported at the end of the call; the rest is written.
+        refused = self._deltas.apply(deltas, self.plan()["tensors"], self.skipped_at_startup)
+        call.errors.update(refused)
+        self.derived.refresh(call.touched)
+        return self._load_natively(call, others) if others else None
 
     # -- replay ----------------------------------------------------------------------------------
 

@@ -83,6 +83,12 @@ class SourceIndex:
                 self._remember(source)
             yield source.weight_name, tensor
 
+    def count(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor that goes to no loader."""
+        self.names.append(name)
+        self.nbytes += tensor.nbytes
+        self.consumed.add(name)
+
     def _remember(self, source: Source) -> None:
         if source.tensor.device.type == "meta":
             self._on_meta[source.tensor.untyped_storage()._cdata] = source

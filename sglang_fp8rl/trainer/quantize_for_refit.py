@@ -10,12 +10,14 @@ The bytes are those the server would have made; half of BF16's go over the wire,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..delta_format import DELTA_SUFFIX
 from ..errors import QuantizationError, RefitError
 from ..numerics import (
     FP8_DTYPE,
@@ -24,6 +26,7 @@ from ..numerics import (
     cast_per_channel_into,
 )
 from ..refit_plan import RefitPlan, TensorPlan
+from .delta import SentState, only_changed
 from .shards import Piece, piece_of
 
 
@@ -32,8 +35,9 @@ class WireStats:
     """What went by, counted while `quantize_for_refit` is consumed.
 
     Attributes:
-        nbytes: as yielded, scales included; of shards, this rank's.
-        nbytes_fp32, nbytes_bf16: what the same tensors take unquantized.
+        tensors, quantized: weights, and those of them that went as FP8.
+        nbytes: as yielded, scales and digests included; of shards, this rank's.
+        nbytes_fp32, nbytes_bf16: what the same tensors (full ones) take unquantized.
     """
 
     tensors: int = 0
@@ -42,10 +46,16 @@ class WireStats:
     nbytes_fp32: int = 0
     nbytes_bf16: int = 0
 
-    def count(self, numel: int, nbytes: int, *, quantized: bool) -> None:
+    def count(self, name: str, tensor: Any, plan: RefitPlan) -> None:
+        """One yielded tensor; a scale counts with its weight."""
+        local = piece_of(name, tensor).local
+        self.nbytes += local.nbytes
+        entry = plan.tensors.get(name.removesuffix(DELTA_SUFFIX))
+        if entry is None:
+            return
+        numel = math.prod(entry.shape) if entry.shape is not None else local.numel()
         self.tensors += 1
-        self.quantized += quantized
-        self.nbytes += nbytes
+        self.quantized += entry.is_fp8_on_wire
         self.nbytes_fp32 += 4 * numel
         self.nbytes_bf16 += 2 * numel
 
@@ -54,6 +64,7 @@ def quantize_for_refit(
     named_tensors: Iterable[tuple[str, Any]],
     plan: RefitPlan,
     *,
+    since: SentState | None = None,
     stats: WireStats | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Quantize what the plan's server holds in FP8; pass on the rest. Lazy, one tensor at a time.
@@ -63,6 +74,8 @@ def quantize_for_refit(
             shards are whole blocks; or `LocalShard`. On any device.
         plan: of the server (`fetch_plan`). Hand it to `RefitClient.update(..., plan=plan)` too, so
             that a server with another plan is sent nothing.
+        since: what the server holds; only changed blocks are sent then (`trainer/delta.py`). Full
+            tensors only.
         stats: counts what goes by.
 
     Yields:
@@ -76,22 +89,29 @@ def quantize_for_refit(
             cuts blocks.
         QuantizationError: NaN or Inf, or a dtype that is not cast.
     """
+    stream = _quantized(named_tensors, plan)
+    if since is not None:
+        stream = only_changed(stream, plan, since)
+    for name, tensor in stream:
+        if stats is not None:
+            stats.count(name, tensor, plan)
+        yield name, tensor
+
+
+def _quantized(
+    named_tensors: Iterable[tuple[str, Any]], plan: RefitPlan
+) -> Iterator[tuple[str, Any]]:
     for name, tensor in named_tensors:
         if plan.why_not_needed(name):
             continue
         entry = plan.of(name)
         piece = piece_of(name, tensor)
         _check_shape(entry, piece)
-        numel = piece.local.numel()
         if not entry.is_fp8_on_wire:
-            if stats is not None:
-                stats.count(numel, numel * piece.local.element_size(), quantized=False)
             yield name, tensor
             continue
         codes, scale = quantize_piece(entry, piece, plan)
         block = block_of(entry, plan)
-        if stats is not None:
-            stats.count(numel, numel + 4 * scale.numel(), quantized=True)
         yield name, piece.like(codes, piece.full_shape, piece.start, name)
         # Rounded up: an empty shard starts behind the last block, which may be short.
         start = tuple(-(-at // size) for at, size in zip(piece.start, block, strict=True))
