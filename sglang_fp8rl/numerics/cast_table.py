@@ -30,9 +30,11 @@ class Dtype(IntEnum):
 
     FP32 = 0
     BF16 = 1
+    FP16 = 2  # of a source, and only on a GPU
 
 
 DTYPES = {torch.float32: Dtype.FP32, torch.bfloat16: Dtype.BF16}
+SOURCES = {**DTYPES, torch.float16: Dtype.FP16}
 
 PIECE = np.dtype(
     [
@@ -83,7 +85,7 @@ class Piece:
             view.dim() == destination.dim() == 2
             and view.shape == destination.shape
             and view.numel() > 0
-            and view.dtype in DTYPES
+            and view.dtype in (SOURCES if view.is_cuda else DTYPES)
             and destination.dtype in known
             and (view.stride(1) == 1 or view.shape[1] == 1)
             and (destination.stride(1) == 1 or view.shape[1] == 1)
@@ -124,7 +126,7 @@ class CastTable:
             flag_rows, flag_cols = piece.flag_shape
             row["kind"] = Kind.COPY if scales is None else Kind.CAST
             row["source"], row["source_offset"] = piece.source
-            row["source_dtype"] = DTYPES[view.dtype]
+            row["source_dtype"] = SOURCES[view.dtype]
             row["source_stride"] = view.stride(0)
             row["destination"] = destination.data_ptr()
             row["destination_dtype"] = DTYPES.get(destination.dtype, 0)

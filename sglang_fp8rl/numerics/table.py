@@ -30,10 +30,15 @@ def make_runner(
     table: CastTable, device: torch.device, *, pow2_scale: bool, round_to_bf16: bool
 ) -> TableRunner | None:
     """The kernels for destinations on `device`; None where there are none."""
+    rounding = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+    if device.type == "cuda":
+        from .triton_table import TritonTable
+
+        return TritonTable(table, device, **rounding)
     if device.type != "cpu":
         return None
     try:
         from .cpu_table import CpuTable
     except ImportError:  # Numba also raises it for a NumPy it doesn't know
         return None
-    return CpuTable(table, pow2_scale=pow2_scale, round_to_bf16=round_to_bf16)
+    return CpuTable(table, **rounding)

@@ -1,0 +1,251 @@
+"""Run a `CastTable` on a GPU: all blocks in one launch, ragged ones and rows in another each.
+
+Addresses come out of the table, so nothing is known of them at compile time; where a group is
+aligned, the kernel is told so (`tl.multiple_of`), or every load would be of one element. The
+arithmetic is that of `triton_cast`, integer for integer.
+"""
+
+# Triton reads these functions, not their annotations.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from .cast_table import CastTable, Dtype, Kind
+from .triton_cast import (
+    LONGEST_ROW_READ_ONCE,
+    _on_device,
+    amax_to_scale_inv,
+    encode_e4m3,
+    fp32_bits,
+    round_bits_to_bf16,
+)
+
+_ALIGNMENT = 16  # bytes of one load
+_BLOCK = 128
+_FIELDS = tl.constexpr(17)
+# Columns of `cast_table.PIECE`, in its order.
+_SOURCE, _SOURCE_OFFSET, _SOURCE_STRIDE = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+_TARGET, _TARGET_DTYPE, _TARGET_STRIDE = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+_SCALES, _SCALES_STRIDE0, _SCALES_STRIDE1 = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
+_ROWS, _COLS, _FLAGS, _FLAG_COLS = (tl.constexpr(n) for n in (11, 12, 15, 16))
+
+
+@triton.jit
+def _source_address(addresses, row):
+    return tl.load(addresses + tl.load(row + _SOURCE)) + tl.load(row + _SOURCE_OFFSET)
+
+
+@triton.jit
+def table_block_kernel(
+    table,
+    items,
+    addresses,
+    flags,
+    ALIGNED: tl.constexpr,
+    KIND: tl.constexpr,
+    POW2: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """One 128×128 block per program. `items` [programs, 2]: piece, and block of that piece."""
+    pid = tl.program_id(0)
+    row = table + tl.load(items + 2 * pid).to(tl.int64) * _FIELDS
+    block = tl.load(items + 2 * pid + 1)
+    flag_cols = tl.load(row + _FLAG_COLS).to(tl.int32)
+    block_n, block_k = (block // flag_cols).to(tl.int64), (block % flag_cols).to(tl.int64)
+    source_stride, target_stride = tl.load(row + _SOURCE_STRIDE), tl.load(row + _TARGET_STRIDE)
+    n = block_n * 128 + tl.arange(0, 128)
+    k = block_k * 128 + tl.arange(0, 128)
+    # Not in a function of its own: what `multiple_of` says is lost when that is inlined.
+    address = _source_address(addresses, row)
+    if KIND == 0:
+        source = address.to(tl.pointer_type(tl.int32))
+    else:
+        source = address.to(tl.pointer_type(tl.int16))
+    target = tl.load(row + _TARGET).to(tl.pointer_type(tl.uint8))
+    if ALIGNED:
+        source_stride, target_stride = (
+            tl.multiple_of(source_stride, 16),
+            tl.multiple_of(target_stride, 16),
+        )
+        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
+        k = tl.max_contiguous(tl.multiple_of(k, 128), 128)
+        x = tl.load(source + n[:, None] * source_stride + k[None, :])
+    else:
+        inside = (n < tl.load(row + _ROWS))[:, None] & (k < tl.load(row + _COLS))[None, :]
+        x = tl.load(source + n[:, None] * source_stride + k[None, :], mask=inside, other=0)
+    bits = fp32_bits(x, KIND)
+    amax = tl.max(tl.max(bits & 0x7FFFFFFF, axis=1), axis=0)
+    scale, finite = amax_to_scale_inv(amax, POW2, ROUND)
+    if ROUND:
+        bits = round_bits_to_bf16(bits)
+    codes = encode_e4m3(bits, scale)
+    where = target + n[:, None] * target_stride + k[None, :]
+    if ALIGNED:
+        if finite:
+            tl.store(where, codes)
+    else:
+        tl.store(where, codes, mask=inside & finite)
+    scales = tl.load(row + _SCALES).to(tl.pointer_type(tl.float32))
+    at = block_n * tl.load(row + _SCALES_STRIDE0) + block_k * tl.load(row + _SCALES_STRIDE1)
+    tl.store(scales + at, scale, mask=finite)
+    tl.store(flags + tl.load(row + _FLAGS) + block, 1 - finite.to(tl.int8))
+
+
+@triton.jit
+def table_row_kernel(
+    table,
+    items,
+    addresses,
+    flags,
+    CHUNK: tl.constexpr,
+    COPY: tl.constexpr,
+    KIND: tl.constexpr,
+    POW2: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """One row per program: a channel is cast, a row of a parameter in high precision copied.
+
+    The first pass takes the maximum; the second reads the row again, from the cache.
+    """
+    pid = tl.program_id(0)
+    row = table + tl.load(items + 2 * pid).to(tl.int64) * _FIELDS
+    n = tl.load(items + 2 * pid + 1).to(tl.int64)
+    cols = tl.load(row + _COLS).to(tl.int32)
+    address = _source_address(addresses, row)
+    if KIND == 0:
+        source = address.to(tl.pointer_type(tl.int32))
+    else:
+        source = address.to(tl.pointer_type(tl.int16))
+    source += n * tl.load(row + _SOURCE_STRIDE)
+    k = tl.arange(0, CHUNK)
+    largest = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, cols, CHUNK):
+        x = tl.load(source + first + k, mask=first + k < cols, other=0)
+        largest = tl.maximum(largest, fp32_bits(x, KIND) & 0x7FFFFFFF)
+    amax = tl.max(largest, axis=0)
+    target = tl.load(row + _TARGET)
+    offset = n * tl.load(row + _TARGET_STRIDE)
+    if COPY:
+        finite = amax < 0x7F800000
+        to_fp32 = tl.load(row + _TARGET_DTYPE) == 0
+        wide = target.to(tl.pointer_type(tl.int32)) + offset
+        slim = target.to(tl.pointer_type(tl.int16)) + offset
+        for first in range(0, cols, CHUNK):
+            inside = first + k < cols
+            bits = fp32_bits(tl.load(source + first + k, mask=inside, other=0), KIND)
+            tl.store(wide + first + k, bits, mask=inside & finite & to_fp32)
+            rounded = (round_bits_to_bf16(bits) >> 16).to(tl.int16)
+            tl.store(slim + first + k, rounded, mask=inside & finite & (to_fp32 == 0))
+    else:
+        scale, finite = amax_to_scale_inv(amax, POW2, ROUND)
+        codes = target.to(tl.pointer_type(tl.uint8)) + offset
+        for first in range(0, cols, CHUNK):
+            inside = first + k < cols
+            bits = fp32_bits(tl.load(source + first + k, mask=inside, other=0), KIND)
+            if ROUND:
+                bits = round_bits_to_bf16(bits)
+            tl.store(codes + first + k, encode_e4m3(bits, scale), mask=inside & finite)
+        scales = tl.load(row + _SCALES).to(tl.pointer_type(tl.float32))
+        tl.store(scales + n * tl.load(row + _SCALES_STRIDE0), scale, mask=finite)
+    tl.store(flags + tl.load(row + _FLAGS) + n, 1 - finite.to(tl.int8))
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Programs that share a kernel and its constants."""
+
+    is_block: bool
+    items: torch.Tensor
+    constants: dict[str, int | bool]
+    num_warps: int
+
+
+class TritonTable:
+    """A table on a GPU, its programs grouped into launches.
+
+    Args:
+        device: of the destinations; "cpu" only works in Triton's interpreter.
+        pow2_scale, round_to_bf16: as in `cast_blockwise_into`; copies take no notice of them.
+    """
+
+    def __init__(
+        self, table: CastTable, device: torch.device, *, pow2_scale: bool, round_to_bf16: bool
+    ) -> None:
+        self.table, self._device = table, device
+        self._rounding = {"POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16)}
+        rows = table.pieces.view(np.int64).reshape(len(table.pieces), -1)
+        self._rows = torch.from_numpy(rows.copy()).to(device)
+        self._flags = torch.zeros(max(1, table.flag_count), dtype=torch.int8, device=device)
+        self._launches = [self._launch(*group) for group in _groups(table.pieces)]
+
+    @property
+    def launches(self) -> int:
+        return len(self._launches)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the table, its items and its flags."""
+        held = [self._rows, self._flags, *(launch.items for launch in self._launches)]
+        return sum(tensor.nbytes for tensor in held)
+
+    def _launch(self, key: tuple, pieces: np.ndarray) -> _Launch:
+        kind, block, aligned, dtype = key
+        rows = self.table.pieces[pieces]
+        is_block = kind == Kind.CAST and block
+        heights = np.where(is_block, -(-rows["rows"] // _BLOCK) * rows["flag_cols"], rows["rows"])
+        owner = np.repeat(pieces, heights)
+        first = np.repeat(np.cumsum(heights) - heights, heights)
+        items = np.stack([owner, np.arange(len(owner)) - first], 1).astype(np.int32)
+        constants: dict[str, int | bool] = {"KIND": int(dtype), **self._rounding}
+        warps = 8
+        if is_block:
+            constants["ALIGNED"] = bool(aligned)
+        else:
+            longest = int(rows["cols"].max())
+            chunk = max(16, min(triton.next_power_of_2(longest), LONGEST_ROW_READ_ONCE))
+            constants |= {"CHUNK": chunk, "COPY": kind == Kind.COPY}
+            warps = max(1, min(16, chunk // 512))
+        return _Launch(is_block, torch.from_numpy(items).to(self._device), constants, warps)
+
+    def run(self, addresses: Sequence[int]) -> np.ndarray:
+        """As `TableRunner.run`; waits for the device, so the sender may reuse its memory."""
+        host = torch.tensor(addresses, dtype=torch.int64)
+        whole = not bool((host % _ALIGNMENT).any())
+        sources = host.to(self._device)
+        with _on_device(self._device):
+            for launch in self._launches:
+                kernel = table_block_kernel if launch.is_block else table_row_kernel
+                constants = launch.constants
+                if launch.is_block and constants["ALIGNED"] and not whole:
+                    constants = {**constants, "ALIGNED": False}
+                arguments = (self._rows, launch.items, sources, self._flags)
+                kernel[(len(launch.items),)](*arguments, **constants, num_warps=launch.num_warps)
+        return self._flags.cpu().numpy().view(np.uint8)[: self.table.flag_count]
+
+
+def _groups(pieces: np.ndarray) -> list[tuple[tuple, np.ndarray]]:
+    """(key, indices of pieces): key is kind, block or row, aligned or not, source dtype."""
+    is_block = (pieces["kind"] == Kind.CAST) & (pieces["block_n"] > 1)
+    size = np.where(pieces["source_dtype"] == Dtype.FP32, 4, 2)
+    aligned = (
+        is_block
+        & (pieces["rows"] % _BLOCK == 0)
+        & (pieces["cols"] % _BLOCK == 0)
+        & (pieces["source_offset"] % _ALIGNMENT == 0)
+        & (pieces["source_stride"] * size % _ALIGNMENT == 0)
+        & (pieces["source_stride"] % 16 == 0)
+        & (pieces["destination"] % _ALIGNMENT == 0)
+        & (pieces["destination_stride"] % _ALIGNMENT == 0)
+    )
+    keys = np.stack([pieces["kind"], is_block, aligned, pieces["source_dtype"]], 1)
+    found, inverse = np.unique(keys, axis=0, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    return [(tuple(key), np.flatnonzero(inverse == at)) for at, key in enumerate(found.tolist())]
