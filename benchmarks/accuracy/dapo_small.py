@@ -37,7 +37,7 @@ from small_dapo.check import (
 )
 from small_dapo.plot import draw
 from small_dapo.settings import ARMS, Settings
-from small_dapo.summary import equal_rollouts, summary
+from small_dapo.summary import equal_rollouts, equal_to_full, summary
 
 from sglang_fp8rl.errors import Fp8RlError
 
@@ -160,6 +160,9 @@ def _report(path: Path) -> None:
     runs = records.load(path)
     console.print(summary(runs))
     for other in ("quantized_before_transfer", "delta"):
+        equal, total = equal_to_full(runs, other)
+        if total:
+            console.print(f"{other}: served as after a full refit in {equal} of {total} steps")
         equal, total = equal_rollouts(runs, CHECKED, other)
         if total:
             console.print(f"{other}: rollouts equal {CHECKED}'s in {equal} of {total} steps")

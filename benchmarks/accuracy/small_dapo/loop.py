@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,8 +18,8 @@ from sglang_fp8rl.trainer import mismatch_metrics
 from .dapo import Dapo
 from .dynamic_sampling import Sampled, dynamic_sampling
 from .model import Policy, padded
-from .refit import make_sender
-from .rollout import Group, RolloutServer
+from .refit import FullSender, make_sender
+from .rollout import RolloutServer, digest
 from .settings import Arm, Settings
 from .task import draw_problems
 
@@ -64,22 +63,19 @@ def run_steps(run: Run) -> Iterator[Record]:
     with RolloutServer(run.arm, settings, checkpoint, run.seed, run.threads, log) as server:
         sender = make_sender(run.arm.sender, server.process.url, run.fault)
         sender.send(policy.masters)
-        yield {"step": 0, "val_accuracy": server.accuracy(held_out), **conditions(run)}
+        yield {"step": 0, "val_accuracy": server.validate(held_out).accuracy, **conditions(run)}
         for step in range(1, run.steps + 1):
             began = time.perf_counter()
             sampled = dynamic_sampling(
                 lambda: server.sample(draw_problems(draw, settings.prompts)), settings
             )
-            sampling_seconds = time.perf_counter() - began
             record = {"step": step, **rollout_figures(policy, sampled)}
-            began_training = time.perf_counter()
             if sampled.used:
                 updated = trainer.update(sampled.used)
                 record["loss"] = updated.loss
                 record["grad_norm"] = updated.grad_norm
                 record["clip_fraction"] = updated.clip_fraction
                 record["tis_capped"] = updated.tis_capped
-            record["train_seconds"] = time.perf_counter() - began_training
             sent = sender.send(policy.masters)
             record["refit_bytes"] = sent.nbytes
             record["refit_seconds"] = sent.seconds
@@ -87,9 +83,13 @@ def run_steps(run: Run) -> Iterator[Record]:
             if sent.changed is not None:
                 record["codes_changed"] = sent.changed.codes
                 record["blocks_changed"] = sent.changed.blocks
-            record["val_accuracy"] = server.accuracy(held_out)
-            record["sampling_seconds"] = sampling_seconds
+            served = server.validate(held_out)
+            record["val_accuracy"] = served.accuracy
             record["step_seconds"] = time.perf_counter() - began
+            if run.arm.sender != "full":
+                # The same masters by the other road; what is served has to be the same.
+                FullSender(server.process.url).send(policy.masters)
+                record["equals_full"] = server.validate(held_out) == served
             yield record
 
 
@@ -124,14 +124,7 @@ def rollout_figures(policy: Policy, sampled: Sampled) -> Record:
         "kl_k3": gap.kl_k3,
         "ratio_max": gap.ratio_max,
         "mult_prob_error": gap.mult_prob_error,
-        "logprob_diff_mean": gap.logprob_diff_mean,
         "prob_pearson": gap.prob_pearson,
         "entropy": -trained.sum().item() / mask.sum().item(),
-        "rollout_digest": digest(groups),
+        "rollout_digest": digest([(group.responses, group.logprobs) for group in groups]),
     }
-
-
-def digest(groups: Sequence[Group]) -> str:
-    """Of every sampled token and its log-probability: equal digests are equal rollouts."""
-    text = repr([(group.responses, group.logprobs) for group in groups])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

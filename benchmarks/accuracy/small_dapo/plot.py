@@ -16,7 +16,7 @@ PANELS = (
     ("train_accuracy", "accuracy of sampled responses", "linear"),
     ("kl_k3", "k3 KL, rollout against trainer", "log"),
     ("mult_prob_error", "multiplicative probability error − 1", "log"),
-    ("ratio_max", "largest ratio trainer / rollout", "log"),
+    ("ratio_max", "largest ratio trainer / rollout", "linear"),
     ("refit_bytes", "bytes of a refit", "linear"),
 )
 SMOOTHED = 5  # steps of the moving mean; the band is of the smoothed curves
@@ -43,6 +43,8 @@ def draw(runs: Runs, path: Path) -> None:
             axis.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15)
         axis.set(title=title, xlabel="step", yscale=scale)
         axis.grid(alpha=0.3)
+        if key == "refit_bytes":
+            axis.set_ylim(bottom=0)
     axes.flat[0].legend(fontsize=8)
     seeds = len({seed for _, seed in runs})
     figure.suptitle(

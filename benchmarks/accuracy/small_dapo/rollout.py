@@ -7,6 +7,7 @@ only: the same weights give the same rollouts, token for token and bit for bit.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,19 @@ class Group:
     @property
     def rewards(self) -> list[float]:
         return [reward(self.problem, response) for response in self.responses]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The fraction answered exactly right, and a digest of all tokens and log-probabilities."""
+
+    accuracy: float
+    digest: str
+
+
+def digest(answers: object) -> str:
+    """Of nested lists of tokens and log-probabilities: equal digests are equal to the last bit."""
+    return hashlib.sha256(repr(answers).encode()).hexdigest()[:16]
 
 
 class RolloutServer:
@@ -99,11 +113,11 @@ class RolloutServer:
             groups.append(Group(problem, [ids for ids, _ in own], [values for _, values in own]))
         return groups
 
-    def accuracy(self, problems: Sequence[Problem]) -> float:
-        """The fraction of problems answered exactly right, greedily."""
+    def validate(self, problems: Sequence[Problem]) -> Validation:
+        """Answer problems greedily; draws no random number, so the rollouts stay what they are."""
         answers = self._generate([p.prompt for p in problems], temperature=0.0)
         right = [is_correct(p, ids) for p, (ids, _) in zip(problems, answers, strict=True)]
-        return sum(right) / len(right)
+        return Validation(sum(right) / len(right), digest(answers))
 
     def _generate(
         self, prompts: list[list[int]], temperature: float
