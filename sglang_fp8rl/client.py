@@ -265,6 +265,14 @@ class RefitClient:
             )
         return section
 
+    def close_session(self) -> None:
+        """End a session that a client which is gone left open; what it sent stays.
+
+        Raises:
+            RefitError: there is none.
+        """
+        self._post("/end_weight_update", {})
+
     def tp_size(self) -> int:
         return int(self.server_info()["tp_size"])
 

@@ -143,14 +143,22 @@ def _update_hook(kind: str, output_name: str, *, sessions: bool) -> Callable[...
         if not sessions or getattr(manager, "_session", 0) is not None:
             return _run_update(original, manager, refit, request, kind, output_class)
         selector = getattr(request, "selector", "all")
-        manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=selector))
         refit.implicit_session = True
+        manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=selector))
         try:
             return _run_update(original, manager, refit, request, kind, output_class)
         finally:
             manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
 
     return hook
+
+
+def begin_session(result: Any, manager: Any, *_: Any, **__: Any) -> Any:
+    """`begin_weight_update`: what a client sends from here on is another refit."""
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is not None and result.success and not refit.implicit_session:
+        refit.report.window.begin_refit()
+    return result
 
 
 def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -255,6 +263,13 @@ HOOKS = (
         "as for tensors",
     ),
     Hook(
+        f"{_MANAGER}.begin_weight_update",
+        "AFTER",
+        begin_session,
+        "a client with sessions says where a refit begins; the status has to know",
+        "SGLang tells quantization methods of sessions",
+    ),
+    Hook(
         f"{_MANAGER}.end_weight_update",
         "AROUND",
         end_session,
@@ -292,6 +307,6 @@ def register_hooks(*, has_sessions: bool) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in HOOKS:
-        if hook.function is end_session and not has_sessions:
+        if hook.function in (begin_session, end_session) and not has_sessions:
             continue
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])

@@ -9,7 +9,10 @@ MAX_STEPS = 100
 
 
 def generate(scheduler: Any, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
-    """Tokens and their log-probabilities. Run on every rank at once."""
+    """Tokens, and the log-probabilities of the prompt's and of theirs. Run on every rank at once.
+
+    The prompt's too: a model may say its next token with certainty, whatever its weights.
+    """
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -25,7 +28,7 @@ def generate(scheduler: Any, prompt: list[int], new_tokens: int) -> tuple[list[i
         token_type_ids=None,
         sampling_params=sampling,
         return_logprob=True,
-        logprob_start_len=-1,
+        logprob_start_len=0,
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,
@@ -46,9 +49,7 @@ def generate(scheduler: Any, prompt: list[int], new_tokens: int) -> tuple[list[i
         scheduler.last_batch = batch
     scheduler.last_batch = None
     assert served.finished(), "no end after so many steps"
-    return list(served.output_ids), [float(value) for value in _logprobs(served)]
-
-
-def _logprobs(request: Any) -> Any:
-    holder = getattr(request, "logprob", request)
-    return holder.output_token_logprobs_val
+    holder = getattr(served, "logprob", served)
+    values = [*(holder.input_token_logprobs_val or ()), *holder.output_token_logprobs_val]
+    # Nobody predicted the first token.
+    return list(served.output_ids), [float(value) for value in values if value is not None]

@@ -53,8 +53,8 @@ MODELS = {
         Model("qwen3-moe", "qwen3_moe"),
         Model("mixtral", "mixtral", ALIGNED),
         Model("mistral", "mistral", ALIGNED),
-        # Untied: tied, so small a Gemma says its last token again with certainty.
-        Model("gemma3", "gemma3_text", (*ALIGNED, ("tie_word_embeddings", False))),
+        # Tied, as all of them are: SGLang's Gemma 3 loads no head of its own.
+        Model("gemma3", "gemma3_text", (*ALIGNED, ("tie_word_embeddings", True))),
         Model("phi3", "phi3", ALIGNED),
         Model("qwen2-moe", "qwen2_moe", ALIGNED),
         Model("glm4-moe", "glm4_moe", ALIGNED),
