@@ -63,10 +63,6 @@ def _blocks_as_bf16(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, float]:
     return blocks_as_bf16(*args, **kwargs)
 
 
-def _least_sequence_length(backend: Any) -> int:
-    return 1
-
-
 def _nothing() -> None:
     """No patch needed."""
 
@@ -113,13 +109,6 @@ CPU_HOOKS: tuple[CpuHook, ...] = (
         reason="MLA's w_kc and w_vc are BF16 on a GPU; elsewhere SGLang quantizes them again, per tensor, "
         "for a kernel that a CPU has not",
         until="SGLang derives alike on every device",
-    ),
-    CpuHook(
-        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-        ".get_cuda_graph_seq_len_fill_value",
-        _least_sequence_length,
-        reason="asked for where DP attention pads a batch, graphs or not; torch_native has no answer",
-        until="SGLang's torch_native backend has one",
     ),
     CpuHook(
         "sglang.srt.utils.patch_torch.monkey_patch_torch_reductions",

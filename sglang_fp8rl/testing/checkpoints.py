@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .families import hub_config, hub_shapes, make_config
+from .families import embedding_std, hub_config, hub_shapes, make_config
 
 TILE = 128
 
@@ -36,7 +36,10 @@ def make_state_dict(config: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
     Shapes come from the model class on the `meta` device; the values depend only on
     (`seed`, name, shape), not on the order of the names or the `transformers` version.
     """
-    return {name: _weight(name, shape, seed) for name, shape in sorted(hub_shapes(config).items())}
+    std = embedding_std(config)
+    return {
+        name: _weight(name, shape, seed, std) for name, shape in sorted(hub_shapes(config).items())
+    }
 
 
 def perturbed(
@@ -164,13 +167,13 @@ def _generator(name: str, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed + 1) * 1_000_003 + key)
 
 
-def _weight(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def _weight(name: str, shape: tuple[int, ...], seed: int, embedding_std: float) -> torch.Tensor:
     generator = _generator(name, seed)
     noise = torch.randn(shape, generator=generator)
     if len(shape) == 1:
         return 1 + 0.1 * noise if "norm" in name else 0.1 * noise
     if "embed" in name or "lm_head" in name:
-        return 0.15 * noise
+        return embedding_std * noise
     matrix = noise.reshape(-1, shape[-1]) if len(shape) == 3 else noise.reshape(shape[0], -1)
     rows, columns = (-(-size // TILE) for size in matrix.shape)
     magnitude = 2.0 ** (2 * torch.rand((rows, columns), generator=generator) - 1)

@@ -59,6 +59,7 @@ class Family:
         stored_buffers: leaf names of buffers that checkpoints hold.
         expert_parts: what the hub calls an expert's gate, up and down projection; empty where
             experts are one tensor there too.
+        embedding_std: of the embedding's values.
         config_json: keys of the hub's `config.json` that `transformers` 5 has under other names.
     """
 
@@ -67,6 +68,7 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
     stored_buffers: tuple[str, ...] = ()
     expert_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    embedding_std: float = 0.15
     config_json: dict[str, Any] = field(default_factory=dict)
 
 
@@ -75,7 +77,10 @@ _FAMILIES: dict[str, Family] = {
     "mistral": Family(),
     "qwen2": Family(),
     "qwen3": Family(),
-    "gemma3_text": Family({"query_pre_attn_scalar": 64, "tie_word_embeddings": True}),
+    # Tied, and scaled up by 16: with larger values it would repeat its last token with certainty.
+    "gemma3_text": Family(
+        {"query_pre_attn_scalar": 64, "tie_word_embeddings": True}, embedding_std=0.02
+    ),
     # Fused on disk: `qkv_proj` and `gate_up_proj` are one tensor each.
     "phi3": Family(),
     "mixtral": Family(
@@ -182,6 +187,11 @@ def model_class(config: Any) -> type:
     if _FAMILIES[config.model_type].vision:
         return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def embedding_std(config: Any) -> float:
+    """Of the values of the embedding and the head."""
+    return _FAMILIES[config.model_type].embedding_std
 
 
 def hub_config(config: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from commands import (
     update,
     update_from_disk,
 )
-from contract import CASES, HOST, case_id
+from contract import CASES, HOST, case_id, no_forward
 from engine_host import EngineHost
 from generation import generate
 from models import MODELS, checkpoint
@@ -44,7 +44,7 @@ def case(request, checkpoint_dir):
         pytest.skip(entry.refused_here())
     with Case.start(entry, layout, checkpoint_dir, "second") as fresh:
         served = fresh.call_all(digests)
-        said = None if entry.no_forward else fresh.call_all(generate, PROMPT, NEW_TOKENS)
+        said = None if no_forward(request.param) else fresh.call_all(generate, PROMPT, NEW_TOKENS)
         plan = fresh.call_all(status)
     with Case.start(entry, layout, checkpoint_dir, "first") as host:
         case = Case(entry, layout, host)
@@ -56,6 +56,7 @@ def case(request, checkpoint_dir):
 class Case:
     def __init__(self, entry, layout, host):
         self.entry, self.layout, self.host = entry, layout, host
+        self.no_forward = no_forward((entry, layout))
         self.model = MODELS[entry.model]
 
     @staticmethod
@@ -196,8 +197,8 @@ def test_update_from_disk_equals_fresh_load(case, checkpoint_dir):
 
 def test_a_refitted_engine_says_what_a_fresh_one_says(case):
     """Tokens and log-probabilities, every bit."""
-    if case.entry.no_forward:
-        pytest.skip(case.entry.no_forward)
+    if case.no_forward:
+        pytest.skip(case.no_forward)
     case.send("second", shuffled_buckets(case.model.second, 13, (6,)))
     said = case.host.call_all(generate, PROMPT, NEW_TOKENS)
     case.send("first")
@@ -228,7 +229,7 @@ def test_sglangs_own_fp8_agrees(case, checkpoint_dir):
         for ours, theirs in zip(case.fresh["first"], offline, strict=True):
             # SGLang's own method adds KV-cache scales; every other tensor is in both.
             assert {name: theirs.get(name) for name in ours} == ours
-        if not case.entry.no_forward:
+        if not case.no_forward:
             case.send("first")
             said = case.host.call_all(generate, PROMPT, NEW_TOKENS)
             assert native.call_all(generate, PROMPT, NEW_TOKENS) == said
