@@ -17,16 +17,16 @@ BEGIN, END = "<!-- contract -->", "<!-- /contract -->"
 
 # Test to column. The first one only shows that the others prove something.
 COLUMNS = {
-    "test_refit_equals_fresh_load": "fresh = refit",
-    "test_buckets_do_not_matter": "buckets",
+    "test_refit_equals_fresh_load_again_and_again": "fresh = refit",
+    "test_buckets_of_any_size_and_order_give_the_same_bytes": "buckets",
     "test_a_session_of_buckets_equals_one_call": "sessions",
     "test_update_from_disk_equals_fresh_load": "disk",
-    "test_who_quantizes_does_not_matter": "who quantizes",
+    "test_the_engine_and_the_trainer_quantize_to_the_same_bytes": "who quantizes",
     "test_bf16_and_fp16_sources_give_the_bytes_of_their_values": "16-bit sources",
     "test_nothing_of_the_old_bytes_is_left": "nothing old left",
     "test_addresses_stay": "addresses",
     "test_the_scheme_is_decided_once": "scheme",
-    "test_sglangs_own_fp8_agrees": "SGLang's `fp8` agrees",
+    "test_quantized_offline_and_served_by_sglangs_own_fp8_gives_the_same_bytes": "SGLang's `fp8` agrees",
     "test_a_refitted_engine_says_what_a_fresh_one_says": "generates",
 }
 

@@ -109,13 +109,13 @@ def test_the_two_weight_sets_differ_in_every_weight(case):
         assert all(first[name] != second[name] for name in weights)
 
 
-def test_refit_equals_fresh_load(case):
+def test_refit_equals_fresh_load_again_and_again(case):
     for which in ("second", "first", "second", "first"):
         case.send(which)
         case.check(which)
 
 
-def test_buckets_do_not_matter(case):
+def test_buckets_of_any_size_and_order_give_the_same_bytes(case):
     for seed, sizes in enumerate([(1,), (1, 2, 3, 7)]):
         which = ("second", "first")[seed % 2]
         case.send(which, shuffled_buckets(getattr(case.model, which), seed, sizes))
@@ -158,7 +158,7 @@ def test_bf16_and_fp16_sources_give_the_bytes_of_their_values(case):
     case.send("first")
 
 
-def test_who_quantizes_does_not_matter(case):
+def test_the_engine_and_the_trainer_quantize_to_the_same_bytes(case):
     """What the plan says may travel in FP8 does, with its scales; split for each rank."""
     tensors = case.host.call(plan_document)["tensors"]
     sent = {}
@@ -184,6 +184,11 @@ def test_a_session_of_buckets_equals_one_call(case):
     case.send("second", shuffled_buckets(case.model.second, 9, (4,)))
     assert all(ok for ok, _ in case.host.call_all(end))
     case.check("second")
+    # A second session with nothing in common is another refit, whatever came before.
+    assert all(ok for ok, _ in case.host.call_all(begin))
+    case.send("second", [[next(name for name in case.model.first if name.endswith("norm.weight"))]])
+    assert all(ok for ok, _ in case.host.call_all(end))
+    assert case.host.call(status)["last_refit"]["tensors"] == 1
     case.send("first")
 
 
@@ -206,7 +211,7 @@ def test_a_refitted_engine_says_what_a_fresh_one_says(case):
     assert case.host.call_all(generate, PROMPT, NEW_TOKENS) != said
 
 
-def test_sglangs_own_fp8_agrees(case, checkpoint_dir):
+def test_quantized_offline_and_served_by_sglangs_own_fp8_gives_the_same_bytes(case, checkpoint_dir):
     """Quantized offline by our cast, served by SGLang's block-FP8 method: same bytes, same outputs."""
     if case.entry.no_native:
         pytest.skip(case.entry.no_native)
