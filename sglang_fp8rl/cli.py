@@ -1,4 +1,4 @@
-"""`sglang-fp8rl`: demo, doctor, plan, and the evaluations. Imports torch and SGLang when needed.
+"""`sglang-fp8rl`: demo, doctor, plan, export, and the evaluations. Imports torch and SGLang when needed.
 
 Exit status of every command: 0 as it should be; 1 it ran and found something wrong (an output that
 differs, an unsupported host); 2 bad input, or a server that failed; 130 interrupted.
@@ -136,10 +136,7 @@ def plan(
     from .engine.plan import make_plan
     from .plan_table import plan_table
 
-    try:
-        wanted = json.loads(options)
-    except json.JSONDecodeError as error:
-        _fail(error, f"--options is JSON, not {options!r}")
+    wanted = _options(options)
     try:
         with _console(stderr=True).status("SGLang builds the model without memory"):
             made = make_plan(
@@ -158,6 +155,65 @@ def plan(
     console.print(plan_table(made.modules, f"{model}, tensor parallel {tp}"))
     counts = ", ".join(f"{count} {scheme}" for scheme, count in made.schemes.items())
     console.print(f"{counts}; {made.fp8_bytes / 1e6:.1f} MB of FP8 weights on each rank")
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="Directory of a BF16 or FP32 checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="Where to write; empty or not there.")],
+    tp: Annotated[
+        int, typer.Option(min=1, help="Tensor-parallel size it will be served with.")
+    ] = 1,
+    options: Annotated[
+        str, typer.Option(help='As in quantization_config, e.g. \'{"misaligned": "bf16"}\'.')
+    ] = "{}",
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write a block-FP8 checkpoint, as DeepSeek and Qwen publish them, with the served bytes.
+
+    What can't be cut into blocks stays in BF16 and is listed in modules_to_not_convert.
+
+    Exit status: 0; 2 if it can't be exported, with the reason.
+    """
+    from dataclasses import asdict
+
+    from rich.progress import Progress
+
+    from .export import export_checkpoint
+
+    wanted = _options(options)
+    try:
+        with Progress(console=_console(stderr=True)) as progress:
+            task = progress.add_task("SGLang builds the model without memory", total=None)
+            report = export_checkpoint(
+                model,
+                out,
+                tp_size=tp,
+                options=wanted,
+                trust_remote_code=trust_remote_code,
+                on_start=lambda total: progress.update(task, description="quantize", total=total),
+                on_bytes=lambda done: progress.advance(task, done),
+            )
+    except Fp8RlError as error:
+        _fail(error)
+    if as_json:
+        typer.echo(json.dumps(asdict(report)))
+        return
+    console = _console()
+    for name, reason in report.misaligned.items():
+        console.print(f"stays in BF16: {name}: {reason}", markup=False)
+    console.print(
+        f"{report.quantized} weights in FP8, {report.kept} tensors as they are; "
+        f"{report.nbytes_before / 1e6:.1f} MB to {report.nbytes / 1e6:.1f} MB in {out}"
+    )
+
+
+def _options(text: str) -> dict:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        _fail(error, f"--options is JSON, not {text!r}")
 
 
 def _register_evaluations() -> None:

@@ -42,7 +42,7 @@ def meta_tensors(model_path: str, hf_config: Any) -> list[tuple[str, torch.Tenso
     Raises:
         HostError: there are no weights and `transformers` has no class for the config.
     """
-    directory = _directory(model_path)
+    directory = checkpoint_directory(model_path)
     files = safetensors_files(directory) if directory is not None else []
     if not files:
         return sorted(_of_model_class(hf_config))
@@ -73,7 +73,8 @@ def headers(path: Path) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
             yield name, tuple(part.get_shape()), _DTYPES[part.get_dtype()]
 
 
-def _directory(model_path: str) -> Path | None:
+def checkpoint_directory(model_path: str) -> Path | None:
+    """Where a checkpoint lies: a directory, or what is cached of a name; None if nothing is."""
     if Path(model_path).is_dir():
         return Path(model_path)
     from huggingface_hub import try_to_load_from_cache

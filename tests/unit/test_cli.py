@@ -44,7 +44,7 @@ def test_the_version_is_the_package_s():
 
 def test_every_command_is_listed_and_has_its_exit_status_documented():
     listed = run("--help").stdout
-    for command in ("demo", "doctor", "plan", "eval-aime", "mismatch"):
+    for command in ("demo", "doctor", "plan", "export", "eval-aime", "mismatch"):
         assert command in listed
         assert "Exit status" in run(command, "--help").stdout
 

@@ -1,0 +1,133 @@
+"""An exported checkpoint is what is served: in plain SGLang, and in `transformers`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from _served import MODEL, ONE_THREAD, PROMPTS, Client, served
+from commands import digests
+from engine_host import EngineHost
+from models import MODELS, checkpoint
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from sglang_fp8rl.cli import app
+from sglang_fp8rl.demo.outputs import ask, differences
+from sglang_fp8rl.errors import ConfigError, QuantizationError
+from sglang_fp8rl.export import INDEX_NAME, export_checkpoint
+from sglang_fp8rl.numerics import dequantize, quantize_blockwise
+from sglang_fp8rl.testing.checkpoints import save_checkpoint
+
+pytestmark = pytest.mark.engine
+
+# And so do the models that share its loader (Phi3, Mistral).
+DROPS_SCALES = pytest.mark.xfail(
+    reason="SGLang's Llama renames weight_scale_inv while it loads, and drops it", strict=True
+)
+
+
+def exported(checkpoint_dir, name, **options):
+    """Export once a session; the directory."""
+    out = checkpoint_dir / f"{name}-exported"
+    if not out.exists():
+        export_checkpoint(str(checkpoint(checkpoint_dir, MODELS[name], "first")), out, **options)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size"),
+    [
+        ("qwen3", 1),
+        ("qwen3-one-kv-head", 2),
+        ("qwen3-moe", 1),
+        ("deepseek-v3", 1),
+        pytest.param("llama", 1, marks=DROPS_SCALES),
+    ],
+)
+def test_plain_sglang_loads_the_bytes_that_the_online_server_makes(checkpoint_dir, name, tp_size):
+    out = exported(checkpoint_dir, name, tp_size=tp_size)
+    path = checkpoint(checkpoint_dir, MODELS[name], "first")
+    with EngineHost(path, tp_size=tp_size) as ours:
+        online = ours.call_all(digests)
+    with EngineHost(out, quantization=None, tp_size=tp_size) as native:
+        offline = native.call_all(digests)
+    for made, loaded in zip(online, offline, strict=True):
+        # SGLang's own method adds KV-cache scales; every other parameter is in both.
+        assert {leaf: loaded[leaf] for leaf in made} == made
+
+
+def test_plain_sglang_gives_the_outputs_of_the_online_server(server, checkpoint_dir):
+    expected = served(server, checkpoint_dir).expected["first"]
+    native = server(exported(checkpoint_dir, MODEL.name), env=ONE_THREAD)
+    assert differences(ask(Client(native.url), PROMPTS), expected) == []
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_transformers_reads_the_dequantized_values(checkpoint_dir, name):
+    """Not of short last rows, which it refuses."""
+    from transformers import AutoModelForCausalLM
+
+    out = exported(checkpoint_dir, name)
+    read = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).state_dict()
+    written = load_file(out / "model.safetensors")
+    assert any(leaf.endswith("_scale_inv") for leaf in written)
+    for leaf, weight in MODELS[name].first.items():
+        expected = weight.to(torch.bfloat16)
+        if f"{leaf}_scale_inv" in written:
+            expected = dequantize(*quantize_blockwise(weight))
+        assert torch.equal(read[leaf], expected), leaf
+
+
+def test_the_command_streams_shards_copies_the_rest_and_says_what_stays(checkpoint_dir, tmp_path):
+    model = MODELS["llama-misaligned"]
+    path = checkpoint(checkpoint_dir, model, "first", shards=3)
+    (path / "tokenizer_config.json").write_text("{}")
+    ran = CliRunner().invoke(app, ["export", str(path), str(tmp_path / "out"), "--json"])
+    assert ran.exit_code == 0, ran.output
+    report = json.loads(ran.stdout.splitlines()[-1])
+    assert report["nbytes"] < report["nbytes_before"] / 2
+    kept = report["misaligned"]
+    assert "model.layers.0.self_attn.q_proj.weight" in kept
+    assert "576 is not a multiple" in kept["model.layers.0.self_attn.q_proj.weight"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["weight_block_size"] == [128, 128]
+    assert "model.layers.0.self_attn.q_proj" in config["modules_to_not_convert"]
+    assert (tmp_path / "out" / "tokenizer_config.json").exists()
+    index = json.loads((tmp_path / "out" / INDEX_NAME).read_text())
+    found = {
+        leaf: tensor
+        for file in set(index["weight_map"].values())
+        for leaf, tensor in load_file(tmp_path / "out" / file).items()
+    }
+    assert found.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    single = load_file(exported(checkpoint_dir, "llama-misaligned") / "model.safetensors")
+    assert single.keys() == found.keys()
+    for leaf, tensor in single.items():
+        assert torch.equal(tensor.view(torch.uint8), found[leaf].view(torch.uint8)), leaf
+
+
+def test_what_can_t_be_exported_is_refused_before_anything_is_written(checkpoint_dir, tmp_path):
+    path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        export_checkpoint(str(path), tmp_path / "full")
+    with pytest.raises(ConfigError, match="no safetensors"):
+        export_checkpoint(str(tmp_path / "full"), tmp_path / "out")
+    with pytest.raises(ConfigError, match="quant_method 'fp8'"):
+        export_checkpoint(str(exported(checkpoint_dir, "qwen3")), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_with_nan_leaves_no_checkpoint_behind(tmp_path):
+    model = MODELS["qwen3"]
+    name = "model.layers.1.mlp.up_proj.weight"
+    state = {leaf: weight.clone() for leaf, weight in model.first.items()}
+    state[name][3, 4] = float("nan")
+    save_checkpoint(tmp_path / "model", model.config, state)
+    with pytest.raises(QuantizationError, match=name):
+        export_checkpoint(str(tmp_path / "model"), tmp_path / "out")
+    assert not (tmp_path / "out" / "config.json").exists()
