@@ -27,6 +27,9 @@ from transformers import AutoModelForCausalLM
 from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
 from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
 
+from sglang_fp8rl import fetch_plan
+from sglang_fp8rl.trainer import quantize_for_refit
+
 NAMES = ("dp", "infer_tp", "infer_pp")
 
 
@@ -68,6 +71,8 @@ async def refit(command: dict[str, Any]) -> list[Any]:
             trust_remote_code=False,
         )
     weights = full_tensors(sharded_model(command["path"], getattr(torch, command["dtype"])))
+    if command.get("is_quantized"):
+        weights = quantize_for_refit(weights, fetch_plan(f"http://127.0.0.1:{command['port']}"))
     answers = []
     async for bucket in get_named_tensor_buckets(weights, command["bucket_bytes"]):
         if has_server:

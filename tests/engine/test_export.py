@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from sglang_fp8rl.cli import app
 from sglang_fp8rl.demo.outputs import ask, differences
-from sglang_fp8rl.errors import ConfigError, QuantizationError
+from sglang_fp8rl.errors import ConfigError, QuantizationError, RefitError
 from sglang_fp8rl.export import INDEX_NAME, export_checkpoint
 from sglang_fp8rl.numerics import dequantize, quantize_blockwise
 from sglang_fp8rl.testing.checkpoints import save_checkpoint
@@ -62,6 +62,8 @@ def test_plain_sglang_gives_the_outputs_of_the_online_server(server, checkpoint_
     expected = served(server, checkpoint_dir).expected["first"]
     native = server(exported(checkpoint_dir, MODEL.name), env=ONE_THREAD)
     assert differences(ask(Client(native.url), PROMPTS), expected) == []
+    with pytest.raises(RefitError, match=r"404.*Start it with --quantization"):
+        Client(native.url).plan()  # it has the plugin, but not the method
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])

@@ -89,9 +89,9 @@ def trainer(tmp_path_factory):
     ranks.close()
 
 
-def refit(trainer, case, checkpoint_dir, which, dtype, bucket_bytes, tp_size) -> None:
+def refit(trainer, case, checkpoint_dir, which, dtype, bucket_bytes, tp_size, **more) -> None:
     path = checkpoint(checkpoint_dir, MODEL, which)
-    trainer.start_refit(case, path, dtype, bucket_bytes, tp_size=tp_size)
+    trainer.start_refit(case, path, dtype, bucket_bytes, tp_size=tp_size, **more)
     for rank in range(WORLD_SIZE):
         said = trainer.answer(rank)
         if "error" in said:
@@ -112,6 +112,17 @@ def test_a_refit_by_verl_equals_a_fresh_server(
     case = served(server, checkpoint_dir)
     for which in ("second", "first"):
         refit(trainer, case, checkpoint_dir, which, dtype, bucket_bytes, 1)
+        case.check(which)
+
+
+@pytest.mark.parametrize("bucket_bytes", [SMALL, LARGE], ids=["small-buckets", "one-bucket"])
+def test_quantized_before_transfer_in_verl_equals_a_fresh_server(
+    server, trainer, checkpoint_dir, bucket_bytes
+):
+    """Its buckets may part a weight from its scale."""
+    case = served(server, checkpoint_dir)
+    for which in ("second", "first"):
+        refit(trainer, case, checkpoint_dir, which, "float32", bucket_bytes, 1, is_quantized=True)
         case.check(which)
 
 

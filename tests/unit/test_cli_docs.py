@@ -39,9 +39,10 @@ def test_the_hooks_table_is_the_code_s(section):
     assert found.group(1).strip() == expected, f"write this into docs/architecture.md:\n{expected}"
 
 
-def test_every_test_named_in_the_readme_exists():
+@pytest.mark.parametrize("document", ["README.md", "docs/trainer.md"])
+def test_every_test_named_in_a_document_exists(document):
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    named = set(re.findall(r"`(test_\w+)`", README))
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / document).read_text()))
     assert named
     assert {name for name in named if f"def {name}(" not in sources} == set()
 

@@ -1,0 +1,136 @@
+"""How many bytes does a refit take on the wire: FP32, BF16, quantized before transfer, changed blocks?
+
+Each is sent to a CPU engine for the same weights, and bytes are checked first: every way has to leave
+the same bytes in the engine, or no number is printed.
+
+    python benchmarks/bench_wire.py [--hidden 1024] [--layers 4] [--json FILE]
+
+A "step" moves every weight by a fraction of itself, normally distributed. That is no optimizer's step:
+what real steps change is measured in the DAPO run (`benchmarks/accuracy`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
+
+import commands
+import trainer_commands
+from engine_host import EngineHost
+
+from sglang_fp8rl import RefitPlan
+from sglang_fp8rl.testing.checkpoints import (
+    make_config,
+    make_state_dict,
+    perturbed,
+    save_checkpoint,
+)
+from sglang_fp8rl.trainer import SentState, quantize_for_refit
+
+STEPS = (0.0, 1e-7, 1e-5, 1e-3)
+StateDict = dict[str, torch.Tensor]
+
+
+class Sender:
+    """Sends one way after another to one engine, and asks it for its bytes."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+
+    def send(self, items: list[tuple[str, torch.Tensor]]) -> tuple[int, list[dict[str, str]]]:
+        """Bytes sent, and the digests of all parameters afterwards."""
+        for success, message in self._host.call_all(commands.update, items):
+            assert success, message
+        nbytes = sum(tensor.nbytes for _, tensor in items)
+        return nbytes, self._host.call_all(commands.digests)
+
+
+def measure(sender: Sender, plan: RefitPlan, first: StateDict) -> dict[str, dict[str, float]]:
+    """By way: `bytes`, and for changed blocks the fraction of `blocks` sent."""
+    nbytes, expected = sender.send(list(first.items()))
+    rows: dict[str, dict[str, float]] = {"FP32": {"bytes": nbytes}}
+    halves = [(name, weight.to(torch.bfloat16)) for name, weight in first.items()]
+    state = SentState()
+    ways = {
+        "BF16": halves,
+        "quantized before transfer": list(quantize_for_refit(first.items(), plan, since=state)),
+        # What is not FP8 may come in BF16 as well: the server holds nothing finer.
+        "quantized, the rest in BF16": list(quantize_for_refit(halves, plan)),
+    }
+    for way, items in ways.items():
+        nbytes, found = sender.send(items)
+        check(way, found, expected)
+        rows[way] = {"bytes": nbytes}
+    state.commit()
+    for relative in STEPS:
+        stepped = perturbed(first, seed=1, relative=relative)
+        rounded = [(name, weight.to(torch.bfloat16)) for name, weight in stepped.items()]
+        nbytes, found = sender.send(list(quantize_for_refit(rounded, plan, since=state)))
+        state.commit()
+        way = f"changed blocks, step of {relative:g}"
+        rows[way] = {"bytes": nbytes, "blocks": state.blocks_sent / state.blocks}
+        check(way, found, sender.send(list(stepped.items()))[1])
+        sender.send(list(quantize_for_refit(halves, plan, since=state)))
+        state.commit()
+    return rows
+
+
+def check(way: str, found: list[dict[str, str]], expected: list[dict[str, str]]) -> None:
+    if found != expected:
+        raise SystemExit(f"{way}: other bytes than an FP32 refit's; no number is worth anything")
+
+
+def main(
+    hidden: Annotated[int, typer.Option()] = 1024,
+    layers: Annotated[int, typer.Option()] = 4,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Append one line.")] = None,
+) -> None:
+    """Bytes on the wire of one full refit, by how it is sent."""
+    config = make_config(
+        "qwen3",
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(2, hidden // 256),
+    )
+    first = make_state_dict(config, seed=0)
+    with tempfile.TemporaryDirectory() as directory:
+        path = save_checkpoint(Path(directory), config, first)
+        with EngineHost(path) as host:
+            plan = RefitPlan.from_dict(host.call(trainer_commands.plan))
+            rows = measure(Sender(host), plan, first)
+    table = Table("way", "MB", "of FP32", "of BF16", "blocks sent")
+    for way, row in rows.items():
+        of_fp32, of_bf16 = (row["bytes"] / rows[base]["bytes"] for base in ("FP32", "BF16"))
+        blocks = f"{row['blocks']:.1%}" if "blocks" in row else "–"
+        table.add_row(way, f"{row['bytes'] / 1e6:.2f}", f"{of_fp32:.3f}", f"{of_bf16:.3f}", blocks)
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(table)
+    console.print(f"bytes served are equal; qwen3, hidden {hidden}, {layers} layers")
+    if json_path:
+        record = {
+            "benchmark": "wire",
+            "ways": rows,
+            "hidden": hidden,
+            "layers": layers,
+            "sglang": version("sglang"),
+            "torch": torch.__version__,
+        }
+        with json_path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
