@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import shutil
 
 import jsonschema
@@ -13,7 +11,7 @@ from models import MODELS, checkpoint
 from trainer_commands import plan, stored
 
 from sglang_fp8rl.engine.plan import make_plan
-from sglang_fp8rl.refit_plan import RefitPlan, plan_schema
+from sglang_fp8rl.refit_plan import RefitPlan, digest_of, plan_schema
 
 pytestmark = pytest.mark.engine
 
@@ -49,16 +47,11 @@ def test_dummy_weights_give_the_document_of_the_checkpoint(checkpoint_dir, tmp_p
         assert engine.call(stored) == before
 
 
-@pytest.mark.parametrize(("name", "layout"), [("qwen3-moe", (2, 2)), ("qwen3-moe", (2, 1))])
-def test_experts_of_other_ranks_are_in_the_plan_like_those_of_this_one(
-    checkpoint_dir, name, layout
-):
-    tp_size, ep_size = layout
-    document = make_plan(
-        str(checkpoint(checkpoint_dir, MODELS[name], "first")), tp_size=tp_size, ep_size=ep_size
-    ).document
+def test_experts_of_other_ranks_are_in_the_plan_like_those_of_this_one(checkpoint_dir):
+    path = str(checkpoint(checkpoint_dir, MODELS["qwen3-moe"], "first"))
+    document = make_plan(path, tp_size=2, ep_size=2).document
     found = checked(document)
-    assert document["parallel"] == {"tp_size": tp_size, "ep_size": ep_size}
+    assert document["parallel"] == {"tp_size": 2, "ep_size": 2}
     for part in ("gate_proj", "up_proj", "down_proj"):
         entries = [
             found.of(f"model.layers.0.mlp.experts.{expert}.{part}.weight") for expert in range(4)
@@ -68,21 +61,10 @@ def test_experts_of_other_ranks_are_in_the_plan_like_those_of_this_one(
 
 
 def test_options_are_in_the_document_and_change_its_digest(checkpoint_dir):
-    path = str(checkpoint(checkpoint_dir, MODELS["qwen3"], "first"))
-    one = make_plan(path).document
-    other = make_plan(path, options={"use_weight_pow2_scale": True}).document
-    assert other["options"]["use_weight_pow2_scale"]
-    assert one["digest"] != other["digest"]
-    assert one["tensors"] == other["tensors"]
-
-
-def test_a_document_that_was_changed_is_refused(checkpoint_dir):
-    document = make_plan(str(checkpoint(checkpoint_dir, MODELS["qwen3"], "first"))).document
-    assert json.loads(json.dumps(document)) == document
-    changed = copy.deepcopy(document)
-    changed["tensors"]["model.norm.weight"]["shape"] = [1]
-    with pytest.raises(ValueError, match="changed after it was made"):
-        RefitPlan.from_dict(changed)
-    for broken in ({**document, "version": 2}, {"format": "x"}, ["no"]):
-        with pytest.raises(ValueError, match="plan"):
-            RefitPlan.from_dict(broken)
+    path = str(checkpoint(checkpoint_dir, MODELS["mixtral"], "first"))
+    document = make_plan(path, options={"use_weight_pow2_scale": True}).document
+    assert document["options"]["use_weight_pow2_scale"]
+    assert document["digest"] == digest_of(document)
+    without = {**document, "options": {**document["options"], "use_weight_pow2_scale": False}}
+    assert digest_of(without) != document["digest"]
+    assert checked(document).rounding == {"pow2_scale": True, "round_to_bf16": True}

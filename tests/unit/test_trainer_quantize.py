@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
 from sglang_fp8rl.numerics import quantize_blockwise, quantize_per_channel
-from sglang_fp8rl.refit_plan import plan_schema
+from sglang_fp8rl.refit_plan import RefitPlan, plan_schema
 from sglang_fp8rl.trainer import LocalShard, WireStats, assemble, quantize_for_refit
 
 SHAPES = {
@@ -38,6 +39,18 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_the_plan_of_these_tests_is_one_by_the_schema():
     jsonschema.Draft202012Validator(plan_schema()).validate(PLAN.as_dict())
+
+
+def test_a_document_that_was_changed_or_is_another_s_is_refused():
+    document = PLAN.as_dict()
+    assert RefitPlan.from_dict(json.loads(json.dumps(document))) == PLAN
+    changed = copy.deepcopy(document)
+    changed["tensors"]["norm.weight"]["shape"] = [1]
+    with pytest.raises(RefitError, match="changed after it was made"):
+        RefitPlan.from_dict(changed)
+    for broken in ({**document, "version": 2}, {"format": "x"}, ["no"]):
+        with pytest.raises(RefitError, match="plan"):
+            RefitPlan.from_dict(broken)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
