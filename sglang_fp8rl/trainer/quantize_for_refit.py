@@ -27,6 +27,7 @@ from ..numerics import (
 )
 from ..refit_plan import RefitPlan, TensorPlan
 from .delta import SentState, only_changed
+from .fused_experts import one_by_one
 from .shards import Piece, piece_of
 
 
@@ -71,7 +72,8 @@ def quantize_for_refit(
 
     Args:
         named_tensors: FP32, BF16 or FP16 under checkpoint names: full tensors; DTensors whose
-            shards are whole blocks; or `LocalShard`. On any device.
+            shards are whole blocks; or `LocalShard`. On any device. Full tensors of fused experts
+            are taken apart.
         plan: of the server (`fetch_plan`). Hand it to `RefitClient.update(..., plan=plan)` too, so
             that a server with another plan is sent nothing.
         since: what the server holds; only changed blocks are sent then (`trainer/delta.py`). Full
@@ -101,7 +103,8 @@ def quantize_for_refit(
 def _quantized(
     named_tensors: Iterable[tuple[str, Any]], plan: RefitPlan
 ) -> Iterator[tuple[str, Any]]:
-    for name, tensor in named_tensors:
+    singly = (item for name, sent in named_tensors for item in one_by_one(name, sent, plan))
+    for name, tensor in singly:
         if plan.why_not_needed(name):
             continue
         entry = plan.of(name)

@@ -12,6 +12,7 @@ from trainer_commands import plan, stored
 
 from sglang_fp8rl.engine.plan import make_plan
 from sglang_fp8rl.refit_plan import RefitPlan, digest_of, plan_schema
+from sglang_fp8rl.testing.checkpoints import save_checkpoint, with_fused_experts
 
 pytestmark = pytest.mark.engine
 
@@ -58,6 +59,18 @@ def test_experts_of_other_ranks_are_in_the_plan_like_those_of_this_one(checkpoin
         ]
         assert all(entry.is_fp8_on_wire for entry in entries)
         assert len({entry.shape for entry in entries}) == 1
+
+
+def test_a_checkpoint_of_fused_experts_has_one_document_too(checkpoint_dir):
+    model = MODELS["qwen3-moe"]
+    path = save_checkpoint(
+        checkpoint_dir / "qwen3-moe-fused-plan", model.config, with_fused_experts(model.first)
+    )
+    with EngineHost(path) as engine:
+        served = engine.call(plan)
+    assert served == make_plan(str(path)).document
+    entry = checked(served).of("model.layers.0.mlp.experts.gate_up_proj")
+    assert (entry.scheme, entry.dtype) == ("blockwise", "bfloat16")
 
 
 def test_options_are_in_the_document_and_change_its_digest(checkpoint_dir):

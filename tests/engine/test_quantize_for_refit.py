@@ -13,6 +13,7 @@ from models import MODELS, checkpoint
 from trainer_commands import plan, stored
 
 from sglang_fp8rl.refit_plan import RefitPlan, plan_schema
+from sglang_fp8rl.testing.checkpoints import with_fused_experts
 from sglang_fp8rl.trainer import WireStats, quantize_for_refit
 
 pytestmark = pytest.mark.engine
@@ -53,6 +54,17 @@ def test_quantized_by_the_trainer_or_the_engine_the_bytes_are_one(case):
     assert stats.nbytes == sum(tensor.nbytes for _, tensor in items)
     assert stats.quantized == sum(tensor.dtype is torch.float8_e4m3fn for _, tensor in items) > 0
     send(host, list(model.first.items()))
+
+
+def test_fused_experts_of_the_trainer_are_those_of_the_plan(checkpoint_dir):
+    model = MODELS["qwen3-moe"]
+    with EngineHost(checkpoint(checkpoint_dir, model, "first")) as host:
+        send(host, list(model.second.items()))
+        engine_made = host.call_all(digests)
+        send(host, list(model.first.items()))
+        found = RefitPlan.from_dict(host.call(plan))
+        send(host, list(quantize_for_refit(with_fused_experts(model.second).items(), found)))
+        assert host.call_all(digests) == engine_made
 
 
 def test_every_rank_gives_one_document_and_it_is_what_the_parameters_are(case):

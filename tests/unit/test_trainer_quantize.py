@@ -81,6 +81,25 @@ def test_a_tied_head_is_left_out_and_everything_is_counted():
     assert (stats.tensors, stats.quantized) == (3, 2)
 
 
+def test_fused_experts_go_one_by_one_where_the_plan_has_them_so():
+    shapes = {
+        f"experts.{expert}.{part}_proj.weight": (BLOCKWISE, (128, 256))
+        for expert in range(2)
+        for part in ("gate", "up")
+    }
+    fused = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
+    got = dict(quantize_for_refit([("experts.gate_up_proj", fused)], make_plan(shapes)))
+    assert {name for name in got if name.endswith(".weight")} == shapes.keys()
+    for expert in range(2):
+        for part, rows in (("gate", slice(0, 128)), ("up", slice(128, 256))):
+            codes, scale = quantize_blockwise(fused[expert, rows])
+            name = f"experts.{expert}.{part}_proj.weight"
+            assert torch.equal(bits(got[name]), bits(codes))
+            assert torch.equal(got[f"{name}_scale_inv"], scale)
+    with pytest.raises(RefitError, match="not in the plan"):
+        list(quantize_for_refit([("other.gate_up_proj", fused)], make_plan(shapes)))
+
+
 def test_it_is_lazy_so_one_quantized_tensor_is_held_at_a_time():
     seen = []
 
