@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest unit lint clean bench accuracy accuracy-short
+.PHONY: help demo test test-oldest unit lint clean bench accuracy accuracy-short offline-bundle
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,9 @@ accuracy: .venv/.ready  ## DAPO on a small model: six arms, three seeds, 60 step
 
 accuracy-short: .venv/.ready  ## the same for CI: fails if FP8 does not train as BF16 does
 	.venv/bin/python benchmarks/accuracy/dapo_small.py --short $(ARGS)
+
+offline-bundle: .venv/.ready  ## one archive for a GPU host without network, into dist/ (docs/offline.md)
+	.venv/bin/python -m tools.offline_bundle $(ARGS)
 
 lint: .venv/.ready  ## ruff and mypy
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy

@@ -1,0 +1,240 @@
+"""Laws of the offline bundle: what is selected, that it is for the host, that it unpacks as built."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from tools.offline_bundle import archive, elf, recipe  # noqa: E402
+from tools.offline_bundle.errors import BundleError  # noqa: E402
+from tools.offline_bundle.pins import canonical, read_pins  # noqa: E402
+from tools.offline_bundle.records import read_record, shrink_record  # noqa: E402
+from tools.offline_bundle.selection import Drop, select, undecided  # noqa: E402
+from tools.offline_bundle.wheel_tags import fits_host, wheel_file_tags  # noqa: E402
+
+HOST = REPOSITORY / "tools" / "offline_bundle" / "host"
+
+segments = st.sampled_from(["a", "b", "tests", "lib.so", "x.py", "x.pyi", "with, comma.json"])
+paths = st.lists(segments, min_size=1, max_size=4).map("/".join)
+patterns = st.sampled_from(["*", "*.so", "*.pyi", "*/tests/*", "a/*", "no such file"])
+
+
+def test_every_pin_is_taken_or_left_out_and_nothing_else_is_named():
+    pins = read_pins(REPOSITORY / "constraints" / "oldest.txt")
+    assert undecided(pins, recipe.TAKEN, recipe.LEFT_OUT) == []
+
+
+@pytest.mark.parametrize(
+    ("pins", "taken", "left_out", "complaint"),
+    [
+        ({"a": "1", "b": "1"}, {"a"}, {}, "b: undecided"),
+        ({"a": "1"}, {"a"}, {"a": "why"}, "a: taken and left out"),
+        ({}, {"a"}, {}, "a: not pinned"),
+        ({}, set(), {"a": "why"}, "a: not pinned"),
+    ],
+)
+def test_a_pin_that_is_not_decided_once_is_named(pins, taken, left_out, complaint):
+    assert undecided(pins, taken, left_out) == [complaint]
+
+
+@pytest.mark.parametrize("line", ["a>=1", "a", "a==1; python_version<'3'", "a==1 b==2", "-r x"])
+def test_a_line_that_is_no_exact_pin_is_refused(tmp_path, line):
+    path = tmp_path / "pins.txt"
+    path.write_text(f"fine==1  # as it should be\n\n{line}\n")
+    with pytest.raises(BundleError, match=r"pins\.txt:3"):
+        read_pins(path)
+
+
+def test_a_name_pinned_twice_under_two_spellings_is_refused(tmp_path):
+    path = tmp_path / "pins.txt"
+    path.write_text("Some_Name==1\nsome.name==2\n")
+    with pytest.raises(BundleError, match="twice"):
+        read_pins(path)
+    assert canonical("Some__Name.x") == "some-name-x"
+
+
+@given(st.lists(paths, unique=True), st.lists(patterns, max_size=4))
+def test_every_file_is_kept_or_dropped_and_never_both(files, dropped):
+    chosen = select("name", files, [Drop("*", pattern, "why") for pattern in dropped])
+    assert sorted([*chosen.kept, *chosen.dropped]) == sorted(files)
+    assert all(rule.pattern != "no such file" for rule in chosen.dropped.values())
+
+
+@given(st.lists(paths, unique=True, min_size=1))
+def test_what_must_be_kept_is_kept_against_every_rule(files):
+    chosen = select("name", files, [Drop("name", "*", "why")], keep=[files[0].replace(",", "?")])
+    assert files[0] in chosen.kept
+    assert set(chosen.kept) | set(chosen.dropped) == set(files)
+
+
+def test_rules_of_other_distributions_do_not_apply():
+    assert select("name", ["a.so"], [Drop("other", "*.so", "why")]).kept == ["a.so"]
+
+
+@pytest.mark.parametrize(
+    ("drops", "keep"), [([Drop("name", "*.so", "why")], []), ([], ["lib/*.so"])]
+)
+def test_a_rule_for_another_version_of_the_files_is_refused(drops, keep):
+    with pytest.raises(BundleError, match="matches no file"):
+        select("name", ["a.py"], drops, keep)
+
+
+@pytest.mark.parametrize(
+    ("tag", "fits"),
+    [
+        ("cp312-cp312-manylinux_2_28_x86_64", True),
+        ("cp312-cp312-manylinux_2_17_x86_64.manylinux2014_x86_64", True),
+        ("cp39-abi3-manylinux_2_31_x86_64", True),
+        ("py2.py3-none-any", True),
+        ("py3-none-manylinux1_x86_64", True),
+        ("cp311-cp311-manylinux_2_28_x86_64", False),
+        ("cp313-abi3-manylinux_2_28_x86_64", False),
+        ("cp312-cp312t-manylinux_2_28_x86_64", False),
+        ("cp312-cp312-manylinux_2_35_x86_64", False),
+        ("cp312-cp312-manylinux_2_28_aarch64", False),
+        ("cp312-cp312-musllinux_1_2_x86_64", False),
+        ("py2-none-any", False),
+    ],
+)
+def test_only_wheels_for_the_host_fit(tag, fits):
+    assert fits_host(wheel_file_tags(f"Wheel-Version: 1.0\nTag: {tag}\n")) is fits
+
+
+def test_a_record_with_commas_in_its_names_survives(tmp_path):
+    info = tmp_path / "name-1.dist-info"
+    info.mkdir()
+    (info / "RECORD").write_text('"configs/N=1,K=2.json",sha256=x,3\nname/a.so,sha256=y,4\n')
+    kept = read_record(info)
+    assert kept == ["configs/N=1,K=2.json", "name/a.so"]
+    shrink_record(info, kept)
+    assert read_record(info) == kept
+    assert "sha256" not in (info / "RECORD").read_text()
+
+
+def test_a_record_is_not_written_through_to_the_cache_it_is_linked_to(tmp_path):
+    info = tmp_path / "name-1.dist-info"
+    info.mkdir()
+    cached = tmp_path / "cached"
+    cached.write_text("a.py,sha256=x,1\n")
+    os.link(cached, info / "RECORD")
+    shrink_record(info, [])
+    assert cached.read_text() == "a.py,sha256=x,1\n"
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_the_same_files_give_the_same_bytes_whenever_they_were_written(tmp_path, native):
+    digests = []
+    for when in (1, 1_000_000):
+        root = tmp_path / str(when)
+        (root / "a").mkdir(parents=True)
+        (root / "a" / "x.py").write_text("x")
+        (root / "tool").write_bytes(bytes(range(256)) * 64)
+        (root / "tool").chmod(0o700)
+        for name in ("a/x.py", "tool"):
+            os.utime(root / name, (when, when))
+        packed = tmp_path / f"{when}.tar.xz"
+        archive.write_xz_tar(packed, root, ["a/x.py", "tool"], native=native, level=0)
+        digests.append(archive.sha256(packed))
+    assert digests[0] == digests[1]
+
+
+def test_alike_files_lie_together():
+    names = ["b/x.so", "a/y.py", "c/x.so", "a/x.py"]
+    assert sorted(names, key=archive.by_kind) == ["a/x.py", "a/y.py", "b/x.so", "c/x.so"]
+
+
+def test_stripping_keeps_what_the_loader_reads_and_the_file_it_was_linked_to(tmp_path):
+    import _ctypes
+
+    original = tmp_path / "cached.so"
+    original.write_bytes(Path(_ctypes.__file__).read_bytes())
+    before = hashlib.sha256(original.read_bytes()).hexdigest()
+    linked = tmp_path / Path(_ctypes.__file__).name
+    os.link(original, linked)
+    won = sum(elf.strip_symbols([linked]))
+    assert won == original.stat().st_size - linked.stat().st_size
+    assert hashlib.sha256(original.read_bytes()).hexdigest() == before
+    load = f"import ctypes; ctypes.PyDLL({str(linked)!r}).PyInit__ctypes"
+    subprocess.run([sys.executable, "-c", load], check=True)
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    """A bundle of one module, made for the interpreter that runs the tests."""
+    folder = tmp_path / "bundle"
+    (folder / "site").mkdir(parents=True)
+    (folder / "site" / "bundled_module.py").write_text("WHERE = __file__\n")
+    archive.write_xz_tar(
+        folder / "python.tar.xz", folder / "site", ["bundled_module.py"], native=False, level=0
+    )
+    for path in HOST.rglob("*"):
+        if path.is_file() and path.suffix != ".pyc":
+            (folder / path.relative_to(HOST)).parent.mkdir(exist_ok=True)
+            (folder / path.relative_to(HOST)).write_bytes(path.read_bytes())
+    host = {
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "glibc": "2.5",
+        "torch": "",
+        "triton": "",
+        "cuda": "13",
+    }
+    parts = {"python.tar.xz": archive.sha256(folder / "python.tar.xz")}
+    (folder / "manifest.json").write_text(json.dumps({"host": host, "parts": parts}))
+    return folder
+
+
+def install(bundle, *arguments):
+    command = [sys.executable, str(bundle / "install.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=bundle)
+
+
+def test_an_installed_bundle_is_in_front_and_writes_to_its_folder_alone(bundle, tmp_path):
+    before = sorted(path for path in tmp_path.rglob("*"))
+    target = tmp_path / "target with space"
+    result = install(bundle, target, "--force")
+    assert result.returncode == 0, result.stderr
+    outside = [path for path in tmp_path.rglob("*") if target not in (path, *path.parents)]
+    assert sorted(outside) == before
+    show = "import bundled_module, os; print(bundled_module.WHERE, os.environ['TVM_FFI_CACHE_DIR'])"
+    moved = target.rename(tmp_path / "moved")  # the folder may be moved as a whole
+    command = [moved / "bin" / "python", "-c", show]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert shown == f"{moved}/site-packages/bundled_module.py {moved}/cache/tvm-ffi\n"
+
+
+def test_a_host_it_was_not_made_for_is_named_and_nothing_is_written(bundle, tmp_path):
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["host"] |= {"python": "3.99", "glibc": "9.9", "torch": "0.1."}
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    result = install(bundle, tmp_path / "target")
+    assert result.returncode == 1
+    for words in ("are for 3.99", "glibc", "made for 0.1."):
+        assert words in result.stderr
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_damaged_part_is_refused(bundle, tmp_path):
+    with (bundle / "python.tar.xz").open("ab") as file:
+        file.write(b"\0")
+    result = install(bundle, tmp_path / "target", "--force")
+    assert result.returncode == 2
+    assert "python.tar.xz" in result.stderr
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_folder_with_something_in_it_is_left_alone(bundle, tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "mine").write_text("mine")
+    assert install(bundle, tmp_path / "target", "--force").returncode == 2
+    assert os.listdir(tmp_path / "target") == ["mine"]
