@@ -1,0 +1,38 @@
+"""`docs/models.md` is what the contract suite's results say, for exactly the suite's cases."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import contract_table
+
+
+def test_the_document_is_generated_from_the_results():
+    expected = contract_table.document()
+    assert contract_table.DOCUMENT.read_text() == expected, (
+        "run `python tests/engine/contract_table.py`"
+    )
+
+
+@pytest.mark.parametrize(
+    "path", sorted(contract_table.RESULTS.glob("*.json")), ids=lambda p: p.stem
+)
+def test_results_are_of_the_suite_s_cases_and_nothing_failed(path):
+    results = json.loads(path.read_text())
+    assert list(results["cases"]) == sorted(contract_table.contract_cases())
+    outcomes = [text for case in results["cases"].values() for text in case.values()]
+    assert "passed" in outcomes
+    assert "failed" not in outcomes
+
+
+def test_every_law_of_the_suite_has_a_column():
+    source = (contract_table.RESULTS.parent / "test_contract.py").read_text()
+    tests = {line[4:].partition("(")[0] for line in source.splitlines() if line[:9] == "def test_"}
+    assert tests - set(contract_table.COLUMNS) == {
+        "test_the_two_weight_sets_differ_in_every_weight"
+    }
+    assert set(contract_table.COLUMNS) <= tests
