@@ -31,8 +31,14 @@ patterns = st.sampled_from(["*", "*.so", "*.pyi", "*/tests/*", "a/*", "no such f
 
 
 def test_every_pin_is_taken_or_left_out_and_nothing_else_is_named():
-    pins = read_pins(REPOSITORY / "constraints" / "oldest.txt")
+    pins = read_pins(REPOSITORY / "constraints" / "oldest.txt") | recipe.UNCONSTRAINED
     assert undecided(pins, recipe.TAKEN, recipe.LEFT_OUT) == []
+
+
+def test_what_no_constraints_file_has_is_what_the_environments_install():
+    makefile = (REPOSITORY / "Makefile").read_text()
+    for name, version in recipe.UNCONSTRAINED.items():
+        assert f"--no-deps {name}=={version}" in makefile
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def build(options: BuildOptions, screen: Screen) -> Built:
         BundleError: the recipe does not fit the pins, a wheel is not for the host, or the archive
             is over its limit (it stays in `output` for a look).
     """
-    pins = read_pins(CONSTRAINTS)
+    pins = read_pins(CONSTRAINTS) | recipe.UNCONSTRAINED
     if open_questions := undecided(pins, recipe.TAKEN, recipe.LEFT_OUT):
         raise BundleError("recipe", open_questions, "every pin is taken or left out", "Decide.")
     site = options.scratch / "site-packages"

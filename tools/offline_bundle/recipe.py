@@ -12,8 +12,10 @@ from .selection import Drop
 
 SGLANG = "0.5.16"
 
-# Pinned nowhere, as they come with torch or with this repository.
 PLUGIN = "sglang-fp8rl"
+
+# Installed without its requirements everywhere, so no constraints file has it.
+UNCONSTRAINED = {"verl": "0.9.1"}
 
 # What serving a text model imports, and the closure of that. By the part of SGLang that wants it.
 _TAKEN = {
@@ -40,6 +42,7 @@ _TAKEN = {
     """,
     "this plugin's commands": "typer rich shellingham markdown-it-py mdurl click",
     "jinja for chat templates": "jinja2 markupsafe",
+    "what `make bench-gpu` compares with": "torchao verl",
 }
 
 HOST_REASON = "the host's: torch and Triton with what they install"
@@ -68,7 +71,6 @@ _LEFT_OUT = {
     "other structured-output backends": """
         outlines outlines-core llguidance airportsdata pycountry diskcache lark nest-asyncio
     """,
-    "other quantization formats": "torchao",
     "other ways into the server": """
         grpcio grpcio-health-checking grpcio-reflection smg-grpc-proto smg-grpc-servicer protobuf
         anthropic docstring-parser ray httpx2 httpcore2 truststore
@@ -116,6 +118,8 @@ DROPS: tuple[Drop, ...] = (
     Drop("torchvision", "torchvision/datasets/*", "data sets"),
     Drop("pillow", "PIL/_avif.*", "AVIF images"),
     Drop("pillow", "pillow.libs/libavif-*", "AVIF images"),
+    Drop("torchao", "torchao/*.so", "kernels that no benchmark calls"),
+    Drop("verl", "verl/*", "a trainer; its cast is one file, which needs none of the rest"),
     Drop("numpy", "numpy/*/tests/*", "tests"),
     Drop("numpy", "numpy/f2py/*", "Fortran wrappers"),
     Drop("*", "bin/*", "commands: the host's interpreter starts modules instead"),
@@ -133,6 +137,7 @@ KEEP: dict[str, tuple[str, ...]] = {
     "ninja": ("bin/ninja",),
     "apache-tvm-ffi": ("tvm_ffi/lib/*.so", "tvm_ffi/include/*"),
     "sglang": ("sglang/jit_kernel/csrc/*", "sglang/launch_server.py"),
+    "verl": ("verl/utils/kernel/fp8_kernel.py",),
     "sgl-deep-gemm": ("deep_gemm/_C*", "deep_gemm/include/deep_gemm/*"),
 }
 
