@@ -123,9 +123,9 @@ class Fp8RlCpuPlatform(SRTPlatform):
         return MHATokenToKVPool
 
     def get_mla_kv_pool_cls(self) -> type:
-        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+        from sglang_fp8rl.platforms.cpu_allocator import LatentPool
 
-        return MLATokenToKVPool
+        return LatentPool
 
     def get_paged_allocator_cls(self) -> type | None:
         if hasattr(SRTPlatform, "get_kv_pool_cls"):

@@ -1,10 +1,11 @@
-"""KV-slot allocator for SGLang before 0.5.22, whose paged allocator needs Triton."""
+"""KV slots for SGLang before 0.5.22: its paged allocator needs Triton, its MLA pool other arguments."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 from sglang_fp8rl.errors import HostError
 
@@ -19,5 +20,19 @@ class TokenAllocator(TokenToKVPoolAllocator):
                 str(page_size),
                 "on this SGLang version the CPU platform serves pages of one token only",
                 "Leave --page-size out, or use SGLang 0.5.22 or later.",
+            )
+        super().__init__(size, **kwargs)
+
+
+class LatentPool(MLATokenToKVPool):
+    """SGLang's pool of MLA's latent keys, under the signature it is asked for out of tree."""
+
+    def __init__(self, size: int, *, index_head_dim: int | None = None, **kwargs: Any) -> None:
+        if index_head_dim is not None:
+            raise HostError(
+                "index_head_dim",
+                str(index_head_dim),
+                "on this SGLang version the CPU platform serves MLA without sparse attention only",
+                "Use SGLang 0.5.22 or later.",
             )
         super().__init__(size, **kwargs)

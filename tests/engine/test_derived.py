@@ -18,8 +18,8 @@ from sglang_fp8rl.numerics import quantize_blockwise
 pytestmark = pytest.mark.engine
 
 ATTENTION = "model.layers.1.self_attn"
-# 36 rows per head: no multiple of a block on one rank either.
-ODD = '{"v_head_dim": 36}'
+# No multiple of a block in kv_b_proj's columns; refused before anything is loaded.
+ODD = '{"kv_lora_rank": 96}'
 KV_B = f"{ATTENTION}.kv_b_proj.weight"
 
 
