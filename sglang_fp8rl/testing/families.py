@@ -139,7 +139,11 @@ _FAMILIES: dict[str, Family] = {
             "scoring_func": "sigmoid",
         },
     ),
-    "gpt_oss": Family({"num_local_experts": 4, "num_experts_per_tok": 2}, expert_parts=()),
+    "gpt_oss": Family(
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        expert_parts=(),
+        config_json={"swiglu_limit": 7.0},
+    ),
     "qwen2_5_vl": Family(
         {"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}},
         vision=_VISION,
