@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
 from tools.offline_bundle import archive, elf, recipe  # noqa: E402
+from tools.offline_bundle.elf import unloadable_segments  # noqa: E402
 from tools.offline_bundle.errors import BundleError  # noqa: E402
 from tools.offline_bundle.pins import canonical, read_pins  # noqa: E402
 from tools.offline_bundle.records import read_record, shrink_record  # noqa: E402
@@ -173,6 +174,15 @@ def test_stripping_keeps_what_the_loader_reads_and_the_file_it_was_linked_to(tmp
     assert hashlib.sha256(original.read_bytes()).hexdigest() == before
     load = f"import ctypes; ctypes.PyDLL({str(linked)!r}).PyInit__ctypes"
     subprocess.run([sys.executable, "-c", load], check=True)
+
+
+def test_a_segment_that_the_loader_refuses_is_seen():
+    good = "  LOAD  0x15b6d00 0x00000000015b7d00 0x00000000015b7d00 0x015304 0x01d148 RW  0x1000"
+    bad = "  LOAD  0x15e2184 0x000000000162a000 0x000000000162a000 0x000000 0x000000 RW  0x1000"
+    shown = (
+        f"Program Headers:\n  Type Offset\n{good}\n{bad}\n  GNU_STACK 0x0 0x0 0x0 0x0 0x0 RW 0x10"
+    )
+    assert unloadable_segments(shown) == [" ".join(bad.split())]
 
 
 @pytest.fixture
