@@ -19,8 +19,6 @@ from sglang_fp8rl.trainer import WireStats, quantize_for_refit
 pytestmark = pytest.mark.engine
 
 REFUSED = {"gpt-oss"}
-# SGLang builds the quantized Mixtral's experts as modules, each rank its own.
-MODULES_OF_THEIR_OWN = {("mixtral", 2)}
 
 
 CASES = [(name, tp) for name in MODELS for tp in (1, 2) if name not in REFUSED]
@@ -70,15 +68,11 @@ def test_fused_experts_of_the_trainer_are_those_of_the_plan(checkpoint_dir):
 def test_every_rank_gives_one_document_and_it_is_what_the_parameters_are(case):
     model, host, document, _ = case
     jsonschema.Draft202012Validator(plan_schema()).validate(document)
-    if (model.name, host.tp_size) not in MODULES_OF_THEIR_OWN:
-        assert all(other == document for other in host.call_all(plan))
+    assert all(other == document for other in host.call_all(plan))
     found, parameters = RefitPlan.from_dict(document), host.call(stored)
     needed = {name for name in model.first if not found.why_not_needed(name)}
     assert set(found.tensors) == needed
     for name, entry in found.tensors.items():
-        if entry.scheme == "unused":
-            assert (model.name, host.tp_size) in MODULES_OF_THEIR_OWN
-            continue
         assert entry.shape == tuple(model.first[name].shape)
         held = {
             leaf.removeprefix(entry.module): dtype
