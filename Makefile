@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest unit lint clean bench accuracy accuracy-short offline-bundle
+.PHONY: help demo test test-oldest unit lint clean bench bench-guard bench-gpu accuracy accuracy-short offline-bundle
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,6 +49,20 @@ accuracy-short: .venv/.ready  ## the same for CI: fails if FP8 does not train as
 
 offline-bundle: .venv/.ready  ## one archive for a GPU host without network, into dist/ (docs/offline.md)
 	.venv/bin/python -m tools.offline_bundle $(ARGS)
+
+bench: .venv/.ready  ## what needs no GPU: C1-C4, refit time and memory, bytes on the wire; minutes
+	.venv/bin/python benchmarks/bench_cast_cpu.py --json benchmarks/results/cast_cpu.jsonl
+	.venv/bin/python benchmarks/bench_replay.py --json benchmarks/results/replay_cpu.jsonl
+	.venv/bin/python benchmarks/bench_refit.py --json benchmarks/results/refit_cpu.jsonl
+	.venv/bin/python benchmarks/bench_wire.py
+
+bench-guard: .venv/.ready  ## the ratios of C1-C4, refit time and memory, with wide margins: for CI
+	.venv/bin/python benchmarks/bench_cast_cpu.py --quick --guard
+	.venv/bin/python benchmarks/bench_replay.py --layers 6 --repetitions 5 --guard
+	.venv/bin/python benchmarks/bench_refit.py --repetitions 5
+
+bench-gpu: .venv/.ready  ## G1-G5 and G9 on a GPU (no numbers are committed yet)
+	.venv/bin/python benchmarks/bench_gpu.py --json benchmarks/results/cast_gpu.jsonl
 
 lint: .venv/.ready  ## ruff and mypy
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy

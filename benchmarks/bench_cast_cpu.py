@@ -30,6 +30,7 @@ from rich.table import Table
 from sglang_fp8rl import numerics
 
 BLOCK = (128, 128)
+MIN_RATIO, GUARD = 8.0, 2.0  # what C1 and C2 ask for; with --guard this much room for noise
 HIDDEN, INTERMEDIATE, LAYERS = 1024, 3072, 28  # Qwen3-0.6B: 16 query and 8 KV heads of 128
 QWEN3_0_6B = [
     ("q_proj", 2048, HIDDEN),
@@ -205,6 +206,9 @@ def main(
     quick: Annotated[bool, typer.Option(help="Few and small runs, for CI.")] = False,
     repetitions: Annotated[int, typer.Option(help="Timed runs of C1; C2 takes a third.")] = 30,
     threads: Annotated[int, typer.Option(help="For both sides.")] = 1,
+    guard: Annotated[
+        bool, typer.Option("--guard", help="Exit 1 below half of the target.")
+    ] = False,
     json_path: Annotated[
         pathlib.Path | None, typer.Option("--json", help="Write JSON lines there.")
     ] = None,
@@ -231,6 +235,11 @@ def main(
         json_path.write_text("".join(json.dumps({**row, **where}) + "\n" for row in rows))
     else:
         show(rows, conditions(threads))
+    slow = [row for row in rows if row["what"] != "verl" and row["ratio_to_verl"]]
+    slow = [row for row in slow if row["ratio_to_verl"] < MIN_RATIO / GUARD]
+    if guard and slow:
+        typer.echo(f"far below {MIN_RATIO} × veRL: {[row['case'] for row in slow]}", err=True)
+        raise typer.Exit(1)
 
 
 def show(rows: list[dict[str, Any]], where: dict[str, Any]) -> None:

@@ -1,0 +1,282 @@
+"""G1-G5 and G9: the cast on one GPU, against a copy of the same bytes and the competitors' kernels.
+
+    python benchmarks/bench_gpu.py [--json FILE]          # a few minutes, most important first
+    python benchmarks/bench_gpu.py --smoke                # tiny, on the CPU: is this script sound?
+
+Bytes are compared with the plain reference before anything is timed, on every case, ragged and not
+finite included; if one differs there is no number. GB/s count the *floor* bytes (source once, code
+once), so an extra pass shows. Runs are interleaved. `copy` is an element-wise `copy_` that moves the
+same number of bytes on the same device: the practical ceiling.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from shapes import MISALIGNED, MODELS
+
+from sglang_fp8rl import numerics
+from sglang_fp8rl.numerics import reference
+from sglang_fp8rl.numerics.cast_table import CastTable, Piece
+from sglang_fp8rl.numerics.table import make_runner
+
+BLOCK = (128, 128)
+Run = Callable[[], Any]
+
+
+class Clock:
+    """Times a call on a device: events on a GPU, the wall clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def seconds(self, run: Run) -> float:
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            run()
+            return time.perf_counter() - began
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def interleaved(self, runs: dict[str, Run], repetitions: int) -> dict[str, list[float]]:
+        for run in runs.values():
+            run()
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(repetitions):
+            for name, run in runs.items():
+                seconds[name].append(self.seconds(run))
+        return seconds
+
+
+def destination(rows: int, cols: int, block: tuple[int, int], device: torch.device) -> Any:
+    codes = torch.zeros(rows, cols, dtype=torch.uint8, device=device).view(numerics.FP8_DTYPE)
+    blocks = (-(-rows // block[0]), -(-cols // block[1]))
+    return codes, torch.zeros(blocks, device=device)
+
+
+def gate(device: torch.device) -> None:
+    """Exit 1 unless single casts and the table give the reference's bytes."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(1, 1), (127, 257), (576, 1368), (256, 384)]
+    sources, pieces, expected = [], [], []
+    for shape in shapes:
+        for dtype in (torch.float32, torch.bfloat16):
+            for block in (BLOCK, (1, shape[1])):
+                x = torch.randn(shape, generator=generator).to(dtype)
+                x[shape[0] - 1, 0] = float("nan")
+                codes, scales = destination(*shape, block, torch.device("cpu"))
+                reference.cast_into(x, codes, scales, block, False, True)
+                expected.append((codes, scales))
+                mine = destination(*shape, block, device)
+                sources.append(x.to(device))
+                pieces.append(Piece((len(pieces), 0), sources[-1], *mine, block))
+    runner = make_runner(CastTable.of(pieces), device, pow2_scale=False, round_to_bf16=True)
+    if runner is None:
+        raise SystemExit(f"no kernels for {device}")
+    runner.run([x.data_ptr() for x in sources])
+    for (codes, scales), piece in zip(expected, pieces, strict=True):
+        same = torch.equal(codes.view(torch.uint8), piece.destination.cpu().view(torch.uint8))
+        if not same or not torch.equal(scales, piece.scales.cpu()):
+            raise SystemExit(f"bytes differ from the reference: {tuple(codes.shape)}; no numbers")
+
+
+def competitors(source: torch.Tensor) -> dict[str, Run]:
+    """What is installed of the others, called as their own callers call them."""
+    if not source.is_cuda:
+        return {}
+    found: dict[str, Run] = {}
+    try:
+        from verl.utils.kernel.fp8_kernel import scaled_fp8_blockwise
+
+        found["veRL"] = lambda: scaled_fp8_blockwise(source.to(torch.bfloat16), list(BLOCK))
+    except ImportError:
+        pass
+    try:
+        from torchao.prototype.blockwise_fp8_training.kernels import (
+            triton_fp8_blockwise_weight_quant_rhs as torchao_cast,
+        )
+
+        found["torchao"] = lambda: torchao_cast(source.to(torch.bfloat16), BLOCK[0])
+    except ImportError:
+        pass
+    return found
+
+
+def single(
+    clock: Clock, case: str, number: str, dtype: torch.dtype, shape: tuple[int, int], repeat: int
+) -> Iterator[dict[str, Any]]:
+    """One tensor: G1 (BF16), G2 (FP32), G9 (per channel)."""
+    device = clock.device
+    source = torch.randn(shape, device=device).to(dtype)
+    block = (1, shape[1]) if number == "G9" else BLOCK
+    codes, scales = destination(*shape, block, device)
+    floor = source.numel() * (source.element_size() + 1)
+    half = torch.empty(floor // 2, dtype=torch.uint8, device=device)
+    other = torch.empty_like(half)
+    cast = numerics.cast_per_channel_into if number == "G9" else numerics.cast_blockwise_into
+    runs: dict[str, Run] = {
+        "copy": lambda: other.copy_(half),
+        "sglang_fp8rl": lambda: cast(source, codes, scales),
+    }
+    if number != "G9":
+        runs |= competitors(source)
+    yield from rows_of(number, case, clock.interleaved(runs, repeat), floor)
+
+
+def whole_model(clock: Clock, name: str, dtype: torch.dtype, repeat: int) -> Iterator[dict]:
+    """G3 and G5: every weight of a model into served buffers, one call; peak extra memory."""
+    device, model = clock.device, MODELS[name]
+    pieces, total = [], 0
+    largest = max(rows * cols for _, rows, cols, _ in model.weights())
+    # Sources share one buffer the size of a bucket: a bucket's bytes are what is in flight.
+    bucket = torch.randn(max(largest, min(model.elements, 1 << 28)), device=device).to(dtype)
+    offset = 0
+    for _, rows, cols, count in model.weights():
+        codes = torch.zeros(count, rows, cols, dtype=torch.uint8, device=device)
+        scales = torch.zeros(count, -(-rows // 128), -(-cols // 128), device=device)
+        for at in range(count):
+            if offset + rows * cols > bucket.numel():
+                offset = 0
+            view = bucket[offset : offset + rows * cols].view(rows, cols)
+            place = (0, offset * bucket.element_size())
+            one = codes[at].view(numerics.FP8_DTYPE)
+            pieces.append(Piece(place, view, one, scales[at], BLOCK))
+            offset += rows * cols
+            total += rows * cols
+    began = time.perf_counter()
+    runner = make_runner(CastTable.of(pieces), device, pow2_scale=False, round_to_bf16=True)
+    build = time.perf_counter() - began
+    assert runner is not None
+    addresses = [bucket.data_ptr()]
+    runner.run(addresses)
+    grown = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        runner.run(addresses)
+        grown = torch.cuda.max_memory_allocated() - before
+    seconds = clock.interleaved({"sglang_fp8rl": lambda: runner.run(addresses)}, repeat)
+    floor = total * (bucket.element_size() + 1)
+    for row in rows_of("G3", f"{name} {dtype}", seconds, floor):
+        yield {
+            **row,
+            "tensors": len(pieces),
+            "launches": getattr(runner, "launches", None),
+            "table_bytes": getattr(runner, "nbytes", runner.table.nbytes),
+            "build_s": build,
+            "peak_extra_bytes": grown,
+        }
+
+
+def rows_of(
+    number: str, case: str, seconds: dict[str, list[float]], floor: int
+) -> Iterator[dict[str, Any]]:
+    copy = statistics.median(seconds["copy"]) if "copy" in seconds else None
+    for what, values in seconds.items():
+        cuts = statistics.quantiles(values, n=10, method="inclusive")
+        median = statistics.median(values)
+        yield {
+            "id": number,
+            "case": case,
+            "what": what,
+            "median_s": median,
+            "p10_s": cuts[0],
+            "p90_s": cuts[-1],
+            "floor_bytes": floor,
+            "gb_per_s": floor / median / 1e9,
+            "of_copy": copy / median if copy else None,
+        }
+
+
+def cases(clock: Clock, smoke: bool, repeat: int) -> list[Callable[[], Iterator[dict]]]:
+    """Most important first."""
+    large = (512, 512) if smoke else (16384, 8192)
+    names = ["Qwen3-0.6B"] if smoke else ["Qwen3-30B-A3B", "Qwen3-8B"]
+    found: list[Callable[[], Iterator[dict]]] = [
+        lambda: single(clock, f"{large} BF16", "G1", torch.bfloat16, large, repeat),
+        lambda: single(clock, f"{large} FP32", "G2", torch.float32, large, repeat),
+    ]
+    for name in names:
+        for dtype in (torch.bfloat16,) if smoke else (torch.bfloat16, torch.float32):
+            found.append(lambda n=name, d=dtype: whole_model(clock, n, d, repeat))  # type: ignore
+    found.append(lambda: single(clock, f"{large} BF16", "G9", torch.bfloat16, large, repeat))
+    for label, rows, cols in MISALIGNED:
+        shape = (rows, cols) if smoke else (rows * 64, cols)
+        found.append(
+            lambda la=label, sh=shape: single(clock, la, "G4", torch.bfloat16, sh, repeat)  # type: ignore
+        )
+    return found
+
+
+def main(
+    smoke: Annotated[bool, typer.Option("--smoke", help="tiny cases on the CPU")] = False,
+    repetitions: Annotated[int, typer.Option(help="timed runs of each")] = 30,
+    json_path: Annotated[Path | None, typer.Option("--json", help="append JSON lines")] = None,
+) -> None:
+    """Time the cast on a GPU; exit 1 if bytes differ, 2 without a GPU."""
+    console = Console()
+    if not smoke and not torch.cuda.is_available():
+        console.print("[red]no GPU: nothing measured (try --smoke)[/red]")
+        raise typer.Exit(2)
+    device = torch.device("cpu" if smoke else "cuda")
+    clock = Clock(device)
+    gate(device)
+    rows: list[dict[str, Any]] = []
+    jobs = cases(clock, smoke, 3 if smoke else repetitions)
+    with Progress(console=console) as progress:
+        for job in progress.track(jobs, description="timing"):
+            rows += job()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    table = Table(title=f"cast on {_device_name(device)}")
+    for column in ("id", "case", "what", "median ms", "GB/s of floor", "of copy"):
+        table.add_column(column)
+    for row in rows:
+        of_copy = f"{row['of_copy']:.2f}" if row["of_copy"] else ""
+        table.add_row(
+            row["id"], row["case"], row["what"], f"{row['median_s'] * 1e3:.3f}",
+            f"{row['gb_per_s']:.0f}", of_copy,
+        )  # fmt: skip
+    console.print(table)
+    if json_path and not smoke:
+        where = conditions(device)
+        with json_path.open("a") as file:
+            file.writelines(json.dumps({**row, **where}) + "\n" for row in rows)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else "this CPU (smoke run)"
+
+
+def conditions(device: torch.device) -> dict[str, Any]:
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    versions = {name: metadata.version(name) for name in ("torch", "triton")}
+    return {
+        "gpu": _device_name(device),
+        "driver": driver,
+        "commit": commit.stdout.strip(),
+        **versions,
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)
