@@ -33,13 +33,11 @@ _TAKEN = {
         httpx httpcore certifi openai jiter distro openai-harmony pydantic pydantic-core
         annotated-types typing-inspection typing-extensions pybase64 orjson msgspec pyzmq psutil
         setproctitle prometheus-client watchfiles zstandard soundfile cffi pycparser requests
-        urllib3 charset-normalizer partial-json-parser interegular cloudpickle
+        urllib3 charset-normalizer jsonschema jsonschema-specifications referencing rpds-py
+        partial-json-parser
     """,
     "structured output (xgrammar is SGLang's default)": "xgrammar",
-    "sglang.utils imports IPython.display": """
-        ipython ipython-pygments-lexers traitlets pygments prompt-toolkit wcwidth stack-data
-        executing asttokens pure-eval matplotlib-inline pexpect ptyprocess parso
-    """,
+    "sglang.utils imports IPython.display": "ipython traitlets pygments",
     "this plugin's commands": "typer rich shellingham markdown-it-py mdurl click",
     "jinja for chat templates": "jinja2 markupsafe",
     "what `make bench-gpu` compares with": "torchao verl",
@@ -69,7 +67,7 @@ _LEFT_OUT = {
     """,
     "images, sound and video": "torchaudio torchcodec timm easydict mistral-common pydantic-extra-types",
     "other structured-output backends": """
-        outlines outlines-core llguidance airportsdata pycountry diskcache lark nest-asyncio
+        outlines outlines-core interegular cloudpickle llguidance airportsdata pycountry diskcache lark nest-asyncio
     """,
     "other ways into the server": """
         grpcio grpcio-health-checking grpcio-reflection smg-grpc-proto smg-grpc-servicer protobuf
@@ -86,11 +84,14 @@ _LEFT_OUT = {
     "the trainer (veRL)": """
         hydra-core omegaconf codetiming tensordict accelerate peft pyvers msgpack
     """,
+    "IPython's prompt, which nobody sees": """
+        ipython-pygments-lexers prompt-toolkit wcwidth stack-data executing asttokens pure-eval
+        matplotlib-inline pexpect ptyprocess parso jedi
+    """,
     "tests, plots, development": """
         pytest pytest-timeout pluggy iniconfig hypothesis ruff mypy mypy-extensions librt pathspec
         types-requests ast-serialize matplotlib contourpy cycler fonttools kiwisolver pyparsing
-        jedi build pyproject-hooks py-spy jsonschema jsonschema-specifications referencing
-        rpds-py
+        build pyproject-hooks py-spy
     """,
 }
 
@@ -114,8 +115,6 @@ DROPS: tuple[Drop, ...] = (
     Drop("sglang", "sglang/jit_kernel/diffusion/*", "image and video generation"),
     Drop("sglang", "sglang/jit_kernel/tests/*", "tests"),
     Drop("sglang", "sglang/jit_kernel/benchmark/*", "benchmarks"),
-    Drop("torchvision", "torchvision/models/*", "vision models"),
-    Drop("torchvision", "torchvision/datasets/*", "data sets"),
     Drop("pillow", "PIL/_avif.*", "AVIF images"),
     Drop("pillow", "pillow.libs/libavif-*", "AVIF images"),
     Drop("torchao", "torchao/*.so", "kernels that no benchmark calls"),
