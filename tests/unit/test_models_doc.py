@@ -10,6 +10,10 @@ pytest.importorskip("sglang")
 
 import contract_table
 
+from sglang_fp8rl.compat import TESTED
+
+NEWEST = TESTED[-1]
+
 
 def test_the_document_is_generated_from_the_results():
     expected = contract_table.document()
@@ -19,11 +23,14 @@ def test_the_document_is_generated_from_the_results():
 
 
 @pytest.mark.parametrize(
-    "path", sorted(contract_table.RESULTS.glob("*.json")), ids=lambda p: p.stem
+    "path", sorted(contract_table.RESULTS.glob("*.json")), ids=lambda path: path.stem
 )
 def test_results_are_of_the_suite_s_cases_and_nothing_failed(path):
+    """On the newest SGLang of all of them; elsewhere the table says what was not run."""
     results = json.loads(path.read_text())
-    assert list(results["cases"]) == sorted(contract_table.contract_cases())
+    assert set(results["cases"]) <= set(contract_table.contract_cases())
+    if path.stem == NEWEST:
+        assert set(results["cases"]) == set(contract_table.contract_cases())
     outcomes = [text for case in results["cases"].values() for text in case.values()]
     assert "passed" in outcomes
     assert "failed" not in outcomes
