@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "models.md"
 RESULTS = Path(__file__).parent / "contract_results"
+NOT_RUN = "not run"
 BEGIN, END = "<!-- contract -->", "<!-- /contract -->"
 
 # Test to column. The first one only shows that the others prove something.
@@ -68,7 +69,7 @@ def table(results: dict[str, Any], cases: list[str]) -> str:
     for case in cases:
         model, _, layout = case.rpartition("-")
         found = results["cases"].get(case, {})
-        cells = [_cell(found.get(test, "not run"), reasons) for test in COLUMNS]
+        cells = [_cell(found.get(test, NOT_RUN), reasons) for test in COLUMNS]
         lines.append(f"| {model} | {layout} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", *(f"{number}. {text}" for text, number in reasons.items()), ""])
 
@@ -76,6 +77,8 @@ def table(results: dict[str, Any], cases: list[str]) -> str:
 def _cell(outcome: str, reasons: dict[str, int]) -> str:
     if outcome == "passed":
         return "yes"
+    if outcome == NOT_RUN:
+        return NOT_RUN
     return f"no ({reasons.setdefault(outcome, len(reasons) + 1)})"
 
 
