@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,15 @@ def test_the_same_files_give_the_same_bytes_whenever_they_were_written(tmp_path,
         archive.write_xz_tar(packed, root, ["a/x.py", "tool"], native=native, level=0)
         digests.append(archive.sha256(packed))
     assert digests[0] == digests[1]
+
+
+def test_names_longer_than_the_first_tars_allowed_survive(tmp_path):
+    name = f"{'d' * 60}/{'E=512,N=128,' * 15}.json"  # SGLang's tuning tables
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("{}")
+    archive.write_xz_tar(tmp_path / "a.tar.xz", tmp_path, [name], native=False, level=0)
+    with tarfile.open(tmp_path / "a.tar.xz") as tar:
+        assert tar.getnames() == [name]
 
 
 def test_alike_files_lie_together():

@@ -6,10 +6,12 @@ Exit status: 0 built; 2 it could not be; 130 interrupted.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -33,6 +35,7 @@ def main(
 ) -> None:
     """Build one archive with SGLang 0.5.16 and this plugin for a host without network."""
     console = Console(stderr=as_json)
+    signal.signal(signal.SIGTERM, _terminate)  # so that the scratch folder goes
     try:
         with tempfile.TemporaryDirectory(prefix="sglang-offline-") as scratch:
             options = BuildOptions(
@@ -46,6 +49,10 @@ def main(
         print(json.dumps(as_dict(built), indent=1))
     else:
         print_report(built, console)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signum)
 
 
 app()

@@ -41,7 +41,7 @@ def write_xz_tar(
     filters = [{"id": lzma.FILTER_X86}, lzma2] if native else [lzma2]
     with (
         lzma.open(archive, "wb", format=lzma.FORMAT_XZ, filters=filters) as stream,
-        tarfile.open(fileobj=stream, mode="w|", format=tarfile.USTAR_FORMAT) as tar,
+        tarfile.open(fileobj=stream, mode="w|", format=tarfile.GNU_FORMAT) as tar,
     ):
         nbytes = 0
         for files, path in enumerate(paths, start=1):
@@ -52,7 +52,7 @@ def write_xz_tar(
 
 def write_tar(archive: Path, files: Iterable[tuple[str, Path]]) -> None:
     """The outer archive: what is in it is compressed already. `files`: name inside, file."""
-    with tarfile.open(archive, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+    with tarfile.open(archive, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for name, path in files:
             _add(tar, name, path)
 
