@@ -1,43 +1,31 @@
 """A small HTTP client: send weights to a running SGLang server in buckets. torch and requests only.
 
-What it sends is what SGLang's own `MultiprocessingSerializer` reads: a `ForkingPickler` stream in
-base64 that holds handles of shared memory, not the weights. Server and client therefore run on one
-machine, and for CUDA tensors both have to number the GPUs alike (`CUDA_VISIBLE_DEVICES`).
-
-A server of this package reads the layout of a flattened bucket as one string (`flat_layout`). Any
-other reads SGLang's metadata by attribute, so plain namespaces take the place of its class, and
-sglang is not imported.
+What a bucket looks like on the wire is `wire.py`'s business.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
-from multiprocessing.reduction import ForkingPickler
 from time import perf_counter
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import requests
-import torch
-import torch.multiprocessing  # registers the reductions of tensors with ForkingPickler
 
 from . import flat_layout
 from .delta_format import FULL_REFIT_WANTED
 from .errors import RefitError
 from .refit_plan import PLAN_PATH, RefitPlan
+from .wire import NamedTensor, buckets_of, nbytes_of, payload_of
 
 if TYPE_CHECKING:
     from .trainer.delta import SentState
 
-NamedTensor = tuple[str, torch.Tensor]
 Progress = Callable[[int, int], None]
 LOAD_FORMATS = ("flattened_bucket", None)
-_ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
 
 
 @dataclass(frozen=True)
@@ -88,7 +76,8 @@ class RefitClient:
         Opens a weight-update session where the server knows them (SGLang 0.5.21 and newer).
 
         Args:
-            named_tensors: consumed lazily; one bucket of them is held at a time.
+            named_tensors: consumed lazily; two buckets of them are held at a time, the next one
+                being made while the server casts the one before.
             bucket_bytes: a bucket ends before the tensor that would pass this size. A single
                 larger tensor is a bucket of its own.
             load_format: "flattened_bucket" (one shared buffer a bucket), or None (one each).
@@ -109,22 +98,33 @@ class RefitClient:
         as_text = _section(info).get("flat_layout") == flat_layout.VERSION
         began, waited_before = perf_counter(), self._waited
         tensors = nbytes = buckets = 0
-        with self._session():
-            for bucket, is_last in _buckets(named_tensors, bucket_bytes):
-                # The server reads this memory until it answers; `bucket` holds it until then.
-                payload, guard = _payload(bucket, load_format, as_text)
+        in_flight: tuple[Future, Any, int, int] | None = None
+        with self._session(), ThreadPoolExecutor(1) as poster:
+
+            def finish() -> None:
+                nonlocal in_flight, tensors, nbytes, buckets
+                if in_flight is None:
+                    return
+                # The server reads this memory until it answers; the tuple holds it until then.
+                answer, _, count, size_sent = in_flight
+                answer.result()
+                in_flight = None
+                buckets, tensors, nbytes = buckets + 1, tensors + count, nbytes + size_sent
+                if on_bucket is not None:
+                    on_bucket(tensors, nbytes)
+
+            for bucket, is_last in buckets_of(named_tensors, bucket_bytes):
+                # Made while the server still casts the one before.
+                payload, guard = payload_of(bucket, load_format, as_text)
+                finish()
                 body = {
                     "serialized_named_tensors": [payload] * size,
                     "load_format": load_format,
                     "flush_cache": is_last,
                 }
-                self._post("/update_weights_from_tensor", body)
-                del guard
-                buckets += 1
-                tensors += len(bucket)
-                nbytes += sum(_nbytes(tensor) for _, tensor in bucket)
-                if on_bucket is not None:
-                    on_bucket(tensors, nbytes)
+                answer = poster.submit(self._post, "/update_weights_from_tensor", body)
+                in_flight = (answer, guard, len(bucket), sum(nbytes_of(t) for _, t in bucket))
+            finish()
         if not tensors:
             raise RefitError(
                 "an update",
@@ -315,93 +315,6 @@ def fetch_plan(url: str, *, timeout: float = 600, api_key: str | None = None) ->
     return RefitClient(url, timeout=timeout, api_key=api_key).plan()
 
 
-def flatten(named_tensors: Sequence[NamedTensor]) -> tuple[torch.Tensor, list[SimpleNamespace]]:
-    """One uint8 tensor with all of them, and where each lies in it.
-
-    On a CPU the buffer is shared memory from the start, so sending it copies nothing again.
-    """
-    device = named_tensors[0][1].device
-    metadata, end = [], 0
-    for name, tensor in named_tensors:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        end = start + _nbytes(tensor)
-        metadata.append(
-            SimpleNamespace(
-                name=name,
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                start_idx=start,
-                end_idx=end,
-                numel=end - start,
-            )
-        )
-    if device.type == "cpu":
-        with _shared_by_file_name():
-            shared = torch.UntypedStorage._new_shared(end, device="cpu")
-        flat = torch.empty(0, dtype=torch.uint8).set_(shared)
-    else:
-        flat = torch.empty(end, dtype=torch.uint8, device=device)
-    for (_, tensor), meta in zip(named_tensors, metadata, strict=True):
-        flat[meta.start_idx : meta.end_idx].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return flat, metadata
-
-
-def serialize(value: Any) -> str:
-    """`value` as `MultiprocessingSerializer.serialize(..., output_str=True)` would, for a server
-    that did not start this process: CPU tensors are shared by file name."""
-    stream = io.BytesIO()
-    with _shared_by_file_name():
-        ForkingPickler(stream).dump(value)
-    return base64.b64encode(stream.getvalue()).decode("ascii")
-
-
-def _payload(bucket: list[NamedTensor], load_format: str | None, as_text: bool) -> tuple[str, Any]:
-    """The serialized bucket, and what has to stay alive until the server answers.
-
-    Args:
-        as_text: whether the server reads a bucket's layout as text, see `flat_layout`.
-    """
-    if load_format is None:
-        plain = [(name, tensor.detach()) for name, tensor in bucket]
-        return serialize(plain), plain
-    flat, metadata = flatten([(name, tensor.detach()) for name, tensor in bucket])
-    layout = flat_layout.to_text(metadata) if as_text else metadata
-    return serialize({"flattened_tensor": flat, "metadata": layout}), flat
-
-
 def _section(server_info: dict[str, Any]) -> dict[str, Any]:
     """The section `fp8rl` of the first internal state; empty for another server."""
     return (server_info.get("internal_states") or [{}])[0].get("fp8rl") or {}
-
-
-@contextlib.contextmanager
-def _shared_by_file_name() -> Iterator[None]:
-    """torch's default (file descriptors) is refused between processes that did not start each
-    other: `AuthenticationError: digest sent was rejected`."""
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        yield
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _buckets(
-    named_tensors: Iterable[NamedTensor], limit: int
-) -> Iterator[tuple[list[NamedTensor], bool]]:
-    """Lists of about `limit` bytes, and whether each is the last."""
-    bucket: list[NamedTensor] = []
-    size = 0
-    for name, tensor in named_tensors:
-        nbytes = _nbytes(tensor)
-        if bucket and size + nbytes > limit:
-            yield bucket, False
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += nbytes
-    if bucket:
-        yield bucket, True

@@ -12,11 +12,12 @@ from types import FrameType
 
 import torch
 
-from ..client import NamedTensor, RefitClient
+from ..client import RefitClient
 from ..compat import SESSIONS_SINCE, host_version
 from ..config import QUANTIZATION_METHOD
 from ..plan_table import plan_table
 from ..testing.server import ServerProcess
+from ..wire import NamedTensor
 from .outputs import Output, ask, differences, make_prompts
 from .report import DemoReport, RefitFigures
 from .screen import Screen

@@ -19,9 +19,9 @@ from _served import (
     weights,
 )
 
-from sglang_fp8rl.client import serialize
 from sglang_fp8rl.demo.outputs import differences
 from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.wire import serialize
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
