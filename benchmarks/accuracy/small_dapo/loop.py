@@ -49,8 +49,9 @@ class Run:
 def run_steps(run: Run) -> Iterator[Record]:
     """Serve, then step by step: sample, train, refit, validate.
 
-    The record of step 0 holds the start's validation accuracy and the conditions of the run. That of step n > 0
-    holds figures of its rollouts (served weights of n − 1) and the accuracy of its refitted server.
+    The record of step 0 holds the start's validation accuracy and the conditions of the run. That
+    of step n > 0 holds figures of its rollouts (served weights of n − 1) and the accuracy of its
+    refitted server.
     """
     settings = run.settings
     policy = Policy(settings, run.seed)
