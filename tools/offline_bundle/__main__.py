@@ -28,7 +28,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the archive.")] = REPOSITORY / "dist",
-    uv: Annotated[Path, typer.Option(help="The uv to download with.")] = REPOSITORY / ".uv/bin/uv",
+    uv: Annotated[
+        Path, typer.Option(exists=True, dir_okay=False, help="The uv to download with.")
+    ] = REPOSITORY / ".uv/bin/uv",
     max_mib: Annotated[float, typer.Option(help="The largest archive that passes.")] = 60,
     level: Annotated[int, typer.Option(min=0, max=9, help="Of xz; less is faster.")] = 9,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
