@@ -165,6 +165,24 @@ def test_tensors_behind_the_last_layer_are_unknown_to_a_model_without_a_draft(ch
         assert name in message
 
 
+def fp8_names(scheduler):
+    parameters = model_of(scheduler).named_parameters()
+    return [name for name, p in parameters if p.dtype == torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+def test_the_language_model_is_quantized_and_the_vision_tower_is_not(checkpoint_dir, name):
+    """SGLang hands the one's tower the quantization and not the other's."""
+    with EngineHost(checkpoint(checkpoint_dir, MODELS[name], "first")) as host:
+        found = host.call(fp8_names)
+        plan = {row["module"]: row for row in host.call(status)["plan"]}
+    assert len(found) == 8
+    assert all(name.startswith("model.layers.") for name in found)
+    towers = [row for module, row in plan.items() if module.startswith("visual.")]
+    assert all(row["scheme"] == "high_precision" and "tower" in row["reason"] for row in towers)
+    assert bool(towers) == (name == "qwen2.5-vl")
+
+
 def test_mixtral_has_fused_experts(checkpoint_dir):
     with EngineHost(checkpoint(checkpoint_dir, MODELS["mixtral"], "first")) as host:
         assert "model.layers.0.block_sparse_moe.experts.w13_weight" in host.call(digests)
