@@ -32,7 +32,7 @@ def main(
         Path, typer.Option(exists=True, dir_okay=False, help="The uv to download with.")
     ] = REPOSITORY / ".uv/bin/uv",
     max_mib: Annotated[float, typer.Option(help="The largest archive that passes.")] = 60,
-    level: Annotated[int, typer.Option(min=0, max=9, help="Of xz; less is faster.")] = 9,
+    level: Annotated[int, typer.Option(min=0, max=9, help="Of xz; less is faster.")] = 6,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:
     """Build one archive with SGLang 0.5.16 and this plugin for a host without network."""

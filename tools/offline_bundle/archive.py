@@ -25,19 +25,17 @@ def write_xz_tar(
     paths: Iterable[str],
     *,
     native: bool,
-    level: int = 9,
+    level: int = 6,
     on_bytes: Callable[[int, int], None] = lambda files, nbytes: None,
 ) -> None:
     """`paths` below `root` as a tar in xz, in the order given. The host reads it with its stdlib.
 
     Args:
         native: of machine code: the x86 filter turns relative jumps into absolute ones first.
-        level: preset of xz, 0 to 9. Level 9 takes about 2 GB here, and `DICTIONARY` on the host.
+        level: preset of xz, 0 to 9; its history is `DICTIONARY` whatever the level.
         on_bytes: called with the files and bytes so far, for a progress bar.
     """
-    lzma2 = {"id": lzma.FILTER_LZMA2, "preset": level | lzma.PRESET_EXTREME}
-    if level == 9:
-        lzma2["dict_size"] = DICTIONARY
+    lzma2 = {"id": lzma.FILTER_LZMA2, "preset": level, "dict_size": DICTIONARY}
     filters = [{"id": lzma.FILTER_X86}, lzma2] if native else [lzma2]
     with (
         lzma.open(archive, "wb", format=lzma.FORMAT_XZ, filters=filters) as stream,
