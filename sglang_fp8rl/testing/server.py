@@ -42,6 +42,7 @@ class ServerProcess:
         python: interpreter with SGLang installed.
         timeout: seconds until the server must be healthy.
         fork: workers share the launcher's imports (see `launch`), which starts much faster.
+        tokenizer: the checkpoint has one (`testing.tokenizer`), and requests may carry text.
     """
 
     def __init__(
@@ -54,13 +55,15 @@ class ServerProcess:
         python: str = sys.executable,
         timeout: float = 420,
         fork: bool = True,
+        tokenizer: bool = False,
     ) -> None:
         self.model_path, self.args, self.log_path = Path(model_path), tuple(args), Path(log_path)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         launcher = "sglang_fp8rl.testing.launch" if fork else "sglang.launch_server"
         self.command = [python, "-m", launcher, f"--model-path={self.model_path}"]
-        self.command += [*BASE_ARGS, f"--port={self.port}", *self.args]
+        base = [arg for arg in BASE_ARGS if not (tokenizer and arg == "--skip-tokenizer-init")]
+        self.command += [*base, f"--port={self.port}", *self.args]
         self.env = {**os.environ, **cpu_env(self._tp_size()), **(env or {})}
         self.timeout = timeout
         self.start_seconds = float("nan")
