@@ -58,7 +58,6 @@ class Coverage:
         return bool(self.table.is_mixed(since)[1])
 
 
-
 def test_parts_make_a_whole_in_any_order():
     coverage = Coverage((4, 6))
     for start in (2, 0, 3):
@@ -114,7 +113,9 @@ def elements(table, since):
     for parameter in range(3):
         marked = torch.zeros(8, 6, 4)
         for region in table.new_regions(parameter, since):
-            marked[tuple(slice(a, a + n) for a, n in zip(region.start, region.shape))] += 1
+            marked[
+                tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))
+            ] += 1
         assert marked.max() <= 1
         counts.append(int(marked.sum()))
     return counts
