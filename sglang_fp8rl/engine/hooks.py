@@ -153,14 +153,6 @@ def _update_hook(kind: str, output_name: str, *, sessions: bool) -> Callable[...
     return hook
 
 
-def begin_session(result: Any, manager: Any, *_: Any, **__: Any) -> Any:
-    """`begin_weight_update`: what a client sends from here on is another refit."""
-    refit = refit_of(manager.tp_worker.model_runner.model)
-    if refit is not None and result.success and not refit.implicit_session:
-        refit.report.window.begin_refit()
-    return result
-
-
 def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """`end_weight_update`: FP8 halves that never met fail the session."""
     refit = refit_of(manager.tp_worker.model_runner.model)
@@ -263,13 +255,6 @@ HOOKS = (
         "as for tensors",
     ),
     Hook(
-        f"{_MANAGER}.begin_weight_update",
-        "AFTER",
-        begin_session,
-        "a client with sessions says where a refit begins; the status has to know",
-        "SGLang tells quantization methods of sessions",
-    ),
-    Hook(
         f"{_MANAGER}.end_weight_update",
         "AROUND",
         end_session,
@@ -307,6 +292,6 @@ def register_hooks(*, has_sessions: bool) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in HOOKS:
-        if hook.function in (begin_session, end_session) and not has_sessions:
+        if hook.function is end_session and not has_sessions:
             continue
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])

@@ -14,7 +14,7 @@ class RefitWindow:
 
     A call that repeats a tensor starts behind the last call that had it, and anew if every weight
     had been written; what else comes after the last weight (norms, the head) still belongs to that
-    refit. A tensor that failed does not count as sent, so sending it again mends the refit instead
+    refit. A session is no boundary: what one left out the next may bring. A tensor that failed does not count as sent, so sending it again mends the refit instead
     of ending it.
 
     Names go by number (`numbers_of`), so that a bucket that was seen before costs one lookup in an
@@ -30,7 +30,6 @@ class RefitWindow:
         self.start = 0
         self.call = 0
         self.is_complete = False
-        self._is_asked_for = False
         self._numbers: dict[str, int] = {}
         self._last_call = np.empty(0, np.int64)
 
@@ -52,15 +51,11 @@ class RefitWindow:
         self.call += 1
         latest = int(self._last_call[sent].max()) if len(sent) else _NEVER
         repeats = len(sent) > 0 and latest >= self.start
-        is_anew = self._is_asked_for or not len(sent) or (self.is_complete and repeats)
+        is_anew = not len(sent) or (self.is_complete and repeats)
         start = max(self.call if is_anew else self.start, latest + 1)
         is_new = start != self.start
-        self.start, self.is_complete, self._is_asked_for = start, False, False
+        self.start, self.is_complete = start, False
         return is_new
-
-    def begin_refit(self) -> None:
-        """A client that does say so: what follows is another refit."""
-        self._is_asked_for = True
 
     def stored(self, names: np.ndarray) -> None:
         """What this call stored."""

@@ -182,11 +182,3 @@ def test_what_comes_after_the_last_quantized_weight_belongs_to_the_same_refit():
     assert client.window.start == start
     client.call("norm")
     assert client.window.start == client.window.call
-
-
-def test_a_session_starts_another_refit():
-    client = Client()
-    client.call("gate")
-    client.window.begin_refit()
-    client.call("up")
-    assert client.mixed
