@@ -117,6 +117,7 @@ DROPS: tuple[Drop, ...] = (
     Drop("sglang", "sglang/jit_kernel/benchmark/*", "benchmarks"),
     Drop("pillow", "PIL/_avif.*", "AVIF images"),
     Drop("pillow", "pillow.libs/libavif-*", "AVIF images"),
+    Drop("flashinfer-python", "flashinfer/data/*", "sources: its kernels are not compiled here"),
     Drop("torchao", "torchao/*.so", "kernels that no benchmark calls"),
     Drop("verl", "verl/*", "a trainer; its cast is one file, which needs none of the rest"),
     Drop("numpy", "numpy/*/tests/*", "tests"),

@@ -20,6 +20,7 @@ import re
 import stat
 import sys
 import tarfile
+import warnings
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -52,6 +53,7 @@ def main() -> int:
     for name in manifest["parts"]:
         unpack(HERE / name, site)
     if not options.no_compile:
+        warnings.simplefilter("ignore")  # of sources that are not ours
         compileall.compile_dir(str(site), quiet=2, workers=os.cpu_count() or 1)
     write_wrappers(folder)
     print(f"{folder}: {sum(1 for _ in site.glob('*.dist-info'))} distributions")
