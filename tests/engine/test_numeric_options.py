@@ -6,6 +6,7 @@ import pytest
 import torch
 from _options import overridden
 from commands import digests, parameter, status, update
+from contract import HOST, OLDEST
 from engine_host import EngineHost
 from generation import generate
 from models import MODELS, Model, checkpoint
@@ -37,6 +38,7 @@ def schemes(host):
     return {row["module"]: (row["scheme"], row["reason"]) for row in host.call(status)["plan"]}
 
 
+@pytest.mark.skipif(HOST == OLDEST, reason="this SGLang tells a method no depth to count from")
 def test_first_and_last_layers_stay_in_bf16(checkpoint_dir):
     options = {"num_first_layers_in_bf16": 1, "num_last_layers_in_bf16": 1}
     found = updated(checkpoint_dir, THREE_LAYERS, options, schemes)
