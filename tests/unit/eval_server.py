@@ -21,6 +21,8 @@ class FakeServer(ThreadingHTTPServer):
     """Answers with `model`; `faults` are replies (status, body) given first, instead."""
 
     daemon_threads = True
+    # Its default of 5 resets connections of a client that opens 64 on a busy machine.
+    request_queue_size = 256
 
     def __init__(self, model: Model) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
