@@ -57,7 +57,7 @@ bench: .venv/.ready  ## what needs no GPU: C1-C4, refit time and memory, bytes o
 	.venv/bin/python benchmarks/bench_wire.py
 
 bench-guard: .venv/.ready  ## the ratios of C1-C4, refit time and memory, with wide margins: for CI
-	.venv/bin/python benchmarks/bench_cast_cpu.py --quick --guard
+	.venv/bin/python benchmarks/bench_cast_cpu.py --repetitions 5 --guard
 	.venv/bin/python benchmarks/bench_replay.py --layers 6 --repetitions 5 --guard
 	.venv/bin/python benchmarks/bench_refit.py --repetitions 5
 
