@@ -48,7 +48,7 @@ accuracy-short: .venv/.ready  ## the same for CI: fails if FP8 does not train as
 	.venv/bin/python benchmarks/accuracy/dapo_small.py --short $(ARGS)
 
 offline-bundle: .venv/.ready  ## one archive for a GPU host without network, into dist/ (docs/offline.md)
-	.venv/bin/python -m tools.offline_bundle $(ARGS)
+	@.venv/bin/python -m tools.offline_bundle $(ARGS)
 
 bench: .venv/.ready  ## what needs no GPU: C1-C4, refit time and memory, bytes on the wire; minutes
 	.venv/bin/python benchmarks/bench_cast_cpu.py --json benchmarks/results/cast_cpu.jsonl

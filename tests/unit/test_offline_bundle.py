@@ -241,6 +241,30 @@ def test_an_installed_bundle_is_in_front_and_writes_to_its_folder_alone(bundle, 
     assert shown == f"{moved}/site-packages/bundled_module.py {moved}/cache/tvm-ffi\n"
 
 
+def test_an_nvcc_outside_of_its_toolkit_does_not_name_one(bundle, tmp_path):
+    """A wrapper script on the path is not where `-lcudart` is found."""
+    toolkit, wrapper = tmp_path / "cuda", tmp_path / "wrapper"
+    for folder in (toolkit, wrapper):
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin" / "nvcc").write_text("#!/bin/sh\n")
+        (folder / "bin" / "nvcc").chmod(0o755)
+    (toolkit / "lib64").mkdir()
+    (toolkit / "lib64" / "libcudart.so").touch()
+    assert install(bundle, tmp_path / "target", "--force").returncode == 0
+    show = "import os; print(os.path.realpath(os.environ.get('CUDA_HOME', '')))"
+    found = {}
+    for folder in (toolkit, wrapper):
+        environment = os.environ | {"PATH": f"{folder}/bin:{os.environ['PATH']}"}
+        environment.pop("CUDA_HOME", None)
+        command = [tmp_path / "target" / "bin" / "python", "-c", show]
+        result = subprocess.run(
+            command, capture_output=True, text=True, env=environment, check=True
+        )
+        found[folder] = result.stdout.strip()
+    assert found[toolkit] == str(toolkit)
+    assert found[wrapper] != str(wrapper)
+
+
 def test_a_host_it_was_not_made_for_is_named_and_nothing_is_written(bundle, tmp_path):
     manifest = json.loads((bundle / "manifest.json").read_text())
     manifest["host"] |= {"python": "3.99", "glibc": "9.9", "torch": "0.1."}
