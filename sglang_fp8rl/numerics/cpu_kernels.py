@@ -5,7 +5,8 @@ one page, so that the second finds it in the cache:
 
 - `amax` is an integer maximum over the magnitude bits. Rounding is monotonic, so only the amax is
   rounded to BF16, and NaN and Inf sort above every number, so they are seen for free.
-- Codes come from one IEEE division and one IEEE addition, see `_encode`.
+- Codes come from an IEEE quotient and one IEEE addition, see `_encode` and `_code`.
+- While a strip is encoded, which is arithmetic, the next one is fetched from memory.
 
 Both inner loops become vector instructions only while every intermediate stays 32 bits wide, and
 Numba widens `uint32 + uint32` to 64: hence the many `np.uint32(...)`.
@@ -21,6 +22,12 @@ from typing import Any
 import numba
 import numpy as np
 from numba.extending import overload
+
+from .cpu_intrinsics import fma, prefetch
+
+# Below it a remainder may have no exact FP32 number.
+SMALLEST_FMA_SCALE = np.float32(2.0**-92)
+CACHE_LINE = 64
 
 
 def _jit(function: Any) -> Any:
@@ -49,6 +56,17 @@ def _round(bits, half, odd, keep):
     return np.uint32(np.uint32(np.uint32(bits + half) + carry) & keep)
 
 
+def _rounded(x, half, odd, keep):
+    """FP32 bits of a source element after the step to BF16, which BF16 has behind it."""
+
+
+@overload(_rounded)
+def _overload_rounded(x, half, odd, keep):
+    if x == numba.types.uint32:
+        return lambda x, half, odd, keep: _round(x, half, odd, keep)
+    return lambda x, half, odd, keep: _fp32_bits(x)
+
+
 @_jit
 def _bits(x):
     return np.float32(x).view(np.uint32)
@@ -69,27 +87,41 @@ def _amax(x, amax):
 
 
 @_jit
-def _encode(x, out, scale, round_half, round_odd, round_keep):
-    """Codes of a row of one block.
+def _code(y, source):
+    """e4m3 of the magnitude of `y`, at most 448 but for rounding, with the sign of `source`.
 
     Round to nearest even by the FPU: for 2**e <= |y| < 2**(e+1) the sum |y| + 2**(e+20) keeps no
-    bit below 2**(e-3), which is the e4m3 ulp; e is at least -6, so subnormals need no branch. What
-    the sum added to the bits of 2**(e+20) is |y| in ulps.
+    bit below 2**(e-3), which is the e4m3 ulp; e is at least -6, so subnormals need no branch. The
+    low bits of the sum are |y| in ulps, and 0x38 of them, which the exponent's bias takes off again;
+    what is above the low byte falls away.
     """
-    magnitude = np.uint32(0x7FFFFFFF)
-    top = np.uint32(0x43E00000)  # 448.0
     lowest = np.uint32(0x3C800000)  # 2**-6, the smallest normal e4m3
-    lift = np.uint32(20 << 23)
+    lift = np.uint32((20 << 23) + 0x38)
+    sign = np.uint32(np.uint32(_bits(source) >> np.uint32(24)) & np.uint32(0x80))
+    bits = _bits(y)
+    exponent = max(np.uint32(bits & np.uint32(0x7F800000)), lowest)
+    magnitude = _float(bits & np.uint32(0x7FFFFFFF))
+    ulps = _bits(magnitude + _float(np.uint32(exponent + lift)))
+    return np.uint8(np.uint32(ulps + np.uint32(exponent >> np.uint32(20))) | sign)
+
+
+@_jit
+def _encode(x, out, scale, round_half, round_odd, round_keep):
+    """Codes of a row of one block."""
+    if round_keep != np.uint32(0xFFFF0000) or scale < SMALLEST_FMA_SCALE:
+        for c in range(x.size):
+            value = _float(_rounded(x[c], round_half, round_odd, round_keep))
+            out[c] = _code(value / scale, value)
+        return
+    # A division takes as long as all the rest. A product with the reciprocal, corrected once by
+    # its own remainder, is the same quotient for every source of 8 significant bits and every
+    # scale that such a source can have (`test_cpu_quotient.py` tries all of them).
+    reciprocal = np.float32(1.0) / scale
     for c in range(x.size):
-        bits = _round(_fp32_bits(x[c]), round_half, round_odd, round_keep)
-        y = _bits(_float(bits) / scale)
-        sign = np.uint32(np.uint32(y >> np.uint32(24)) & np.uint32(0x80))
-        a = min(np.uint32(y & magnitude), top)
-        exponent = max(np.uint32(a & np.uint32(0x7F800000)), lowest)
-        magic = np.uint32(exponent + lift)
-        ulps = np.uint32(_bits(_float(a) + _float(magic)) - magic)
-        code = np.uint32(ulps + (np.uint32(exponent - lowest) >> np.uint32(20)))
-        out[c] = np.uint8(code | sign)
+        value = _float(_rounded(x[c], round_half, round_odd, round_keep))
+        quotient = np.float32(value * reciprocal)
+        remainder = fma(np.float32(-quotient), scale, value)
+        out[c] = _code(fma(remainder, reciprocal, quotient), value)
 
 
 @_jit
@@ -132,6 +164,8 @@ def cast_tiles(
     blocks = (cols + block_k - 1) // block_k
     amaxes = np.empty(strip, np.uint32)
     strip_scales = np.empty(strip, np.float32)
+    source_address, itemsize = source.ctypes.data, source.itemsize
+    codes_address = codes.ctypes.data
     for row in range(row_start, row_stop, block_n):
         row_end = min(row + block_n, row_stop)
         block_row = row // block_n
@@ -157,8 +191,19 @@ def cast_tiles(
                         strip_scales[i]
                     )
 
+            ahead, ahead_row = first + count, row
+            if ahead >= blocks:
+                ahead, ahead_row = 0, row_end
             for r in range(row, row_end):
+                next_row = min(ahead_row + r - row, row_stop - 1)
                 for i in range(count):
+                    next_col = (ahead + i) * block_k
+                    next_read = next_row * source_stride + next_col
+                    for line in range(0, block_k * itemsize, CACHE_LINE):
+                        prefetch(source_address + next_read * itemsize + line)
+                    next_written = next_row * codes_stride + next_col
+                    for line in range(0, block_k, CACHE_LINE):
+                        prefetch(codes_address + next_written + line)
                     if strip_scales[i] == np.float32(0.0):  # not finite: old bytes stay
                         continue
                     col = (first + i) * block_k

@@ -13,10 +13,9 @@ from itertools import pairwise
 import numba
 import numpy as np
 import torch
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from .cast_table import PIECE, CastTable, Dtype, Kind
+from .cpu_intrinsics import pointer
 from .cpu_kernels import _amax, _fp32_bits, _jit, _round, cast_tiles
 from .cpu_numba import BF16_STEP, ELEMENTS_PER_THREAD, NO_STEP, STRIP_BYTES
 
@@ -91,16 +90,6 @@ def _items_of(pieces: np.ndarray) -> np.ndarray:
     return np.array(items, np.int64).reshape(-1, 3)
 
 
-@intrinsic
-def _pointer(typing_context, address):
-    """An address as a pointer, for `numba.carray`."""
-
-    def codegen(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), codegen
-
-
 @_jit
 def copy_rows(
     source, source_stride, destination, destination_stride, nonfinite, cols, narrow, step,
@@ -135,14 +124,14 @@ def run_items(
         rows, cols = piece["rows"], piece["cols"]
         address = addresses[piece["source"]] + piece["source_offset"]
         span = (rows - 1) * piece["source_stride"] + cols
-        wide = numba.carray(_pointer(address), (span,), np.uint32)
-        slim = numba.carray(_pointer(address), (span,), np.uint16)
+        wide = numba.carray(pointer(address), (span,), np.uint32)
+        slim = numba.carray(pointer(address), (span,), np.uint16)
         out_span = (rows - 1) * piece["destination_stride"] + cols
         is_wide = piece["source_dtype"] == _FP32
         start, stop = items[number, 1], items[number, 2]
         if piece["kind"] == _COPY:
-            out32 = numba.carray(_pointer(piece["destination"]), (out_span,), np.uint32)
-            out16 = numba.carray(_pointer(piece["destination"]), (out_span,), np.uint16)
+            out32 = numba.carray(pointer(piece["destination"]), (out_span,), np.uint32)
+            out16 = numba.carray(pointer(piece["destination"]), (out_span,), np.uint16)
             to_wide = piece["destination_dtype"] == _FP32
             bad = flags[piece["flags"] : piece["flags"] + rows]
             strides = (piece["source_stride"], piece["destination_stride"])
@@ -161,8 +150,8 @@ def run_items(
         nonfinite = flags[piece["flags"] : flag_end].reshape(flag_rows, flag_cols)
         stride0, stride1 = piece["scales_stride0"], piece["scales_stride1"]
         scale_span = (flag_rows - 1) * stride0 + (flag_cols - 1) * stride1 + 1
-        scales = numba.carray(_pointer(piece["scales"]), (scale_span,), np.float32)
-        codes = numba.carray(_pointer(piece["destination"]), (out_span,), np.uint8)
+        scales = numba.carray(pointer(piece["scales"]), (scale_span,), np.float32)
+        codes = numba.carray(pointer(piece["destination"]), (out_span,), np.uint8)
         if is_wide:
             cast_tiles(
                 wide, piece["source_stride"], codes, piece["destination_stride"], scales, stride0,
