@@ -5,7 +5,8 @@ attention module, computed by the model's `post_load_weights`. SGLang's own `loa
 its last step. Here it is called too where that step is not reached: after a replayed bucket, and
 after a call that failed half-way, for what it had stored by then.
 
-Packed scales (`ue8m0.py`) are derived at the end of every update call, session or not.
+Packed scales (`ue8m0.py`) and copies that SGLang keeps of a weight (`kept_copies.py`) are made again
+at the end of every update call, session or not.
 
 CUDA graphs hold addresses. Some derivations bind a new tensor (`w_scale` of an FP8 `kv_b_proj` on every
 update), so what changed its place during an update is copied back into the old one.
@@ -22,6 +23,7 @@ import torch
 
 from ..errors import HostError, RefitError
 from ..scheme import Granularity
+from .kept_copies import renew_kept_copies
 
 _Place = tuple[torch.nn.Module, str]
 
@@ -57,8 +59,12 @@ class DerivedWeights:
             else:
                 self._derive()
 
-    def pack_scales(self) -> None:
-        """Derive packed scales from the canonical ones, where a kernel reads those (see `ue8m0.py`)."""
+    def end_of_update(self) -> None:
+        """What no loader knows of: packed scales (`ue8m0.py`) and copies (`kept_copies.py`)."""
+        self._pack_scales()
+        renew_kept_copies(self._model)
+
+    def _pack_scales(self) -> None:
         for method, layer in self._packed():
             method.derive(layer)
 

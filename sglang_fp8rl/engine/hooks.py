@@ -90,9 +90,11 @@ def _run_update(
                 "it copies into parameters and would leave FP8 scales behind",
                 "Leave load_format out, or use 'flattened_bucket'.",
             )
-        with refit.derived.in_place():
-            result = original(manager, request)
-        refit.derived.pack_scales()
+        try:
+            with refit.derived.in_place():
+                result = original(manager, request)
+        finally:  # what was stored before an update failed is served too
+            refit.derived.end_of_update()
         success, message = result.success, result.message
     except Exception as error:
         # The boundary of a request: today this ends the scheduler and with it the server. It is

@@ -8,7 +8,6 @@ from importlib.metadata import version
 from packaging.version import Version
 
 HOST, OLDEST = Version(version("sglang")), Version("0.5.16")
-NOT_LOOKED = "not run on this SGLang yet"
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,8 @@ class Entry:
     before: str = ""
 
     def refused_here(self) -> str:
-        """Why this host does not serve it, or why nobody has looked; empty if it is served."""
-        if Version(self.since) > HOST:
-            return self.before
-        return NOT_LOOKED if HOST == OLDEST and self.model in NOT_RUN_ON_OLDEST else ""
+        """Why this host does not serve it; empty if it is served."""
+        return self.before if Version(self.since) > HOST else ""
 
 
 NO_FP8_BMM = "SGLang multiplies w_kc, FP8 here for want of blocks, with a GPU kernel"
@@ -69,14 +66,6 @@ NO_GATE_KERNEL = "SGLang fuses the shared expert's gate in a Triton kernel"
 DROPS_SCALES = (
     "SGLang's Llama class drops `weight_scale_inv` of block-FP8 checkpoints, with a warning"
 )
-
-# What has not been run to its end on the oldest SGLang: take a model out once it has.
-NOT_RUN_ON_OLDEST = frozenset(
-    {
-        "phi3", "qwen2.5-vl", "qwen3-vl", "qwen3-moe", "qwen3-moe-misaligned", "mixtral",
-        "qwen2-moe", "glm4-moe", "deepseek-v3", "deepseek-lite",
-    }
-)  # fmt: skip
 
 CONTRACT = (
     Entry("llama", DENSE, no_native=DROPS_SCALES),

@@ -5,6 +5,9 @@ groups, model, loaders, weight updater, our plugin and its hooks. Only the event
 by one that runs the functions a test sends, so that a test can look at bytes and addresses. What
 goes over HTTP is tested on servers (`test_server_*.py`).
 
+SGLang compiles a few functions (expert routing) with `torch.compile` at their first call, 20 to 40
+seconds in every process; here they run as they are written. Servers compile them.
+
 Children are forked from a server process that has SGLang imported already, so a host starts in
 about two seconds.
 """
@@ -21,6 +24,7 @@ from typing import Any
 _START_SECONDS = 240
 # Before the fork server starts: its children import SGLang with it.
 os.environ["SGLANG_PLATFORM"] = "fp8rl_cpu"
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["sglang_fp8rl.testing.preload"])
 

@@ -1,0 +1,44 @@
+"""Copies of a weight that SGLang makes at its first use and keeps: stale after the next update.
+
+No update path of SGLang renews them, so its own BF16 refit leaves them behind too. Here every update
+writes them again, in place, for a captured graph holds their address.
+
+Each entry names the classes it was seen in, and can go with the last supported SGLang that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+# Attribute to the weight it is a copy of, both seen from the module that keeps it.
+_KEPT = {
+    # GLM-4.5 and GLM-4.7-Flash up to 0.5.16: the router's weight in FP32.
+    "_weight_fp32": "weight",
+    # Hunyuan V3 with the FP8 attention of HPC-Ops: the norms of queries and keys in FP32.
+    "_hpc_q_norm_w_fp32": "q_norm.weight",
+    "_hpc_k_norm_w_fp32": "k_norm.weight",
+}
+
+
+def kept_copies(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`(copy, weight)` of every copy that has been made so far."""
+    for module in model.modules():
+        for attribute, weight in _KEPT.items():
+            copy = getattr(module, attribute, None)
+            if copy is not None:
+                yield copy, module.get_parameter(weight)
+        # The router's correction bias in the dtype of the logits (a ROCm kernel asks for it). It is
+        # renewed when the bias' version counts on, which a write through `.data` does not do.
+        config = getattr(module, "topk_config", None)
+        copy = getattr(config, "_correction_bias_dtype_cache", None)
+        if copy is not None:
+            yield copy, config.correction_bias
+
+
+def renew_kept_copies(model: torch.nn.Module) -> None:
+    """Give every copy the values of its weight, where it lies."""
+    with torch.no_grad():
+        for copy, weight in kept_copies(model):
+            copy.copy_(weight)
