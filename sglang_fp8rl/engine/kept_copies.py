@@ -9,6 +9,7 @@ Each entry names the classes it was seen in, and can go with the last supported 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ def kept_copies(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, torch.Te
                 yield copy, module.get_parameter(weight)
         # The router's correction bias in the dtype of the logits (a ROCm kernel asks for it). It is
         # renewed when the bias' version counts on, which a write through `.data` does not do.
-        config = getattr(module, "topk_config", None)
+        config: Any = getattr(module, "topk_config", None)
         copy = getattr(config, "_correction_bias_dtype_cache", None)
         if copy is not None:
             yield copy, config.correction_bias
