@@ -15,7 +15,7 @@ from .checks import check_dtype, check_shape, check_takes_scale
 from .names import LEARNING, PROBE, NameTable
 from .pairs import HalfPair, PairTable, store_pair
 from .quantize import quantize_write
-from .replay import Recording
+from .recording import Recording
 from .report import RefitReport
 from .sources import Source, SourceIndex
 from .targets import Target
@@ -112,8 +112,8 @@ class LoaderCalls:
         position = source.position if source else None
         if source is not None and source.is_scale:
             check_takes_scale(target, name)
-            _refuse(call, position, "a scale of an FP8 source")
-            self._store_pair(self.pairs.add_scale(target, key, name, loaded))
+            _wait(call, position)
+            self._store_pair(call, self.pairs.add_scale(target, key, name, loaded, source))
             return
         is_fp8_source = loaded.dtype == _FP8
         if not (is_fp8_source and target.is_fp8) and loaded.dtype not in _FLOAT_DTYPES:
@@ -125,8 +125,9 @@ class LoaderCalls:
             if call.kind == PROBE:
                 return
         if is_fp8_source and target.is_fp8:
-            _refuse(call, position, "an FP8 source")
-            self._store_pair(self.pairs.add_weight(target, key, name, loaded, writes))
+            _wait(call, position)
+            pair = self.pairs.add_weight(target, key, name, loaded, writes, source)
+            self._store_pair(call, pair)
             return
         if not writes and not target.is_fp8:
             # This rank holds nothing of it, or the loader does more than copy: let it.
@@ -163,10 +164,12 @@ class LoaderCalls:
                 target.recorded[key] = [one for one in taken if one is not None]
         return writes
 
-    def _store_pair(self, pair: HalfPair | None) -> None:
+    def _store_pair(self, call: Call, pair: HalfPair | None) -> None:
         if pair is None:
             return
-        store_pair(pair, self.options.weight_block_size)
+        copies = store_pair(pair, self.options.weight_block_size)
+        if call.recording is not None:
+            call.recording.add_pair(pair, copies)
         for write in pair.writes:
             self.report.written(pair.target, write.region)
 
@@ -203,3 +206,8 @@ def part_of(args: tuple, kwargs: dict) -> tuple:
 def _refuse(call: Call, position: int | None, reason: str) -> None:
     if call.recording is not None:
         call.recording.refuse(position, reason)
+
+
+def _wait(call: Call, position: int | None) -> None:
+    if call.recording is not None:
+        call.recording.wait(position)

@@ -10,6 +10,7 @@ import torch
 from ..errors import RefitError
 from ..numerics.tp_split import Span, scale_span
 from ..scheme import Granularity
+from .sources import Source
 from .targets import Target
 from .writes import Write
 
@@ -24,6 +25,9 @@ class HalfPair:
     writes: list[Write] = field(default_factory=list)
     scale_name: str = ""
     scale: torch.Tensor | None = None
+    # Where the halves came from; None once they were kept for another call.
+    weight_from: Source | None = None
+    scale_from: Source | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -44,21 +48,28 @@ class PairTable:
         self._lock = threading.Lock()
 
     def add_weight(
-        self, target: Target, args: tuple, name: str, weight: torch.Tensor, writes: list[Write]
+        self,
+        target: Target,
+        args: tuple,
+        name: str,
+        weight: torch.Tensor,
+        writes: list[Write],
+        source: Source | None,
     ) -> HalfPair | None:
         """Returns the pair when this completed it."""
         with self._lock:
             half = self._halves.setdefault((id(target), args), HalfPair(target))
             half.weight_name, half.weight, half.writes = name, weight, writes
+            half.weight_from = source
             return self._take(half, (id(target), args))
 
     def add_scale(
-        self, target: Target, args: tuple, name: str, scale: torch.Tensor
+        self, target: Target, args: tuple, name: str, scale: torch.Tensor, source: Source | None
     ) -> HalfPair | None:
         """`target` is the weight's. Returns the pair when this completed it."""
         with self._lock:
             half = self._halves.setdefault((id(target), args), HalfPair(target))
-            half.scale_name, half.scale = name, scale
+            half.scale_name, half.scale, half.scale_from = name, scale, source
             return self._take(half, (id(target), args))
 
     def _take(self, half: HalfPair, key: tuple) -> HalfPair | None:
@@ -74,6 +85,7 @@ class PairTable:
     def detach(self) -> None:
         """Copy what is kept beyond the call: the sender takes its memory back after the reply."""
         for half in self._halves.values():
+            half.weight_from = half.scale_from = None
             if half.weight is not None:
                 kept = half.weight.clone()
                 half.writes = [_moved(write, half.weight, kept) for write in half.writes]
@@ -89,13 +101,54 @@ def _moved(write: Write, old: torch.Tensor, new: torch.Tensor) -> Write:
     return Write(source, write.fill, write.offset, write.shape, write.stride, write.region)
 
 
-def store_pair(pair: HalfPair, block_size: tuple[int, int]) -> None:
+@dataclass(frozen=True)
+class PairCopy:
+    """One block of an FP8 weight, and the scales that belong to it.
+
+    Attributes:
+        write: the codes; its source is a view of what was sent.
+        scale_source, scale_destination: FP32 [row blocks, column blocks].
+        block_n: rows of codes per row of scales.
+    """
+
+    write: Write
+    scale_source: torch.Tensor
+    scale_destination: torch.Tensor
+    block_n: int
+
+
+def store_pair(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
     """Copy the codes, and the block scales (or row scales) that belong to this rank's part.
 
+    Returns:
+        what was copied.
+
     Raises:
-        RefitError: the scale has the wrong shape, or the loader did not take a plain view.
+        RefitError: the scale has the wrong shape or a value that is no scale, or the loader did not
+            take a plain view. Nothing was copied.
         QuantizationError: this rank's part starts inside a block.
     """
+    copies = _copies_of(pair, block_size)
+    for copy in copies:
+        source = copy.write.source
+        assert source is not None
+        codes = copy.write.destination(pair.target.parameter)
+        codes.view(torch.uint8).copy_(source.view(torch.uint8))
+        copy.scale_destination.copy_(copy.scale_source)
+    return copies
+
+
+def bad_scale_error(name: str) -> RefitError:
+    return RefitError(
+        name,
+        "a scale that is not a positive finite number",
+        "every weight_scale_inv multiplies FP8 codes",
+        "Look for NaN or Inf in the trainer's weight; rows of blocks with such a scale, or the whole "
+        "tensor, keep their old bytes.",
+    )
+
+
+def _copies_of(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
     target, weight, scale = pair.target, pair.weight, pair.scale
     assert weight is not None
     assert scale is not None
@@ -113,19 +166,14 @@ def store_pair(pair: HalfPair, block_size: tuple[int, int]) -> None:
         )
     scale = scale.reshape(expected)
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise RefitError(
-            pair.scale_name,
-            "a scale that is not a positive finite number",
-            "every weight_scale_inv multiplies FP8 codes",
-            "Look for NaN or Inf in the trainer's weight; nothing was written.",
-        )
-    plan = []
+        raise bad_scale_error(pair.scale_name)
+    copies = []
     for write in pair.writes:
         region = write.region
         is_matrix = (
             len(write.shape) == 2 and region is not None and region.shape[-2:] == write.shape
         )
-        if write.source is None or not is_matrix:
+        if write.source is None or not is_matrix or region is None:
             raise RefitError(
                 pair.weight_name,
                 "a write that is not a plain block of the tensor that was sent",
@@ -134,25 +182,27 @@ def store_pair(pair: HalfPair, block_size: tuple[int, int]) -> None:
             )
         first = int(write.source.storage_offset() - weight.storage_offset())
         row, column = divmod(first, columns)
-        owned_rows = scale_span(Span(row, write.shape[0]), block_n, rows, name=pair.weight_name)
-        owned_columns = scale_span(
-            Span(column, write.shape[1]), block_k, columns, name=pair.weight_name
-        )
-        plan.append((write, owned_rows, owned_columns))
-    for write, owned_rows, owned_columns in plan:
-        assert write.source is not None
-        assert write.region is not None
+        name = pair.weight_name
+        owned_rows = scale_span(Span(row, write.shape[0]), block_n, rows, name=name)
+        owned_columns = scale_span(Span(column, write.shape[1]), block_k, columns, name=name)
         scales = target.scale.data
         if scales.dim() == 3:  # one matrix per expert
-            scales = scales[write.region.start[0]]
+            scales = scales[region.start[0]]
         to_row, to_column = (
             start // block
-            for start, block in zip(write.region.start[-2:], (block_n, block_k), strict=True)
+            for start, block in zip(region.start[-2:], (block_n, block_k), strict=True)
         )
-        write.destination(target.parameter).view(torch.uint8).copy_(write.source.view(torch.uint8))
-        scales[to_row : to_row + owned_rows.size, to_column : to_column + owned_columns.size].copy_(
-            scale[owned_rows.start : owned_rows.stop, owned_columns.start : owned_columns.stop]
+        copies.append(
+            PairCopy(
+                write,
+                scale[owned_rows.start : owned_rows.stop, owned_columns.start : owned_columns.stop],
+                scales[
+                    to_row : to_row + owned_rows.size, to_column : to_column + owned_columns.size
+                ],
+                block_n,
+            )
         )
+    return copies
 
 
 def _fits(scale: torch.Tensor, expected: tuple[int, int], blockwise: bool) -> bool:

@@ -19,7 +19,9 @@ from ..config import Options
 from ..delta_format import DELTA_SUFFIX
 from ..errors import RefitError
 from ..numerics import warmup
+from ..numerics.cast_table import Kind
 from ..scheme import Scheme
+from .bucket_plan import BucketPlan, plan_of
 from .buckets import Bucket, TensorBucket, bucket_of
 from .checks import MAX_LISTED, listed, not_finite_errors, unknown_names_error
 from .delta import DeltaLoader, split_deltas
@@ -27,10 +29,11 @@ from .derived import DerivedWeights
 from .experts import load_left_experts
 from .loaders import Call, LoaderCalls
 from .names import LEARNING, PROBE, NameTable
-from .pairs import PairTable
+from .pairs import PairTable, bad_scale_error
 from .parts import load_parts_singly
 from .plan_document import plan_document
-from .replay import BucketPlan, PlanStore, Recording, plan_of
+from .recording import Recording
+from .replay import PlanStore
 from .report import Arrived, RefitReport
 from .skipped import skipped_by_design
 from .sources import weight_name_of
@@ -190,6 +193,11 @@ class ModelRefit:
         flags = plan.runner.run(bucket.addresses())
         for piece in table.bad_pieces(flags):
             name = bucket.names[plan.positions[piece]]
+            if table.pieces["kind"][piece] == Kind.CODES:
+                scale_name = bucket.names[plan.positions[piece - 1]]
+                text = str(bad_scale_error(scale_name))
+                call.errors |= {name: text, scale_name: text}
+                continue
             bad = torch.from_numpy(table.flags_of(flags, piece).astype(bool))
             call.not_finite.append((name, bad))
         for recorded in plan.singly:

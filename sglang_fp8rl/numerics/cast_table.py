@@ -23,6 +23,8 @@ class Kind(IntEnum):
 
     CAST = 0  # to e4m3, with scales
     COPY = 1  # to the destination's own dtype
+    SCALES = 2  # scales of codes that come with them: positive numbers
+    CODES = 3  # the codes of the SCALES piece before it
 
 
 class Dtype(IntEnum):
@@ -31,10 +33,11 @@ class Dtype(IntEnum):
     FP32 = 0
     BF16 = 1
     FP16 = 2  # of a source, and only on a GPU
+    FP8 = 3  # codes
 
 
 DTYPES = {torch.float32: Dtype.FP32, torch.bfloat16: Dtype.BF16}
-SOURCES = {**DTYPES, torch.float16: Dtype.FP16}
+SOURCES = {**DTYPES, torch.float16: Dtype.FP16, FP8_DTYPE: Dtype.FP8}
 
 PIECE = np.dtype(
     [
@@ -68,7 +71,10 @@ class Piece:
         view: the source as it was when recorded (only its dtype, shape and strides matter).
         destination: [N, K] codes (e4m3) or values (FP32 or BF16).
         scales: FP32 [ceil(N / block_n), ceil(K / block_k)] for a cast, else None.
-        block_size: of a cast; (1, K) is per channel.
+        block_size: of a cast or of codes; (1, K) is per channel.
+        kind: CAST with `scales` and COPY without, where it is not given. CODES have to follow their
+            SCALES, one scale row for `block_size[0]` rows of codes: a row of scales that is not
+            positive and finite keeps its old values, and so do its codes.
     """
 
     source: tuple[int, int]
@@ -76,16 +82,28 @@ class Piece:
     destination: torch.Tensor
     scales: torch.Tensor | None = None
     block_size: BlockSize = (1, 1)
+    kind: Kind | None = None
+
+    @property
+    def what(self) -> Kind:
+        if self.kind is not None:
+            return self.kind
+        return Kind.COPY if self.scales is None else Kind.CAST
 
     def fits(self) -> bool:
         """Whether the kernels take it: rows contiguous, and dtypes that they know."""
         view, destination = self.view, self.destination
-        known = DTYPES if self.scales is None else {FP8_DTYPE: 0}
+        sources: dict = SOURCES if view.is_cuda else DTYPES
+        known: dict = DTYPES if self.what is Kind.COPY else {FP8_DTYPE: 0}
+        if self.what is Kind.CODES:
+            sources = known
+        elif self.what is Kind.SCALES:
+            sources = known = {torch.float32: 0}
         return (
             view.dim() == destination.dim() == 2
             and view.shape == destination.shape
             and view.numel() > 0
-            and view.dtype in (SOURCES if view.is_cuda else DTYPES)
+            and view.dtype in sources
             and destination.dtype in known
             and (view.stride(1) == 1 or view.shape[1] == 1)
             and (destination.stride(1) == 1 or view.shape[1] == 1)
@@ -93,10 +111,12 @@ class Piece:
 
     @property
     def flag_shape(self) -> tuple[int, int]:
-        """A cast has a flag per block, a copy one per row."""
+        """A cast has a flag per block, a copy one per row, codes those of their scales."""
         rows, cols = self.view.shape
-        if self.scales is None:
+        if self.what in (Kind.COPY, Kind.SCALES):
             return rows, 1
+        if self.what is Kind.CODES:
+            return -(-rows // self.block_size[0]), 1
         block_n, block_k = self.block_size
         return -(-rows // block_n), -(-cols // block_k)
 
@@ -124,7 +144,7 @@ class CastTable:
         for row, piece in zip(table, pieces, strict=True):
             view, destination, scales = piece.view, piece.destination, piece.scales
             flag_rows, flag_cols = piece.flag_shape
-            row["kind"] = Kind.COPY if scales is None else Kind.CAST
+            row["kind"] = piece.what
             row["source"], row["source_offset"] = piece.source
             row["source_dtype"] = SOURCES[view.dtype]
             row["source_stride"] = view.stride(0)
@@ -133,6 +153,8 @@ class CastTable:
             row["destination_stride"] = destination.stride(0)
             row["rows"], row["cols"] = view.shape
             row["block_n"], row["block_k"] = piece.block_size
+            if piece.what is Kind.CODES:
+                flags -= flag_rows * flag_cols
             row["flags"], row["flag_cols"] = flags, flag_cols
             owners[destination.untyped_storage()._cdata] = destination
             if scales is not None:
@@ -148,14 +170,14 @@ class CastTable:
         return int(self.pieces.nbytes)
 
     def flags_of(self, flags: np.ndarray, piece: int) -> np.ndarray:
-        """The flags of one piece, [row blocks, column blocks] or [rows, 1]."""
+        """The flags of one piece, [row blocks, column blocks]; [rows, 1] of a copy."""
         row = self.pieces[piece]
         start, cols = int(row["flags"]), int(row["flag_cols"])
         rows = -(-int(row["rows"]) // int(row["block_n"]))
         return flags[start : start + rows * cols].reshape(rows, cols)
 
     def bad_pieces(self, flags: np.ndarray) -> list[int]:
-        """Pieces that have a flag set."""
+        """Pieces that have a flag set; codes, not their scales."""
         where = np.flatnonzero(flags)
         found = np.searchsorted(self.pieces["flags"], where, side="right") - 1
         return list(dict.fromkeys(found.tolist()))

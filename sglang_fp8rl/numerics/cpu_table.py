@@ -23,7 +23,7 @@ from .cpu_numba import BF16_STEP, ELEMENTS_PER_THREAD, NO_STEP, STRIP_BYTES
 _ELEMENTS_PER_ITEM = 256 * 1024
 # Chunks of items per thread: a thread that was held up leaves its share to the other.
 _CHUNKS_PER_THREAD = 4
-_COPY, _FP32 = int(Kind.COPY), int(Dtype.FP32)
+_COPY, _SCALES, _CODES, _FP32 = (int(n) for n in (Kind.COPY, Kind.SCALES, Kind.CODES, Dtype.FP32))
 
 
 class CpuTable:
@@ -35,7 +35,7 @@ class CpuTable:
 
     def __init__(self, table: CastTable, *, pow2_scale: bool, round_to_bf16: bool) -> None:
         self.table = table
-        self._items = _items_of(table.pieces)
+        self._items, self._scales_end = _items_of(table.pieces)
         sizes = (self._items[:, 2] - self._items[:, 1]) * table.pieces["cols"][self._items[:, 0]]
         self._until = np.cumsum(sizes)
         self._flags = np.zeros(table.flag_count, np.uint8)
@@ -58,13 +58,15 @@ class CpuTable:
         sources = np.asarray(addresses, np.int64)
         count, elements = len(self._items), int(self._until[-1]) if len(self._until) else 0
         run = partial(self._run, sources, self._flags, *self._options)
+        run(0, self._scales_end)
         parts = min(threads or torch.get_num_threads(), 1 + elements // ELEMENTS_PER_THREAD, count)
         if parts <= 1:
-            run(0, count)
+            run(self._scales_end, count)
             return self._flags
         chunks = parts * _CHUNKS_PER_THREAD
         targets = np.arange(1, chunks) * elements / chunks
-        edges = [0, *np.searchsorted(self._until, targets).tolist(), count]
+        inner = np.maximum(np.searchsorted(self._until, targets), self._scales_end)
+        edges = [self._scales_end, *inner.tolist(), count]
         # A pool per call: one that is kept would hang in a forked child.
         with ThreadPoolExecutor(parts - 1) as pool:
             iterator = iter(list(pairwise(edges)))
@@ -80,14 +82,22 @@ class CpuTable:
         return self._flags
 
 
-def _items_of(pieces: np.ndarray) -> np.ndarray:
-    """[items, 3]: piece, first row, end row; cut between rows of blocks."""
-    items = []
-    for number, piece in enumerate(pieces):
+def _items_of(pieces: np.ndarray) -> tuple[np.ndarray, int]:
+    """[items, 3]: piece, first row, end row; cut between rows of blocks. Those of scales come first.
+
+    Codes ask the flags of their scales. Also returns where the scales' items end.
+    """
+    items: list[tuple[int, int, int]] = []
+    is_scales = pieces["kind"] == Kind.SCALES
+    scales_end = 0
+    for number in np.argsort(~is_scales, kind="stable").tolist():
+        if not is_scales[number] and not scales_end:
+            scales_end = len(items)
+        piece = pieces[number]
         rows, block_n = int(piece["rows"]), int(piece["block_n"])
         height = max(1, _ELEMENTS_PER_ITEM // (int(piece["cols"]) * block_n)) * block_n
         items += [(number, row, min(row + height, rows)) for row in range(0, rows, height)]
-    return np.array(items, np.int64).reshape(-1, 3)
+    return np.array(items, np.int64).reshape(-1, 3), scales_end if is_scales.any() else 0
 
 
 @_jit
@@ -113,6 +123,35 @@ def copy_rows(
 
 
 @_jit
+def copy_scales(
+    source, source_stride, destination, destination_stride, bad, cols, row_start, row_stop
+):
+    """Copy rows of FP32 bits that are all positive and finite."""
+    for row in range(row_start, row_stop):
+        x = source[row * source_stride : row * source_stride + cols]
+        is_bad = False
+        for c in range(cols):  # as unsigned, what is negative is above Inf; zero is not a scale
+            is_bad |= x[c] >= np.uint32(0x7F800000) or x[c] == np.uint32(0)
+        bad[row] = is_bad
+        if not is_bad:
+            for c in range(cols):
+                destination[row * destination_stride + c] = x[c]
+
+
+@_jit
+def copy_codes(source, source_stride, destination, destination_stride, bad, piece, start, stop):
+    """Copy rows of codes whose scales were copied."""
+    cols, block_n = piece["cols"], piece["block_n"]
+    for row in range(start, stop):
+        if bad[row // block_n]:
+            continue
+        x = source[row * source_stride : row * source_stride + cols]
+        out = destination[row * destination_stride : row * destination_stride + cols]
+        for c in range(cols):
+            out[c] = x[c]
+
+
+@_jit
 def run_items(
     pieces, items, addresses, flags, strip_bytes, half, odd, keep, half16, odd16, keep16,
     pow2_scale, first, last,
@@ -129,12 +168,23 @@ def run_items(
         out_span = (rows - 1) * piece["destination_stride"] + cols
         is_wide = piece["source_dtype"] == _FP32
         start, stop = items[number, 1], items[number, 2]
+        strides = (piece["source_stride"], piece["destination_stride"])
+        if piece["kind"] == _SCALES:
+            out32 = numba.carray(pointer(piece["destination"]), (out_span,), np.uint32)
+            bad = flags[piece["flags"] : piece["flags"] + rows]
+            copy_scales(wide, strides[0], out32, strides[1], bad, cols, start, stop)
+            continue
+        if piece["kind"] == _CODES:
+            sent = numba.carray(pointer(address), (span,), np.uint8)
+            out8 = numba.carray(pointer(piece["destination"]), (out_span,), np.uint8)
+            bad = flags[piece["flags"] :]
+            copy_codes(sent, strides[0], out8, strides[1], bad, piece, start, stop)
+            continue
         if piece["kind"] == _COPY:
             out32 = numba.carray(pointer(piece["destination"]), (out_span,), np.uint32)
             out16 = numba.carray(pointer(piece["destination"]), (out_span,), np.uint16)
             to_wide = piece["destination_dtype"] == _FP32
             bad = flags[piece["flags"] : piece["flags"] + rows]
-            strides = (piece["source_stride"], piece["destination_stride"])
             if is_wide and to_wide:
                 copy_rows(wide, strides[0], out32, strides[1], bad, cols, False, step, start, stop)
             elif is_wide:

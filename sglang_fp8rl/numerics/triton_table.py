@@ -1,5 +1,7 @@
 """Run a `CastTable` on a GPU: all blocks in one launch, ragged ones and rows in another each.
 
+Codes that come with their scales are copied, rows of scales first.
+
 Addresses come out of the table, so nothing is known of them at compile time; where a group is
 aligned, the kernel is told so (`tl.multiple_of`), or every load would be of one element. The
 arithmetic is that of `triton_cast`, integer for integer.
@@ -12,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from .cast_table import CastTable, Dtype, Kind
+from .cast_table import CastTable, Kind
 from .triton_cast import (
     LONGEST_ROW_READ_ONCE,
     _on_device,
@@ -35,7 +38,7 @@ _FIELDS = tl.constexpr(17)
 _SOURCE, _SOURCE_OFFSET, _SOURCE_STRIDE = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 _TARGET, _TARGET_DTYPE, _TARGET_STRIDE = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 _SCALES, _SCALES_STRIDE0, _SCALES_STRIDE1 = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
-_ROWS, _COLS, _FLAGS, _FLAG_COLS = (tl.constexpr(n) for n in (11, 12, 15, 16))
+_ROWS, _COLS, _BLOCK_N, _FLAGS, _FLAG_COLS = (tl.constexpr(n) for n in (11, 12, 13, 15, 16))
 
 
 @triton.jit
@@ -158,11 +161,59 @@ def table_row_kernel(
     tl.store(flags + tl.load(row + _FLAGS) + n, 1 - finite.to(tl.int8))
 
 
+@triton.jit
+def table_scales_kernel(table, items, addresses, flags, CHUNK: tl.constexpr):
+    """One row of scales per program, copied if all of it is positive and finite."""
+    pid = tl.program_id(0)
+    row = table + tl.load(items + 2 * pid).to(tl.int64) * _FIELDS
+    n = tl.load(items + 2 * pid + 1).to(tl.int64)
+    cols = tl.load(row + _COLS).to(tl.int32)
+    source = _source_address(addresses, row).to(tl.pointer_type(tl.int32))
+    source += n * tl.load(row + _SOURCE_STRIDE)
+    target = tl.load(row + _TARGET).to(tl.pointer_type(tl.int32))
+    target += n * tl.load(row + _TARGET_STRIDE)
+    k = tl.arange(0, CHUNK)
+    bad = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, cols, CHUNK):
+        bits = tl.load(source + first + k, mask=first + k < cols, other=1)
+        bad |= ((bits <= 0) | (bits >= 0x7F800000)).to(tl.int32)
+    good = tl.max(bad, axis=0) == 0
+    for first in range(0, cols, CHUNK):
+        inside = first + k < cols
+        tl.store(target + first + k, tl.load(source + first + k, mask=inside), mask=inside & good)
+    tl.store(flags + tl.load(row + _FLAGS) + n, 1 - good.to(tl.int8))
+
+
+@triton.jit
+def table_codes_kernel(table, items, addresses, flags, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
+    """One row of codes per program, copied if its scales were: four at a time if `ALIGNED`."""
+    pid = tl.program_id(0)
+    row = table + tl.load(items + 2 * pid).to(tl.int64) * _FIELDS
+    n = tl.load(items + 2 * pid + 1).to(tl.int64)
+    cols = tl.load(row + _COLS).to(tl.int32)
+    source = _source_address(addresses, row) + n * tl.load(row + _SOURCE_STRIDE)
+    target = tl.load(row + _TARGET) + n * tl.load(row + _TARGET_STRIDE)
+    good = tl.load(flags + tl.load(row + _FLAGS) + n // tl.load(row + _BLOCK_N)) == 0
+    k = tl.arange(0, CHUNK)
+    if ALIGNED:
+        from4 = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+        to4 = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
+        words = tl.multiple_of(cols // 4, 4)
+        for first in range(0, words, CHUNK):
+            inside = (first + k < words) & good
+            tl.store(to4 + first + k, tl.load(from4 + first + k, mask=inside), mask=inside)
+    else:
+        from1, to1 = source.to(tl.pointer_type(tl.int8)), target.to(tl.pointer_type(tl.int8))
+        for first in range(0, cols, CHUNK):
+            inside = (first + k < cols) & good
+            tl.store(to1 + first + k, tl.load(from1 + first + k, mask=inside), mask=inside)
+
+
 @dataclass(frozen=True)
 class _Launch:
     """Programs that share a kernel and its constants."""
 
-    is_block: bool
+    kernel: Any
     items: torch.Tensor
     constants: dict[str, int | bool]
     num_warps: int
@@ -204,16 +255,23 @@ class TritonTable:
         owner = np.repeat(pieces, heights)
         first = np.repeat(np.cumsum(heights) - heights, heights)
         items = np.stack([owner, np.arange(len(owner)) - first], 1).astype(np.int32)
-        constants: dict[str, int | bool] = {"KIND": int(dtype), **self._rounding}
-        warps = 8
-        if is_block:
+        constants: dict[str, int | bool] = {}
+        if kind in (Kind.CAST, Kind.COPY):
+            constants = {"KIND": int(dtype), **self._rounding}
+        if is_block or kind == Kind.CODES:
             constants["ALIGNED"] = bool(aligned)
-        else:
-            longest = int(rows["cols"].max())
+        kernel, warps = table_block_kernel, 8
+        if not is_block:
+            longest = int(rows["cols"].max()) // (4 if kind == Kind.CODES and aligned else 1)
             chunk = max(16, min(triton.next_power_of_2(longest), LONGEST_ROW_READ_ONCE))
-            constants |= {"CHUNK": chunk, "COPY": kind == Kind.COPY}
+            constants["CHUNK"] = chunk
             warps = max(1, min(16, chunk // 512))
-        return _Launch(is_block, torch.from_numpy(items).to(self._device), constants, warps)
+            kernel = {Kind.SCALES: table_scales_kernel, Kind.CODES: table_codes_kernel}.get(
+                kind, table_row_kernel
+            )
+        if kernel is table_row_kernel:
+            constants["COPY"] = kind == Kind.COPY
+        return _Launch(kernel, torch.from_numpy(items).to(self._device), constants, warps)
 
     def run(self, addresses: Sequence[int]) -> np.ndarray:
         """As `TableRunner.run`; waits for the device, so the sender may reuse its memory."""
@@ -222,23 +280,26 @@ class TritonTable:
         sources = host.to(self._device)
         with _on_device(self._device):
             for launch in self._launches:
-                kernel = table_block_kernel if launch.is_block else table_row_kernel
                 constants = launch.constants
-                if launch.is_block and constants["ALIGNED"] and not whole:
+                if constants.get("ALIGNED") and not whole:
                     constants = {**constants, "ALIGNED": False}
                 arguments = (self._rows, launch.items, sources, self._flags)
-                kernel[(len(launch.items),)](*arguments, **constants, num_warps=launch.num_warps)
+                grid = (len(launch.items),)
+                launch.kernel[grid](*arguments, **constants, num_warps=launch.num_warps)
         return self._flags.cpu().numpy().view(np.uint8)[: self.table.flag_count]
 
 
 def _groups(pieces: np.ndarray) -> list[tuple[tuple, np.ndarray]]:
-    """(key, indices of pieces): key is kind, block or row, aligned or not, source dtype."""
+    """(key, indices of pieces): key is kind, block or row, aligned or not, source dtype.
+
+    In the order of their kinds: codes are launched behind their scales.
+    """
     is_block = (pieces["kind"] == Kind.CAST) & (pieces["block_n"] > 1)
-    size = np.where(pieces["source_dtype"] == Dtype.FP32, 4, 2)
+    is_codes = pieces["kind"] == Kind.CODES
+    size = np.array([4, 2, 2, 1])[pieces["source_dtype"]]
+    in_whole_blocks = (pieces["rows"] % _BLOCK == 0) & (pieces["cols"] % _BLOCK == 0)
     aligned = (
-        is_block
-        & (pieces["rows"] % _BLOCK == 0)
-        & (pieces["cols"] % _BLOCK == 0)
+        ((is_block & in_whole_blocks) | (is_codes & (pieces["cols"] % _ALIGNMENT == 0)))
         & (pieces["source_offset"] % _ALIGNMENT == 0)
         & (pieces["source_stride"] * size % _ALIGNMENT == 0)
         & (pieces["source_stride"] % 16 == 0)

@@ -177,9 +177,10 @@ def test_the_engine_and_the_trainer_quantize_to_the_same_bytes(case):
     assert any(weight.dtype == torch.float8_e4m3fn for weight in sent.values())
     items = list(sent.items())
     random.Random(0).shuffle(items)  # a scale may come before its weight
-    case.send_items(items)
-    case.check("second")
-    case.send("first")
+    for _ in range(2):  # through the loaders, and replayed
+        case.send_items(items)
+        case.check("second")
+        case.send("first")
 
 
 def test_a_session_of_buckets_equals_one_call(case):

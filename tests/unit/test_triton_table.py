@@ -43,7 +43,31 @@ def pieces_on(device):
             scales = torch.full(blocks, 9.0, device=device)
             codes = codes.view(torch.float8_e4m3fn)
             pieces.append(Piece(place, tensor, codes, scales, block))
+        for block_n in (128, 1):
+            pieces += pair_pieces(sent, shape, block_n, generator, device)
     return sent, pieces
+
+
+def pair_pieces(sent, shape, block_n, generator, device):
+    """Codes and their scales; a NaN, a zero, an Inf and a negative one among the scales."""
+    from sglang_fp8rl.numerics.cast_table import Kind, Piece
+
+    blocks = (-(-shape[0] // block_n), -(-shape[1] // 128) if block_n > 1 else 1)
+    scales = torch.rand(blocks, generator=generator) + 0.5
+    spoil = (float("nan"), 0.0, float("inf"), -1.0)[len(sent) % 4]
+    if blocks[0] > 1:
+        scales[blocks[0] // 2, -1] = spoil
+    codes = torch.randint(0, 126, shape, generator=generator, dtype=torch.uint8)
+    places, made = [], []
+    for tensor in (scales, codes.view(torch.float8_e4m3fn)):
+        places.append((len(sent), 0))
+        sent.append(tensor.to(device))
+    out_scales = torch.full(blocks, 9.0, device=device)
+    out = torch.full(shape, 0x11, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    made.append(Piece(places[0], sent[-2], out_scales, kind=Kind.SCALES))
+    made.append(Piece(places[1], sent[-1], out, None, (block_n, 1), Kind.CODES))
+    assert all(piece.fits() for piece in made)
+    return made
 
 
 def check(device):
@@ -64,8 +88,9 @@ def check(device):
         for left, right in ((one.destination, other.destination), (one.scales, other.scales)):
             if left is not None:
                 assert torch.equal(_bytes(left), _bytes(right.cpu())), (one.view.shape, left.dtype)
-    constants = [launch.constants for launch in table._launches if launch.is_block]
-    assert {launch["ALIGNED"] for launch in constants} == {True, False}
+    for kernel in ("table_block_kernel", "table_codes_kernel"):
+        launches = [one for one in table._launches if one.kernel.fn.__name__ == kernel]
+        assert {launch.constants["ALIGNED"] for launch in launches} == {True, False}
 
 
 def _bytes(tensor):
@@ -103,6 +128,11 @@ def test_rows_compile(constants):
     assert ("div.rn.f32" in ptx) is not constants["COPY"]
 
 
+def test_codes_compile_to_copies_of_four_at_a_time():
+    assert "ld.global.v4.b32" in compiled("table_codes_kernel", {"ALIGNED": True, "CHUNK": 4096})
+    assert compiled("table_scales_kernel", {"CHUNK": 64})
+
+
 def compiled(name, constants):
     """PTX for Hopper; needs no GPU."""
     from triton.backends.compiler import GPUTarget
@@ -111,7 +141,8 @@ def compiled(name, constants):
     from sglang_fp8rl.numerics import triton_table
 
     kernel = getattr(triton_table, name)
-    constants = {**constants, "POW2": False, "ROUND": True}
+    if "KIND" in constants:
+        constants = {**constants, "POW2": False, "ROUND": True}
     types = {"table": "*i64", "items": "*i32", "addresses": "*i64", "flags": "*i8"}
     position = {argument: i for i, argument in enumerate(kernel.arg_names)}
     source = ASTSource(
