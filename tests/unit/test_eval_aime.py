@@ -230,7 +230,11 @@ def test_command_ends_with_status_two_on_bad_input(problems):
 
 def test_ctrl_c_ends_at_once_and_keeps_what_was_sampled(problems):
     out = problems.parent / "o.jsonl"
-    code = "import typer; from sglang_fp8rl.eval.aime import eval_aime; typer.run(eval_aime)"
+    # A runner in the background may have started us with SIGINT ignored, which children inherit.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import typer; from sglang_fp8rl.eval.aime import eval_aime; typer.run(eval_aime)"
+    )
     with serving(right_in(PERFECT)) as server:
         answer, release = server.model, server.delay
 
