@@ -24,7 +24,11 @@ def load_left_experts(
     """
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
-    fused = {source.name: source.tensor for source in left if source.tensor.dim() == 3}
+    fused = {
+        source.name: source.tensor
+        for source in left
+        if source.tensor is not None and len(source.shape) == 3
+    }
     if not fused:
         return
     parts: list[tuple[str, torch.Tensor]] = []

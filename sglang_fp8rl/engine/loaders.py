@@ -42,11 +42,14 @@ class Call:
     kind: str
     keep_pairs: bool
     recording: Recording | None = None
-    sources: SourceIndex = field(default_factory=SourceIndex)
+    sources: SourceIndex = field(init=False)
     errors: dict[str, str] = field(default_factory=dict)
     touched: dict[str, tuple] = field(default_factory=dict)
     stopped_at: str = ""
     not_finite: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sources = SourceIndex(keeps_tensors=self.kind not in ("startup", "disk"))
 
 
 class LoaderCalls:
@@ -134,7 +137,7 @@ class LoaderCalls:
             _refuse(call, position, "its loader does not copy")
             native(target.parameter, loaded, *args, **kwargs)
         elif call.recording is not None:
-            if source is None:
+            if source is None or source.tensor is None:
                 call.recording.refuse(None, "a tensor that was not sent")
             else:
                 call.recording.add(source.position, source.tensor, target, writes)

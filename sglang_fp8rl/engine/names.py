@@ -71,10 +71,10 @@ class NameTable:
         if source is None:
             return
         copies = [(write.source, write.region) for write in writes if write.source is not None]
-        boxes = tuple(_box(source.tensor, taken) for taken, _ in copies)
+        boxes = tuple(_box(source, taken) for taken, _ in copies)
         regions = tuple(region for _, region in copies)
         with self._lock:
-            known = self.known.setdefault(source.name, Known(tuple(source.tensor.shape)))
+            known = self.known.setdefault(source.name, Known(source.shape))
             known.landings.append(Landing(target, part, boxes, regions))
 
     def not_taken(self, names: list[str]) -> None:
@@ -82,10 +82,9 @@ class NameTable:
         self.unused.update(dict.fromkeys(name for name in names if name not in self.known))
 
 
-def _box(sent: torch.Tensor, view: torch.Tensor) -> Region | None:
-    """Which box of `sent` a view of it covers; None for a tensor that the loader made."""
-    same_memory = sent.untyped_storage()._cdata == view.untyped_storage()._cdata
-    if not same_memory or view.dtype != sent.dtype or not sent.is_contiguous():
+def _box(sent: Source, view: torch.Tensor) -> Region | None:
+    """Which box of what was sent a view of it covers; None for a tensor that the loader made."""
+    offset = sent.offset_of(view)
+    if offset is None or not sent.is_contiguous:
         return None
-    offset = int(view.storage_offset() - sent.storage_offset())
-    return region_of(offset, tuple(view.shape), tuple(view.stride()), tuple(sent.shape))
+    return region_of(offset, tuple(view.shape), tuple(view.stride()), sent.shape)

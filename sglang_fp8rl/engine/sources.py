@@ -18,31 +18,46 @@ def weight_name_of(name: str) -> str:
     return _SCALE.sub(".weight", name)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Source:
     """One tensor of an update, as it was sent.
 
     Attributes:
         weight_name: the name the model is given: the tensor's own, or for a scale its weight's.
         position: in the order they were sent.
+        tensor: None once it was let go of; where it was and how it looked stays known.
     """
 
     name: str
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None
     weight_name: str
     position: int
+
+    def __post_init__(self) -> None:
+        tensor = self.tensor
+        assert tensor is not None
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self.is_contiguous = tensor.is_contiguous()
+        self.storage_offset = int(tensor.storage_offset())
+        self.is_meta = tensor.device.type == "meta"
+        self.address = tensor.data_ptr()
+        self.end_address = self.address + tensor.numel() * tensor.element_size()
 
     @property
     def is_scale(self) -> bool:
         return self.name != self.weight_name
 
-    @property
-    def address(self) -> int:
-        return self.tensor.data_ptr()
-
-    @property
-    def end_address(self) -> int:
-        return self.address + self.tensor.numel() * self.tensor.element_size()
+    def offset_of(self, view: torch.Tensor) -> int | None:
+        """Elements from the tensor's start to that of a view of it; None if it is no view of it."""
+        if view.dtype != self.dtype:
+            return None
+        if self.is_meta:
+            assert self.tensor is not None  # it holds no memory and is kept
+            same = view.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata
+            return int(view.storage_offset()) - self.storage_offset if same else None
+        if not self.address <= view.data_ptr() < self.end_address:
+            return None
+        return (view.data_ptr() - self.address) // view.element_size()
 
 
 class SourceIndex:
@@ -52,9 +67,15 @@ class SourceIndex:
     neither the name nor the object survives until a parameter is written. The address does: a
     view lies inside the memory of the tensor it was taken from. What was made anew (a transpose
     that was copied, a fused weight taken apart) is put down to the pair that went by last.
+
+    Args:
+        keeps_tensors: hold every tensor until `forget_tensors`. A checkpoint is not held: a tensor
+            is let go of when the next one is asked for, unless it may be fused experts that no
+            loader has taken so far (`left`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_tensors: bool = True) -> None:
+        self._keeps_tensors = keeps_tensors
         self.names: list[str] = []
         self.nbytes = 0
         self.consumed: set[str] = set()
@@ -82,6 +103,11 @@ class SourceIndex:
                 self._current = source
                 self._remember(source)
             yield source.weight_name, tensor
+            del tensor
+            if not self._keeps_tensors and not source.is_meta:
+                with self._lock:
+                    if source.name in self.consumed or len(source.shape) != 3:
+                        source.tensor = None
 
     def count(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor that goes to no loader."""
@@ -90,16 +116,19 @@ class SourceIndex:
         self.consumed.add(name)
 
     def _remember(self, source: Source) -> None:
-        if source.tensor.device.type == "meta":
+        if source.is_meta:
+            assert source.tensor is not None
             self._on_meta[source.tensor.untyped_storage()._cdata] = source
             return
-        # Tensors read from disk come and go, so an address may be used again: the newest wins.
-        at = bisect.bisect_left(self._starts, source.address)
-        if at < len(self._starts) and self._starts[at] == source.address:
-            self._sources[at] = source
-        else:
-            self._starts.insert(at, source.address)
-            self._sources.insert(at, source)
+        first = bisect.bisect_left(self._starts, source.address)
+        end = bisect.bisect_right(self._starts, source.address, lo=first)
+        if not self._keeps_tensors:
+            # Tensors come and go, and their memory is used again: who had any of it before is gone.
+            if first and self._sources[first - 1].end_address > source.address:
+                first -= 1
+            end = max(end, bisect.bisect_left(self._starts, source.end_address, lo=first))
+        self._starts[first:end] = [source.address]
+        self._sources[first:end] = [source]
 
     def find(self, view: torch.Tensor) -> Source | None:
         """The sent tensor that `view` was taken from, and mark its name as used."""
@@ -124,7 +153,11 @@ class SourceIndex:
     def left(self) -> list[Source]:
         """What no parameter's loader was called for."""
         sent = (*self._sources, *self._on_meta.values())
-        return [source for source in sent if source.name not in self.consumed]
+        return [
+            source
+            for source in sent
+            if source.name not in self.consumed and source.tensor is not None
+        ]
 
     def forget_tensors(self) -> None:
         """Let go of the sender's memory; the names stay."""
