@@ -1,0 +1,173 @@
+"""G6, G7, G8: a full refit through `update_weights_from_tensor`, from the request to the answer."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sglang_fp8rl.demo.outputs import ask, make_prompts
+from sglang_fp8rl.errors import Fp8RlError
+
+from .models import Layout, Values, bucket_count
+from .servers import Served
+
+BUCKET_BYTES = 512 << 20
+WARM_UPS = 2  # the first is recorded, the second is the first to be replayed
+
+
+class GateError(Fp8RlError):
+    """A served result is not what it has to be, so nothing is published of it."""
+
+
+@dataclass
+class Samples:
+    """Seconds of each timed refit of one server.
+
+    Attributes:
+        request: waiting for the server: every bucket's request, and those of the session.
+        end_to_end: the same and what the sender does: copying into buckets, serializing.
+        server: of `load_weights`, as the server's status has it; only ours reports it.
+        floor: waiting for the server for a refit of its smallest tensor alone.
+    """
+
+    request: list[float] = field(default_factory=list)
+    end_to_end: list[float] = field(default_factory=list)
+    server: list[float] = field(default_factory=list)
+    floor: list[float] = field(default_factory=list)
+    buckets: int = 0
+    nbytes: int = 0
+
+
+def measure(
+    servers: Sequence[Served], values: Values, repetitions: int, tick: Callable[[str], None]
+) -> dict[str, Samples]:
+    """Refit each server in turn, again and again; all end with the weights of the same seed.
+
+    Raises:
+        GateError: what a server holds or says after a refit is not what was sent.
+    """
+    samples = {served.mode.what: Samples() for served in servers}
+    prompts = make_prompts(values.layout.vocab_size)
+    for served in servers:
+        before = None
+        for warm_up in range(WARM_UPS):
+            tick(f"first refits of {served.mode.what}")
+            _refit(served, values, _seed(warm_up), Samples())
+            after = [answer.tokens for answer in ask(served.client, prompts)]
+            if after == before:
+                raise GateError(
+                    served.mode.what,
+                    "the same answers before and after a refit with other weights",
+                    "a refit has to change what is served",
+                    f"See {served.server.log_path}.",
+                )
+            before = after
+        _floors(served, values, samples[served.mode.what], repetitions)
+    for repetition in range(repetitions):
+        for served in servers:
+            tick(f"refit of {served.mode.what}")
+            _refit(served, values, _seed(repetition), samples[served.mode.what])
+    for served in servers:
+        _refit(served, values, _seed(0), Samples())
+        served.answers = [answer.tokens for answer in ask(served.client, prompts)]
+    return samples
+
+
+def compare_answers(one: Served, other: Served) -> None:
+    """Two FP8 servers hold the same bytes, whoever quantized: their greedy tokens are equal.
+
+    Raises:
+        GateError: they are not.
+    """
+    if one.answers != other.answers:
+        differing = sum(a != b for a, b in zip(one.answers, other.answers, strict=True))
+        raise GateError(
+            f"{one.mode.what} against {other.mode.what}",
+            f"{differing} of {len(one.answers)} greedy answers differ",
+            "the same weights in FP8 give the same tokens, whoever quantized them",
+            "No number is published; compare the two servers' logs.",
+        )
+
+
+def rows_of(number: str, samples: dict[str, Samples]) -> list[dict[str, Any]]:
+    """One row a server; G8 is the same refits with the sender's part."""
+    found = []
+    for what, one in samples.items():
+        kinds = {number: one.request, "G8": one.end_to_end}
+        for name, seconds in kinds.items():
+            found.append(
+                {
+                    "id": name,
+                    "what": what,
+                    **quantiles(seconds),
+                    "server_median_s": statistics.median(one.server) if one.server else None,
+                    "request_floor_s": statistics.median(one.floor),
+                    "buckets": one.buckets,
+                    "bytes": one.nbytes,
+                    "repetitions": len(seconds),
+                }
+            )
+    return found
+
+
+def quantiles(seconds: Sequence[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(seconds, n=10, method="inclusive")
+    return {"median_s": statistics.median(seconds), "p10_s": cuts[0], "p90_s": cuts[-1]}
+
+
+def _seed(repetition: int) -> int:
+    return 1 + repetition % 2
+
+
+def _refit(served: Served, values: Values, seed: int, into: Samples) -> None:
+    tensors = served.mode.tensors(values, seed)
+    expected = bucket_count(tensors, BUCKET_BYTES)
+    _synchronize(values.device)  # making the values is not what is timed
+    result = served.client.update(tensors, bucket_bytes=BUCKET_BYTES)
+    if (result.tensors, result.buckets) != (len(tensors), expected):
+        raise GateError(
+            served.mode.what,
+            f"{result.tensors} tensors in {result.buckets} buckets were sent",
+            f"{len(tensors)} in {expected} are a full refit",
+            "This is a mistake of the benchmark.",
+        )
+    into.request.append(result.server_seconds)
+    into.end_to_end.append(result.seconds)
+    into.buckets, into.nbytes = result.buckets, result.nbytes
+    if served.mode.is_ours:
+        into.server.append(_check_status(served, values.layout)["seconds"])
+
+
+def _check_status(served: Served, layout: Layout) -> dict[str, Any]:
+    """The last refit as our server reports it, if every tensor was in it and all is of one piece."""
+    status = served.client.status()
+    last = status["last_refit"]
+    found = (status["consistent"], last["complete"], last["outcome"], last["tensors"])
+    wanted = (True, True, "ok", len(layout.shapes))
+    if found != wanted:
+        raise GateError(
+            served.mode.what,
+            f"consistent, complete, outcome, tensors = {found}: {status['problems'][:3]}",
+            f"a full refit leaves {wanted}",
+            f"No number is published; see {served.server.log_path}.",
+        )
+    return last
+
+
+def _floors(served: Served, values: Values, into: Samples, repetitions: int) -> None:
+    name = values.layout.smallest()
+    for _ in range(repetitions + 1):
+        tensor = values.tensor(name, _seed(0))
+        _synchronize(values.device)
+        result = served.client.update([(name, tensor)])
+        into.floor.append(result.server_seconds)
+    del into.floor[0]  # a new layout: recorded, not replayed
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,151 @@
+"""The three ways to serve one model, as real SGLang servers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from sglang_fp8rl import RefitClient
+from sglang_fp8rl.config import QUANTIZATION_METHOD
+from sglang_fp8rl.testing.server import ServerProcess
+from sglang_fp8rl.wire import NamedTensor
+
+from .budget import Budget
+from .models import Layout, Model, Values, batches, write_config
+
+GIB = 1 << 30
+# Beside weights and cache: CUDA context, captured graphs, workspaces of kernels.
+_MORE_PER_SERVER = 4 * GIB
+# DeepGEMM would otherwise compile a kernel for every M up to 16384 before the first answer.
+ENVIRONMENT = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """`what` is the name in tables; `quantization` the server's flag, or None."""
+
+    what: str
+    quantization: str | None
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.quantization is not None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.quantization == QUANTIZATION_METHOD
+
+    def tensors(self, values: Values, seed: int) -> list[NamedTensor]:
+        """What this server takes: pairs where the sender has to quantize."""
+        sent_as_pairs = self.is_fp8 and not self.is_ours
+        return values.pairs(seed) if sent_as_pairs else values.unquantized(seed)
+
+
+OURS = Mode("sglang_fp8rl", QUANTIZATION_METHOD)
+NATIVE = Mode("sglang fp8", "fp8")
+BF16 = Mode("bf16", None)
+# Most important first: where the time runs out, the last ones are missing.
+MODES = (OURS, BF16, NATIVE)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all servers of a run have in common.
+
+    Attributes:
+        directory: for model folders and logs.
+        max_batch: of decoding; its powers of two are the captured batch sizes.
+        tokens_each: prompt and answer of one request.
+        fp8_gemm_backend: SGLang's flag, for the two FP8 servers.
+        more: more flags, for every server.
+    """
+
+    directory: Path
+    device: torch.device
+    max_batch: int
+    tokens_each: int
+    fp8_gemm_backend: str = "auto"
+    more: tuple[str, ...] = ()
+
+    def args(self, mode: Mode) -> list[str]:
+        found = ["--disable-radix-cache", f"--max-running-requests={self.max_batch}"]
+        # A pool of a known size, so that several servers fit on one GPU.
+        found += [f"--max-total-tokens={self.max_batch * (self.tokens_each + 64)}"]
+        if mode.quantization:
+            found.append(f"--quantization={mode.quantization}")
+            found.append(f"--fp8-gemm-backend={self.fp8_gemm_backend}")
+        found += ["--cuda-graph-bs-decode", *map(str, batches(self.max_batch))]
+        return [*found, *self.more]
+
+    def server(self, path: Path, mode: Mode, log: str, timeout: float, *more: str) -> ServerProcess:
+        """Not started yet. On a GPU workers can't be forked, and the environment is the user's."""
+        on_gpu = self.device.type == "cuda"
+        args = [*self.args(mode), *more]
+        log_path = self.directory / f"{log}.log"
+        server = ServerProcess(path, args, log_path=log_path, timeout=timeout, fork=not on_gpu)
+        if on_gpu:
+            server.env = {**os.environ, **ENVIRONMENT}
+        return server
+
+
+@dataclass
+class Served:
+    """A running server with its mode and client, and what it said to the prompts."""
+
+    mode: Mode
+    server: ServerProcess
+    client: RefitClient
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def running(servers: Sequence[ServerProcess]) -> Iterator[None]:
+    """Start them all at once, and stop them all, whatever happens."""
+    try:
+        with ThreadPoolExecutor(len(servers)) as pool:
+            for _ in pool.map(ServerProcess.start, servers):
+                pass
+        yield
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@contextlib.contextmanager
+def serving(
+    setting: Setting, model: Model, modes: Sequence[Mode], budget: Budget
+) -> Iterator[list[Served]]:
+    """Servers of these modes with dummy weights, ready for a refit."""
+    found = []
+    for mode in modes:
+        name = mode.what.replace(" ", "-")
+        native = mode.is_fp8 and not mode.is_ours
+        path = write_config(setting.directory / f"{model.name}-{name}", model.config(), fp8=native)
+        timeout = max(1.0, budget.left())
+        server = setting.server(path, mode, name, timeout, "--load-format=dummy")
+        found.append(Served(mode, server, RefitClient(server.url, timeout=timeout)))
+    with running([served.server for served in found]):
+        yield found
+
+
+def groups_of(layout: Layout, setting: Setting, modes: Sequence[Mode]) -> list[list[Mode]]:
+    """All at once where they fit on the GPU, so that runs can be interleaved; else one by one."""
+    if setting.device.type != "cuda":
+        return [list(modes)]
+    free, _ = torch.cuda.mem_get_info(setting.device)
+    if bytes_needed(layout, modes) <= 0.7 * free:
+        return [list(modes)]
+    return [[mode] for mode in modes]
+
+
+def bytes_needed(layout: Layout, modes: Sequence[Mode]) -> int:
+    """Weights and overhead of the servers, and what the sender holds."""
+    servers = sum(layout.nbytes(mode.is_fp8) + _MORE_PER_SERVER for mode in modes)
+    sender = max(layout.nbytes(fp8=True) if mode == NATIVE else 0 for mode in modes)
+    return servers + sender + 4 * GIB
