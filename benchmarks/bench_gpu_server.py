@@ -11,6 +11,7 @@ quantizes itself and the other is sent pairs, have to give the same greedy token
 
 from __future__ import annotations
 
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
+import requests
 import torch
 import typer
 from bench_gpu import conditions
@@ -28,7 +30,6 @@ from gpu_server.budget import Budget
 from gpu_server.models import REAL, TINY, Layout, Model, Values, batches
 from gpu_server.report import Report, against_targets
 from gpu_server.servers import (
-    BF16,
     ENVIRONMENT,
     MODES,
     NATIVE,
@@ -40,9 +41,10 @@ from gpu_server.servers import (
     serving,
 )
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
-from sglang_fp8rl.errors import Fp8RlError
+from sglang_fp8rl.errors import Fp8RlError, HostError
 
 ModelName = Enum("ModelName", {name: name for name in REAL}, type=str)
 REFIT_COLUMNS = (
@@ -69,22 +71,34 @@ class Run:
     def all(self, refits: int, output_tokens: int, decodes: int) -> None:
         values = Values(self.layout, self.setting.device)
         last: dict[Mode, Served] = {}
-        for modes in groups_of(self.layout, self.setting, MODES):
-            what = ", ".join(mode.what for mode in modes)
-            if not self.budget.allows(f"servers of {what}", self.start_s):
-                continue
-            tick = self._bar(f"starting {what}", len(modes) * (refit.WARM_UPS + refits))
-            with serving(self.setting, self.model, modes, self.budget) as servers:
-                self.start_s = max(served.server.start_seconds for served in servers)
-                self.samples |= refit.measure(servers, values, refits, tick)
-                last |= {served.mode: served for served in servers}
-                if OURS in last and NATIVE in last:
-                    refit.compare_answers(last[OURS], last[NATIVE])
-                self._decode([s for s in servers if s.mode != NATIVE], output_tokens, decodes)
-        self._show(NATIVE in last)
+        try:
+            for modes in groups_of(self.layout, self.setting, MODES):
+                self._group(modes, values, last, refits, output_tokens, decodes)
+        except HostError:  # what was measured on the servers before that one holds
+            self._show(compared=OURS in last and NATIVE in last)
+            raise
+        self._show(compared=OURS in last and NATIVE in last)
         if self.budget.allows("G11, CUDA graphs", self.start_s):
             row = graphs.measure(self.setting, self.budget, self._bar("CUDA graphs", 2))
             self.report.add("CUDA graphs over a refit", GRAPH_COLUMNS, [row])
+
+    def _group(
+        self, modes: list[Mode], values: Values, last: dict[Mode, Served], refits: int,
+        output_tokens: int, decodes: int,
+    ) -> None:  # fmt: skip
+        """Servers that live together: refitted in turn, then asked to decode in turn."""
+        what = ", ".join(mode.what for mode in modes)
+        if not self.budget.allows(f"servers of {what}", self.start_s):
+            return
+        tick = self._bar(f"starting {what}", len(modes) * (refit.WARM_UPS + refits))
+        with serving(self.setting, self.model, modes, self.budget) as servers:
+            self.start_s = max(served.server.start_seconds for served in servers)
+            samples = refit.measure(servers, values, refits, self.budget, tick)
+            last |= {served.mode: served for served in servers}
+            if OURS in last and NATIVE in last:
+                refit.compare_answers(last[OURS], last[NATIVE])
+            self._decode([s for s in servers if s.mode != NATIVE], output_tokens, decodes)
+            self.samples |= samples
 
     def _decode(self, servers: list[Served], output_tokens: int, repetitions: int) -> None:
         if not servers:
@@ -162,23 +176,24 @@ def main(
         "environment": ENVIRONMENT,
     }
     budget = Budget(budget_s)
-    with tempfile.TemporaryDirectory() as directory, Progress(console=console) as progress:
+    directory = Path(tempfile.mkdtemp(prefix="bench-gpu-server-"))
+    with Progress(console=console) as progress:
         tokens_each = decode.PROMPT_TOKENS + 1 + output_tokens
-        setting = Setting(
-            Path(directory), device, max_batch, tokens_each, fp8_gemm_backend,
-            tuple(server_arg or ()),
-        )  # fmt: skip
+        more = tuple(server_arg or ())
+        setting = Setting(directory, device, max_batch, tokens_each, fp8_gemm_backend, more)
         run = Run(chosen, setting, budget, Report(console, json_path, where), progress)
         groups = len(groups_of(run.layout, setting, MODES))
         run.report.conditions = {**where, "interleaved": groups == 1}
         try:
             run.all(repetitions, output_tokens, decode_repetitions)
-        except Fp8RlError as error:
-            console.print(f"[red]{error}[/red]", markup=True)
+        except (Fp8RlError, requests.RequestException) as error:
+            console.print(f"[red]failed:[/red] {escape(str(error))}")
+            console.print(f"the servers' logs are kept in {directory}")
             raise typer.Exit(1) from error
         finally:
             for reason in budget.skipped:
                 console.print(f"skipped: {reason}")
+    shutil.rmtree(directory)
     if smoke:
         console.print("[yellow]smoke run: every part ran; its numbers are no results[/yellow]")
 

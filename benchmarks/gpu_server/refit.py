@@ -12,10 +12,12 @@ import torch
 from sglang_fp8rl.demo.outputs import ask, make_prompts
 from sglang_fp8rl.errors import Fp8RlError
 
+from .budget import Budget
 from .models import Layout, Values, bucket_count
 from .servers import Served
 
 BUCKET_BYTES = 512 << 20
+FEWEST = 5
 WARM_UPS = 2  # the first is recorded, the second is the first to be replayed
 
 
@@ -43,9 +45,15 @@ class Samples:
 
 
 def measure(
-    servers: Sequence[Served], values: Values, repetitions: int, tick: Callable[[str], None]
+    servers: Sequence[Served],
+    values: Values,
+    repetitions: int,
+    budget: Budget,
+    tick: Callable[[str], None],
 ) -> dict[str, Samples]:
     """Refit each server in turn, again and again; all end with the weights of the same seed.
+
+    Stops early, after `FEWEST` at least, where less than half of the budget is left.
 
     Raises:
         GateError: what a server holds or says after a refit is not what was sent.
@@ -68,6 +76,12 @@ def measure(
             before = after
         _floors(served, values, samples[served.mode.what], repetitions)
     for repetition in range(repetitions):
+        if repetition >= FEWEST and budget.left() < budget.total / 2:
+            budget.skipped.append(
+                f"{repetitions - repetition} of {repetitions} timed refits: half of the budget of "
+                f"{budget.total:.0f} s is kept for what follows; give more with --budget-s"
+            )
+            break
         for served in servers:
             tick(f"refit of {served.mode.what}")
             _refit(served, values, _seed(repetition), samples[served.mode.what])

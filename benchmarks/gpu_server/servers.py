@@ -107,14 +107,15 @@ class Served:
 @contextlib.contextmanager
 def running(servers: Sequence[ServerProcess]) -> Iterator[None]:
     """Start them all at once, and stop them all, whatever happens."""
-    try:
-        with ThreadPoolExecutor(len(servers)) as pool:
+    # A server dies with the *thread* that started it, so the threads have to live as long.
+    with ThreadPoolExecutor(len(servers)) as pool:
+        try:
             for _ in pool.map(ServerProcess.start, servers):
                 pass
-        yield
-    finally:
-        for server in servers:
-            server.stop()
+            yield
+        finally:
+            for server in servers:
+                server.stop()
 
 
 @contextlib.contextmanager
