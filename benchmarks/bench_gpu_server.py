@@ -74,7 +74,7 @@ class Run:
         try:
             for modes in groups_of(self.layout, self.setting, MODES):
                 self._group(modes, values, last, refits, output_tokens, decodes)
-        except HostError:  # what was measured on the servers before that one holds
+        except (HostError, decode.ClockError):  # what was measured before holds
             self._show(compared=OURS in last and NATIVE in last)
             raise
         self._show(compared=OURS in last and NATIVE in last)
@@ -97,8 +97,8 @@ class Run:
             last |= {served.mode: served for served in servers}
             if OURS in last and NATIVE in last:
                 refit.compare_answers(last[OURS], last[NATIVE])
-            self._decode([s for s in servers if s.mode != NATIVE], output_tokens, decodes)
             self.samples |= samples
+            self._decode([s for s in servers if s.mode != NATIVE], output_tokens, decodes)
 
     def _decode(self, servers: list[Served], output_tokens: int, repetitions: int) -> None:
         if not servers:
@@ -164,7 +164,7 @@ def main(
     device = torch.device("cpu" if smoke else "cuda")
     chosen = TINY if smoke else REAL[model.value]
     if smoke:
-        repetitions, decode_repetitions, max_batch, output_tokens = 2, 1, 4, 8
+        repetitions, decode_repetitions, max_batch, output_tokens = 2, 3, 4, 48
         console.print("[yellow]smoke run on a CPU: its numbers are no results[/yellow]")
     where: dict[str, Any] = {} if smoke else conditions(device)
     where |= {

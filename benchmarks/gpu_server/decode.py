@@ -9,12 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_fp8rl.errors import Fp8RlError
+
 from .budget import Budget
 from .models import batches
 from .refit import GateError
 from .servers import BF16, OURS, Served
 
 PROMPT_TOKENS = 32
+
+
+class ClockError(Fp8RlError):
+    """A time that says nothing; what was measured before it holds."""
 
 
 def measure(
@@ -33,6 +39,7 @@ def measure(
 
     Raises:
         GateError: an answer does not have the length that was asked for.
+        ClockError: see `row_of`.
     """
     rows, longest = [], 1.0
     for batch in batches(max_batch):
@@ -58,11 +65,11 @@ def row_of(what: str, batch: int, output_tokens: int, seconds: Sequence[float]) 
     """One row.
 
     Raises:
-        GateError: the longer requests did not take longer: the clock says nothing.
+        ClockError: the longer requests did not take longer: the clock says nothing.
     """
     median = statistics.median(seconds)
     if median <= 0:
-        raise GateError(
+        raise ClockError(
             f"{what}, batch {batch}",
             f"{output_tokens} more tokens took {median:.4f} s",
             "longer answers take longer",

@@ -50,10 +50,9 @@ def test_the_crossover_is_said_in_words():
 
 
 def test_a_clock_that_says_nothing_gives_no_number():
-    from gpu_server.decode import row_of
-    from gpu_server.refit import GateError
+    from gpu_server.decode import ClockError, row_of
 
-    with pytest.raises(GateError, match=r"took -0\.1"):
+    with pytest.raises(ClockError, match=r"took -0\.1"):
         row_of("x", 1, 8, [-0.1, -0.1, 0.2])
 
 
