@@ -49,6 +49,16 @@ def test_the_crossover_is_said_in_words():
     assert slow[0]["tokens_per_s"] == 5.0
 
 
+def test_the_plot_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    from gpu_server.decode import plot, row_of
+    from gpu_server.servers import BF16, OURS
+
+    rows = [row_of(what, batch, 10, [0.5]) for what in (OURS.what, BF16.what) for batch in (1, 2)]
+    plot(rows, "title", tmp_path / "decode.png")
+    assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_clock_that_says_nothing_gives_no_number():
     from gpu_server.decode import ClockError, row_of
 
