@@ -195,7 +195,8 @@ def main(
                 console.print(f"skipped: {reason}")
     shutil.rmtree(directory)
     if smoke:
-        console.print("[yellow]smoke run: every part ran; its numbers are no results[/yellow]")
+        ran = "some parts were skipped" if budget.skipped else "every part ran"
+        console.print(f"[yellow]smoke run: {ran}; its numbers are no results[/yellow]")
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
