@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,15 @@ import numpy as np
 import torch
 
 from ..config import Options
-from ..numerics.cast_table import CastTable, Kind, Piece
+from ..numerics.cast_table import CastTable, Kind, Piece, Row
 from ..numerics.table import make_runner
 from ..scheme import Granularity
 from .buckets import Bucket, FlatBucket
 from .quantize import matrices, scales_of
 from .recording import RecordedPair, RecordedPiece, Recording
 from .report import RefitReport
+from .table_rows import TableRows
+from .targets import Target
 
 _SAMPLES = 4
 
@@ -75,13 +78,16 @@ def plan_of(
     if len(set(names)) < len(names) or -1 in recording.refused:
         return None
     pairs, native = _pairs(recording)
-    pieces: list[Piece] = []
+    rows: list[Row] = []
     positions: list[int] = []
+    fast = TableRows(bucket, options)
     singly: list[RecordedPiece] = []
     regions: list[int] = []
     targets: set[int] = set()
     samples: list[tuple[RecordedPiece, tuple[torch.Tensor, torch.Tensor]]] = []
-    owners: dict[int, torch.nn.Parameter] = {}
+    owners: dict[int, Target] = {}
+    devices: set[torch.device] = set()
+    sampled: Counter[Granularity] = Counter()
     for recorded in recording.pieces:
         if recorded.position in native:
             continue
@@ -89,37 +95,47 @@ def plan_of(
         if write.region is None:
             native[recorded.position] = "it writes what is no box"
             continue
-        owners[id(target.parameter)] = target.parameter
+        owners[target.index] = target
         regions.append(report.coverage.number_of(target.index, write.region))
         targets.add(target.index)
+        wants_sample = sampled[target.granularity] < _SAMPLES
+        row = None if wants_sample else fast.row(recorded)
+        if row is not None:
+            devices.add(target.parameter.device)
+            rows.append(row)
+            positions.append(recorded.position)
+            continue
         made = _pieces(bucket, recorded, options) if recorded.write.shape else []
         if not made or not all(piece.fits() for piece in made):
             singly.append(recorded)
             continue
         scales = made[0].scales
-        alike = [one for one, _ in samples if one.target.granularity is target.granularity]
-        if scales is not None and len(made) == 1 and len(alike) < _SAMPLES:
+        if scales is not None and len(made) == 1 and wants_sample:
+            sampled[target.granularity] += 1
             samples.append((recorded, (made[0].destination, scales)))
-        pieces += made
+        devices.add(target.parameter.device)
+        rows += [piece.row() for piece in made]
         positions += [recorded.position] * len(made)
     for pair, made in pairs:
         if pair.weight in native:
             continue
-        owners[id(pair.target.parameter)] = pair.target.parameter
+        owners[pair.target.index] = pair.target
+        devices.add(pair.target.parameter.device)
         targets.add(pair.target.index)
         for copy in pair.copies:
             assert copy.write.region is not None
             regions.append(report.coverage.number_of(pair.target.index, copy.write.region))
-        pieces += made
+        rows += [piece.row() for piece in made]
         positions += [pair.scale, pair.weight] * (len(made) // 2)
     found = np.array(regions, np.int64)
     if report.coverage.overlap(found):
         return None
-    devices = {piece.destination.device for piece in pieces}
     if len(devices) > 1:
         return None
+    memory = [(target.parameter, target.scale) for target in owners.values()]
+    kept = tuple(tensor for pair in memory for tensor in pair if tensor is not None)
     runner = make_runner(
-        CastTable.of(pieces),
+        CastTable.of_rows(rows, kept),
         devices.pop() if devices else torch.device("cpu"),
         pow2_scale=options.use_weight_pow2_scale,
         round_to_bf16=options.round_to_bf16,
@@ -127,13 +143,13 @@ def plan_of(
     if runner is None:
         return None
     replayed = {name for position, name in enumerate(names) if position not in native}
-    kept = {name: part for name, part in touched.items() if name in replayed}
+    parts = {name: part for name, part in touched.items() if name in replayed}
     return BucketPlan(
         layout=bucket.layout,
         nbytes=bucket.nbytes,
         numbers=report.window.numbers_of(names),
-        stored=report.window.numbers_of(kept),
-        touched=kept,
+        stored=report.window.numbers_of(parts),
+        touched=parts,
         positions=positions,
         runner=runner,
         singly=singly,
@@ -141,7 +157,7 @@ def plan_of(
         regions=found,
         targets=np.array(sorted(targets), np.int64),
         samples=samples,
-        owners=[(parameter, parameter.data_ptr()) for parameter in owners.values()],
+        owners=[(parameter, parameter.data_ptr()) for parameter, _ in memory],
         metadata=bucket.metadata if isinstance(bucket, FlatBucket) else (),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,13 @@ from ..flat_layout import from_text
 
 _SHAPE, _DTYPE, _NAME = attrgetter("shape"), attrgetter("dtype"), attrgetter("name")
 _METADATA = attrgetter("name", "shape", "dtype", "start_idx", "end_idx")
+
+
+class TensorKind(NamedTuple):
+    """What a tensor is, without making it."""
+
+    dtype: torch.dtype
+    device: torch.device
 
 
 class TensorBucket:
@@ -63,6 +70,10 @@ class TensorBucket:
 
     def tensor(self, position: int) -> torch.Tensor:
         return self._tensors[position]
+
+    def kind(self, position: int) -> TensorKind:
+        tensor = self._tensors[position]
+        return TensorKind(tensor.dtype, tensor.device)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._pairs)
@@ -121,6 +132,9 @@ class FlatBucket:
 
     def place(self, position: int) -> tuple[int, int]:
         return 0, int(self._metadata[position].start_idx)
+
+    def kind(self, position: int) -> TensorKind:
+        return TensorKind(self._metadata[position].dtype, self._flat.device)
 
     def tensor(self, position: int) -> torch.Tensor:
         meta = self._metadata[position]

@@ -19,7 +19,7 @@ from .recording import Recording
 from .report import RefitReport
 from .sources import Source, SourceIndex
 from .targets import Target
-from .writes import Write, make_stand_in, writes_of
+from .writes import RecordedWrite, Write, make_stand_in, writes_of
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP8 = torch.float8_e4m3fn
@@ -122,7 +122,7 @@ class LoaderCalls:
         if not (is_fp8_source and target.is_fp8) and loaded.dtype not in _FLOAT_DTYPES:
             check_dtype(target, name, loaded)
         check_shape(target, name, loaded, args, kwargs)
-        writes = self._writes(target, native, loaded, args, kwargs)
+        writes, recorded = self._writes(target, native, loaded, args, kwargs)
         if call.kind in LEARNING:
             self.names.landed(source, target, key, loaded, writes)
             if call.kind == PROBE:
@@ -140,22 +140,24 @@ class LoaderCalls:
             if source is None or source.tensor is None:
                 call.recording.refuse(None, "a tensor that was not sent")
             else:
-                call.recording.add(source.position, source.tensor, target, writes)
+                known = recorded if loaded is source.tensor else None
+                call.recording.add(source.position, source.tensor, target, writes, known)
         for write in writes:
             self.apply(call, target, name, write)
 
     def _writes(
         self, target: Target, native: Any, loaded: torch.Tensor, args: tuple, kwargs: dict
-    ) -> list[Write]:
+    ) -> tuple[list[Write], list[RecordedWrite] | None]:
         """What the loader writes: repeated if it wrote for the same arguments and layout before.
 
-        A loader depends on nothing else, unless experts may move.
+        A loader depends on nothing else, unless experts may move. Also returns what was recorded,
+        relative to `loaded`.
         """
         layout = (loaded.dtype, tuple(loaded.shape), loaded.stride())
         key = (*layout, args, tuple(sorted(kwargs.items())))
         recorded = target.recorded.get(key)
         if recorded is not None:
-            return [one.repeat(loaded) for one in recorded]
+            return [one.repeat(loaded) for one in recorded], recorded
         with self._lock:
             if loaded.dtype not in target.stand_ins:
                 target.stand_ins[loaded.dtype] = make_stand_in(target.parameter, loaded.dtype)
@@ -165,7 +167,7 @@ class LoaderCalls:
             taken = [write.taken_from(loaded) for write in writes]
             if all(one is not None for one in taken):
                 target.recorded[key] = [one for one in taken if one is not None]
-        return writes
+        return writes, target.recorded.get(key)
 
     def _store_pair(self, call: Call, pair: HalfPair | None) -> None:
         if pair is None:

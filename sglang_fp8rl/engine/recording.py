@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,12 +51,21 @@ class Recording:
         with self._lock:
             self.refused.setdefault(-1 if position is None else position, reason)
 
-    def add(self, position: int, sent: torch.Tensor, target: Target, writes: list[Write]) -> None:
-        """These are all writes of one loader call."""
+    def add(
+        self,
+        position: int,
+        sent: torch.Tensor,
+        target: Target,
+        writes: list[Write],
+        recorded: list[RecordedWrite] | None,
+    ) -> None:
+        """These are all writes of one loader call; `recorded` if they are known relative to `sent`."""
         if not target.is_repeatable:
             self.refuse(position, "experts may move to other ranks while serving")
             return
-        taken = [write.taken_from(sent) for write in writes]
+        taken: Sequence[RecordedWrite | None] = (
+            recorded if recorded is not None else [write.taken_from(sent) for write in writes]
+        )
         if any(one is None for one in taken):
             self.refuse(position, "its loader makes a tensor of its own")
         else:

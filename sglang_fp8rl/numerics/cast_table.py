@@ -62,6 +62,11 @@ PIECE = np.dtype(
 )
 
 
+_FLAG_FIELDS = len(PIECE.names or ()) - 2  # what comes before the flags
+# The fields of `PIECE` up to there.
+Row = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Piece:
     """One matrix to be written.
@@ -109,16 +114,16 @@ class Piece:
             and (destination.stride(1) == 1 or view.shape[1] == 1)
         )
 
-    @property
-    def flag_shape(self) -> tuple[int, int]:
-        """A cast has a flag per block, a copy one per row, codes those of their scales."""
-        rows, cols = self.view.shape
-        if self.what in (Kind.COPY, Kind.SCALES):
-            return rows, 1
-        if self.what is Kind.CODES:
-            return -(-rows // self.block_size[0]), 1
-        block_n, block_k = self.block_size
-        return -(-rows // block_n), -(-cols // block_k)
+    def row(self) -> Row:
+        """Itself as numbers."""
+        view, destination, scales = self.view, self.destination, self.scales
+        stride0, stride1 = scales.stride() if scales is not None else (0, 0)
+        return (
+            self.what, SOURCES[view.dtype], *self.source, view.stride(0),
+            destination.data_ptr(), DTYPES.get(destination.dtype, 0), destination.stride(0),
+            scales.data_ptr() if scales is not None else 0, stride0, stride1,
+            *view.shape, *self.block_size,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -138,31 +143,30 @@ class CastTable:
     @classmethod
     def of(cls, pieces: list[Piece]) -> CastTable:
         """Lay out pieces that all `fits()`."""
-        table = np.zeros(len(pieces), PIECE)
-        flags = 0
         owners: dict[int, torch.Tensor] = {}
-        for row, piece in zip(table, pieces, strict=True):
-            view, destination, scales = piece.view, piece.destination, piece.scales
-            flag_rows, flag_cols = piece.flag_shape
-            row["kind"] = piece.what
-            row["source"], row["source_offset"] = piece.source
-            row["source_dtype"] = SOURCES[view.dtype]
-            row["source_stride"] = view.stride(0)
-            row["destination"] = destination.data_ptr()
-            row["destination_dtype"] = DTYPES.get(destination.dtype, 0)
-            row["destination_stride"] = destination.stride(0)
-            row["rows"], row["cols"] = view.shape
-            row["block_n"], row["block_k"] = piece.block_size
-            if piece.what is Kind.CODES:
-                flags -= flag_rows * flag_cols
-            row["flags"], row["flag_cols"] = flags, flag_cols
-            owners[destination.untyped_storage()._cdata] = destination
-            if scales is not None:
-                row["scales"] = scales.data_ptr()
-                row["scales_stride0"], row["scales_stride1"] = scales.stride()
-                owners[scales.untyped_storage()._cdata] = scales
-            flags += flag_rows * flag_cols
-        return cls(table, flags, tuple(owners.values()))
+        for piece in pieces:
+            for tensor in (piece.destination, piece.scales):
+                if tensor is not None:
+                    owners[tensor.untyped_storage()._cdata] = tensor
+        return cls.of_rows([piece.row() for piece in pieces], tuple(owners.values()))
+
+    @classmethod
+    def of_rows(cls, rows: list[Row], owners: tuple[torch.Tensor, ...]) -> CastTable:
+        """Lay out pieces that are numbers already."""
+        table = np.zeros(len(rows), PIECE)
+        columns = np.array(rows, np.int64).reshape(len(rows), _FLAG_FIELDS).T
+        for name, column in zip(PIECE.names or (), columns, strict=False):
+            table[name] = column
+        kind = table["kind"]
+        per_row = (kind == Kind.COPY) | (kind == Kind.SCALES)
+        heights = np.where(per_row, table["rows"], -(-table["rows"] // table["block_n"]))
+        widths = np.where(kind == Kind.CAST, -(-table["cols"] // table["block_k"]), 1)
+        counts = np.where(kind == Kind.CODES, 0, heights * widths)
+        starts = np.cumsum(counts) - counts
+        # Codes have the flags of their scales, the piece before them.
+        table["flags"] = np.where(kind == Kind.CODES, starts - heights, starts)
+        table["flag_cols"] = widths
+        return cls(table, int(counts.sum()), owners)
 
     @property
     def nbytes(self) -> int:
