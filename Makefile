@@ -59,7 +59,7 @@ bench: .venv/.ready  ## what needs no GPU: C1-C4, refit time and memory, bytes o
 bench-guard: .venv/.ready  ## the ratios of C1-C4, refit time and memory, with wide margins: for CI
 	.venv/bin/python benchmarks/bench_cast_cpu.py --repetitions 5 --guard
 	.venv/bin/python benchmarks/bench_replay.py --layers 6 --repetitions 5 --guard
-	.venv/bin/python benchmarks/bench_refit.py --repetitions 5
+	.venv/bin/python benchmarks/bench_refit.py --repetitions 5 --guard
 
 # Most important first; the servers get what the cast leaves of 520 s, and skip what does not fit.
 bench-gpu: .venv/.ready  ## G1-G9, G11, G12 on a GPU, under 9 minutes (no numbers are committed yet; ARGS go to the servers' part)

@@ -41,7 +41,7 @@ from sglang_fp8rl.testing.checkpoints import (
 )
 
 MB = 1 << 20
-MAX_TIME_RATIO = 2.0
+MAX_TIME_RATIO, GUARD = 2.0, 2.0  # with --guard this much room for noise; none for memory
 
 
 def resident_bytes(_: Any, reset_peak: bool = False) -> tuple[int, int]:
@@ -102,6 +102,7 @@ def main(
     layers: Annotated[int, typer.Option(help="decoder layers")] = 4,
     bucket_mb: Annotated[int, typer.Option(help="bucket size in MB of FP32")] = 64,
     repetitions: Annotated[int, typer.Option(help="timed refits of each engine")] = 7,
+    guard: Annotated[bool, typer.Option("--guard", help="exit 1 only if far off")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="append a JSON line")] = None,
 ) -> None:
     """Compare an FP8 refit with SGLang's BF16 refit; exit 1 if a bound is broken."""
@@ -180,7 +181,7 @@ def main(
         }
         with json_path.open("a") as file:
             file.write(json.dumps(record) + "\n")
-    if ratio > MAX_TIME_RATIO or memory["fp8"] > bound:
+    if ratio > MAX_TIME_RATIO * (GUARD if guard else 1.0) or memory["fp8"] > bound:
         console.print("[red]a bound is broken[/red]")
         raise typer.Exit(1)
 

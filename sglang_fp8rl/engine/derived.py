@@ -23,7 +23,7 @@ import torch
 
 from ..errors import HostError, RefitError
 from ..scheme import Granularity
-from .kept_copies import renew_kept_copies
+from .kept_copies import KeptCopies
 
 _Place = tuple[torch.nn.Module, str]
 
@@ -38,6 +38,9 @@ class DerivedWeights:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._modules = dict(model.named_modules())
+        self._kept_copies = KeptCopies(model)
+        methods = ((getattr(one, "quant_method", None), one) for one in self._modules.values())
+        self._quantized: list[Any] = [pair for pair in methods if hasattr(pair[0], "served")]
         self._derive: Any = getattr(model, "post_load_weights", None)
         self._takes_names = self._derive is not None and (
             "weight_names" in inspect.signature(self._derive).parameters
@@ -62,17 +65,14 @@ class DerivedWeights:
     def end_of_update(self) -> None:
         """What no loader knows of: packed scales (`ue8m0.py`) and copies (`kept_copies.py`)."""
         self._pack_scales()
-        renew_kept_copies(self._model)
+        self._kept_copies.renew()
 
     def _pack_scales(self) -> None:
         for method, layer in self._packed():
             method.derive(layer)
 
     def _packed(self) -> Iterator[tuple[Any, torch.nn.Module]]:
-        for module in self._modules.values():
-            method: Any = getattr(module, "quant_method", None)
-            if getattr(method, "served", None) is not None:
-                yield method, module
+        return (pair for pair in self._quantized if pair[0].served is not None)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -91,7 +91,8 @@ def _run_update(
                 "Leave load_format out, or use 'flattened_bucket'.",
             )
         try:
-            with refit.derived.in_place():
+            # Reloading from disk processes weights after it loaded them; all else only loads.
+            with refit.derived.in_place() if kind == "disk" else nullcontext():
                 result = original(manager, request)
         finally:  # what was stored before an update failed is served too
             refit.derived.end_of_update()

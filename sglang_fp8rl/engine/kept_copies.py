@@ -21,25 +21,38 @@ _KEPT = {
     "_hpc_q_norm_w_fp32": "q_norm.weight",
     "_hpc_k_norm_w_fp32": "k_norm.weight",
 }
+# The router's correction bias in the dtype of the logits (a ROCm kernel asks for it). It is renewed when
+# the bias' version counts on, which a write through `.data` does not do.
+_KEPT_BIAS = "_correction_bias_dtype_cache"
 
 
-def kept_copies(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`(copy, weight)` of every copy that has been made so far."""
-    for module in model.modules():
-        for attribute, weight in _KEPT.items():
-            copy = getattr(module, attribute, None)
-            if copy is not None:
-                yield copy, module.get_parameter(weight)
-        # The router's correction bias in the dtype of the logits (a ROCm kernel asks for it). It is
-        # renewed when the bias' version counts on, which a write through `.data` does not do.
-        config: Any = getattr(module, "topk_config", None)
-        copy = getattr(config, "_correction_bias_dtype_cache", None)
-        if copy is not None:
-            yield copy, config.correction_bias
+class KeptCopies:
+    """The copies that one model may make.
 
+    Args:
+        model: as SGLang built it; its modules have the attributes by then, whether used or not.
+    """
 
-def renew_kept_copies(model: torch.nn.Module) -> None:
-    """Give every copy the values of its weight, where it lies."""
-    with torch.no_grad():
-        for copy, weight in kept_copies(model):
-            copy.copy_(weight)
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._keepers: list[tuple[Any, str, torch.nn.Module, str]] = []
+        self._routers: list[Any] = []
+        for module in model.modules():
+            for attribute, weight in _KEPT.items():
+                if attribute in vars(module) or attribute in module._buffers:
+                    owner, _, leaf = weight.rpartition(".")
+                    self._keepers.append((module, attribute, module.get_submodule(owner), leaf))
+            config: Any = vars(module).get("topk_config")
+            if hasattr(config, _KEPT_BIAS):
+                self._routers.append(config)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """`(copy, weight)` of every copy that has been made so far."""
+        found = [(getattr(one, name), getattr(own, leaf)) for one, name, own, leaf in self._keepers]
+        found += [(getattr(one, _KEPT_BIAS), one.correction_bias) for one in self._routers]
+        return ((copy, weight) for copy, weight in found if copy is not None)
+
+    def renew(self) -> None:
+        """Give every copy the values of its weight, where it lies."""
+        with torch.no_grad():
+            for copy, weight in self:
+                copy.copy_(weight)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import methodcaller
 from typing import Any
 
@@ -166,8 +167,10 @@ class ModelRefit:
         return result
 
     def _load_natively(self, call: Call, weights: Any, *args: Any, **kw: Any) -> Any:
-        result = self._native_load_weights(call.sources.watch(weights), *args, **kw)
-        load_left_experts(self.model, call.sources.left(), self._native_load_weights)
+        keeps_places = call.kind not in ("startup", PROBE)
+        with self.derived.in_place() if keeps_places else nullcontext():
+            result = self._native_load_weights(call.sources.watch(weights), *args, **kw)
+            load_left_experts(self.model, call.sources.left(), self._native_load_weights)
         return result
 
     def _load_deltas(

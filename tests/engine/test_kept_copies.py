@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_fp8rl.engine.kept_copies import renew_kept_copies
+from sglang_fp8rl.engine.kept_copies import KeptCopies
 
 pytestmark = pytest.mark.engine
 
@@ -16,7 +16,7 @@ def follows(model, weight, copy):
     address = kept.data_ptr()
     weight.data.add_(1.0)  # as SGLang's loaders write
     assert not torch.equal(kept, weight.to(kept.dtype))
-    renew_kept_copies(model)
+    KeptCopies(model).renew()
     assert kept.data_ptr() == address
     return copy() is kept and torch.equal(kept, weight.to(kept.dtype))
 
