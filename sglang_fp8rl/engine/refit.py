@@ -21,6 +21,7 @@ from ..delta_format import DELTA_SUFFIX
 from ..errors import RefitError
 from ..numerics import warmup
 from ..numerics.cast_table import Kind
+from ..pair_format import PAIR_SUFFIX
 from ..scheme import Scheme
 from .bucket_plan import BucketPlan, plan_of
 from .buckets import Bucket, TensorBucket, bucket_of
@@ -30,6 +31,7 @@ from .derived import DerivedWeights
 from .experts import load_left_experts
 from .loaders import Call, LoaderCalls
 from .names import LEARNING, PROBE, NameTable
+from .packed_pairs import split_pairs
 from .pairs import PairTable, bad_scale_error
 from .parts import load_parts_singly
 from .plan_document import plan_document
@@ -43,6 +45,7 @@ from .targets import Target, targets_of
 logger = logging.getLogger(__name__)
 
 _IS_DELTA = methodcaller("endswith", DELTA_SUFFIX)
+_IS_PAIR = methodcaller("endswith", PAIR_SUFFIX)
 _REPLAYED_KINDS = ("tensor", "distributed")
 
 
@@ -124,6 +127,10 @@ class ModelRefit:
             and not (args or kw)
         )
         plan = self.plans.find(bucket) if may_replay and bucket is not None else None
+        if plan is None and bucket is not None and any(map(_IS_PAIR, bucket.names)):
+            weights = split_pairs(bucket, self.plan()["tensors"])
+            bucket = TensorBucket(weights)
+            plan = self.plans.find(bucket) if may_replay else None
         deltas: dict[str, torch.Tensor] = {}
         if plan is None and bucket is not None and any(map(_IS_DELTA, bucket.names)):
             deltas, weights = split_deltas(bucket)

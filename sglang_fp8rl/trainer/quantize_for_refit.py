@@ -25,6 +25,7 @@ from ..numerics import (
     cast_blockwise_into,
     cast_per_channel_into,
 )
+from ..pair_format import PAIR_SUFFIX, pack_pair
 from ..refit_plan import RefitPlan, TensorPlan
 from .delta import SentState, only_changed
 from .fused_experts import one_by_one
@@ -51,7 +52,7 @@ class WireStats:
         """One yielded tensor; a scale counts with its weight."""
         local = piece_of(name, tensor).local
         self.nbytes += local.nbytes
-        entry = plan.tensors.get(name.removesuffix(DELTA_SUFFIX))
+        entry = plan.tensors.get(name.removesuffix(DELTA_SUFFIX).removesuffix(PAIR_SUFFIX))
         if entry is None:
             return
         numel = math.prod(entry.shape) if entry.shape is not None else local.numel()
@@ -66,6 +67,7 @@ def quantize_for_refit(
     plan: RefitPlan,
     *,
     since: SentState | None = None,
+    pack_pairs: bool = False,
     stats: WireStats | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Quantize what the plan's server holds in FP8; pass on the rest. Lazy, one tensor at a time.
@@ -78,6 +80,8 @@ def quantize_for_refit(
             that a server with another plan is sent nothing.
         since: what the server holds; only changed blocks are sent then (`trainer/delta.py`). Full
             tensors only.
+        pack_pairs: send a weight and its scale as one tensor (`pair_format.py`), for trainers whose
+            calls stand alone (veRL): no bucket boundary can part them. Full tensors only.
         stats: counts what goes by.
 
     Yields:
@@ -94,6 +98,8 @@ def quantize_for_refit(
     stream = _quantized(named_tensors, plan)
     if since is not None:
         stream = only_changed(stream, plan, since)
+    if pack_pairs:
+        stream = _packed(stream, plan)
     for name, tensor in stream:
         if stats is not None:
             stats.count(name, tensor, plan)
@@ -119,6 +125,24 @@ def _quantized(
         # Rounded up: an empty shard starts behind the last block, which may be short.
         start = tuple(-(-at // size) for at, size in zip(piece.start, block, strict=True))
         yield entry.scale_name, piece.like(scale, entry.scale_shape, start, entry.scale_name)
+
+
+def _packed(stream: Iterable[tuple[str, Any]], plan: RefitPlan) -> Iterator[tuple[str, Any]]:
+    """Each full weight and the scale behind it as one tensor; everything else as it is."""
+    items = iter(stream)
+    for name, tensor in items:
+        if name not in plan.tensors or not plan.of(name).is_fp8_on_wire:
+            yield name, tensor
+            continue
+        _, scale = next(items)
+        if type(tensor) is not torch.Tensor:
+            raise RefitError(
+                name,
+                f"a {type(tensor).__name__}",
+                "only full weights are packed with their scales",
+                "Gather shards first: full_tensors(quantize_for_refit(...)), or leave pack_pairs out.",
+            )
+        yield name + PAIR_SUFFIX, pack_pair(tensor, scale)
 
 
 def quantize_piece(

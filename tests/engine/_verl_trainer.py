@@ -72,7 +72,8 @@ async def refit(command: dict[str, Any]) -> list[Any]:
         )
     weights = full_tensors(sharded_model(command["path"], getattr(torch, command["dtype"])))
     if command.get("is_quantized"):
-        weights = quantize_for_refit(weights, fetch_plan(f"http://127.0.0.1:{command['port']}"))
+        plan = fetch_plan(f"http://127.0.0.1:{command['port']}")
+        weights = quantize_for_refit(weights, plan, pack_pairs=command.get("pack_pairs", False))
     answers = []
     async for bucket in get_named_tensor_buckets(weights, command["bucket_bytes"]):
         if has_server:

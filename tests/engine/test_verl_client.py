@@ -115,11 +115,16 @@ def test_a_refit_by_verl_equals_a_fresh_server(
         case.check(which)
 
 
-def test_quantized_before_transfer_in_verl_equals_a_fresh_server(server, trainer, checkpoint_dir):
-    """In one bucket: each of its calls stands alone, so none may part a weight from its scale."""
+@pytest.mark.parametrize("pack_pairs", [False, True])
+def test_quantized_before_transfer_in_verl_equals_a_fresh_server(
+    server, trainer, checkpoint_dir, pack_pairs
+):
+    """veRL's calls stand alone, so none may part a weight from its scale: one bucket, or packed."""
     case = served(server, checkpoint_dir)
+    bucket_bytes = SMALL if pack_pairs else LARGE
+    more = {"is_quantized": True, "pack_pairs": pack_pairs}
     for which in ("second", "first"):
-        refit(trainer, case, checkpoint_dir, which, "float32", LARGE, 1, is_quantized=True)
+        refit(trainer, case, checkpoint_dir, which, "float32", bucket_bytes, 1, **more)
         case.check(which)
 
 
