@@ -50,6 +50,7 @@ SYMBOLS = (
     Symbol(_UPDATER, "SchedulerWeightUpdaterManager.update_weights_from_distributed", "function"),
     Symbol(_UPDATER, "SchedulerWeightUpdaterManager.update_weights_from_disk", "function"),
     Symbol(_UPDATER, "SchedulerWeightUpdaterManager.update_weights_from_ipc", "function"),
+    Symbol(_UPDATER, "SchedulerWeightUpdaterManager.release_memory_occupation", "function"),
     Symbol(
         _UPDATER, "SchedulerWeightUpdaterManager.begin_weight_update", "function", SESSIONS_SINCE
     ),

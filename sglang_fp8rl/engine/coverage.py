@@ -151,6 +151,11 @@ class CoverageTable:
             else:
                 self._call[numbers] = call
 
+    def forget(self) -> None:
+        """No box is written any more."""
+        with self._lock:
+            self._call[:] = _NEVER
+
     def new_elements(self, since: int) -> np.ndarray:
         """Per parameter, how many elements were written by call `since` or later."""
         with self._lock:

@@ -173,6 +173,20 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     return result
 
 
+def note_released_weights(result: Any, manager: Any, request: Any) -> Any:
+    """`release_memory_occupation`: weights that nobody kept have to be sent again, all of them."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+    from sglang.srt.runtime_context import get_server_args
+
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    are_released = not request.tags or GPU_MEMORY_TYPE_WEIGHTS in request.tags
+    is_paged = manager.memory_saver_adapter.enabled
+    is_kept = get_server_args().enable_weights_cpu_backup
+    if refit is not None and are_released and is_paged and not is_kept:
+        refit.report.weights_lost()
+    return result
+
+
 def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **kw: Any) -> Any:
     """A flattened bucket goes to `load_weights` as it is: SGLang would take it apart first."""
     payload = args[0] if args else kw["flattened_tensor_bucket_dict"]
@@ -271,6 +285,13 @@ HOOKS = (
         flattened_bucket,
         "a bucket that is replayed needs none of its tensors as objects",
         "SGLang hands load_weights the bucket itself",
+    ),
+    Hook(
+        f"{_MANAGER}.release_memory_occupation",
+        "AFTER",
+        note_released_weights,
+        "memory that was released and resumed holds anything until a full update; the status says so",
+        "SGLang tells the model that its weights are gone",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",

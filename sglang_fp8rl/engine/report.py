@@ -178,6 +178,13 @@ class RefitReport:
         is_whole = new == self.coverage.sizes
         self.window.is_complete = bool((is_whole | ((new == 0) & ~self._is_fp8)).all())
 
+    def weights_lost(self) -> None:
+        """Their memory was given back: nothing of what was written is there any more."""
+        self.last, self.current = self.current, self._new_refit()
+        self._ever_written[:] = False
+        self.coverage.forget()
+        self.window.restart()
+
     def other_ranks(self, errors: list[str]) -> None:
         """What went wrong, and was not mended, on the ranks whose answer nobody sees."""
         self.rank_errors = errors
@@ -194,7 +201,7 @@ class RefitReport:
         if len(never):
             found.append(
                 f"{len(never)} of {len(fp8)} FP8 weights were never loaded "
-                f"(dummy weights?), for example {self._targets[never[0]].name}"
+                f"(dummy weights, or memory that was released?), for example {self._targets[never[0]].name}"
             )
         mixed = np.flatnonzero(coverage.is_mixed(since))
         fraction = coverage.new_fraction(since)

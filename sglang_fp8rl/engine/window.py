@@ -57,6 +57,10 @@ class RefitWindow:
         self.start, self.is_complete = start, False
         return is_new
 
+    def restart(self) -> None:
+        """The next call starts a refit, whatever it brings."""
+        self.start, self.is_complete = self.call + 1, False
+
     def stored(self, names: np.ndarray) -> None:
         """What this call stored."""
         self._last_call[names] = self.call

@@ -1,0 +1,77 @@
+"""Weights whose memory was released and resumed hold anything: the status says so until all came again.
+
+SGLang's own request handlers; its memory saver pages CUDA memory only, so the bytes are spoiled here.
+"""
+
+import pytest
+import torch
+from commands import digests, scribble, status, update
+from engine_host import EngineHost
+from models import MODELS, checkpoint
+
+pytestmark = pytest.mark.engine
+
+MODEL = MODELS["qwen3"]
+
+
+def release_and_resume(scheduler, tags, is_paged):
+    from sglang.srt.managers.io_struct import (
+        ReleaseMemoryOccupationReqInput,
+        ResumeMemoryOccupationReqInput,
+    )
+    from sglang.srt.utils.torch_memory_saver_adapter import _TorchMemorySaverAdapterNoop
+
+    class Paging(_TorchMemorySaverAdapterNoop):
+        enabled = True
+
+    updater = scheduler.weight_updater
+    if is_paged:
+        updater.memory_saver_adapter = Paging()
+    device_module = torch.get_device_module
+    torch.get_device_module = lambda: torch.cpu  # a CUDA build names CUDA, with or without a GPU
+    try:
+        updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
+        updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+    finally:
+        torch.get_device_module = device_module
+
+
+@pytest.fixture
+def host(checkpoint_dir):
+    with EngineHost(checkpoint(checkpoint_dir, MODEL, "first")) as host:
+        yield host
+
+
+@pytest.mark.parametrize(("tags", "replayed"), [(["weights"], False), (None, True)])
+def test_released_weights_are_missing_until_all_of_them_came(host, tags, replayed):
+    fresh = host.call(digests)
+    items = list(MODEL.first.items())
+    buckets = [items[: len(items) // 2], items[len(items) // 2 :]]
+    if replayed:
+        for bucket in buckets:
+            assert host.call(update, bucket)[0]
+    host.call(release_and_resume, tags, True)
+    host.call(scribble)
+    state = host.call(status)
+    assert not state["consistent"]
+    assert "never loaded" in state["problems"][0]
+    assert host.call(update, buckets[0])[0]
+    assert not host.call(status)["consistent"]
+    assert host.call(update, buckets[1])[0]
+    assert host.call(status)["consistent"], host.call(status)["problems"]
+    assert host.call(digests) == fresh
+
+
+@pytest.mark.parametrize(
+    ("tags", "is_paged"), [(["kv_cache"], True), (["weights"], False)], ids=["cache", "not paged"]
+)
+def test_weights_that_stayed_are_not_missing(host, tags, is_paged):
+    host.call(release_and_resume, tags, is_paged)
+    assert host.call(status)["consistent"], host.call(status)["problems"]
+
+
+def test_weights_that_were_kept_on_the_cpu_are_not_missing(checkpoint_dir):
+    path = checkpoint(checkpoint_dir, MODEL, "first")
+    with EngineHost(path, args=("--enable-weights-cpu-backup",)) as host:
+        host.call(release_and_resume, ["weights"], True)
+        assert host.call(status)["consistent"], host.call(status)["problems"]
