@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,16 +90,16 @@ class Layout:
 
     @property
     def elements(self) -> int:
-        return sum(map(elements_of, self.shapes.values()))
+        return sum(map(math.prod, self.shapes.values()))
 
     def nbytes(self, fp8: bool) -> int:
         """What a server holds of it."""
-        small = sum(elements_of(self.shapes[name]) for name in self.quantized) if fp8 else 0
+        small = sum(math.prod(self.shapes[name]) for name in self.quantized) if fp8 else 0
         return 2 * self.elements - small
 
     def smallest(self) -> str:
         """A name that costs next to nothing to send."""
-        return min(self.shapes, key=lambda name: (elements_of(self.shapes[name]), name))
+        return min(self.shapes, key=lambda name: (math.prod(self.shapes[name]), name))
 
 
 def write_config(path: Path, config: Any, *, fp8: bool) -> Path:
@@ -120,7 +121,7 @@ class Values:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, self.device = layout, device
-        largest = max(map(elements_of, layout.shapes.values()))
+        largest = max(map(math.prod, layout.shapes.values()))
         generator = torch.Generator(device).manual_seed(0)
         size = largest + (1 << 20)
         self.pool = torch.empty(size, dtype=torch.bfloat16, device=device)
@@ -128,7 +129,7 @@ class Values:
 
     def tensor(self, name: str, seed: int) -> torch.Tensor:
         shape = self.layout.shapes[name]
-        count = elements_of(shape)
+        count = math.prod(shape)
         start = zlib.crc32(f"{seed} {name}".encode()) % (len(self.pool) - count)
         start -= start % 8  # 16 bytes, as a tensor of its own would be aligned
         view = self.pool[start : start + count].view(shape)
@@ -147,13 +148,6 @@ class Values:
             else:
                 found.append((name, tensor))
         return found
-
-
-def elements_of(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def bucket_count(named_tensors: Iterable[NamedTensor], limit: int) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from ..config import Options
 from ..numerics.cast_table import CastTable, Kind, Piece, Row
+from ..numerics.copy import as_matrix
 from ..numerics.table import make_runner
 from ..scheme import Granularity
 from .buckets import Bucket, FlatBucket
@@ -83,7 +84,6 @@ def plan_of(
     fast = TableRows(bucket, options)
     singly: list[RecordedPiece] = []
     regions: list[int] = []
-    targets: set[int] = set()
     samples: list[tuple[RecordedPiece, tuple[torch.Tensor, torch.Tensor]]] = []
     owners: dict[int, Target] = {}
     devices: set[torch.device] = set()
@@ -97,7 +97,6 @@ def plan_of(
             continue
         owners[target.index] = target
         regions.append(report.coverage.number_of(target.index, write.region))
-        targets.add(target.index)
         wants_sample = sampled[target.granularity] < _SAMPLES
         row = None if wants_sample else fast.row(recorded)
         if row is not None:
@@ -121,7 +120,6 @@ def plan_of(
             continue
         owners[pair.target.index] = pair.target
         devices.add(pair.target.parameter.device)
-        targets.add(pair.target.index)
         for copy in pair.copies:
             assert copy.write.region is not None
             regions.append(report.coverage.number_of(pair.target.index, copy.write.region))
@@ -155,7 +153,7 @@ def plan_of(
         singly=singly,
         native=native,
         regions=found,
-        targets=np.array(sorted(targets), np.int64),
+        targets=np.array(sorted(owners), np.int64),
         samples=samples,
         owners=[(parameter, parameter.data_ptr()) for parameter, _ in memory],
         metadata=bucket.metadata if isinstance(bucket, FlatBucket) else (),
@@ -218,15 +216,11 @@ def _pieces(bucket: Bucket, recorded: RecordedPiece, options: Options) -> list[P
     assert write.region is not None
     if source.device != destination.device or source.shape != destination.shape:
         return []
-    first, start = bucket.place(recorded.position)
-    base = sent.data_ptr() - start
-
-    def place(view: torch.Tensor) -> tuple[int, int]:
-        return first, view.data_ptr() - base
-
     if not target.is_fp8:
-        flat = _as_rows(source), _as_rows(destination)
-        return [] if None in flat else [Piece(place(source), *flat)]  # type: ignore[arg-type]
+        rows, out = as_matrix(source), as_matrix(destination)
+        if rows is None or out is None:
+            return []
+        return [Piece(_place(bucket, recorded.position, source), rows, out)]
     assert target.scale is not None
     scales, region = target.scale.data, write.region
     if scales.dim() == 3:
@@ -238,14 +232,6 @@ def _pieces(bucket: Bucket, recorded: RecordedPiece, options: Options) -> list[P
     ):
         block_size = (1, view.shape[1]) if per_channel else options.weight_block_size
         owned = scales_of(target, target.name, region, part, options.weight_block_size)
-        made.append(Piece(place(view), view, codes, owned, block_size))
+        place = _place(bucket, recorded.position, view)
+        made.append(Piece(place, view, codes, owned, block_size))
     return made
-
-
-def _as_rows(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A view [rows, last dimension], or None where there is none."""
-    if tensor.dim() == 2:
-        return tensor
-    if tensor.dim() < 2:
-        return tensor.reshape(1, -1)
-    return tensor.flatten(0, -2) if tensor.is_contiguous() else None

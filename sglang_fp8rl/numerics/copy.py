@@ -19,7 +19,7 @@ def copy_finite_into(source: torch.Tensor, destination: torch.Tensor) -> torch.T
         bool [rows] on the source's device: True where a row is not finite and was not written.
         Nothing here waits for a GPU.
     """
-    rows, outs = _as_matrix(source), _as_matrix(destination)
+    rows, outs = as_matrix(source), as_matrix(destination)
     if outs is None or rows is None:
         # Not a matrix in memory: whole or not at all.
         bad = ~torch.isfinite(source).all().reshape(1)
@@ -40,7 +40,8 @@ def copy_finite_into(source: torch.Tensor, destination: torch.Tensor) -> torch.T
     return torch.cat(flags) if flags else torch.zeros(0, dtype=torch.bool, device=source.device)
 
 
-def _as_matrix(tensor: torch.Tensor) -> torch.Tensor | None:
+def as_matrix(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A view [rows, last dimension], or None where there is none."""
     if tensor.dim() == 2:
         return tensor
     if tensor.dim() < 2:
