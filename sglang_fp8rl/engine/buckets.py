@@ -87,7 +87,7 @@ class FlatBucket:
     Args:
         flat: uint8, 1-D, contiguous.
         metadata: per tensor `name`, `shape`, `dtype`, and `start_idx`, `end_idx` in bytes; or all
-            of them as the text of `flat_layout`.
+            of them as the text of `flat_layout`. A tuple is never changed.
     """
 
     def __init__(self, flat: torch.Tensor, metadata: Sequence[Any] | str) -> None:
@@ -107,7 +107,7 @@ class FlatBucket:
 
     @cached_property
     def layout(self) -> tuple[list, ...]:
-        if isinstance(self._given, str):
+        if isinstance(self._given, str | tuple):  # a tuple: `pickled_buckets` knows it again
             return ([self._given],)
         try:
             # The fastest way to compare all attributes of 18,000 objects: 2 ms.

@@ -21,6 +21,7 @@ from .buckets import FlatBucket
 from .checkpoint_names import meta_tensors
 from .http_plan import add_plan_route, plan_state
 from .model_choice import choose_as_for_fp8, leave_draft_model
+from .pickled_buckets import PickledBuckets
 from .quant_config import Fp8BlockwiseOnlineConfig
 from .refit import ModelRefit
 from .status import status_section
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _ATTRIBUTE = "fp8rl_refit"
+_PICKLED = PickledBuckets()
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ def attach_to_model(model: Any, model_config: Any, *_: Any, **__: Any) -> None:
                 meta_tensors, model_config.model_path, model_config.hf_config
             )
             setattr(model, _ATTRIBUTE, refit)
+            _PICKLED.in_use = True
             return
 
 
@@ -187,6 +190,11 @@ def note_released_weights(result: Any, manager: Any, request: Any) -> Any:
     return result
 
 
+def unpickle(original: Callable[..., Any], data: Any) -> Any:
+    """A bucket of a layout seen before is not taken apart again."""
+    return _PICKLED.deserialize(original, data) if _PICKLED.in_use else original(data)
+
+
 def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **kw: Any) -> Any:
     """A flattened bucket goes to `load_weights` as it is: SGLang would take it apart first."""
     payload = args[0] if args else kw["flattened_tensor_bucket_dict"]
@@ -285,6 +293,13 @@ HOOKS = (
         flattened_bucket,
         "a bucket that is replayed needs none of its tensors as objects",
         "SGLang hands load_weights the bucket itself",
+    ),
+    Hook(
+        "sglang.srt.utils.common.MultiprocessingSerializer.deserialize",
+        "AROUND",
+        unpickle,
+        "of 18,000 names, unpickling takes longer than casting all weights, for the same names each time",
+        "SGLang sends layouts that need not be read again",
     ),
     Hook(
         f"{_MANAGER}.release_memory_occupation",

@@ -24,6 +24,7 @@ from .checks import (
 )
 
 Backend = Literal["auto", "reference", "numba", "triton"]
+_FASTEST = {"cpu": "cpu_numba", "cuda": "triton_cast"}
 
 
 def cast_blockwise_into(
@@ -102,7 +103,7 @@ def warmup() -> None:
 def _backend(backend: Backend, device: torch.device) -> ModuleType:
     """The module whose `cast_into` does the work. A backend asked for by name is not replaced."""
     if backend == "auto":
-        fast = {"cpu": "cpu_numba", "cuda": "triton_cast"}.get(device.type)
+        fast = _FASTEST.get(device.type)
         return (_import(fast) if fast else None) or reference
     if backend == "reference":
         return reference

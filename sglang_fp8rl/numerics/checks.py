@@ -10,6 +10,7 @@ from ..errors import QuantizationError
 
 FP8_DTYPE = torch.float8_e4m3fn
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK_SIZE = (128, 128)  # what SGLang's kernels serve, and almost every call asks for
 
 
 def block_scale_shape(
@@ -26,6 +27,8 @@ def block_scale_shape(
 
 def check_block_size(block_size: tuple[int, int]) -> tuple[int, int]:
     """The pair as plain ints (options arrive as lists), or an error."""
+    if block_size == BLOCK_SIZE:
+        return BLOCK_SIZE
     pair = tuple(block_size)
     if len(pair) != 2 or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in pair):
         raise QuantizationError(
@@ -103,9 +106,8 @@ def check_scale(
             f"this source has weight scales of shape {list(shape)}",
             "Narrow the weight scales to the blocks being written",
         )
-    if any(
-        n > 1 and s == 0 for n, s in zip(weight_scale.shape, weight_scale.stride(), strict=True)
-    ):
+    stride_n, stride_k = weight_scale.stride()
+    if (shape[0] > 1 and stride_n == 0) or (shape[1] > 1 and stride_k == 0):
         _refuse(
             name,
             f"weight scale strides {list(weight_scale.stride())}",

@@ -5,7 +5,7 @@ one page, so that the second finds it in the cache:
 
 - `amax` is an integer maximum over the magnitude bits. Rounding is monotonic, so only the amax is
   rounded to BF16, and NaN and Inf sort above every number, so they are seen for free.
-- Codes come from an IEEE quotient and one IEEE addition, see `_encode` and `_code`.
+- Codes are those of an IEEE quotient, mostly without the division, see `_reciprocal` and `_encode`.
 - While a strip is encoded, which is arithmetic, the next one is fetched from memory.
 
 Both inner loops become vector instructions only while every intermediate stays 32 bits wide, and
@@ -23,10 +23,19 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-from .cpu_intrinsics import fma, prefetch
+from .cpu_intrinsics import fma, pointer, prefetch
 
 # Below it a remainder may have no exact FP32 number.
 SMALLEST_FMA_SCALE = np.float32(2.0**-92)
+# Of the 128 mantissas of an amax (7 bits): where a product gives the code of the quotient only with
+# the reciprocal's next number up or down, and where with neither. `test_cpu_quotient.py` has both
+# why and all cases.
+RECIPROCAL_UP = (4, 25, 39, 42, 46, 49, 50, 63, 67, 70, 77, 85, 120, 122, 123)
+RECIPROCAL_DOWN = (10, 24, 35, 107)
+NO_RECIPROCAL = (38, 54, 56, 68, 76, 80, 82)
+CORRECTED = np.int8(2)
+_HOW = np.zeros(128, np.int8)  # ulps to add to the reciprocal, or CORRECTED
+_HOW[list(RECIPROCAL_UP)], _HOW[list(RECIPROCAL_DOWN)], _HOW[list(NO_RECIPROCAL)] = 1, -1, CORRECTED
 CACHE_LINE = 64
 
 
@@ -106,22 +115,44 @@ def _code(y, source):
 
 
 @_jit
-def _encode(x, out, scale, round_half, round_odd, round_keep):
-    """Codes of a row of one block."""
+def _reciprocal(amax, scale, round_keep, pow2_scale):
+    """What `_encode` multiplies by instead of dividing by `scale`, or 0 where it has to divide.
+
+    Negative: the product is corrected once by its own remainder.
+
+    A source has 8 significant bits and so has amax = 448 * scale. Unless such a quotient is a tie
+    between two codes but for the rounding of `scale`, it is at least 2**-13 of itself away from one:
+    an error of 2**-23 changes no code. In a tie, the side depends on two roundings, which have to
+    fall as those of the quotient do; so it depends on the mantissa of amax and nothing else.
+    """
     if round_keep != np.uint32(0xFFFF0000) or scale < SMALLEST_FMA_SCALE:
+        return np.float32(0.0)
+    reciprocal = np.float32(1.0) / scale
+    if pow2_scale:
+        return reciprocal  # exact
+    how = _HOW[(amax >> np.uint32(16)) & np.uint32(0x7F)]
+    if how == CORRECTED:
+        return -reciprocal
+    return _float(np.uint32(np.int64(_bits(reciprocal)) + how))
+
+
+@_jit
+def _encode(x, out, scale, reciprocal, round_half, round_odd, round_keep):
+    """Codes of a row of one block: those of `x / scale`, IEEE."""
+    if reciprocal > np.float32(0.0):
+        for c in range(x.size):
+            value = _float(_rounded(x[c], round_half, round_odd, round_keep))
+            out[c] = _code(np.float32(value * reciprocal), value)
+    elif reciprocal < np.float32(0.0):
+        for c in range(x.size):
+            value = _float(_rounded(x[c], round_half, round_odd, round_keep))
+            quotient = np.float32(value * -reciprocal)
+            remainder = fma(np.float32(-quotient), scale, value)
+            out[c] = _code(fma(remainder, -reciprocal, quotient), value)
+    else:
         for c in range(x.size):
             value = _float(_rounded(x[c], round_half, round_odd, round_keep))
             out[c] = _code(value / scale, value)
-        return
-    # A division takes as long as all the rest. A product with the reciprocal, corrected once by
-    # its own remainder, is the same quotient for every source of 8 significant bits and every
-    # scale that such a source can have (`test_cpu_quotient.py` tries all of them).
-    reciprocal = np.float32(1.0) / scale
-    for c in range(x.size):
-        value = _float(_rounded(x[c], round_half, round_odd, round_keep))
-        quotient = np.float32(value * reciprocal)
-        remainder = fma(np.float32(-quotient), scale, value)
-        out[c] = _code(fma(remainder, reciprocal, quotient), value)
 
 
 @_jit
@@ -164,6 +195,7 @@ def cast_tiles(
     blocks = (cols + block_k - 1) // block_k
     amaxes = np.empty(strip, np.uint32)
     strip_scales = np.empty(strip, np.float32)
+    reciprocals = np.empty(strip, np.float32)
     source_address, itemsize = source.ctypes.data, source.itemsize
     codes_address = codes.ctypes.data
     for row in range(row_start, row_stop, block_n):
@@ -187,6 +219,8 @@ def cast_tiles(
                 nonfinite[block_row, first + i] = not finite
                 strip_scales[i] = _scale(amax, pow2_scale) if finite else np.float32(0.0)
                 if finite:
+                    scale = strip_scales[i]
+                    reciprocals[i] = _reciprocal(amax, scale, round_keep, pow2_scale)
                     scales[block_row * scales_stride0 + (first + i) * scales_stride1] = (
                         strip_scales[i]
                     )
@@ -210,4 +244,33 @@ def cast_tiles(
                     width = min(block_k, cols - col)
                     x = source[r * source_stride + col : r * source_stride + col + width]
                     out = codes[r * codes_stride + col : r * codes_stride + col + width]
-                    _encode(x, out, strip_scales[i], round_half, round_odd, round_keep)
+                    scale, reciprocal = strip_scales[i], reciprocals[i]
+                    _encode(x, out, scale, reciprocal, round_half, round_odd, round_keep)
+
+
+@_jit
+def cast_region(
+    source, wide, source_stride, codes, codes_stride, scales, scales_stride0, scales_stride1,
+    nonfinite, rows, cols, block_n, block_k, strip_bytes, half, odd, keep, pow2_scale,
+    row_start, row_stop,
+):  # fmt: skip
+    """`cast_tiles` of a [rows, cols] region, given by addresses; `wide` says that it is FP32."""
+    block_rows, block_cols = (rows + block_n - 1) // block_n, (cols + block_k - 1) // block_k
+    span = (rows - 1) * source_stride + cols
+    codes_span = (rows - 1) * codes_stride + cols
+    scales_span = (block_rows - 1) * scales_stride0 + (block_cols - 1) * scales_stride1 + 1
+    out = numba.carray(pointer(codes), (codes_span,), np.uint8)
+    out_scales = numba.carray(pointer(scales), (scales_span,), np.float32)
+    flags = numba.carray(pointer(nonfinite), (block_rows, block_cols), np.uint8)
+    if wide:
+        cast_tiles(
+            numba.carray(pointer(source), (span,), np.uint32), source_stride, out, codes_stride,
+            out_scales, scales_stride0, scales_stride1, flags, cols, block_n, block_k,
+            max(1, strip_bytes // (4 * block_k)), half, odd, keep, pow2_scale, row_start, row_stop,
+        )  # fmt: skip
+    else:
+        cast_tiles(
+            numba.carray(pointer(source), (span,), np.uint16), source_stride, out, codes_stride,
+            out_scales, scales_stride0, scales_stride1, flags, cols, block_n, block_k,
+            max(1, strip_bytes // (2 * block_k)), half, odd, keep, pow2_scale, row_start, row_stop,
+        )  # fmt: skip

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from .cpu_kernels import cast_tiles
+from .cpu_kernels import cast_region
 
 # Below this, starting a thread costs more than it saves.
 ELEMENTS_PER_THREAD = 2 * 1024 * 1024
@@ -44,15 +44,21 @@ def cast_into(
     Returns:
         bool [row blocks, column blocks], True where a block is not finite and was left alone.
     """
-    source, qweight = source.detach(), qweight.detach()
     nonfinite = torch.empty(weight_scale_inv.shape, dtype=torch.bool, device="cpu")
-    scales = weight_scale_inv.detach()
-    block_n, block_k = block_size
     if source.stride(1) == 1 and source.dtype != torch.float16:
         _cast_view(
-            source, qweight, scales, nonfinite, block_size, pow2_scale, round_to_bf16, threads
+            source,
+            qweight,
+            weight_scale_inv,
+            nonfinite,
+            block_size,
+            pow2_scale,
+            round_to_bf16,
+            threads,
         )
         return nonfinite
+    block_n, block_k = block_size
+    source = source.detach()
     dtype = torch.float32 if source.dtype == torch.float16 else source.dtype
     for rows, cols in _chunks(tuple(source.shape), block_size):
         scratch = source[rows, cols].to(dtype, memory_format=torch.contiguous_format, copy=True)
@@ -64,7 +70,7 @@ def cast_into(
         _cast_view(
             scratch,
             qweight[rows, cols],
-            scales[blocks],
+            weight_scale_inv[blocks],
             flags,
             block_size,
             pow2_scale,
@@ -98,30 +104,29 @@ def _cast_view(
     """The kernel on a source whose rows are contiguous, split over threads by rows of blocks."""
     rows, cols = source.shape
     block_n, block_k = block_size
-    bits, unsigned = (
-        (torch.int32, np.uint32) if source.dtype == torch.float32 else (torch.int16, np.uint16)
-    )
+    # Addresses, because arrays cost a small tensor more than its cast: each is three calls here.
     cast_rows = partial(
-        cast_tiles,
-        _flat(source.view(bits)).view(unsigned),
+        cast_region,
+        source.data_ptr(),
+        source.dtype == torch.float32,
         source.stride(0),
-        _flat(qweight.view(torch.uint8)),
+        qweight.data_ptr(),
         qweight.stride(0),
-        _flat(scales),
-        scales.stride(0),
-        scales.stride(1),
-        nonfinite.view(torch.uint8).numpy(),
+        scales.data_ptr(),
+        *scales.stride(),
+        nonfinite.data_ptr(),
+        rows,
         cols,
         block_n,
         block_k,
-        max(1, STRIP_BYTES // (block_k * source.element_size())),
+        STRIP_BYTES,
         *(BF16_STEP if round_to_bf16 else NO_STEP),
         bool(pow2_scale),
     )
-    block_rows = -(-rows // block_n)
-    parts = min(
-        threads or torch.get_num_threads(), 1 + source.numel() // ELEMENTS_PER_THREAD, block_rows
-    )
+    parts = 1 + rows * cols // ELEMENTS_PER_THREAD
+    if parts > 1:
+        block_rows = -(-rows // block_n)
+        parts = min(threads or torch.get_num_threads(), parts, block_rows)
     if parts <= 1:
         cast_rows(0, rows)
         return
@@ -132,13 +137,6 @@ def _cast_view(
         cast_rows(edges[0], edges[1])
         for other in others:
             other.result()
-
-
-def _flat(view: torch.Tensor) -> np.ndarray:
-    """The memory that a 2-D view spans, from its first element to its last, as a 1-D array."""
-    (rows, cols), (stride_n, stride_k) = view.shape, view.stride()
-    span = (rows - 1) * stride_n + (cols - 1) * stride_k + 1
-    return view.as_strided((span,), (1,)).numpy()
 
 
 def _chunks(shape: tuple[int, ...], block_size: tuple[int, int]) -> Iterator[tuple[slice, slice]]:

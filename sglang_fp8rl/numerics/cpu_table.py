@@ -16,7 +16,7 @@ import torch
 
 from .cast_table import PIECE, CastTable, Dtype, Kind
 from .cpu_intrinsics import pointer
-from .cpu_kernels import _amax, _fp32_bits, _jit, _round, cast_tiles
+from .cpu_kernels import _amax, _fp32_bits, _jit, _round, cast_region
 from .cpu_numba import BF16_STEP, ELEMENTS_PER_THREAD, NO_STEP, STRIP_BYTES
 
 # A unit of work for a thread: rows of blocks of one piece, about this many elements.
@@ -194,26 +194,12 @@ def run_items(
             else:
                 copy_rows(slim, strides[0], out16, strides[1], bad, cols, True, step, start, stop)
             continue
-        block_n, block_k = piece["block_n"], piece["block_k"]
-        flag_rows, flag_cols = (rows + block_n - 1) // block_n, piece["flag_cols"]
-        flag_end = piece["flags"] + flag_rows * flag_cols
-        nonfinite = flags[piece["flags"] : flag_end].reshape(flag_rows, flag_cols)
-        stride0, stride1 = piece["scales_stride0"], piece["scales_stride1"]
-        scale_span = (flag_rows - 1) * stride0 + (flag_cols - 1) * stride1 + 1
-        scales = numba.carray(pointer(piece["scales"]), (scale_span,), np.float32)
-        codes = numba.carray(pointer(piece["destination"]), (out_span,), np.uint8)
-        if is_wide:
-            cast_tiles(
-                wide, piece["source_stride"], codes, piece["destination_stride"], scales, stride0,
-                stride1, nonfinite, cols, block_n, block_k, max(1, strip_bytes // (4 * block_k)),
-                half, odd, keep, pow2_scale, start, stop,
-            )  # fmt: skip
-        else:
-            cast_tiles(
-                slim, piece["source_stride"], codes, piece["destination_stride"], scales, stride0,
-                stride1, nonfinite, cols, block_n, block_k, max(1, strip_bytes // (2 * block_k)),
-                half, odd, keep, pow2_scale, start, stop,
-            )  # fmt: skip
+        cast_region(
+            address, is_wide, strides[0], piece["destination"], strides[1], piece["scales"],
+            piece["scales_stride0"], piece["scales_stride1"], flags.ctypes.data + piece["flags"],
+            rows, cols, piece["block_n"], piece["block_k"], strip_bytes, half, odd, keep,
+            pow2_scale, start, stop,
+        )  # fmt: skip
 
 
 def warmup() -> None:
