@@ -6,7 +6,8 @@ one page, so that the second finds it in the cache:
 - `amax` is an integer maximum over the magnitude bits. Rounding is monotonic, so only the amax is
   rounded to BF16, and NaN and Inf sort above every number, so they are seen for free.
 - Codes are those of an IEEE quotient, mostly without the division, see `_reciprocal` and `_encode`.
-- While a strip is encoded, which is arithmetic, the next one is fetched from memory.
+- While a strip is encoded, which is arithmetic, the next one is read for its amax, and the row
+  below is fetched.
 
 Both inner loops become vector instructions only while every intermediate stays 32 bits wide, and
 Numba widens `uint32 + uint32` to 64: hence the many `np.uint32(...)`.
@@ -65,15 +66,15 @@ def _round(bits, half, odd, keep):
     return np.uint32(np.uint32(np.uint32(bits + half) + carry) & keep)
 
 
-def _rounded(x, half, odd, keep):
-    """FP32 bits of a source element after the step to BF16, which BF16 has behind it."""
+def _magnitude(x, half, odd, keep):
+    """Of a source element, as FP32, after the step to BF16, which BF16 has behind it."""
 
 
-@overload(_rounded)
-def _overload_rounded(x, half, odd, keep):
-    if x == numba.types.uint32:
-        return lambda x, half, odd, keep: _round(x, half, odd, keep)
-    return lambda x, half, odd, keep: _fp32_bits(x)
+@overload(_magnitude)
+def _overload_magnitude(x, half, odd, keep):
+    if x == numba.types.uint32:  # one `and` takes what is rounded away and the sign
+        return lambda x, half, odd, keep: _float(_round(x, half, odd, keep & np.uint32(0x7FFFFFFF)))
+    return lambda x, half, odd, keep: _float(_fp32_bits(x) & np.uint32(0x7FFFFFFF))
 
 
 @_jit
@@ -96,21 +97,19 @@ def _amax(x, amax):
 
 
 @_jit
-def _code(y, source):
-    """e4m3 of the magnitude of `y`, at most 448 but for rounding, with the sign of `source`.
+def _code(y, x):
+    """e4m3 of `y`, from 0 to 448 but for rounding, with the sign of the source element `x`.
 
-    Round to nearest even by the FPU: for 2**e <= |y| < 2**(e+1) the sum |y| + 2**(e+20) keeps no
-    bit below 2**(e-3), which is the e4m3 ulp; e is at least -6, so subnormals need no branch. The
-    low bits of the sum are |y| in ulps, and 0x38 of them, which the exponent's bias takes off again;
-    what is above the low byte falls away.
+    Round to nearest even by the FPU: for 2**e <= y < 2**(e+1) the sum y + 2**(e+20) keeps no bit
+    below 2**(e-3), which is the e4m3 ulp; e is at least -6, so subnormals need no branch. The low
+    bits of the sum are y in ulps, and 0x38 of them, which the exponent's bias takes off again; what
+    is above the low byte falls away.
     """
     lowest = np.uint32(0x3C800000)  # 2**-6, the smallest normal e4m3
     lift = np.uint32((20 << 23) + 0x38)
-    sign = np.uint32(np.uint32(_bits(source) >> np.uint32(24)) & np.uint32(0x80))
-    bits = _bits(y)
-    exponent = max(np.uint32(bits & np.uint32(0x7F800000)), lowest)
-    magnitude = _float(bits & np.uint32(0x7FFFFFFF))
-    ulps = _bits(magnitude + _float(np.uint32(exponent + lift)))
+    sign = np.uint32(np.uint32(np.uint32(_fp32_bits(x)) >> np.uint32(24)) & np.uint32(0x80))
+    exponent = max(np.uint32(_bits(y) & np.uint32(0x7F800000)), lowest)
+    ulps = _bits(y + _float(np.uint32(exponent + lift)))
     return np.uint8(np.uint32(ulps + np.uint32(exponent >> np.uint32(20))) | sign)
 
 
@@ -141,18 +140,18 @@ def _encode(x, out, scale, reciprocal, round_half, round_odd, round_keep):
     """Codes of a row of one block: those of `x / scale`, IEEE."""
     if reciprocal > np.float32(0.0):
         for c in range(x.size):
-            value = _float(_rounded(x[c], round_half, round_odd, round_keep))
-            out[c] = _code(np.float32(value * reciprocal), value)
+            value = _magnitude(x[c], round_half, round_odd, round_keep)
+            out[c] = _code(np.float32(value * reciprocal), x[c])
     elif reciprocal < np.float32(0.0):
         for c in range(x.size):
-            value = _float(_rounded(x[c], round_half, round_odd, round_keep))
+            value = _magnitude(x[c], round_half, round_odd, round_keep)
             quotient = np.float32(value * -reciprocal)
             remainder = fma(np.float32(-quotient), scale, value)
-            out[c] = _code(fma(remainder, -reciprocal, quotient), value)
+            out[c] = _code(fma(remainder, -reciprocal, quotient), x[c])
     else:
         for c in range(x.size):
-            value = _float(_rounded(x[c], round_half, round_odd, round_keep))
-            out[c] = _code(value / scale, value)
+            value = _magnitude(x[c], round_half, round_odd, round_keep)
+            out[c] = _code(value / scale, x[c])
 
 
 @_jit
@@ -190,62 +189,53 @@ def cast_tiles(
     """Cast whole rows of blocks, `row_start` (a multiple of `block_n`) to `row_stop`.
 
     `source` (uint32 or uint16), `codes` (uint8) and `scales` (float32) are flat; strides count
-    elements. `nonfinite` is uint8 [row blocks, column blocks]. `strip` blocks are done together.
+    elements. `nonfinite` is uint8 [row blocks, column blocks]. At most `strip` blocks are done together.
     """
     blocks = (cols + block_k - 1) // block_k
-    amaxes = np.empty(strip, np.uint32)
-    strip_scales = np.empty(strip, np.float32)
-    reciprocals = np.empty(strip, np.float32)
-    source_address, itemsize = source.ctypes.data, source.itemsize
-    codes_address = codes.ctypes.data
-    for row in range(row_start, row_stop, block_n):
-        row_end = min(row + block_n, row_stop)
-        block_row = row // block_n
-        for first in range(0, blocks, strip):
-            count = min(strip, blocks - first)
+    across = (blocks + strip - 1) // strip
+    strip = (blocks + across - 1) // across  # of about the same width each
+    strips = across * ((row_stop - row_start + block_n - 1) // block_n)
+    amaxes = np.zeros((2, strip), np.uint32)  # of this strip and of the next
+    scale_of, reciprocal_of = np.empty(strip, np.float32), np.empty(strip, np.float32)
+    source_address, codes_address = source.ctypes.data, codes.ctypes.data
+    row, first, height, count = row_start, 0, 0, 0
+    for s in range(-1, strips):
+        now, after = amaxes[s & 1], amaxes[(s + 1) & 1]
+        after[:] = 0
+        for i in range(count):
+            amax = _round(now[i], round_half, round_odd, round_keep)
+            # Unsigned, so a NaN that the rounding carries past 0x7fffffff is still above Inf.
+            finite = amax < np.uint32(0x7F800000)
+            nonfinite[row // block_n, first + i] = not finite
+            scale_of[i] = np.float32(0.0)
+            if finite:
+                scale_of[i] = _scale(amax, pow2_scale)
+                reciprocal_of[i] = _reciprocal(amax, scale_of[i], round_keep, pow2_scale)
+                scales[row // block_n * scales_stride0 + (first + i) * scales_stride1] = scale_of[i]
 
-            amaxes[:] = 0
-            for r in range(row, row_end):
-                for i in range(count):
+        next_row = row_start + (s + 1) // across * block_n
+        next_first = (s + 1) % across * strip
+        next_height = min(block_n, row_stop - next_row)  # not positive behind the last strip
+        next_count = min(strip, blocks - next_first)
+        for r in range(max(height, next_height)):
+            for i in range(max(count, next_count)):
+                if i < next_count and r < next_height:
+                    col = (next_first + i) * block_k
+                    width = min(block_k, cols - col)
+                    start = (next_row + r) * source_stride + col
+                    for line in range(0, width * source.itemsize, CACHE_LINE):
+                        prefetch(source_address + (start + source_stride) * source.itemsize + line)
+                    for line in range(0, width, CACHE_LINE):
+                        prefetch(codes_address + (next_row + r) * codes_stride + col + line)
+                    after[i] = _amax(source[start : start + width], after[i])
+                if i < count and r < height and scale_of[i] != np.float32(0.0):
                     col = (first + i) * block_k
                     width = min(block_k, cols - col)
-                    start = r * source_stride + col
-                    amaxes[i] = _amax(source[start : start + width], amaxes[i])
-
-            for i in range(count):
-                amax = _round(amaxes[i], round_half, round_odd, round_keep)
-                # Unsigned, so a NaN that the rounding carries past 0x7fffffff is still above Inf.
-                finite = amax < np.uint32(0x7F800000)
-                nonfinite[block_row, first + i] = not finite
-                strip_scales[i] = _scale(amax, pow2_scale) if finite else np.float32(0.0)
-                if finite:
-                    scale = strip_scales[i]
-                    reciprocals[i] = _reciprocal(amax, scale, round_keep, pow2_scale)
-                    scales[block_row * scales_stride0 + (first + i) * scales_stride1] = (
-                        strip_scales[i]
-                    )
-
-            ahead, ahead_row = first + count, row
-            if ahead >= blocks:
-                ahead, ahead_row = 0, row_end
-            for r in range(row, row_end):
-                next_row = min(ahead_row + r - row, row_stop - 1)
-                for i in range(count):
-                    next_col = (ahead + i) * block_k
-                    next_read = next_row * source_stride + next_col
-                    for line in range(0, block_k * itemsize, CACHE_LINE):
-                        prefetch(source_address + next_read * itemsize + line)
-                    next_written = next_row * codes_stride + next_col
-                    for line in range(0, block_k, CACHE_LINE):
-                        prefetch(codes_address + next_written + line)
-                    if strip_scales[i] == np.float32(0.0):  # not finite: old bytes stay
-                        continue
-                    col = (first + i) * block_k
-                    width = min(block_k, cols - col)
-                    x = source[r * source_stride + col : r * source_stride + col + width]
-                    out = codes[r * codes_stride + col : r * codes_stride + col + width]
-                    scale, reciprocal = strip_scales[i], reciprocals[i]
+                    start, begin = (row + r) * source_stride + col, (row + r) * codes_stride + col
+                    x, out = source[start : start + width], codes[begin : begin + width]
+                    scale, reciprocal = scale_of[i], reciprocal_of[i]
                     _encode(x, out, scale, reciprocal, round_half, round_odd, round_keep)
+        row, first, height, count = next_row, next_first, next_height, next_count
 
 
 @_jit
