@@ -143,6 +143,29 @@ def scan_only(scheduler: Any) -> float:
                 setattr(parameter, attribute, loader)
 
 
+def build_plan(scheduler: Any) -> float:
+    """Seconds that making the plan takes, of a load that is recorded."""
+    from sglang_fp8rl.engine import refit
+    from sglang_fp8rl.engine.replay import PlanStore
+
+    model_refit = commands.model_of(scheduler).fp8rl_refit
+    plans, model_refit.plans = model_refit.plans, PlanStore()
+    plan_of, seconds = refit.plan_of, []
+
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        plan = plan_of(*arguments)
+        seconds.append(time.perf_counter() - began)
+        return plan
+
+    refit.plan_of = timed
+    try:
+        load(scheduler)
+    finally:
+        refit.plan_of, model_refit.plans = plan_of, plans
+    return seconds[0]
+
+
 def plan_counts(scheduler: Any) -> dict[str, Any]:
     return commands.status(scheduler)["replay"]
 
@@ -167,7 +190,7 @@ def main(
         "qwen3_moe", num_experts=128, num_hidden_layers=layers, vocab_size=256, **sizes, **heads
     )
     with tempfile.TemporaryDirectory() as directory, Progress(console=console) as progress:
-        task = progress.add_task("making names", total=4 + 6 * repetitions + native_repetitions)
+        task = progress.add_task("making names", total=4 + 6 * repetitions + 2 * native_repetitions)
         state = make_state_dict(config)
         shapes = {name: tuple(weight.shape) for name, weight in state.items()}
         path = save_checkpoint(Path(directory), config, {"nothing": torch.zeros(1)})
@@ -210,6 +233,7 @@ def main(
                     fp8.call(set_replay, False)
                     time_it(fp8, "native", load)
                     fp8.call(set_replay, True)
+                    time_it(fp8, "plan built", build_plan)
             counted = fp8.call(plan_counts)
 
     median = {what: MS * statistics.median(values) for what, values in times.items()}
