@@ -87,17 +87,16 @@ def _items_of(pieces: np.ndarray) -> tuple[np.ndarray, int]:
 
     Codes ask the flags of their scales. Also returns where the scales' items end.
     """
-    items: list[tuple[int, int, int]] = []
     is_scales = pieces["kind"] == Kind.SCALES
-    scales_end = 0
-    for number in np.argsort(~is_scales, kind="stable").tolist():
-        if not is_scales[number] and not scales_end:
-            scales_end = len(items)
-        piece = pieces[number]
-        rows, block_n = int(piece["rows"]), int(piece["block_n"])
-        height = max(1, _ELEMENTS_PER_ITEM // (int(piece["cols"]) * block_n)) * block_n
-        items += [(number, row, min(row + height, rows)) for row in range(0, rows, height)]
-    return np.array(items, np.int64).reshape(-1, 3), scales_end if is_scales.any() else 0
+    order = np.argsort(~is_scales, kind="stable")
+    rows, cols, block_n = (pieces[name][order] for name in ("rows", "cols", "block_n"))
+    height = np.maximum(1, _ELEMENTS_PER_ITEM // (cols * block_n)) * block_n
+    count = -(-rows // height)  # of items, per piece
+    number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)  # within its piece
+    first = number * np.repeat(height, count)
+    end = np.minimum(first + np.repeat(height, count), np.repeat(rows, count))
+    items = np.stack([np.repeat(order, count), first, end], axis=1)
+    return items, int(count[: np.count_nonzero(is_scales)].sum())
 
 
 @_jit

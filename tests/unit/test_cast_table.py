@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_fp8rl.numerics import cast_blockwise_into, cast_per_channel_into
-from sglang_fp8rl.numerics.cast_table import CastTable, Piece
+from sglang_fp8rl.numerics import cast_blockwise_into, cast_per_channel_into, cpu_table
+from sglang_fp8rl.numerics.cast_table import PIECE, CastTable, Kind, Piece
 from sglang_fp8rl.numerics.copy import copy_finite_into
 from sglang_fp8rl.numerics.cpu_table import CpuTable
 
@@ -174,3 +174,31 @@ def test_copying_keeps_rows_that_are_not_finite_whatever_the_layout():
                            if source.dim() > 1 else source.to(out.dtype))  # fmt: skip
         if source.dim() > 1:
             assert torch.equal(out[~kept], (source * 2).to(out.dtype)[~kept])
+
+
+def test_the_work_is_every_row_once_and_scales_before_their_codes(monkeypatch):
+    monkeypatch.setattr(cpu_table, "_ELEMENTS_PER_ITEM", 3000)
+    pieces = np.zeros(60, PIECE)
+    chosen = np.random.default_rng(0)
+    pieces["rows"] = chosen.integers(1, 700, 60)
+    pieces["cols"] = chosen.integers(1, 4000, 60)
+    pieces["block_n"] = chosen.choice([1, 16, 128], 60)
+    pieces["kind"] = chosen.choice([Kind.CAST, Kind.COPY, Kind.SCALES, Kind.CODES], 60)
+    items, scales_end = cpu_table._items_of(pieces)
+    is_scales = pieces["kind"][items[:, 0]] == Kind.SCALES
+    assert is_scales[:scales_end].all()
+    assert not is_scales[scales_end:].any()
+    for number, piece in enumerate(pieces):
+        own = items[items[:, 0] == number]
+        assert own[:, 1].tolist() == [0, *own[:-1, 2].tolist()]
+        assert own[-1, 2] == piece["rows"]
+        assert not (own[:, 1] % piece["block_n"]).any()
+        assert len(own) == 1 or own[0, 2] * piece["cols"] <= max(
+            3000, piece["block_n"] * piece["cols"]
+        )
+
+
+def test_a_table_of_nothing_has_no_work():
+    items, scales_end = cpu_table._items_of(np.zeros(0, PIECE))
+    assert items.shape == (0, 3)
+    assert scales_end == 0
