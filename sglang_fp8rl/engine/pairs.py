@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import RefitError
+from ..numerics.checks import has_nan_code
 from ..numerics.tp_split import Span, scale_span
 from ..scheme import Granularity
 from .sources import Source
@@ -124,8 +125,8 @@ def store_pair(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
         what was copied.
 
     Raises:
-        RefitError: the scale has the wrong shape or a value that is no scale, or the loader did not
-            take a plain view. Nothing was copied.
+        RefitError: the scale has the wrong shape or a value that is no scale, a code is NaN, or the
+            loader did not take a plain view. Nothing was copied.
         QuantizationError: this rank's part starts inside a block.
     """
     copies = _copies_of(pair, block_size)
@@ -148,6 +149,16 @@ def bad_scale_error(name: str) -> RefitError:
     )
 
 
+def nan_code_error(name: str) -> RefitError:
+    return RefitError(
+        name,
+        "a code that is NaN (0x7F or 0xFF)",
+        "every FP8 code is a number",
+        "Quantize with sglang_fp8rl.quantize_blockwise / quantize_per_channel, which refuse NaN; rows "
+        "with such a code, or the whole tensor, keep their old codes.",
+    )
+
+
 def _copies_of(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
     target, weight, scale = pair.target, pair.weight, pair.scale
     assert weight is not None
@@ -167,6 +178,8 @@ def _copies_of(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
     scale = scale.reshape(expected)
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise bad_scale_error(pair.scale_name)
+    if has_nan_code(weight):
+        raise nan_code_error(pair.weight_name)
     copies = []
     for write in pair.writes:
         region = write.region

@@ -20,7 +20,7 @@ from ..config import Options
 from ..delta_format import DELTA_SUFFIX
 from ..errors import RefitError
 from ..numerics import warmup
-from ..numerics.cast_table import Kind
+from ..numerics.cast_table import BAD_SCALE, NAN_CODE, Kind
 from ..pair_format import PAIR_SUFFIX
 from ..scheme import Scheme
 from .bucket_plan import BucketPlan, plan_of
@@ -32,7 +32,7 @@ from .experts import load_left_experts
 from .loaders import Call, LoaderCalls
 from .names import LEARNING, PROBE, NameTable
 from .packed_pairs import split_pairs
-from .pairs import PairTable, bad_scale_error
+from .pairs import PairTable, bad_scale_error, nan_code_error
 from .parts import load_parts_singly
 from .plan_document import plan_document
 from .recording import Recording
@@ -204,9 +204,13 @@ class ModelRefit:
         for piece in table.bad_pieces(flags):
             name = bucket.names[plan.positions[piece]]
             if table.pieces["kind"][piece] == Kind.CODES:
-                scale_name = bucket.names[plan.positions[piece - 1]]
-                text = str(bad_scale_error(scale_name))
-                call.errors |= {name: text, scale_name: text}
+                found = set(table.flags_of(flags, piece).ravel().tolist())
+                if NAN_CODE in found:
+                    call.errors[name] = str(nan_code_error(name))
+                if BAD_SCALE in found:
+                    scale_name = bucket.names[plan.positions[piece - 1]]
+                    text = str(bad_scale_error(scale_name))
+                    call.errors |= {name: text, scale_name: text}
                 continue
             bad = torch.from_numpy(table.flags_of(flags, piece).astype(bool))
             call.not_finite.append((name, bad))

@@ -67,6 +67,10 @@ _FLAG_FIELDS = len(PIECE.names or ()) - 2  # what comes before the flags
 Row = tuple[int, ...]
 
 
+# Flags of codes and their scales.
+BAD_SCALE, NAN_CODE = 1, 2
+
+
 @dataclass(frozen=True)
 class Piece:
     """One matrix to be written.
@@ -79,7 +83,8 @@ class Piece:
         block_size: of a cast or of codes; (1, K) is per channel.
         kind: CAST with `scales` and COPY without, where it is not given. CODES have to follow their
             SCALES, one scale row for `block_size[0]` rows of codes: a row of scales that is not
-            positive and finite keeps its old values, and so do its codes.
+            positive and finite keeps its old values, and so do its codes (flag BAD_SCALE). A row of
+            codes with a NaN keeps its old codes (NAN_CODE); its scales are new by then.
     """
 
     source: tuple[int, int]

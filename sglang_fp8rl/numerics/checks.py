@@ -117,6 +117,16 @@ def check_scale(
     _check_same_device(source, weight_scale, "weight scales", name)
 
 
+def has_nan_code(codes: torch.Tensor) -> bool:
+    """Whether e4m3fn codes have one of the two NaN, 0x7F and 0xFF. Takes no memory; waits for a GPU.
+
+    The first is the greatest of all bytes with a sign, the second of all without.
+    """
+    if codes.numel() == 0:
+        return False
+    return int(codes.view(torch.int8).max()) == 0x7F or int(codes.view(torch.uint8).max()) == 0xFF
+
+
 def raise_not_finite(
     nonfinite: torch.Tensor, shape: torch.Size, block_size: tuple[int, int], name: str
 ) -> NoReturn:

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 import torch
 
-from .cast_table import PIECE, CastTable, Dtype, Kind
+from .cast_table import BAD_SCALE, NAN_CODE, PIECE, CastTable, Dtype, Kind
 from .cpu_intrinsics import pointer
 from .cpu_kernels import _amax, _fp32_bits, _jit, _round, cast_region
 from .cpu_numba import BF16_STEP, ELEMENTS_PER_THREAD, NO_STEP, STRIP_BYTES
@@ -23,6 +23,7 @@ from .cpu_numba import BF16_STEP, ELEMENTS_PER_THREAD, NO_STEP, STRIP_BYTES
 _ELEMENTS_PER_ITEM = 256 * 1024
 # Chunks of items per thread: a thread that was held up leaves its share to the other.
 _CHUNKS_PER_THREAD = 4
+_BAD_SCALE, _NAN_CODE = np.uint8(BAD_SCALE), np.uint8(NAN_CODE)
 _COPY, _SCALES, _CODES, _FP32 = (int(n) for n in (Kind.COPY, Kind.SCALES, Kind.CODES, Dtype.FP32))
 
 
@@ -131,7 +132,7 @@ def copy_scales(
         is_bad = False
         for c in range(cols):  # as unsigned, what is negative is above Inf; zero is not a scale
             is_bad |= x[c] >= np.uint32(0x7F800000) or x[c] == np.uint32(0)
-        bad[row] = is_bad
+        bad[row] = _BAD_SCALE if is_bad else np.uint8(0)
         if not is_bad:
             for c in range(cols):
                 destination[row * destination_stride + c] = x[c]
@@ -139,12 +140,18 @@ def copy_scales(
 
 @_jit
 def copy_codes(source, source_stride, destination, destination_stride, bad, piece, start, stop):
-    """Copy rows of codes whose scales were copied."""
+    """Copy rows of codes whose scales were copied and none of which is NaN."""
     cols, block_n = piece["cols"], piece["block_n"]
     for row in range(start, stop):
-        if bad[row // block_n]:
+        if bad[row // block_n] == _BAD_SCALE:
             continue
         x = source[row * source_stride : row * source_stride + cols]
+        largest = np.uint8(0)
+        for c in range(cols):
+            largest = max(largest, np.uint8(x[c] & np.uint8(0x7F)))
+        if largest == np.uint8(0x7F):
+            bad[row // block_n] = _NAN_CODE
+            continue
         out = destination[row * destination_stride : row * destination_stride + cols]
         for c in range(cols):
             out[c] = x[c]

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .cast_table import CastTable, Kind
+from .cast_table import BAD_SCALE, NAN_CODE, CastTable, Kind
 from .triton_cast import (
     LONGEST_ROW_READ_ONCE,
     _on_device,
@@ -38,6 +38,7 @@ _FIELDS = tl.constexpr(17)
 _SOURCE, _SOURCE_OFFSET, _SOURCE_STRIDE = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 _TARGET, _TARGET_DTYPE, _TARGET_STRIDE = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 _SCALES, _SCALES_STRIDE0, _SCALES_STRIDE1 = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
+_BAD_SCALE, _NAN_CODE = tl.constexpr(BAD_SCALE), tl.constexpr(NAN_CODE)
 _ROWS, _COLS, _BLOCK_N, _FLAGS, _FLAG_COLS = (tl.constexpr(n) for n in (11, 12, 13, 15, 16))
 
 
@@ -181,32 +182,49 @@ def table_scales_kernel(table, items, addresses, flags, CHUNK: tl.constexpr):
     for first in range(0, cols, CHUNK):
         inside = first + k < cols
         tl.store(target + first + k, tl.load(source + first + k, mask=inside), mask=inside & good)
-    tl.store(flags + tl.load(row + _FLAGS) + n, 1 - good.to(tl.int8))
+    tl.store(flags + tl.load(row + _FLAGS) + n, tl.where(good, 0, _BAD_SCALE).to(tl.int8))
 
 
 @triton.jit
 def table_codes_kernel(table, items, addresses, flags, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
-    """One row of codes per program, copied if its scales were: four at a time if `ALIGNED`."""
+    """One row of codes per program, copied if its scales were and none is NaN: four at a time if
+    `ALIGNED`.
+
+    Programs of the same row of blocks may set its flag while others read it: only to NAN_CODE, which
+    stops no other row.
+    """
     pid = tl.program_id(0)
     row = table + tl.load(items + 2 * pid).to(tl.int64) * _FIELDS
     n = tl.load(items + 2 * pid + 1).to(tl.int64)
     cols = tl.load(row + _COLS).to(tl.int32)
     source = _source_address(addresses, row) + n * tl.load(row + _SOURCE_STRIDE)
     target = tl.load(row + _TARGET) + n * tl.load(row + _TARGET_STRIDE)
-    good = tl.load(flags + tl.load(row + _FLAGS) + n // tl.load(row + _BLOCK_N)) == 0
+    flag = flags + tl.load(row + _FLAGS) + n // tl.load(row + _BLOCK_N)
+    good = tl.load(flag) != _BAD_SCALE
     k = tl.arange(0, CHUNK)
+    nan = tl.zeros([CHUNK], tl.int32)
     if ALIGNED:
         from4 = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
         to4 = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
         words = tl.multiple_of(cols // 4, 4)
         for first in range(0, words, CHUNK):
-            inside = (first + k < words) & good
+            x = tl.load(from4 + first + k, mask=(first + k < words) & good, other=0)
+            # Of the magnitudes 0 to 0x7F, only the last carries into the sign's place.
+            nan |= ((x & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80
+        is_nan = tl.max((nan != 0).to(tl.int32), axis=0) != 0
+        for first in range(0, words, CHUNK):
+            inside = (first + k < words) & good & (is_nan == 0)
             tl.store(to4 + first + k, tl.load(from4 + first + k, mask=inside), mask=inside)
     else:
         from1, to1 = source.to(tl.pointer_type(tl.int8)), target.to(tl.pointer_type(tl.int8))
         for first in range(0, cols, CHUNK):
-            inside = (first + k < cols) & good
+            x = tl.load(from1 + first + k, mask=(first + k < cols) & good, other=0)
+            nan |= ((x & 0x7F) == 0x7F).to(tl.int32)
+        is_nan = tl.max(nan, axis=0) != 0
+        for first in range(0, cols, CHUNK):
+            inside = (first + k < cols) & good & (is_nan == 0)
             tl.store(to1 + first + k, tl.load(from1 + first + k, mask=inside), mask=inside)
+    tl.store(flag, tl.full([], _NAN_CODE, tl.int8), mask=is_nan)
 
 
 @dataclass(frozen=True)

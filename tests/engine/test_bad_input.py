@@ -155,6 +155,15 @@ def test_a_scale_that_is_not_positive_is_refused(host):
     refused(host, [(DOWN, codes), (f"{DOWN}_scale_inv", scales)], "positive finite")
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_that_is_nan_is_refused(host, code):
+    before = host.call_all(digests)
+    codes, scales = quantize_blockwise(MODEL.second[DOWN])
+    codes.view(torch.uint8)[200, 7] = code
+    refused(host, [(DOWN, codes), (f"{DOWN}_scale_inv", scales)], DOWN, "NaN", "0x7F or 0xFF")
+    assert host.call_all(digests) == before
+
+
 def test_an_empty_list_is_refused(host):
     refused(host, [], "empty list")
 

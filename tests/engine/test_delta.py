@@ -14,6 +14,7 @@ from sglang_fp8rl.delta_format import DELTA_SUFFIX, FULL_REFIT_WANTED
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.refit_plan import RefitPlan
 from sglang_fp8rl.trainer import SentState, WireStats, quantize_for_refit
+from sglang_fp8rl.trainer.delta import only_changed
 
 pytestmark = pytest.mark.engine
 
@@ -120,6 +121,30 @@ def test_a_bit_that_fell_over_on_the_way_is_found(case):
     for success, message in host.call_all(update, [(name, packed)]):
         assert not success
         assert "do not have the digest" in message
+    assert host.call_all(digests) == before
+    send(host, list(model.first.items()))
+
+
+@pytest.mark.parametrize("spoiled", ["code", "scale"])
+def test_a_delta_with_what_is_no_number_is_refused(case, spoiled):
+    """Its digests are right: the trainer itself made it so."""
+    model, host, found = case
+    state = SentState()
+    send(host, list(quantize_for_refit(model.first.items(), found, since=state)))
+    state.commit()
+    before = host.call_all(digests)
+    items = list(quantize_for_refit(model.first.items(), found))
+    codes = [one for one in items if one[1].dtype == torch.float8_e4m3fn]
+    name, largest = max(codes, key=lambda one: one[1].numel())
+    if spoiled == "code":
+        largest.view(torch.uint8)[0, 0] = 0x7F
+    else:
+        dict(items)[found.of(name).scale_name].view(-1)[0] = 0
+    deltas = [one for one in only_changed(items, found, state) if one[0] == name + DELTA_SUFFIX]
+    for success, message in host.call_all(update, deltas):
+        assert not success
+        assert {"code": "0x7F or 0xFF", "scale": "positive finite"}[spoiled] in message
+        assert name in message
     assert host.call_all(digests) == before
     send(host, list(model.first.items()))
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from commands import digests, plan_document, status, update
+from commands import digests, parameter, plan_document, status, update
 from engine_host import EngineHost
 from models import MODELS, checkpoint
 
@@ -131,6 +131,29 @@ def test_a_bad_scale_in_a_replayed_bucket_is_named_and_its_codes_stay(host):
         after["model.layers.1.mlp.down_proj.weight"]
         != before["model.layers.1.mlp.down_proj.weight"]
     )
+    deliver(host, quantized(host, model, "first"))
+    assert host.call(status)["consistent"], host.call(status)["problems"]
+
+
+def test_a_nan_among_the_codes_of_a_replayed_bucket_is_named_and_its_row_stays(host):
+    model, weight = MODELS["qwen3"], "model.layers.0.mlp.down_proj.weight"
+    sent = quantized(host, model, "second")
+    for _ in range(2):
+        deliver(host, sent)
+    before = host.call(parameter, weight).view(torch.uint8)
+    spoiled = quantized(host, model, "first")
+    dict(spoiled)[weight].view(torch.uint8)[130, 9] = 0xFF
+    calls = host.call(status)["replay"]["calls"]
+    success, message = host.call(update, spoiled)
+    assert not success
+    assert weight in message
+    assert "NaN (0x7F or 0xFF)" in message
+    state = host.call(status)
+    assert state["replay"]["calls"] == calls + 1
+    assert not state["consistent"]
+    after = host.call(parameter, weight).view(torch.uint8)
+    assert torch.equal(after[130], before[130])
+    assert not torch.equal(after[131], before[131])
     deliver(host, quantized(host, model, "first"))
     assert host.call(status)["consistent"], host.call(status)["problems"]
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from sglang_fp8rl.numerics import quantize_blockwise, quantize_per_channel
-from sglang_fp8rl.numerics.cast_table import CastTable, Kind, Piece
+from sglang_fp8rl.numerics.cast_table import NAN_CODE, CastTable, Kind, Piece
+from sglang_fp8rl.numerics.checks import has_nan_code
 from sglang_fp8rl.numerics.cpu_table import CpuTable
 
 ROUNDING = {"pow2_scale": False, "round_to_bf16": True}
@@ -54,6 +55,34 @@ def test_a_row_with_a_bad_scale_keeps_codes_and_scales(value, quantize, block_n,
     others[kept] = False
     assert torch.equal(old_codes.view(torch.uint8)[others], codes.view(torch.uint8)[others])
     assert torch.equal(old_scales[2:], scales[2:])
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize(("quantize", "block_n"), CASES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_row_with_a_nan_among_its_codes_keeps_its_codes(code, quantize, block_n, threads):
+    codes, scales, old_codes, _, table, runner = made((300, 257), quantize, block_n)
+    codes.view(torch.uint8)[130, 256] = code
+    addresses = [scales.data_ptr(), codes.data_ptr()]
+    flags = runner.run(addresses, threads)
+    assert table.bad_pieces(flags) == [1]
+    found = table.flags_of(flags, 1).ravel()
+    assert found.nonzero()[0].tolist() == [130 // block_n]
+    assert found.max() == NAN_CODE
+    others = torch.arange(300) != 130
+    assert (old_codes.view(torch.uint8)[130] == 0x11).all()
+    assert torch.equal(old_codes.view(torch.uint8)[others], codes.view(torch.uint8)[others])
+    codes.view(torch.uint8)[130, 256] = 0x7E
+    assert not runner.run(addresses, threads).any()
+    assert torch.equal(old_codes.view(torch.uint8), codes.view(torch.uint8))
+
+
+def test_two_of_the_256_codes_are_nan():
+    every = torch.arange(256, dtype=torch.uint8)
+    found = [has_nan_code(code.view(torch.float8_e4m3fn).view(1, 1)) for code in every]
+    assert torch.tensor(found).nonzero().flatten().tolist() == [0x7F, 0xFF]
+    assert not has_nan_code(torch.zeros(0, 4).to(torch.float8_e4m3fn))
+    assert has_nan_code(every.view(torch.float8_e4m3fn).view(16, 16)[:, 3::4])
 
 
 def test_scales_run_first_wherever_they_are():

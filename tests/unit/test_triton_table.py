@@ -49,7 +49,9 @@ def pieces_on(device):
 
 
 def pair_pieces(sent, shape, block_n, generator, device):
-    """Codes and their scales; a NaN, a zero, an Inf and a negative one among the scales."""
+    """Codes and their scales; a NaN, a zero, an Inf and a negative one among the scales, and NaN
+    among the codes.
+    """
     from sglang_fp8rl.numerics.cast_table import Kind, Piece
 
     blocks = (-(-shape[0] // block_n), -(-shape[1] // 128) if block_n > 1 else 1)
@@ -57,7 +59,10 @@ def pair_pieces(sent, shape, block_n, generator, device):
     spoil = (float("nan"), 0.0, float("inf"), -1.0)[len(sent) % 4]
     if blocks[0] > 1:
         scales[blocks[0] // 2, -1] = spoil
-    codes = torch.randint(0, 126, shape, generator=generator, dtype=torch.uint8)
+    codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0x80
+    for row in range(min(4, shape[0] - 1)):  # each byte of a word once
+        codes[row, 5 * row] = (0x7F, 0xFF)[row % 2]
     places, made = [], []
     for tensor in (scales, codes.view(torch.float8_e4m3fn)):
         places.append((len(sent), 0))
