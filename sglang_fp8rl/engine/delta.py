@@ -16,11 +16,10 @@ import torch
 from ..delta_format import DELTA_SUFFIX, FULL_REFIT_WANTED, Delta, unpack
 from ..errors import RefitError
 from ..numerics.blocks import block_digests, digests_of_blocks, write_blocks
-from ..numerics.checks import has_nan_code
 from ..scheme import Granularity
 from .coverage import Region
 from .names import Landing, NameTable
-from .pairs import bad_scale_error, nan_code_error
+from .pairs import check_numbers
 from .quantize import scales_of
 from .report import RefitReport
 
@@ -131,10 +130,7 @@ class DeltaLoader:
         device = known.landings[0].target.parameter.device
         delta = unpack(name, packed.to(device), grid, block)
         _check_digests(name, delta, places, block)
-        if not bool((torch.isfinite(delta.scale) & (delta.scale > 0)).all()):
-            raise bad_scale_error(name + DELTA_SUFFIX)
-        if has_nan_code(delta.blocks):
-            raise nan_code_error(name + DELTA_SUFFIX)
+        check_numbers(delta.blocks, delta.scale, name + DELTA_SUFFIX, name + DELTA_SUFFIX)
         return _Ready(delta, places, block)
 
     def _write(self, ready: _Ready) -> None:

@@ -159,6 +159,21 @@ def nan_code_error(name: str) -> RefitError:
     )
 
 
+def check_numbers(codes: torch.Tensor, scale: torch.Tensor, name: str, scale_name: str) -> None:
+    """Codes and scales that arrived are numbers, the scales positive. Waits for a GPU.
+
+    Args:
+        codes: e4m3fn, or their bytes.
+
+    Raises:
+        RefitError: by name, if not.
+    """
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise bad_scale_error(scale_name)
+    if has_nan_code(codes):
+        raise nan_code_error(name)
+
+
 def _copies_of(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
     target, weight, scale = pair.target, pair.weight, pair.scale
     assert weight is not None
@@ -176,10 +191,7 @@ def _copies_of(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
             "Quantize with sglang_fp8rl.quantize_blockwise / quantize_per_channel, or send BF16.",
         )
     scale = scale.reshape(expected)
-    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise bad_scale_error(pair.scale_name)
-    if has_nan_code(weight):
-        raise nan_code_error(pair.weight_name)
+    check_numbers(weight, scale, pair.weight_name, pair.scale_name)
     copies = []
     for write in pair.writes:
         region = write.region

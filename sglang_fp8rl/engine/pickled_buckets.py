@@ -18,6 +18,7 @@ import pickle
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class PickledBuckets:
             if _instructions(head) != known.head:
                 continue
             self._known.insert(0, self._known.pop(position))
-            payload = original(_PREAMBLE + head[_FRAME_END:] + _NO_METADATA)
+            payload = original(_without_metadata(head))
             payload["metadata"] = known.metadata
             return payload
         payload = original(data)
@@ -116,7 +117,9 @@ def _learn(data: bytes, payload: Any) -> _Known | None:
     cut = data.find(_CUT) + len(_CUT)
     head, tail = data[:cut], data[cut:]
     instructions = _instructions(head)
-    if instructions is None or not _leaves_only_the_metadata(head) or not _stands_alone(data, cut):
+    if instructions is None or not _leaves_only_the_metadata(head):
+        return None
+    if not _stands_alone(tail, instructions):
         return None
     return _Known(tail, instructions, tuple(payload["metadata"]))
 
@@ -140,6 +143,11 @@ def _instructions(head: bytes) -> tuple | None:
     return tuple(found) if is_cut else None
 
 
+def _without_metadata(head: bytes) -> bytes:
+    """A pickle of its own: unframed, with an empty list where the tail was."""
+    return _PREAMBLE + head[_FRAME_END:] + _NO_METADATA
+
+
 class _Inert:
     """Stands for every class and function of a head that is only looked at."""
 
@@ -157,31 +165,28 @@ class _InertUnpickler(pickle.Unpickler):
 
 def _leaves_only_the_metadata(head: bytes) -> bool:
     """Whether behind the head nothing is missing but the metadata. Opens no handle."""
-    dry = _PREAMBLE + head[_FRAME_END:] + _NO_METADATA
     try:
-        payload = _InertUnpickler(io.BytesIO(dry)).load()
+        payload = _InertUnpickler(io.BytesIO(_without_metadata(head))).load()
     except (pickle.UnpicklingError, TypeError, IndexError, KeyError, AttributeError):
         return False
     return type(payload) is dict and payload.keys() == _KEYS and payload["metadata"] == []
 
 
-def _stands_alone(data: bytes, cut: int) -> bool:
+def _stands_alone(tail: bytes, head: tuple) -> bool:
     """Whether the tail takes nothing from the head but strings and globals, which are equal in
     equivalent heads, and does not send a tensor of its own.
+
+    Args:
+        head: its `_instructions`.
     """
-    head_memo: list[tuple[str, Any]] = []
-    last: tuple[str, Any] = ("", None)
+    memo = [made for made, one in pairwise(head) if one[0] == "MEMOIZE"]
     argument: Any
-    for opcode, argument, position in pickletools.genops(data):
+    for opcode, argument, _ in pickletools.genops(tail):
         name = opcode.name
-        if position is None or position < cut:
-            if name == "MEMOIZE":
-                head_memo.append(last)
-        elif name in _GETS and argument < len(head_memo):
-            made_by, text = head_memo[argument]
+        if name in _GETS and argument < len(memo):
+            made_by, text = memo[argument]
             if made_by not in _STRINGS | {"STACK_GLOBAL"} or text == "flattened_tensor":
                 return False
         elif name not in _IN_TAIL or argument == "flattened_tensor":
             return False
-        last = (name, argument)
     return True

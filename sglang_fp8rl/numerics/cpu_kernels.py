@@ -29,8 +29,8 @@ from .cpu_intrinsics import fma, pointer, prefetch
 # Below it a remainder may have no exact FP32 number.
 SMALLEST_FMA_SCALE = np.float32(2.0**-92)
 # Of the 128 mantissas of an amax (7 bits): where a product gives the code of the quotient only with
-# the reciprocal's next number up or down, and where with neither. `test_cpu_quotient.py` has both
-# why and all cases.
+# the reciprocal's next number up or down, and where with neither. Why: `_reciprocal`; that it is so
+# in every case: `test_cpu_quotient.py`.
 RECIPROCAL_UP = (4, 25, 39, 42, 46, 49, 50, 63, 67, 70, 77, 85, 120, 122, 123)
 RECIPROCAL_DOWN = (10, 24, 35, 107)
 NO_RECIPROCAL = (38, 54, 56, 68, 76, 80, 82)
