@@ -29,8 +29,8 @@ from shapes import MISALIGNED, MODELS
 
 from sglang_fp8rl import numerics
 from sglang_fp8rl.numerics import reference
-from sglang_fp8rl.numerics.cast_table import CastTable, Piece
-from sglang_fp8rl.numerics.table import make_runner
+from sglang_fp8rl.numerics.runners import make_runner
+from sglang_fp8rl.numerics.write_table import CastTable, Piece
 
 BLOCK = (128, 128)
 Run = Callable[[], Any]

@@ -42,8 +42,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 import commands
 from engine_host import EngineHost
 
-from sglang_fp8rl import flat_layout
 from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
+from sglang_fp8rl.wire import layout_text
 
 MS = 1e3
 # What C3 and C4 ask for (ms, ratios). With --guard they are checked with GUARD times of room.
@@ -79,7 +79,7 @@ def load(scheduler: Any, as_text: bool = False) -> float:
 
     payload = dict(_state["bucket"])
     if as_text:
-        payload["metadata"] = flat_layout.to_text(payload["metadata"])
+        payload["metadata"] = layout_text.to_text(payload["metadata"])
     data = MultiprocessingSerializer.serialize(payload)
     updater = scheduler.tp_worker.model_runner.weight_updater
     _mark_as_update(scheduler)
@@ -115,7 +115,7 @@ def set_replay(scheduler: Any, on: bool) -> None:
 
 def host_only(scheduler: Any, how: str) -> float:
     """A replay whose table is not run: finding the plan, and the bookkeeping."""
-    from sglang_fp8rl.numerics.cpu_table import CpuTable
+    from sglang_fp8rl.numerics.cpu.table import CpuTable
 
     run = CpuTable.run
     CpuTable.run = lambda self, addresses: self._flags  # type: ignore[method-assign]
@@ -146,23 +146,23 @@ def scan_only(scheduler: Any) -> float:
 def build_plan(scheduler: Any) -> float:
     """Seconds that making the plan takes, of a load that is recorded."""
     from sglang_fp8rl.engine import refit
-    from sglang_fp8rl.engine.replay import PlanStore
+    from sglang_fp8rl.engine.replay.recipe_store import RecipeStore
 
     model_refit = commands.model_of(scheduler).fp8rl_refit
-    plans, model_refit.plans = model_refit.plans, PlanStore()
-    plan_of, seconds = refit.plan_of, []
+    plans, model_refit.recipes = model_refit.recipes, RecipeStore()
+    recipe_of, seconds = refit.recipe_of, []
 
     def timed(*arguments: Any) -> Any:
         began = time.perf_counter()
-        plan = plan_of(*arguments)
+        plan = recipe_of(*arguments)
         seconds.append(time.perf_counter() - began)
         return plan
 
-    refit.plan_of = timed
+    refit.recipe_of = timed
     try:
         load(scheduler)
     finally:
-        refit.plan_of, model_refit.plans = plan_of, plans
+        refit.recipe_of, model_refit.recipes = recipe_of, plans
     return seconds[0]
 
 

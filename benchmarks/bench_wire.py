@@ -1,12 +1,9 @@
-"""How many bytes does a refit take on the wire: FP32, BF16, quantized before transfer, changed blocks?
+"""How many bytes does a refit take on the wire: FP32, BF16, quantized before transfer?
 
 Each is sent to a CPU engine for the same weights, and bytes are checked first: every way has to leave
 the same bytes in the engine, or no number is printed.
 
     python benchmarks/bench_wire.py [--hidden 1024] [--layers 4] [--json FILE]
-
-A "step" moves every weight by a fraction of itself, normally distributed. That is no optimizer's step:
-what real steps change is measured in the DAPO run (`benchmarks/accuracy`).
 """
 
 from __future__ import annotations
@@ -33,12 +30,10 @@ from sglang_fp8rl import RefitPlan
 from sglang_fp8rl.testing.checkpoints import (
     make_config,
     make_state_dict,
-    perturbed,
     save_checkpoint,
 )
-from sglang_fp8rl.trainer import SentState, quantize_for_refit
+from sglang_fp8rl.trainer import quantize_for_refit
 
-STEPS = (0.0, 1e-7, 1e-5, 1e-3)
 StateDict = dict[str, torch.Tensor]
 
 
@@ -56,33 +51,21 @@ class Sender:
         return nbytes, self._host.call_all(commands.digests)
 
 
-def measure(sender: Sender, plan: RefitPlan, first: StateDict) -> dict[str, dict[str, float]]:
-    """By way: `bytes`, and for changed blocks the fraction of `blocks` sent."""
+def measure(sender: Sender, plan: RefitPlan, first: StateDict) -> dict[str, int]:
+    """Bytes, by way."""
     nbytes, expected = sender.send(list(first.items()))
-    rows: dict[str, dict[str, float]] = {"FP32": {"bytes": nbytes}}
+    rows: dict[str, int] = {"FP32": nbytes}
     halves = [(name, weight.to(torch.bfloat16)) for name, weight in first.items()]
-    state = SentState()
     ways = {
         "BF16": halves,
-        "quantized before transfer": list(quantize_for_refit(first.items(), plan, since=state)),
+        "quantized before transfer": list(quantize_for_refit(first.items(), plan)),
         # What is not FP8 may come in BF16 as well: the server holds nothing finer.
         "quantized, the rest in BF16": list(quantize_for_refit(halves, plan)),
     }
     for way, items in ways.items():
         nbytes, found = sender.send(items)
         check(way, found, expected)
-        rows[way] = {"bytes": nbytes}
-    state.commit()
-    for relative in STEPS:
-        stepped = perturbed(first, seed=1, relative=relative)
-        rounded = [(name, weight.to(torch.bfloat16)) for name, weight in stepped.items()]
-        nbytes, found = sender.send(list(quantize_for_refit(rounded, plan, since=state)))
-        state.commit()
-        way = f"changed blocks, step of {relative:g}"
-        rows[way] = {"bytes": nbytes, "blocks": state.blocks_sent / state.blocks}
-        check(way, found, sender.send(list(stepped.items()))[1])
-        sender.send(list(quantize_for_refit(halves, plan, since=state)))
-        state.commit()
+        rows[way] = nbytes
     return rows
 
 
@@ -111,11 +94,10 @@ def main(
         with EngineHost(path) as host:
             plan = RefitPlan.from_dict(host.call(trainer_commands.plan))
             rows = measure(Sender(host), plan, first)
-    table = Table("way", "MB", "of FP32", "of BF16", "blocks sent")
+    table = Table("way", "MB", "of FP32", "of BF16")
     for way, row in rows.items():
-        of_fp32, of_bf16 = (row["bytes"] / rows[base]["bytes"] for base in ("FP32", "BF16"))
-        blocks = f"{row['blocks']:.1%}" if "blocks" in row else "–"
-        table.add_row(way, f"{row['bytes'] / 1e6:.2f}", f"{of_fp32:.3f}", f"{of_bf16:.3f}", blocks)
+        of_fp32, of_bf16 = (row / rows[base] for base in ("FP32", "BF16"))
+        table.add_row(way, f"{row / 1e6:.2f}", f"{of_fp32:.3f}", f"{of_bf16:.3f}")
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(table)
     console.print(f"bytes served are equal; qwen3, hidden {hidden}, {layers} layers")

@@ -10,11 +10,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .client import RefitClient, fetch_plan
     from .numerics import dequantize, quantize_blockwise, quantize_per_channel
-    from .refit_plan import RefitPlan
+    from .wire.plan import RefitPlan
 
 _HOMES = {
     "RefitClient": ".client",
-    "RefitPlan": ".refit_plan",
+    "RefitPlan": ".wire.plan",
     "dequantize": ".numerics",
     "fetch_plan": ".client",
     "quantize_blockwise": ".numerics",

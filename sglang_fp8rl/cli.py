@@ -133,7 +133,7 @@ def plan(
 
     Exit status: 0; 2 if the model can't be served, with the reason.
     """
-    from .engine.plan import make_plan
+    from .engine.host.plan_offline import make_plan
     from .plan_table import plan_table
 
     wanted = _options(options)

@@ -11,18 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import requests
 
-from . import flat_layout
-from .delta_format import FULL_REFIT_WANTED
 from .errors import RefitError
-from .refit_plan import PLAN_PATH, RefitPlan
-from .wire import NamedTensor, buckets_of, nbytes_of, payload_of
-
-if TYPE_CHECKING:
-    from .trainer.delta import SentState
+from .wire import layout_text
+from .wire.bucket import NamedTensor, buckets_of, nbytes_of, payload_of
+from .wire.plan import PLAN_PATH, RefitPlan
 
 Progress = Callable[[int, int], None]
 LOAD_FORMATS = ("flattened_bucket", None)
@@ -95,7 +91,7 @@ class RefitClient:
             self.check_plan(plan)
         info = self.server_info()
         size = int(info["tp_size"]) if tp_size is None else tp_size
-        as_text = _section(info).get("flat_layout") == flat_layout.VERSION
+        as_text = _section(info).get("flat_layout") == layout_text.VERSION
         began, waited_before = perf_counter(), self._waited
         tensors = nbytes = buckets = 0
         in_flight: tuple[Future, Any, int, int] | None = None
@@ -182,44 +178,6 @@ class RefitClient:
             "the plan is served by a server of fp8_blockwise_online",
             "Start it with --quantization fp8_blockwise_online and this version of sglang-fp8rl.",
         )
-
-    def update_changed(
-        self,
-        named_tensors: Callable[[], Iterable[NamedTensor]],
-        plan: RefitPlan,
-        since: SentState,
-        *,
-        full_on_mismatch: bool = False,
-        **options: Any,
-    ) -> UpdateResult:
-        """Quantize here, and send only the blocks that changed since the last such update.
-
-        Args:
-            named_tensors: gives the unquantized tensors, from the start each time it is called.
-            plan: of this server.
-            since: of this server; empty at first, which makes a full refit. Holds the new state
-                afterwards, or the old one if the server refused.
-            full_on_mismatch: where the server's blocks are not those that `since` says, send
-                everything instead of raising.
-            options: of `update`.
-
-        Raises:
-            RefitError: as `update`; or the server asks for a full refit, and nothing of the weights
-                that it names was changed.
-        """
-        from .trainer.quantize_for_refit import quantize_for_refit
-
-        try:
-            stream = quantize_for_refit(named_tensors(), plan, since=since)
-            result = self.update(stream, plan=plan, **options)
-        except RefitError as error:
-            if FULL_REFIT_WANTED not in str(error) or not full_on_mismatch:
-                raise
-            since.forget()
-            stream = quantize_for_refit(named_tensors(), plan, since=since)
-            result = self.update(stream, plan=plan, **options)
-        since.commit()
-        return result
 
     def generate(
         self,

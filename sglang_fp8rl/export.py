@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from .engine.checkpoint_names import checkpoint_directory, safetensors_files
-from .engine.plan import make_plan
+from .engine.host.plan_offline import make_plan
+from .engine.model.checkpoint_names import checkpoint_directory, safetensors_files
 from .errors import ConfigError, QuantizationError
-from .refit_plan import UNUSED, RefitPlan, TensorPlan
 from .trainer.quantize_for_refit import quantize_piece
 from .trainer.shards import piece_of
+from .wire.plan import UNUSED, RefitPlan, TensorPlan
 
 INDEX_NAME = "model.safetensors.index.json"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")

@@ -20,7 +20,7 @@ def register() -> None:
     if problems:
         logger.error("fp8rl registers nothing: %s", "; ".join(problems))
         return
-    from .engine.register import register_method
+    from .engine.host.register import register_method
 
     register_method()
     if os.environ.get("SGLANG_PLATFORM") == "fp8rl_cpu":

@@ -159,13 +159,13 @@ def _report(path: Path) -> None:
     """Table, token-for-token comparison, picture beside the results, bounds."""
     runs = records.load(path)
     console.print(summary(runs))
-    for other in ("quantized_before_transfer", "delta"):
-        equal, total = equal_to_full(runs, other)
-        if total:
-            console.print(f"{other}: served as after a full refit in {equal} of {total} steps")
-        equal, total = equal_rollouts(runs, CHECKED, other)
-        if total:
-            console.print(f"{other}: rollouts equal {CHECKED}'s in {equal} of {total} steps")
+    other = "quantized_before_transfer"
+    equal, total = equal_to_full(runs, other)
+    if total:
+        console.print(f"{other}: served as after a full refit in {equal} of {total} steps")
+    equal, total = equal_rollouts(runs, CHECKED, other)
+    if total:
+        console.print(f"{other}: rollouts equal {CHECKED}'s in {equal} of {total} steps")
     draw(runs, path.with_suffix(".png"))
     console.print(f"picture: {path.with_suffix('.png').name}")
     if path == RESULTS:

@@ -16,7 +16,7 @@ from shapes import MODELS, Dense
 from sglang_fp8rl import quantize_blockwise
 from sglang_fp8rl.testing.checkpoints import BLOCK_FP8_CONFIG, quantized_names
 from sglang_fp8rl.testing.families import hub_config, hub_shapes, make_config
-from sglang_fp8rl.wire import NamedTensor, buckets_of
+from sglang_fp8rl.wire.bucket import NamedTensor, buckets_of
 
 _QWEN3: dict[str, Any] = {
     "vocab_size": 151936,

@@ -14,7 +14,7 @@ import torch
 from sglang_fp8rl import RefitClient
 from sglang_fp8rl.config import QUANTIZATION_METHOD
 from sglang_fp8rl.testing.server import ServerProcess
-from sglang_fp8rl.wire import NamedTensor
+from sglang_fp8rl.wire.bucket import NamedTensor
 
 from .budget import Budget
 from .models import Layout, Model, Values, batches, write_config

@@ -17,7 +17,7 @@ from ..compat import SESSIONS_SINCE, host_version
 from ..config import QUANTIZATION_METHOD
 from ..plan_table import plan_table
 from ..testing.server import ServerProcess
-from ..wire import NamedTensor
+from ..wire.bucket import NamedTensor
 from .outputs import Output, ask, differences, make_prompts
 from .report import DemoReport, RefitFigures
 from .screen import Screen

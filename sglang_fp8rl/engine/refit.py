@@ -17,34 +17,31 @@ import numpy as np
 import torch
 
 from ..config import Options
-from ..delta_format import DELTA_SUFFIX
 from ..errors import RefitError
 from ..numerics import warmup
-from ..numerics.cast_table import BAD_SCALE, NAN_CODE, Kind
-from ..pair_format import PAIR_SUFFIX
+from ..numerics.write_table import BAD_SCALE, NAN_CODE, Kind
 from ..scheme import Scheme
-from .bucket_plan import BucketPlan, plan_of
-from .buckets import Bucket, TensorBucket, bucket_of
-from .checks import MAX_LISTED, listed, not_finite_errors, unknown_names_error
-from .delta import DeltaLoader, split_deltas
-from .derived import DerivedWeights
-from .experts import load_left_experts
-from .loaders import Call, LoaderCalls
-from .names import LEARNING, PROBE, NameTable
-from .packed_pairs import split_pairs
-from .pairs import PairTable, bad_scale_error, nan_code_error
-from .parts import load_parts_singly
-from .plan_document import plan_document
-from .recording import Recording
-from .replay import PlanStore
-from .report import Arrived, RefitReport
-from .skipped import skipped_by_design
-from .sources import weight_name_of
-from .targets import Target, targets_of
+from ..wire.pair import PAIR_SUFFIX
+from .arrival.bucket import Bucket, TensorBucket, bucket_of
+from .arrival.packed_pairs import split_pairs
+from .arrival.sent_tensors import weight_name_of
+from .model.derived_weights import DerivedWeights
+from .model.fused_experts import load_left_experts
+from .model.landings import LEARNING, PROBE, NameTable
+from .model.mla_parts import load_parts_singly
+from .model.parameters import Target, targets_of
+from .model.plan_document import plan_document
+from .model.unneeded_names import skipped_by_design
+from .native.checks import MAX_LISTED, listed, not_finite_errors, unknown_names_error
+from .native.loader_call import Call, LoaderCalls
+from .native.pairs import PairTable, bad_scale_error, nan_code_error
+from .native.recording import Recording
+from .replay.recipe import Recipe, recipe_of
+from .replay.recipe_store import RecipeStore
+from .report.report import Arrived, RefitReport
 
 logger = logging.getLogger(__name__)
 
-_IS_DELTA = methodcaller("endswith", DELTA_SUFFIX)
 _IS_PAIR = methodcaller("endswith", PAIR_SUFFIX)
 _REPLAYED_KINDS = ("tensor", "distributed")
 
@@ -67,7 +64,7 @@ class ModelRefit:
         self.pairs = PairTable()
         self.derived = DerivedWeights(model)
         self.report = RefitReport(self.targets.values())
-        self.plans = PlanStore()
+        self.recipes = RecipeStore()
         self.kind = "startup"
         self.keep_pairs = False
         self.implicit_session = False
@@ -76,7 +73,6 @@ class ModelRefit:
         self.probe_names: Callable[[], list[tuple[str, torch.Tensor]]] = list
         self._plan: dict[str, Any] | None = None
         self._loaders = LoaderCalls(options, self.pairs, self.report, self.names)
-        self._deltas = DeltaLoader(self.names, self.report, options.weight_block_size)
         self._native_load_weights: Any = None
         self._call: Call | None = None
 
@@ -126,15 +122,11 @@ class ModelRefit:
             and self.kind in _REPLAYED_KINDS
             and not (args or kw)
         )
-        plan = self.plans.find(bucket) if may_replay and bucket is not None else None
+        plan = self.recipes.find(bucket) if may_replay and bucket is not None else None
         if plan is None and bucket is not None and any(map(_IS_PAIR, bucket.names)):
             weights = split_pairs(bucket, self.plan()["tensors"])
             bucket = TensorBucket(weights)
-            plan = self.plans.find(bucket) if may_replay else None
-        deltas: dict[str, torch.Tensor] = {}
-        if plan is None and bucket is not None and any(map(_IS_DELTA, bucket.names)):
-            deltas, weights = split_deltas(bucket)
-            bucket, may_replay = TensorBucket(weights), False
+            plan = self.recipes.find(bucket) if may_replay else None
         call = Call(self.kind, self.keep_pairs)
         if may_replay and plan is None and bucket is not None:
             call.recording = Recording(bucket)
@@ -142,19 +134,15 @@ class ModelRefit:
         if plan is not None:
             numbers = plan.numbers
         else:
-            names = (*deltas, *bucket.names) if bucket is not None else ()
+            names = bucket.names if bucket is not None else ()
             numbers = self.report.window.numbers_of(names)
         self.report.start_call(numbers)
-        if deltas:
-            bucket = None  # what arrives is counted one by one
         try:
             with torch.no_grad():
                 if plan is not None and bucket is not None:
                     result = self._replay(call, plan, bucket)
                     if self.derived.is_needed:
                         self.derived.refresh(bucket.names)
-                elif deltas:
-                    result = self._load_deltas(call, deltas, weights)
                 else:
                     sent = bucket if bucket is not None else weights
                     result = self._load_natively(call, sent, *args, **kw)
@@ -180,24 +168,9 @@ class ModelRefit:
             load_left_experts(self.model, call.sources.left(), self._native_load_weights)
         return result
 
-    def _load_deltas(
-        self, call: Call, deltas: dict[str, torch.Tensor], others: list[tuple[str, torch.Tensor]]
-    ) -> Any:
-        """Changed blocks first, then what came with them, in the usual way."""
-        for name, packed in deltas.items():
-            call.sources.count(name, packed)
-            if name in self.names.known:
-                last = self.names.known[name].landings[-1]
-                call.touched[name] = (last.target.name, last.part)
-        # What is refused is reported at the end of the call; the rest is written.
-        refused = self._deltas.apply(deltas, self.plan()["tensors"], self.skipped_at_startup)
-        call.errors.update(refused)
-        self.derived.refresh(call.touched)
-        return self._load_natively(call, others) if others else None
-
     # -- replay ----------------------------------------------------------------------------------
 
-    def _replay(self, call: Call, plan: BucketPlan, bucket: Bucket) -> Any:
+    def _replay(self, call: Call, plan: Recipe, bucket: Bucket) -> Any:
         """Write a bucket from its plan; what has none goes through the native loaders."""
         table = plan.runner.table
         flags = plan.runner.run(bucket.addresses())
@@ -227,7 +200,7 @@ class ModelRefit:
                 view = source.write.repeat(bucket.tensor(source.position)).source
                 assert view is not None
                 self.report.sample(granularity, view, *piece)
-        counts = self.plans.counts
+        counts = self.recipes.counts
         counts.calls += 1
         counts.tensors += plan.size - len(plan.native)
         if not plan.native:
@@ -237,7 +210,7 @@ class ModelRefit:
         return self._load_natively(call, rest)
 
     def _count_native(self, native: dict[int, str]) -> None:
-        counts = self.plans.counts
+        counts = self.recipes.counts
         counts.native_tensors += len(native)
         counts.native_reasons.update(native.values())
 
@@ -247,16 +220,16 @@ class ModelRefit:
         for position, name in enumerate(bucket.names):
             if name not in call.touched and name not in skipped:
                 recording.refuse(position, "no loader was called for it by name")
-        plan = plan_of(recording, self.report, call.touched, self.options)
-        counts = self.plans.counts
+        plan = recipe_of(recording, self.report, call.touched, self.options)
+        counts = self.recipes.counts
         counts.native_calls += 1
         if plan is not None:
-            self.plans.add(bucket, plan)
+            self.recipes.add(bucket, plan)
         else:
             counts.native_reasons["a bucket that can't be replayed"] += 1
 
     def _arrived(
-        self, call: Call, plan: BucketPlan | None, bucket: Bucket | None, errors: dict[str, str]
+        self, call: Call, plan: Recipe | None, bucket: Bucket | None, errors: dict[str, str]
     ) -> Arrived:
         """What came in this call, for the report."""
         window = self.report.window
@@ -305,7 +278,7 @@ class ModelRefit:
 
     # -- the end of a call -----------------------------------------------------------------------
 
-    def _finish(self, call: Call, plan: BucketPlan | None) -> list[str]:
+    def _finish(self, call: Call, plan: Recipe | None) -> list[str]:
         """Raise what went wrong; returns names that no parameter takes, and that may pass."""
         call.errors.update(not_finite_errors(call.not_finite))
         errors = call.errors

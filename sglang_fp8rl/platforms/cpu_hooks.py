@@ -32,7 +32,7 @@ class CpuHook:
 def _dispatch_w8a8_block_fp8_linear(
     weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False
 ) -> Callable[..., torch.Tensor]:
-    from sglang_fp8rl.platforms.cpu_kernels import block_fp8_linear
+    from sglang_fp8rl.platforms.cpu_linear import block_fp8_linear
 
     if act_scale_ue8m0:
         return functools.partial(block_fp8_linear, act_scale_ue8m0=True)
@@ -40,7 +40,7 @@ def _dispatch_w8a8_block_fp8_linear(
 
 
 def _apply_fp8_linear(*args: Any, **kwargs: Any) -> torch.Tensor:
-    from sglang_fp8rl.platforms.cpu_kernels import apply_fp8_linear
+    from sglang_fp8rl.platforms.cpu_linear import apply_fp8_linear
 
     return apply_fp8_linear(*args, **kwargs)
 

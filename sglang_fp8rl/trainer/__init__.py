@@ -11,7 +11,6 @@ from sglang_fp8rl.trainer.correction import (
     summarize_weights,
     truncated_importance_weights,
 )
-from sglang_fp8rl.trainer.delta import SentState, only_changed
 from sglang_fp8rl.trainer.metrics import MismatchInputError, MismatchMetrics, mismatch_metrics
 from sglang_fp8rl.trainer.quantize_for_refit import WireStats, quantize_for_refit
 from sglang_fp8rl.trainer.shards import LocalShard, assemble, full_tensors
@@ -20,7 +19,6 @@ __all__ = [
     "LocalShard",
     "MismatchInputError",
     "MismatchMetrics",
-    "SentState",
     "WeightSummary",
     "WireStats",
     "acceptance_mask",
@@ -30,7 +28,6 @@ __all__ = [
     "importance_weights",
     "masked_importance_weights",
     "mismatch_metrics",
-    "only_changed",
     "quantize_for_refit",
     "summarize_weights",
     "truncated_importance_weights",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..refit_plan import RefitPlan
+from ..wire.plan import RefitPlan
 
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 

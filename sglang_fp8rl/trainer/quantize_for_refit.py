@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from ..delta_format import DELTA_SUFFIX
 from ..errors import QuantizationError, RefitError
 from ..numerics import (
     FP8_DTYPE,
@@ -25,9 +24,8 @@ from ..numerics import (
     cast_blockwise_into,
     cast_per_channel_into,
 )
-from ..pair_format import PAIR_SUFFIX, pack_pair
-from ..refit_plan import RefitPlan, TensorPlan
-from .delta import SentState, only_changed
+from ..wire.pair import PAIR_SUFFIX, pack_pair
+from ..wire.plan import RefitPlan, TensorPlan
 from .fused_experts import one_by_one
 from .shards import Piece, piece_of
 
@@ -38,7 +36,7 @@ class WireStats:
 
     Attributes:
         tensors, quantized: weights, and those of them that went as FP8.
-        nbytes: as yielded, scales and digests included; of shards, this rank's.
+        nbytes: as yielded, scales included; of shards, this rank's.
         nbytes_fp32, nbytes_bf16: what the same tensors (full ones) take unquantized.
     """
 
@@ -52,7 +50,7 @@ class WireStats:
         """One yielded tensor; a scale counts with its weight."""
         local = piece_of(name, tensor).local
         self.nbytes += local.nbytes
-        entry = plan.tensors.get(name.removesuffix(DELTA_SUFFIX).removesuffix(PAIR_SUFFIX))
+        entry = plan.tensors.get(name.removesuffix(PAIR_SUFFIX))
         if entry is None:
             return
         numel = math.prod(entry.shape) if entry.shape is not None else local.numel()
@@ -66,7 +64,6 @@ def quantize_for_refit(
     named_tensors: Iterable[tuple[str, Any]],
     plan: RefitPlan,
     *,
-    since: SentState | None = None,
     pack_pairs: bool = False,
     stats: WireStats | None = None,
 ) -> Iterator[tuple[str, Any]]:
@@ -78,9 +75,7 @@ def quantize_for_refit(
             are taken apart.
         plan: of the server (`fetch_plan`). Hand it to `RefitClient.update(..., plan=plan)` too, so
             that a server with another plan is sent nothing.
-        since: what the server holds; only changed blocks are sent then (`trainer/delta.py`). Full
-            tensors only.
-        pack_pairs: send a weight and its scale as one tensor (`pair_format.py`), for trainers whose
+        pack_pairs: send a weight and its scale as one tensor (`wire/pair.py`), for trainers whose
             calls stand alone (veRL): no bucket boundary can part them. Full tensors only.
         stats: counts what goes by.
 
@@ -96,8 +91,6 @@ def quantize_for_refit(
         QuantizationError: NaN or Inf, or a dtype that is not cast.
     """
     stream = _quantized(named_tensors, plan)
-    if since is not None:
-        stream = only_changed(stream, plan, since)
     if pack_pairs:
         stream = _packed(stream, plan)
     for name, tensor in stream:

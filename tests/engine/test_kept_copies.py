@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_fp8rl.engine.kept_copies import KeptCopies
+from sglang_fp8rl.engine.model.kept_copies import KeptCopies
 
 pytestmark = pytest.mark.engine
 

@@ -10,7 +10,7 @@ import pytest
 from engine_host import EngineHost
 from models import MODELS, checkpoint
 
-from sglang_fp8rl.engine.plan import make_plan
+from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.errors import HostError
 
 pytestmark = pytest.mark.engine

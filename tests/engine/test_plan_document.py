@@ -10,9 +10,9 @@ from engine_host import EngineHost
 from models import MODELS, checkpoint
 from trainer_commands import plan, stored
 
-from sglang_fp8rl.engine.plan import make_plan
-from sglang_fp8rl.refit_plan import RefitPlan, digest_of, plan_schema
+from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.testing.checkpoints import save_checkpoint, with_fused_experts
+from sglang_fp8rl.wire.plan import RefitPlan, digest_of, plan_schema
 
 pytestmark = pytest.mark.engine
 

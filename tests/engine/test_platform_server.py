@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from sglang_fp8rl.platforms import PLATFORM_NAME
-from sglang_fp8rl.platforms.cpu_kernels import ACTIVATION_QUANT_VARIABLE
+from sglang_fp8rl.platforms.cpu_linear import ACTIVATION_QUANT_VARIABLE
 from sglang_fp8rl.testing.checkpoints import (
     BLOCK_FP8_CONFIG,
     make_config,

@@ -13,9 +13,9 @@ from engine_host import EngineHost
 from models import MODELS, checkpoint
 from trainer_commands import plan, stored
 
-from sglang_fp8rl.refit_plan import RefitPlan, plan_schema
 from sglang_fp8rl.testing.checkpoints import with_fused_experts
 from sglang_fp8rl.trainer import WireStats, quantize_for_refit
+from sglang_fp8rl.wire.plan import RefitPlan, plan_schema
 
 pytestmark = pytest.mark.engine
 

@@ -9,7 +9,7 @@ from engine_host import EngineHost
 from models import MODELS, checkpoint
 
 from sglang_fp8rl.numerics import quantize_blockwise, quantize_per_channel
-from sglang_fp8rl.pair_format import PAIR_SUFFIX, pack_pair
+from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair
 
 pytestmark = pytest.mark.engine
 

@@ -21,7 +21,7 @@ from _served import (
 
 from sglang_fp8rl.demo.outputs import differences
 from sglang_fp8rl.errors import RefitError
-from sglang_fp8rl.wire import serialize
+from sglang_fp8rl.wire.bucket import serialize
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_fp8rl.refit_plan import RefitPlan, digest_of
+from sglang_fp8rl.wire.plan import RefitPlan, digest_of
 
 BLOCKWISE, PER_CHANNEL, PLAIN = "blockwise", "per_channel", "high_precision"
 

@@ -16,7 +16,7 @@ import torch
 
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.errors import RefitError
-from sglang_fp8rl.wire import flatten, serialize
+from sglang_fp8rl.wire.bucket import flatten, serialize
 
 TENSORS = [
     ("a", torch.arange(6, dtype=torch.float32).reshape(2, 3)),

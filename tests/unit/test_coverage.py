@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from sglang_fp8rl.engine.coverage import CoverageTable, Region, region_of
-from sglang_fp8rl.engine.window import RefitWindow
+from sglang_fp8rl.engine.report.coverage import CoverageTable, Region, region_of
+from sglang_fp8rl.engine.report.refit_window import RefitWindow
 
 
 @pytest.mark.parametrize("shape", [(7,), (6, 5), (3, 4, 5), (1, 6, 1), (4, 1)])

@@ -26,6 +26,7 @@ from sglang_fp8rl.numerics import (
     quantize_blockwise,
     quantize_per_channel,
 )
+from sglang_fp8rl.numerics.cpu import cast as cpu_cast
 
 BACKENDS = ["reference", "numba"]
 OPTIONS = [
@@ -141,15 +142,14 @@ def test_scales_may_be_a_vector_or_strided(backend):
 
 def test_threads_do_not_change_the_bytes(monkeypatch):
     pytest.importorskip("numba")
-    from sglang_fp8rl.numerics import cpu_numba
 
-    monkeypatch.setattr(cpu_numba, "ELEMENTS_PER_THREAD", 1000)
+    monkeypatch.setattr(cpu_cast, "ELEMENTS_PER_THREAD", 1000)
     source = CASES["576x1368"].clone()
     source[400, 1000] = float("nan")
     results = []
     for threads in (1, 2, 3, 5, 64):
         _, qweight, _, scales = destination(576, 1368, (5, 11))
-        flags = cpu_numba.cast_into(source, qweight, scales, (128, 128), False, True, threads)
+        flags = cpu_cast.cast_into(source, qweight, scales, (128, 128), False, True, threads)
         results.append((bits(qweight.clone()), scales.clone(), flags))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))

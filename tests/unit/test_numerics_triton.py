@@ -13,6 +13,7 @@ from numerics_cases import CASES, same_bits
 
 from sglang_fp8rl.numerics import quantize_blockwise, quantize_per_channel
 from sglang_fp8rl.numerics.reference import cast_into
+from sglang_fp8rl.numerics.triton import cast as triton_cast
 
 pytest.importorskip("triton")
 
@@ -87,8 +88,6 @@ def test_compiles_to_ieee_division_without_flushing():
     """No GPU needed: the PTX for Hopper divides exactly, flushes nothing, loads 16 bytes at once."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
-
-    from sglang_fp8rl.numerics import triton_cast
 
     kernel = triton_cast.cast_block_kernel
     types = {"source": "*i32", "codes": "*u8", "scales": "*fp32", "nonfinite": "*i8"}

@@ -5,8 +5,8 @@ import torch
 from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 
 from sglang_fp8rl.errors import RefitError
-from sglang_fp8rl.pair_format import PAIR_SUFFIX, pack_pair, unpack_pair
 from sglang_fp8rl.trainer import LocalShard, WireStats, quantize_for_refit
+from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair, unpack_pair
 
 SHAPES = {
     "a.weight": (BLOCKWISE, (300, 257)),

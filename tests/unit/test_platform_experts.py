@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_fp8rl.platforms.cpu_kernels import quantize_per_token_group
+from sglang_fp8rl.platforms.cpu_linear import quantize_per_token_group
 from sglang_fp8rl.platforms.cpu_moe import fused_experts
 
 TOKENS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 9, 4, 2, 256, 160

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from sglang_fp8rl.platforms import cpu_kernels
-from sglang_fp8rl.platforms.cpu_kernels import (
+from sglang_fp8rl.platforms import cpu_linear
+from sglang_fp8rl.platforms.cpu_linear import (
     apply_fp8_linear,
     block_fp8_linear,
     quantize_per_token_group,
@@ -163,7 +163,7 @@ def test_nan_weight_is_seen() -> None:
 
 
 def test_activation_quantization_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "activation_quant_enabled", lambda: False)
+    monkeypatch.setattr(cpu_linear, "activation_quant_enabled", lambda: False)
     x = activations("magnitudes_apart", 4, 300).float()
     weight, scale = weights(200, 300)
     exact = x.double() @ oracle_block_weight(weight, scale).t()

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from sglang_fp8rl.engine.sources import SourceIndex
+from sglang_fp8rl.engine.arrival.sent_tensors import SourceIndex
 
 
 def test_a_checkpoint_s_tensors_are_let_go_of_one_by_one():

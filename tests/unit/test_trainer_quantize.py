@@ -17,8 +17,8 @@ from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
 from sglang_fp8rl.numerics import quantize_blockwise, quantize_per_channel
-from sglang_fp8rl.refit_plan import RefitPlan, plan_schema
 from sglang_fp8rl.trainer import LocalShard, WireStats, assemble, quantize_for_refit
+from sglang_fp8rl.wire.plan import RefitPlan, plan_schema
 
 SHAPES = {
     "a.weight": (BLOCKWISE, (300, 256)),

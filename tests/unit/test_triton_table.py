@@ -19,7 +19,7 @@ test_triton_table.check(torch.device("cpu"))
 
 def pieces_on(device):
     """Aligned, ragged and spoiled blocks, channels, and copies, in memory of `device`."""
-    from sglang_fp8rl.numerics.cast_table import Piece
+    from sglang_fp8rl.numerics.write_table import Piece
 
     generator = torch.Generator().manual_seed(0)
     shapes = [(256, 384), (130, 150), (5, 1000), (1, 40), (128, 128)]
@@ -52,7 +52,7 @@ def pair_pieces(sent, shape, block_n, generator, device):
     """Codes and their scales; a NaN, a zero, an Inf and a negative one among the scales, and NaN
     among the codes.
     """
-    from sglang_fp8rl.numerics.cast_table import Kind, Piece
+    from sglang_fp8rl.numerics.write_table import Kind, Piece
 
     blocks = (-(-shape[0] // block_n), -(-shape[1] // 128) if block_n > 1 else 1)
     scales = torch.rand(blocks, generator=generator) + 0.5
@@ -76,9 +76,9 @@ def pair_pieces(sent, shape, block_n, generator, device):
 
 
 def check(device):
-    from sglang_fp8rl.numerics.cast_table import CastTable
-    from sglang_fp8rl.numerics.cpu_table import CpuTable
-    from sglang_fp8rl.numerics.triton_table import TritonTable
+    from sglang_fp8rl.numerics.cpu.table import CpuTable
+    from sglang_fp8rl.numerics.triton.table import TritonTable
+    from sglang_fp8rl.numerics.write_table import CastTable
 
     rounding = {"pow2_scale": False, "round_to_bf16": True}
     sent, pieces = pieces_on(torch.device("cpu"))
@@ -143,7 +143,7 @@ def compiled(name, constants):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from sglang_fp8rl.numerics import triton_table
+    from sglang_fp8rl.numerics.triton import table as triton_table
 
     kernel = getattr(triton_table, name)
     if "KIND" in constants:
@@ -160,8 +160,8 @@ def compiled(name, constants):
 
 
 def test_the_table_s_columns_are_where_the_kernels_look():
-    from sglang_fp8rl.numerics import triton_table as kernels
-    from sglang_fp8rl.numerics.cast_table import PIECE
+    from sglang_fp8rl.numerics.triton import table as kernels
+    from sglang_fp8rl.numerics.write_table import PIECE
 
     names = list(PIECE.names)
     assert len(names) == kernels._FIELDS.value

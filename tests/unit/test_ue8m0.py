@@ -9,7 +9,7 @@ pytest.importorskip("sglang")
 layout = pytest.importorskip("deep_gemm.utils.layout")
 from sglang.srt.layers.quantization import fp8_utils  # noqa: E402
 
-from sglang_fp8rl.engine.ue8m0 import ServedWithPackedScales, pack  # noqa: E402
+from sglang_fp8rl.engine.modules.packed_scales import ServedWithPackedScales, pack  # noqa: E402
 from sglang_fp8rl.errors import HostError  # noqa: E402
 from sglang_fp8rl.numerics import quantize_blockwise  # noqa: E402
 

@@ -38,7 +38,7 @@ def draw(runs: Runs, path: Path) -> None:
             steps = curves[0][0][:length]
             values = np.stack([values[:length] for _, values in curves])
             color = f"C{number}"
-            style = "--" if arm in ("quantized_before_transfer", "delta") else "-"
+            style = "--" if arm == "quantized_before_transfer" else "-"
             axis.plot(steps, values.mean(0), style, color=color, label=arm, linewidth=1.5)
             axis.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15)
         axis.set(title=title, xlabel="step", yscale=scale)

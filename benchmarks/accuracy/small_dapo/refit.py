@@ -12,7 +12,7 @@ import torch
 from sglang_fp8rl.client import RefitClient, fetch_plan
 from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.numerics import quantize_blockwise
-from sglang_fp8rl.trainer import SentState, quantize_for_refit
+from sglang_fp8rl.trainer import quantize_for_refit
 
 from .changes import Changed, changed
 
@@ -92,24 +92,6 @@ class QuantizedSender:
         return SentFigures(sent.nbytes, seconds, changed=difference)
 
 
-class DeltaSender:
-    """FP8 and scales of the blocks that changed since the last refit."""
-
-    def __init__(self, url: str) -> None:
-        self._client = RefitClient(url)
-        self._plan = fetch_plan(url)
-        self._state = SentState()
-
-    def send(self, masters: Mapping[str, torch.Tensor]) -> SentFigures:
-        sent = self._client.update_changed(
-            lambda: ((name, weight.detach()) for name, weight in masters.items()),
-            self._plan,
-            self._state,
-            tp_size=1,
-        )
-        return SentFigures(sent.nbytes, sent.seconds, self._state.blocks_sent / self._state.blocks)
-
-
 def make_sender(kind: str, url: str, fault: str | None = None) -> Sender:
     """The sender of an arm (`Arm.sender`); with a `fault` the wrong one."""
     if fault is not None:
@@ -122,6 +104,4 @@ def make_sender(kind: str, url: str, fault: str | None = None) -> Sender:
         return FullSender(url)
     if kind == "quantized":
         return QuantizedSender(url)
-    if kind == "delta":
-        return DeltaSender(url)
-    raise ConfigError("sender", kind, "full, quantized or delta", "")
+    raise ConfigError("sender", kind, "full or quantized", "")

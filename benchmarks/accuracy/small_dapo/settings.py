@@ -15,7 +15,7 @@ class Arm:
 
     Attributes:
         sender: `full`: FP32 masters. `quantized`: FP8 and scales made by the trainer.
-            `delta`: of those, the blocks that changed. (See `refit.py`.)
+            (See `refit.py`.)
         quantized_server: whether the server runs with this package's quantization method.
         options: of the method.
     """
@@ -34,7 +34,6 @@ ARMS = {
         Arm("fp8_direct", options={"round_to_bf16": False}),
         Arm("fp8_per_channel", options={"granularity": "per_channel"}),
         Arm("quantized_before_transfer", sender="quantized"),
-        Arm("delta", sender="delta"),
     )
 }
 QUANTIZATION = QUANTIZATION_METHOD

@@ -1,0 +1,157 @@
+"""What an update call brings, as a whole: its layout, and where its tensors lie.
+
+Two buckets of the same layout differ in nothing but the values. Layouts of 18,000 tensors are
+compared at every refit, so they are lists of plain attributes, compared by `==`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...wire.layout_text import from_text
+
+_SHAPE, _DTYPE, _NAME = attrgetter("shape"), attrgetter("dtype"), attrgetter("name")
+_METADATA = attrgetter("name", "shape", "dtype", "start_idx", "end_idx")
+
+
+class TensorKind(NamedTuple):
+    """What a tensor is, without making it."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+class TensorBucket:
+    """Named tensors, each in memory of its own.
+
+    Args:
+        named_tensors: `(name, tensor)` pairs.
+    """
+
+    def __init__(self, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._pairs = named_tensors
+        self.names: list[str] = list(map(itemgetter(0), named_tensors))
+        self._tensors: list[torch.Tensor] = list(map(itemgetter(1), named_tensors))
+
+    @property
+    def key(self) -> tuple:
+        """Cheap, and different for most different layouts."""
+        return ("tensors", len(self.names), *self.names[:1], *self.names[-1:])
+
+    @cached_property
+    def layout(self) -> tuple[list, ...]:
+        """Everything a recorded plan depends on."""
+        tensors = self._tensors
+        # Strides cost twice as much to ask for, and nearly always say what this says.
+        contiguous = list(map(Tensor.is_contiguous, tensors))
+        strides = [] if all(contiguous) else list(map(Tensor.stride, tensors))
+        devices = list(map(Tensor.get_device, tensors))
+        return (
+            self.names, list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors)), strides, devices
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    def addresses(self) -> list[int]:
+        """Of the sent memory, by the first number of `place`."""
+        return list(map(Tensor.data_ptr, self._tensors))
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Which of `addresses` a tensor lies at, and how many bytes behind."""
+        return position, 0
+
+    def tensor(self, position: int) -> torch.Tensor:
+        return self._tensors[position]
+
+    def kind(self, position: int) -> TensorKind:
+        tensor = self._tensors[position]
+        return TensorKind(tensor.dtype, tensor.device)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._pairs)
+
+
+class FlatBucket:
+    """Tensors in one piece of memory, as SGLang's `FlattenedTensorBucket` sends them.
+
+    The tensors themselves are made only when somebody asks for them.
+
+    Args:
+        flat: uint8, 1-D, contiguous.
+        metadata: per tensor `name`, `shape`, `dtype`, and `start_idx`, `end_idx` in bytes; or all
+            of them as the text of `layout_text`.
+    """
+
+    def __init__(self, flat: torch.Tensor, metadata: Sequence[Any] | str) -> None:
+        self._flat, self._given = flat, metadata
+
+    @cached_property
+    def _metadata(self) -> Sequence[Any]:
+        return from_text(self._given) if isinstance(self._given, str) else self._given
+
+    @cached_property
+    def names(self) -> list[str]:
+        return list(map(_NAME, self._metadata))
+
+    @property
+    def key(self) -> tuple:
+        return ("flat", type(self._given), len(self._given), self.nbytes, self._flat.device)
+
+    @cached_property
+    def layout(self) -> tuple[list, ...]:
+        if isinstance(self._given, str):
+            return ([self._given],)
+        try:
+            # The fastest way to compare all attributes of 18,000 objects: 2 ms.
+            return ([meta.__dict__ for meta in self._given],)
+        except AttributeError:
+            return (list(map(_METADATA, self._given)),)
+
+    @property
+    def nbytes(self) -> int:
+        return self._flat.nbytes
+
+    @property
+    def metadata(self) -> Sequence[Any]:
+        return self._metadata
+
+    def take_metadata(self, metadata: Sequence[Any]) -> None:
+        """From a bucket of the same layout: this one's own need not be read."""
+        self._metadata = metadata
+
+    def addresses(self) -> list[int]:
+        return [self._flat.data_ptr()]
+
+    def place(self, position: int) -> tuple[int, int]:
+        return 0, int(self._metadata[position].start_idx)
+
+    def kind(self, position: int) -> TensorKind:
+        return TensorKind(self._metadata[position].dtype, self._flat.device)
+
+    def tensor(self, position: int) -> torch.Tensor:
+        meta = self._metadata[position]
+        return self._flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for position, name in enumerate(self.names):
+            yield name, self.tensor(position)
+
+
+Bucket = TensorBucket | FlatBucket
+
+
+def bucket_of(weights: Any) -> Bucket | None:
+    """`weights` as a bucket; None for an iterator, which has to be read to be known."""
+    if isinstance(weights, FlatBucket):
+        return weights
+    if isinstance(weights, list) and weights:
+        return TensorBucket(weights)
+    return None

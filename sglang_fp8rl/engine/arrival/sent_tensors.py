@@ -1,0 +1,159 @@
+"""Which sent tensor a loader is looking at: every view leads back to the name it was sent under."""
+
+from __future__ import annotations
+
+import bisect
+import re
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+_SCALE = re.compile(r"\.weight_scale(_inv)?$")
+
+
+def weight_name_of(name: str) -> str:
+    """The name of a scale's weight; any other name as it is."""
+    return _SCALE.sub(".weight", name)
+
+
+@dataclass(eq=False)
+class Source:
+    """One tensor of an update, as it was sent.
+
+    Attributes:
+        weight_name: the name the model is given: the tensor's own, or for a scale its weight's.
+        position: in the order they were sent.
+        tensor: None once it was let go of; where it was and how it looked stays known.
+    """
+
+    name: str
+    tensor: torch.Tensor | None
+    weight_name: str
+    position: int
+
+    def __post_init__(self) -> None:
+        tensor = self.tensor
+        assert tensor is not None
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self.is_contiguous = tensor.is_contiguous()
+        self.storage_offset = int(tensor.storage_offset())
+        self.is_meta = tensor.device.type == "meta"
+        self.address = tensor.data_ptr()
+        self.end_address = self.address + tensor.numel() * tensor.element_size()
+
+    @property
+    def is_scale(self) -> bool:
+        return self.name != self.weight_name
+
+    def offset_of(self, view: torch.Tensor) -> int | None:
+        """Elements from the tensor's start to that of a view of it; None if it is no view of it."""
+        if view.dtype != self.dtype:
+            return None
+        if self.is_meta:
+            assert self.tensor is not None  # it holds no memory and is kept
+            same = view.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata
+            return int(view.storage_offset()) - self.storage_offset if same else None
+        if not self.address <= view.data_ptr() < self.end_address:
+            return None
+        return (view.data_ptr() - self.address) // view.element_size()
+
+
+class SourceIndex:
+    """Watches the `(name, tensor)` pairs of an update go by and finds the name of a view.
+
+    Models rename, split and stack while they load, and some hand experts to a thread pool, so
+    neither the name nor the object survives until a parameter is written. The address does: a
+    view lies inside the memory of the tensor it was taken from. What was made anew (a transpose
+    that was copied, a fused weight taken apart) is put down to the pair that went by last.
+
+    Args:
+        keeps_tensors: hold every tensor until `forget_tensors`. A checkpoint is not held: a tensor
+            is let go of when the next one is asked for, unless it may be fused experts that no
+            loader has taken so far (`left`).
+    """
+
+    def __init__(self, keeps_tensors: bool = True) -> None:
+        self._keeps_tensors = keeps_tensors
+        self.names: list[str] = []
+        self.nbytes = 0
+        self.consumed: set[str] = set()
+        self._current: Source | None = None
+        self._starts: list[int] = []
+        self._sources: list[Source] = []
+        # A tensor on `meta` has no address, but a storage (and this keeps it alive).
+        self._on_meta: dict[int, Source] = {}
+        self._lock = threading.Lock()
+
+    def watch(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass the pairs on, remembering them.
+
+        A scale goes by under the name of its weight, so that it meets the same loader with the
+        same shard or expert. Models may not know its own name: SGLang's Llama renames
+        `weight_scale_inv` to `weight_scale` and then drops what it can't find.
+        """
+        for name, tensor in weights:
+            with self._lock:
+                source = Source(name, tensor, weight_name_of(name), len(self.names))
+                self.names.append(name)
+                self.nbytes += tensor.numel() * tensor.element_size()
+                self._current = source
+                self._remember(source)
+            yield source.weight_name, tensor
+            del tensor
+            if not self._keeps_tensors and not source.is_meta:
+                with self._lock:
+                    if source.name in self.consumed or len(source.shape) != 3:
+                        source.tensor = None
+
+    def _remember(self, source: Source) -> None:
+        if source.is_meta:
+            assert source.tensor is not None
+            self._on_meta[source.tensor.untyped_storage()._cdata] = source
+            return
+        first = bisect.bisect_left(self._starts, source.address)
+        end = bisect.bisect_right(self._starts, source.address, lo=first)
+        if not self._keeps_tensors:
+            # Tensors come and go, and their memory is used again: who had any of it before is gone.
+            if first and self._sources[first - 1].end_address > source.address:
+                first -= 1
+            end = max(end, bisect.bisect_left(self._starts, source.end_address, lo=first))
+        self._starts[first:end] = [source.address]
+        self._sources[first:end] = [source]
+
+    def find(self, view: torch.Tensor) -> Source | None:
+        """The sent tensor that `view` was taken from, and mark its name as used."""
+        with self._lock:
+            source = self._current
+            if view.device.type == "meta":
+                source = self._on_meta.get(view.untyped_storage()._cdata, source)
+            else:
+                address = view.data_ptr()
+                if source is None or not source.address <= address < source.end_address:
+                    at = bisect.bisect_right(self._starts, address) - 1
+                    if at >= 0 and address < self._sources[at].end_address:
+                        source = self._sources[at]
+            if source is not None:
+                self.consumed.add(source.name)
+            return source
+
+    def unused(self) -> list[str]:
+        """Names that no parameter's loader was called for, in the order they were sent."""
+        return [name for name in dict.fromkeys(self.names) if name not in self.consumed]
+
+    def left(self) -> list[Source]:
+        """What no parameter's loader was called for."""
+        sent = (*self._sources, *self._on_meta.values())
+        return [
+            source
+            for source in sent
+            if source.name not in self.consumed and source.tensor is not None
+        ]
+
+    def forget_tensors(self) -> None:
+        """Let go of the sender's memory; the names stay."""
+        self._current, self._starts, self._sources = None, [], []
+        self._on_meta = {}

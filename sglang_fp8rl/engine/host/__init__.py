@@ -1,0 +1,1 @@
+"""The seam to SGLang's server: hooks, registration, status, routes."""

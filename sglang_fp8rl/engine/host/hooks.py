@@ -1,0 +1,131 @@
+"""Every hook this plugin puts into SGLang, each with its reason and when it can go.
+
+They are registered with SGLang's own `HookRegistry` and do nothing for models that are served with
+another quantization method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .attach import attach_to_model
+from .model_choice import choose_as_for_fp8, leave_draft_model
+from .plan_route import add_plan_route
+from .status import add_status
+from .update_calls import end_session, flattened_bucket, note_released_weights, update_hook
+
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One hook: where, what kind, by which function, why, and when it can go."""
+
+    target: str
+    kind: str
+    function: Callable[..., Any]
+    reason: str
+    until: str
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.model_loader.utils.get_model_architecture",
+        "AROUND",
+        choose_as_for_fp8,
+        "Mixtral with fused experts is for quantization methods of a list; this one is served like `fp8`",
+        "SGLang asks the method, or has one Mixtral",
+    ),
+    Hook(
+        "sglang.srt.model_loader.loader._initialize_model",
+        "BEFORE",
+        leave_draft_model,
+        "a draft model inherits its target's quantization; it stays in high precision unless asked for",
+        "SGLang leaves drafts alone by default",
+    ),
+    Hook(
+        "sglang.srt.model_loader.loader._initialize_model",
+        "AFTER",
+        attach_to_model,
+        "the one place every loader builds a model in: loaders are wrapped before they run",
+        "SGLang gives quantization methods the model they were built into",
+    ),
+    Hook(
+        f"{_MANAGER}.update_weights_from_tensor",
+        "AROUND",
+        update_hook("tensor", "UpdateWeightsFromTensorReqOutput", sessions=True),
+        "clients without sessions; a payload that can't be read must not end the scheduler; one "
+        "rank's failure must reach the client",
+        "SGLang answers failed updates and gathers outcomes over ranks",
+    ),
+    Hook(
+        f"{_MANAGER}.update_weights_from_distributed",
+        "AROUND",
+        update_hook("distributed", "UpdateWeightsFromDistributedReqOutput", sessions=True),
+        "as above",
+        "as above",
+    ),
+    Hook(
+        f"{_MANAGER}.update_weights_from_disk",
+        "AROUND",
+        update_hook("disk", "UpdateWeightFromDiskReqOutput", sessions=False),
+        "a failed update from disk is rolled back by loading again, and that may raise too",
+        "SGLang answers failed updates",
+    ),
+    Hook(
+        f"{_MANAGER}.update_weights_from_ipc",
+        "AROUND",
+        update_hook("ipc", "UpdateWeightsFromIPCReqOutput", sessions=False),
+        "as for tensors",
+        "as for tensors",
+    ),
+    Hook(
+        f"{_MANAGER}.end_weight_update",
+        "AROUND",
+        end_session,
+        "a session that ends with half of an FP8 pair has to fail",
+        "SGLang knows pairs of weight and scale",
+    ),
+    Hook(
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+        "._update_weights_from_flattened_bucket",
+        "AROUND",
+        flattened_bucket,
+        "a bucket that is replayed needs none of its tensors as objects",
+        "SGLang hands load_weights the bucket itself",
+    ),
+    Hook(
+        f"{_MANAGER}.release_memory_occupation",
+        "AFTER",
+        note_released_weights,
+        "memory that was released and resumed holds anything until a full update; the status says so",
+        "SGLang tells the model that its weights are gone",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        "AFTER",
+        add_status,
+        "the status section of /server_info; the plan, to a request that asks for it",
+        "SGLang lets plugins add to internal_states",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
+        "AFTER",
+        add_plan_route,
+        "made in every process that serves HTTP, when SGLang's app is there and not yet serving: "
+        "it gets the route GET /fp8rl/plan",
+        "SGLang lets plugins add routes",
+    ),
+)
+
+
+def register_hooks(*, has_sessions: bool) -> None:
+    """Hand the hooks to SGLang's registry; `load_plugins()` applies them."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in HOOKS:
+        if hook.function is end_session and not has_sessions:
+            continue
+        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])

@@ -1,0 +1,50 @@
+"""What SGLang decides from the quantization's name before it builds a model, decided as for `fp8`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ...config import QUANTIZATION_METHOD
+from ..modules.config import Fp8BlockwiseOnlineConfig
+
+logger = logging.getLogger(__name__)
+
+
+def choose_as_for_fp8(original: Callable[..., Any], model_config: Any) -> Any:
+    """`get_model_architecture`: Mixtral with fused experts, which SGLang has for a list of methods.
+
+    Methods that are not in the list get a Mixtral of single linear layers, expert by expert.
+    """
+    if model_config.quantization != QUANTIZATION_METHOD:
+        return original(model_config)
+    model_config.quantization = "fp8"
+    try:
+        return original(model_config)
+    finally:
+        model_config.quantization = QUANTIZATION_METHOD
+
+
+def leave_draft_model(
+    model_config: Any, load_config: Any, quant_config: Any = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `_initialize_model`: a draft model is built unquantized unless that was asked for.
+
+    SGLang hands a draft (an embedded MTP layer too) its target's quantization. Asked for is what
+    `--speculative-draft-model-quantization` says; SGLang before 0.5.23 does not tell whether it did.
+    """
+    if (
+        isinstance(quant_config, Fp8BlockwiseOnlineConfig)
+        and getattr(model_config, "is_draft_model", False)
+        and not _draft_was_asked_for()
+    ):
+        logger.info("fp8rl: the draft model stays in high precision")
+        quant_config = None
+    return (model_config, load_config, quant_config), {}
+
+
+def _draft_was_asked_for() -> bool:
+    from sglang.srt.runtime_context import get_server_args
+
+    return bool(getattr(get_server_args(), "_speculative_draft_quantization_explicitly_set", False))

@@ -1,0 +1,217 @@
+"""The plan of a model without its weights: SGLang's own model class, built on the `meta` device.
+
+A process of its own goes through SGLang's own start, as rank 0 of `tp_size`, up to the place where
+a loader builds the model, shows its loaders every name of the checkpoint on `meta`, and leaves with
+the document that a server would give. The other ranks are not there: torch's `fake` process group
+stands in for them, and every rank decides alike, from its own shard's shape. Needs `config.json`, no
+weights, no GPU and no memory to speak of.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...config import QUANTIZATION_METHOD
+from ...errors import Fp8RlError, HostError
+from ...platforms import PLATFORM_NAME
+
+_TIMEOUT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a server would serve, on each of its ranks.
+
+    Attributes:
+        document: as from `GET /fp8rl/plan` (`plan_schema.json`).
+    """
+
+    model: str
+    document: dict[str, Any]
+
+    @property
+    def modules(self) -> list[dict[str, str]]:
+        """`module`, `scheme`, `reason`, as in the status section of a running server."""
+        return self.document["modules"]
+
+    @property
+    def fp8_bytes(self) -> int:
+        """Of the weights that are FP8, on one rank."""
+        return self.document["fp8_bytes"]
+
+    @property
+    def schemes(self) -> dict[str, int]:
+        return dict(Counter(row["scheme"] for row in self.modules))
+
+
+def make_plan(
+    model: str,
+    *,
+    tp_size: int = 1,
+    ep_size: int = 1,
+    options: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Plan:
+    """Plan a model in a process of its own; imports no SGLang here.
+
+    Args:
+        model: a directory with `config.json`, or a name that SGLang resolves.
+        options: of `fp8_blockwise_online`, as in the model's `quantization_config`.
+
+    Raises:
+        HostError: the model can't be built or has a module that can't be served; with its reason.
+    """
+    argv = [
+        f"--model-path={model}",
+        f"--tp-size={tp_size}",
+        f"--ep-size={ep_size}",
+        f"--quantization={QUANTIZATION_METHOD}",
+    ]
+    argv += ["--skip-tokenizer-init", "--load-format=dummy", "--device=cpu"]
+    if options:
+        override = {"quantization_config": dict(options)}
+        argv.append(f"--json-model-override-args={json.dumps(override)}")
+    if trust_remote_code:
+        argv.append("--trust-remote-code")
+    with tempfile.TemporaryDirectory(prefix="sglang-fp8rl-plan-") as directory:
+        answer_path, log_path = Path(directory, "answer.json"), Path(directory, "log")
+        with log_path.open("wb") as log:
+            outcome = _run_child([str(answer_path), str(tp_size), *argv], log)
+        if not answer_path.exists():
+            tail = log_path.read_text(errors="replace")[-2000:]
+            raise HostError(
+                model,
+                f"SGLang did not come to build the model ({outcome}):\n{tail}",
+                "the plan needs a config.json that this SGLang knows",
+                "Try `python -m sglang.launch_server` with the same model.",
+            )
+        answer = json.loads(answer_path.read_text())
+    if "error" in answer:
+        raise HostError(
+            model, answer["error"], f"{QUANTIZATION_METHOD} can't serve it at tp {tp_size}", ""
+        )
+    return Plan(model, answer["document"])
+
+
+def _run_child(args: list[str], log: Any) -> str:
+    """How it ended, in words."""
+    env = {
+        **os.environ,
+        "SGLANG_PLATFORM": PLATFORM_NAME,
+        "CUDA_VISIBLE_DEVICES": "",
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * int(args[1])),
+        # Rank 0 would wait for the others to open its queue.
+        "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false",
+    }
+    # SGLang's scheduler sends SIGQUIT to its parent when it fails. The parent is this process.
+    before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", __spec__.name, *args],
+            env=env,
+            stdout=log,
+            stderr=log,
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
+        )
+        return f"exit status {ended.returncode}"
+    except subprocess.TimeoutExpired:
+        return f"not done after {_TIMEOUT_SECONDS} s"
+    finally:
+        signal.signal(signal.SIGQUIT, before)
+
+
+# -- in the child ------------------------------------------------------------------------------
+
+
+class _Built(BaseException):
+    """Leaves SGLang's start once the model is built. Not an `Exception`: SGLang catches those."""
+
+
+def _child(answer_path: Path, tp_size: int, argv: list[str]) -> None:
+    """Side effects on the host: this process has a fake process group, and ends afterwards."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    answer: dict[str, Any] = {}
+
+    def build_on_meta(
+        original: Any, model_config: Any, load_config: Any, quant_config: Any = None
+    ) -> None:
+        import torch
+
+        try:
+            with torch.device("meta"):
+                model = original(model_config, load_config, quant_config)
+            quant_config.settle(model)
+            answer["document"] = _document(model, model_config, quant_config)
+        except Fp8RlError as error:
+            answer["error"] = str(error) or type(error).__name__
+            raise _Built from error
+        raise _Built
+
+    HookRegistry.register(
+        "sglang.srt.model_loader.loader._initialize_model", build_on_meta, HookType.AROUND
+    )
+    load_plugins()
+    _fake_other_ranks(tp_size)
+    try:
+        _start_scheduler(argv)
+    except _Built:
+        answer_path.write_text(json.dumps(answer))
+        os._exit(0)  # SGLang's threads and sockets are of no use any more
+
+
+def _document(model: Any, model_config: Any, quant_config: Any) -> dict[str, Any]:
+    from ..model.checkpoint_names import meta_tensors
+    from ..refit import ModelRefit
+
+    refit = ModelRefit(model, quant_config.options, quant_config.schemes)
+    refit.attach()
+    refit.probe_names = functools.partial(
+        meta_tensors, model_config.model_path, model_config.hf_config
+    )
+    return refit.plan()
+
+
+def _fake_other_ranks(tp_size: int) -> None:
+    """A world of `tp_size` in which nobody answers: SGLang finds it there and starts no other."""
+    import torch.distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp_size)
+    native = torch.distributed.new_group
+
+    def new_fake_group(*args: Any, **kwargs: Any) -> Any:
+        return native(*args, **(kwargs | {"backend": "fake", "pg_options": None}))
+
+    torch.distributed.new_group = new_fake_group
+
+
+def _start_scheduler(argv: list[str]) -> None:
+    """As SGLang's launcher starts rank 0."""
+    from sglang.srt.managers import scheduler as host
+    from sglang.srt.server_args import PortArgs, prepare_server_args
+
+    server_args = prepare_server_args(argv)
+    ranks: dict[str, Any] = {"gpu_id": 0, "tp_rank": 0, "pp_rank": 0, "dp_rank": None}
+    if "attn_cp_rank" in host.run_scheduler_process.__code__.co_varnames:  # 0.5.16
+        ranks |= {"attn_cp_rank": 0, "moe_dp_rank": 0, "moe_ep_rank": 0}
+    host.run_scheduler_process(
+        server_args, PortArgs.init_new(server_args), pipe_writer=None, **ranks
+    )
+
+
+if __name__ == "__main__":
+    _child(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,61 @@
+"""The section `fp8rl` of `internal_states` in `GET /server_info`. Plain types only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ... import __version__
+from ...wire.layout_text import VERSION as FLAT_LAYOUT_VERSION
+from ..refit import ModelRefit
+from .attach import refit_of
+from .plan_route import plan_state
+
+
+def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
+    """What a user wants to know of a running server, as JSON types.
+
+    Args:
+        refit: of the served model.
+        session_open: whether `begin_weight_update` was called and `end_weight_update` was not.
+    """
+    report = refit.report
+    problems = report.problems()
+    problems += list(refit.pairs.open_halves().values())
+    if session_open:
+        problems.append("a weight-update session is open: call end_weight_update()")
+    schemes = Counter(scheme.granularity.value for scheme in refit.schemes.values())
+    shown = report.current if report.current.calls else report.last
+    return {
+        "version": __version__,
+        "schemes": dict(schemes),
+        "fp8_bytes": sum(
+            target.parameter.numel() for target in refit.targets.values() if target.is_fp8
+        ),
+        "bf16_bytes_replaced": sum(
+            2 * target.parameter.numel() for target in refit.targets.values() if target.is_fp8
+        ),
+        "last_refit": report.as_dict(shown),
+        "flat_layout": FLAT_LAYOUT_VERSION,
+        "replay": refit.recipes.as_dict(),
+        "consistent": not problems,
+        "problems": problems,
+        "plan": [
+            {"module": name, "scheme": scheme.granularity.value, "reason": scheme.reason}
+            for name, scheme in refit.schemes.items()
+        ],
+    }
+
+
+def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
+    """`GET /server_info`: one more section; or the plan, to a request for it."""
+    refit = refit_of(scheduler.tp_worker.model_runner.model)
+    if refit is None:
+        return result
+    plan = plan_state(refit, recv_req)
+    if plan is not None:
+        result.internal_state = plan
+        return result
+    session = getattr(scheduler.weight_updater, "_session", None)
+    result.internal_state["fp8rl"] = status_section(refit, session_open=session is not None)
+    return result

@@ -1,0 +1,1 @@
+"""The final copies of a loader, seen from inside."""

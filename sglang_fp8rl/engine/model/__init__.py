@@ -1,0 +1,1 @@
+"""The served model: its parameters, where names land, what is derived from weights."""

@@ -1,0 +1,155 @@
+"""Weights that SGLang derives from others after it loaded them: never stale, never moved.
+
+MLA is the case that matters: `kv_b_proj` is served as `w_kc` and `w_vc`, plain attributes of the
+attention module, computed by the model's `post_load_weights`. SGLang's own `load_weights` calls it as
+its last step. Here it is called too where that step is not reached: after a replayed bucket, and
+after a call that failed half-way, for what it had stored by then.
+
+Packed scales (`ue8m0.py`) and copies that SGLang keeps of a weight (`kept_copies.py`) are made again
+at the end of every update call, session or not.
+
+CUDA graphs hold addresses. Some derivations bind a new tensor (`w_scale` of an FP8 `kv_b_proj` on every
+update), so what changed its place during an update is copied back into the old one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...errors import HostError, RefitError
+from ...scheme import Granularity
+from .kept_copies import KeptCopies
+
+_Place = tuple[torch.nn.Module, str]
+
+
+class DerivedWeights:
+    """The derived weights of one model.
+
+    Args:
+        model: as SGLang built it, before or after its first load.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self._kept_copies = KeptCopies(model)
+        methods = ((getattr(one, "quant_method", None), one) for one in self._modules.values())
+        self._quantized: list[Any] = [pair for pair in methods if hasattr(pair[0], "served")]
+        self._derive: Any = getattr(model, "post_load_weights", None)
+        self._takes_names = self._derive is not None and (
+            "weight_names" in inspect.signature(self._derive).parameters
+        )
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether this model derives anything after loading."""
+        return self._derive is not None
+
+    def refresh(self, names: Iterable[str]) -> None:
+        """Derive again what depends on these weights, from the bytes that are served now."""
+        names = list(names)
+        if self._derive is None or not names:
+            return
+        with torch.no_grad(), self.in_place():
+            if self._takes_names:
+                self._derive(weight_names=names)
+            else:
+                self._derive()
+
+    def end_of_update(self) -> None:
+        """What no loader knows of: packed scales (`ue8m0.py`) and copies (`kept_copies.py`)."""
+        self._pack_scales()
+        self._kept_copies.renew()
+
+    def _pack_scales(self) -> None:
+        for method, layer in self._packed():
+            method.derive(layer)
+
+    def _packed(self) -> Iterator[tuple[Any, torch.nn.Module]]:
+        return (pair for pair in self._quantized if pair[0].served is not None)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Whatever tensor attribute a module binds anew in here has its value in the old memory.
+
+        Raises:
+            RefitError: the new value does not fit there.
+        """
+        before = dict(self._tensors())
+        try:
+            yield
+        finally:
+            self._put_back(before)
+
+    def _put_back(self, before: dict[_Place, torch.Tensor]) -> None:
+        for (module, attribute), old in before.items():
+            new: Any = vars(module).get(attribute, module._buffers.get(attribute))
+            if new is old:
+                continue
+            if not _fits(new, old):
+                raise RefitError(
+                    f"{self._name_of(module)}.{attribute}",
+                    f"{_described(new)} instead of {_described(old)}",
+                    "a derived weight keeps its shape, dtype and address, for captured graphs use it",
+                    "Restart the server on these weights.",
+                )
+            with torch.no_grad():
+                old.copy_(new)
+            setattr(module, attribute, old)
+
+    def _tensors(self) -> Iterator[tuple[_Place, torch.Tensor]]:
+        """Tensors that are neither parameters nor part of one: attributes and buffers."""
+        for module in self._modules.values():
+            for attributes in (vars(module), module._buffers):
+                for attribute, value in attributes.items():
+                    if isinstance(value, torch.Tensor) and not isinstance(
+                        value, torch.nn.Parameter
+                    ):
+                        yield (module, attribute), value
+
+    def _name_of(self, module: torch.nn.Module) -> str:
+        return next(name for name, one in self._modules.items() if one is module)
+
+
+def check_derivable(model: torch.nn.Module) -> None:
+    """What SGLang derives from a weight has to know how that weight is quantized.
+
+    Raises:
+        HostError: this SGLang would read row scales of `kv_b_proj` as block scales (before the version
+            that asks the layer for its block size).
+    """
+    from sglang.srt.models.deepseek_common import deepseek_weight_loader
+
+    if hasattr(deepseek_weight_loader, "_resolve_layer_weight_block_size"):
+        return
+    for name, module in model.named_modules():
+        method: Any = getattr(getattr(module, "kv_b_proj", None), "quant_method", None)
+        scheme = getattr(method, "fp8rl_scheme", None)
+        if scheme is not None and scheme.granularity is Granularity.PER_CHANNEL:
+            raise HostError(
+                f"{name}.kv_b_proj",
+                scheme.reason,
+                "this SGLang derives w_kc and w_vc from blocks only",
+                "Add kv_b_proj to ignored_layers, or use a newer SGLang (0.5.23 can).",
+            )
+
+
+def _fits(new: Any, old: torch.Tensor) -> bool:
+    return (
+        isinstance(new, torch.Tensor)
+        and new.shape == old.shape
+        and new.dtype == old.dtype
+        and new.device == old.device
+    )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return repr(value)

@@ -1,0 +1,112 @@
+"""Fused weights whose parts SGLang joins only if they come in one call: each is taken by itself.
+
+MLA models read `q_a_proj` and `kv_a_proj_with_mqa` into one weight. SGLang keeps the first of them
+in a local variable of `load_weights` until the second comes, and forgets it at the end of the call;
+an FP8 weight and its scale, which go by under one name, would overwrite each other there. A bucket
+may end anywhere, so each part has a loader of its own here: its rows of the fused weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ...scheme import Granularity
+
+_FUSED = "fused_qkv_a_proj_with_mqa"
+_PARTS = ("q_a_proj", "kv_a_proj_with_mqa")
+
+LoadWeights = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a checkpoint that fills some rows of a fused parameter."""
+
+    parameter: Any
+    name: str
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """Hand it to the parameter's loader, as any model does."""
+        self.parameter.weight_loader(self.parameter, tensor, self.name)
+
+
+def load_parts_singly(model: torch.nn.Module) -> LoadWeights:
+    """The model's `load_weights`, which from now on takes every part in whatever call it comes.
+
+    Side effects on the host: the fused parameters' `weight_loader` takes a part's name as its third
+    argument, and their modules have `fp8rl_part_rows`, the rows of each part.
+
+    Raises:
+        ConfigError: a block of the fused weight would reach over two parts.
+    """
+    parts = dict(_parts_of(model))
+    native: LoadWeights = model.load_weights  # type: ignore[assignment]
+    if not parts:
+        return native
+
+    def others(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            part = parts.get(name)
+            if part is None:
+                yield name, tensor
+            else:
+                part.load(tensor)
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kw: Any) -> Any:
+        return native(others(weights), *args, **kw)
+
+    return load_weights
+
+
+def _parts_of(model: torch.nn.Module) -> Iterator[tuple[str, Part]]:
+    for prefix, attention in model.named_modules():
+        fused: Any = getattr(attention, _FUSED, None)
+        weight = getattr(fused, "weight", None)
+        if weight is None:
+            continue
+        first = int(attention.q_lora_rank)
+        rows = dict(zip(_PARTS, (first, weight.shape[0] - first), strict=True))
+        _check_blocks(f"{prefix}.{_FUSED}", fused, first)
+        fused.fp8rl_part_rows = rows
+        _set_loader(weight, _loader_of(weight.weight_loader, rows))
+        for name in _PARTS:
+            yield f"{prefix}.{name}.weight", Part(weight, name)
+
+
+def _loader_of(native: Callable[..., Any], rows: dict[str, int]) -> Callable[..., Any]:
+    starts = dict(zip(_PARTS, (0, rows[_PARTS[0]]), strict=True))
+
+    def weight_loader(parameter: Any, loaded: torch.Tensor, part: str | None = None) -> None:
+        if part is None:
+            native(parameter, loaded)
+        else:
+            parameter.data.narrow(0, starts[part], rows[part]).copy_(loaded)
+
+    return weight_loader
+
+
+def _set_loader(parameter: Any, loader: Callable[..., Any]) -> None:
+    if isinstance(getattr(type(parameter), "weight_loader", None), property):
+        parameter._weight_loader = loader
+    else:
+        parameter.weight_loader = loader
+
+
+def _check_blocks(name: str, fused: Any, first: int) -> None:
+    scheme = getattr(fused.quant_method, "fp8rl_scheme", None)
+    if scheme is None or scheme.granularity is not Granularity.BLOCKWISE:
+        return
+    block_n = fused.quant_method.quant_config.options.weight_block_size[0]
+    if first % block_n:
+        raise ConfigError(
+            name,
+            f"q_lora_rank {first}",
+            f"its parts {' and '.join(_PARTS)} are cut at a multiple of block_n {block_n}, or one "
+            "block would belong to both",
+            "Add the module to ignored_layers.",
+        )

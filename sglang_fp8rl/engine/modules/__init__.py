@@ -1,0 +1,1 @@
+"""The quantization methods of SGLang's layers, and their configuration."""

@@ -1,0 +1,155 @@
+"""`--quantization fp8_blockwise_online`: the configuration SGLang asks for a method per layer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+from ...config import QUANTIZATION_METHOD, IgnoredLayers, Options
+from ...errors import ConfigError, HostError
+from ...scheme import Granularity, Scheme
+from ..model.derived_weights import check_derivable
+from .linear import Fp8BlockwiseOnlineLinearMethod
+from .moe import Fp8BlockwiseOnlineMoEMethod, unquantized_experts
+from .vision_towers import leave_vision_towers
+
+# For models that fuse but declare no `packed_modules_mapping`.
+_FUSED_PARTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+class Fp8BlockwiseOnlineConfig(Fp8Config):
+    """Options, and what they decided for every module of one model.
+
+    It is an `Fp8Config` that declares an FP8 block checkpoint, so SGLang allocates the buffers,
+    picks the kernels and passes its `isinstance` checks as for one. One object belongs to one
+    model; `schemes` fills up while the model is built.
+    """
+
+    def __init__(
+        self,
+        options: Options | None = None,
+        packed_modules_mapping: Mapping[str, Any] | None = None,
+        num_layers: int | None = None,
+    ) -> None:
+        # Without a `quantization_config` SGLang calls this with nothing: the environment's
+        # ignored layers count all the same.
+        self.options = Options.from_dict({}) if options is None else options
+        super().__init__(
+            is_checkpoint_fp8_serialized=True,
+            activation_scheme="dynamic",
+            weight_block_size=list(self.options.weight_block_size),
+            **_activation_arguments(self.options),
+        )
+        # What `Fp8Config` read from the environment is in `options` too, with stricter matching.
+        self.ignored_layers: list[str] = []
+        mapping = {**_FUSED_PARTS, **(packed_modules_mapping or {})}
+        self._ignored = IgnoredLayers(self.options.patterns, mapping)
+        self._num_layers = num_layers
+        self._patterns_used: set[str] = set()
+        self.schemes: dict[str, Scheme] = {}
+        # Modules that can't be served as asked, unless the built model shows that they are not to be.
+        self.refused: dict[str, ConfigError] = {}
+
+    def get_name(self) -> str:
+        return QUANTIZATION_METHOD
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """FP8 tensor cores: Ada, Hopper and newer."""
+        return 89
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None) -> str | None:
+        return None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Fp8BlockwiseOnlineConfig:
+        """Read the model's `quantization_config`.
+
+        Raises:
+            ConfigError: an unknown key or a value that can't be served.
+        """
+        hf_config = config.get("hf_config")
+        text_config = getattr(hf_config, "text_config", hf_config)
+        return cls(
+            Options.from_dict(config),
+            config.get("packed_modules_mapping"),
+            getattr(text_config, "num_hidden_layers", None),
+        )
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        from sglang.srt.layers.linear import LinearBase
+        from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+        if not isinstance(layer, (LinearBase, FusedMoE)):
+            return None
+        is_linear = isinstance(layer, LinearBase)
+        patterns = self._ignored.match(prefix)
+        self._patterns_used.update(patterns)
+        reason = self.options.layer_reason(prefix, self._num_layers)
+        if patterns:
+            reason = f"ignored_layers: {', '.join(patterns)}"
+        if reason:
+            self.record_scheme(prefix, Scheme(Granularity.HIGH_PRECISION, reason))
+            return UnquantizedLinearMethod() if is_linear else unquantized_experts(layer)
+        if is_linear:
+            return Fp8BlockwiseOnlineLinearMethod(self, prefix)
+        return Fp8BlockwiseOnlineMoEMethod(self, prefix)
+
+    def record_scheme(self, prefix: str, scheme: Scheme) -> None:
+        self.schemes[prefix] = scheme
+
+    def settle(self, model: torch.nn.Module) -> None:
+        """What can be said only when SGLang has built the model, before anything is loaded.
+
+        Raises:
+            ConfigError, HostError: a module that can't be served as asked, a pattern without one.
+        """
+        leave_vision_towers(model)
+        for error in self.refused.values():
+            raise error
+        check_derivable(model)
+        self.check_patterns_used()
+
+    def check_patterns_used(self) -> None:
+        """An `ignored_layers` entry that matches nothing is a typing error, not a wish.
+
+        Raises:
+            ConfigError: naming the first pattern without a module.
+        """
+        for pattern in self.options.patterns:
+            if pattern not in self._patterns_used:
+                raise ConfigError(
+                    "ignored_layers",
+                    repr(pattern),
+                    f"matches none of the {len(self.schemes)} linear modules, for example "
+                    f"{', '.join(list(self.schemes)[:3])}",
+                    "Correct the prefix; `sglang-fp8rl plan MODEL` lists them all.",
+                )
+
+
+def _activation_arguments(options: Options) -> dict[str, str]:
+    """How SGLang is asked for power-of-two activation scales.
+
+    Raises:
+        HostError: this SGLang can't be asked.
+    """
+    if not options.use_activation_pow2_scale:
+        return {}
+    if "scale_fmt" not in inspect.signature(Fp8Config.__init__).parameters:
+        raise HostError(
+            "use_activation_pow2_scale",
+            "True",
+            "this SGLang has no way to ask its kernels for power-of-two activation scales",
+            "Use a newer SGLang (0.5.23 has it), or leave the option out.",
+        )
+    return {"scale_fmt": "ue8m0"}

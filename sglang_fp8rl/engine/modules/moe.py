@@ -1,0 +1,171 @@
+"""The fused-experts method: SGLang's FP8 expert buffers and runners, scheme decided by shape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoeWeightScaleSupported
+from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+from sglang.srt.utils import set_weight_attrs
+
+from ...errors import ConfigError
+from ...scheme import Granularity, Scheme, decide_scheme, expert_misalignment
+from .packed_scales import ServedWithPackedScales, takes_packed_scales
+
+if TYPE_CHECKING:
+    from .config import Fp8BlockwiseOnlineConfig
+
+
+class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
+    """W8A8 experts whose FP8 weights are written by quantizing what their loader loads.
+
+    Blockwise experts are allocated, post-processed and run by SGLang's own code. Experts whose
+    shard fails alignment are stored per channel and run by SGLang's Triton runner
+    (`per_channel_quant`), the path of its channel-wise FP8 checkpoints.
+
+    Args:
+        quant_config: the model's configuration.
+        prefix: the module's full name.
+    """
+
+    quant_config: Fp8BlockwiseOnlineConfig
+
+    def __init__(self, quant_config: Fp8BlockwiseOnlineConfig, prefix: str) -> None:
+        super().__init__(quant_config)
+        self.prefix = prefix
+        self.fp8rl_scheme: Scheme | None = None
+        self.served: ServedWithPackedScales | None = None
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Decide the scheme, then allocate `w13_weight`, `w2_weight` and their scales.
+
+        Side effects on the host: registers on `layer` FP8 weights `[E, 2I, H]` and `[E, H, I]` with
+        FP32 `*_weight_scale_inv` (one per 128×128 block) or `*_weight_scale` (`[E, rows, 1]`).
+        """
+        if extra_weight_attrs.get("with_bias"):
+            raise ConfigError(
+                self.prefix,
+                "experts with biases (gpt-oss)",
+                "they are published in MXFP4, and no FP8 path of this method carries their biases",
+                "Serve the model with its own quantization, or add the module to ignored_layers.",
+            )
+        options = self.quant_config.options
+        reason = expert_misalignment(
+            hidden_size=hidden_size,
+            intermediate_size_per_partition=intermediate_size_per_partition,
+            block_size=options.weight_block_size,
+        )
+        falls_back = reason and options.granularity == "blockwise"
+        if falls_back and options.misaligned != "per_channel":
+            raise ConfigError(
+                self.prefix,
+                reason,
+                f"misaligned={options.misaligned!r} can't hold fused experts: they fall back per "
+                "channel or not at all",
+                "Set misaligned to 'per_channel', add the module to ignored_layers, or use "
+                "another tensor-parallel or expert-parallel size.",
+            )
+        self.fp8rl_scheme = decide_scheme(reason, options.misaligned, options.granularity)
+        self.quant_config.record_scheme(self.prefix, self.fp8rl_scheme)
+        self.block_quant = self.fp8rl_scheme.granularity is Granularity.BLOCKWISE
+        if self.block_quant:
+            super().create_weights(
+                layer,
+                num_experts,
+                hidden_size,
+                intermediate_size_per_partition,
+                params_dtype,
+                **extra_weight_attrs,
+            )
+        else:
+            self._create_per_channel(
+                layer,
+                num_experts,
+                hidden_size,
+                intermediate_size_per_partition,
+                **extra_weight_attrs,
+            )
+        for name, parameter in layer.named_parameters(recurse=False):
+            if "_weight_scale" in name:
+                # A scale that was never written has to be seen, not multiplied with.
+                parameter.data.fill_(float("nan"))
+
+    def _create_per_channel(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        self.weight_block_size = None
+        shards = 2 if layer.moe_runner_config.is_gated else 1
+        attributes = {
+            **extra_weight_attrs,
+            "quant_method": FusedMoeWeightScaleSupported.CHANNEL.value,
+        }
+        for name, rows, columns in (
+            ("w13", shards * intermediate_size, hidden_size),
+            ("w2", hidden_size, intermediate_size),
+        ):
+            weight = torch.empty(num_experts, rows, columns, dtype=torch.float8_e4m3fn)
+            scale = torch.empty(num_experts, rows, 1, dtype=torch.float32)
+            for leaf, data in ((f"{name}_weight", weight), (f"{name}_weight_scale", scale)):
+                parameter = torch.nn.Parameter(data, requires_grad=False)
+                layer.register_parameter(leaf, parameter)
+                set_weight_attrs(parameter, attributes)
+            setattr(layer, f"{name}_input_scale", None)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Idempotent: SGLang calls it after the first load and at the end of every session."""
+        if not self.block_quant:
+            return
+        if self._reads_packed_scales(layer):
+            self.derive(layer)
+        else:
+            super().process_weights_after_loading(layer)
+
+    def _reads_packed_scales(self, layer: Any) -> bool:
+        is_deepgemm = self.is_deepgemm_moe_runner_backend_enabled()
+        return is_deepgemm and takes_packed_scales(layer, layer.w13_weight, is_moe=True)
+
+    def derive(self, layer: Any) -> None:
+        """At the end of every update: what the kernels read beside the canonical scales."""
+        if self.served is not None:
+            self.served.derive()
+        elif self.block_quant and self._reads_packed_scales(layer):
+            leaves = [(name, f"{name}_scale_inv") for name in ("w13_weight", "w2_weight")]
+            self.served = ServedWithPackedScales(layer, leaves, self.prefix)
+
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
+        """SGLang's runner, on the scales in the form it reads."""
+        return super().apply(self.served or layer, dispatch_output)
+
+    def get_triton_quant_info(self, layer: Any) -> TritonMoeQuantInfo:
+        """What SGLang's Triton runner needs; per channel as its channel-wise checkpoints ask."""
+        if self.block_quant:
+            return super().get_triton_quant_info(layer)
+        return TritonMoeQuantInfo(
+            w13_weight=layer.w13_weight,
+            w2_weight=layer.w2_weight,
+            use_fp8_w8a8=True,
+            per_channel_quant=True,
+            w13_scale=layer.w13_weight_scale,
+            w2_scale=layer.w2_weight_scale,
+        )
+
+
+def unquantized_experts(layer: Any) -> UnquantizedFusedMoEMethod:
+    """SGLang's own method for experts that stay in high precision."""
+    return UnquantizedFusedMoEMethod(layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe)

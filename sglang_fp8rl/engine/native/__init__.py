@@ -1,0 +1,1 @@
+"""What SGLang's own loaders write, caught and cast."""

@@ -1,0 +1,82 @@
+"""What an update may not carry: each check answers with tensor, value, rule and remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import torch
+
+from ...errors import RefitError
+from ..model.parameters import Target, full_shape_of
+
+MAX_LISTED = 8
+
+
+def check_dtype(target: Target, name: str, loaded: torch.Tensor) -> None:
+    """Raises `RefitError` for a dtype that is neither the parameter's own nor one we cast."""
+    if loaded.dtype == target.parameter.dtype:
+        return
+    raise RefitError(
+        name,
+        f"dtype {loaded.dtype} for {target.name} ({target.parameter.dtype})",
+        "weights come in FP32, BF16 or FP16, or in float8_e4m3fn where the module is FP8",
+        "Convert it on the trainer; `sglang-fp8rl plan` says which modules take FP8.",
+    )
+
+
+def check_takes_scale(target: Target, name: str) -> None:
+    """Raises `RefitError` for a scale of a module that is not quantized."""
+    if not target.is_fp8:
+        raise RefitError(
+            name,
+            f"a scale for {target.name} ({target.parameter.dtype})",
+            "this module is served in high precision and has no scale",
+            "Send its weight in BF16 or FP32; `sglang-fp8rl plan` says which modules take FP8.",
+        )
+
+
+def check_shape(target: Target, name: str, loaded: torch.Tensor, args: tuple, kwargs: dict) -> None:
+    """Raises `RefitError` for a tensor that SGLang's loaders would cut without a word."""
+    expected = full_shape_of(target, args, kwargs)
+    if expected is not None and tuple(loaded.shape) != expected:
+        raise RefitError(
+            name,
+            f"shape {tuple(loaded.shape)}",
+            f"{target.name} takes the full, unsharded {expected}",
+            "Send the tensor as the checkpoint has it; the engine cuts this rank's shard.",
+        )
+
+
+def unknown_names_error(unknown: list[str], known: Iterable[str]) -> RefitError:
+    """`known`: names that were stored before, as trainers and checkpoints write them."""
+    near = difflib.get_close_matches(unknown[0], list(known), n=3, cutoff=0.6)
+    return RefitError(
+        listed(unknown),
+        f"{len(unknown)} name(s) that no parameter takes",
+        "every tensor sent has to land somewhere",
+        (f"Near matches: {', '.join(near)}. " if near else "")
+        + "Set unknown_names='warn' in quantization_config to let them pass.",
+    )
+
+
+def not_finite_errors(found: list[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """One line per tensor with a NaN or Inf. Synchronizes with the device once."""
+    if not found:
+        return {}
+    any_bad = torch.stack([bad.any() for _, bad in found]).cpu().tolist()
+    lines = {}
+    for (name, bad), is_bad in zip(found, any_bad, strict=True):
+        if is_bad:
+            count = int(bad.sum())
+            first = bad.nonzero()[0].tolist()
+            lines[name] = (
+                f"{name}: NaN or Inf in {count} of {bad.numel()} block(s), first at {first}; "
+                "a block that is not finite keeps its old bytes. Mend the weight and send it again"
+            )
+    return lines
+
+
+def listed(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more

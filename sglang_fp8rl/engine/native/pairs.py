@@ -1,0 +1,235 @@
+"""Weights that arrive in FP8: code and scale are stored together, or not at all."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from ...errors import RefitError
+from ...numerics.checks import has_nan_code
+from ...numerics.tp_split import Span, scale_span
+from ...scheme import Granularity
+from ..arrival.sent_tensors import Source
+from ..interception.writes import Write
+from ..model.parameters import Target
+
+
+@dataclass
+class HalfPair:
+    """What has arrived of one FP8 weight (one logical matrix of a fused layer)."""
+
+    target: Target
+    weight_name: str = ""
+    weight: torch.Tensor | None = None
+    writes: list[Write] = field(default_factory=list)
+    scale_name: str = ""
+    scale: torch.Tensor | None = None
+    # Where the halves came from; None once they were kept for another call.
+    weight_from: Source | None = None
+    scale_from: Source | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.weight is not None and self.scale is not None
+
+    def missing(self) -> tuple[str, str]:
+        """The name of the half that came, and a line on the half that did not."""
+        if self.weight is not None:
+            return self.weight_name, f"{self.weight_name}: FP8 without its scale"
+        return self.scale_name, f"{self.scale_name}: a scale without its FP8 weight"
+
+
+class PairTable:
+    """Joins FP8 weights with their scales, in whichever order they come."""
+
+    def __init__(self) -> None:
+        self._halves: dict[tuple, HalfPair] = {}
+        self._lock = threading.Lock()
+
+    def add_weight(
+        self,
+        target: Target,
+        args: tuple,
+        name: str,
+        weight: torch.Tensor,
+        writes: list[Write],
+        source: Source | None,
+    ) -> HalfPair | None:
+        """Returns the pair when this completed it."""
+        with self._lock:
+            half = self._halves.setdefault((id(target), args), HalfPair(target))
+            half.weight_name, half.weight, half.writes = name, weight, writes
+            half.weight_from = source
+            return self._take(half, (id(target), args))
+
+    def add_scale(
+        self, target: Target, args: tuple, name: str, scale: torch.Tensor, source: Source | None
+    ) -> HalfPair | None:
+        """`target` is the weight's. Returns the pair when this completed it."""
+        with self._lock:
+            half = self._halves.setdefault((id(target), args), HalfPair(target))
+            half.scale_name, half.scale, half.scale_from = name, scale, source
+            return self._take(half, (id(target), args))
+
+    def _take(self, half: HalfPair, key: tuple) -> HalfPair | None:
+        return self._halves.pop(key) if half.is_complete else None
+
+    def open_halves(self) -> dict[str, str]:
+        """Names of the halves that wait for the other one, each with a line that says so."""
+        return dict(half.missing() for half in self._halves.values())
+
+    def drop(self) -> None:
+        self._halves.clear()
+
+    def detach(self) -> None:
+        """Copy what is kept beyond the call: the sender takes its memory back after the reply."""
+        for half in self._halves.values():
+            half.weight_from = half.scale_from = None
+            if half.weight is not None:
+                kept = half.weight.clone()
+                half.writes = [_moved(write, half.weight, kept) for write in half.writes]
+                half.weight = kept
+            if half.scale is not None:
+                half.scale = half.scale.clone()
+
+
+def _moved(write: Write, old: torch.Tensor, new: torch.Tensor) -> Write:
+    assert write.source is not None
+    offset = write.source.storage_offset() - old.storage_offset()
+    source = new.as_strided(write.source.shape, write.source.stride(), offset)
+    return Write(source, write.fill, write.offset, write.shape, write.stride, write.region)
+
+
+@dataclass(frozen=True)
+class PairCopy:
+    """One block of an FP8 weight, and the scales that belong to it.
+
+    Attributes:
+        write: the codes; its source is a view of what was sent.
+        scale_source, scale_destination: FP32 [row blocks, column blocks].
+        block_n: rows of codes per row of scales.
+    """
+
+    write: Write
+    scale_source: torch.Tensor
+    scale_destination: torch.Tensor
+    block_n: int
+
+
+def store_pair(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
+    """Copy the codes, and the block scales (or row scales) that belong to this rank's part.
+
+    Returns:
+        what was copied.
+
+    Raises:
+        RefitError: the scale has the wrong shape or a value that is no scale, a code is NaN, or the
+            loader did not take a plain view. Nothing was copied.
+        QuantizationError: this rank's part starts inside a block.
+    """
+    copies = _copies_of(pair, block_size)
+    for copy in copies:
+        source = copy.write.source
+        assert source is not None
+        codes = copy.write.destination(pair.target.parameter)
+        codes.view(torch.uint8).copy_(source.view(torch.uint8))
+        copy.scale_destination.copy_(copy.scale_source)
+    return copies
+
+
+def bad_scale_error(name: str) -> RefitError:
+    return RefitError(
+        name,
+        "a scale that is not a positive finite number",
+        "every weight_scale_inv multiplies FP8 codes",
+        "Look for NaN or Inf in the trainer's weight; rows of blocks with such a scale, or the whole "
+        "tensor, keep their old bytes.",
+    )
+
+
+def nan_code_error(name: str) -> RefitError:
+    return RefitError(
+        name,
+        "a code that is NaN (0x7F or 0xFF)",
+        "every FP8 code is a number",
+        "Quantize with sglang_fp8rl.quantize_blockwise / quantize_per_channel, which refuse NaN; rows "
+        "with such a code, or the whole tensor, keep their old codes.",
+    )
+
+
+def check_numbers(codes: torch.Tensor, scale: torch.Tensor, name: str, scale_name: str) -> None:
+    """Codes and scales that arrived are numbers, the scales positive. Waits for a GPU.
+
+    Args:
+        codes: e4m3fn, or their bytes.
+
+    Raises:
+        RefitError: by name, if not.
+    """
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise bad_scale_error(scale_name)
+    if has_nan_code(codes):
+        raise nan_code_error(name)
+
+
+def _copies_of(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
+    target, weight, scale = pair.target, pair.weight, pair.scale
+    assert weight is not None
+    assert scale is not None
+    assert target.scale is not None
+    blockwise = target.granularity is Granularity.BLOCKWISE
+    block_n, block_k = block_size if blockwise else (1, weight.shape[1])
+    rows, columns = weight.shape
+    expected = (-(-rows // block_n), -(-columns // block_k))
+    if scale.dtype != torch.float32 or not _fits(scale, expected, blockwise):
+        raise RefitError(
+            pair.scale_name,
+            f"{scale.dtype} of shape {tuple(scale.shape)}",
+            f"the scale of {pair.weight_name} {tuple(weight.shape)} is FP32 of shape {expected}",
+            "Quantize with sglang_fp8rl.quantize_blockwise / quantize_per_channel, or send BF16.",
+        )
+    scale = scale.reshape(expected)
+    check_numbers(weight, scale, pair.weight_name, pair.scale_name)
+    copies = []
+    for write in pair.writes:
+        region = write.region
+        is_matrix = (
+            len(write.shape) == 2 and region is not None and region.shape[-2:] == write.shape
+        )
+        if write.source is None or not is_matrix or region is None:
+            raise RefitError(
+                pair.weight_name,
+                "a write that is not a plain block of the tensor that was sent",
+                "the scales of an FP8 tensor can only be split along with its rows and columns",
+                "Send this tensor in BF16 or FP32.",
+            )
+        first = int(write.source.storage_offset() - weight.storage_offset())
+        row, column = divmod(first, columns)
+        name = pair.weight_name
+        owned_rows = scale_span(Span(row, write.shape[0]), block_n, rows, name=name)
+        owned_columns = scale_span(Span(column, write.shape[1]), block_k, columns, name=name)
+        scales = target.scale.data
+        if scales.dim() == 3:  # one matrix per expert
+            scales = scales[region.start[0]]
+        to_row, to_column = (
+            start // block
+            for start, block in zip(region.start[-2:], (block_n, block_k), strict=True)
+        )
+        copies.append(
+            PairCopy(
+                write,
+                scale[owned_rows.start : owned_rows.stop, owned_columns.start : owned_columns.stop],
+                scales[
+                    to_row : to_row + owned_rows.size, to_column : to_column + owned_columns.size
+                ],
+                block_n,
+            )
+        )
+    return copies
+
+
+def _fits(scale: torch.Tensor, expected: tuple[int, int], blockwise: bool) -> bool:
+    shape = tuple(scale.shape)
+    return shape == expected or (not blockwise and shape == expected[:1])

@@ -1,0 +1,94 @@
+"""What the native loaders did with a bucket, tensor by tensor."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..arrival.bucket import Bucket
+from ..interception.writes import RecordedWrite, Write
+from ..model.parameters import Target
+from .pairs import HalfPair, PairCopy
+
+
+@dataclass(frozen=True)
+class RecordedPiece:
+    """One write of a recorded call: from which tensor of the bucket, into which parameter."""
+
+    position: int
+    target: Target
+    write: RecordedWrite
+
+
+@dataclass(frozen=True)
+class RecordedPair:
+    """The copies of an FP8 weight and its scale, by their positions in the bucket."""
+
+    weight: int
+    scale: int
+    target: Target
+    copies: list[PairCopy]
+
+
+class Recording:
+    """What the native loaders did with each tensor of a bucket; filled from several threads."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.pieces: list[RecordedPiece] = []
+        self.pairs: list[RecordedPair] = []
+        # Halves of pairs whose other half has not come, by position.
+        self.waiting: Counter[int] = Counter()
+        self.refused: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def refuse(self, position: int | None, reason: str) -> None:
+        """This tensor can't be replayed (None: nobody knows which tensor it was)."""
+        with self._lock:
+            self.refused.setdefault(-1 if position is None else position, reason)
+
+    def add(
+        self,
+        position: int,
+        sent: torch.Tensor,
+        target: Target,
+        writes: list[Write],
+        recorded: list[RecordedWrite] | None,
+    ) -> None:
+        """These are all writes of one loader call; `recorded` if they are known relative to `sent`."""
+        if not target.is_repeatable:
+            self.refuse(position, "experts may move to other ranks while serving")
+            return
+        taken: Sequence[RecordedWrite | None] = (
+            recorded if recorded is not None else [write.taken_from(sent) for write in writes]
+        )
+        if any(one is None for one in taken):
+            self.refuse(position, "its loader makes a tensor of its own")
+        else:
+            with self._lock:
+                self.pieces += [RecordedPiece(position, target, one) for one in taken if one]
+
+    def wait(self, position: int | None) -> None:
+        """Half of an FP8 pair came."""
+        if position is None:
+            self.refuse(None, "half of an FP8 pair that was not sent")
+            return
+        with self._lock:
+            self.waiting[position] += 1
+
+    def add_pair(self, pair: HalfPair, copies: list[PairCopy]) -> None:
+        """The other half came too, and this is what was copied."""
+        if pair.weight_from is None or pair.scale_from is None:
+            return
+        positions = (pair.weight_from.position, pair.scale_from.position)
+        if not pair.target.is_repeatable:
+            for position in positions:
+                self.refuse(position, "experts may move to other ranks while serving")
+            return
+        with self._lock:
+            self.waiting.subtract(positions)
+            self.pairs.append(RecordedPair(*positions, pair.target, copies))

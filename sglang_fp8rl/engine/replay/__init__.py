@@ -1,0 +1,1 @@
+"""Buckets of a layout seen before, written without their loaders."""

@@ -1,0 +1,76 @@
+"""Record once, replay for ever: the recipes of the bucket layouts that were seen before.
+
+A recording (`recording.py`) is made while the native loaders run. It becomes a recipe
+(`recipe.py`) if the call succeeded; the next bucket of the same layout is written from the recipe,
+without a loader, a name lookup or any Python per tensor. What can't be told from the bucket's layout
+alone stays with the native path, by name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..arrival.bucket import Bucket, FlatBucket
+from .recipe import Recipe
+
+# Tensors of all recipes together: a table row of 136 bytes each, its name and its layout. Four times
+# what Qwen3-235B sends as FP8 pairs.
+MAX_TENSORS = 262_144
+
+
+@dataclass
+class ReplayCounts:
+    """What was replayed and what was not, since the start."""
+
+    calls: int = 0
+    tensors: int = 0
+    native_calls: int = 0
+    native_tensors: int = 0
+    native_reasons: Counter[str] = field(default_factory=Counter)
+
+
+class RecipeStore:
+    """Plans by layout: few of them, the one longest unused goes first."""
+
+    def __init__(self) -> None:
+        self._recipes: OrderedDict[tuple, list[Recipe]] = OrderedDict()
+        self.counts = ReplayCounts()
+
+    def find(self, bucket: Bucket) -> Recipe | None:
+        recipes = self._recipes.get(bucket.key)
+        if recipes is None:
+            return None
+        self._recipes.move_to_end(bucket.key)
+        recipe = next((recipe for recipe in recipes if recipe.fits(bucket)), None)
+        if recipe is not None and isinstance(bucket, FlatBucket):
+            bucket.take_metadata(recipe.metadata)
+        return recipe
+
+    def add(self, bucket: Bucket, recipe: Recipe) -> None:
+        """Keep a recipe; one of the same layout that no longer fits is replaced."""
+        others = [old for old in self._recipes.get(bucket.key, ()) if old.layout != recipe.layout]
+        self._recipes[bucket.key] = [*others, recipe]
+        self._recipes.move_to_end(bucket.key)
+        while len(self) > 1 and self.size > MAX_TENSORS:
+            self._recipes.popitem(last=False)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._recipes.values()))
+
+    @property
+    def size(self) -> int:
+        return sum(recipe.size for recipes in self._recipes.values() for recipe in recipes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the status section."""
+        counts = self.counts
+        return {
+            "plans": len(self),
+            "calls": counts.calls,
+            "tensors": counts.tensors,
+            "native_calls": counts.native_calls,
+            "native_tensors": counts.native_tensors,
+            "native_reasons": dict(counts.native_reasons),
+        }

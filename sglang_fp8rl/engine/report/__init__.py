@@ -1,0 +1,1 @@
+"""What the last refit did, and whether the served weights are of one piece."""

@@ -1,0 +1,122 @@
+"""Which parts of which parameters were written when. Integers and boxes, no tensors."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..interception.region import Region
+
+_NEVER = -1
+
+
+class CoverageTable:
+    """Boxes of all parameters of a model, each with the number of the call that wrote it last.
+
+    A box has a number of its own, so that a call that is replayed is written down in one
+    assignment, and the state of 18,000 boxes is one pass over an array.
+
+    Args:
+        shapes: of the parameters; a parameter is known here by its position.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.sizes = np.array([math.prod(shape) for shape in shapes], np.int64)
+        self._numbers: list[dict[Region, int]] = [{} for _ in shapes]
+        # Boxes inside one matrix of a 3-D parameter overlap with no other matrix's.
+        self._neighbours: dict[tuple[int, int | None], list[int]] = defaultdict(list)
+        self._regions: list[Region] = []
+        self._overlapping: dict[int, list[int]] = {}
+        self._parameter = np.empty(0, np.int64)
+        self._numel = np.empty(0, np.int64)
+        self._call = np.empty(0, np.int64)
+        self._overlaps = np.empty(0, bool)
+        self._lock = threading.Lock()
+
+    def number_of(self, parameter: int, region: Region) -> int:
+        """The number of a box of a parameter; the same one for ever."""
+        numbers = self._numbers[parameter]
+        with self._lock:
+            if region not in numbers:
+                numbers[region] = self._add(parameter, region)
+            return numbers[region]
+
+    def _add(self, parameter: int, region: Region) -> int:
+        number = len(self._regions)
+        if number == len(self._call):
+            self._grow(max(64, 2 * number))
+        self._regions.append(region)
+        self._parameter[number], self._numel[number] = parameter, region.numel
+        matrix = region.start[0] if len(region.start) == 3 and region.shape[0] == 1 else None
+        groups = [(parameter, None), (parameter, matrix)]
+        if matrix is None:
+            groups = [key for key in self._neighbours if key[0] == parameter]
+        for key in dict.fromkeys(groups):
+            for other in self._neighbours.get(key, ()):
+                if self._regions[other].overlaps(region):
+                    for one, two in ((number, other), (other, number)):
+                        self._overlapping.setdefault(one, []).append(two)
+                        self._overlaps[one] = True
+        self._neighbours[parameter, matrix].append(number)
+        return number
+
+    def _grow(self, size: int) -> None:
+        for name, fill in (
+            ("_parameter", 0),
+            ("_numel", 0),
+            ("_call", _NEVER),
+            ("_overlaps", False),
+        ):
+            old = getattr(self, name)
+            new = np.full(size, fill, old.dtype)
+            new[: len(old)] = old
+            setattr(self, name, new)
+
+    def write(self, numbers: np.ndarray | list[int], call: int) -> None:
+        """These boxes were written by call `call`.
+
+        Boxes that merely overlap with one of them are forgotten, so that never more is called new
+        than is.
+        """
+        with self._lock:
+            if self._overlaps[numbers].any():
+                for number in np.asarray(numbers).tolist():
+                    self._call[self._overlapping.get(number, [])] = _NEVER
+                    self._call[number] = call
+            else:
+                self._call[numbers] = call
+
+    def forget(self) -> None:
+        """No box is written any more."""
+        with self._lock:
+            self._call[:] = _NEVER
+
+    def new_elements(self, since: int) -> np.ndarray:
+        """Per parameter, how many elements were written by call `since` or later."""
+        with self._lock:
+            used = len(self._regions)
+            is_new = self._call[:used] >= since
+            weights = self._numel[:used] * is_new
+            return np.bincount(self._parameter[:used], weights, len(self.sizes)).astype(np.int64)
+
+    def new_fraction(self, since: int) -> np.ndarray:
+        """Per parameter, the share of it that was written by call `since` or later."""
+        return self.new_elements(since) / np.maximum(self.sizes, 1)
+
+    def is_mixed(self, since: int) -> np.ndarray:
+        """Per parameter, whether part of it is new and part of it is not."""
+        new = self.new_elements(since)
+        return (new > 0) & (new < self.sizes)
+
+    def overlap(self, numbers: np.ndarray) -> bool:
+        """Whether a box comes twice, or one of them overlaps with any other box there is."""
+        return len(np.unique(numbers)) < len(numbers) or bool(self._overlaps[numbers].any())
+
+    def new_regions(self, parameter: int, since: int) -> list[Region]:
+        """Boxes of one parameter written by call `since` or later."""
+        numbers = self._numbers[parameter]
+        return [region for region, number in numbers.items() if self._call[number] >= since]

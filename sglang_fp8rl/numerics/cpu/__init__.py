@@ -1,0 +1,1 @@
+"""The casts and tables on a CPU, through Numba."""

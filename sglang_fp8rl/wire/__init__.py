@@ -1,0 +1,1 @@
+"""What travels between trainer and server: buckets, layouts, pairs, the plan. Torch only."""

@@ -1,0 +1,192 @@
+"""The plan as a trainer sees it: for every name it may send, how the server stores it.
+
+The document is made by the engine (`engine/plan_document.py`) from the modules that were built, and
+is the same from `GET /fp8rl/plan`, `fetch_plan(url)` and `sglang-fp8rl plan MODEL --json`. Its schema
+is `plan_schema.json`. Nothing here needs torch or SGLang.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from ..errors import RefitError
+from ..scheme import Granularity
+
+PLAN_FORMAT = "sglang-fp8rl/plan"
+PLAN_VERSION = 1
+PLAN_PATH = "/fp8rl/plan"
+FP8 = "float8_e4m3fn"
+UNUSED = "unused"  # the scheme of a name that the checkpoint has and no parameter takes
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How one tensor of the trainer is stored, and how it may be sent.
+
+    Attributes:
+        name: as trainers and checkpoints write it (`k_proj`, not `qkv_proj`).
+        shape: full and unsharded; None if no parameter takes it.
+        module: the module of the served model that holds it (`qkv_proj`).
+        scheme: `blockwise`, `per_channel`, `high_precision` or `unused`.
+        dtype: on the wire, if quantized by the trainer: `float8_e4m3fn`, or the dtype of high
+            precision that loses nothing.
+        scale_name: name of the FP32 scale that goes with FP8; empty otherwise.
+        scale_shape: its shape.
+        reason: why it is not FP8, or not FP8 on the wire.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None
+    module: str
+    scheme: str
+    dtype: str
+    scale_name: str = ""
+    scale_shape: tuple[int, ...] = ()
+    reason: str = ""
+
+    @property
+    def is_fp8_on_wire(self) -> bool:
+        return self.dtype == FP8
+
+    @property
+    def is_blockwise(self) -> bool:
+        return self.scheme == Granularity.BLOCKWISE.value
+
+
+@dataclass(frozen=True)
+class RefitPlan:
+    """One model's plan, checked against its digest.
+
+    Attributes:
+        document: the whole document, as JSON types.
+        tensors: name to `TensorPlan`.
+        digest: `sha256:` and the hash of the canonical JSON without the digest.
+    """
+
+    document: Mapping[str, Any]
+    tensors: Mapping[str, TensorPlan]
+    digest: str
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> RefitPlan:
+        """Read a document from wherever it was kept.
+
+        Raises:
+            RefitError: it is no plan, of a format this version does not read, or was changed.
+        """
+        if not isinstance(document, Mapping) or document.get("format") != PLAN_FORMAT:
+            raise RefitError(
+                "plan",
+                f"a document of format {_format_of(document)!r}",
+                f"a plan says format {PLAN_FORMAT!r}",
+                "Get it from fetch_plan(url) or `sglang-fp8rl plan MODEL --json`.",
+            )
+        if document.get("version") != PLAN_VERSION:
+            raise RefitError(
+                "plan",
+                f"version {document.get('version')!r}",
+                f"this sglang-fp8rl reads version {PLAN_VERSION}",
+                "Use the same sglang-fp8rl on the trainer and the server.",
+            )
+        expected = digest_of(document)
+        if document.get("digest") != expected:
+            raise RefitError(
+                "plan",
+                f"digest {document.get('digest')}",
+                f"its content has the digest {expected}: it was changed after it was made",
+                "Fetch it again.",
+            )
+        tensors = {
+            name: TensorPlan(
+                name=name,
+                shape=tuple(entry["shape"]) if entry["shape"] is not None else None,
+                module=entry["module"],
+                scheme=entry["scheme"],
+                dtype=entry["wire"]["dtype"],
+                scale_name=entry["wire"].get("scale", ""),
+                scale_shape=tuple(entry["wire"].get("scale_shape", ())),
+                reason=entry["reason"],
+            )
+            for name, entry in document["tensors"].items()
+        }
+        return cls(document, tensors, expected)
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        block_n, block_k = self.document["options"]["weight_block_size"]
+        return block_n, block_k
+
+    @property
+    def rounding(self) -> dict[str, Any]:
+        """The options of the cast, as `numerics` takes them."""
+        options = self.document["options"]
+        return {
+            "pow2_scale": options["use_weight_pow2_scale"],
+            "round_to_bf16": options["round_to_bf16"],
+        }
+
+    @property
+    def parallel(self) -> Mapping[str, int]:
+        """`tp_size` and `ep_size` of the server."""
+        return self.document["parallel"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The document, to be kept as JSON and read with `from_dict`."""
+        return dict(self.document)
+
+    def why_not_needed(self, name: str) -> str:
+        """Why the engine needs no tensor of that name (tied, computed); empty if it does."""
+        if name in self.tensors:
+            return ""
+        for pattern, reason in self._left_out:
+            if pattern.search(name):
+                return reason
+        return ""
+
+    @functools.cached_property
+    def _left_out(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(re.compile(row["pattern"]), row["reason"]) for row in self.document["left_out"]]
+
+    def of(self, name: str) -> TensorPlan:
+        """The plan of one tensor.
+
+        Raises:
+            RefitError: the plan knows no such name; with near matches.
+        """
+        found = self.tensors.get(name)
+        if found is None:
+            near = difflib.get_close_matches(name, list(self.tensors), n=3, cutoff=0.6)
+            model = self.document["model"]["architecture"]
+            raise RefitError(
+                name,
+                f"not in the plan of {model} ({len(self.tensors)} names, {self.digest[:15]}…)",
+                "a tensor is quantized as the server's plan says, or not at all",
+                (f"Near matches: {', '.join(near)}. " if near else "")
+                + "Send names as the checkpoint has them, and fetch the plan of this model.",
+            )
+        return found
+
+
+def digest_of(document: Mapping[str, Any]) -> str:
+    """`sha256:` and the hash of the canonical JSON (sorted keys, no spaces) without `digest`."""
+    content = {key: value for key, value in document.items() if key != "digest"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def plan_schema() -> dict[str, Any]:
+    """The JSON schema of the document."""
+    text = resources.files(__package__).joinpath("plan_schema.json").read_text()
+    return json.loads(text)
+
+
+def _format_of(document: object) -> object:
+    return document.get("format") if isinstance(document, Mapping) else type(document).__name__

@@ -1,0 +1,50 @@
+"""Rows made of recorded numbers are the rows of the views that they stand for."""
+
+import pytest
+from commands import model_of, update
+from engine_host import EngineHost
+from models import MODELS, checkpoint
+
+pytestmark = pytest.mark.engine
+
+CASES = [("qwen3", 2), ("llama-misaligned", 1), ("qwen3-moe-misaligned", 2), ("phi3", 1)]
+
+
+def compared(scheduler, named_tensors, load_format):
+    """Writes of one recorded call, and those whose row was made of numbers; both rows are equal."""
+    from sglang_fp8rl.engine import refit
+    from sglang_fp8rl.engine.replay import recipe
+    from sglang_fp8rl.engine.replay.recipe_rows import TableRows
+
+    recordings, recipe_of = [], refit.recipe_of
+
+    def keep(recording, *rest):
+        recordings.append(recording)
+        return recipe_of(recording, *rest)
+
+    refit.recipe_of = keep
+    try:
+        assert update(scheduler, named_tensors, load_format)[0]
+    finally:
+        refit.recipe_of = recipe_of
+    (recording,) = recordings
+    options = model_of(scheduler).fp8rl_refit.options
+    fast, found = TableRows(recording.bucket, options), []
+    for recorded in recording.pieces:
+        row = fast.row(recorded)
+        if row is not None:
+            (piece,) = recipe._pieces(recording.bucket, recorded, options)
+            assert piece.fits()
+            assert tuple(row) == tuple(piece.row()), recorded.target.name
+        found.append((recorded.target.is_fp8, row is not None))
+    return found
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+@pytest.mark.parametrize(("name", "tp_size"), CASES)
+def test_rows_of_numbers_are_the_rows_of_the_views(checkpoint_dir, name, tp_size, load_format):
+    model = MODELS[name]
+    with EngineHost(checkpoint(checkpoint_dir, model, "first"), tp_size=tp_size) as host:
+        for found in host.call_all(compared, list(model.second.items()), load_format):
+            assert [is_fast for is_fp8, is_fast in found if is_fp8]
+            assert all(is_fast == is_fp8 for is_fp8, is_fast in found)
