@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from sglang_fp8rl.engine.report.coverage import CoverageTable, Region, region_of
+from sglang_fp8rl.engine.interception.region import Region, region_of
+from sglang_fp8rl.engine.report.coverage import CoverageTable
 from sglang_fp8rl.engine.report.refit_window import RefitWindow
 
 
