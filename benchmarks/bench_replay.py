@@ -27,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,35 +78,41 @@ def load(scheduler: Any, as_text: bool = False) -> float:
     """Seconds from the received bytes to the weights in place."""
     from sglang.srt.utils import MultiprocessingSerializer
 
+    from sglang_fp8rl.engine.host.update_calls import collector_paused
+
     payload = dict(_state["bucket"])
     if as_text:
         payload["metadata"] = layout_text.to_text(payload["metadata"])
     data = MultiprocessingSerializer.serialize(payload)
     updater = scheduler.tp_worker.model_runner.weight_updater
-    _mark_as_update(scheduler)
-    began = time.perf_counter()
-    updater._update_weights_from_flattened_bucket(MultiprocessingSerializer.deserialize(data))
-    return time.perf_counter() - began
+    with _during_an_update(scheduler), collector_paused():
+        began = time.perf_counter()
+        updater._update_weights_from_flattened_bucket(MultiprocessingSerializer.deserialize(data))
+        return time.perf_counter() - began
 
 
 def load_separate(scheduler: Any) -> float:
     """The same through a list of tensors."""
+    from sglang_fp8rl.engine.host.update_calls import collector_paused
+
     flat = _state["bucket"]["flattened_tensor"]
     tensors = [
         (m.name, flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape))
         for m in pickle.loads(pickle.dumps(_state["bucket"]["metadata"]))  # as if just received
     ]
-    _mark_as_update(scheduler)
     model = commands.model_of(scheduler)
-    began = time.perf_counter()
-    model.load_weights(tensors)
-    return time.perf_counter() - began
+    with _during_an_update(scheduler), collector_paused():
+        began = time.perf_counter()
+        model.load_weights(tensors)
+        return time.perf_counter() - began
 
 
-def _mark_as_update(scheduler: Any) -> None:
+def _during_an_update(scheduler: Any) -> AbstractContextManager[Any]:
+    """As within a request of `update_weights_from_tensor`."""
+    from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
+
     refit = getattr(commands.model_of(scheduler), "fp8rl_refit", None)
-    if refit is not None:
-        refit.kind = "tensor"
+    return nullcontext() if refit is None else refit.during(UpdateScope(Origin.TENSOR))
 
 
 def set_replay(scheduler: Any, on: bool) -> None:
@@ -145,12 +152,12 @@ def scan_only(scheduler: Any) -> float:
 
 def build_plan(scheduler: Any) -> float:
     """Seconds that making the plan takes, of a load that is recorded."""
-    from sglang_fp8rl.engine import refit
+    from sglang_fp8rl.engine.replay import recipe_store
     from sglang_fp8rl.engine.replay.recipe_store import RecipeStore
 
     model_refit = commands.model_of(scheduler).fp8rl_refit
     plans, model_refit.recipes = model_refit.recipes, RecipeStore()
-    recipe_of, seconds = refit.recipe_of, []
+    recipe_of, seconds = recipe_store.recipe_of, []
 
     def timed(*arguments: Any) -> Any:
         began = time.perf_counter()
@@ -158,11 +165,11 @@ def build_plan(scheduler: Any) -> float:
         seconds.append(time.perf_counter() - began)
         return plan
 
-    refit.recipe_of = timed
+    recipe_store.recipe_of = timed
     try:
         load(scheduler)
     finally:
-        refit.recipe_of, model_refit.recipes = recipe_of, plans
+        recipe_store.recipe_of, model_refit.recipes = recipe_of, plans
     return seconds[0]
 
 

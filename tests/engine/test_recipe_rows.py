@@ -12,21 +12,20 @@ CASES = [("qwen3", 2), ("llama-misaligned", 1), ("qwen3-moe-misaligned", 2), ("p
 
 def compared(scheduler, named_tensors, load_format):
     """Writes of one recorded call, and those whose row was made of numbers; both rows are equal."""
-    from sglang_fp8rl.engine import refit
-    from sglang_fp8rl.engine.replay import recipe
+    from sglang_fp8rl.engine.replay import recipe, recipe_store
     from sglang_fp8rl.engine.replay.recipe_rows import TableRows
 
-    recordings, recipe_of = [], refit.recipe_of
+    recordings, recipe_of = [], recipe_store.recipe_of
 
     def keep(recording, *rest):
         recordings.append(recording)
         return recipe_of(recording, *rest)
 
-    refit.recipe_of = keep
+    recipe_store.recipe_of = keep
     try:
         assert update(scheduler, named_tensors, load_format)[0]
     finally:
-        refit.recipe_of = recipe_of
+        recipe_store.recipe_of = recipe_of
     (recording,) = recordings
     options = model_of(scheduler).fp8rl_refit.options
     fast, found = TableRows(recording.bucket, options), []

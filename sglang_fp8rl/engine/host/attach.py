@@ -23,10 +23,10 @@ def attach_to_model(model: Any, model_config: Any, *_: Any, **__: Any) -> None:
         config = getattr(getattr(module, "quant_method", None), "quant_config", None)
         if isinstance(config, Fp8BlockwiseOnlineConfig):
             config.settle(model)
-            refit = ModelRefit(model, config.options, config.schemes)
-            refit.attach()
-            refit.probe_names = functools.partial(
+            probe_names = functools.partial(
                 meta_tensors, model_config.model_path, model_config.hf_config
             )
+            refit = ModelRefit(model, config.options, config.schemes, probe_names)
+            refit.attach()
             setattr(model, _ATTRIBUTE, refit)
             return

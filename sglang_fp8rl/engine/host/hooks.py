@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..arrival.update_scope import Origin
 from .attach import attach_to_model
 from .model_choice import choose_as_for_fp8, leave_draft_model
 from .plan_route import add_plan_route
@@ -55,7 +56,7 @@ HOOKS = (
     Hook(
         f"{_MANAGER}.update_weights_from_tensor",
         "AROUND",
-        update_hook("tensor", "UpdateWeightsFromTensorReqOutput", sessions=True),
+        update_hook(Origin.TENSOR),
         "clients without sessions; a payload that can't be read must not end the scheduler; one "
         "rank's failure must reach the client",
         "SGLang answers failed updates and gathers outcomes over ranks",
@@ -63,21 +64,21 @@ HOOKS = (
     Hook(
         f"{_MANAGER}.update_weights_from_distributed",
         "AROUND",
-        update_hook("distributed", "UpdateWeightsFromDistributedReqOutput", sessions=True),
+        update_hook(Origin.DISTRIBUTED),
         "as above",
         "as above",
     ),
     Hook(
         f"{_MANAGER}.update_weights_from_disk",
         "AROUND",
-        update_hook("disk", "UpdateWeightFromDiskReqOutput", sessions=False),
+        update_hook(Origin.DISK),
         "a failed update from disk is rolled back by loading again, and that may raise too",
         "SGLang answers failed updates",
     ),
     Hook(
         f"{_MANAGER}.update_weights_from_ipc",
         "AROUND",
-        update_hook("ipc", "UpdateWeightsFromIPCReqOutput", sessions=False),
+        update_hook(Origin.IPC),
         "as for tensors",
         "as for tensors",
     ),

@@ -177,12 +177,10 @@ def _document(model: Any, model_config: Any, quant_config: Any) -> dict[str, Any
     from ..model.checkpoint_names import meta_tensors
     from ..refit import ModelRefit
 
-    refit = ModelRefit(model, quant_config.options, quant_config.schemes)
+    probe_names = functools.partial(meta_tensors, model_config.model_path, model_config.hf_config)
+    refit = ModelRefit(model, quant_config.options, quant_config.schemes, probe_names)
     refit.attach()
-    refit.probe_names = functools.partial(
-        meta_tensors, model_config.model_path, model_config.hf_config
-    )
-    return refit.plan()
+    return refit.plan().as_dict()
 
 
 def _fake_other_ranks(tp_size: int) -> None:

@@ -62,12 +62,12 @@ def plan_state(refit: ModelRefit, request: Any) -> dict[str, Any] | None:
     if not mark.startswith(_MARK):
         return None
     try:
-        document = refit.plan()
+        plan = refit.plan()
     except Exception as error:
         # The boundary of a request: a plan that can't be made must not end the scheduler.
         logger.exception("fp8rl: no plan")
         return {"fp8rl_plan_error": str(error) or type(error).__name__}
-    state = {"fp8rl_plan_digest": document["digest"]}
-    if mark.removeprefix(_MARK) != document["digest"]:
-        state["fp8rl_plan"] = json.dumps(document, ensure_ascii=False)
+    state: dict[str, Any] = {"fp8rl_plan_digest": plan.digest}
+    if mark.removeprefix(_MARK) != plan.digest:
+        state["fp8rl_plan"] = json.dumps(plan.document, ensure_ascii=False)
     return state

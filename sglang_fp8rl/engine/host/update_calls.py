@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,98 +13,132 @@ import torch
 from ...errors import RefitError
 from ...wire.layout_text import from_text
 from ..arrival.bucket import FlatBucket
+from ..arrival.update_scope import Origin, UpdateScope
+from ..journal import Update
 from ..refit import ModelRefit
 from .attach import refit_of
 
 logger = logging.getLogger(__name__)
 
-
-def _run_update(
-    original: Callable[..., Any],
-    manager: Any,
-    refit: ModelRefit,
-    request: Any,
-    kind: str,
-    output_class: type,
-) -> Any:
-    """Run one update request so that it is answered, by every rank alike, whatever happens."""
-    in_session = getattr(manager, "_session", None) is not None and not refit.implicit_session
-    refit.kind = kind
-    # A client without sessions marks its last bucket by asking for the cache flush.
-    refit.keep_pairs = in_session or not getattr(request, "flush_cache", True)
-    has_barrier = kind in ("tensor", "ipc")
-    try:
-        if getattr(request, "load_format", None) == "direct":
-            raise RefitError(
-                "load_format",
-                "'direct'",
-                "it copies into parameters and would leave FP8 scales behind",
-                "Leave load_format out, or use 'flattened_bucket'.",
-            )
-        try:
-            # Reloading from disk processes weights after it loaded them; all else only loads.
-            with refit.derived.in_place() if kind == "disk" else nullcontext():
-                result = original(manager, request)
-        finally:  # what was stored before an update failed is served too
-            refit.derived.end_of_update()
-        success, message = result.success, result.message
-    except Exception as error:
-        # The boundary of a request: today this ends the scheduler and with it the server. It is
-        # answered instead, and nothing goes on as if it had worked.
-        logger.exception("fp8rl: update_weights_from_%s failed", kind)
-        success, message = False, str(error) or type(error).__name__
-        if has_barrier:
-            torch.distributed.barrier(group=manager.tp_cpu_group)
-        extra = {"num_paused_requests": 0} if kind == "disk" else {}
-        result = output_class(success=False, message=message, **extra)
-    others = _other_ranks(manager, refit, None if success else message)
-    refit.report.other_ranks([text for _, unmended in others for text in unmended])
-    failed = [text for text, _ in others if text is not None]
-    if failed and success:
-        result.success, result.message = False, " | ".join(failed)
-    return result
+_OUTPUTS = {
+    Origin.TENSOR: "UpdateWeightsFromTensorReqOutput",
+    Origin.DISTRIBUTED: "UpdateWeightsFromDistributedReqOutput",
+    Origin.DISK: "UpdateWeightFromDiskReqOutput",
+    Origin.IPC: "UpdateWeightsFromIPCReqOutput",
+}
+_NEED_SESSIONS = (Origin.TENSOR, Origin.DISTRIBUTED)
+_END_WITH_BARRIER = (Origin.TENSOR, Origin.IPC)
 
 
-def _other_ranks(
-    manager: Any, refit: ModelRefit, message: str | None
-) -> list[tuple[str | None, list[str]]]:
-    """Of every other rank: why this call failed there (or None), and what is not mended.
+def update_hook(origin: Origin) -> Callable[..., Any]:
+    """Around one kind of update: answered whatever happens, on every rank alike.
 
-    Only rank 0's answer reaches the client, and a NaN may be in a shard that rank 0 never sees.
+    A client that opened no session gets one for the length of its call, where SGLang asks for one.
     """
-    group = manager.tp_cpu_group
-    size, own = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-    if size == 1:
-        return []
-    unmended = list(refit.report.failed.values())
-    gathered: list[Any] = [None] * size
-    torch.distributed.all_gather_object(gathered, (message, unmended), group=group)
-    return [
-        (text and f"tp_rank {rank}: {text}", [f"tp_rank {rank}: {line}" for line in lines])
-        for rank, (text, lines) in enumerate(gathered)
-        if rank != own
-    ]
 
-
-def update_hook(kind: str, output_name: str, *, sessions: bool) -> Callable[..., Any]:
     def hook(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-        from sglang.srt.managers import io_struct
-
         refit = refit_of(manager.tp_worker.model_runner.model)
         if refit is None:
             return original(manager, request)
-        output_class = getattr(io_struct, output_name)
-        if not sessions or getattr(manager, "_session", 0) is not None:
-            return _run_update(original, manager, refit, request, kind, output_class)
-        selector = getattr(request, "selector", "all")
-        refit.implicit_session = True
-        manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=selector))
-        try:
-            return _run_update(original, manager, refit, request, kind, output_class)
-        finally:
-            manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+        wants_session = origin in _NEED_SESSIONS and getattr(manager, "_session", 0) is None
+        scope = UpdateScope(
+            origin,
+            in_session=getattr(manager, "_session", None) is not None,
+            # A client without sessions marks its last bucket by asking for the cache flush.
+            is_last_call=getattr(request, "flush_cache", True),
+        )
+        session = _session_of_its_own(manager, request) if wants_session else nullcontext()
+        with refit.during(scope) as update, collector_paused(), session:
+            return _answer(original, manager, request, refit, update)
 
     return hook
+
+
+@contextmanager
+def _session_of_its_own(manager: Any, request: Any) -> Iterator[None]:
+    from sglang.srt.managers import io_struct
+
+    selector = getattr(request, "selector", "all")
+    manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=selector))
+    try:
+        yield
+    finally:
+        manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Of 18,000 names, Python's collector takes ten times as long as unpickling them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _answer(
+    original: Callable[..., Any], manager: Any, request: Any, refit: ModelRefit, update: Update
+) -> Any:
+    origin = update.scope.origin
+    try:
+        _check_load_format(request)
+        try:
+            # Reloading from disk processes weights after it loaded them; all else only loads.
+            with refit.derived.in_place() if origin is Origin.DISK else nullcontext():
+                result = original(manager, request)
+        finally:  # what was stored before an update failed is served too
+            refit.derived.end_of_update()
+    except Exception as error:
+        # The boundary of a request: today this ends the scheduler and with it the server. It is
+        # answered instead, and nothing goes on as if it had worked.
+        logger.exception("fp8rl: update_weights_from_%s failed", origin.value)
+        result = _failed(origin, str(error) or type(error).__name__)
+        if origin in _END_WITH_BARRIER:
+            torch.distributed.barrier(group=manager.tp_cpu_group)
+    if not result.success and not update.is_recorded and not update.calls:
+        # Refused before any weight was looked at. (What is stored and could not be flushed is not.)
+        refit.report.refused([result.message])
+    _ask_other_ranks(manager, refit, result)
+    return result
+
+
+def _check_load_format(request: Any) -> None:
+    if getattr(request, "load_format", None) == "direct":
+        raise RefitError(
+            "load_format",
+            "'direct'",
+            "it copies into parameters and would leave FP8 scales behind",
+            "Leave load_format out, or use 'flattened_bucket'.",
+        )
+
+
+def _failed(origin: Origin, message: str) -> Any:
+    from sglang.srt.managers import io_struct
+
+    output_class = getattr(io_struct, _OUTPUTS[origin])
+    extra = {"num_paused_requests": 0} if origin is Origin.DISK else {}
+    return output_class(success=False, message=message, **extra)
+
+
+def _ask_other_ranks(manager: Any, refit: ModelRefit, result: Any) -> None:
+    """Only rank 0's answer reaches the client, and a NaN may be in a shard that rank 0 never sees."""
+    group = manager.tp_cpu_group
+    size, own = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    if size == 1:
+        return
+    message = None if result.success else result.message
+    gathered: list[Any] = [None] * size
+    unmended = list(refit.report.failed.values())
+    torch.distributed.all_gather_object(gathered, (message, unmended), group=group)
+    others = [(rank, *said) for rank, said in enumerate(gathered) if rank != own]
+    refit.report.other_ranks(
+        [f"tp_rank {rank}: {line}" for rank, _, lines in others for line in lines]
+    )
+    failed = [f"tp_rank {rank}: {text}" for rank, text, _ in others if text is not None]
+    if failed and result.success:
+        result.success, result.message = False, " | ".join(failed)
 
 
 def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -111,15 +146,12 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     refit = refit_of(manager.tp_worker.model_runner.model)
     with refit.derived.in_place() if refit is not None else nullcontext():
         result = original(manager, request)
-    if refit is None or not result.success:
-        return result
-    if refit.implicit_session:
-        refit.implicit_session = False
-        return result
-    missing = refit.close_pairs()
+    if refit is None or not result.success or refit.is_updating:
+        return result  # a session that was opened for one call ends within it
+    missing = list(refit.audit.give_up_halves().values())
     if missing:
-        refit.report.current.errors += missing.values()
-        result.success, result.message = False, " | ".join(missing.values())
+        refit.report.refused(missing)
+        result.success, result.message = False, " | ".join(missing)
     return result
 
 

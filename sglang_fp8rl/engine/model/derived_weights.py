@@ -62,8 +62,20 @@ class DerivedWeights:
             else:
                 self._derive()
 
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """The model derives nothing in here: SGLang's `load_weights` does it as its last step."""
+        if self._derive is None:
+            yield
+            return
+        self._model.post_load_weights = lambda *_, **__: None  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            del self._model.post_load_weights
+
     def end_of_update(self) -> None:
-        """What no loader knows of: packed scales (`ue8m0.py`) and copies (`kept_copies.py`)."""
+        """What no loader knows of: packed scales (`modules/packed_scales.py`) and copies (`kept_copies.py`)."""
         self._pack_scales()
         self._kept_copies.renew()
 

@@ -17,9 +17,6 @@ from ..interception.region import Region, region_of
 from ..interception.writes import Write
 from .parameters import Target
 
-PROBE = "probe"
-LEARNING = ("startup", PROBE)  # kinds of calls that names are learnt from
-
 
 @dataclass(frozen=True)
 class Landing:
@@ -27,7 +24,7 @@ class Landing:
 
     Attributes:
         target: the parameter.
-        part: what the loader was told (see `refit._part_of`).
+        part: what the loader was told (see `native.loader_call.part_of`).
         boxes: of the sent tensor, what this rank stores; None for what is not a plain box of it.
             Empty if this rank stores nothing.
         regions: of the parameter, where each of them lands.

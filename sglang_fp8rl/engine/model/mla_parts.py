@@ -16,6 +16,7 @@ import torch
 
 from ...errors import ConfigError
 from ...scheme import Granularity
+from .parameters import set_loader
 
 _FUSED = "fused_qkv_a_proj_with_mqa"
 _PARTS = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -73,7 +74,7 @@ def _parts_of(model: torch.nn.Module) -> Iterator[tuple[str, Part]]:
         rows = dict(zip(_PARTS, (first, weight.shape[0] - first), strict=True))
         _check_blocks(f"{prefix}.{_FUSED}", fused, first)
         fused.fp8rl_part_rows = rows
-        _set_loader(weight, _loader_of(weight.weight_loader, rows))
+        set_loader(weight, _loader_of(weight.weight_loader, rows))
         for name in _PARTS:
             yield f"{prefix}.{name}.weight", Part(weight, name)
 
@@ -88,13 +89,6 @@ def _loader_of(native: Callable[..., Any], rows: dict[str, int]) -> Callable[...
             parameter.data.narrow(0, starts[part], rows[part]).copy_(loaded)
 
     return weight_loader
-
-
-def _set_loader(parameter: Any, loader: Callable[..., Any]) -> None:
-    if isinstance(getattr(type(parameter), "weight_loader", None), property):
-        parameter._weight_loader = loader
-    else:
-        parameter.weight_loader = loader
 
 
 def _check_blocks(name: str, fused: Any, first: int) -> None:

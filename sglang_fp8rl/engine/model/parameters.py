@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,14 @@ def targets_of(model: torch.nn.Module) -> dict[int, Target]:
                     weight.scale = owned[leaf + suffix]
                     break
     return targets
+
+
+def set_loader(parameter: Any, loader: Callable[..., Any]) -> None:
+    """Replace a parameter's `weight_loader`; some of SGLang's classes have it as a property."""
+    if isinstance(getattr(type(parameter), "weight_loader", None), property):
+        parameter._weight_loader = loader
+    else:
+        parameter.weight_loader = loader
 
 
 def full_shape_of(target: Target, args: tuple, kwargs: dict) -> tuple[int, ...] | None:

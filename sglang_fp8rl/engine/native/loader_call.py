@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,45 +10,18 @@ import torch
 from ...config import Options
 from ...errors import Fp8RlError, RefitError
 from ...numerics.finite_copy import copy_finite_into
-from ..arrival.sent_tensors import Source, SourceIndex
+from ..arrival.sent_tensors import Source
 from ..interception.writes import RecordedWrite, Write, make_stand_in, writes_of
-from ..model.landings import LEARNING, PROBE, NameTable
+from ..model.landings import NameTable
 from ..model.parameters import Target
 from ..report.report import RefitReport
+from .call import Call
 from .cast_write import quantize_write
 from .checks import check_dtype, check_shape, check_takes_scale
 from .pairs import HalfPair, PairTable, store_pair
-from .recording import Recording
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP8 = torch.float8_e4m3fn
-
-
-@dataclass
-class Call:
-    """One pass through `model.load_weights`.
-
-    Attributes:
-        kind: `startup`, `disk`, `tensor`, `distributed` or `ipc`.
-        keep_pairs: whether an FP8 half may wait for the next call.
-        recording: what the loaders do with this bucket, where it may be replayed later.
-        errors: names, and what went wrong with them without stopping the call.
-        touched: names, and which part of the model each was for.
-        stopped_at: the name whose loader raised.
-        not_finite: per write, the name and a bool tensor of blocks that kept their old bytes.
-    """
-
-    kind: str
-    keep_pairs: bool
-    recording: Recording | None = None
-    sources: SourceIndex = field(init=False)
-    errors: dict[str, str] = field(default_factory=dict)
-    touched: dict[str, tuple] = field(default_factory=dict)
-    stopped_at: str = ""
-    not_finite: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.sources = SourceIndex(keeps_tensors=self.kind not in ("startup", "disk"))
 
 
 class LoaderCalls:
@@ -123,10 +95,10 @@ class LoaderCalls:
             check_dtype(target, name, loaded)
         check_shape(target, name, loaded, args, kwargs)
         writes, recorded = self._writes(target, native, loaded, args, kwargs)
-        if call.kind in LEARNING:
+        if call.scope.learns_names:
             self.names.landed(source, target, key, loaded, writes)
-            if call.kind == PROBE:
-                return
+        if not call.scope.stores:
+            return
         if is_fp8_source and target.is_fp8:
             _wait(call, position)
             pair = self.pairs.add_weight(target, key, name, loaded, writes, source)
@@ -181,7 +153,9 @@ class LoaderCalls:
     def apply(self, call: Call, target: Target, name: str, write: Write) -> None:
         """Do one write; a block or row that is not finite is noted, not stored."""
         if write.source is None:
+            # The padding of a vocabulary: no checkpoint has it, and it is no older than the rest.
             write.destination(target.parameter).fill_(write.fill)
+            self.report.written(target, write.region)
             return
         if target.is_fp8:
             for *arguments, bad in quantize_write(target, name, write, self.options):

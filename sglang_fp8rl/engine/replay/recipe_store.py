@@ -12,8 +12,12 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...config import Options
 from ..arrival.bucket import Bucket, FlatBucket
-from .recipe import Recipe
+from ..native.call import Call
+from ..native.recording import Recording
+from ..report.report import RefitReport
+from .recipe import Recipe, recipe_of
 
 # Tensors of all recipes together: a table row of 136 bytes each, its name and its layout. Four times
 # what Qwen3-235B sends as FP8 pairs.
@@ -55,6 +59,28 @@ class RecipeStore:
         self._recipes.move_to_end(bucket.key)
         while len(self) > 1 and self.size > MAX_TENSORS:
             self._recipes.popitem(last=False)
+
+    def learn(
+        self, recording: Recording, report: RefitReport, call: Call, options: Options
+    ) -> None:
+        """After a call that succeeded: keep its recipe, or count why there is none."""
+        bucket = recording.bucket
+        for position, name in enumerate(bucket.names):
+            if name not in call.touched and name not in call.unneeded:
+                recording.refuse(position, "no loader was called for it by name")
+        recipe = recipe_of(recording, report, call.touched, options)
+        self.counts.native_calls += 1
+        if recipe is not None:
+            self.add(bucket, recipe)
+        else:
+            self.counts.native_reasons["a bucket that can't be replayed"] += 1
+
+    def count_replayed(self, recipe: Recipe) -> None:
+        counts = self.counts
+        counts.calls += 1
+        counts.tensors += recipe.size - len(recipe.native)
+        counts.native_tensors += len(recipe.native)
+        counts.native_reasons.update(recipe.native.values())
 
     def __len__(self) -> int:
         return sum(map(len, self._recipes.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,7 @@ class Arrived:
     numbers: np.ndarray
     stored: np.ndarray
     nbytes: int
-    touched: dict[str, tuple]
+    touched: Mapping[str, tuple]
     is_replayed: bool = False
 
 
@@ -178,6 +178,12 @@ class RefitReport:
         new = self.coverage.new_elements(self.window.start)
         is_whole = new == self.coverage.sizes
         self.window.is_complete = bool((is_whole | ((new == 0) & ~self._is_fp8)).all())
+
+    def refused(self, texts: list[str]) -> None:
+        """Something was refused before it became a call, or at the end of a session."""
+        self.call_errors = list(dict.fromkeys(texts))
+        self.current.errors += self.call_errors
+        self.window.is_complete = False
 
     def weights_lost(self) -> None:
         """Their memory was given back: nothing of what was written is there any more."""

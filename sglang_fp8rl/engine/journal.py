@@ -1,0 +1,162 @@
+"""Every call of `load_weights` is opened here and closed here, whatever happens in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..errors import RefitError
+from .arrival.kinds import KnownBucket, NewBucket, Stream
+from .arrival.update_scope import STARTUP, UpdateScope
+from .audit import Audit
+from .model.derived_weights import DerivedWeights
+from .native.call import Call
+from .replay.recipe import Recipe
+from .report.report import Arrived, RefitReport
+
+Arrival = Stream | NewBucket | KnownBucket[Recipe]
+
+
+@dataclass
+class Update:
+    """One request of SGLang's, while it is served.
+
+    Attributes:
+        calls: of `load_weights` that belong to it.
+        is_recorded: whether what went wrong is in the report already.
+    """
+
+    scope: UpdateScope
+    calls: int = 0
+    is_recorded: bool = False
+
+
+class Journal:
+    """Opens and closes calls; keeps what they belong to.
+
+    Attributes:
+        update: the request that is being served; the load at startup where there is none.
+        running: the call that runs now.
+    """
+
+    def __init__(self, report: RefitReport, audit: Audit, derived: DerivedWeights) -> None:
+        self._report, self._audit, self._derived = report, audit, derived
+        self.update = Update(STARTUP)
+        self.running: Call | None = None
+        self._arrival: Arrival | None = None
+
+    @contextmanager
+    def during(self, scope: UpdateScope) -> Iterator[Update]:
+        """Calls in here belong to a request of that scope."""
+        before, self.update = self.update, Update(scope)
+        try:
+            yield self.update
+        finally:
+            self.update = before
+
+    @contextmanager
+    def probing(self, call: Call) -> Iterator[None]:
+        """`call` runs inside whatever else does; it stores nothing and is not written down."""
+        before, self.running = self.running, call
+        try:
+            yield
+        finally:
+            self.running = before
+
+    @contextmanager
+    def call(self) -> Iterator[Call]:
+        """One call: audited and written down, also where it was stopped by an error.
+
+        Raises:
+            RefitError: something that was sent was not stored; names all of it.
+        """
+        call = self.running = Call(self.update.scope)
+        self.update.calls += 1
+        try:
+            with torch.no_grad():
+                yield call
+        except Exception as error:
+            self.update.is_recorded = True
+            self._stop(call, error)
+            if len(call.errors) == 1:
+                raise
+            raise call.error(self._count(call)) from error
+        else:
+            self._audit.finish(call, self._count(call))
+            self._close(call)
+            if call.errors:
+                self.update.is_recorded = True
+                raise call.error(self._count(call))
+        finally:
+            call.sources.forget_tensors()
+            self.running = self._arrival = None
+
+    def expect(self, arrival: Arrival) -> None:
+        """What the running call brings, as far as that can be known before it is read."""
+        self._arrival = arrival
+        window = self._report.window
+        match arrival:
+            case KnownBucket(recipe=recipe):
+                numbers = recipe.numbers
+            case NewBucket(bucket=bucket):
+                numbers = window.numbers_of(bucket.names)
+            case Stream():
+                numbers = np.empty(0, np.int64)
+        self._report.start_call(numbers)
+
+    def _stop(self, call: Call, error: Exception) -> None:
+        """An error ended the call: what was found before it counts, and so does what it left."""
+        call.errors.setdefault(call.stopped_at, str(error))
+        if self._arrival is None:  # refused before anything was looked at
+            self._report.refused(list(call.errors.values()))
+            return
+        self._derived.refresh(call.touched)
+        sent = () if isinstance(self._arrival, Stream) else self._arrival.bucket.names
+        self._audit.stopped(call, sent)
+        self._close(call)
+
+    def _close(self, call: Call) -> None:
+        self._report.end_call(self._arrived(call), call.errors)
+
+    def _count(self, call: Call) -> int:
+        """Tensors that were sent."""
+        match self._arrival:
+            case KnownBucket(recipe=recipe):
+                return recipe.size
+            case NewBucket(bucket=bucket):
+                return len(bucket.names)
+        return len(call.sources.names)
+
+    def _arrived(self, call: Call) -> Arrived:
+        window, errors = self._report.window, call.errors
+        stored = window.numbers_of(name for name in call.touched if name not in errors)
+        match self._arrival:
+            case KnownBucket(recipe=recipe):
+                kept = recipe.stored
+                if errors:
+                    kept = window.numbers_of(name for name in recipe.touched if name not in errors)
+                touched: Mapping[str, tuple] = recipe.touched
+                if call.touched:
+                    stored, touched = np.concatenate([stored, kept]), {**touched, **call.touched}
+                else:
+                    stored = kept
+                return Arrived(recipe.numbers, stored, recipe.nbytes, touched, is_replayed=True)
+            case NewBucket(bucket=bucket):
+                names, nbytes = bucket.names, bucket.nbytes
+            case _:
+                names, nbytes = call.sources.names, call.sources.nbytes
+        return Arrived(window.numbers_of(names), stored, nbytes, call.touched)
+
+
+def outside_of_a_call(name: str) -> RefitError:
+    """A write that belongs to no update."""
+    return RefitError(
+        name,
+        "a weight_loader called outside model.load_weights",
+        "every write has to belong to an update, or its scale could be left behind",
+        "Send the tensor through model.load_weights or an update_weights_from_* call.",
+    )
