@@ -169,20 +169,33 @@ class RefitReport:
                 (name, part) for name, part in touched.items() if name not in errors
             )
         if errors or self.failed:
-            for name in touched.keys() - errors.keys():
-                self.failed.pop(touched[name], None)
-            self.failed.update({touched[name]: errors[name] for name in touched if name in errors})
+            self._note_failed(touched, errors)
         if errors:
             self.window.is_complete = False
             return
         new = self.coverage.new_elements(self.window.start)
         is_whole = new == self.coverage.sizes
         self.window.is_complete = bool((is_whole | ((new == 0) & ~self._is_fp8)).all())
+        if self.window.is_complete:
+            self.failed.clear()
+
+    def _note_failed(self, touched: Mapping[str, tuple], errors: dict[str, str]) -> None:
+        """Parts that were stored are mended; parts that were not, by this call or ever, are not."""
+        for name in touched.keys() - errors.keys():
+            self.failed.pop(touched[name], None)
+        for name, text in errors.items():
+            part = touched.get(name) or self.known_names.get(name)
+            if part is not None:
+                self.failed[part] = text
 
     def refused(self, texts: list[str]) -> None:
-        """Something was refused before it became a call, or at the end of a session."""
+        """Something was refused before it became a call, or at the end of a session.
+
+        Nobody knows which part of the model it was for: only a full update mends it.
+        """
         self.call_errors = list(dict.fromkeys(texts))
         self.current.errors += self.call_errors
+        self.failed.update({("refused", text): text for text in self.call_errors})
         self.window.is_complete = False
 
     def weights_lost(self) -> None:
