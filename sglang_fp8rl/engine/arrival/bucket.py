@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...wire.layout_text import from_text
+from .flat_layout_check import check_layout
 
 _SHAPE, _DTYPE, _NAME = attrgetter("shape"), attrgetter("dtype"), attrgetter("name")
 _METADATA = attrgetter("name", "shape", "dtype", "start_idx", "end_idx")
@@ -95,7 +96,9 @@ class FlatBucket:
 
     @cached_property
     def _metadata(self) -> Sequence[Any]:
-        return from_text(self._given) if isinstance(self._given, str) else self._given
+        metadata = from_text(self._given) if isinstance(self._given, str) else self._given
+        check_layout(metadata, self.nbytes)
+        return metadata
 
     @cached_property
     def names(self) -> list[str]:

@@ -1,0 +1,56 @@
+"""A flattened bucket whose layout points outside of it is refused before a byte is read."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_fp8rl.engine.arrival.bucket import FlatBucket
+from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.wire import layout_text
+
+SHAPE = torch.Size((4, 4))
+
+
+def tensor(name, start, end, shape=SHAPE, dtype=torch.float32):
+    return SimpleNamespace(
+        name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start
+    )
+
+
+def bucket(*metadata, as_text=False):
+    given = layout_text.to_text(metadata) if as_text else list(metadata)
+    return FlatBucket(torch.arange(128, dtype=torch.uint8), given)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_layout_within_the_buffer_is_read(as_text):
+    sent = bucket(tensor("b", 64, 128), tensor("a", 0, 64), as_text=as_text)
+    assert sent.names == ["b", "a"]
+    assert torch.equal(sent.tensor(1).reshape(-1).view(torch.uint8), torch.arange(64).byte())
+
+
+def test_an_empty_tensor_shares_bytes_with_nobody():
+    none = tensor("none", 0, 0, shape=torch.Size((0, 4)))
+    assert bucket(none, tensor("a", 0, 64)).names == ["none", "a"]
+
+
+BAD = {
+    "negative, valid as a slice": (tensor("a", -128, -64), "within the bucket"),
+    "past the end": (tensor("a", 96, 160), "within the bucket"),
+    "end before start": (tensor("a", 64, 0), "as its shape and dtype say"),
+    "shorter than its shape": (tensor("a", 0, 60), "as its shape and dtype say"),
+    "another dtype's length": (tensor("a", 0, 64, dtype=torch.bfloat16), "as its shape"),
+    "not aligned": (tensor("a", 2, 66), "multiple of its element size"),
+    "overlapping": (tensor("a", 32, 96), "share bytes"),
+}
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("case", BAD)
+def test_a_layout_that_points_elsewhere_is_refused_by_name(case, as_text):
+    one, rule = BAD[case]
+    first = [tensor("first", 0, 64)] if case == "overlapping" else []
+    with pytest.raises(RefitError, match=rule) as error:
+        bucket(*first, one, as_text=as_text).names  # noqa: B018
+    assert error.value.subject == "a"
