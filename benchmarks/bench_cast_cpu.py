@@ -1,17 +1,23 @@
-"""C1 and C2: the CPU cast against veRL's CPU fallback, in one process on the same inputs.
+"""C1 and C2: the CPU cast against plain torch and veRL's CPU fallback, in one process on the same inputs.
 
     python benchmarks/bench_cast_cpu.py               # C1, FP32 and BF16 source, and C2
     python benchmarks/bench_cast_cpu.py --quick       # small, for CI
     python benchmarks/bench_cast_cpu.py --json out.jsonl
 
 Our bytes are compared with the reference cast first; if one differs, it exits 1 without a number.
-veRL's column is `scaled_fp8_blockwise` without Triton, called as veRL calls it, on
-`v.to(bfloat16)`. Runs are interleaved; time is the median with p10 and p90.
+
+- `in place` is `numerics.cast_blockwise_into`, what the engine calls; `quantize_…` are the public
+  functions, which allocate what they return.
+- `eager` is the same cast in whole-matrix torch operations, its bytes compared too.
+- `verl` is `scaled_fp8_blockwise` without Triton, called as veRL calls it, on `v.to(bfloat16)`.
+
+Runs are interleaved; time is the median with p10 and p90.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import platform
 import statistics
@@ -27,10 +33,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import sglang_fp8rl
 from sglang_fp8rl import numerics
+from sglang_fp8rl.numerics import reference
 
 BLOCK = (128, 128)
 MIN_RATIO, GUARD = 8.0, 2.0  # what C1 and C2 ask for; with --guard this much room for noise
+BASELINES = ("verl", "eager")
 HIDDEN, INTERMEDIATE, LAYERS = 1024, 3072, 28  # Qwen3-0.6B: 16 query and 8 KV heads of 128
 QWEN3_0_6B = [
     ("q_proj", 2048, HIDDEN),
@@ -51,7 +60,7 @@ class Destination:
         self.scales = torch.zeros(elements // 128 + 1)
 
     def view(self, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, cols = numerics.block_scale_shape(shape, BLOCK)
+        rows, cols = numerics.BlockGrid(shape, BLOCK).scale_shape
         codes = self.codes[: shape[0] * shape[1]].view(numerics.FP8_DTYPE).view(shape)
         return codes, self.scales[: rows * cols].view(rows, cols)
 
@@ -65,17 +74,44 @@ def verl_fallback() -> Callable[[torch.Tensor], Any] | None:
     return lambda v: _scaled_fp8_blockwise_pytorch(v.to(torch.bfloat16), list(BLOCK))
 
 
+def eager(x: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cast as it is written in torch, one operation on the whole matrix after the other.
+
+    Blocks have to divide the matrix. Returns codes [N, K], and scales [N / block_n, K / block_k].
+    """
+    (rows, cols), (block_n, block_k) = x.shape, block
+    tiles = x.to(torch.bfloat16).float().view(rows // block_n, block_n, cols // block_k, block_k)
+    scales = tiles.abs().amax((1, 3), keepdim=True) / numerics.FP8_MAX
+    codes = (tiles / scales).clamp(-numerics.FP8_MAX, numerics.FP8_MAX).to(numerics.FP8_DTYPE)
+    return codes.view(rows, cols), scales[:, 0, :, 0]
+
+
+def same(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+    pairs = zip(actual, expected, strict=True)
+    return all(
+        one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for one, other in pairs
+    )
+
+
 def gate() -> None:
     """Bytes equal to the reference, ragged and not finite included, or no number at all."""
     generator = torch.Generator().manual_seed(1)
     for shape in ((1, 1), (127, 257), (576, 1368), (1024, 3072)):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.randn(shape, generator=generator).to(dtype)
-            expected, expected_scale = numerics.quantize_blockwise(x)
-            codes, scales = torch.empty_like(expected), torch.empty_like(expected_scale)
+            blocks, rows = reference.quantize_blockwise(x), reference.quantize_per_channel(x)
+            codes, scales = torch.empty_like(blocks[0]), torch.empty_like(blocks[1])
             flags = numerics.cast_blockwise_into(x, codes, scales)
-            same = torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
-            if not same or not torch.equal(scales, expected_scale) or flags.any():
+            is_same = (
+                same((codes, scales), blocks)
+                and not flags.any()
+                and same(sglang_fp8rl.quantize_blockwise(x), blocks)
+                and same(sglang_fp8rl.quantize_per_channel(x), rows)
+            )
+            if shape == (1024, 3072):
+                is_same &= same(eager(x, BLOCK), blocks) and same(eager(x, (1, shape[1])), rows)
+            if not is_same:
                 typer.echo(
                     f"bytes differ from the reference: {shape} {dtype}; no numbers", err=True
                 )
@@ -112,25 +148,33 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def c1(dtype: torch.dtype, rows: int, repetitions: int) -> Iterator[dict[str, Any]]:
-    """One tensor, one thread."""
+    """One tensor, one thread: in place and through the public functions."""
     source = torch.randn(rows, 4096, generator=torch.Generator().manual_seed(0)).to(dtype)
     codes, scales = Destination(source.numel()).view((rows, 4096))
-    runs: dict[str, Callable[[], Any]] = {
-        "sglang_fp8rl": lambda: numerics.cast_blockwise_into(source, codes, scales),
+    blockwise: dict[str, Callable[[], Any]] = {
+        "in place": lambda: numerics.cast_blockwise_into(source, codes, scales),
+        "quantize_blockwise": lambda: sglang_fp8rl.quantize_blockwise(source),
+        "eager": lambda: eager(source, BLOCK),
     }
     if verl := verl_fallback():
-        runs["verl"] = lambda: verl(source)
+        blockwise["verl"] = lambda: verl(source)
+    per_channel: dict[str, Callable[[], Any]] = {
+        "quantize_per_channel": lambda: sglang_fp8rl.quantize_per_channel(source),
+        "eager": lambda: eager(source, (1, 4096)),
+    }
+    case = f"[{rows}, 4096] {str(dtype).removeprefix('torch.')}"
     floor = source.numel() * (source.element_size() + 1)
-    for name, seconds in interleaved(runs, repetitions).items():
-        yield {
-            "id": "C1",
-            "case": f"[{rows}, 4096] {str(dtype).removeprefix('torch.')}",
-            "what": name,
-            **summary(seconds),
-            "elements": source.numel(),
-            "floor_bytes": floor,
-            "repetitions": repetitions,
-        }
+    for granularity, runs in (("blockwise", blockwise), ("per channel", per_channel)):
+        for name, seconds in interleaved(runs, repetitions).items():
+            yield {
+                "id": "C1",
+                "case": f"{case} {granularity}",
+                "what": name,
+                **summary(seconds),
+                "elements": source.numel(),
+                "floor_bytes": floor,
+                "repetitions": repetitions,
+            }
 
 
 def c2(layers: int, repetitions: int) -> Iterator[dict[str, Any]]:
@@ -139,7 +183,7 @@ def c2(layers: int, repetitions: int) -> Iterator[dict[str, Any]]:
     buffer = torch.empty(INTERMEDIATE * HIDDEN)
     destination = Destination(buffer.numel())
     verl = verl_fallback()
-    seconds: dict[str, list[float]] = {"sglang_fp8rl": [], **({"verl": []} if verl else {})}
+    seconds: dict[str, list[float]] = {"in place": [], **({"verl": []} if verl else {})}
     growth = dict.fromkeys(seconds, 0.0)
     elements = layers * sum(n * k for _, n, k in QWEN3_0_6B)
     for repetition in range(-1, repetitions):  # the first one warms up and measures memory
@@ -149,7 +193,7 @@ def c2(layers: int, repetitions: int) -> Iterator[dict[str, Any]]:
                 source = buffer[: n * k].view(n, k).normal_(generator=generator)
                 codes, scales = destination.view((n, k))
                 runs: dict[str, Callable[[], Any]] = {
-                    "sglang_fp8rl": partial(numerics.cast_blockwise_into, source, codes, scales)
+                    "in place": partial(numerics.cast_blockwise_into, source, codes, scales)
                 }
                 if verl:
                     runs["verl"] = partial(verl, source)
@@ -213,7 +257,7 @@ def main(
         pathlib.Path | None, typer.Option("--json", help="Write JSON lines there.")
     ] = None,
 ) -> None:
-    """The CPU cast against veRL's CPU fallback (C1: one tensor, C2: Qwen3-0.6B)."""
+    """The CPU cast against plain torch and veRL's fallback (C1: one tensor, C2: Qwen3-0.6B)."""
     torch.set_num_threads(threads)
     numerics.warmup()
     gate()
@@ -228,17 +272,23 @@ def main(
     ]
     for row in rows:
         row["gelem_per_s"] = row["elements"] / row["median_s"] / 1e9
-        theirs = [r for r in rows if (r["case"], r["what"]) == (row["case"], "verl")]
-        row["ratio_to_verl"] = theirs[0]["median_s"] / row["median_s"] if theirs else None
+        for other in BASELINES:
+            theirs = [r for r in rows if (r["case"], r["what"]) == (row["case"], other)]
+            row[f"ratio_to_{other}"] = theirs[0]["median_s"] / row["median_s"] if theirs else None
     if json_path:
         where = conditions(threads)
         json_path.write_text("".join(json.dumps({**row, **where}) + "\n" for row in rows))
     else:
         show(rows, conditions(threads))
-    slow = [row for row in rows if row["what"] != "verl" and row["ratio_to_verl"]]
-    slow = [row for row in slow if row["ratio_to_verl"] < MIN_RATIO / GUARD]
+    slow = [
+        f"{row['what']} {row['case']}: {row[f'ratio_to_{other}']:.1f} × {other}"
+        for row in rows
+        for other in BASELINES
+        if row["what"] not in BASELINES
+        and (row[f"ratio_to_{other}"] or math.inf) < MIN_RATIO / GUARD
+    ]
     if guard and slow:
-        typer.echo(f"far below {MIN_RATIO} × veRL: {[row['case'] for row in slow]}", err=True)
+        typer.echo(f"far below {MIN_RATIO} ×: {'; '.join(slow)}", err=True)
         raise typer.Exit(1)
 
 
@@ -246,7 +296,7 @@ def show(rows: list[dict[str, Any]], where: dict[str, Any]) -> None:
     table = Table(caption=", ".join(f"{k} {v}" for k, v in where.items()))
     for column in ("id", "case", "what"):
         table.add_column(column)
-    for column in ("median ms", "p10–p90 ms", "Gelem/s", "× veRL", "MiB"):
+    for column in ("median ms", "p10–p90 ms", "Gelem/s", "× veRL", "× eager", "MiB"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -256,11 +306,11 @@ def show(rows: list[dict[str, Any]], where: dict[str, Any]) -> None:
             f"{row['median_s'] * 1e3:.2f}",
             f"{row['p10_s'] * 1e3:.2f}–{row['p90_s'] * 1e3:.2f}",
             f"{row['gelem_per_s']:.2f}",
-            f"{row['ratio_to_verl']:.1f}" if row["ratio_to_verl"] else "",
+            *(f"{row[f'ratio_to_{b}']:.1f}" if row[f"ratio_to_{b}"] else "" for b in BASELINES),
             f"{row['memory_growth_mib']:.1f}" if "memory_growth_mib" in row else "",
         )
     console = Console()
-    console.width = max(console.width, 120)  # a pipe says 80
+    console.width = max(console.width, 140)  # a pipe says 80
     console.print(table)
 
 

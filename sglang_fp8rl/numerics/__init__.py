@@ -1,18 +1,25 @@
 """Casts and splits: torch only, no host. Numba and Triton are optional and imported on first use."""
 
-from .cast import Backend, cast_blockwise_into, cast_per_channel_into, warmup
-from .checks import FP8_DTYPE, block_scale_shape
-from .reference import FP8_MAX, dequantize, quantize_blockwise, quantize_per_channel
+from .cast import Backend, cast_blockwise_into, cast_into, cast_per_channel_into, warmup
+from .checks import FP8_DTYPE
+from .grid import BlockGrid, Blockwise, PerChannel, granularity_of
+from .quantize import quantize, quantize_blockwise, quantize_per_channel
+from .reference import FP8_MAX, dequantize
 from .sqnr import sqnr_db
 
 __all__ = [
     "FP8_DTYPE",
     "FP8_MAX",
     "Backend",
-    "block_scale_shape",
+    "BlockGrid",
+    "Blockwise",
+    "PerChannel",
     "cast_blockwise_into",
+    "cast_into",
     "cast_per_channel_into",
     "dequantize",
+    "granularity_of",
+    "quantize",
     "quantize_blockwise",
     "quantize_per_channel",
     "sqnr_db",

@@ -7,37 +7,10 @@ from typing import NoReturn
 import torch
 
 from ..errors import QuantizationError
+from .grid import BlockGrid
 
 FP8_DTYPE = torch.float8_e4m3fn
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BLOCK_SIZE = (128, 128)  # what SGLang's kernels serve, and almost every call asks for
-
-
-def block_scale_shape(
-    shape: tuple[int, int] | torch.Size, block_size: tuple[int, int] = (128, 128)
-) -> tuple[int, int]:
-    """Shape of the scales of a [N, K] weight: [ceil(N / block_n), ceil(K / block_k)].
-
-    Raises:
-        QuantizationError: the block size is not a pair of positive integers.
-    """
-    block_n, block_k = check_block_size(block_size)
-    return -(-shape[0] // block_n), -(-shape[1] // block_k)
-
-
-def check_block_size(block_size: tuple[int, int]) -> tuple[int, int]:
-    """The pair as plain ints (options arrive as lists), or an error."""
-    if block_size == BLOCK_SIZE:
-        return BLOCK_SIZE
-    pair = tuple(block_size)
-    if len(pair) != 2 or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in pair):
-        raise QuantizationError(
-            "weight_block_size",
-            repr(block_size),
-            "a block is [block_n, block_k], two positive integers",
-            "Use [128, 128], which SGLang's kernels serve",
-        )
-    return pair[0], pair[1]
 
 
 def check_source(source: torch.Tensor, name: str) -> None:
@@ -127,14 +100,11 @@ def has_nan_code(codes: torch.Tensor) -> bool:
     return int(codes.view(torch.int8).max()) == 0x7F or int(codes.view(torch.uint8).max()) == 0xFF
 
 
-def raise_not_finite(
-    nonfinite: torch.Tensor, shape: torch.Size, block_size: tuple[int, int], name: str
-) -> NoReturn:
+def raise_not_finite(nonfinite: torch.Tensor, grid: BlockGrid, name: str) -> NoReturn:
     """Name the first bad block, its rows and columns, and how many there are."""
     where = nonfinite.nonzero()
     i, j = (int(v) for v in where[0])
-    rows = f"{i * block_size[0]}:{min((i + 1) * block_size[0], shape[0])}"
-    cols = f"{j * block_size[1]}:{min((j + 1) * block_size[1], shape[1])}"
+    rows, cols = (f"{part.start}:{part.stop}" for part in grid.values_of(i, j))
     _refuse(
         name,
         f"NaN or Inf in block ({i}, {j}), rows {rows}, columns {cols}"

@@ -18,13 +18,8 @@ from __future__ import annotations
 import torch
 
 from ..errors import QuantizationError
-from .checks import (
-    FP8_DTYPE,
-    block_scale_shape,
-    check_block_size,
-    check_source,
-    raise_not_finite,
-)
+from .checks import FP8_DTYPE, check_source, raise_not_finite
+from .grid import Blockwise, PerChannel, ceil_div
 
 FP8_MAX = 448.0
 SMALLEST_NORMAL_FP32 = torch.finfo(torch.float32).tiny
@@ -57,17 +52,17 @@ def quantize_blockwise(
         QuantizationError: wrong dtype, rank or block size, or a NaN or Inf; names the block.
     """
     check_source(weight, name)
-    block_n, block_k = check_block_size(block_size)
+    grid = Blockwise.of(block_size).grid(weight.shape)
+    block_n, block_k = grid.block
     qweight = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
-    scale_shape = block_scale_shape(weight.shape, block_size)
-    weight_scale_inv = torch.empty(scale_shape, dtype=torch.float32, device=weight.device)
-    nonfinite = torch.empty(scale_shape, dtype=torch.bool, device=weight.device)
+    weight_scale_inv = torch.empty(grid.scale_shape, dtype=torch.float32, device=weight.device)
+    nonfinite = torch.empty(grid.scale_shape, dtype=torch.bool, device=weight.device)
     for i, rows in enumerate(weight.detach().split(block_n)):
         codes, scale_inv, bad = quantize_block_row(rows, block_k, pow2_scale, round_to_bf16)
         qweight[i * block_n : (i + 1) * block_n] = codes
         weight_scale_inv[i], nonfinite[i] = scale_inv, bad
     if nonfinite.any():
-        raise_not_finite(nonfinite, weight.shape, (block_n, block_k), name)
+        raise_not_finite(nonfinite, grid, name)
     return qweight, weight_scale_inv
 
 
@@ -96,7 +91,7 @@ def quantize_per_channel(
         codes, scale, bad = quantize_channels(weight.detach()[part], pow2_scale, round_to_bf16)
         qweight[part], weight_scale[part, 0], nonfinite[part, 0] = codes, scale, bad
     if nonfinite.any():
-        raise_not_finite(nonfinite, weight.shape, (1, weight.shape[1]), name)
+        raise_not_finite(nonfinite, PerChannel().grid(weight.shape), name)
     return qweight, weight_scale
 
 
@@ -122,9 +117,9 @@ def dequantize(
             f"codes are a matrix of {FP8_DTYPE}",
             "Pass the stored weight of one module or expert",
         )
-    block_n, block_k = check_block_size(block_size)
-    rows, cols = qweight.shape
-    if tuple(weight_scale.shape) == block_scale_shape(qweight.shape, block_size):
+    grid = Blockwise.of(block_size).grid(qweight.shape)
+    (rows, cols), (block_n, block_k) = grid.shape, grid.block
+    if tuple(weight_scale.shape) == grid.scale_shape:
         scale = weight_scale.float()
         scale = scale.repeat_interleave(block_n, 0)[:rows].repeat_interleave(block_k, 1)[:, :cols]
     elif tuple(weight_scale.shape) in ((rows, 1), (rows,)):
@@ -133,8 +128,8 @@ def dequantize(
         raise QuantizationError(
             "weight_scale",
             f"shape {list(weight_scale.shape)} for codes {list(qweight.shape)}",
-            f"scales are {list(block_scale_shape(qweight.shape, block_size))} (blocks"
-            f" {[block_n, block_k]}) or {[rows, 1]} (per channel)",
+            f"scales are {list(grid.scale_shape)} (blocks {list(grid.block)})"
+            f" or {[rows, 1]} (per channel)",
             "Pass the scales that were written with these codes, and their block size",
         )
     return (qweight.float() * scale).to(dtype)
@@ -150,8 +145,8 @@ def cast_into(
 ) -> torch.Tensor:
     """Cast a checked source into codes [N, K] and scales [row blocks, column blocks], in place.
 
-    Blocks of (1, K) are channels. Returns bool [row blocks, column blocks]: True where a block is
-    not finite; its old bytes stay. Never waits for a GPU.
+    Returns bool [row blocks, column blocks]: True where a block is not finite; its old bytes stay.
+    Blocks that are rows are done many at a time. Never waits for a GPU.
     """
     cols = source.shape[1]
     block_n, block_k = block_size
@@ -190,7 +185,7 @@ def quantize_block_row(
     counts as not finite.
     """
     cols = rows.shape[1]
-    blocks = -(-cols // block_k)
+    blocks = ceil_div(cols, block_k)
     x = _widen(rows, round_to_bf16)  # [n, K]
     # amax over the rows first, so that only this vector is padded, never the weight.
     amax = x.abs().amax(0)  # [K], NaN survives

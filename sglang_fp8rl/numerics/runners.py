@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from .cast import is_there
 from .write_table import CastTable
 
 
@@ -35,10 +36,8 @@ def make_runner(
         from .triton.table import TritonTable
 
         return TritonTable(table, device, **rounding)
-    if device.type != "cpu":
+    if device.type != "cpu" or not is_there("numba"):
         return None
-    try:
-        from .cpu.table import CpuTable
-    except ImportError:  # Numba also raises it for a NumPy it doesn't know
-        return None
+    from .cpu.table import CpuTable
+
     return CpuTable(table, **rounding)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from .checks import FP8_DTYPE
+from .grid import ceil_div
 
 BlockSize = tuple[int, int]
 
@@ -80,7 +81,7 @@ class Piece:
         view: the source as it was when recorded (only its dtype, shape and strides matter).
         destination: [N, K] codes (e4m3) or values (FP32 or BF16).
         scales: FP32 [ceil(N / block_n), ceil(K / block_k)] for a cast, else None.
-        block_size: of a cast or of codes; (1, K) is per channel.
+        block_size: of a cast or of codes: what `ScaleGranularity.block` says of this matrix.
         kind: CAST with `scales` and COPY without, where it is not given. CODES have to follow their
             SCALES, one scale row for `block_size[0]` rows of codes: a row of scales that is not
             positive and finite keeps its old values, and so do its codes (flag BAD_SCALE). A row of
@@ -164,8 +165,8 @@ class CastTable:
             table[name] = column
         kind = table["kind"]
         per_row = (kind == Kind.COPY) | (kind == Kind.SCALES)
-        heights = np.where(per_row, table["rows"], -(-table["rows"] // table["block_n"]))
-        widths = np.where(kind == Kind.CAST, -(-table["cols"] // table["block_k"]), 1)
+        heights = np.where(per_row, table["rows"], ceil_div(table["rows"], table["block_n"]))
+        widths = np.where(kind == Kind.CAST, ceil_div(table["cols"], table["block_k"]), 1)
         counts = np.where(kind == Kind.CODES, 0, heights * widths)
         starts = np.cumsum(counts) - counts
         # Codes have the flags of their scales, the piece before them.
@@ -182,7 +183,7 @@ class CastTable:
         """The flags of one piece, [row blocks, column blocks]; [rows, 1] of a copy."""
         row = self.pieces[piece]
         start, cols = int(row["flags"]), int(row["flag_cols"])
-        rows = -(-int(row["rows"]) // int(row["block_n"]))
+        rows = ceil_div(int(row["rows"]), int(row["block_n"]))
         return flags[start : start + rows * cols].reshape(rows, cols)
 
     def bad_pieces(self, flags: np.ndarray) -> list[int]:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from sglang_fp8rl.errors import ConfigError
+from sglang_fp8rl.numerics.grid import ceil_div
 
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-10  # SGLang's kernels use the same: a group of zeros gets 1e-10 / 448, not 0
@@ -56,7 +57,7 @@ def quantize_per_token_group(
         `[M, K]` e4m3 and `[M, ceil(K / group_size)]` FP32 with `x ≈ q * scale`.
     """
     rows, columns = x.shape
-    groups = -(-columns // group_size)
+    groups = ceil_div(columns, group_size)
     padded = torch.nn.functional.pad(x.float(), (0, groups * group_size - columns))
     grouped = padded.view(rows, groups, group_size)  # [M, G, group_size]; zeros raise no amax
     scale = grouped.abs().amax(dim=2).clamp_min(AMAX_FLOOR) / E4M3_MAX  # [M, G]
@@ -173,4 +174,4 @@ def _maybe_quantized(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if activation_quant_enabled():
         return quantize_per_token_group(rows, group_size, pow2_scale=pow2_scale)
-    return rows, torch.ones(rows.shape[0], -(-rows.shape[1] // group_size))
+    return rows, torch.ones(rows.shape[0], ceil_div(rows.shape[1], group_size))

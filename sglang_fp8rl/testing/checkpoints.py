@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..numerics.grid import ceil_div
 from .families import embedding_std, hub_config, hub_shapes, make_config
 
 TILE = 128
@@ -158,7 +159,7 @@ def _is_quantized(name: str, state_dict: dict[str, torch.Tensor]) -> bool:
 
 
 def _split(names: list[str], count: int) -> Iterable[list[str]]:
-    size = -(-len(names) // count)
+    size = ceil_div(len(names), count)
     return (names[i * size : (i + 1) * size] for i in range(count))
 
 
@@ -175,7 +176,7 @@ def _weight(name: str, shape: tuple[int, ...], seed: int, embedding_std: float) 
     if "embed" in name or "lm_head" in name:
         return embedding_std * noise
     matrix = noise.reshape(-1, shape[-1]) if len(shape) == 3 else noise.reshape(shape[0], -1)
-    rows, columns = (-(-size // TILE) for size in matrix.shape)
+    rows, columns = (ceil_div(size, TILE) for size in matrix.shape)
     magnitude = 2.0 ** (2 * torch.rand((rows, columns), generator=generator) - 1)
     spread = magnitude.repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
     spread = spread[: matrix.shape[0], : matrix.shape[1]]

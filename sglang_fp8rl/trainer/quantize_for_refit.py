@@ -17,13 +17,9 @@ from typing import Any
 
 import torch
 
-from ..errors import QuantizationError, RefitError
-from ..numerics import (
-    FP8_DTYPE,
-    block_scale_shape,
-    cast_blockwise_into,
-    cast_per_channel_into,
-)
+from ..errors import RefitError
+from ..numerics import FP8_DTYPE, quantize
+from ..numerics.grid import BlockGrid, ScaleGranularity, granularity_of
 from ..wire.pair import PAIR_SUFFIX, pack_pair
 from ..wire.plan import RefitPlan, TensorPlan
 from .fused_experts import one_by_one
@@ -113,10 +109,9 @@ def _quantized(
             yield name, tensor
             continue
         codes, scale = quantize_piece(entry, piece, plan)
-        block = block_of(entry, plan)
         yield name, piece.like(codes, piece.full_shape, piece.start, name)
-        # Rounded up: an empty shard starts behind the last block, which may be short.
-        start = tuple(-(-at // size) for at, size in zip(piece.start, block, strict=True))
+        grid = _granularity(entry, plan).grid(piece.full_shape)
+        start = tuple(part.start for part in grid.scales_of(piece.start, piece.shape, name=name))
         yield entry.scale_name, piece.like(scale, entry.scale_shape, start, entry.scale_name)
 
 
@@ -149,35 +144,19 @@ def quantize_piece(
     Raises:
         RefitError, QuantizationError: as `quantize_for_refit`.
     """
-    source, name, block = piece.local, entry.name, block_of(entry, plan)
-    piece.check_on_blocks(name, block)
-    rows, columns = source.shape
-    codes = torch.empty((rows, columns), dtype=FP8_DTYPE, device=source.device)
-    scale_shape = block_scale_shape((rows, columns), block)
-    scale = torch.empty(scale_shape, dtype=torch.float32, device=source.device)
-    if not source.numel():
-        return codes, scale  # a rank without rows
-    if entry.is_blockwise:
-        bad = cast_blockwise_into(
-            source, codes, scale, block_size=block, name=name, **plan.rounding
-        )
-    else:
-        bad = cast_per_channel_into(source, codes, scale, name=name, **plan.rounding)
-    if bool(bad.any()):
-        raise QuantizationError(
-            name,
-            f"NaN or Inf in {int(bad.sum())} of {bad.numel()} block(s), "
-            f"first at {bad.nonzero()[0].tolist()}",
-            "a block that is not finite is never quantized",
-            "Look at the step that produced this weight; it was not sent.",
-        )
-    return codes, scale
+    granularity = _granularity(entry, plan)
+    grid = granularity.grid(piece.full_shape)
+    piece.check_on_blocks(entry.name, grid)
+    source = piece.local
+    if not source.numel():  # a rank without rows
+        scale_shape = BlockGrid((source.shape[0], source.shape[1]), grid.block).scale_shape
+        codes = torch.empty(source.shape, dtype=FP8_DTYPE, device=source.device)
+        return codes, torch.empty(scale_shape, dtype=torch.float32, device=source.device)
+    return quantize(source, granularity, name=entry.name, **plan.rounding)
 
 
-def block_of(entry: TensorPlan, plan: RefitPlan) -> tuple[int, int]:
-    """What shares one scale: `[block_n, block_k]`, or one row of the full tensor."""
-    assert entry.shape is not None
-    return plan.block_size if entry.is_blockwise else (1, entry.shape[1])
+def _granularity(entry: TensorPlan, plan: RefitPlan) -> ScaleGranularity:
+    return granularity_of(entry.scheme, plan.block_size)
 
 
 def _check_shape(entry: TensorPlan, piece: Piece) -> None:

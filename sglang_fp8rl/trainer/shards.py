@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import RefitError
+from ..numerics.grid import BlockGrid
 
 Box = tuple[int, ...]
 
@@ -60,19 +61,16 @@ class Piece:
     def shape(self) -> Box:
         return tuple(self.local.shape)
 
-    def check_on_blocks(self, name: str, block: tuple[int, int]) -> None:
-        """Raises `RefitError` if the box starts or ends inside a scale block."""
-        for at, size, full, step in zip(
-            self.start, self.shape, self.full_shape, block, strict=True
-        ):
-            if size and (at % step or ((at + size) % step and at + size != full)):
-                raise RefitError(
-                    name,
-                    f"a shard of shape {self.shape} at {self.start} of {self.full_shape}",
-                    f"it starts or ends inside a block of {list(block)}, whose scale needs values "
-                    "of another rank",
-                    "Gather it first (tensor.full_tensor()), or shard on multiples of the block.",
-                )
+    def check_on_blocks(self, name: str, grid: BlockGrid) -> None:
+        """Raises `RefitError` if the box starts or ends inside a scale block of the full matrix."""
+        if not grid.is_whole(self.start, self.shape):
+            raise RefitError(
+                name,
+                f"a shard of shape {self.shape} at {self.start} of {self.full_shape}",
+                f"it starts or ends inside a block of {list(grid.block)}, whose scale needs values "
+                "of another rank",
+                "Gather it first (tensor.full_tensor()), or shard on multiples of the block.",
+            )
 
     def like(self, local: torch.Tensor, full_shape: Box, start: Box, name: str) -> Any:
         """`local`, wrapped as what was sent: the box at `start` of a tensor of `full_shape`."""

@@ -26,7 +26,7 @@ from generation import generate
 from models import MODELS, checkpoint
 from packaging.version import Version
 
-from sglang_fp8rl.numerics import quantize_blockwise, quantize_per_channel
+from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 from sglang_fp8rl.testing.checkpoints import BLOCK_FP8_CONFIG, save_checkpoint
 
 pytestmark = pytest.mark.engine

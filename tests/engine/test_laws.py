@@ -16,7 +16,7 @@ from commands import (
 from engine_host import EngineHost
 from models import MODELS, checkpoint
 
-from sglang_fp8rl.numerics import quantize_blockwise, quantize_per_channel
+from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 
 pytestmark = pytest.mark.engine
 

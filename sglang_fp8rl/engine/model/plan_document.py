@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from ...config import Options
-from ...numerics import block_scale_shape
-from ...scheme import Granularity, Scheme
+from ...numerics.grid import PerChannel, ScaleGranularity, granularity_of
+from ...scheme import Scheme
 from ...wire.plan import FP8, PLAN_FORMAT, PLAN_VERSION, UNUSED, digest_of
-from ..interception.region import Region
 from .landings import Known, Landing, NameTable
 from .parameters import Target
 from .unneeded_names import left_out
@@ -94,22 +93,20 @@ class _Maker:
             )
             entry["wire"] = {"dtype": _name_of(target.parameter.dtype)}
             return entry
-        if scheme is Granularity.BLOCKWISE:
-            block, suffix = self._options.weight_block_size, "_scale_inv"
-        else:
-            block, suffix = (1, int(target.parameter.shape[-1])), "_scale"
-        entry["block_size"] = list(block)
-        entry["reason"] = self._why_not_on_the_wire(name, known, landings, block)
+        granularity = granularity_of(scheme, self._options.weight_block_size)
+        entry["block_size"] = list(granularity.block(target.parameter.shape))
+        entry["reason"] = self._why_not_on_the_wire(name, known, landings, granularity)
         if entry["reason"]:
             rounded = torch.bfloat16 if self._options.round_to_bf16 else torch.float32
             entry["wire"] = {"dtype": _name_of(rounded)}
         else:
-            shape = block_scale_shape((known.shape[0], known.shape[1]), block)
+            suffix = "_scale" if isinstance(granularity, PerChannel) else "_scale_inv"
+            shape = granularity.grid(known.shape).scale_shape
             entry["wire"] = {"dtype": FP8, "scale": name + suffix, "scale_shape": list(shape)}
         return entry
 
     def _why_not_on_the_wire(
-        self, name: str, known: Known, landings: list[Landing], block: tuple[int, int]
+        self, name: str, known: Known, landings: list[Landing], granularity: ScaleGranularity
     ) -> str:
         """Why a sender can't know the scales of this tensor's parts; empty if it can."""
         if len(known.shape) != 2 or not name.endswith(".weight"):
@@ -119,7 +116,7 @@ class _Maker:
         boxes = [box for landing in landings for box in landing.boxes]
         if not boxes:
             return "this rank holds nothing of it, and nothing like it"
-        if landings[0].target.granularity is Granularity.PER_CHANNEL:
+        if isinstance(granularity, PerChannel):
             wide = known.shape[1]
             narrow = [box for box in boxes if box is None or box.shape[-1] != wide]
             if narrow:
@@ -129,7 +126,8 @@ class _Maker:
                     f"{wide} columns, on each rank another"
                 )
             return ""
-        if any(box is None or not _on_blocks(box, known.shape, block) for box in boxes):
+        grid = granularity.grid(known.shape)
+        if not all(box and grid.is_whole(box.start[-2:], box.shape[-2:]) for box in boxes):
             return "its parts start or end inside a block"
         return ""
 
@@ -138,15 +136,6 @@ def _kind_of(known: Known, landing: Landing) -> tuple:
     """The same for experts of one layer that differ in their number only."""
     shards = tuple(part for part in landing.part if part in ("w1", "w2", "w3"))
     return (id(landing.target), shards or landing.part, known.shape)
-
-
-def _on_blocks(box: Region, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
-    return all(
-        start % size == 0 and ((start + length) % size == 0 or start + length == full)
-        for start, length, full, size in zip(
-            box.start[-2:], box.shape[-2:], shape[-2:], block, strict=True
-        )
-    )
 
 
 def _unused() -> dict[str, Any]:

@@ -8,15 +8,13 @@ from typing import Any
 import torch
 
 from ...config import Options
-from ...errors import QuantizationError, RefitError
-from ...numerics.cast import cast_blockwise_into, cast_per_channel_into
-from ...numerics.tp_split import Span, scale_span
-from ...scheme import Granularity
+from ...errors import RefitError
+from ...numerics import cast_into
+from ...numerics.grid import ScaleGranularity, granularity_of
 from ..interception.region import Region
 from ..interception.writes import Write
 from ..model.parameters import Target
 
-BlockSize = tuple[int, int]
 # (source, codes, scales) of one matrix, and its blocks that were not finite.
 Cast = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -45,50 +43,38 @@ def quantize_write(target: Target, name: str, write: Write, options: Options) ->
     codes, scales = write.destination(target.parameter), target.scale.data
     if scales.dim() == 3:
         scales = scales[region.start[0] : region.start[0] + region.shape[0]]
+    granularity = granularity_of(target.granularity, options.weight_block_size)
     rounding: Any = {
         "pow2_scale": options.use_weight_pow2_scale,
         "round_to_bf16": options.round_to_bf16,
     }
     triples = zip(matrices(source), matrices(codes), matrices(scales), strict=True)
     for one_source, one_codes, one_scales in triples:
-        part = scales_of(target, name, region, one_scales, options.weight_block_size)
+        part = scales_of(target, name, region, one_scales, granularity)
         arguments = (one_source.to(codes.device), one_codes, part)
-        if target.granularity is Granularity.PER_CHANNEL:
-            bad = cast_per_channel_into(*arguments, name=name, **rounding)
-        else:
-            block_size = options.weight_block_size
-            bad = cast_blockwise_into(*arguments, block_size=block_size, name=name, **rounding)
-        yield (*arguments, bad)
+        yield (*arguments, cast_into(*arguments, granularity, name=name, **rounding))
 
 
 def scales_of(
-    target: Target, name: str, region: Region, scales: torch.Tensor, block_size: BlockSize
+    target: Target,
+    name: str,
+    region: Region,
+    scales: torch.Tensor,
+    granularity: ScaleGranularity,
 ) -> torch.Tensor:
     """The scales of a region of one matrix; the region has to consist of whole blocks."""
-    rows, columns = target.parameter.shape[-2:]
-    (row, column), (height, width) = region.start[-2:], region.shape[-2:]
-    if target.granularity is Granularity.PER_CHANNEL:
-        if width != columns:
-            raise _cuts_block(name, target, region)
-        return scales[row : row + height]
-    block_n, block_k = block_size
-    try:
-        row_blocks = scale_span(Span(row, height), block_n, rows, name=name)
-        column_blocks = scale_span(Span(column, width), block_k, columns, name=name)
-    except QuantizationError as error:
-        raise _cuts_block(name, target, region) from error
-    return scales[row_blocks.start : row_blocks.stop, column_blocks.start : column_blocks.stop]
+    grid = granularity.grid(target.parameter.shape)
+    start, shape = region.start[-2:], region.shape[-2:]
+    if not grid.is_whole(start, shape):
+        raise RefitError(
+            name,
+            f"a write to {region} of {target.name}",
+            f"it starts or ends inside a {target.granularity.value} scale's block",
+            "Add the module to ignored_layers, or use another tensor-parallel size.",
+        )
+    return scales[grid.scales_of(start, shape, name=name)]
 
 
 def matrices(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A matrix, or each expert's."""
     return tensor.unbind(0) if tensor.dim() == 3 else (tensor,)
-
-
-def _cuts_block(name: str, target: Target, region: Region) -> RefitError:
-    return RefitError(
-        name,
-        f"a write to {region} of {target.name}",
-        f"it starts or ends inside a {target.granularity.value} scale's block",
-        "Add the module to ignored_layers, or use another tensor-parallel size.",
-    )

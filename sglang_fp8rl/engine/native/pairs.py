@@ -9,8 +9,7 @@ import torch
 
 from ...errors import RefitError
 from ...numerics.checks import has_nan_code
-from ...numerics.tp_split import Span, scale_span
-from ...scheme import Granularity
+from ...numerics.grid import PerChannel, granularity_of
 from ..arrival.sent_tensors import Source
 from ..interception.writes import Write
 from ..model.parameters import Target
@@ -179,18 +178,20 @@ def _copies_of(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
     assert weight is not None
     assert scale is not None
     assert target.scale is not None
-    blockwise = target.granularity is Granularity.BLOCKWISE
-    block_n, block_k = block_size if blockwise else (1, weight.shape[1])
-    rows, columns = weight.shape
-    expected = (-(-rows // block_n), -(-columns // block_k))
-    if scale.dtype != torch.float32 or not _fits(scale, expected, blockwise):
+    granularity = granularity_of(target.granularity, block_size)
+    sent, stored = granularity.grid(weight.shape), granularity.grid(target.parameter.shape)
+    shapes: list[tuple[int, ...]] = [sent.scale_shape]
+    if isinstance(granularity, PerChannel):
+        shapes.append(sent.scale_shape[:1])
+    if scale.dtype != torch.float32 or tuple(scale.shape) not in shapes:
         raise RefitError(
             pair.scale_name,
             f"{scale.dtype} of shape {tuple(scale.shape)}",
-            f"the scale of {pair.weight_name} {tuple(weight.shape)} is FP32 of shape {expected}",
+            f"the scale of {pair.weight_name} {tuple(weight.shape)} is FP32 of shape "
+            f"{sent.scale_shape}",
             "Quantize with sglang_fp8rl.quantize_blockwise / quantize_per_channel, or send BF16.",
         )
-    scale = scale.reshape(expected)
+    scale = scale.reshape(sent.scale_shape)
     check_numbers(weight, scale, pair.weight_name, pair.scale_name)
     copies = []
     for write in pair.writes:
@@ -205,31 +206,12 @@ def _copies_of(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
                 "the scales of an FP8 tensor can only be split along with its rows and columns",
                 "Send this tensor in BF16 or FP32.",
             )
-        first = int(write.source.storage_offset() - weight.storage_offset())
-        row, column = divmod(first, columns)
         name = pair.weight_name
-        owned_rows = scale_span(Span(row, write.shape[0]), block_n, rows, name=name)
-        owned_columns = scale_span(Span(column, write.shape[1]), block_k, columns, name=name)
+        first = int(write.source.storage_offset() - weight.storage_offset())
+        source = sent.scales_of(divmod(first, weight.shape[1]), write.shape, name=name)
+        destination = stored.scales_of(region.start[-2:], write.shape, name=name)
         scales = target.scale.data
         if scales.dim() == 3:  # one matrix per expert
             scales = scales[region.start[0]]
-        to_row, to_column = (
-            start // block
-            for start, block in zip(region.start[-2:], (block_n, block_k), strict=True)
-        )
-        copies.append(
-            PairCopy(
-                write,
-                scale[owned_rows.start : owned_rows.stop, owned_columns.start : owned_columns.stop],
-                scales[
-                    to_row : to_row + owned_rows.size, to_column : to_column + owned_columns.size
-                ],
-                block_n,
-            )
-        )
+        copies.append(PairCopy(write, scale[source], scales[destination], sent.block[0]))
     return copies
-
-
-def _fits(scale: torch.Tensor, expected: tuple[int, int], blockwise: bool) -> bool:
-    shape = tuple(scale.shape)
-    return shape == expected or (not blockwise and shape == expected[:1])

@@ -12,6 +12,7 @@ import torch
 
 from ...config import Options
 from ...numerics.finite_copy import as_matrix
+from ...numerics.grid import granularity_of
 from ...numerics.runners import make_runner
 from ...numerics.write_table import CastTable, Kind, Piece, Row
 from ...scheme import Granularity
@@ -225,13 +226,12 @@ def _pieces(bucket: Bucket, recorded: RecordedPiece, options: Options) -> list[P
     scales, region = target.scale.data, write.region
     if scales.dim() == 3:
         scales = scales[region.start[0] : region.start[0] + region.shape[0]]
-    per_channel = target.granularity is Granularity.PER_CHANNEL
+    granularity = granularity_of(target.granularity, options.weight_block_size)
     made = []
     for codes, view, part in zip(
         matrices(destination), matrices(source), matrices(scales), strict=True
     ):
-        block_size = (1, view.shape[1]) if per_channel else options.weight_block_size
-        owned = scales_of(target, target.name, region, part, options.weight_block_size)
+        owned = scales_of(target, target.name, region, part, granularity)
         place = _place(bucket, recorded.position, view)
-        made.append(Piece(place, view, codes, owned, block_size))
+        made.append(Piece(place, view, codes, owned, granularity.block(view.shape)))
     return made

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from ...config import Options
+from ...numerics.grid import granularity_of
 from ...numerics.write_table import DTYPES, SOURCES, Kind, Row
-from ...scheme import Granularity
 from ..arrival.bucket import Bucket
 from ..model.parameters import Target
 from ..native.recording import RecordedPiece
@@ -27,7 +27,7 @@ class TableRows:
 
     def __init__(self, bucket: Bucket, options: Options) -> None:
         self._bucket = bucket
-        self._block_n, self._block_k = options.weight_block_size
+        self._block_size = options.weight_block_size
         self._targets: dict[int, _Target | None] = {}
 
     def row(self, recorded: RecordedPiece) -> Row | None:
@@ -52,23 +52,10 @@ class TableRows:
         expert = region.start[0] if len(region.start) == 3 else 0
         if len(region.start) != target.dim or (target.dim == 3 and region.shape[0] != 1):
             return None
-        (row, column), (height, width) = region.start[-2:], region.shape[-2:]
-        if (height, width) != shape:
+        place = region.start[-2:]
+        if region.shape[-2:] != shape or not target.grid.is_whole(place, shape):
             return None
-        if target.per_channel:
-            block_n, block_k = 1, width
-            if width != target.columns:
-                return None
-        else:
-            block_n, block_k = self._block_n, self._block_k
-            bottom, right = row + height, column + width
-            if (
-                row % block_n
-                or column % block_k
-                or (bottom % block_n and bottom != target.rows)
-                or (right % block_k and right != target.columns)
-            ):
-                return None
+        (row, column), (block_n, block_k) = place, target.grid.block
         stride_e, stride_n, stride_k = target.scale_strides
         scales = expert * stride_e + row // block_n * stride_n + column // block_k * stride_k
         first, start = self._bucket.place(recorded.position)
@@ -76,12 +63,12 @@ class TableRows:
             Kind.CAST, known[kind.dtype], first, start + write.offset * kind.dtype.itemsize, stride[0],
             target.address + write.write.offset, 0, to_stride[0],
             target.scale_address + 4 * scales, stride_n, stride_k,
-            height, width, block_n, block_k,
+            *shape, block_n, block_k,
         )  # fmt: skip
 
     def _target(self, target: Target) -> _Target | None:
         if target.index not in self._targets:
-            made = _Target(target) if target.is_fp8 else None
+            made = _Target(target, self._block_size) if target.is_fp8 else None
             self._targets[target.index] = made
         return self._targets[target.index]
 
@@ -89,14 +76,13 @@ class TableRows:
 class _Target:
     """The numbers of one FP8 parameter and its scales."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, block_size: tuple[int, int]) -> None:
         codes, scale = target.parameter.data, target.scale
         assert scale is not None
         self.device: torch.device = codes.device
         self.dim = codes.dim()
-        self.rows, self.columns = codes.shape[-2:]
+        self.grid = granularity_of(target.granularity, block_size).grid(codes.shape)
         self.address = codes.data_ptr()  # one byte per element
-        self.per_channel = target.granularity is Granularity.PER_CHANNEL
         self.scale_address = scale.data.data_ptr()
         strides = scale.data.stride()
         self.scale_strides = strides if len(strides) == 3 else (0, *strides)

@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from ..grid import ceil_div
 from .kernels import cast_region
 
 # Below this, starting a thread costs more than it saves.
@@ -63,8 +64,8 @@ def cast_into(
     for rows, cols in _chunks(tuple(source.shape), block_size):
         scratch = source[rows, cols].to(dtype, memory_format=torch.contiguous_format, copy=True)
         blocks = (
-            slice(rows.start // block_n, -(-rows.stop // block_n)),
-            slice(cols.start // block_k, -(-cols.stop // block_k)),
+            slice(rows.start // block_n, ceil_div(rows.stop, block_n)),
+            slice(cols.start // block_k, ceil_div(cols.stop, block_k)),
         )
         flags = nonfinite[blocks].contiguous()
         _cast_view(
@@ -125,7 +126,7 @@ def _cast_view(
     )
     parts = 1 + rows * cols // ELEMENTS_PER_THREAD
     if parts > 1:
-        block_rows = -(-rows // block_n)
+        block_rows = ceil_div(rows, block_n)
         parts = min(threads or torch.get_num_threads(), parts, block_rows)
     if parts <= 1:
         cast_rows(0, rows)

@@ -1,4 +1,4 @@
-"""Run a `CastTable` on a CPU: one call, the same kernels and bytes as `cpu_numba`."""
+"""Run a `CastTable` on a CPU: one call, the same kernels and bytes as `cast.py`."""
 
 # Numba reads these functions, not their annotations.
 # mypy: disable-error-code="no-untyped-def"
@@ -14,6 +14,7 @@ import numba
 import numpy as np
 import torch
 
+from ..grid import ceil_div
 from ..write_table import BAD_SCALE, NAN_CODE, PIECE, CastTable, Dtype, Kind
 from .cast import BF16_STEP, ELEMENTS_PER_THREAD, NO_STEP, STRIP_BYTES
 from .intrinsics import pointer
@@ -92,7 +93,7 @@ def _items_of(pieces: np.ndarray) -> tuple[np.ndarray, int]:
     order = np.argsort(~is_scales, kind="stable")
     rows, cols, block_n = (pieces[name][order] for name in ("rows", "cols", "block_n"))
     height = np.maximum(1, _ELEMENTS_PER_ITEM // (cols * block_n)) * block_n
-    count = -(-rows // height)  # of items, per piece
+    count = ceil_div(rows, height)  # of items, per piece
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)  # within its piece
     first = number * np.repeat(height, count)
     end = np.minimum(first + np.repeat(height, count), np.repeat(rows, count))

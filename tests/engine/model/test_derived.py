@@ -13,7 +13,7 @@ from engine_host import EngineHost
 from models import MODELS, checkpoint
 from packaging.version import Version
 
-from sglang_fp8rl.numerics import quantize_blockwise
+from sglang_fp8rl.numerics.reference import quantize_blockwise
 
 pytestmark = pytest.mark.engine
 

@@ -11,7 +11,7 @@ from engine_host import EngineHost
 from generation import generate
 from models import MODELS, Model, checkpoint
 
-from sglang_fp8rl.numerics import quantize_blockwise
+from sglang_fp8rl.numerics.reference import quantize_blockwise
 
 pytestmark = pytest.mark.engine
 

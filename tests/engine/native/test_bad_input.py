@@ -11,7 +11,7 @@ from commands import digests, parameter, send, status, update, update_from_disk
 from engine_host import EngineHost
 from models import MODELS, checkpoint
 
-from sglang_fp8rl.numerics import quantize_blockwise
+from sglang_fp8rl.numerics.reference import quantize_blockwise
 
 pytestmark = pytest.mark.engine
 

@@ -8,7 +8,7 @@ from commands import digests, parameter, plan_document, status, update
 from engine_host import EngineHost
 from models import MODELS, checkpoint
 
-from sglang_fp8rl.numerics import quantize_blockwise, quantize_per_channel
+from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair
 
 pytestmark = pytest.mark.engine

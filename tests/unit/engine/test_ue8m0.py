@@ -11,7 +11,7 @@ from sglang.srt.layers.quantization import fp8_utils  # noqa: E402
 
 from sglang_fp8rl.engine.modules.packed_scales import ServedWithPackedScales, pack  # noqa: E402
 from sglang_fp8rl.errors import HostError  # noqa: E402
-from sglang_fp8rl.numerics import quantize_blockwise  # noqa: E402
+from sglang_fp8rl.numerics.reference import quantize_blockwise  # noqa: E402
 
 SHAPES = [(128, 128), (256, 512), (384, 640), (576, 7168), (320, 256)]
 

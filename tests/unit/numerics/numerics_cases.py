@@ -2,7 +2,7 @@
 
 import torch
 
-from sglang_fp8rl.numerics import FP8_DTYPE, block_scale_shape
+from sglang_fp8rl.numerics import FP8_DTYPE
 
 POISON_CODE = 0x7F  # NaN: no finite block ever stores it
 POISON_SCALE = -7.0
@@ -128,4 +128,4 @@ CASES = {
 
 
 def scale_shape(source: torch.Tensor, per_channel: bool) -> tuple[int, int]:
-    return (source.shape[0], 1) if per_channel else block_scale_shape(source.shape)
+    return (source.shape[0], 1) if per_channel else tuple(-(-size // 128) for size in source.shape)

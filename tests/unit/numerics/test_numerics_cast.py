@@ -23,10 +23,9 @@ from sglang_fp8rl.numerics import (
     FP8_MAX,
     cast_blockwise_into,
     cast_per_channel_into,
-    quantize_blockwise,
-    quantize_per_channel,
 )
 from sglang_fp8rl.numerics.cpu import cast as cpu_cast
+from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 
 BACKENDS = ["reference", "numba"]
 OPTIONS = [
@@ -217,7 +216,7 @@ def test_without_numba_the_bytes_are_the_same():
         from sglang_fp8rl import numerics
         numerics.warmup()
         x = torch.randn(300, 500)
-        expected, scale = numerics.quantize_blockwise(x)
+        expected, scale = numerics.reference.quantize_blockwise(x)
         q, s = torch.empty_like(expected), torch.empty_like(scale)
         numerics.cast_blockwise_into(x, q, s)
         print(torch.equal(q.view(torch.uint8), expected.view(torch.uint8)), torch.equal(s, scale))

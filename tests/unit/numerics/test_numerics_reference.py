@@ -16,10 +16,9 @@ from sglang_fp8rl.numerics import (
     FP8_DTYPE,
     cast_blockwise_into,
     dequantize,
-    quantize_blockwise,
-    quantize_per_channel,
     sqnr_db,
 )
+from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 
 
 def _float32(pattern: int) -> float:

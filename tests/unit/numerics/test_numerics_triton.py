@@ -11,8 +11,7 @@ import pytest
 import torch
 from numerics_cases import CASES, same_bits
 
-from sglang_fp8rl.numerics import quantize_blockwise, quantize_per_channel
-from sglang_fp8rl.numerics.reference import cast_into
+from sglang_fp8rl.numerics.reference import cast_into, quantize_blockwise, quantize_per_channel
 from sglang_fp8rl.numerics.triton import cast as triton_cast
 
 pytest.importorskip("triton")

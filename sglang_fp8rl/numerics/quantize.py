@@ -1,0 +1,91 @@
+"""The public cast: a weight in, codes and scales out, on the backend that the engine uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .cast import cast_into
+from .checks import FP8_DTYPE, check_source, raise_not_finite
+from .grid import Blockwise, PerChannel, ScaleGranularity
+
+Quantized = tuple[torch.Tensor, torch.Tensor]
+
+
+def quantize(
+    weight: torch.Tensor,
+    granularity: ScaleGranularity,
+    *,
+    pow2_scale: bool = False,
+    round_to_bf16: bool = True,
+    name: str = "weight",
+) -> Quantized:
+    """Quantize `weight` [N, K] (FP32, BF16 or FP16, any strides); the bytes of `reference.py`.
+
+    Triton on CUDA, Numba on CPU, else plain PyTorch.
+
+    Args:
+        pow2_scale: round every scale up to a power of two (`use_weight_pow2_scale`).
+        round_to_bf16: False casts FP32 without the step to BF16, for research: other codes than a
+            BF16 trainer's.
+        name: what errors call the tensor.
+
+    Returns:
+        `qweight` [N, K] e4m3fn, contiguous, and the FP32 scales of the granularity's shape, on the
+        weight's device.
+
+    Raises:
+        QuantizationError: wrong dtype or rank; or a NaN or Inf: names the block. Asking for one
+            waits for a GPU.
+    """
+    check_source(weight, name)
+    grid = granularity.grid(weight.shape)
+    qweight = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
+    scale = torch.empty(grid.scale_shape, dtype=torch.float32, device=weight.device)
+    nonfinite = cast_into(
+        weight,
+        qweight,
+        scale,
+        granularity,
+        pow2_scale=pow2_scale,
+        round_to_bf16=round_to_bf16,
+        name=name,
+    )
+    if bool(nonfinite.any()):
+        raise_not_finite(nonfinite, grid, name)
+    return qweight, scale
+
+
+def quantize_blockwise(
+    weight: torch.Tensor,
+    block_size: Sequence[int] = (128, 128),
+    *,
+    pow2_scale: bool = False,
+    round_to_bf16: bool = True,
+    name: str = "weight",
+) -> Quantized:
+    """Quantize `weight` [N, K] block by block; the last block is smaller. Otherwise as `quantize`.
+
+    Returns:
+        `qweight` [N, K] e4m3fn and `weight_scale_inv` [ceil(N / block_n), ceil(K / block_k)] FP32.
+    """
+    options = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+    return quantize(weight, Blockwise.of(block_size), name=name, **options)
+
+
+def quantize_per_channel(
+    weight: torch.Tensor,
+    *,
+    pow2_scale: bool = False,
+    round_to_bf16: bool = True,
+    name: str = "weight",
+) -> Quantized:
+    """Quantize `weight` [N, K] with one scale per row of this (local) shard; else as `quantize`.
+
+    Returns:
+        `qweight` [N, K] e4m3fn and `weight_scale` [N, 1] FP32, a multiplier like
+        `weight_scale_inv`: both names are SGLang's.
+    """
+    options = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+    return quantize(weight, PerChannel(), name=name, **options)

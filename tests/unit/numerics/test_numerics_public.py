@@ -1,0 +1,124 @@
+"""The public cast gives the reference's bytes and errors, and does not run it."""
+
+import itertools
+
+import pytest
+import torch
+from numerics_cases import CASES, bits, same_bits
+
+import sglang_fp8rl
+from sglang_fp8rl import numerics
+from sglang_fp8rl.errors import QuantizationError
+from sglang_fp8rl.numerics import reference
+from sglang_fp8rl.numerics.grid import Blockwise, PerChannel
+
+OPTIONS = [
+    {"pow2_scale": p, "round_to_bf16": r} for p, r in itertools.product([False, True], repeat=2)
+]
+NAMES = ["quantize_blockwise", "quantize_per_channel"]
+
+
+@pytest.mark.parametrize("function", NAMES)
+@pytest.mark.parametrize("name", CASES)
+def test_gives_the_bytes_of_the_reference(name, function):
+    source = CASES[name]
+    before = bits(source.clone())
+    for options in OPTIONS:
+        codes, scale = getattr(sglang_fp8rl, function)(source, **options)
+        expected, expected_scale = getattr(reference, function)(source, **options)
+        assert same_bits(codes, expected)
+        assert same_bits(scale, expected_scale)
+        assert codes.is_contiguous()
+        assert scale.is_contiguous()
+    assert torch.equal(bits(source.clone()), before)
+
+
+@pytest.mark.parametrize("block_size", [(1, 1), (3, 5), (1, 128), (64, 32), [128, 300], (500, 700)])
+def test_any_block_size(block_size):
+    source = CASES["127x257"]
+    expected = reference.quantize_blockwise(source, tuple(block_size))
+    for actual, wanted in zip(
+        sglang_fp8rl.quantize_blockwise(source, block_size), expected, strict=True
+    ):
+        assert same_bits(actual, wanted)
+
+
+def _never(*args, **kwargs):
+    raise AssertionError("the reference was run")
+
+
+@pytest.fixture
+def without_the_reference(monkeypatch):
+    """Every function of the reference that makes codes raises."""
+    pytest.importorskip("numba")
+    for name in ("cast_into", "quantize_block_row", "quantize_channels", *NAMES):
+        monkeypatch.setattr(reference, name, _never)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_cpu_nothing_public_runs_the_reference(without_the_reference, dtype):
+    source = torch.ones(130, 140, dtype=dtype)
+    for function in NAMES:
+        codes, scale = getattr(sglang_fp8rl, function)(source)
+        assert (codes.float() == 448).all()
+        assert (scale == torch.tensor(1 / 448)).all()
+    for granularity in (Blockwise(), PerChannel()):
+        codes = torch.empty(130, 140, dtype=numerics.FP8_DTYPE)
+        scale = torch.empty(granularity.grid(source.shape).scale_shape)
+        assert not numerics.cast_into(source, codes, scale, granularity).any()
+        assert (codes.float() == 448).all()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3.3962e38])
+def test_what_is_not_finite_is_named_with_its_block_as_by_the_reference(bad, transposed):
+    source = torch.ones(300, 300)
+    source[130, 299] = source[299, 0] = bad
+    if transposed:
+        source = source.t().contiguous().t()
+    for function in NAMES:
+        said = []
+        for home in (sglang_fp8rl, reference):
+            with pytest.raises(QuantizationError) as error:
+                getattr(home, function)(source, name="layers.3.up_proj.weight")
+            said.append(str(error.value))
+        assert said[0] == said[1]
+        assert said[0].startswith("layers.3.up_proj.weight: NaN or Inf in block (1")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (torch.ones(4, 4, dtype=torch.float64), "dtype torch.float64"),
+        (torch.ones(4, 4).to(numerics.FP8_DTYPE), "float8_e4m3fn.*weight_scale_inv"),
+        (torch.ones(4), r"shape \[4\]"),
+        (torch.ones(2, 4, 4), r"shape \[2, 4, 4\]"),
+        (torch.ones(0, 4), r"shape \[0, 4\]"),
+    ],
+)
+def test_refuses_what_is_no_weight(source, said):
+    for function in NAMES:
+        with pytest.raises(QuantizationError, match=said):
+            getattr(sglang_fp8rl, function)(source)
+
+
+@pytest.mark.parametrize("block_size", [(128,), (0, 128), (128, 1.5), (True, 128)])
+def test_refuses_a_block_that_is_none(block_size):
+    with pytest.raises(QuantizationError, match="two positive integers"):
+        sglang_fp8rl.quantize_blockwise(torch.ones(4, 4), block_size)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_bytes_are_the_reference_s_and_it_is_not_run(monkeypatch):
+    expected = {
+        (name, function): getattr(reference, function)(source)
+        for name, source in CASES.items()
+        for function in NAMES
+    }
+    for function in ("cast_into", "quantize_block_row", "quantize_channels"):
+        monkeypatch.setattr(reference, function, _never)
+    for (name, function), wanted in expected.items():
+        made = getattr(sglang_fp8rl, function)(CASES[name].cuda())
+        for actual, one in zip(made, wanted, strict=True):
+            assert actual.is_cuda
+            assert same_bits(actual.cpu(), one), (name, function)
