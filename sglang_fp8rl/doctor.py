@@ -149,9 +149,9 @@ def _plugin() -> Lines:
         why = f"SGLANG_PLUGINS={only} leaves it out" if only else "see the log lines above"
         yield PROBLEM, f"SGLang did not take it: {why}"
         return
-    missing = hooks_not_in_force()
-    yield from ((PROBLEM, f"hook not applied: {hook.target} ({hook.reason})") for hook in missing)
-    if not missing:
+    unhooked = hooks_not_in_force()
+    yield from ((PROBLEM, f"hook not applied: {hook.target} ({hook.reason})") for hook in unhooked)
+    if not unhooked:
         yield OK, f"--quantization {QUANTIZATION_METHOD} is registered, every hook is applied"
 
 
