@@ -8,14 +8,14 @@ import pytest
 import torch
 
 pytest.importorskip("sglang")
-from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher  # noqa: E402
-from sglang.srt.layers.moe.utils import MoeRunnerBackend  # noqa: E402
-from sglang.srt.layers.quantization import fp8  # noqa: E402
+from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
+from sglang.srt.layers.moe.utils import MoeRunnerBackend
+from sglang.srt.layers.quantization import fp8
 
-from sglang_fp8rl.config import Options  # noqa: E402
-from sglang_fp8rl.engine.modules import moe  # noqa: E402
-from sglang_fp8rl.engine.modules.decisions import Decisions  # noqa: E402
-from sglang_fp8rl.errors import ConfigError  # noqa: E402
+from sglang_fp8rl.config import Options
+from sglang_fp8rl.engine.modules import moe
+from sglang_fp8rl.engine.modules.decisions import Decisions
+from sglang_fp8rl.errors import ConfigError
 
 SIZES = {"blockwise": 256, "per_channel": 192}
 
