@@ -69,8 +69,8 @@ bench-gpu: .venv/.ready  ## G1-G9, G11, G12 on a GPU, under 9 minutes (no number
 	.venv/bin/python benchmarks/bench_gpu_server.py --budget-s $$left \
 	    --json benchmarks/results/server_gpu.jsonl $(ARGS)
 
-lint: .venv/.ready  ## ruff and mypy
-	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+lint: .venv/.ready  ## ruff, mypy and the layers (import-linter)
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
 
 clean:  ## remove the environments and caches
-	rm -rf .venv .venv-oldest .uv .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .uv .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

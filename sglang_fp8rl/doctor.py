@@ -14,8 +14,10 @@ from typing import Any
 from packaging.version import Version
 
 from . import __version__
-from .compat import NEWEST_EXCLUDED, OLDEST, TESTED, check_host, check_symbols, host_version
+from .compat import NEWEST_EXCLUDED, OLDEST, TESTED, check_host, host_version
 from .config import QUANTIZATION_METHOD
+from .declared_hooks import hooks_not_in_force
+from .host_symbols import check_symbols
 from .platforms import PLATFORM_NAME
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -147,9 +149,9 @@ def _plugin() -> Lines:
         why = f"SGLANG_PLUGINS={only} leaves it out" if only else "see the log lines above"
         yield PROBLEM, f"SGLang did not take it: {why}"
         return
-    missing_hooks = _hooks_not_applied()
-    yield from ((PROBLEM, f"hook not applied: {target}") for target in missing_hooks)
-    if not missing_hooks:
+    unhooked = hooks_not_in_force()
+    yield from ((PROBLEM, f"hook not applied: {hook.target} ({hook.reason})") for hook in unhooked)
+    if not unhooked:
         yield OK, f"--quantization {QUANTIZATION_METHOD} is registered, every hook is applied"
 
 
@@ -180,17 +182,6 @@ def _sharing() -> Lines:
 def _has_entry_point(group: str) -> bool:
     found = importlib.metadata.entry_points(group=group)
     return any(entry.value.startswith("sglang_fp8rl.") for entry in found)
-
-
-def _hooks_not_applied() -> list[str]:
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    wanted = [target for target in HookRegistry._hooks if _is_ours(HookRegistry._hooks[target])]
-    return [target for target in wanted if target not in HookRegistry._patched]
-
-
-def _is_ours(hooks: list[Any]) -> bool:
-    return any(function.__module__.startswith("sglang_fp8rl.") for _, function, *_ in hooks)
 
 
 def _version(package: str) -> str | None:

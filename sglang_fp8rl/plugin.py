@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +20,11 @@ def register() -> None:
         logger.error("fp8rl registers nothing: %s", "; ".join(problems))
         return
     from .engine.host.register import register_method
+    from .platforms import is_requested
 
-    register_method()
-    if os.environ.get("SGLANG_PLATFORM") == "fp8rl_cpu":
+    # The method last: what fails before it leaves SGLang without it, and SGLang refuses the flag.
+    if is_requested():
         from .platforms.cpu_hooks import register_cpu_hooks
 
         register_cpu_hooks()
+    register_method()

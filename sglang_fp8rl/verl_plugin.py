@@ -6,9 +6,34 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 
-_SESSION_METHODS = frozenset({"begin_weight_update", "end_weight_update"})
+from .compat import SESSIONS_SINCE, host_version
+from .config import QUANTIZATION_METHOD
+from .declared_hooks import Hook
+from .host_symbols import find
+
+logger = logging.getLogger(__name__)
+
+
+def _make_optional(owner: type, name: str) -> None:
+    """Subclasses of `owner` need not have the method any more."""
+    owner.__abstractmethods__ = owner.__abstractmethods__ - {name}  # type: ignore[attr-defined]
+
+
+VERL_HOOKS = tuple(
+    Hook(
+        f"sglang.srt.entrypoints.EngineBase.EngineBase.{name}",
+        "OPTIONAL",
+        _make_optional,
+        "veRL 0.9.1's HTTP adapter is an `EngineBase` and knows no sessions, so it could not be "
+        "created; its updates are served without them",
+        "veRL has sessions",
+        since=SESSIONS_SINCE,
+    )
+    for name in ("begin_weight_update", "end_weight_update")
+)
 
 
 def register() -> None:
@@ -16,33 +41,33 @@ def register() -> None:
 
     veRL builds SGLang's `ServerArgs` in a process that never calls `load_plugins()`, and SGLang then
     refuses a quantization method it does not know.
+
+    Side effects on the host: two methods of `EngineBase` are no longer required of subclasses.
     """
     if find_spec("sglang") is None:
         return
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    if "fp8_blockwise_online" in _known_methods():
-        _allow_engines_without_sessions()
-
-
-def _known_methods() -> dict:
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 
-    return QUANTIZATION_METHODS
+    if QUANTIZATION_METHOD not in QUANTIZATION_METHODS:
+        return
+    for hook in VERL_HOOKS:
+        if hook.is_for(host_version()):
+            _apply(hook)
 
 
-def _allow_engines_without_sessions() -> None:
-    """veRL 0.9.1's HTTP adapter is an `EngineBase` and knows no sessions. Where SGLang has them
-    (0.5.21 and newer) their methods are abstract, so the adapter could not even be created; the
-    updates it sends are served without them (`hooks._update_hook`).
-
-    *Side effect on the host*: two methods of `EngineBase` are no longer required of subclasses.
-    Until veRL has them.
-    """
-    from sglang.srt.entrypoints.EngineBase import EngineBase
-
-    EngineBase.__abstractmethods__ = EngineBase.__abstractmethods__ - _SESSION_METHODS
+def _apply(hook: Hook) -> None:
+    owner_path, _, name = hook.target.rpartition(".")
+    owner = find(owner_path)
+    if not hasattr(owner, name):
+        # veRL swallows what a plugin raises, so this line is all that a reader would get.
+        logger.error(
+            "fp8rl: %s is gone from SGLang %s: %s", hook.target, host_version(), hook.reason
+        )
+        return
+    hook.function(owner, name)
 
 
 register()

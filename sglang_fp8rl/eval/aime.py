@@ -14,13 +14,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sglang_fp8rl.errors import ConfigError, Fp8RlError
-from sglang_fp8rl.eval.client import CompletionClient, Sampling, normalize_url
-from sglang_fp8rl.eval.grading import Grader
-from sglang_fp8rl.eval.problems import Problem, load_problems
-from sglang_fp8rl.eval.report import EvalReport, build_report, print_report
-from sglang_fp8rl.eval.results import ResultsFile
-from sglang_fp8rl.eval.sampling import PROMPT_TEMPLATE, OnSample, ignore_sample, take_samples
+from ..errors import ConfigError, Fp8RlError
+from .client import CompletionClient, Sampling, normalize_url
+from .grading import Grader
+from .problems import Problem, load_problems
+from .report import EvalReport, build_report, print_report
+from .results import ResultsFile
+from .sampling import PROMPT_TEMPLATE, OnSample, ignore_sample, take_samples
 
 WORSE, BAD_INPUT, INTERRUPTED = 1, 2, 130
 

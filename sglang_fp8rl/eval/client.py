@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from sglang_fp8rl.errors import ConfigError, Fp8RlError
+from ..errors import ConfigError, Fp8RlError
 
 if TYPE_CHECKING:
     import httpx

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.eval.prompts import load_prompts
-from sglang_fp8rl.eval.rescoring import Precision, load_model, load_tokenizer, rescore
-from sglang_fp8rl.eval.rollouts import Rollout, sample_rollouts
-from sglang_fp8rl.trainer.metrics import MismatchMetrics, mismatch_metrics
+from ..errors import ConfigError
+from ..trainer.metrics import MismatchMetrics, mismatch_metrics
+from .prompts import load_prompts
+from .rescoring import Precision, load_model, load_tokenizer, rescore
+from .rollouts import Rollout, sample_rollouts
 
 
 @dataclass(frozen=True)

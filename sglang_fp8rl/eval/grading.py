@@ -16,7 +16,7 @@ import threading
 from dataclasses import dataclass
 from typing import IO, Literal
 
-from sglang_fp8rl.errors import Fp8RlError
+from ..errors import Fp8RlError
 
 Status = Literal["correct", "wrong", "no_answer", "timeout"]
 

@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sglang_fp8rl.errors import Fp8RlError
-from sglang_fp8rl.eval.mismatch_plot import check_plot_path, plot_mismatch
+from ..errors import Fp8RlError
+from .mismatch_plot import check_plot_path, plot_mismatch
 
 if TYPE_CHECKING:
-    from sglang_fp8rl.eval.gap import MismatchReport
+    from .gap import MismatchReport
 
 BAD_INPUT = 2
 
@@ -53,7 +53,7 @@ def mismatch(
 
     Exit status: 0, or 2 for bad input or a server that fails.
     """
-    from sglang_fp8rl.eval.gap import run_mismatch  # torch and transformers: not for `--help`
+    from .gap import run_mismatch  # torch and transformers: not for `--help`
 
     messages = Console(stderr=True)
     try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_fp8rl.errors import ConfigError
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-    from sglang_fp8rl.trainer.metrics import MismatchMetrics
+    from ..trainer.metrics import MismatchMetrics
 
 _FORMATS = (".png", ".pdf", ".svg")
 

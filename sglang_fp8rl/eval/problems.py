@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_fp8rl.errors import Fp8RlError
+from ..errors import Fp8RlError
 
 # Column names of the AIME and DAPO-Math data sets in circulation, compared in lower case.
 PROBLEM_COLUMNS = ("problem", "question", "prompt", "query", "input")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.errors import Fp8RlError
+from ..errors import Fp8RlError
 
 BUILT_IN = (
     "Find the remainder when 7 to the power of 2024 is divided by 100. Think step by step.",

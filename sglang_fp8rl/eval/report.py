@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sglang_fp8rl.eval.problems import Problem
-from sglang_fp8rl.eval.results import ResultsFile
-from sglang_fp8rl.eval.stats import (
+from .problems import Problem
+from .results import ResultsFile
+from .stats import (
     Comparison,
     Estimate,
     compare_paired,

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from sglang_fp8rl.errors import ConfigError, Fp8RlError
-from sglang_fp8rl.eval.rollouts import Rollout
+from ..errors import ConfigError, Fp8RlError
+from .rollouts import Rollout
 
 Precision = Literal["float32", "bfloat16"]
 

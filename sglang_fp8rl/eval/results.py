@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sglang_fp8rl.errors import Fp8RlError
+from ..errors import Fp8RlError
 
 Key = tuple[str, int, str]  # problem id, sample index, endpoint
 

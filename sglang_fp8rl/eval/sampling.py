@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang_fp8rl.eval.client import CompletionClient
-from sglang_fp8rl.eval.grading import Grader
-from sglang_fp8rl.eval.problems import Problem
-from sglang_fp8rl.eval.results import ResultsFile
+from .client import CompletionClient
+from .grading import Grader
+from .problems import Problem
+from .results import ResultsFile
 
 PROMPT_TEMPLATE = (
     "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."

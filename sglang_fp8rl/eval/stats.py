@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sglang_fp8rl.errors import ConfigError
+from ..errors import ConfigError
 
 Verdict = Literal["worse", "within noise", "better"]
 

@@ -15,7 +15,7 @@ import torch
 from sglang.srt.platforms.device_mixin import DeviceCapability, PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sglang_fp8rl.errors import HostError
+from ..errors import HostError
 
 # A reference server shares its host's memory with the trainer and the tests. SGLang's own default
 # (a fraction of all memory) would take it all, so the KV cache gets a fixed size instead.
@@ -67,7 +67,7 @@ class Fp8RlCpuPlatform(SRTPlatform):
 
     def init_backend(self) -> None:
         """Called in each worker: share CPU tensors by file name (see `cpu_hooks`), and serve MLA."""
-        from sglang_fp8rl.platforms.cpu_mla import use_absorbed_mla
+        from .cpu_mla import use_absorbed_mla
 
         torch.multiprocessing.set_sharing_strategy("file_system")
         use_absorbed_mla()
@@ -123,13 +123,13 @@ class Fp8RlCpuPlatform(SRTPlatform):
         return MHATokenToKVPool
 
     def get_mla_kv_pool_cls(self) -> type:
-        from sglang_fp8rl.platforms.cpu_allocator import LatentPool
+        from .cpu_allocator import LatentPool
 
         return LatentPool
 
     def get_paged_allocator_cls(self) -> type | None:
         if hasattr(SRTPlatform, "get_kv_pool_cls"):
             return None
-        from sglang_fp8rl.platforms.cpu_allocator import TokenAllocator
+        from .cpu_allocator import TokenAllocator
 
         return TokenAllocator

@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-from sglang_fp8rl.errors import HostError
+from ..errors import HostError
 
 
 class TokenAllocator(TokenToKVPoolAllocator):

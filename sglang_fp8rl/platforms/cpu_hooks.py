@@ -1,7 +1,7 @@
 """Everything of SGLang that is hooked on the CPU platform: what, why, and when it can go.
 
-Hooks go through SGLang's own `HookRegistry`, and only when the platform was asked for. The registry
-logs a hook that can't be applied and goes on; `missing_hooks()` makes that visible to tests.
+Hooks go through SGLang's own `HookRegistry` (`declared_hooks.py`), and only when the platform was asked
+for.
 
 Clients that send CPU tensors to a server of this platform need the same two things as the server:
 `torch.multiprocessing.set_sharing_strategy("file_system")`, and, if they use SGLang's own client
@@ -12,27 +12,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True)
-class CpuHook:
-    """One function of SGLang that is replaced, or (`before`) gets other arguments."""
-
-    target: str
-    replacement: Callable[..., Any]
-    reason: str
-    until: str
-    before: bool = False
+from ..declared_hooks import Hook, register_hooks
 
 
 def _dispatch_w8a8_block_fp8_linear(
     weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False
 ) -> Callable[..., torch.Tensor]:
-    from sglang_fp8rl.platforms.cpu_linear import block_fp8_linear
+    from .cpu_linear import block_fp8_linear
 
     if act_scale_ue8m0:
         return functools.partial(block_fp8_linear, act_scale_ue8m0=True)
@@ -40,25 +30,25 @@ def _dispatch_w8a8_block_fp8_linear(
 
 
 def _apply_fp8_linear(*args: Any, **kwargs: Any) -> torch.Tensor:
-    from sglang_fp8rl.platforms.cpu_linear import apply_fp8_linear
+    from .cpu_linear import apply_fp8_linear
 
     return apply_fp8_linear(*args, **kwargs)
 
 
 def _fused_experts(*args: Any, **kwargs: Any) -> torch.Tensor:
-    from sglang_fp8rl.platforms.cpu_moe import fused_experts
+    from .cpu_moe import fused_experts
 
     return fused_experts(*args, **kwargs)
 
 
 def _moe_forward_native(*args: Any, **kwargs: Any) -> torch.Tensor:
-    from sglang_fp8rl.platforms.cpu_moe import moe_forward_native
+    from .cpu_moe import moe_forward_native
 
     return moe_forward_native(*args, **kwargs)
 
 
 def _blocks_as_bf16(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, float]:
-    from sglang_fp8rl.platforms.cpu_mla import blocks_as_bf16
+    from .cpu_mla import blocks_as_bf16
 
     return blocks_as_bf16(*args, **kwargs)
 
@@ -78,53 +68,60 @@ def _unpadded_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
     return model_config
 
 
-CPU_HOOKS: tuple[CpuHook, ...] = (
-    CpuHook(
+CPU_HOOKS: tuple[Hook, ...] = (
+    Hook(
         "sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear",
+        "REPLACE",
         _dispatch_w8a8_block_fp8_linear,
         reason="its fallback for a device without DeepGEMM is a Triton kernel",
         until="SGLang asks the platform for its FP8 linear, or has a torch one",
     ),
-    CpuHook(
+    Hook(
         "sglang.srt.layers.quantization.fp8_utils.apply_fp8_linear",
+        "REPLACE",
         _apply_fp8_linear,
         reason="quantizes activations with a Triton or CUDA kernel",
         until="as above",
     ),
-    CpuHook(
+    Hook(
         "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts",
+        "REPLACE",
         _fused_experts,
         reason="Fp8MoEMethod runs its experts with the Triton runner, whatever the device",
         until="an out-of-tree platform can name its MoE runner on every supported version",
     ),
-    CpuHook(
+    Hook(
         "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
+        "REPLACE",
         _moe_forward_native,
         reason="SGLang's torch experts fail on id −1, so there is no expert parallelism with them",
         until="SGLang's version skips ids of other ranks",
     ),
-    CpuHook(
+    Hook(
         "sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant",
+        "REPLACE",
         _blocks_as_bf16,
         reason="MLA's w_kc and w_vc are BF16 on a GPU; elsewhere SGLang quantizes them again, per tensor, "
-        "for a kernel that a CPU has not",
+        "for a kernel that no CPU has",
         until="SGLang derives alike on every device",
     ),
-    CpuHook(
+    Hook(
         "sglang.srt.utils.patch_torch.monkey_patch_torch_reductions",
+        "REPLACE",
         _nothing,
         reason="rewrites the device index of a CUDA handle; a CPU tensor's handle has no such field",
         until="SGLang leaves handles of CPU tensors alone",
     ),
-    CpuHook(
+    Hook(
         "sglang.srt.distributed.parallel_state.init_model_parallel_group",
+        "BEFORE",
         _without_pynccl,
         reason="opens NCCL on the CPU device where the NCCL library is installed",
         until="0.5.21 and earlier are dropped: 0.5.22 asks the platform (`supports_pynccl`)",
-        before=True,
     ),
-    CpuHook(
+    Hook(
         "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+        "REPLACE",
         _unpadded_config,
         reason="on a CPU it pads heads and intermediate sizes to whole blocks; a GPU serves the model "
         "as it is, and replicates KV heads",
@@ -140,17 +137,5 @@ def register_cpu_hooks() -> None:
     descriptors) authenticates the peer, and is refused between processes that did not start each
     other: `AuthenticationError: digest sent was rejected`, which kills the scheduler.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     torch.multiprocessing.set_sharing_strategy("file_system")
-    for hook in CPU_HOOKS:
-        if not HookRegistry._hooks.get(hook.target):
-            kind = HookType.BEFORE if hook.before else HookType.REPLACE
-            HookRegistry.register(hook.target, hook.replacement, kind)
-
-
-def missing_hooks() -> list[str]:
-    """Targets that are not hooked in this process (empty after `load_plugins()`)."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    return [hook.target for hook in CPU_HOOKS if hook.target not in HookRegistry._patched]
+    register_hooks(CPU_HOOKS)

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.numerics.grid import ceil_div
+from ..errors import ConfigError
+from ..numerics.grid import ceil_div
 
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-10  # SGLang's kernels use the same: a group of zeros gets 1e-10 / 448, not 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sglang_fp8rl.platforms.cpu_linear import (
+from .cpu_linear import (
     apply_fp8_linear,
     block_fp8_linear,
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.errors import ConfigError
+from ..errors import ConfigError
 
 _DENSE: dict[str, Any] = {
     "hidden_size": 256,

@@ -6,8 +6,8 @@ It has to be in an installed package: in Python 3.11 a fork server does not see 
 
 from sglang.srt.models.registry import ModelRegistry
 
-import sglang_fp8rl.engine.host.hooks  # noqa: F401
-from sglang_fp8rl.numerics import warmup
+from ..engine.host import hooks  # noqa: F401
+from ..numerics import warmup
 
 ModelRegistry.get_supported_archs()
 warmup()

@@ -16,8 +16,8 @@ from typing import Any
 
 import requests
 
-from sglang_fp8rl.errors import HostError
-from sglang_fp8rl.platforms import PLATFORM_NAME
+from ..errors import HostError
+from ..platforms import PLATFORM_NAME
 
 # The smallest set that starts. --skip-server-warmup saves a generation of SGLang's own,
 # --skip-tokenizer-init lets checkpoints have no tokenizer (requests carry input_ids), and without

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_fp8rl.trainer.correction import (
+from .correction import (
     WeightSummary,
     acceptance_mask,
     effective_sample_size,
@@ -11,9 +11,9 @@ from sglang_fp8rl.trainer.correction import (
     summarize_weights,
     truncated_importance_weights,
 )
-from sglang_fp8rl.trainer.metrics import MismatchInputError, MismatchMetrics, mismatch_metrics
-from sglang_fp8rl.trainer.quantize_for_refit import WireStats, quantize_for_refit
-from sglang_fp8rl.trainer.shards import LocalShard, assemble, full_tensors
+from .metrics import MismatchInputError, MismatchMetrics, mismatch_metrics
+from .quantize_for_refit import WireStats, quantize_for_refit
+from .shards import LocalShard, assemble, full_tensors
 
 __all__ = [
     "LocalShard",

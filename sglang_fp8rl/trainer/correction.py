@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 import torch
 
-from sglang_fp8rl.trainer.metrics import (
+from .metrics import (
     EXPONENT_BOUND,
     MismatchInputError,
     checked_log_ratio,

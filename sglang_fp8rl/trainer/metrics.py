@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from sglang_fp8rl.errors import Fp8RlError
+from ..errors import Fp8RlError
 
 # exp() is taken of log-ratios clamped to this range, as veRL does (`SAFETY_BOUND`): e^20 = 4.9e8
 # is far beyond any ratio that training survives, and its square still fits FP32.

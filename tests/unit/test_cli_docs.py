@@ -21,16 +21,17 @@ def hooks_table(hooks) -> str:
     lines = ["| target | kind | why | until |", "|---|---|---|---|"]
     for hook in hooks:
         target = hook.target.removeprefix("sglang.srt.")
-        kind = getattr(hook, "kind", "REPLACE")
-        lines.append(f"| `{target}` | {kind} | {hook.reason} | {hook.until} |")
+        lines.append(f"| `{target}` | {hook.kind} | {hook.reason} | {hook.until} |")
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("section", ["hooks", "cpu-hooks"])
+@pytest.mark.parametrize("section", ["hooks", "verl-hooks", "cpu-hooks"])
 def test_the_hooks_table_is_the_code_s(section):
     pytest.importorskip("sglang")
     if section == "hooks":
         from sglang_fp8rl.engine.host.hooks import HOOKS as hooks
+    elif section == "verl-hooks":
+        from sglang_fp8rl.verl_plugin import VERL_HOOKS as hooks
     else:
         from sglang_fp8rl.platforms.cpu_hooks import CPU_HOOKS as hooks
     found = re.search(f"<!-- {section} -->\n(.*?)\n?<!-- /{section} -->", ARCHITECTURE, re.DOTALL)

@@ -1,15 +1,13 @@
 """Every hook this plugin puts into SGLang, each with its reason and when it can go.
 
-They are registered with SGLang's own `HookRegistry` and do nothing for models that are served with
-another quantization method.
+They are registered with SGLang's own `HookRegistry` (`declared_hooks.py`) and do nothing for models
+that are served with another quantization method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
+from ...compat import SESSIONS_SINCE
+from ...declared_hooks import Hook
 from ..arrival.update_scope import Origin
 from .attach import attach_to_model
 from .model_choice import choose_as_for_fp8, leave_draft_model
@@ -18,17 +16,6 @@ from .status import add_status
 from .update_calls import end_session, flattened_bucket, note_released_weights, update_hook
 
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-
-
-@dataclass(frozen=True)
-class Hook:
-    """One hook: where, what kind, by which function, why, and when it can go."""
-
-    target: str
-    kind: str
-    function: Callable[..., Any]
-    reason: str
-    until: str
 
 
 HOOKS = (
@@ -88,6 +75,7 @@ HOOKS = (
         end_session,
         "a session that ends with half of an FP8 pair has to fail",
         "SGLang knows pairs of weight and scale",
+        since=SESSIONS_SINCE,
     ),
     Hook(
         "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
@@ -120,13 +108,3 @@ HOOKS = (
         "SGLang lets plugins add routes",
     ),
 )
-
-
-def register_hooks(*, has_sessions: bool) -> None:
-    """Hand the hooks to SGLang's registry; `load_plugins()` applies them."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for hook in HOOKS:
-        if hook.function is end_session and not has_sessions:
-            continue
-        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ...config import QUANTIZATION_METHOD
+from ...declared_hooks import register_hooks
 from ..modules.config import Fp8BlockwiseOnlineConfig
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
-from .hooks import register_hooks
+from .hooks import HOOKS
 
 
 def register_method() -> None:
@@ -16,13 +17,13 @@ def register_method() -> None:
     """
     from sglang.srt.layers import linear
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
-    from sglang.srt.managers import io_struct
     from sglang.srt.server_args import add_quantization_method_choices
 
+    # First: SGLang logs what a plugin raises and goes on, and there is no method without its hooks.
+    register_hooks(HOOKS)
     if QUANTIZATION_METHOD in QUANTIZATION_METHODS:
         return
-    QUANTIZATION_METHODS[QUANTIZATION_METHOD] = Fp8BlockwiseOnlineConfig
     add_quantization_method_choices([QUANTIZATION_METHOD])
     # By name: SGLang compares `quant_method.__class__.__name__`.
     linear.WEIGHT_LOADER_V2_SUPPORTED.append(Fp8BlockwiseOnlineLinearMethod.__name__)
-    register_hooks(has_sessions=hasattr(io_struct, "BeginWeightUpdateReqInput"))
+    QUANTIZATION_METHODS[QUANTIZATION_METHOD] = Fp8BlockwiseOnlineConfig

@@ -12,9 +12,11 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from ...config import QUANTIZATION_METHOD, IgnoredLayers, Options
+from ...declared_hooks import check_hooks_in_force
 from ...errors import ConfigError, HostError
 from ...scheme import Granularity, Scheme
-from ..model.derived_weights import check_derivable
+from .decisions import Decisions
+from .derivable import check_derivable
 from .linear import Fp8BlockwiseOnlineLinearMethod
 from .moe import Fp8BlockwiseOnlineMoEMethod, unquantized_experts
 from .vision_towers import leave_vision_towers
@@ -31,7 +33,13 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
 
     It is an `Fp8Config` that declares an FP8 block checkpoint, so SGLang allocates the buffers,
     picks the kernels and passes its `isinstance` checks as for one. One object belongs to one
-    model; `schemes` fills up while the model is built.
+    model; `decisions` fills up while the model is built.
+
+    SGLang makes it before it builds a model, so this is where a missing hook ends the start: nothing
+    was loaded yet, and other quantization methods never come here.
+
+    Raises:
+        HostError: a hook that SGLang did not apply.
     """
 
     def __init__(
@@ -40,24 +48,32 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         packed_modules_mapping: Mapping[str, Any] | None = None,
         num_layers: int | None = None,
     ) -> None:
+        check_hooks_in_force()
         # Without a `quantization_config` SGLang calls this with nothing: the environment's
         # ignored layers count all the same.
-        self.options = Options.from_dict({}) if options is None else options
+        options = Options.from_dict({}) if options is None else options
         super().__init__(
             is_checkpoint_fp8_serialized=True,
             activation_scheme="dynamic",
-            weight_block_size=list(self.options.weight_block_size),
-            **_activation_arguments(self.options),
+            weight_block_size=list(options.weight_block_size),
+            **_activation_arguments(options),
         )
+        self.decisions = Decisions(options)
         # What `Fp8Config` read from the environment is in `options` too, with stricter matching.
         self.ignored_layers: list[str] = []
         mapping = {**_FUSED_PARTS, **(packed_modules_mapping or {})}
-        self._ignored = IgnoredLayers(self.options.patterns, mapping)
+        self._ignored = IgnoredLayers(options.patterns, mapping)
         self._num_layers = num_layers
         self._patterns_used: set[str] = set()
-        self.schemes: dict[str, Scheme] = {}
-        # Modules that can't be served as asked, unless the built model shows that they are not to be.
-        self.refused: dict[str, ConfigError] = {}
+
+    @property
+    def options(self) -> Options:
+        return self.decisions.options
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """Of every module, by full name; complete once the model is built."""
+        return self.decisions.schemes
 
     def get_name(self) -> str:
         return QUANTIZATION_METHOD
@@ -99,14 +115,11 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         if patterns:
             reason = f"ignored_layers: {', '.join(patterns)}"
         if reason:
-            self.record_scheme(prefix, Scheme(Granularity.HIGH_PRECISION, reason))
+            self.decisions.record(prefix, Scheme(Granularity.HIGH_PRECISION, reason))
             return UnquantizedLinearMethod() if is_linear else unquantized_experts(layer)
         if is_linear:
-            return Fp8BlockwiseOnlineLinearMethod(self, prefix)
-        return Fp8BlockwiseOnlineMoEMethod(self, prefix)
-
-    def record_scheme(self, prefix: str, scheme: Scheme) -> None:
-        self.schemes[prefix] = scheme
+            return Fp8BlockwiseOnlineLinearMethod(self, self.decisions, prefix)
+        return Fp8BlockwiseOnlineMoEMethod(self, self.decisions, prefix)
 
     def settle(self, model: torch.nn.Module) -> None:
         """What can be said only when SGLang has built the model, before anything is loaded.
@@ -115,8 +128,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
             ConfigError, HostError: a module that can't be served as asked, a pattern without one.
         """
         leave_vision_towers(model)
-        for error in self.refused.values():
-            raise error
+        self.decisions.raise_refused()
         check_derivable(model)
         self.check_patterns_used()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.layers.parameter import ChannelQuantScaleParameter, ModelWeightParameter
-from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from sglang.srt.layers.quantization.fp8_utils import (
     apply_fp8_linear,
     deepgemm_w8a8_block_fp8_linear_with_fallback,
@@ -15,10 +15,8 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from ...errors import ConfigError, HostError
 from ...scheme import Granularity, Scheme, decide_scheme, misalignment
+from .decisions import Decisions
 from .packed_scales import ServedWithPackedScales, takes_packed_scales
-
-if TYPE_CHECKING:
-    from .config import Fp8BlockwiseOnlineConfig
 
 
 class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
@@ -29,13 +27,12 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
     kernel a transposed view, so no pointer moves.
 
     Args:
-        quant_config: the model's configuration.
+        quant_config: the model's configuration, as SGLang's own methods read it.
+        decisions: of the same model; the scheme is recorded there.
         prefix: the module's full name.
     """
 
-    quant_config: Fp8BlockwiseOnlineConfig
-
-    def __init__(self, quant_config: Fp8BlockwiseOnlineConfig, prefix: str) -> None:
+    def __init__(self, quant_config: Fp8Config, decisions: Decisions, prefix: str) -> None:
         super().__init__(quant_config)
         if self.use_marlin:
             raise HostError(
@@ -44,7 +41,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
                 "Marlin repacks the weight, so it can't be written in place",
                 "Use a GPU of compute capability 8.9 or newer, and unset SGLANG_FORCE_FP8_MARLIN.",
             )
-        self.prefix = prefix
+        self.prefix, self.decisions = prefix, decisions
         self.fp8rl_scheme: Scheme | None = None
         self.created_with: dict[str, Any] = {}
         self.served: ServedWithPackedScales | None = None
@@ -73,7 +70,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
             "params_dtype": params_dtype,
             **extra_weight_attrs,
         }
-        options = self.quant_config.options
+        options = self.decisions.options
         reason = misalignment(
             input_size=input_size,
             input_size_per_partition=input_size_per_partition,
@@ -83,7 +80,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
         )
         if reason and options.misaligned == "error" and options.granularity == "blockwise":
             # Raised when the model is built: a vision tower is not quantized after all.
-            self.quant_config.refused[self.prefix] = ConfigError(
+            self.decisions.refused[self.prefix] = ConfigError(
                 self.prefix,
                 reason,
                 "misaligned='error' allows no fallback",
@@ -91,7 +88,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
                 "use another tensor-parallel size.",
             )
         self.fp8rl_scheme = decide_scheme(reason, options.misaligned, options.granularity)
-        self.quant_config.record_scheme(self.prefix, self.fp8rl_scheme)
+        self.decisions.record(self.prefix, self.fp8rl_scheme)
         self.block_quant = self.fp8rl_scheme.granularity is Granularity.BLOCKWISE
         if self.block_quant:
             super().create_weights(layer, **self.created_with)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoeWeightScaleSupported
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
-from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
+from sglang.srt.layers.moe.utils import get_moe_runner_backend
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.utils import set_weight_attrs
 
 from ...errors import ConfigError
 from ...scheme import Granularity, Scheme, decide_scheme, expert_misalignment
+from .decisions import Decisions
 from .packed_scales import ServedWithPackedScales, takes_packed_scales
-
-if TYPE_CHECKING:
-    from .config import Fp8BlockwiseOnlineConfig
 
 
 class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
@@ -27,15 +26,14 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
     (`per_channel_quant`), the path of its channel-wise FP8 checkpoints.
 
     Args:
-        quant_config: the model's configuration.
+        quant_config: the model's configuration, as SGLang's own methods read it.
+        decisions: of the same model; the scheme is recorded there.
         prefix: the module's full name.
     """
 
-    quant_config: Fp8BlockwiseOnlineConfig
-
-    def __init__(self, quant_config: Fp8BlockwiseOnlineConfig, prefix: str) -> None:
+    def __init__(self, quant_config: Fp8Config, decisions: Decisions, prefix: str) -> None:
         super().__init__(quant_config)
-        self.prefix = prefix
+        self.prefix, self.decisions = prefix, decisions
         self.fp8rl_scheme: Scheme | None = None
         self.served: ServedWithPackedScales | None = None
 
@@ -60,7 +58,7 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
                 "they are published in MXFP4, and no FP8 path of this method carries their biases",
                 "Serve the model with its own quantization, or add the module to ignored_layers.",
             )
-        options = self.quant_config.options
+        options = self.decisions.options
         reason = expert_misalignment(
             hidden_size=hidden_size,
             intermediate_size_per_partition=intermediate_size_per_partition,
@@ -77,7 +75,7 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
                 "another tensor-parallel or expert-parallel size.",
             )
         self.fp8rl_scheme = decide_scheme(reason, options.misaligned, options.granularity)
-        self.quant_config.record_scheme(self.prefix, self.fp8rl_scheme)
+        self.decisions.record(self.prefix, self.fp8rl_scheme)
         self.block_quant = self.fp8rl_scheme.granularity is Granularity.BLOCKWISE
         if self.block_quant:
             super().create_weights(
@@ -127,14 +125,39 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
                 set_weight_attrs(parameter, attributes)
             setattr(layer, f"{name}_input_scale", None)
 
+    def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
+        """SGLang's choice of a runner, if it can read the scheme; called after `create_weights`.
+
+        Raises:
+            ConfigError: experts with one scale a row, and a runner that would read them otherwise.
+        """
+        super().create_moe_runner(layer, moe_runner_config)
+        runner = getattr(self, "runner", None)  # CUTLASS is called without one
+        if self.block_quant or (runner is not None and runner.runner_backend.is_triton()):
+            return
+        assert self.fp8rl_scheme is not None
+        backend = get_moe_runner_backend() if runner is None else runner.runner_backend
+        raise ConfigError(
+            self.prefix,
+            f"experts with one scale a row ({self.fp8rl_scheme.reason}) and the MoE runner "
+            f"{backend.value!r}",
+            "only SGLang's Triton runner reads one scale a row; the others would take them for one an "
+            "expert, or for blocks",
+            "Start with --moe-runner-backend triton (and an --moe-a2a-backend that it runs with), "
+            "or use another tensor-parallel or expert-parallel size.",
+        )
+
     def process_weights_after_loading(self, layer: Any) -> None:
         """Idempotent: SGLang calls it after the first load and at the end of every session."""
-        if not self.block_quant:
-            return
-        if self._reads_packed_scales(layer):
-            self.derive(layer)
-        else:
+        if self.block_quant and not self._reads_packed_scales(layer):
             super().process_weights_after_loading(layer)
+            return
+        self.derive(layer)
+        # As SGLang's version does at its end: what tokens are sent in to other ranks depends on it.
+        if hasattr(layer, "dispatcher"):
+            layer.dispatcher.set_quant_config(
+                {"weight_dtype": layer.w13_weight.dtype, "use_mxfp8": self.use_mxfp8}
+            )
 
     def _reads_packed_scales(self, layer: Any) -> bool:
         is_deepgemm = self.is_deepgemm_moe_runner_backend_enabled()

@@ -57,5 +57,5 @@ def _serve_unquantized(layer: Any, method: Fp8BlockwiseOnlineLinearMethod) -> No
     # SGLang's newer loader is for the parameter classes of quantized layers.
     arguments = {**method.created_with, "weight_loader": layer.weight_loader}
     layer.quant_method.create_weights(layer, **arguments)
-    method.quant_config.refused.pop(method.prefix, None)
-    method.quant_config.record_scheme(method.prefix, Scheme(Granularity.HIGH_PRECISION, REASON))
+    scheme = Scheme(Granularity.HIGH_PRECISION, REASON)
+    method.decisions.leave_in_high_precision(method.prefix, scheme)

@@ -1,0 +1,109 @@
+"""What a hook on the host is, how SGLang gets it, and whether it is in force.
+
+SGLang's `HookRegistry` logs a hook that it could not apply and goes on. Weights would then load
+through loaders that nobody wrapped, so this package looks before anything is built:
+`check_hooks_in_force()` refuses to serve and names the symbol that is gone.
+
+Importing this imports no host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from packaging.version import Version
+
+from .compat import host_version
+from .errors import HostError
+from .host_symbols import find
+
+Kind = Literal["BEFORE", "AFTER", "AROUND", "REPLACE", "OPTIONAL"]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One hook: where, what kind, by which function, why, and when it can go.
+
+    Attributes:
+        target: dotted path of a function or method of the host.
+        kind: as SGLang's `HookType`; or `OPTIONAL`, an abstract method that subclasses need not
+            have (`verl_plugin.py` applies those itself).
+        function: what runs there.
+        reason, until: why it is needed, and what has to happen for it to go.
+        since: the first SGLang that has the target; None if every supported one does.
+    """
+
+    target: str
+    kind: Kind
+    function: Callable[..., Any]
+    reason: str
+    until: str
+    since: Version | None = None
+
+    def is_for(self, version: Version | None) -> bool:
+        """Whether an SGLang of that version has the target."""
+        return self.since is None or version is None or version >= self.since
+
+
+# What this process gave to SGLang's registry, in order.
+_registered: list[Hook] = []
+
+
+def register_hooks(hooks: Iterable[Hook]) -> None:
+    """Hand hooks to SGLang's registry; `load_plugins()` applies them. Idempotent.
+
+    Side effects on the host: adds to `HookRegistry` what this SGLang has a target for.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    version = host_version()
+    for hook in hooks:
+        if hook in _registered or not hook.is_for(version):
+            continue
+        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+        _registered.append(hook)
+
+
+def hooks_not_in_force() -> list[Hook]:
+    """Of the hooks that were registered, those that a call of their target would not meet.
+
+    Looked up where SGLang calls it, not in the registry's own notes: a target that was replaced
+    after it was hooked counts as missing too.
+    """
+    return [hook for hook in _registered if not _is_in_force(hook)]
+
+
+def check_hooks_in_force() -> None:
+    """Every registered hook is applied, or this method serves nothing.
+
+    Raises:
+        HostError: naming the targets that are gone.
+    """
+    missing = hooks_not_in_force()
+    if missing:
+        raise HostError(
+            ", ".join(dict.fromkeys(hook.target for hook in missing)),
+            f"not hooked in SGLang {host_version()}",
+            f"without it weights could be served that were never quantized ({missing[0].reason})",
+            "SGLang's log says why ('Failed to apply hooks'); `sglang-fp8rl doctor` lists all such "
+            "symbols. Install a tested version of SGLang.",
+        )
+
+
+def _is_in_force(hook: Hook) -> bool:
+    function: Any = find(hook.target)
+    # SGLang wraps once per hook, and each wrapper holds its hook in its closure.
+    while function is not None:
+        if any(value is hook.function for value in _closure_of(function)):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _closure_of(function: Any) -> Iterator[Any]:
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a cell that was never filled
+            yield cell.cell_contents

@@ -1,0 +1,103 @@
+"""What SGLang is told of experts, and which of its runners may have them. No GPU, no model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
+from sglang.srt.layers.moe.utils import MoeRunnerBackend
+from sglang.srt.layers.quantization import fp8
+
+from sglang_fp8rl.config import Options
+from sglang_fp8rl.engine.modules import moe
+from sglang_fp8rl.engine.modules.decisions import Decisions
+from sglang_fp8rl.errors import ConfigError
+
+SIZES = {"blockwise": 256, "per_channel": 192}
+
+
+class Dispatcher(BaseDispatcher):
+    """SGLang's base class: it only keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def dispatch(self, hidden_states, topk_output):
+        raise NotImplementedError
+
+    def combine(self, combine_input):
+        raise NotImplementedError
+
+
+def experts(monkeypatch, scheme: str, backend: MoeRunnerBackend):
+    """A method and a layer as SGLang's `FusedMoE` has them before it asks for a runner."""
+    for module in (fp8, moe):
+        monkeypatch.setattr(module, "get_moe_runner_backend", lambda: backend)
+    monkeypatch.setattr(fp8, "cutlass_fp8_supported", lambda: False)
+    config = fp8.Fp8Config(
+        is_checkpoint_fp8_serialized=True,
+        activation_scheme="dynamic",
+        weight_block_size=[128, 128],
+    )
+    method = moe.Fp8BlockwiseOnlineMoEMethod(config, Decisions(Options()), "model.layers.0.experts")
+    layer = torch.nn.Module()
+    layer.moe_runner_config = SimpleNamespace(is_gated=True)
+    reason = "" if scheme == "blockwise" else "192 is not a multiple of 128"
+    method.fp8rl_scheme = moe.decide_scheme(reason, "per_channel", "blockwise")
+    method.block_quant = not reason
+    if not method.block_quant:
+        method._create_per_channel(layer, 2, 256, SIZES[scheme])
+    else:
+        for name, rows in (("w13", 512), ("w2", 256)):
+            weight = torch.zeros(2, rows, 256, dtype=torch.float8_e4m3fn)
+            scale = torch.ones(2, rows // 128, 2)
+            layer.register_parameter(f"{name}_weight", torch.nn.Parameter(weight, False))
+            layer.register_parameter(f"{name}_weight_scale_inv", torch.nn.Parameter(scale, False))
+    layer.dispatcher = Dispatcher()
+    return method, layer
+
+
+def told(layer) -> torch.dtype | None:
+    return layer.dispatcher.quant_config.get("weight_dtype")
+
+
+def test_the_dispatcher_of_per_channel_experts_knows_that_they_are_fp8(monkeypatch):
+    method, layer = experts(monkeypatch, "per_channel", MoeRunnerBackend.TRITON)
+    method.process_weights_after_loading(layer)
+    assert told(layer) is torch.float8_e4m3fn
+
+
+def test_the_dispatcher_of_experts_with_packed_scales_knows_that_they_are_fp8(monkeypatch):
+    method, layer = experts(monkeypatch, "blockwise", MoeRunnerBackend.DEEP_GEMM)
+    monkeypatch.setattr(moe, "takes_packed_scales", lambda *_, **__: True)
+    method.process_weights_after_loading(layer)
+    assert method.served is not None
+    assert told(layer) is torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("name", ["DEEP_GEMM", "FLASHINFER_TRTLLM", "CUTLASS"])
+def test_a_runner_that_can_t_read_one_scale_a_row_is_refused_by_name(monkeypatch, name):
+    backend = MoeRunnerBackend[name]
+    # SGLang asks for a GPU before it takes CUTLASS; the choice of a runner needs none.
+    start = MoeRunnerBackend.TRITON if name == "CUTLASS" else backend
+    method, layer = experts(monkeypatch, "per_channel", start)
+    for module in (fp8, moe):
+        monkeypatch.setattr(module, "get_moe_runner_backend", lambda: backend)
+    monkeypatch.setattr(fp8, "MoeRunner", lambda chosen, _: SimpleNamespace(runner_backend=chosen))
+    with pytest.raises(ConfigError, match=rf"layers\.0\.experts.*{backend.value}.*triton"):
+        method.create_moe_runner(layer, layer.moe_runner_config)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [("per_channel", "TRITON"), ("per_channel", "AUTO"), ("blockwise", "DEEP_GEMM")],
+)
+def test_runners_that_can_read_the_scales_are_taken(monkeypatch, scheme, name):
+    method, layer = experts(monkeypatch, scheme, MoeRunnerBackend[name])
+    monkeypatch.setattr(fp8, "MoeRunner", lambda chosen, _: SimpleNamespace(runner_backend=chosen))
+    monkeypatch.setattr(method, "is_deepgemm_moe_runner_backend_enabled", lambda *_: False)
+    method.create_moe_runner(layer, layer.moe_runner_config)
