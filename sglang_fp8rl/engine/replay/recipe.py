@@ -11,16 +11,14 @@ import numpy as np
 import torch
 
 from ...config import Options
-from ...numerics.finite_copy import as_matrix
-from ...numerics.grid import granularity_of
-from ...numerics.runners import make_runner
-from ...numerics.write_table import CastTable, Kind, Piece, Row
+from ...numerics.runners import TableRunner, make_runner
+from ...numerics.write_table import CastTable, Piece, Row
 from ...scheme import Granularity
 from ..arrival.bucket import Bucket, FlatBucket
 from ..model.parameters import Target
-from ..native.cast_write import matrices, scales_of
 from ..native.recording import RecordedPair, RecordedPiece, Recording
 from ..report.report import RefitReport
+from .recipe_pieces import pairs_of, pieces_of
 from .recipe_rows import TableRows
 
 _SAMPLES = 4
@@ -48,7 +46,7 @@ class Recipe:
     stored: np.ndarray
     touched: dict[str, tuple]
     positions: list[int]
-    runner: Any
+    runner: TableRunner
     singly: list[RecordedPiece]
     native: dict[int, str]
     regions: np.ndarray
@@ -68,170 +66,107 @@ class Recipe:
         return len(self.numbers)
 
 
-def recipe_of(
-    recording: Recording,
-    report: RefitReport,
-    touched: dict[str, tuple],
-    options: Options,
-) -> Recipe | None:
-    """The recipe that a successful call was recorded for; None if it can't be replayed at all."""
-    bucket = recording.bucket
-    names = bucket.names
-    if len(set(names)) < len(names) or -1 in recording.refused:
-        return None
-    pairs, native = _pairs(recording)
-    rows: list[Row] = []
-    positions: list[int] = []
-    fast = TableRows(bucket, options)
-    singly: list[RecordedPiece] = []
-    regions: list[int] = []
-    samples: list[tuple[RecordedPiece, tuple[torch.Tensor, torch.Tensor]]] = []
-    owners: dict[int, Target] = {}
-    devices: set[torch.device] = set()
-    sampled: Counter[Granularity] = Counter()
-    for recorded in recording.pieces:
-        if recorded.position in native:
-            continue
-        target, write = recorded.target, recorded.write.write
-        if write.region is None:
-            native[recorded.position] = "it writes what is no box"
-            continue
-        owners[target.index] = target
-        regions.append(report.coverage.number_of(target.index, write.region))
-        wants_sample = sampled[target.granularity] < _SAMPLES
-        row = None if wants_sample else fast.row(recorded)
+class _Builder:
+    """Collects what the recorded writes become: rows of a table, or writes done one by one."""
+
+    def __init__(self, recording: Recording, report: RefitReport, options: Options) -> None:
+        self._bucket, self._coverage, self._options = recording.bucket, report.coverage, options
+        self.pairs, self.native = pairs_of(recording)
+        self.rows: list[Row] = []
+        self.positions: list[int] = []
+        self.singly: list[RecordedPiece] = []
+        self.regions: list[int] = []
+        self.samples: list[tuple[RecordedPiece, tuple[torch.Tensor, torch.Tensor]]] = []
+        self.owners: dict[int, Target] = {}
+        self.devices: set[torch.device] = set()
+        self._fast = TableRows(self._bucket, options)
+        self._sampled: Counter[Granularity] = Counter()
+
+    def add_piece(self, recorded: RecordedPiece) -> None:
+        """One write of a loader."""
+        target, region = recorded.target, recorded.write.write.region
+        if region is None:
+            self.native[recorded.position] = "it writes what is no box"
+            return
+        self.owners[target.index] = target
+        self.regions.append(self._coverage.number_of(target.index, region))
+        wants_sample = self._sampled[target.granularity] < _SAMPLES
+        row = None if wants_sample else self._fast.row(recorded)
         if row is not None:
-            devices.add(target.parameter.device)
-            rows.append(row)
-            positions.append(recorded.position)
-            continue
-        made = _pieces(bucket, recorded, options) if recorded.write.shape else []
+            self.devices.add(target.parameter.device)
+            self.rows.append(row)
+            self.positions.append(recorded.position)
+            return
+        made = pieces_of(self._bucket, recorded, self._options) if recorded.write.shape else []
         if not made or not all(piece.fits() for piece in made):
-            singly.append(recorded)
-            continue
+            self.singly.append(recorded)
+            return
         scales = made[0].scales
         if scales is not None and len(made) == 1 and wants_sample:
-            sampled[target.granularity] += 1
-            samples.append((recorded, (made[0].destination, scales)))
-        devices.add(target.parameter.device)
-        rows += [piece.row() for piece in made]
-        positions += [recorded.position] * len(made)
-    for pair, made in pairs:
-        if pair.weight in native:
-            continue
-        owners[pair.target.index] = pair.target
-        devices.add(pair.target.parameter.device)
+            self._sampled[target.granularity] += 1
+            self.samples.append((recorded, (made[0].destination, scales)))
+        self._add_rows(target, made, [recorded.position])
+
+    def add_pair(self, pair: RecordedPair, made: list[Piece]) -> None:
+        """The copies of an FP8 weight and its scale."""
+        self.owners[pair.target.index] = pair.target
         for copy in pair.copies:
             assert copy.write.region is not None
-            regions.append(report.coverage.number_of(pair.target.index, copy.write.region))
-        rows += [piece.row() for piece in made]
-        positions += [pair.scale, pair.weight] * (len(made) // 2)
-    found = np.array(regions, np.int64)
-    if report.coverage.overlap(found):
+            self.regions.append(self._coverage.number_of(pair.target.index, copy.write.region))
+        self._add_rows(pair.target, made, [pair.scale, pair.weight])
+
+    def _add_rows(self, target: Target, made: list[Piece], positions: list[int]) -> None:
+        self.devices.add(target.parameter.device)
+        self.rows += [piece.row() for piece in made]
+        self.positions += positions * (len(made) // len(positions))
+
+    def runner(self) -> TableRunner | None:
+        """None where the table can't run: nobody's device, several, or boxes that overlap."""
+        if self._coverage.overlap(np.array(self.regions, np.int64)) or len(self.devices) > 1:
+            return None
+        memory = [(target.parameter, target.scale) for target in self.owners.values()]
+        kept = tuple(tensor for both in memory for tensor in both if tensor is not None)
+        return make_runner(
+            CastTable.of_rows(self.rows, kept),
+            self.devices.pop() if self.devices else torch.device("cpu"),
+            pow2_scale=self._options.use_weight_pow2_scale,
+            round_to_bf16=self._options.round_to_bf16,
+        )
+
+
+def recipe_of(
+    recording: Recording, report: RefitReport, touched: dict[str, tuple], options: Options
+) -> Recipe | None:
+    """The recipe that a successful call was recorded for; None if it can't be replayed at all."""
+    bucket, names = recording.bucket, recording.bucket.names
+    if len(set(names)) < len(names) or -1 in recording.refused:
         return None
-    if len(devices) > 1:
-        return None
-    memory = [(target.parameter, target.scale) for target in owners.values()]
-    kept = tuple(tensor for pair in memory for tensor in pair if tensor is not None)
-    runner = make_runner(
-        CastTable.of_rows(rows, kept),
-        devices.pop() if devices else torch.device("cpu"),
-        pow2_scale=options.use_weight_pow2_scale,
-        round_to_bf16=options.round_to_bf16,
-    )
+    built = _Builder(recording, report, options)
+    for recorded in recording.pieces:
+        if recorded.position not in built.native:
+            built.add_piece(recorded)
+    for pair, made in built.pairs:
+        if pair.weight not in built.native:
+            built.add_pair(pair, made)
+    runner = built.runner()
     if runner is None:
         return None
-    replayed = {name for position, name in enumerate(names) if position not in native}
+    replayed = {name for position, name in enumerate(names) if position not in built.native}
     parts = {name: part for name, part in touched.items() if name in replayed}
+    parameters = [target.parameter for target in built.owners.values()]
     return Recipe(
         layout=bucket.layout,
         nbytes=bucket.nbytes,
         numbers=report.window.numbers_of(names),
         stored=report.window.numbers_of(parts),
         touched=parts,
-        positions=positions,
+        positions=built.positions,
         runner=runner,
-        singly=singly,
-        native=native,
-        regions=found,
-        targets=np.array(sorted(owners), np.int64),
-        samples=samples,
-        owners=[(parameter, parameter.data_ptr()) for parameter, _ in memory],
+        singly=built.singly,
+        native=built.native,
+        regions=np.array(built.regions, np.int64),
+        targets=np.array(sorted(built.owners), np.int64),
+        samples=built.samples,
+        owners=[(parameter, parameter.data_ptr()) for parameter in parameters],
         metadata=bucket.metadata if isinstance(bucket, FlatBucket) else (),
     )
-
-
-def _pairs(
-    recording: Recording,
-) -> tuple[list[tuple[RecordedPair, list[Piece]]], dict[int, str]]:
-    """Each pair's pieces, scales and codes in turn; and what stays native, both halves or neither."""
-    native = dict(recording.refused)
-    for position, count in recording.waiting.items():
-        if count:
-            native.setdefault(position, "half of an FP8 pair, the other is in another bucket")
-    made = [(pair, _pair_pieces(recording.bucket, pair)) for pair in recording.pairs]
-    for pair, pieces in made:
-        if not pieces:
-            native.setdefault(pair.weight, "an FP8 pair that the kernels can't copy")
-    while any((pair.weight in native) != (pair.scale in native) for pair, _ in made):
-        for pair, _ in made:
-            for one, other in ((pair.weight, pair.scale), (pair.scale, pair.weight)):
-                if one in native:
-                    native.setdefault(other, native[one])
-    return made, native
-
-
-def _pair_pieces(bucket: Bucket, pair: RecordedPair) -> list[Piece]:
-    """Scales and codes in turn; none if the kernels don't take one of them."""
-    pieces = []
-    for copy in pair.copies:
-        source, destination = copy.write.source, copy.write.destination(pair.target.parameter)
-        assert source is not None
-        views = ((pair.scale, copy.scale_source), (pair.weight, source))
-        if not all(_lies_in(bucket.tensor(position), view) for position, view in views):
-            return []
-        scale_place, place = (_place(bucket, *one) for one in views)
-        scales = Piece(scale_place, copy.scale_source, copy.scale_destination, kind=Kind.SCALES)
-        codes = Piece(place, source, destination, None, (copy.block_n, 1), Kind.CODES)
-        pieces += [scales, codes]
-    is_local = all(piece.view.device == piece.destination.device for piece in pieces)
-    return pieces if is_local and all(piece.fits() for piece in pieces) else []
-
-
-def _lies_in(sent: torch.Tensor, view: torch.Tensor) -> bool:
-    return sent.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
-
-
-def _place(bucket: Bucket, position: int, view: torch.Tensor) -> tuple[int, int]:
-    """Which sent tensor a view of a bucket's tensor lies in, and how many bytes behind its start."""
-    first, start = bucket.place(position)
-    return first, view.data_ptr() - bucket.tensor(position).data_ptr() + start
-
-
-def _pieces(bucket: Bucket, recorded: RecordedPiece, options: Options) -> list[Piece]:
-    """The matrices of one write; none if source and destination are on different devices."""
-    sent, target = bucket.tensor(recorded.position), recorded.target
-    write = recorded.write.repeat(sent)
-    source, destination = write.source, write.destination(target.parameter)
-    assert source is not None
-    assert write.region is not None
-    if source.device != destination.device or source.shape != destination.shape:
-        return []
-    if not target.is_fp8:
-        rows, out = as_matrix(source), as_matrix(destination)
-        if rows is None or out is None:
-            return []
-        return [Piece(_place(bucket, recorded.position, source), rows, out)]
-    assert target.scale is not None
-    scales, region = target.scale.data, write.region
-    if scales.dim() == 3:
-        scales = scales[region.start[0] : region.start[0] + region.shape[0]]
-    granularity = granularity_of(target.granularity, options.weight_block_size)
-    made = []
-    for codes, view, part in zip(
-        matrices(destination), matrices(source), matrices(scales), strict=True
-    ):
-        owned = scales_of(target, target.name, region, part, granularity)
-        place = _place(bucket, recorded.position, view)
-        made.append(Piece(place, view, codes, owned, granularity.block(view.shape)))
-    return made

@@ -12,7 +12,7 @@ CASES = [("qwen3", 2), ("llama-misaligned", 1), ("qwen3-moe-misaligned", 2), ("p
 
 def compared(scheduler, named_tensors, load_format):
     """Writes of one recorded call, and those whose row was made of numbers; both rows are equal."""
-    from sglang_fp8rl.engine.replay import recipe, recipe_store
+    from sglang_fp8rl.engine.replay import recipe_pieces, recipe_store
     from sglang_fp8rl.engine.replay.recipe_rows import TableRows
 
     recordings, recipe_of = [], recipe_store.recipe_of
@@ -32,7 +32,7 @@ def compared(scheduler, named_tensors, load_format):
     for recorded in recording.pieces:
         row = fast.row(recorded)
         if row is not None:
-            (piece,) = recipe._pieces(recording.bucket, recorded, options)
+            (piece,) = recipe_pieces.pieces_of(recording.bucket, recorded, options)
             assert piece.fits()
             assert tuple(row) == tuple(piece.row()), recorded.target.name
         found.append((recorded.target.is_fp8, row is not None))
