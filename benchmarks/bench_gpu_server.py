@@ -27,7 +27,7 @@ import typer
 from bench_gpu import conditions
 from gpu_server import decode, graphs, refit
 from gpu_server.budget import Budget
-from gpu_server.models import REAL, TINY, Layout, Model, Values, batches
+from gpu_server.models import REAL, TINY, Layout, Model, Values
 from gpu_server.report import Report, against_targets
 from gpu_server.servers import (
     ENVIRONMENT,
@@ -74,7 +74,7 @@ class Run:
         try:
             for modes in groups_of(self.layout, self.setting, MODES):
                 self._group(modes, values, last, refits, output_tokens, decodes)
-        except (HostError, decode.ClockError):  # what was measured before holds
+        except (HostError, decode.DecodeError):  # what was measured before holds
             self._show(compared=OURS in last and NATIVE in last)
             raise
         self._show(compared=OURS in last and NATIVE in last)
@@ -101,14 +101,14 @@ class Run:
             self._decode([s for s in servers if s.mode != NATIVE], output_tokens, decodes)
 
     def _decode(self, servers: list[Served], output_tokens: int, repetitions: int) -> None:
+        """One server after the other: SGLang's benchmark keeps to one."""
+        limit = self.setting.max_batch
         if not servers:
             return
-        limit = self.setting.max_batch
-        steps = len(list(batches(limit))) * len(servers) * (repetitions + 1)
-        self.decoded += decode.measure(
-            servers, self.layout.vocab_size, limit, output_tokens, repetitions, self.budget,
-            self._bar("decode", steps),
-        )  # fmt: skip
+        tick = self._bar("decode", len(servers))
+        for served in servers:
+            self.decoded += decode.measure(served, limit, output_tokens, repetitions, self.budget)
+            tick(f"decode, {served.mode.what}")
 
     def _show(self, compared: bool) -> None:
         if self.samples:

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 
 import commands
 from engine_host import EngineHost
+from host_log import host_log
 
 from sglang_fp8rl.testing.checkpoints import (
     make_config,
@@ -118,7 +119,11 @@ def main(
         num_key_value_heads=hidden // 128,
         vocab_size=4096,
     )
-    with tempfile.TemporaryDirectory() as directory, Progress(console=console) as progress:
+    with (
+        host_log("bench-refit") as shown,
+        tempfile.TemporaryDirectory() as directory,
+        Progress(console=shown) as progress,
+    ):
         task = progress.add_task("making weights", total=4 + 2 * repetitions)
         first = make_state_dict(config, seed=0)
         second = perturbed(first, seed=1)
@@ -136,7 +141,7 @@ def main(
                 refit(engine, buckets[1])
                 progress.update(task, description=f"warming up {name}", advance=1)
             if fp8.call(commands.digests) != expected:
-                console.print("[red]bytes differ from a fresh engine's: no number[/red]")
+                shown.print("[red]bytes differ from a fresh engine's: no number[/red]")
                 raise typer.Exit(1)
             for repetition in range(repetitions):
                 for name, engine in engines.items():

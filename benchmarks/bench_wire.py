@@ -18,6 +18,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 import commands
 import trainer_commands
 from engine_host import EngineHost
+from host_log import host_log
 
 from sglang_fp8rl import RefitPlan
 from sglang_fp8rl.testing.checkpoints import (
@@ -35,19 +37,22 @@ from sglang_fp8rl.testing.checkpoints import (
 from sglang_fp8rl.trainer import quantize_for_refit
 
 StateDict = dict[str, torch.Tensor]
+WAYS = 3  # beside FP32
 
 
 class Sender:
     """Sends one way after another to one engine, and asks it for its bytes."""
 
-    def __init__(self, host: EngineHost) -> None:
-        self._host = host
+    def __init__(self, host: EngineHost, progress: Progress) -> None:
+        self._host, self._progress = host, progress
+        self._task = progress.add_task("sending", total=1 + WAYS)
 
     def send(self, items: list[tuple[str, torch.Tensor]]) -> tuple[int, list[dict[str, str]]]:
         """Bytes sent, and the digests of all parameters afterwards."""
         for success, message in self._host.call_all(commands.update, items):
             assert success, message
         nbytes = sum(tensor.nbytes for _, tensor in items)
+        self._progress.advance(self._task)
         return nbytes, self._host.call_all(commands.digests)
 
 
@@ -89,11 +94,15 @@ def main(
         num_key_value_heads=max(2, hidden // 256),
     )
     first = make_state_dict(config, seed=0)
-    with tempfile.TemporaryDirectory() as directory:
+    with (
+        host_log("bench-wire") as shown,
+        tempfile.TemporaryDirectory() as directory,
+        Progress(console=shown) as progress,
+    ):
         path = save_checkpoint(Path(directory), config, first)
         with EngineHost(path) as host:
             plan = RefitPlan.from_dict(host.call(trainer_commands.plan))
-            rows = measure(Sender(host), plan, first)
+            rows = measure(Sender(host, progress), plan, first)
     table = Table("way", "MB", "of FP32", "of BF16")
     for way, row in rows.items():
         of_fp32, of_bf16 = (row / rows[base] for base in ("FP32", "BF16"))

@@ -65,9 +65,8 @@ def demo(
 
     Exit status: 0 if every output is bitwise equal; 1 if one differs; 2 if it could not be run.
     """
-    from .demo.report import print_report
     from .demo.run import DemoOptions, run_demo
-    from .demo.screen import Screen
+    from .demo.show import Screen, print_report
 
     console = _console(stderr=as_json)
     directory = Path(tempfile.mkdtemp(prefix="sglang-fp8rl-demo-"))

@@ -1,94 +1,114 @@
-"""G12: decode throughput of FP8 against BF16, and the batch size from which FP8 is as fast."""
+"""G12: decode throughput of FP8 against BF16, and the batch size from which FP8 is as fast.
+
+Measured by SGLang's own `sglang.benchmark.one_batch_server`, in a process of its own against each
+running server: random token ids, output tokens over the time after the last request's first token.
+"""
 
 from __future__ import annotations
 
-import random
+import json
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sglang_fp8rl.errors import Fp8RlError
+from sglang_fp8rl.testing.tokenizer import save_tokenizer
 
 from .budget import Budget
 from .models import batches
-from .refit import GateError
 from .servers import BF16, OURS, Served
 
 PROMPT_TOKENS = 32
+_LEAST_S = 60.0  # of the budget; importing SGLang alone takes a good part of it
 
 
-class ClockError(Fp8RlError):
-    """A time that says nothing; what was measured before it holds."""
+class DecodeError(Fp8RlError):
+    """SGLang's benchmark failed or left something out; what was measured before it holds."""
 
 
 def measure(
-    servers: Sequence[Served],
-    vocab_size: int,
-    max_batch: int,
-    output_tokens: int,
-    repetitions: int,
-    budget: Budget,
-    tick: Callable[[str], None],
+    served: Served, max_batch: int, output_tokens: int, repetitions: int, budget: Budget
 ) -> list[dict[str, Any]]:
     """Rows of tokens per second, smallest batch first.
 
-    A request of `output_tokens` + 1 less one of a single token is decoding alone: prefill, HTTP and
-    scheduling of a new batch cancel.
+    Side Effects:
+        Writes the benchmark's log and results beside the server's log.
 
     Raises:
-        GateError: an answer does not have the length that was asked for.
-        ClockError: see `row_of`.
+        DecodeError: the benchmark ends otherwise than well, or lacks a result.
     """
-    rows, longest = [], 1.0
-    for batch in batches(max_batch):
-        if not budget.allows(f"G12, batch {batch} and more", 2 * longest):
-            break
-        began = time.monotonic()
-        prompts = prompts_of(batch, vocab_size)
-        seconds: dict[str, list[float]] = {served.mode.what: [] for served in servers}
-        for repetition in range(repetitions + 1):
-            for served in servers:
-                tick(f"decode, batch {batch}, {served.mode.what}")
-                first = _generate(served, prompts, 1)
-                both = _generate(served, prompts, 1 + output_tokens)
-                if repetition:  # the first time, kernels may be compiled
-                    seconds[served.mode.what].append(both - first)
-        for what, found in seconds.items():
-            rows.append(row_of(what, batch, output_tokens, found))
-        longest = time.monotonic() - began
-    return rows
-
-
-def row_of(what: str, batch: int, output_tokens: int, seconds: Sequence[float]) -> dict[str, Any]:
-    """One row.
-
-    Raises:
-        ClockError: the longer requests did not take longer: the clock says nothing.
-    """
-    median = statistics.median(seconds)
-    if median <= 0:
-        raise ClockError(
-            f"{what}, batch {batch}",
-            f"{output_tokens} more tokens took {median:.4f} s",
-            "longer answers take longer",
-            "Take more --output-tokens, and leave the machine alone.",
+    what = served.mode.what
+    if not budget.allows(f"G12, decoding of {what}", _LEAST_S):
+        return []
+    sizes = list(batches(max_batch))
+    results = served.server.log_path.with_suffix(".decode.jsonl")
+    log_path = served.server.log_path.with_suffix(".decode.log")
+    tokenizer = served.server.log_path.with_suffix(".tokenizer")
+    save_tokenizer(tokenizer)  # ids are drawn from it; the servers have none
+    # Each size once more than is counted: at the first time, kernels may be compiled.
+    repeated = [str(size) for size in sizes for _ in range(repetitions + 1)]
+    command = [
+        *(sys.executable, "-m", "sglang.benchmark.one_batch_server"),
+        *("--model", "None", "--base-url", served.server.url),
+        *("--local-tokenizer-path", str(tokenizer), "--dataset-name", "random-ids"),
+        *("--batch-size", *repeated),
+        *("--input-len", str(PROMPT_TOKENS), "--output-len", str(output_tokens)),
+        *("--skip-warmup", "--no-append-to-github-summary", "--result-filename", str(results)),
+    ]
+    with log_path.open("wb") as log:
+        try:
+            done = subprocess.run(
+                command,
+                env=served.server.env,
+                stdout=log,
+                stderr=log,
+                timeout=budget.left(),
+                check=False,
+            )
+            ended = f"ended with {done.returncode}"
+        except subprocess.TimeoutExpired:
+            ended = "did not end within the budget"
+    found = read_results(results)
+    wanted = [size for size in sizes for _ in range(repetitions + 1)]
+    if [batch for batch, _ in found] != wanted:
+        raise DecodeError(
+            what,
+            f"SGLang's benchmark {ended}, with {len(found)} of {len(wanted)} results",
+            "every batch size is measured",
+            f"See {log_path} and {served.server.log_path}.",
         )
-    return {
-        "id": "G12",
-        "what": what,
-        "batch": batch,
-        "output_tokens": output_tokens,
-        "tokens_per_s": batch * output_tokens / median,
-        "slowest_tokens_per_s": batch * output_tokens / max(seconds),
-        "repetitions": len(seconds),
-    }
+    return rows_of(what, output_tokens, found)
 
 
-def prompts_of(batch: int, vocab_size: int) -> list[list[int]]:
-    draw = random.Random(batch)
-    return [[draw.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
+def read_results(path: Path) -> list[tuple[int, float]]:
+    """(batch, output tokens per second) of each line that SGLang's benchmark wrote."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = map(json.loads, lines)
+    return [(record["batch_size"], record["output_throughput"]) for record in records]
+
+
+def rows_of(
+    what: str, output_tokens: int, found: Iterable[tuple[int, float]]
+) -> list[dict[str, Any]]:
+    """One row for each batch size; its first result warms up and is left out."""
+    by_batch: dict[int, list[float]] = {}
+    for batch, tokens_per_s in found:
+        by_batch.setdefault(batch, []).append(tokens_per_s)
+    return [
+        {
+            "id": "G12",
+            "what": what,
+            "batch": batch,
+            "output_tokens": output_tokens,
+            "tokens_per_s": statistics.median(counted),
+            "slowest_tokens_per_s": min(counted),
+            "repetitions": len(counted),
+        }
+        for batch, (_, *counted) in by_batch.items()
+    ]
 
 
 def crossover(fp8: Mapping[int, float], bf16: Mapping[int, float]) -> int | None:
@@ -135,18 +155,3 @@ def plot(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-
-
-def _generate(served: Served, prompts: list[list[int]], tokens: int) -> float:
-    began = time.perf_counter()
-    answers = served.server.generate(prompts, tokens, return_logprob=False)
-    seconds = time.perf_counter() - began
-    lengths = {answer["meta_info"]["completion_tokens"] for answer in answers}
-    if lengths != {tokens} or len(answers) != len(prompts):
-        raise GateError(
-            served.mode.what,
-            f"{len(answers)} answers of {sorted(lengths)} tokens",
-            f"{len(prompts)} of {tokens} were asked for",
-            f"See {served.server.log_path}.",
-        )
-    return seconds

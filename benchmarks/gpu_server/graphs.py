@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_fp8rl import RefitClient
-from sglang_fp8rl.demo.outputs import ask, make_prompts
 from sglang_fp8rl.testing.checkpoints import (
     make_config,
     make_state_dict,
     perturbed,
     save_checkpoint,
 )
+from sglang_fp8rl.testing.outputs import ask, make_prompts
 from sglang_fp8rl.testing.server import ServerProcess
 
 from .budget import Budget

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -16,13 +17,24 @@ from ..client import RefitClient
 from ..compat import SESSIONS_SINCE, host_version
 from ..config import QUANTIZATION_METHOD
 from ..plan_table import plan_table
+from ..testing.checkpoints import make_checkpoint
+from ..testing.outputs import Output, ask, differences, make_prompts
 from ..testing.server import ServerProcess
+from ..testing.weight_sets import Checkpoint, masters, updated, write_updated
 from ..wire.bucket import NamedTensor
-from .outputs import Output, ask, differences, make_prompts
-from .report import DemoReport, RefitFigures
-from .screen import Screen
-from .weights import Checkpoint, make_demo_checkpoint, masters, updated, write_updated
+from .show import DemoReport, RefitFigures, Screen
 
+# The demo's own model: small enough for two cores, large enough to have every kind of module.
+# 24 × 56 = 1344 rows of gate and up are no multiple of 128: that module goes per channel.
+DEMO_MODEL: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1344,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 4096,
+}
 BUCKET_BYTES = 16 << 20  # small, so that the demo's small model takes several
 OWN_MODEL_BUCKET_BYTES = 512 << 20
 START_TIMEOUT = 1800.0
@@ -47,7 +59,9 @@ def run_demo(options: DemoOptions, screen: Screen) -> DemoReport:
     host = host_version()
     report = DemoReport(
         model=str(options.model or "the demo's own small Qwen3"),
-        device=device_name(),
+        device=(
+            torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU reference platform"
+        ),
         sglang=str(host),
         torch=torch.__version__,
         sessions=host is not None and host >= SESSIONS_SINCE,
@@ -89,11 +103,6 @@ def run_demo(options: DemoOptions, screen: Screen) -> DemoReport:
         "the two weight sets can be told apart": _must_differ(fresh_first, fresh_second),
     }
     return report
-
-
-def device_name() -> str:
-    """Where the demo serves: the GPU if there is one, else the CPU reference platform."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU reference platform"
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,8 @@ class _Refitting:
 def _two_checkpoints(options: DemoOptions, screen: Screen) -> tuple[Checkpoint, Checkpoint]:
     if options.model is None:
         with screen.step("making a small Qwen3 checkpoint (seeded, no download)"):
-            first = make_demo_checkpoint(options.directory / "first")
+            path = make_checkpoint(options.directory / "first", "qwen3", shards=2, **DEMO_MODEL)
+            first = Checkpoint(path)
     else:
         first = Checkpoint(options.model).check()
     with screen.count_step("writing the second weights, for the fresh server") as on_file:

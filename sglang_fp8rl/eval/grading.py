@@ -1,28 +1,33 @@
-"""Is a response's final answer right? Judged by the Math-Verify library, in a child process.
+"""Is a response's final answer right? Judged by the Math-Verify library, in processes of its own.
 
-A child, because responses are untrusted: `\\boxed{2003^{2002^{2001}}}` keeps a symbolic library busy
+Processes, because responses are untrusted: `\\boxed{2003^{2002^{2001}}}` keeps a symbolic library busy
 for ever, Math-Verify's own time limit needs the main thread, and only a process can be killed.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
+import logging
+import multiprocessing
+import os
 import re
-import select
-import subprocess
-import sys
-import threading
+import time
+from concurrent.futures import TimeoutError as DeadlineError
 from dataclasses import dataclass
-from typing import IO, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import Fp8RlError
 
+if TYPE_CHECKING:
+    from pebble import ProcessFuture
+
 Status = Literal["correct", "wrong", "no_answer", "timeout"]
 
+MEMORY_LIMIT = 4 << 30  # bytes of address space: an answer like 10^(10^9) must not take the host
+TIME_LIMIT = 5  # seconds, for reading and for comparing each
+DEADLINE = 15.0  # seconds, after which the process is killed
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _TAIL = 2_000  # characters in which "the answer is ..." is looked for when nothing is boxed
-_START_LIMIT = 120.0  # seconds; importing a symbolic library from a cold disk is slow
 
 
 class GradingError(Fp8RlError):
@@ -36,58 +41,61 @@ class Grade:
     status: Status
     answer: str
 
-    @property
-    def correct(self) -> bool:
-        return self.status == "correct"
-
 
 class Grader:
-    """Grades one response at a time; safe to share between threads. Use as a context manager.
+    """Grades responses; safe to share between threads. Use as a context manager.
 
-    Args:
-        deadline: seconds after which the child is killed and the grade is `timeout`. Math-Verify
-            itself gives up after 5 seconds of reading and 5 of comparing.
+    Side Effects:
+        Starts up to four processes when something is graded, and ends them on leaving.
     """
 
-    def __init__(self, deadline: float = 15.0) -> None:
-        if importlib.util.find_spec("math_verify") is None:
-            raise GradingError(
-                "grading",
-                "no module `math_verify`",
-                "answers are judged by the Math-Verify library",
-                'Install "sglang-fp8rl[eval]".',
-            )
-        self.deadline = deadline
-        self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
+    def __init__(self, deadline: float = DEADLINE, workers: int | None = None) -> None:
+        _require("math_verify", "pebble")
+        from pebble import ProcessPool
+
+        self._deadline = deadline
+        self._pool = ProcessPool(
+            max_workers=workers or min(4, os.cpu_count() or 1),
+            initializer=_start_worker,
+            context=multiprocessing.get_context("spawn"),
+        )
 
     def __enter__(self) -> Grader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the child process, if there is one."""
-        with self._lock:
-            self._stop()
+        self._pool.stop()
+        self._pool.join()
 
     def grade(self, reference: str, response: str) -> Grade:
-        """Judge `response` against `reference`.
+        """Judge `response` against `reference`. Blocks; see `final_answer` for what is judged.
 
-        What counts is the last `\\boxed{...}` after any `</think>`; without one, an explicit "the
-        answer is ..." or "Answer: ..." near the end. A number merely mentioned is no answer.
+        Raises:
+            GradingError: the verifier's process died.
         """
+        from pebble import ProcessExpired
+
         answer = final_answer(response)
         if not answer.strip():
             return Grade("no_answer", "")
-        with self._lock:
-            reply = self._ask({"reference": reference, "answer": answer})
-        return Grade("timeout" if reply is None else reply["status"], answer[-200:])
+        work: ProcessFuture = self._pool.schedule(
+            _judge, args=[reference, answer], timeout=self._deadline
+        )
+        try:
+            return Grade(work.result(), answer[-200:])
+        except DeadlineError:
+            return Grade("timeout", answer[-200:])
+        except ProcessExpired as error:
+            raise GradingError(
+                "grading",
+                f"the verifier's process ended with status {error.exitcode}",
+                "it lives until it is closed",
+                "Run the same command again to resume.",
+            ) from error
 
     def check_reference(self, subject: str, reference: str) -> None:
         """Raise `GradingError` unless the verifier takes the reference for equal to itself."""
-        if not self.grade(reference, f"\\boxed{{{reference}}}").correct:
+        if self.grade(reference, f"\\boxed{{{reference}}}").status != "correct":
             raise GradingError(
                 subject,
                 f"answer {reference!r}",
@@ -95,61 +103,13 @@ class Grader:
                 "Write it as a number or as LaTeX; nothing was sent.",
             )
 
-    def _ask(self, request: dict[str, str]) -> dict | None:
-        if self._child is None:
-            self._child = self._start()
-        assert self._child.stdin is not None
-        try:
-            self._child.stdin.write(json.dumps(request).encode() + b"\n")
-        except BrokenPipeError as error:
-            raise _died(self._child) from error
-        reply = self._read(self._child, self.deadline)
-        if reply is None:
-            self._stop()
-        return reply
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "sglang_fp8rl.eval.grader_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
-        if self._read(child, _START_LIMIT) is None:
-            child.kill()
-            raise GradingError(
-                "grading",
-                f"no sign of life after {_START_LIMIT:.0f} s",
-                "the verifier starts in its own process",
-                "Check the load of the machine.",
-            )
-        return child
-
-    def _read(self, child: subprocess.Popen[bytes], limit: float) -> dict | None:
-        assert child.stdout is not None
-        if not _readable(child.stdout, limit):
-            return None
-        line = child.stdout.readline()
-        if not line:
-            raise _died(child)
-        return json.loads(line)
-
-    def _stop(self) -> None:
-        if self._child is None:
-            return
-        self._child.kill()
-        self._child.wait()
-        for pipe in (self._child.stdin, self._child.stdout):
-            if pipe is not None:
-                pipe.close()
-        self._child = None
-
 
 def final_answer(response: str) -> str:
     """Return the part of a response that states its answer; empty if it was cut off in a box.
 
-    Math-Verify joins several boxes into one value (`\\boxed{5} ... \\boxed{204}` becomes 5204), so
-    only the last one may reach it.
+    What counts is the last `\\boxed{...}` after any `</think>`; without one, the end of the text,
+    where an explicit "the answer is ..." is looked for. Math-Verify joins several boxes into one
+    value (`\\boxed{5} ... \\boxed{204}` becomes 5204), so only the last one may reach it.
     """
     text = response.rpartition("</think>")[2]
     boxes = list(_BOX.finditer(text))
@@ -166,14 +126,42 @@ def final_answer(response: str) -> str:
     return ""
 
 
-def _died(child: subprocess.Popen[bytes]) -> GradingError:
-    return GradingError(
-        "grading",
-        f"the verifier's process ended with status {child.wait()}",
-        "it lives until it is closed",
-        "Its own message is above; run the same command again to resume.",
-    )
+def _require(*modules: str) -> None:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise GradingError(
+            "grading",
+            f"no module {' and '.join(missing)}",
+            "answers are judged by the Math-Verify library",
+            'Install "sglang-fp8rl[eval]".',
+        )
 
 
-def _readable(stream: IO[bytes], seconds: float) -> bool:
-    return bool(select.select([stream], [], [], seconds)[0])
+# -- inside a verifier's process ------------------------------------------------------------------
+
+
+def _start_worker() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    import math_verify  # noqa: F401  # here, so that no answer's deadline pays for it
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # a time-out is a status, not a log
+
+
+def _judge(reference: str, answer: str) -> Status:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    # Anchors only: "x=1 204" names no answer, though it would be read as one.
+    targets = [
+        LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),
+        ExprExtractionConfig(try_extract_without_anchor=False),
+    ]
+    started = time.monotonic()
+    wanted = parse(f"\\boxed{{{reference}}}", targets, parsing_timeout=TIME_LIMIT)
+    found = parse(answer, targets, parsing_timeout=TIME_LIMIT)
+    if verify(wanted, found, timeout_seconds=TIME_LIMIT):
+        return "correct"
+    if time.monotonic() - started >= TIME_LIMIT:
+        return "timeout"
+    return "wrong" if found else "no_answer"

@@ -1,213 +1,123 @@
-"""AIME-style problems from a JSON lines file or a Hugging Face dataset.
+"""Problems with a reference answer, from JSON lines or a Hugging Face dataset, as Inspect samples.
 
-Every row is checked before the first request is sent; an error names `file:line` or the row.
+Every row is read before the first request is sent.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..errors import Fp8RlError
+from ..errors import ConfigError, Fp8RlError
 
-# Column names of the AIME and DAPO-Math data sets in circulation, compared in lower case.
-PROBLEM_COLUMNS = ("problem", "question", "prompt", "query", "input")
-ANSWER_COLUMNS = ("answer", "expected_answer", "ground_truth", "final_answer", "label", "target")
-ID_COLUMNS = ("id", "problem_id", "question_id", "unique_id", "uid")
+if TYPE_CHECKING:
+    from inspect_ai.dataset import Dataset, Sample
+
+PROMPT_TEMPLATE = (
+    "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+)
+# Column names of the AIME data sets in circulation, compared in lower case.
+PROBLEM_COLUMNS = ("problem", "question")
+ANSWER_COLUMNS = ("answer", "expected_answer")
 
 
 class ProblemError(Fp8RlError):
     """A data set, or a row of it, that can't be used."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One problem.
-
-    Attributes:
-        id: unique in its data set.
-        text: the statement, or the whole user message if `verbatim`.
-        answer: the reference answer, as LaTeX or a plain number.
-        verbatim: the row held a chat prompt of its own, so no template is put around it.
-    """
-
-    id: str
-    text: str
-    answer: str
-    verbatim: bool = False
-
-    @property
-    def digest(self) -> str:
-        """Identifies statement and answer, so that results are never mixed with another problem."""
-        content = json.dumps([self.text, self.answer, self.verbatim], ensure_ascii=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+def check_template(template: str) -> None:
+    """Raise `ConfigError` unless a problem has its place in the template."""
+    try:
+        good = "\0" in template.format(problem="\0")
+    except (KeyError, IndexError, ValueError):
+        good = False
+    if not good:
+        raise ConfigError(
+            "--template",
+            repr(template),
+            "it holds {problem}, and every other brace twice",
+            "Example: '{problem} Answer in \\boxed{{}}.'",
+        )
 
 
-def load_problems(source: str, *, split: str | None = None) -> list[Problem]:
+def load_problems(source: str, split: str, template: str) -> list[Sample]:
     """Read problems from `source`: a path to JSON lines, or else a Hugging Face dataset id.
 
-    Rows that repeat a problem under the same id are merged (DAPO's AIME file holds each 32 times).
+    Args:
+        split: of a dataset.
+        template: put around each statement.
 
     Raises:
-        ProblemError: no such file or data set, a broken or incomplete row, one id with two
-            different problems, or no row at all.
+        ProblemError: no such file or data set, a broken or incomplete row, an id that comes twice,
+            or no row at all.
     """
-    path = Path(source)
-    if path.is_file():
-        rows = _read_json_lines(path)
-    elif _looks_like_a_path(source):
-        raise ProblemError(
-            "--problems",
-            source,
-            "the file does not exist",
-            "Check the path to the JSON lines file.",
-        )
-    else:
-        rows = _read_hub_dataset(source, split)
-    return _unique(((where, _to_problem(where, row)) for where, row in rows), source)
+    rows = 0
 
+    def to_sample(row: dict[str, Any]) -> Sample:
+        nonlocal rows
+        rows += 1
+        return _to_sample(f"{source}, row {rows}", rows, row, template)
 
-def _looks_like_a_path(source: str) -> bool:
-    return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith(".jsonl")
-
-
-def _read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if not raw.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(raw)
-            except ValueError as error:  # broken JSON, or bytes that are not UTF-8
-                raise ProblemError(
-                    where,
-                    f"{error}; the line starts with {raw[:60]!r}",
-                    "each line is one JSON object",
-                    "Repair or delete the line; nothing was sent.",
-                ) from error
-            if not isinstance(row, dict):
-                raise ProblemError(
-                    where,
-                    f"a JSON {type(row).__name__}",
-                    "each line is one JSON object",
-                    'Write one {"problem": ..., "answer": ...} per line; nothing was sent.',
-                )
-            yield where, row
-
-
-def _read_hub_dataset(name: str, split: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        import datasets
-    except ImportError as error:
+        samples = list(_read(source, split, to_sample))
+    except (OSError, ValueError) as error:  # unreachable or unknown; broken JSON, no such split
         raise ProblemError(
             "--problems",
-            name,
-            "a Hugging Face dataset needs the package `datasets`",
-            'Install "sglang-fp8rl[eval]", or pass a JSON lines file.',
+            f"{source!r}, after {rows} rows: {type(error).__name__}: {error}",
+            "it is a file of JSON objects, one a line, or a dataset that can be loaded",
+            "Check the path or the dataset's id, and --split; nothing was sent.",
         ) from error
-    try:
-        found = datasets.load_dataset(name)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        # OSError: unreachable, offline mode, unknown id. ValueError: it has several configurations.
+    ids = [sample.id for sample in samples]
+    twice = {one for one in ids if ids.count(one) > 1}
+    if twice or not ids:
         raise ProblemError(
             "--problems",
-            f"{name!r} ({type(error).__name__}: {error})",
-            "it is neither a file here nor a dataset that could be loaded",
-            "Check the spelling and the network, or pass a JSON lines file.",
-        ) from error
-    splits = list(found)
-    if split is None and len(splits) > 1:
-        raise ProblemError(
-            "--split", "not given", f"{name} has the splits {splits}", "Choose one of them."
+            f"{source!r}: {len(ids)} rows, ids that come twice: {sorted(map(str, twice))}",
+            "it holds problems, each under an id of its own",
+            "Repair the rows; nothing was sent.",
         )
-    chosen = split or splits[0]
-    if chosen not in splits:
-        raise ProblemError("--split", chosen, f"{name} has the splits {splits}", "Choose another.")
-    for number, row in enumerate(found[chosen]):
-        yield f"{name}[{chosen}][{number}]", row
+    return samples
 
 
-def _to_problem(where: str, row: dict[str, Any]) -> Problem:
+def digest(samples: Sequence[Sample]) -> str:
+    """Identifies prompts and answers, so that a log is never continued with other problems."""
+    content = [[sample.id, sample.input, sample.target] for sample in samples]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def _read(source: str, split: str, to_sample: Any) -> Dataset:
+    from inspect_ai.dataset import hf_dataset, json_dataset
+
+    if Path(source).exists() or source.endswith(".jsonl"):
+        return json_dataset(source, to_sample)
+    return hf_dataset(source, split=split, sample_fields=to_sample)
+
+
+def _to_sample(where: str, number: int, row: dict[str, Any], template: str) -> Sample:
+    from inspect_ai.dataset import Sample
+
     columns = {str(name).lower(): value for name, value in row.items()}
-    found = _first(columns, PROBLEM_COLUMNS)
-    if found is None:
-        raise _missing(where, row, "problem", PROBLEM_COLUMNS)
-    verbatim = not isinstance(found, str)
-    text = _user_message(where, found) if verbatim else found
-    answer = _first(columns, ANSWER_COLUMNS)
-    if answer is None and isinstance(columns.get("reward_model"), dict):  # DAPO's layout
-        answer = columns["reward_model"].get("ground_truth")
-    if answer is None:
-        raise _missing(where, row, "answer", ANSWER_COLUMNS)
-    identity = _first(columns, ID_COLUMNS)
-    if identity is None and isinstance(columns.get("extra_info"), dict):
-        identity = columns["extra_info"].get("index")
-    if not text.strip():
-        raise ProblemError(where, "an empty problem", "a row states a problem", "Delete the row.")
-    # Without an id, the statement itself is the identity: stable when rows move.
-    name = hashlib.sha256(text.encode()).hexdigest()[:12] if identity is None else str(identity)
-    return Problem(name, text, _answer_text(where, answer), verbatim)
-
-
-def _first(columns: dict[str, Any], names: tuple[str, ...]) -> Any:
-    return next((columns[name] for name in names if columns.get(name) is not None), None)
-
-
-def _user_message(where: str, messages: Any) -> str:
-    contents = (
-        [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"]
-        if isinstance(messages, list)
-        else []
+    statement, answer = (
+        next((columns[name] for name in names if columns.get(name) is not None), None)
+        for names in (PROBLEM_COLUMNS, ANSWER_COLUMNS)
     )
-    if len(contents) != 1 or not isinstance(contents[0], str):
-        raise ProblemError(
-            where,
-            f"a prompt of type {type(messages).__name__} with {len(contents)} user messages",
-            "a prompt is a text, or chat messages with one from the user",
-            "Give the statement in a column `problem`.",
-        )
-    return contents[0]
-
-
-def _answer_text(where: str, answer: Any) -> str:
-    if isinstance(answer, list) and len(answer) == 1:
-        answer = answer[0]
     if isinstance(answer, float) and answer.is_integer():  # 204.0, from a table with gaps
         answer = int(answer)
-    if isinstance(answer, bool) or not isinstance(answer, (str, int)) or not str(answer).strip():
+    good_answer = isinstance(answer, (str, int)) and not isinstance(answer, bool)
+    if not isinstance(statement, str) or not statement.strip() or not good_answer:
         raise ProblemError(
             where,
-            f"answer {answer!r}",
-            "an answer is a number or a LaTeX text",
-            "Repair the row; nothing was sent.",
+            f"columns {sorted(row)}, answer {answer!r}",
+            f"a row has a text in one of {', '.join(PROBLEM_COLUMNS)} and a number or LaTeX in one "
+            f"of {', '.join(ANSWER_COLUMNS)}",
+            "Rename the columns or repair the row; nothing was sent.",
         )
-    return str(answer).strip()
-
-
-def _missing(where: str, row: dict[str, Any], what: str, names: tuple[str, ...]) -> ProblemError:
-    return ProblemError(
-        where,
-        f"columns {sorted(row)}",
-        f"a row has its {what} in one of {', '.join(names)}",
-        "Rename the column; nothing was sent.",
+    name = columns.get("id")
+    return Sample(
+        id=str(number if name is None else name),
+        input=template.format(problem=statement),
+        target=str(answer).strip(),
     )
-
-
-def _unique(found: Iterable[tuple[str, Problem]], source: str) -> list[Problem]:
-    problems: dict[str, Problem] = {}
-    for where, problem in found:
-        if problems.setdefault(problem.id, problem) != problem:
-            raise ProblemError(
-                where,
-                f"id {problem.id!r}",
-                "an id stands for one problem, and an earlier row has another under it",
-                "Make the ids unique; nothing was sent.",
-            )
-    if not problems:
-        raise ProblemError("--problems", source, "it holds no problem", "Add at least one row.")
-    return list(problems.values())

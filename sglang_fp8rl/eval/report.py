@@ -1,23 +1,19 @@
-"""What a results file says: avg@n, pass@k, and the comparison of two endpoints."""
+"""What the logs say: avg@n, pass@k, and the comparison of two endpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from .problems import Problem
-from .results import ResultsFile
-from .stats import (
-    Comparison,
-    Estimate,
-    compare_paired,
-    estimate_mean,
-    pass_at_k,
-)
+from .results import SCORER, ResultsError
+from .stats import Comparison, Estimate, compare_paired, estimate_mean, pass_at_k
+
+if TYPE_CHECKING:
+    from inspect_ai.log import EvalLog, EvalSample
 
 
 @dataclass(frozen=True)
@@ -55,71 +51,67 @@ class EvalReport:
     candidate: ArmReport
     baseline: ArmReport | None
     comparison: Comparison | None
-    notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def build_report(
-    results: ResultsFile,
-    problems: Sequence[Problem],
-    samples: int,
-    endpoints: Sequence[str],
-    alpha: float,
-) -> EvalReport:
-    """Summarize the first endpoint, and compare it with the second if there is one."""
-    arms = [_arm(results, problems, samples, endpoint, 1 - alpha) for endpoint in endpoints]
+def build_report(logs: Sequence[EvalLog], samples: int, alpha: float) -> EvalReport:
+    """Summarize the first log, and compare it with the second if there is one."""
+    arms = [_arm(log, samples, 1 - alpha) for log in logs]
     comparison = None
     if len(arms) > 1:
-        ours, theirs = (list(arm.correct.values()) for arm in arms)
+        ours = list(arms[0].correct.values())
+        theirs = [arms[1].correct[name] for name in arms[0].correct]
         comparison = compare_paired(ours, theirs, samples, alpha)
     return EvalReport(
-        problems=len(problems),
+        problems=len(arms[0].correct),
         samples=samples,
         confidence=1 - alpha,
         candidate=arms[0],
         baseline=arms[1] if len(arms) > 1 else None,
         comparison=comparison,
-        notes=tuple(results.notes),
     )
 
 
-def _arm(
-    results: ResultsFile,
-    problems: Sequence[Problem],
-    samples: int,
-    endpoint: str,
-    confidence: float,
-) -> ArmReport:
-    records = {
-        problem.id: [results.samples[problem.id, i, endpoint] for i in range(samples)]
-        for problem in problems
-    }
-    everything = [record for group in records.values() for record in group]
-    correct = {
-        name: sum(r["status"] == "correct" for r in group) for name, group in records.items()
-    }
-    total = len(everything)
+def _arm(log: EvalLog, samples: int, confidence: float) -> ArmReport:
+    settings, taken = log.eval.metadata or {}, log.samples or []
+    correct = {str(sample.id): 0 for sample in taken}
+    for sample in taken:
+        correct[str(sample.id)] += _status(sample) == "correct"
+    total = len(taken)
+    if total != samples * len(correct):
+        raise ResultsError(
+            log.location,
+            f"{total} samples of {len(correct)} problems",
+            f"each has {samples}",
+            "Give another --out.",
+        )
 
     def estimate(values: list[float]) -> Estimate:
         return estimate_mean(values, total, confidence)
 
-    tokens = [r["tokens"] for r in everything if r.get("tokens") is not None]
+    usages = [sample.output.usage for sample in taken]
+    tokens = [usage.output_tokens for usage in usages if usage is not None]
     return ArmReport(
-        endpoint=endpoint,
-        served=results.sessions[endpoint]["settings"].get("served", {}),
+        endpoint=settings["url"],
+        served=settings["served"],
         correct=correct,
         avg_at_n=estimate([count / samples for count in correct.values()]),
         pass_at_k={
             k: estimate([pass_at_k(count, samples, k) for count in correct.values()])
             for k in _powers_of_two_and(samples)
         },
-        truncated=sum(r["finish_reason"] == "length" for r in everything) / total,
-        no_answer=sum(r["status"] == "no_answer" for r in everything) / total,
-        grading_timeouts=sum(r["status"] == "timeout" for r in everything),
-        mean_tokens=sum(tokens) / len(tokens) if len(tokens) == total else None,
+        truncated=sum(sample.output.stop_reason == "max_tokens" for sample in taken) / total,
+        no_answer=sum(_status(sample) == "no_answer" for sample in taken) / total,
+        grading_timeouts=sum(_status(sample) == "timeout" for sample in taken),
+        mean_tokens=sum(tokens) / total if len(tokens) == total else None,
     )
+
+
+def _status(sample: EvalSample) -> str:
+    metadata = (sample.scores or {})[SCORER].metadata or {}
+    return metadata["status"]
 
 
 def _powers_of_two_and(samples: int) -> list[int]:
@@ -146,8 +138,6 @@ def print_report(report: EvalReport, console: Console) -> None:
     console.print(f"Intervals: {report.confidence:.0%}, clustered by problem.", style="dim")
     if report.comparison is not None:
         _print_comparison(report.comparison, console)
-    for note in report.notes:
-        console.print(f"Note: {note}", style="yellow", markup=False)
 
 
 def _print_comparison(found: Comparison, console: Console) -> None:

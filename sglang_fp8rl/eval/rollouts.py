@@ -8,7 +8,7 @@ from typing import Any
 
 import requests
 
-from .client import ServerError, normalize_url
+from .server import ServerError, normalize_url
 
 _BATCH = 32  # prompts per request
 

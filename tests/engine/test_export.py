@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from sglang_fp8rl.cli import app
-from sglang_fp8rl.demo.outputs import ask, differences
 from sglang_fp8rl.errors import ConfigError, QuantizationError, RefitError
 from sglang_fp8rl.export import INDEX_NAME, export_checkpoint
 from sglang_fp8rl.numerics.reference import dequantize, quantize_blockwise
 from sglang_fp8rl.testing.checkpoints import save_checkpoint
+from sglang_fp8rl.testing.outputs import ask, differences
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,7 @@ from typing import Any
 from _served import NEW_TOKENS, PROMPTS
 from safetensors.torch import load_file
 
-from sglang_fp8rl.demo.outputs import ask
+from sglang_fp8rl.testing.outputs import ask
 
 
 class AskedLikeAServer:

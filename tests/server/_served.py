@@ -21,7 +21,7 @@ from packaging.version import Version
 
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.compat import SESSIONS_SINCE
-from sglang_fp8rl.demo.outputs import Output, ask, differences, make_prompts
+from sglang_fp8rl.testing.outputs import Output, ask, differences, make_prompts
 from sglang_fp8rl.testing.server import ServerProcess, cpu_env
 
 MODEL: Model = MODELS["qwen3"]

@@ -19,8 +19,8 @@ from _served import (
     weights,
 )
 
-from sglang_fp8rl.demo.outputs import differences
 from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.testing.outputs import differences
 from sglang_fp8rl.wire.bucket import serialize
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]

@@ -9,7 +9,7 @@ from _served import MODEL, PROMPTS, QUANTIZED, engine_run, run_script, served
 from models import checkpoint
 from packaging.version import Version
 
-from sglang_fp8rl.demo.outputs import differences
+from sglang_fp8rl.testing.outputs import differences
 from sglang_fp8rl.testing.server import cpu_env
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]

@@ -15,7 +15,7 @@ import pytest
 from _served import MODEL, ONE_THREAD, PROMPTS, QUANTIZED, Client, Served, kill_group, served
 from models import checkpoint
 
-from sglang_fp8rl.demo.outputs import ask, differences
+from sglang_fp8rl.testing.outputs import ask, differences
 from sglang_fp8rl.testing.server import cpu_env, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]

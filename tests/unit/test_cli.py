@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from sglang_fp8rl import __version__, cli, doctor
-from sglang_fp8rl.demo.outputs import Output, differences, make_prompts
-from sglang_fp8rl.demo.report import DemoReport
-from sglang_fp8rl.demo.weights import Checkpoint, masters, updated, write_updated
+from sglang_fp8rl.demo.show import DemoReport
 from sglang_fp8rl.plan_table import grouped
 from sglang_fp8rl.testing.checkpoints import make_checkpoint
+from sglang_fp8rl.testing.outputs import Output, differences, make_prompts
+from sglang_fp8rl.testing.weight_sets import Checkpoint, masters, updated, write_updated
 
 RUNNER = CliRunner()
 
@@ -150,7 +150,7 @@ def test_the_written_second_weights_are_what_is_sent_up_to_the_bf16_step(tmp_pat
 @pytest.mark.parametrize(("found", "status"), [([], 0), (["prompt 1: token 0 is 1"], 1)])
 def test_demo_leaves_with_1_and_keeps_its_files_if_an_output_differs(monkeypatch, found, status):
     from sglang_fp8rl.demo import run as demo_run
-    from sglang_fp8rl.demo.report import RefitFigures
+    from sglang_fp8rl.demo.show import RefitFigures
 
     refit = RefitFigures("update", 1, 4, 1, "flattened_bucket", 1.0, 0.5, {"blockwise": 31.6})
 

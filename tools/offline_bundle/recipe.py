@@ -41,6 +41,9 @@ _TAKEN = {
     "this plugin's commands": "typer rich shellingham markdown-it-py mdurl click",
     "jinja for chat templates": "jinja2 markupsafe",
     "what `make bench-gpu` compares with": "torchao verl",
+    "SGLang's benchmark of decoding, and the data sets that it imports without being asked": """
+        tabulate datasets pandas pyarrow multiprocess xxhash python-dateutil six
+    """,
 }
 
 HOST_REASON = "the host's: torch and Triton with what they install"
@@ -77,9 +80,15 @@ _LEFT_OUT = {
     "downloads: there is no network": """
         hf-xet modelscope modelscope-hub blobfile lxml pycryptodomex cryptography
     """,
-    "data sets and evaluation": """
-        datasets pandas pyarrow multiprocess xxhash tzdata python-dateutil scipy math-verify
-        latex2sympy2-extended antlr4-python3-runtime sortedcontainers tabulate
+    "evaluation": """
+        scipy math-verify latex2sympy2-extended antlr4-python3-runtime sortedcontainers
+    """,
+    "Inspect, which asks the questions of an evaluation": """
+        aioboto3 aiobotocore aiofiles aioitertools beautifulsoup4 boto3 botocore debugpy
+        frozendict ijson inspect-ai jmespath jsonlines jsonpatch jsonpath-ng jsonpointer
+        jsonref linkify-it-py mdit-py-plugins mmh3 pathlib-abc pebble platformdirs
+        python-dotenv s3fs s3transfer semver shortuuid soupsieve tenacity textual
+        universal-pathlib wrapt zipp
     """,
     "the trainer (veRL)": """
         hydra-core omegaconf codetiming tensordict accelerate peft pyvers msgpack

@@ -8,7 +8,7 @@ from commands import begin, digests, end, send, status, update, update_from_disk
 from engine_host import EngineHost
 from models import MODELS, checkpoint
 
-from sglang_fp8rl.numerics import quantize_blockwise
+from sglang_fp8rl.numerics.reference import quantize_blockwise
 from sglang_fp8rl.testing.checkpoints import save_checkpoint
 from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,33 +38,45 @@ def test_the_crossover_is_the_batch_from_which_fp8_stays_as_fast(fp8, bf16, expe
     assert crossover(fp8, bf16) == expected
 
 
+def rows(what, batch, tokens_per_s):
+    """Rows of one batch size, as the benchmark's results give them."""
+    from gpu_server.decode import rows_of
+
+    return rows_of(what, 10, [(batch, 1.0), (batch, tokens_per_s)])
+
+
 def test_the_crossover_is_said_in_words():
-    from gpu_server.decode import row_of, say_crossover
+    from gpu_server.decode import say_crossover
     from gpu_server.servers import BF16, OURS
 
-    slow = [row_of(OURS.what, 1, 10, [2.0]), row_of(BF16.what, 1, 10, [1.0])]
-    fast = [row_of(OURS.what, 8, 10, [1.0]), row_of(BF16.what, 8, 10, [2.0])]
+    slow = rows(OURS.what, 1, 5.0) + rows(BF16.what, 1, 10.0)
+    fast = rows(OURS.what, 8, 10.0) + rows(BF16.what, 8, 5.0)
     assert "slower than BF16 at batch 1" in say_crossover(slow)
     assert "from batch 8 on, to 8" in say_crossover(slow + fast)
     assert "no batch size in common" in say_crossover(slow[:1])
-    assert slow[0]["tokens_per_s"] == 5.0
 
 
 def test_the_plot_is_written(tmp_path):
     pytest.importorskip("matplotlib")
-    from gpu_server.decode import plot, row_of
+    from gpu_server.decode import plot
     from gpu_server.servers import BF16, OURS
 
-    rows = [row_of(what, batch, 10, [0.5]) for what in (OURS.what, BF16.what) for batch in (1, 2)]
-    plot(rows, "title", tmp_path / "decode.png")
+    found = [row for what in (OURS.what, BF16.what) for b in (1, 2) for row in rows(what, b, 5.0)]
+    plot(found, "title", tmp_path / "decode.png")
     assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_clock_that_says_nothing_gives_no_number():
-    from gpu_server.decode import ClockError, row_of
+def test_results_of_sglang_s_benchmark_become_medians_without_the_warm_up(tmp_path):
+    from gpu_server.decode import read_results, rows_of
 
-    with pytest.raises(ClockError, match=r"took -0\.1"):
-        row_of("x", 1, 8, [-0.1, -0.1, 0.2])
+    path = tmp_path / "results.jsonl"
+    assert read_results(path) == []
+    measured = [(1, 0.1), (1, 7.0), (1, 9.0), (1, 8.0), (2, 0.1), (2, 14.0)]
+    lines = [{"batch_size": size, "output_throughput": rate, "x": 1} for size, rate in measured]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    one, two = rows_of("x", 16, read_results(path))
+    assert (one["batch"], one["tokens_per_s"], one["slowest_tokens_per_s"]) == (1, 8.0, 7.0)
+    assert (two["batch"], two["tokens_per_s"], two["repetitions"]) == (2, 14.0, 1)
 
 
 def test_a_bucket_ends_before_the_tensor_that_would_pass_the_limit():

@@ -79,7 +79,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _chat(self, text: str) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "reasoning_content": None}
         choice = {"index": 0, "message": message, "finish_reason": self.server.finish_reason}
-        return {"choices": [choice], "usage": {"completion_tokens": 11}}
+        usage = {"prompt_tokens": 5, "completion_tokens": 11, "total_tokens": 16}
+        named = {"id": "1", "object": "chat.completion", "created": 1, "model": "tiny-model"}
+        return named | {"choices": [choice], "usage": usage}
 
     def _generate(self, text: str) -> dict[str, Any]:
         reason = {"type": self.server.finish_reason}

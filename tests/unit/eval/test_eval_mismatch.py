@@ -13,13 +13,13 @@ from eval_server import serving
 from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.eval.client import ServerError
 from sglang_fp8rl.eval.gap import compare_rollouts, run_mismatch
 from sglang_fp8rl.eval.mismatch import mismatch
 from sglang_fp8rl.eval.mismatch_plot import check_plot_path
 from sglang_fp8rl.eval.prompts import PromptError, load_prompts
 from sglang_fp8rl.eval.rescoring import RescoringError, load_model, rescore
 from sglang_fp8rl.eval.rollouts import Rollout, sample_rollouts
+from sglang_fp8rl.eval.server import ServerError
 
 VOCABULARY = 64
 

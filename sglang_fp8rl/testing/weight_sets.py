@@ -16,19 +16,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..testing.checkpoints import make_checkpoint, perturbed
+from .checkpoints import perturbed
 
-# The demo's own model: small enough for two cores, large enough to have every kind of module.
-# 24 × 56 = 1344 rows of gate and up are no multiple of 128: that module goes per channel.
-DEMO_MODEL: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1344,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 4096,
-}
 UPDATE_SEED = 1
 _WEIGHTS = ".safetensors"
 
@@ -53,7 +42,7 @@ class Checkpoint:
         return sum(file.stat().st_size for file in self.files)
 
     def check(self) -> Checkpoint:
-        """Refuse what the demo can't run on.
+        """Refuse what has no weights to move.
 
         Raises:
             ConfigError: naming what is missing.
@@ -100,11 +89,6 @@ class Checkpoint:
 
     def _config(self) -> dict[str, Any]:
         return json.loads((self.path / "config.json").read_text())
-
-
-def make_demo_checkpoint(path: Path) -> Checkpoint:
-    """The demo's small Qwen3: real config, seeded FP32 weights, two shards."""
-    return Checkpoint(make_checkpoint(path, "qwen3", shards=2, **DEMO_MODEL))
 
 
 def masters(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
