@@ -116,10 +116,7 @@ def cast_row_kernel(
     """One row per program."""
     n = tl.program_id(0).to(tl.int64)
     size: tl.constexpr = 4 if KIND == FP32 else 2
-    if CONTIGUOUS:
-        stride_k = 1
-    else:
-        stride_k = source_stride_k.to(tl.int64)
+    stride_k = 1 if CONTIGUOUS else source_stride_k.to(tl.int64)
     scale, finite = cast_row(
         source.to(tl.int64) + n * source_stride_n * size,
         stride_k,

@@ -216,11 +216,9 @@ def table_scales_kernel(table, owners, call, flags, CHUNK: tl.constexpr):
 @triton.jit
 def nan_codes(x, WORDS: tl.constexpr):
     """Not zero where a word of four codes, or a code, has a NaN (0x7F or 0xFF)."""
-    if WORDS:  # of the magnitudes 0 to 0x7F, only the last carries into the sign's place
-        nan = ((x & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80
-    else:
-        nan = ((x & 0x7F) == 0x7F).to(tl.int32)
-    return nan
+    # Of the magnitudes 0 to 0x7F, only the last carries into the sign's place.
+    in_words = ((x & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80
+    return in_words if WORDS else ((x & 0x7F) == 0x7F).to(tl.int32)
 
 
 @triton.jit

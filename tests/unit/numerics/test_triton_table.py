@@ -109,7 +109,9 @@ def check(device):
                 (piece.destination if piece.scales is None else piece.scales).fill_(9.0)
         # One source in three lies elsewhere: the others keep their launch.
         moved = [
-            shifted(one, shift if number % 3 == 0 and one.dtype != torch.float8_e4m3fn else 0, device)
+            shifted(
+                one, shift if number % 3 == 0 and one.dtype != torch.float8_e4m3fn else 0, device
+            )
             for number, one in enumerate(gpu_sent)
         ]
         flags = table.run([t.data_ptr() for t in moved])
