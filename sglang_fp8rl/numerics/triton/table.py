@@ -5,14 +5,15 @@ Codes that come with their scales are copied, rows of scales first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..write_table import CastTable, Dtype, Kind
+from ..checks import FP8_DTYPE
+from ..write_table import CastTable, Dtype, Kind, Piece
 from . import table_kernels as kernels
 from .cast import LONGEST_ROW_READ_ONCE, WIDEST, _on_device
 from .hardware import has_packed_kernels, row_warps, tile_options
@@ -182,3 +183,28 @@ def _groups(pieces: np.ndarray) -> list[tuple[_Group, np.ndarray]]:
     found, inverse = np.unique(keys, axis=0, return_inverse=True)
     inverse = inverse.reshape(-1)
     return [(_Group(*map(int, key)), np.flatnonzero(inverse == at)) for at, key in enumerate(found)]
+
+
+def rehearsal(
+    device: torch.device, copied_widths: Iterable[int], **rounding: bool
+) -> tuple[TritonTable, list[torch.Tensor]]:
+    """A table with a piece for every kernel that a refit in BF16 or FP32 is likely to launch, and
+    its sources: to be run once, so that no update waits for the compiler.
+
+    Args:
+        copied_widths: columns of the parameters that stay in high precision; taken to be BF16.
+        rounding: as of `TritonTable`.
+    """
+    sent, pieces = [], []
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows in (_BLOCK, _BLOCK // 2):
+            sent.append(torch.zeros(rows, _BLOCK, dtype=dtype, device=device))
+            codes = torch.zeros(rows, _BLOCK, dtype=torch.uint8, device=device).view(FP8_DTYPE)
+            scales = torch.zeros(1, 1, device=device)
+            place = (len(sent) - 1, 0)
+            pieces.append(Piece(place, sent[-1], codes, scales, (_BLOCK, _BLOCK)))
+        for width in sorted(set(copied_widths)):
+            sent.append(torch.zeros(1, width, dtype=dtype, device=device))
+            out = torch.zeros(1, width, dtype=torch.bfloat16, device=device)
+            pieces.append(Piece((len(sent) - 1, 0), sent[-1], out))
+    return TritonTable(CastTable.of(pieces), device, **rounding), sent

@@ -145,3 +145,45 @@ def test_the_interpreter_writes_the_bytes_of_the_cpu_table():
 @pytest.mark.gpu
 def test_hardware_writes_the_bytes_of_the_cpu_table():
     check(torch.device("cuda"))
+
+
+def test_the_rehearsal_compiles_what_a_refit_launches():
+    """Whatever the model's shapes: nothing is run here, only the launches are compared."""
+    from sglang_fp8rl.numerics.triton.table import TritonTable, rehearsal
+    from sglang_fp8rl.numerics.write_table import CastTable, Piece
+
+    rounding = {"pow2_scale": False, "round_to_bf16": True}
+    cpu = torch.device("cpu")
+    rehearsed, _ = rehearsal(cpu, [2048, 128], **rounding)
+    pieces = []
+    for shape in ((768, 2048), (2048, 768), (64, 2048), (9, 2048), (1, 128)):
+        for dtype in (torch.bfloat16, torch.float32):
+            view, place = torch.zeros(shape, dtype=dtype), (len(pieces), 0)
+            pieces.append(Piece(place, view, torch.zeros(shape, dtype=torch.bfloat16)))
+            if shape[0] > 9:
+                codes = torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+                scales = torch.zeros(-(-shape[0] // 128), -(-shape[1] // 128))
+                pieces.append(Piece(place, view, codes, scales, (128, 128)))
+    copies = [one for one in pieces if one.scales is not None or one.view.shape[1] in (2048, 128)]
+    launched = TritonTable(CastTable.of(copies), cpu, **rounding)._launches
+    known = [(one.kernel, one.align, one.constants) for one in rehearsed._launches]
+    assert all((one.kernel, one.align, one.constants) in known for one in launched)
+
+
+def test_the_tables_of_a_30b_model_take_less_than_16_mb():
+    """Qwen3-30B-A3B: 18,432 expert matrices and 192 of attention, 1.8 million tiles."""
+    import numpy as np
+
+    from sglang_fp8rl.numerics.triton.table import TritonTable
+    from sglang_fp8rl.numerics.write_table import CastTable
+
+    shapes = [(768, 2048), (768, 2048), (2048, 768)] * 128
+    shapes += [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096)]
+    rows = [(0, 1, 0, 0, k, 16, 0, k, 16, -(-k // 128), 1, n, k, 128, 128) for n, k in shapes * 48]
+    table = CastTable.of_rows(rows, ())
+    runner = TritonTable(table, torch.device("cpu"), pow2_scale=False, round_to_bf16=True)
+    assert table.flag_count == 1_824_768
+    assert runner.launches == 1
+    assert runner.nbytes < 16e6
+    owners = runner._launches[0].owners.numpy()
+    assert (np.bincount(owners) == [n * k // 16384 for n, k in shapes * 48]).all()
