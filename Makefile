@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest unit lint clean bench bench-guard bench-gpu accuracy accuracy-short offline-bundle
+.PHONY: help demo test test-oldest unit lint clean bench bench-guard proof bench-gpu accuracy accuracy-short offline-bundle
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -55,11 +55,16 @@ bench: .venv/.ready  ## what needs no GPU: C1-C4, refit time and memory, bytes o
 	.venv/bin/python benchmarks/bench_replay.py --json benchmarks/results/replay_cpu.jsonl
 	.venv/bin/python benchmarks/bench_refit.py --json benchmarks/results/refit_cpu.jsonl
 	.venv/bin/python benchmarks/bench_wire.py
+	.venv/bin/python benchmarks/bench_sass.py --json benchmarks/results/sass.jsonl
 
 bench-guard: .venv/.ready  ## the ratios of C1-C4, refit time and memory, with wide margins: for CI
 	.venv/bin/python benchmarks/bench_cast_cpu.py --repetitions 5 --guard
 	.venv/bin/python benchmarks/bench_replay.py --layers 6 --repetitions 5 --guard
 	.venv/bin/python benchmarks/bench_refit.py --repetitions 5 --guard
+	.venv/bin/python benchmarks/bench_sass.py --guard
+
+proof: .venv/.ready  ## the GPU's arithmetic in every case there is, on a CPU: half a minute
+	.venv/bin/python tests/unit/numerics/packed_quotient.py
 
 # Most important first; the servers get what the cast leaves of 520 s, and skip what does not fit.
 bench-gpu: .venv/.ready  ## G1-G9, G11, G12 on a GPU, under 9 minutes (no numbers are committed yet; ARGS go to the servers' part)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..config import Options
-from ..numerics import warmup
+from ..numerics.runners import warm_up
 from ..scheme import Scheme
 from ..wire.plan import RefitPlan
 from .arrival.bucket import TensorBucket, bucket_of
@@ -74,8 +74,14 @@ class ModelRefit:
         for target in self.targets.values():
             self._wrap_loader(target)
         self.model.load_weights = self.load_weights  # type: ignore[assignment]
-        if any(target.parameter.device.type == "cpu" for target in self.targets.values()):
-            warmup()
+        copied = [one.parameter for one in self.targets.values() if not one.is_fp8]
+        for device in {target.parameter.device for target in self.targets.values()}:
+            warm_up(
+                device,
+                {weight.shape[-1] for weight in copied if weight.dim() and weight.numel()},
+                pow2_scale=self.options.use_weight_pow2_scale,
+                round_to_bf16=self.options.round_to_bf16,
+            )
 
     def _wrap_loader(self, target: Target) -> None:
         from sglang.srt.model_loader.weight_utils import default_weight_loader

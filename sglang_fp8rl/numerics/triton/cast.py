@@ -1,12 +1,9 @@
-"""The GPU cast: one Triton program per block, or per row; any strides, no padding, no cropping.
+"""The GPU cast of one tensor: one Triton program per block, or per row; no padding, no cropping.
 
-The source arrives as integer bits and is rounded with integer arithmetic: Triton's interpreter
-truncates FP32→BF16 and rounds FP8 casts otherwise than hardware does, so a kernel that casts could
-not be checked without a GPU. Likewise `div_rn`, because Triton's `/` is approximate, and an integer
-maximum, because `tl.maximum` drops NaN. What is left of floating point is one division and one
-addition, both IEEE on either side.
+128×128 blocks and rows run the functions of the tables (`tiles.py`). Blocks of another size are cast
+in integers.
 
-Importing this module imports Triton; `cast.py` does so on first use.
+Importing this module imports Triton; `numerics/cast.py` does so on first use.
 """
 
 # Triton reads these functions, not their annotations.
@@ -15,70 +12,127 @@ Importing this module imports Triton; `cast.py` does so on first use.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from .. import reference
+from .arithmetic import BF16, FP16, FP32, codes_of, scale_of
+from .hardware import has_packed_kernels, row_warps, tile_options
+from .tiles import cast_row, cast_tile
 
 # Longest row that one program keeps in registers between its two passes.
 LONGEST_ROW_READ_ONCE = 16384
 LARGEST_BLOCK = 32768
+BLOCK = (128, 128)
+WIDEST = 16  # bytes of a load or store
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KIND = {torch.float32: FP32.value, torch.bfloat16: BF16.value, torch.float16: FP16.value}
+# Alignments are told by constants; a kernel for each stride would be compiled for nothing.
+_SIZES = ("rows", "cols", "source_stride_n", "source_stride_k", "codes_stride_n")
+_STRIDES = ("scales_stride_n", "scales_stride_k")
 
 
-@triton.jit
-def fp32_bits(x, KIND: tl.constexpr):
-    """FP32 bits (int32) of source bits: KIND 0 is FP32 (int32), 1 BF16, 2 FP16 (int16)."""
-    if KIND == 0:
-        bits = x
-    elif KIND == 1:
-        bits = x.to(tl.int32) << 16
+@triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
+def cast_tile_kernel(
+    source,
+    codes,
+    scales,
+    nonfinite,
+    rows,
+    cols,
+    source_stride_n,
+    source_stride_k,
+    codes_stride_n,
+    scales_stride_n,
+    scales_stride_k,
+    CONTIGUOUS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    SOURCE_ALIGN: tl.constexpr,
+    TARGET_ALIGN: tl.constexpr,
+    KIND: tl.constexpr,
+    POW2: tl.constexpr,
+    ROUND: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """One 128×128 block per program, columns fastest."""
+    pid = tl.program_id(0)
+    blocks_k = tl.cdiv(cols, 128).to(tl.int32)
+    block_n, block_k = (pid // blocks_k).to(tl.int64), (pid % blocks_k).to(tl.int64)
+    size: tl.constexpr = 4 if KIND == FP32 else 2
+    stride_n, codes_stride = source_stride_n.to(tl.int64), codes_stride_n.to(tl.int64)
+    if CONTIGUOUS:
+        stride_k = 1
+        corner = block_n * 128 * stride_n + block_k * 128
     else:
-        bits = x.to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    return bits
+        stride_k = source_stride_k.to(tl.int64)
+        corner = block_n * 128 * stride_n + block_k * 128 * stride_k
+    scale, finite = cast_tile(
+        source.to(tl.int64) + corner * size,
+        stride_n,
+        stride_k,
+        codes.to(tl.int64) + block_n * 128 * codes_stride + block_k * 128,
+        codes_stride,
+        (rows - block_n * 128).to(tl.int32),
+        (cols - block_k * 128).to(tl.int32),
+        RAGGED,
+        SOURCE_ALIGN,
+        TARGET_ALIGN,
+        KIND,
+        POW2,
+        ROUND,
+        PACKED,
+    )
+    tl.store(scales + block_n * scales_stride_n + block_k * scales_stride_k, scale, mask=finite)
+    tl.store(nonfinite + pid, 1 - finite.to(tl.int8))
 
 
-@triton.jit
-def round_bits_to_bf16(bits):
-    """Round to nearest even on FP32 bits; the magnitude may carry into Inf, as it should."""
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-
-
-@triton.jit
-def amax_to_scale_inv(amax, POW2: tl.constexpr, ROUND: tl.constexpr):
-    """Bits of an unrounded amax to (scale FP32, finite int1); as `reference.amax_to_scale_inv`."""
-    finite = amax < 0x7F800000
-    if ROUND:
-        amax = tl.where(finite, round_bits_to_bf16(amax), amax)  # a NaN would wrap around
-        finite = amax < 0x7F800000
-    scale = tl.math.div_rn(amax.to(tl.float32, bitcast=True), 448.0)
-    # Positive floats sort like their bits, so the floor at the smallest normal is an integer max.
-    bits = tl.maximum(scale.to(tl.int32, bitcast=True), 0x00800000)
-    if POW2:
-        bits = (bits + 0x007FFFFF) & 0x7F800000
-    bits = tl.where(amax == 0, 0x3F800000, bits)
-    return bits.to(tl.float32, bitcast=True), finite
-
-
-@triton.jit
-def encode_e4m3(bits, scale):
-    """Codes (uint8) of finite FP32 `bits` over `scale`: nearest even, saturating at 448.
-
-    For 2**e <= |y| < 2**(e+1) the sum |y| + 2**(e+20) keeps no bit below 2**(e-3), the e4m3 ulp;
-    e is at least -6, so subnormals need no branch. What the sum added to the bits of 2**(e+20)
-    is |y| in ulps.
-    """
-    y = tl.math.div_rn(bits.to(tl.float32, bitcast=True), scale).to(tl.int32, bitcast=True)
-    a = tl.minimum(y & 0x7FFFFFFF, 0x43E00000)  # 448.0
-    exponent = tl.maximum(a & 0x7F800000, 0x3C800000)  # 2**-6
-    magic = exponent + (20 << 23)
-    lifted = a.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
-    code = lifted.to(tl.int32, bitcast=True) - magic + ((exponent - 0x3C800000) >> 20)
-    return (code | ((y >> 24) & 0x80)).to(tl.uint8)
+@triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
+def cast_row_kernel(
+    source,
+    codes,
+    scales,
+    nonfinite,
+    rows,
+    cols,
+    source_stride_n,
+    source_stride_k,
+    codes_stride_n,
+    scales_stride_n,
+    scales_stride_k,
+    CONTIGUOUS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+    SOURCE_ALIGN: tl.constexpr,
+    TARGET_ALIGN: tl.constexpr,
+    KIND: tl.constexpr,
+    POW2: tl.constexpr,
+    ROUND: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """One row per program."""
+    n = tl.program_id(0).to(tl.int64)
+    size: tl.constexpr = 4 if KIND == FP32 else 2
+    stride_k = 1 if CONTIGUOUS else source_stride_k.to(tl.int64)
+    scale, finite = cast_row(
+        source.to(tl.int64) + n * source_stride_n * size,
+        stride_k,
+        codes.to(tl.int64) + n * codes_stride_n,
+        cols.to(tl.int32),
+        CHUNK,
+        ONE_CHUNK,
+        SOURCE_ALIGN,
+        TARGET_ALIGN,
+        KIND,
+        POW2,
+        ROUND,
+        PACKED,
+    )
+    tl.store(scales + n * scales_stride_n, scale, mask=finite)
+    tl.store(nonfinite + n, 1 - finite.to(tl.int8))
 
 
 @triton.jit
@@ -102,7 +156,7 @@ def cast_block_kernel(
     POW2: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """One block per program, columns fastest. PADDED_* are BLOCK_* rounded up to powers of two."""
+    """One block of any size per program. PADDED_* are BLOCK_* rounded up to powers of two."""
     pid = tl.program_id(0)
     blocks_k = tl.cdiv(cols, BLOCK_K)
     block_n = (pid // blocks_k).to(tl.int64)
@@ -114,61 +168,12 @@ def cast_block_kernel(
     inside = ((in_n < BLOCK_N) & (n < rows))[:, None] & ((in_k < BLOCK_K) & (k < cols))[None, :]
 
     where = n[:, None] * source_stride_n + k[None, :] * source_stride_k
-    bits = fp32_bits(tl.load(source + where, mask=inside, other=0), KIND)
-    amax = tl.max(tl.max(bits & 0x7FFFFFFF, axis=1), axis=0)
-    scale, finite = amax_to_scale_inv(amax, POW2, ROUND)
-    if ROUND:
-        bits = round_bits_to_bf16(bits)
+    x = tl.load(source + where, mask=inside, other=0)
+    scale, finite = scale_of(x, KIND, POW2, ROUND, False)
     where = n[:, None] * codes_stride_n + k[None, :]
-    tl.store(codes + where, encode_e4m3(bits, scale), mask=inside & finite)
+    tl.store(codes + where, codes_of(x, scale, KIND, ROUND, False), mask=inside & finite)
     tl.store(scales + block_n * scales_stride_n + block_k * scales_stride_k, scale, mask=finite)
     tl.store(nonfinite + pid, 1 - finite.to(tl.int8))
-
-
-@triton.jit
-def cast_row_kernel(
-    source,
-    codes,
-    scales,
-    nonfinite,
-    cols,
-    source_stride_n,
-    source_stride_k,
-    codes_stride_n,
-    scales_stride_n,
-    CHUNK: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,
-    KIND: tl.constexpr,
-    POW2: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """One row per program: read once where CHUNK covers the row, else twice (the second from L2)."""
-    n = tl.program_id(0).to(tl.int64)
-    source += n * source_stride_n
-    codes += n * codes_stride_n
-    k = tl.arange(0, CHUNK).to(tl.int64)
-    if ONE_CHUNK:
-        bits = fp32_bits(tl.load(source + k * source_stride_k, mask=k < cols, other=0), KIND)
-        scale, finite = amax_to_scale_inv(tl.max(bits & 0x7FFFFFFF, axis=0), POW2, ROUND)
-        if ROUND:
-            bits = round_bits_to_bf16(bits)
-        tl.store(codes + k, encode_e4m3(bits, scale), mask=(k < cols) & finite)
-    else:
-        largest = tl.zeros([CHUNK], tl.int32)
-        for first in range(0, cols, CHUNK):
-            inside = first + k < cols
-            x = tl.load(source + (first + k) * source_stride_k, mask=inside, other=0)
-            largest = tl.maximum(largest, fp32_bits(x, KIND) & 0x7FFFFFFF)
-        scale, finite = amax_to_scale_inv(tl.max(largest, axis=0), POW2, ROUND)
-        for first in range(0, cols, CHUNK):
-            inside = first + k < cols
-            x = tl.load(source + (first + k) * source_stride_k, mask=inside, other=0)
-            bits = fp32_bits(x, KIND)
-            if ROUND:
-                bits = round_bits_to_bf16(bits)
-            tl.store(codes + first + k, encode_e4m3(bits, scale), mask=inside & finite)
-    tl.store(scales + n * scales_stride_n, scale, mask=finite)
-    tl.store(nonfinite + n, 1 - finite.to(tl.int8))
 
 
 def cast_into(
@@ -186,51 +191,64 @@ def cast_into(
     for one program goes to the PyTorch cast.
     """
     rows, cols = source.shape
-    block_n, block_k = block_size
-    padded_n, padded_k = triton.next_power_of_2(block_n), triton.next_power_of_2(block_k)
+    padded_n, padded_k = (triton.next_power_of_2(size) for size in block_size)
     channels = block_size == (1, cols)
     if padded_n * padded_k > LARGEST_BLOCK and not channels:
         return reference.cast_into(
             source, qweight, weight_scale_inv, block_size, pow2_scale, round_to_bf16
         )
     nonfinite = torch.empty(weight_scale_inv.shape, dtype=torch.bool, device=source.device)
-    buffers = (
+    arguments = (
         source.detach().view(_BITS[source.dtype]),
-        qweight.detach().view(torch.uint8),
+        qweight.detach().view(torch.int8),
         weight_scale_inv.detach(),
         nonfinite.view(torch.int8),
+        rows,
+        cols,
+        *source.stride(),
+        qweight.stride(0),
+        *weight_scale_inv.stride(),
     )
-    options = {"KIND": _KIND[source.dtype], "POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16)}
+    options: dict[str, Any] = {
+        "KIND": _KIND[source.dtype], "POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16),
+    }  # fmt: skip
+    if channels or block_size == BLOCK:
+        contiguous = source.stride(1) == 1 or cols == 1
+        size = source.element_size()
+        source_bytes = (source.data_ptr(), source.stride(0) * size)
+        options |= {
+            "CONTIGUOUS": contiguous,
+            "SOURCE_ALIGN": common_alignment(*source_bytes) if contiguous else size,
+            "TARGET_ALIGN": common_alignment(qweight.data_ptr(), qweight.stride(0), cols),
+            "PACKED": round_to_bf16 and has_packed_kernels(source.device),
+        }
     with _on_device(source.device):
         if channels:
             chunk = min(triton.next_power_of_2(cols), LONGEST_ROW_READ_ONCE)
-            cast_row_kernel[(rows,)](
-                *buffers,
-                cols,
-                *source.stride(),
-                qweight.stride(0),
-                weight_scale_inv.stride(0),
-                CHUNK=chunk,
-                ONE_CHUNK=cols <= chunk,
-                **options,
-                num_warps=max(1, min(16, chunk // 512)),
-            )
+            options |= {"CHUNK": max(16, chunk), "ONE_CHUNK": cols <= chunk}
+            cast_row_kernel[(rows,)](*arguments, **options, num_warps=row_warps(chunk))
+        elif block_size == BLOCK:
+            options["RAGGED"] = bool(rows % BLOCK[0] or cols % BLOCK[1])
+            launch = tile_options(options["TARGET_ALIGN"])
+            cast_tile_kernel[(weight_scale_inv.numel(),)](*arguments, **options, **launch)
         else:
+            options |= dict(zip(("BLOCK_N", "BLOCK_K"), block_size, strict=True))
             cast_block_kernel[(weight_scale_inv.numel(),)](
-                *buffers,
-                rows,
-                cols,
-                *source.stride(),
-                qweight.stride(0),
-                *weight_scale_inv.stride(),
-                BLOCK_N=block_n,
-                BLOCK_K=block_k,
+                *arguments,
+                **options,
                 PADDED_N=padded_n,
                 PADDED_K=padded_k,
-                **options,
                 num_warps=max(1, min(8, padded_n * padded_k // 1024)),
             )
     return nonfinite
+
+
+def common_alignment(*sizes: int) -> int:
+    """The largest power of two that divides all, up to the widest load."""
+    both = WIDEST
+    for size in sizes:
+        both |= size
+    return both & -both
 
 
 def _on_device(device: torch.device) -> contextlib.AbstractContextManager:

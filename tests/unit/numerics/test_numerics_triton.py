@@ -12,7 +12,6 @@ import torch
 from numerics_cases import CASES, same_bits
 
 from sglang_fp8rl.numerics.reference import cast_into, quantize_blockwise, quantize_per_channel
-from sglang_fp8rl.numerics.triton import cast as triton_cast
 
 pytest.importorskip("triton")
 
@@ -81,38 +80,6 @@ def test_interpreter_gives_the_reference_bytes(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     _expect_the_reference(jobs, torch.load(tmp_path / "results.pt"))
-
-
-def test_compiles_to_ieee_division_without_flushing():
-    """No GPU needed: the PTX for Hopper divides exactly, flushes nothing, loads 16 bytes at once."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    kernel = triton_cast.cast_block_kernel
-    types = {"source": "*i32", "codes": "*u8", "scales": "*fp32", "nonfinite": "*i8"}
-    sizes = dict.fromkeys(("rows", "cols", "source_stride_n", "codes_stride_n"), "i32")
-    constants = {"source_stride_k": 1, "scales_stride_k": 1, "KIND": 0, "POW2": False}
-    constants |= dict.fromkeys(("BLOCK_N", "BLOCK_K", "PADDED_N", "PADDED_K"), 128) | {
-        "ROUND": True
-    }
-    signature = {
-        **types,
-        **sizes,
-        "scales_stride_n": "i32",
-        **dict.fromkeys(constants, "constexpr"),
-    }
-    position = {name: i for i, name in enumerate(kernel.arg_names)}
-    source = ASTSource(
-        fn=kernel,
-        signature={name: signature[name] for name in kernel.arg_names},
-        constexprs={(position[name],): value for name, value in constants.items()},
-        attrs={(position[name],): [["tt.divisibility", 16]] for name in (*types, *sizes)},
-    )
-    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
-    assert "div.rn.f32" in ptx
-    assert "div.full" not in ptx
-    assert "ftz" not in ptx
-    assert "ld.global.v4" in ptx
 
 
 @pytest.mark.gpu

@@ -1,0 +1,189 @@
+"""What the GPU kernels compute: twice, in integers and on packed words, with the same bytes.
+
+*In integers*, because Triton's interpreter truncates FP32→BF16 and rounds FP8 casts otherwise than
+hardware does: a kernel that casts could not be checked without a GPU. Likewise `div_rn`, because
+Triton's `/` is approximate, and an integer maximum, because `tl.maximum` drops NaN. What is left of
+floating point is one division and one addition, both IEEE on either side. It also serves sources
+that are not rounded to BF16, and GPUs that have no conversion to e4m3 (older than sm_89).
+
+*On packed words*, because an IEEE division and an encoding in integers are 27 instructions per
+element, and a copy leaves time for about 20: two BF16 values to a register, a product with a
+reciprocal in two parts instead of the division, and the hardware's conversion. That it gives the
+code of the quotient is tried for every BF16 amax and every BF16 value below it, see
+`tests/unit/test_packed_quotient.py`.
+"""
+
+# Triton reads these functions, not their annotations.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Kinds of source: FP32 comes as int32; BF16 and FP16 as int16.
+FP32, BF16, FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def fp32_bits(x, KIND: tl.constexpr):
+    """FP32 bits (int32) of source bits."""
+    if KIND == FP32:
+        bits = x
+    elif KIND == BF16:
+        bits = x.to(tl.int32) << 16
+    else:
+        bits = x.to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    return bits
+
+
+@triton.jit
+def round_bits_to_bf16(bits):
+    """Round to nearest even on FP32 bits; the magnitude may carry into Inf, as it should."""
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+
+
+@triton.jit
+def amax_to_scale_inv(amax, POW2: tl.constexpr, ROUND: tl.constexpr):
+    """Bits of an amax, rounded here if `ROUND`, to (scale FP32, finite int1); the definition is
+    `reference.amax_to_scale_inv`.
+    """
+    finite = amax < 0x7F800000
+    if ROUND:
+        amax = tl.where(finite, round_bits_to_bf16(amax), amax)  # a NaN would wrap around
+        finite = amax < 0x7F800000
+    scale = tl.math.div_rn(amax.to(tl.float32, bitcast=True), 448.0)
+    # Positive floats sort like their bits, so the floor at the smallest normal is an integer max.
+    bits = tl.maximum(scale.to(tl.int32, bitcast=True), 0x00800000)
+    if POW2:
+        bits = (bits + 0x007FFFFF) & 0x7F800000
+    bits = tl.where(amax == 0, 0x3F800000, bits)
+    return bits.to(tl.float32, bitcast=True), finite
+
+
+@triton.jit
+def encode_e4m3(bits, scale):
+    """Codes (int8) of finite FP32 `bits` over `scale`: nearest even, saturating at 448.
+
+    For 2**e <= |y| < 2**(e+1) the sum |y| + 2**(e+20) keeps no bit below 2**(e-3), the e4m3 ulp;
+    e is at least -6, so subnormals need no branch. What the sum added to the bits of 2**(e+20)
+    is |y| in ulps.
+    """
+    y = tl.math.div_rn(bits.to(tl.float32, bitcast=True), scale).to(tl.int32, bitcast=True)
+    a = tl.minimum(y & 0x7FFFFFFF, 0x43E00000)  # 448.0
+    exponent = tl.maximum(a & 0x7F800000, 0x3C800000)  # 2**-6
+    magic = exponent + (20 << 23)
+    lifted = a.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
+    code = lifted.to(tl.int32, bitcast=True) - magic + ((exponent - 0x3C800000) >> 20)
+    return (code | ((y >> 24) & 0x80)).to(tl.int8)
+
+
+@triton.jit
+def largest_magnitude(x, KIND: tl.constexpr):
+    """FP32 bits of the largest |x| of source bits, unrounded; NaN is above Inf, above numbers."""
+    return tl.max(tl.reshape(fp32_bits(x, KIND) & 0x7FFFFFFF, [x.numel]), axis=0)
+
+
+@triton.jit
+def packed_bf16(x, KIND: tl.constexpr):
+    """Source bits to BF16 bits (int16), rounded by the hardware; registers hold two each."""
+    if KIND == BF16:
+        rounded = x
+    else:
+        rounded = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            "=r,r,r",
+            [fp32_bits(x, KIND)],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=2,
+        )
+    return rounded
+
+
+@triton.jit
+def _larger_of_pairs(a, b):
+    """Of two words of two BF16 each, the larger magnitudes; NaN wins, the signs mean nothing."""
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
+        "=r,r,r",
+        [a, b],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def packed_largest_magnitude(x):
+    """As `largest_magnitude` of BF16 bits, two at a time."""
+    low, high = tl.split(tl.reshape(x, [x.numel // 2, 2]))
+    words = tl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
+    pair = tl.reduce(words, 0, _larger_of_pairs)
+    return tl.maximum(pair & 0x7FFF, (pair >> 16) & 0x7FFF) << 16
+
+
+@triton.jit
+def packed_encode_e4m3(x, scale):
+    """Codes (int8) of BF16 bits over `scale`, four at a time.
+
+    The reciprocal is `near` and what is missing of it, so `x * near + x * rest` is the quotient but
+    for one rounding; `near` is never above the reciprocal, so a product that vanishes keeps its sign.
+    """
+    near = tl.math.div_rn(1.0, scale)
+    below = (near.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
+    near = tl.where(tl.fma(-scale, near, 1.0) < 0, below, near)
+    rest = tl.fma(-scale, near, 1.0) * near
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, c, d, r;
+        .reg .b16 low, high;
+        shl.b32 a, $1, 16;
+        and.b32 b, $1, 0xffff0000;
+        shl.b32 c, $2, 16;
+        and.b32 d, $2, 0xffff0000;
+        mul.rn.f32 r, a, $7;
+        fma.rn.f32 a, a, $3, r;
+        mul.rn.f32 r, b, $7;
+        fma.rn.f32 b, b, $3, r;
+        mul.rn.f32 r, c, $7;
+        fma.rn.f32 c, c, $3, r;
+        mul.rn.f32 r, d, $7;
+        fma.rn.f32 d, d, $3, r;
+        cvt.rn.satfinite.e4m3x2.f32 low, b, a;
+        cvt.rn.satfinite.e4m3x2.f32 high, d, c;
+        mov.b32 $0, {low, high};
+        }
+        """,
+        "=r,r,r,r,r,r,r,r,r,r,r",
+        [x, near, rest],
+        dtype=tl.int8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def scale_of(x, KIND: tl.constexpr, POW2: tl.constexpr, ROUND: tl.constexpr, PACKED: tl.constexpr):
+    """(scale FP32, finite int1) of a block: of source bits, or of `packed_bf16` if `PACKED`."""
+    if PACKED:
+        scale, finite = amax_to_scale_inv(packed_largest_magnitude(x), POW2, False)
+    else:
+        scale, finite = amax_to_scale_inv(largest_magnitude(x, KIND), POW2, ROUND)
+    return scale, finite
+
+
+@triton.jit
+def codes_of(x, scale, KIND: tl.constexpr, ROUND: tl.constexpr, PACKED: tl.constexpr):
+    """Codes (int8) of what `scale_of` was given."""
+    if PACKED:
+        codes = packed_encode_e4m3(x, scale)
+    else:
+        bits = fp32_bits(x, KIND)
+        if ROUND:
+            bits = round_bits_to_bf16(bits)
+        codes = encode_e4m3(bits, scale)
+    return codes
