@@ -185,9 +185,7 @@ def scaled_number(
     at = tuple(first // step for first, step in zip(start[-2:], block, strict=True))
     return MASK & (
         box_number(codes, full_shape, start, seed_of(name))
-        + box_number(
-            scales, (*full_shape[:-2], *grid), (*start[:-2], *at), seed_of(name, "scale")
-        )
+        + box_number(scales, (*full_shape[:-2], *grid), (*start[:-2], *at), seed_of(name, "scale"))
     )
 
 

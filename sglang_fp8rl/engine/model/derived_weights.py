@@ -88,14 +88,18 @@ class DerivedWeights:
         before = {place: tensor_number(one, 0) for place, one in self._derived()}
         self.refresh(names)
         self.end_of_update()
-        return [place for place, one in self._derived() if tensor_number(one, 0) != before[place]]
+        return [
+            place for place, one in self._derived() if before.get(place, 0) != tensor_number(one, 0)
+        ]
 
     def _derived(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whatever is neither a parameter nor part of one, each memory once."""
         prefixes = {module: name for name, module in self._modules.items()}
         found = [(f"{prefixes[module]}.{leaf}", one) for (module, leaf), one in self._tensors()]
         found += [(f"{prefixes[layer]}.{leaf}", one) for layer, leaf, one in self._packed_tensors()]
-        found += [(f"a copy of weight {at}", copy) for at, (copy, _) in enumerate(self._kept_copies)]
+        found += [
+            (f"a copy of weight {at}", copy) for at, (copy, _) in enumerate(self._kept_copies)
+        ]
         seen: set[tuple[int, torch.Size]] = set()
         for place, one in found:
             if one.device.type != "meta" and (one.data_ptr(), one.shape) not in seen:

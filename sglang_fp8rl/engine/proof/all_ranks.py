@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from ...errors import RefitError
+from ...numerics.fingerprint import MASK
 from ...wire.fingerprint import Fingerprint, Number
 from ..interception.region import Region
 from ..refit import ModelRefit
 from .held_boxes import Held, HeldBox, held_boxes
 
-_MASK = (1 << 64) - 1
+logger = logging.getLogger(__name__)
 
 
 def fingerprint_of_model(refit: ModelRefit, group: torch.distributed.ProcessGroup) -> Fingerprint:
@@ -24,20 +28,49 @@ def fingerprint_of_model(refit: ModelRefit, group: torch.distributed.ProcessGrou
     Args:
         group: of the ranks that hold the model, on a CPU backend.
     """
-    refit.plan()  # learns the names of a model that was not loaded from a checkpoint
-    renewed = refit.derived.renewed(list(refit.names.known))
-    stale = dict.fromkeys(renewed, "it was not what SGLang derives from the weights that are served")
-    own = (held_boxes(refit.names, refit.options), stale)
-    ranks: list[tuple[dict[str, Held], dict[str, str]]] = [own]
-    if torch.distributed.get_world_size(group) > 1:
-        ranks = [own] * torch.distributed.get_world_size(group)
+    size = torch.distributed.get_world_size(group)
+    own = _of_this_rank(refit)
+    ranks = [own] * size
+    if size > 1:
         torch.distributed.all_gather_object(ranks, own, group=group)
-    found = joined([held for held, _ in ranks])
+    failed = [f"tp_rank {rank}: {one.error}" for rank, one in enumerate(ranks) if one.error]
+    if failed:
+        raise RefitError(
+            "the fingerprint",
+            "; ".join(failed),
+            "every rank reads what it holds",
+            "The server's log says more.",
+        )
+    found = joined([one.held for one in ranks])
     differing = dict(found.differing)
-    for rank, (_, of_rank) in enumerate(ranks):
-        for name, text in of_rank.items():
-            differing.setdefault(name, f"tp_rank {rank}: {text}")
+    for rank, one in enumerate(ranks):
+        for place in one.stale:
+            differing.setdefault(
+                place,
+                f"on tp_rank {rank} it was not what SGLang derives from the weights that are served; "
+                "it has been derived again",
+            )
     return Fingerprint("server", found.numbers, differing, found.unproven)
+
+
+@dataclass
+class _Rank:
+    """What one rank brings; `error` if it could not read its part."""
+
+    held: dict[str, Held] = field(default_factory=dict)
+    stale: list[str] = field(default_factory=list)
+    error: str = ""
+
+
+def _of_this_rank(refit: ModelRefit) -> _Rank:
+    try:
+        refit.plan()  # learns the names of a model that was not loaded from a checkpoint
+        stale = refit.derived.renewed(list(refit.names.known))
+        return _Rank(held_boxes(refit.names, refit.options), stale)
+    except Exception as error:
+        # Told to all ranks, which would wait for this one, and raised on each.
+        logger.exception("fp8rl: no fingerprint of this rank")
+        return _Rank(error=str(error) or type(error).__name__)
 
 
 def joined(ranks: Sequence[Mapping[str, Held]]) -> Fingerprint:
@@ -63,7 +96,7 @@ def joined(ranks: Sequence[Mapping[str, Held]]) -> Fingerprint:
                 else f"the parts that ranks hold have {count} values, the tensor has {total}"
             )
             continue
-        value = sum(one.value for one in boxes.values()) & _MASK
+        value = sum(one.value for one in boxes.values()) & MASK
         numbers[name] = Number(next(iter(forms)), value)
         if difference:
             differing[name] = difference

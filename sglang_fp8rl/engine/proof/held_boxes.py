@@ -126,9 +126,7 @@ def _matrices(
 
 
 def _slices(region: Region) -> tuple[slice, ...]:
-    return tuple(
-        slice(at, at + size) for at, size in zip(region.start, region.shape, strict=True)
-    )
+    return tuple(slice(at, at + size) for at, size in zip(region.start, region.shape, strict=True))
 
 
 def _without_ones(shape: tuple[int, ...]) -> list[int]:

@@ -59,9 +59,7 @@ def matrix_number(
 
 
 @_jit
-def rows_number(
-    address, stride, rows, nbytes, in_words, first_row, first_byte, seed, column_keys
-):
+def rows_number(address, stride, rows, nbytes, in_words, first_row, first_byte, seed, column_keys):
     """Of each row the sum over its words, times the row's key; releases the GIL."""
     total = np.uint64(0)
     words = nbytes // 2
