@@ -88,7 +88,7 @@ def test_the_command_compares_a_server_with_itself_and_with_checkpoints(client, 
 
 
 def test_the_document_has_every_name_of_the_plan(client):
-    document = requests.get(client.server.url + FINGERPRINT_PATH, timeout=60).json()
+    document = requests.get(client.url + FINGERPRINT_PATH, timeout=60).json()
     plan = client.plan()
     assert set(document["tensors"]) == {
         name for name, entry in plan.tensors.items() if entry.scheme != "unused"
