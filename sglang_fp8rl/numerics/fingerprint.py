@@ -31,6 +31,9 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from .cast import is_there
+from .grid import BlockGrid
+
 MASK = (1 << 64) - 1
 _STEP, _MIX1, _MIX2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _COLUMN_SEED = 0x6670386C72306B31
@@ -145,12 +148,10 @@ def _column_table(bits: int) -> np.ndarray:
     return keys(_COLUMN_SEED, 0, 1 << bits)
 
 
-@functools.cache
 def _cpu_kernel() -> ModuleType | None:
-    try:
-        return importlib.import_module(".cpu.fingerprint", __package__)
-    except ImportError:  # Numba also raises it for a NumPy it doesn't know
+    if not is_there("numba"):
         return None
+    return importlib.import_module(".cpu.fingerprint", __package__)
 
 
 def plain_number(
@@ -181,7 +182,7 @@ def scaled_number(
     """
     if not is_on_blocks(start, block):
         raise ValueError(f"{name}: a box at {start} starts inside a block of {block}")
-    grid = tuple(-(-size // step) for size, step in zip(full_shape[-2:], block, strict=True))
+    grid = BlockGrid((full_shape[-2], full_shape[-1]), block).scale_shape
     at = tuple(first // step for first, step in zip(start[-2:], block, strict=True))
     return MASK & (
         box_number(codes, full_shape, start, seed_of(name))

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from ..errors import QuantizationError, RefitError
-from ..numerics import FP8_DTYPE, block_scale_shape, cast_blockwise_into
+from ..errors import RefitError
+from ..numerics import FP8_DTYPE, quantize
 from ..numerics.fingerprint import (
     MASK,
     box_number,
-    is_on_blocks,
     plain_number,
     scaled_number,
     seed_of,
 )
+from ..numerics.grid import BlockGrid, Blockwise
 from ..wire.fingerprint import Fingerprint, Number, form_of
 from ..wire.pair import PAIR_SUFFIX, unpack_pair
 from ..wire.plan import FP8, UNUSED, RefitPlan, TensorPlan
@@ -178,8 +178,8 @@ def _number_of(entry: TensorPlan, piece: Piece, plan: RefitPlan) -> tuple[str, i
             "Gather it first, or shard on multiples of the block.",
         )
     value = 0
-    for start, matrix in _matrices(piece):
-        codes, scales = _quantized(name, matrix, block, plan)
+    for start, matrix in _matrices(piece) if local.numel() else ():
+        codes, scales = quantize(matrix, Blockwise.of(block), name=name, **plan.rounding)
         if local.dim() == 3:
             codes, scales = codes.unsqueeze(0), scales.unsqueeze(0)
         value += scaled_number(name, codes, scales, piece.full_shape, start, block)
@@ -194,30 +194,6 @@ def _matrices(piece: Piece) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         yield (piece.start[0] + expert, *piece.start[1:]), matrix
 
 
-def _quantized(
-    name: str, matrix: torch.Tensor, block: tuple[int, int], plan: RefitPlan
-) -> tuple[torch.Tensor, torch.Tensor]:
-    codes = torch.empty(matrix.shape, dtype=FP8_DTYPE, device=matrix.device)
-    scale_shape = block_scale_shape(matrix.shape, block)
-    scales = torch.empty(scale_shape, dtype=torch.float32, device=matrix.device)
-    if matrix.numel():
-        bad = cast_blockwise_into(
-            matrix, codes, scales, block_size=block, name=name, **plan.rounding
-        )
-        if bool(bad.any()):
-            raise QuantizationError(
-                name,
-                f"NaN or Inf in {int(bad.sum())} of {bad.numel()} block(s)",
-                "a block that is not finite is never quantized, and no server holds one",
-                "Look at the step that produced this weight.",
-            )
-    return codes, scales
-
-
 def _is_on_blocks(piece: Piece, block: tuple[int, int]) -> bool:
-    ends = [at + size for at, size in zip(piece.start, piece.shape, strict=True)]
-    whole = all(
-        not end % step or end == full
-        for end, full, step in zip(ends[-2:], piece.full_shape[-2:], block, strict=True)
-    )
-    return not math.prod(piece.shape) or (whole and is_on_blocks(piece.start, block))
+    rows, columns = piece.full_shape[-2:]
+    return BlockGrid((rows, columns), block).is_whole(piece.start[-2:], piece.shape[-2:])

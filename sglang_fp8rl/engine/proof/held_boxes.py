@@ -10,7 +10,7 @@ import torch
 from ...config import Options
 from ...errors import RefitError
 from ...numerics.fingerprint import MASK, is_on_blocks, plain_number, scaled_number
-from ...scheme import Granularity
+from ...numerics.grid import ScaleGranularity, granularity_of
 from ...wire.fingerprint import form_of
 from ...wire.plan import FP8
 from ..interception.region import Region
@@ -95,14 +95,13 @@ def _number(
         form = form_of(str(served.dtype).removeprefix("torch."))
         value = plain_number(name, served.reshape(box.shape), shape, box.start)
         return HeldBox(form, box, value, target.name)
-    block = options.weight_block_size
-    if target.granularity is Granularity.PER_CHANNEL:
-        block = (1, int(target.parameter.shape[-1]))
+    granularity = granularity_of(target.granularity, options.weight_block_size)
+    block = granularity.block(target.parameter.shape)
     if not is_on_blocks(box.start, block):
         return "it starts inside a block of the tensor it is a part of"
     value = 0
     try:
-        for start, codes, scales in _matrices(name, target, box, region, options):
+        for start, codes, scales in _matrices(name, target, box, region, granularity):
             value += scaled_number(name, codes, scales, shape, start, block)
     except RefitError as error:  # of what no cast would write either
         return error.rule
@@ -110,7 +109,7 @@ def _number(
 
 
 def _matrices(
-    name: str, target: Target, box: Region, region: Region, options: Options
+    name: str, target: Target, box: Region, region: Region, granularity: ScaleGranularity
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor, torch.Tensor]]:
     """Where each matrix of the box starts, its codes and its scales, of the box's dimensions."""
     assert target.scale is not None
@@ -118,7 +117,7 @@ def _matrices(
     if all_scales.dim() == 3:
         all_scales = all_scales[region.start[0] : region.start[0] + region.shape[0]]
     for expert, (one, of_one) in enumerate(zip(matrices(codes), matrices(all_scales), strict=True)):
-        scales = scales_of(target, name, region, of_one, options.weight_block_size)
+        scales = scales_of(target, name, region, of_one, granularity)
         if len(box.start) == 3:
             yield (box.start[0] + expert, *box.start[1:]), one.unsqueeze(0), scales.unsqueeze(0)
         else:
