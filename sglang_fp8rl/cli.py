@@ -1,4 +1,4 @@
-"""`sglang-fp8rl`: demo, doctor, plan, export, and the evaluations. Imports torch and SGLang when needed.
+"""`sglang-fp8rl`: demo, doctor, plan, export, verify, and the evaluations. Imports torch and SGLang when needed.
 
 Exit status of every command: 0 as it should be; 1 it ran and found something wrong (an output that
 differs, an unsupported host); 2 bad input, or a server that failed; 130 interrupted.
@@ -206,6 +206,48 @@ def export(
         f"{report.quantized} weights in FP8, {report.kept} tensors as they are; "
         f"{report.nbytes_before / 1e6:.1f} MB to {report.nbytes / 1e6:.1f} MB in {out}"
     )
+
+
+@app.command()
+def verify(
+    urls: Annotated[list[str], typer.Argument(help="Servers, e.g. http://127.0.0.1:30000.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Directory of the weights that they should serve.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Prove what servers hold: against themselves, each other, and a checkpoint. Sends no weights.
+
+    Exit status: 0 if no byte differs; 1 with the name of every tensor that does; 2 if a server or the
+    checkpoint can't be read.
+    """
+    from .verify import verify_servers
+
+    try:
+        with _console(stderr=True).status("reading what is served"):
+            comparisons = verify_servers(urls, checkpoint)
+    except Fp8RlError as error:
+        _fail(error)
+    if as_json:
+        typer.echo(json.dumps([one.as_dict() for one in comparisons]))
+    else:
+        console = _console()
+        for one in comparisons:
+            found = one.found
+            verdict = "the same bytes" if found.ok else "DIFFERENT"
+            console.print(
+                f"{one.server} and {one.other}: {verdict} ({found.compared} tensors compared)",
+                markup=False,
+            )
+            for kind, rows in (
+                ("differs", found.differing),
+                ("missing", found.missing),
+                ("not proven", found.unproven),
+            ):
+                for name, text in rows.items():
+                    console.print(f"  {kind}: {name}: {text}", markup=False)
+    if not all(one.found.ok for one in comparisons):
+        raise typer.Exit(FOUND_WRONG)
 
 
 def _options(text: str) -> dict:

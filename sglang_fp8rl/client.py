@@ -18,6 +18,7 @@ import requests
 from .errors import RefitError
 from .wire import layout_text
 from .wire.bucket import NamedTensor, buckets_of, nbytes_of, payload_of
+from .wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Verification, compare
 from .wire.plan import PLAN_PATH, RefitPlan
 
 Progress = Callable[[int, int], None]
@@ -66,6 +67,7 @@ class RefitClient:
         tp_size: int | None = None,
         on_bucket: Progress | None = None,
         plan: RefitPlan | None = None,
+        verify: bool = False,
     ) -> UpdateResult:
         """Send tensors, full and unsharded, under their checkpoint names; return when served.
 
@@ -80,15 +82,23 @@ class RefitClient:
             tp_size: ranks of the server; asked from it if None.
             on_bucket: called after each bucket with the tensors and bytes sent so far.
             plan: that `named_tensors` were quantized by; compared with the server's first.
+            verify: prove afterwards that the server holds what was sent, byte for byte, wherever it
+                lies. Each tensor is cast here too as it goes by.
 
         Raises:
             RefitError: the server refused; the message is its own. What was sent before stays.
-                Or `plan` is not the server's: nothing was sent.
+                Or `plan` is not the server's: nothing was sent. Or what is served differs (`verify`).
         """
         if load_format not in LOAD_FORMATS:
             raise RefitError("load_format", repr(load_format), f"one of {LOAD_FORMATS}", "")
         if plan is not None:
             self.check_plan(plan)
+        numbers = None
+        if verify:
+            from .trainer.fingerprint import Fingerprinter
+
+            numbers = Fingerprinter(plan or self.plan())
+            named_tensors = numbers.watch(named_tensors)
         info = self.server_info()
         size = int(info["tp_size"]) if tp_size is None else tp_size
         as_text = _section(info).get("flat_layout") == layout_text.VERSION
@@ -128,6 +138,9 @@ class RefitClient:
                 "it names at least one tensor",
                 "Check the source.",
             )
+        if numbers is not None:
+            sent = numbers.fingerprint("the trainer")
+            compare(self.fingerprint(), sent, partial=True).check(f"what {self.url} serves")
         return UpdateResult(
             tensors, nbytes, buckets, perf_counter() - began, self._waited - waited_before
         )
@@ -160,22 +173,58 @@ class RefitClient:
             "Call fetch_plan(url) again and quantize with what it returns.",
         )
 
+    def verify(
+        self,
+        named_tensors: Iterable[NamedTensor],
+        *,
+        plan: RefitPlan | None = None,
+        partial: bool = False,
+    ) -> Verification:
+        """Compare what is served with these weights, byte for byte, without sending them.
+
+        Args:
+            named_tensors: as in `update`.
+            plan: of the server; asked from it if None.
+            partial: a name that is not among them is not missing.
+
+        Raises:
+            RefitError, QuantizationError: as `trainer.fingerprint_of`.
+        """
+        from .trainer.fingerprint import fingerprint_of
+
+        expected = fingerprint_of(named_tensors, plan or self.plan())
+        return compare(self.fingerprint(), expected, partial=partial)
+
+    def fingerprint(self) -> Fingerprint:
+        """`GET /fp8rl/fingerprint`: one number for each name, over all ranks.
+
+        Raises:
+            RefitError: the server can't be reached, does not serve with this method, or its weights'
+                memory is released.
+        """
+        return Fingerprint.from_dict(
+            self._get(FINGERPRINT_PATH, "the fingerprint").json(), self.url
+        )
+
     def _get_plan(self, **headers: str) -> requests.Response:
+        return self._get(PLAN_PATH, "the plan", **headers)
+
+    def _get(self, path: str, what: str, **headers: str) -> requests.Response:
         try:
-            answer = self._http.get(self.url + PLAN_PATH, headers=headers, timeout=self.timeout)
+            answer = self._http.get(self.url + path, headers=headers, timeout=self.timeout)
         except requests.RequestException as error:
             raise RefitError(
                 self.url,
                 f"no answer: {error}",
-                "the plan comes from a running server",
+                f"{what} comes from a running server",
                 "Look whether it is up and the address is right.",
             ) from error
         if answer.ok:
             return answer
         raise RefitError(
-            self.url + PLAN_PATH,
+            self.url + path,
             f"HTTP {answer.status_code}: {answer.text[:500]}",
-            "the plan is served by a server of fp8_blockwise_online",
+            f"{what} is served by a server of fp8_blockwise_online",
             "Start it with --quantization fp8_blockwise_online and this version of sglang-fp8rl.",
         )
 

@@ -40,6 +40,8 @@ class TensorPlan:
             precision that loses nothing.
         scale_name: name of the FP32 scale that goes with FP8; empty otherwise.
         scale_shape: its shape.
+        block_size: what shares one scale on the server; None if it is not FP8 there. Per channel it is
+            `[1, columns of a rank's shard]`.
         reason: why it is not FP8, or not FP8 on the wire.
     """
 
@@ -51,6 +53,7 @@ class TensorPlan:
     scale_name: str = ""
     scale_shape: tuple[int, ...] = ()
     reason: str = ""
+    block_size: tuple[int, int] | None = None
 
     @property
     def is_fp8_on_wire(self) -> bool:
@@ -114,6 +117,7 @@ class RefitPlan:
                 scale_name=entry["wire"].get("scale", ""),
                 scale_shape=tuple(entry["wire"].get("scale_shape", ())),
                 reason=entry["reason"],
+                block_size=tuple(entry["block_size"]) if entry["block_size"] else None,
             )
             for name, entry in document["tensors"].items()
         }

@@ -44,7 +44,7 @@ def test_the_version_is_the_package_s():
 
 def test_every_command_is_listed_and_has_its_exit_status_documented():
     listed = run("--help").stdout
-    for command in ("demo", "doctor", "plan", "export", "eval-aime", "mismatch"):
+    for command in ("demo", "doctor", "plan", "export", "verify", "eval-aime", "mismatch"):
         assert command in listed
         assert "Exit status" in run(command, "--help").stdout
 
@@ -169,3 +169,12 @@ def test_demo_leaves_with_1_and_keeps_its_files_if_an_output_differs(monkeypatch
     assert directory.exists() is (status == 1)
     if directory.exists():
         directory.rmdir()
+
+
+def test_verify_says_which_server_does_not_answer_and_which_directory_is_no_checkpoint(tmp_path):
+    result = run("verify", "http://127.0.0.1:9")
+    assert result.exit_code == cli.BAD_INPUT
+    assert "127.0.0.1:9" in result.output
+    result = run("verify", "http://127.0.0.1:9", "--checkpoint", str(tmp_path))
+    assert result.exit_code == cli.BAD_INPUT
+    assert "no safetensors" in result.output

@@ -10,6 +10,7 @@ from ...compat import SESSIONS_SINCE
 from ...declared_hooks import Hook
 from ..arrival.update_scope import Origin
 from .attach import attach_to_model
+from .fingerprint_route import add_fingerprint_route
 from .model_choice import choose_as_for_fp8, leave_draft_model
 from .plan_route import add_plan_route
 from .status import add_status
@@ -106,5 +107,12 @@ HOOKS = (
         "made in every process that serves HTTP, when SGLang's app is there and not yet serving: "
         "it gets the route GET /fp8rl/plan",
         "SGLang lets plugins add routes",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
+        "AFTER",
+        add_fingerprint_route,
+        "as above, for the route GET /fp8rl/fingerprint",
+        "as above",
     ),
 )

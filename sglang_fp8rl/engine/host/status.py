@@ -9,6 +9,7 @@ from ... import __version__
 from ...wire.layout_text import VERSION as FLAT_LAYOUT_VERSION
 from ..refit import ModelRefit
 from .attach import refit_of
+from .fingerprint_route import fingerprint_state
 from .plan_route import plan_state
 
 
@@ -55,6 +56,10 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
     plan = plan_state(refit, recv_req)
     if plan is not None:
         result.internal_state = plan
+        return result
+    fingerprint = fingerprint_state(refit, scheduler, recv_req)
+    if fingerprint is not None:
+        result.internal_state = fingerprint
         return result
     session = getattr(scheduler.weight_updater, "_session", None)
     result.internal_state["fp8rl"] = status_section(refit, session_open=session is not None)

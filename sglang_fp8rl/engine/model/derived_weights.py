@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ...errors import RefitError
+from ...numerics.fingerprint import tensor_number
 from .kept_copies import KeptCopies
 
 _Place = tuple[torch.nn.Module, str]
@@ -78,9 +79,42 @@ class DerivedWeights:
         self._pack_scales()
         self._kept_copies.renew()
 
+    def renewed(self, names: Iterable[str]) -> list[str]:
+        """Derive everything again, in place; which of it was not what these weights give.
+
+        Returns:
+            `module.attribute` of every derived tensor or copy that was stale and is right from now on.
+        """
+        before = {place: tensor_number(one, 0) for place, one in self._derived()}
+        self.refresh(names)
+        self.end_of_update()
+        return [
+            place for place, one in self._derived() if before.get(place, 0) != tensor_number(one, 0)
+        ]
+
+    def _derived(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whatever is neither a parameter nor part of one, each memory once."""
+        prefixes = {module: name for name, module in self._modules.items()}
+        found = [(f"{prefixes[module]}.{leaf}", one) for (module, leaf), one in self._tensors()]
+        found += [(f"{prefixes[layer]}.{leaf}", one) for layer, leaf, one in self._packed_tensors()]
+        found += [
+            (f"a copy of weight {at}", copy) for at, (copy, _) in enumerate(self._kept_copies)
+        ]
+        seen: set[tuple[int, torch.Size]] = set()
+        for place, one in found:
+            if one.device.type != "meta" and (one.data_ptr(), one.shape) not in seen:
+                seen.add((one.data_ptr(), one.shape))
+                yield place, one
+
     def _pack_scales(self) -> None:
         for method, layer in self._packed():
             method.derive(layer)
+
+    def _packed_tensors(self) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+        for method, layer in self._packed():
+            for leaf, one in vars(method.served).items():
+                if isinstance(one, torch.Tensor):
+                    yield layer, leaf, one
 
     def _packed(self) -> Iterator[tuple[Any, torch.nn.Module]]:
         return (pair for pair in self._quantized if pair[0].served is not None)

@@ -67,9 +67,12 @@ class NameTable:
         """One loader call: `loaded` is (a view of) what was sent, `writes` what came of it."""
         if source is None:
             return
-        copies = [(write.source, write.region) for write in writes if write.source is not None]
-        boxes = tuple(_box(source, taken) for taken, _ in copies)
-        regions = tuple(region for _, region in copies)
+        copies = [(write.source, write) for write in writes if write.source is not None]
+        boxes = tuple(
+            _box(source, taken) if _is_row_major(write.shape, write.stride) else None
+            for taken, write in copies
+        )
+        regions = tuple(write.region for _, write in copies)
         with self._lock:
             known = self.known.setdefault(source.name, Known(source.shape))
             known.landings.append(Landing(target, part, boxes, regions))
@@ -80,8 +83,14 @@ class NameTable:
 
 
 def _box(sent: Source, view: torch.Tensor) -> Region | None:
-    """Which box of what was sent a view of it covers; None for a tensor that the loader made."""
+    """Which box of what was sent a view of it covers; None for a tensor that the loader made, or turned."""
     offset = sent.offset_of(view)
-    if offset is None or not sent.is_contiguous:
+    shape, stride = tuple(view.shape), tuple(view.stride())
+    if offset is None or not sent.is_contiguous or not _is_row_major(shape, stride):
         return None
-    return region_of(offset, tuple(view.shape), tuple(view.stride()), sent.shape)
+    return region_of(offset, shape, stride, sent.shape)
+
+
+def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    steps = [step for size, step in zip(shape, stride, strict=True) if size != 1]
+    return steps == sorted(steps, reverse=True)

@@ -1,0 +1,99 @@
+"""`GET /fp8rl/fingerprint`: what is served, as one number per checkpoint name.
+
+Like the plan it travels as the answer to an internal-state request that is marked by its `rid`, which
+every rank of a scheduler's group serves; so the ranks compare and add up what they hold in it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from http import HTTPStatus
+from typing import Any
+
+from ...errors import HostError
+from ...wire.fingerprint import FINGERPRINT_PATH, Fingerprint, compare
+from ..proof.all_ranks import fingerprint_of_model
+from ..refit import ModelRefit
+
+logger = logging.getLogger(__name__)
+
+_SERVER_MODULE = "sglang.srt.entrypoints.http_server"
+_MARK = "fp8rl-fingerprint"
+
+
+def add_fingerprint_route(_: Any, manager: Any, *__: Any, **___: Any) -> None:
+    """After the tokenizer manager was made: one more route, in a process that serves HTTP.
+
+    Side effects on the host: SGLang's FastAPI app gets the route `GET /fp8rl/fingerprint`.
+    """
+    server = sys.modules.get(_SERVER_MODULE)
+    if server is None or any(
+        getattr(route, "path", None) == FINGERPRINT_PATH for route in server.app.routes
+    ):
+        return
+    server.app.add_route(FINGERPRINT_PATH, _serve_fingerprint, methods=["GET"])
+
+
+async def _serve_fingerprint(request: Any) -> Any:
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+    from starlette.responses import JSONResponse
+
+    manager: Any = sys.modules[_SERVER_MODULE].get_global_state().tokenizer_manager
+    manager.auto_create_handle_loop()
+    answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=_MARK))
+    states = [answer.internal_state for answer in answers]
+    for state in states:
+        if "fp8rl_fingerprint_error" in state:
+            answer = {"success": False, "message": state["fp8rl_fingerprint_error"]}
+            return JSONResponse(answer, HTTPStatus.CONFLICT)
+        if "fp8rl_fingerprint" not in state:
+            message = "the server runs without --quantization fp8_blockwise_online"
+            return JSONResponse({"success": False, "message": message}, HTTPStatus.NOT_FOUND)
+    return JSONResponse(of_replicas([json.loads(state["fp8rl_fingerprint"]) for state in states]))
+
+
+def of_replicas(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """One document of a server's data-parallel replicas: the first one's, with what others differ in."""
+    found = [
+        Fingerprint.from_dict(document, f"dp_rank {rank}")
+        for rank, document in enumerate(documents)
+    ]
+    first = found[0]
+    differing = dict(first.differing)
+    for other in found[1:]:
+        difference = compare(first, other)
+        for name, text in {**difference.differing, **difference.missing}.items():
+            differing.setdefault(name, text)
+    return Fingerprint("server", first.numbers, differing, first.unproven).as_dict()
+
+
+def fingerprint_state(refit: ModelRefit, scheduler: Any, request: Any) -> dict[str, Any] | None:
+    """What the scheduler answers to a request for the fingerprint; None if `request` is none.
+
+    The answer is text, for it is pickled between processes and large.
+    """
+    if (getattr(request, "rid", None) or "") != _MARK:
+        return None
+    try:
+        _check_weights_are_there(scheduler.weight_updater)
+        found = fingerprint_of_model(refit, scheduler.weight_updater.tp_cpu_group)
+    except Exception as error:
+        # The boundary of a request: a fingerprint that can't be made must not end the scheduler.
+        logger.exception("fp8rl: no fingerprint")
+        return {"fp8rl_fingerprint_error": str(error) or type(error).__name__}
+    return {"fp8rl_fingerprint": json.dumps(found.as_dict())}
+
+
+def _check_weights_are_there(manager: Any) -> None:
+    """Raises `HostError` while the memory of the weights is released: reading it ends the process."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    if GPU_MEMORY_TYPE_WEIGHTS in manager.offload_tags:
+        raise HostError(
+            "the weights",
+            "their memory is released",
+            "a fingerprint reads every weight",
+            "Call resume_memory_occupation and send the weights first.",
+        )

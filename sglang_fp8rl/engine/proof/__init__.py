@@ -1,0 +1,1 @@
+"""What is served, as numbers that do not depend on the layout."""

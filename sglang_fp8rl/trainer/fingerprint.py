@@ -1,0 +1,199 @@
+"""The fingerprint of what a server should hold, from the trainer's own weights; nothing is sent.
+
+```
+expected = fingerprint_of(model.state_dict().items(), fetch_plan(url))
+```
+
+Every weight is cast as the plan's server casts it, one at a time, and let go of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ..errors import RefitError
+from ..numerics import FP8_DTYPE, quantize
+from ..numerics.fingerprint import (
+    MASK,
+    box_number,
+    plain_number,
+    scaled_number,
+    seed_of,
+)
+from ..numerics.grid import BlockGrid, Blockwise
+from ..wire.fingerprint import Fingerprint, Number, form_of
+from ..wire.pair import PAIR_SUFFIX, unpack_pair
+from ..wire.plan import FP8, UNUSED, RefitPlan, TensorPlan
+from .fused_experts import one_by_one
+from .shards import Piece, piece_of
+
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+
+
+def fingerprint_of(
+    named_tensors: Iterable[tuple[str, Any]], plan: RefitPlan, *, source: str = "the trainer"
+) -> Fingerprint:
+    """One number for each name, equal to the server's where it holds these weights.
+
+    Args:
+        named_tensors: what `RefitClient.update` takes: FP32, BF16 or FP16 under checkpoint names, or
+            quantized by `quantize_for_refit` (codes and scales, packed pairs). A `LocalShard` or a
+            DTensor gives the number of its box; `added_up` makes the whole's of them.
+        plan: of the server.
+        source: what messages call it.
+
+    Raises:
+        RefitError: a name that the plan doesn't know, a shape that is not the plan's, a shard that
+            cuts blocks.
+        QuantizationError: NaN or Inf, or a dtype that is not cast.
+    """
+    numbers = Fingerprinter(plan)
+    for name, tensor in named_tensors:
+        numbers.add(name, tensor)
+    return numbers.fingerprint(source)
+
+
+def added_up(parts: Iterable[Fingerprint], plan: RefitPlan) -> Fingerprint:
+    """Of a whole model, from fingerprints of disjoint shards of it (one per trainer rank)."""
+    numbers = Fingerprinter(plan)
+    source = ""
+    for part in parts:
+        source = source or part.source
+        for name, number in part.numbers.items():
+            numbers.count(name, number)
+    return numbers.fingerprint(source)
+
+
+class Fingerprinter:
+    """Adds up what goes by, tensor by tensor; for `RefitClient.update(..., verify=True)` as well.
+
+    Args:
+        plan: of the server.
+    """
+
+    def __init__(self, plan: RefitPlan) -> None:
+        self.plan = plan
+        self._numbers: dict[str, Number] = {}
+        self._scales: dict[str, int] = {}
+
+    def add(self, name: str, tensor: Any) -> None:
+        """One tensor as it would be sent. Raises as `fingerprint_of`."""
+        weight = name.removesuffix(PAIR_SUFFIX)
+        if weight != name:
+            entry = self.plan.of(weight)
+            codes, scale = unpack_pair(weight, tensor, entry.shape or (), entry.scale_shape)
+            self.add(weight, codes)
+            self.add(entry.scale_name, scale)
+            return
+        for one, part in one_by_one(name, tensor, self.plan):
+            self._add(one, part)
+
+    def watch(self, named_tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Pass tensors on, adding each."""
+        for name, tensor in named_tensors:
+            self.add(name, tensor)
+            yield name, tensor
+
+    def count(self, name: str, number: Number) -> None:
+        """The number of one more box of a name, or of all of it (once more is a replica).
+
+        Raises:
+            RefitError: two replicas differ.
+        """
+        known = self._numbers.get(name)
+        if number.numel is None and known is not None and number != known:
+            raise RefitError(
+                name,
+                f"{known.value:016x} and {number.value:016x}",
+                "two ranks that hold all of a tensor hold the same",
+                "Look at the trainer's own replicas.",
+            )
+        is_first = known is None or number.numel is None
+        self._numbers[name] = number if is_first or known is None else known + number
+
+    def fingerprint(self, source: str) -> Fingerprint:
+        """What was added so far. The number of a part of a tensor says so in its `numel`."""
+        numbers = {}
+        for name, number in self._numbers.items():
+            shape = self.plan.of(name).shape
+            is_whole = number.numel is None or number.numel == math.prod(shape or ())
+            value = (number.value + self._scales.get(name, 0)) & MASK
+            numbers[name] = Number(number.form, value, None if is_whole else number.numel)
+        return Fingerprint(source, numbers)
+
+    def _add(self, name: str, tensor: Any) -> None:
+        weight = self._weight_of_scale(name)
+        if weight is None and self.plan.why_not_needed(name):
+            return
+        entry = self.plan.of(weight or name)
+        if entry.scheme == UNUSED:
+            return
+        piece = piece_of(name, tensor)
+        if weight is not None:
+            scales = box_number(
+                piece.local, piece.full_shape, piece.start, seed_of(weight, "scale")
+            )
+            self._scales[weight] = self._scales.get(weight, 0) + scales
+            return
+        if entry.shape is not None and piece.full_shape != entry.shape:
+            raise RefitError(
+                name,
+                f"shape {piece.full_shape}",
+                f"the server takes the full, unsharded {entry.shape}",
+                "Describe a shard with LocalShard or a DTensor.",
+            )
+        form, value = _number_of(entry, piece, self.plan)
+        self.count(name, Number(form, value, piece.local.numel()))
+
+    def _weight_of_scale(self, name: str) -> str | None:
+        if name in self.plan.tensors:
+            return None
+        for suffix in _SCALE_SUFFIXES:
+            weight = name.removesuffix(suffix)
+            if weight != name and weight in self.plan.tensors:
+                return weight
+        return None
+
+
+def _number_of(entry: TensorPlan, piece: Piece, plan: RefitPlan) -> tuple[str, int]:
+    """Form and number of a piece as the server would store it."""
+    name, local, block = entry.name, piece.local, entry.block_size
+    if block is None:
+        dtype = getattr(torch, entry.dtype)
+        served = local.to(dtype)
+        return form_of(entry.dtype), plain_number(name, served, piece.full_shape, piece.start)
+    form = form_of(FP8, block)
+    if local.dtype == FP8_DTYPE:  # its scales come by their own name
+        return form, plain_number(name, local, piece.full_shape, piece.start)
+    if not _is_on_blocks(piece, block):
+        raise RefitError(
+            name,
+            f"a shard of shape {piece.shape} at {piece.start} of {piece.full_shape}",
+            f"it starts or ends inside a block of {list(block)}, whose scale needs values of "
+            "another rank",
+            "Gather it first, or shard on multiples of the block.",
+        )
+    value = 0
+    for start, matrix in _matrices(piece) if local.numel() else ():
+        codes, scales = quantize(matrix, Blockwise.of(block), name=name, **plan.rounding)
+        if local.dim() == 3:
+            codes, scales = codes.unsqueeze(0), scales.unsqueeze(0)
+        value += scaled_number(name, codes, scales, piece.full_shape, start, block)
+    return form, value & MASK
+
+
+def _matrices(piece: Piece) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    if piece.local.dim() != 3:
+        yield piece.start, piece.local
+        return
+    for expert, matrix in enumerate(piece.local):
+        yield (piece.start[0] + expert, *piece.start[1:]), matrix
+
+
+def _is_on_blocks(piece: Piece, block: tuple[int, int]) -> bool:
+    rows, columns = piece.full_shape[-2:]
+    return BlockGrid((rows, columns), block).is_whole(piece.start[-2:], piece.shape[-2:])

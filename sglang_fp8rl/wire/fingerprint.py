@@ -1,0 +1,186 @@
+"""`GET /fp8rl/fingerprint` as a client sees it: one number per checkpoint name, and how two compare.
+
+What a number is: `numerics/fingerprint.py`. Numbers of one name compare where its *form* is the same: the
+dtype it is served in and, for FP8, what shares one scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import RefitError
+
+FINGERPRINT_PATH = "/fp8rl/fingerprint"
+FINGERPRINT_FORMAT = "sglang-fp8rl/fingerprint"
+FINGERPRINT_VERSION = 1
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Number:
+    """Of one name, or of a part of it.
+
+    Attributes:
+        form: `bfloat16`, `float8_e4m3fn[128,128]`, `float8_e4m3fn[1,684]`, … (`form_of`).
+        value: 64 bits.
+        numel: elements that it is of; None for the whole tensor.
+    """
+
+    form: str
+    value: int
+    numel: int | None = None
+
+    def __add__(self, other: Number) -> Number:
+        """Of two boxes of one tensor together."""
+        if self.form != other.form or self.numel is None or other.numel is None:
+            raise ValueError(f"{self} and {other} are not parts of one tensor")
+        return Number(self.form, (self.value + other.value) & _MASK, self.numel + other.numel)
+
+
+def form_of(dtype: str, block: Iterable[int] | None = None) -> str:
+    """The form of a tensor served in `dtype`; `block` is what shares one scale."""
+    return dtype if block is None else f"{dtype}[{','.join(map(str, block))}]"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What one server holds, or what a trainer would have it hold.
+
+    Attributes:
+        source: who it is of, for messages.
+        numbers: name to `Number`.
+        differing: names of which a server's own copies differ (replicas on other ranks, weights
+            derived from it), and how. They have a number too, of the first copy.
+        unproven: names without a number, and why.
+    """
+
+    source: str
+    numbers: Mapping[str, Number]
+    differing: Mapping[str, str] = field(default_factory=dict)
+    unproven: Mapping[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        return {
+            "format": FINGERPRINT_FORMAT,
+            "version": FINGERPRINT_VERSION,
+            "tensors": {
+                name: [one.form, f"{one.value:016x}"] for name, one in sorted(self.numbers.items())
+            },
+            "differing": dict(self.differing),
+            "unproven": dict(self.unproven),
+        }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any], source: str) -> Fingerprint:
+        """Read a server's answer.
+
+        Raises:
+            RefitError: it is no fingerprint, or of a version this one does not read.
+        """
+        found = (document.get("format"), document.get("version"))
+        if found != (FINGERPRINT_FORMAT, FINGERPRINT_VERSION):
+            raise RefitError(
+                source,
+                f"a document of format {found[0]!r}, version {found[1]!r}",
+                f"a fingerprint says {FINGERPRINT_FORMAT!r}, version {FINGERPRINT_VERSION}",
+                "Use the same sglang-fp8rl on both sides.",
+            )
+        numbers = {
+            name: Number(form, int(text, 16)) for name, (form, text) in document["tensors"].items()
+        }
+        return cls(source, numbers, document["differing"], document["unproven"])
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How two fingerprints compare.
+
+    Attributes:
+        compared: names that have comparable numbers on both sides.
+        differing: names whose bytes differ, each with what is different.
+        missing: names that one side has and the other has not.
+        unproven: names that could not be compared, each with the reason.
+    """
+
+    compared: int
+    differing: Mapping[str, str]
+    missing: Mapping[str, str]
+    unproven: Mapping[str, str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs and nothing is missing; what is unproven stays so."""
+        return not self.differing and not self.missing
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        return {
+            "ok": self.ok,
+            "compared": self.compared,
+            "differing": dict(self.differing),
+            "missing": dict(self.missing),
+            "unproven": dict(self.unproven),
+        }
+
+    def check(self, subject: str) -> None:
+        """Raises `RefitError` with the names, if anything differs or is missing."""
+        if self.ok:
+            return
+        lines = [f"{name}: {text}" for name, text in {**self.differing, **self.missing}.items()]
+        more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
+        raise RefitError(
+            subject,
+            "; ".join(lines[:8]) + more,
+            "what is served is what was sent, byte for byte",
+            "Send these tensors again, and verify again.",
+        )
+
+
+def compare(served: Fingerprint, other: Fingerprint, *, partial: bool = False) -> Verification:
+    """Compare a server with a trainer, a checkpoint or another server.
+
+    Args:
+        partial: `other` names only a part of the model; what it leaves out is not missing.
+    """
+    differing = {name: f"{served.source}: {text}" for name, text in served.differing.items()}
+    for name, text in other.differing.items():
+        differing.setdefault(name, f"{other.source}: {text}")
+    unproven = {**other.unproven, **served.unproven}
+    missing, compared = {}, 0
+    for name in sorted(served.numbers.keys() | other.numbers.keys()):
+        if name in unproven:
+            continue
+        ours, theirs = served.numbers.get(name), other.numbers.get(name)
+        if ours is None or theirs is None:
+            absent = served if ours is None else other
+            if not (partial and absent is other):
+                missing[name] = f"not in {absent.source}"
+        elif theirs.numel is not None:
+            unproven[name] = f"{other.source} has {theirs.numel} values of it, not all"
+        elif ours.form != theirs.form:
+            unproven[name] = (
+                f"{ours.form} in {served.source}, {theirs.form} in {other.source}: other bytes by "
+                "design"
+            )
+        else:
+            compared += 1
+            if ours.value != theirs.value:
+                differing.setdefault(
+                    name, f"{served.source} and {other.source} have other bytes ({ours.form})"
+                )
+    if partial:
+        # What is no name of the checkpoint is derived from some.
+        differing = {
+            name: text
+            for name, text in differing.items()
+            if name in other.numbers or name not in served.numbers
+        }
+        unproven = {
+            name: text
+            for name, text in unproven.items()
+            if name in other.numbers or name in other.unproven
+        }
+    return Verification(compared, differing, missing, unproven)

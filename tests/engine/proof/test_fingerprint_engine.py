@@ -1,0 +1,145 @@
+"""The engine's fingerprint is the trainer's, in every layout, and a flipped bit is found by name."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from _options import overridden
+from commands import plan_document, update
+from contract import LAYOUTS
+from engine_host import EngineHost
+from fingerprint_commands import fingerprint, fingerprint_after_flip, names_by_parameter
+from models import MODELS, checkpoint
+
+from sglang_fp8rl.trainer import fingerprint_of, quantize_for_refit
+from sglang_fp8rl.wire.fingerprint import compare
+from sglang_fp8rl.wire.plan import RefitPlan
+
+pytestmark = pytest.mark.engine
+
+CASES = [
+    ("qwen3", "tp1", {}),
+    ("qwen3-tied", "tp1", {}),
+    ("qwen3-one-kv-head", "tp2", {}),
+    ("llama-misaligned", "tp2", {}),
+    ("llama-misaligned", "tp2", {"misaligned": "bf16"}),
+    ("qwen3", "tp2", {"use_weight_pow2_scale": True, "round_to_bf16": False}),
+    ("phi3", "tp2", {}),
+    ("qwen3-moe", "ep2", {}),
+    ("qwen3-moe-misaligned", "tp2", {}),
+    ("deepseek-v3", "tp2", {}),
+]
+FLIPS = 12
+
+
+def case_id(case):
+    return "-".join([*case[:2], *case[2]])
+
+
+@pytest.fixture(params=CASES, ids=case_id)
+def engine(request, checkpoint_dir):
+    name, layout, options = request.param
+    layout, model = LAYOUTS[layout], MODELS[name]
+    path = checkpoint(checkpoint_dir, model, "first")
+    args = (*layout.args, *(overridden(**options) if options else ()))
+    with EngineHost(path, tp_size=layout.tp_size, args=args) as host:
+        host.model = model
+        yield host
+
+
+def served(host):
+    answers = host.call_all(fingerprint)
+    assert all(one == answers[0] for one in answers)
+    return answers[0]
+
+
+def test_the_engine_has_the_trainer_s_numbers_and_every_flipped_bit_is_found(engine):
+    plan = RefitPlan.from_dict(engine.call(plan_document))
+    first = fingerprint_of(engine.model.first.items(), plan)
+    second = fingerprint_of(engine.model.second.items(), plan)
+    found = compare(served(engine), first)
+    assert found.ok, found.as_dict()
+    assert not found.unproven
+    assert found.compared == len(first.numbers) > 10
+
+    # FP32 into the engine, then FP8 from the trainer: who quantizes doesn't matter.
+    assert all(ok for ok, _ in engine.call_all(update, list(engine.model.second.items())))
+    assert compare(served(engine), second).ok
+    assert not compare(served(engine), first).ok
+    sent = list(quantize_for_refit(engine.model.first.items(), plan))
+    results = engine.call_all(update, sent)
+    assert all(ok for ok, _ in results), results
+    assert compare(served(engine), first).ok
+
+    for rank, place, bit, names in flips(engine):
+        answers = engine.call_all(fingerprint_after_flip, rank, place, bit)
+        # Of what was derived from it, too, by a name of its own.
+        differing = set(compare(answers[0], first).differing) & set(first.numbers)
+        assert len(differing) == 1, (rank, place, bit, differing)
+        assert differing <= names, (rank, place, bit, differing)
+    served(engine)  # derives again from what was flipped back
+    assert compare(served(engine), first).ok
+
+
+def flips(host):
+    """Seeded: on each rank codes, scales, what stays in high precision, and experts if there are any."""
+    rng = random.Random(0)
+    for rank, places in enumerate(host.call_all(names_by_parameter)):
+        kinds = {
+            "codes": [p for p in places if p + "_scale" in places or p + "_scale_inv" in places],
+            "scales": [p for p in places if p.endswith(("_scale", "_scale_inv"))],
+            "norms": [p for p in places if "norm" in p],
+            "experts": [p for p in places if ".experts." in p],
+        }
+        kinds["other"] = [p for p in places if not any(p in of for of in kinds.values())]
+        for kind, chosen in kinds.items():
+            assert chosen or kind in ("experts", "other")
+            for place in rng.sample(sorted(chosen), min(FLIPS // 4, len(chosen))):
+                bits, names = places[place]
+                yield rank, place, rng.randrange(bits), names
+
+
+def test_a_replica_that_differs_is_named_with_its_rank(checkpoint_dir):
+    model = MODELS["qwen3-one-kv-head"]
+    with EngineHost(checkpoint(checkpoint_dir, model, "first"), tp_size=2) as host:
+        bit = 8 * (128 * 256 + 5)  # in the rows of k_proj, which both ranks hold
+        place = "model.layers.0.self_attn.qkv_proj.weight"
+        answer = host.call_all(fingerprint_after_flip, 1, place, bit)[0]
+        name = "model.layers.0.self_attn.k_proj.weight"
+        assert list(answer.differing) == [name]
+        assert "tp_rank 1" in answer.differing[name]
+        norm = "model.layers.1.input_layernorm.weight"
+        assert list(host.call_all(fingerprint_after_flip, 0, norm, 3)[0].differing) == [norm]
+        assert not served(host).differing
+
+
+def test_tensor_parallel_sizes_have_the_same_numbers_where_the_scheme_is_the_same(checkpoint_dir):
+    model = MODELS["qwen3"]
+    path = checkpoint(checkpoint_dir, model, "first")
+    with EngineHost(path) as one, EngineHost(path, tp_size=2) as two:
+        found = compare(one.call(fingerprint), served(two))
+    assert found.ok
+    # Two KV heads of 64 rows are no whole blocks on each of two ranks.
+    assert all(".self_attn." in name for name in found.unproven)
+    assert found.compared > len(found.unproven) > 0
+
+
+def test_a_stale_derived_weight_is_named_and_derived_again(checkpoint_dir):
+    place = "model.layers.1.self_attn.w_kc"
+    with EngineHost(checkpoint(checkpoint_dir, MODELS["deepseek-v3"], "first")) as host:
+        assert not served(host).differing
+        answer = host.call(fingerprint_after_flip, 0, place, 17)
+        assert list(answer.differing) == [place]
+        assert not served(host).differing
+
+
+def test_dummy_weights_have_numbers_and_differ(checkpoint_dir):
+    model = MODELS["qwen3"]
+    path = checkpoint(checkpoint_dir, model, "first")
+    with EngineHost(path, args=("--load-format", "dummy")) as host:
+        plan = RefitPlan.from_dict(host.call(plan_document))
+        expected = fingerprint_of(model.first.items(), plan)
+        assert not compare(served(host), expected).ok
+        assert host.call(update, list(model.first.items()))[0]
+        assert compare(served(host), expected).ok

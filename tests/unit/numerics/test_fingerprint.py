@@ -1,0 +1,214 @@
+"""The number of a tensor: the same however it is cut, on every path, and another after any flip."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
+
+from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.numerics import quantize_blockwise
+from sglang_fp8rl.numerics.fingerprint import (
+    _COLUMN_SEED,
+    MASK,
+    _by_torch,
+    _column_keys,
+    box_number,
+    keys,
+    scaled_number,
+    seed_of,
+    tensor_number,
+)
+from sglang_fp8rl.trainer import LocalShard, added_up, fingerprint_of, quantize_for_refit
+from sglang_fp8rl.wire.fingerprint import Fingerprint, Number, compare
+
+SEED = seed_of("model.layers.0.mlp.down_proj.weight")
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+
+
+def random_bytes(shape, dtype, seed=0):
+    size = torch.empty(0, dtype=dtype).element_size()
+    generator = torch.Generator().manual_seed(seed)
+    wide = (*shape[:-1], shape[-1] * size)
+    return torch.randint(0, 256, wide, dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def by_definition(tensor, seed):
+    """The formula of the docstring in Python's integers."""
+    rows = tensor.contiguous().view(torch.uint8).reshape(tensor.shape[0], -1).tolist()
+    down = keys(seed, 0, len(rows)).tolist()
+    across = keys(_COLUMN_SEED, 0, len(rows[0]) // 2 + 1).tolist()
+    return MASK & sum(
+        down[r] * across[b // 2] * (value << 8 * (b % 2))
+        for r, row in enumerate(rows)
+        for b, value in enumerate(row)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernel_torch_and_definition_agree(dtype):
+    tensor = random_bytes((37, 101), dtype)
+    expected = by_definition(tensor, SEED)
+    assert tensor_number(tensor, SEED) == expected
+    assert _by_torch(tensor, 0, 0, SEED, _column_keys(1024)) == expected
+
+
+def test_keys_are_odd_and_those_of_splitmix64():
+    # The first outputs of the reference implementation for seed 1234567, made odd.
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    found = keys(1234567, 0, 3)
+    assert found.tolist() == [value | 1 for value in expected]
+    assert np.array_equal(keys(7, 5, 10), keys(7, 0, 15)[5:])
+
+
+@st.composite
+def cut_boxes(draw):
+    """A shape, a dtype, and boxes that make it up: cut again and again at any row or column."""
+    shape = draw(st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 300)))
+    boxes = [((0, 0, 0), shape)]
+    for _ in range(draw(st.integers(0, 5))):
+        start, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, 2))
+        at = draw(st.integers(0, size[dim]))
+        first = tuple(at if d == dim else n for d, n in enumerate(size))
+        rest = tuple(n - at if d == dim else n for d, n in enumerate(size))
+        moved = tuple(s + at if d == dim else s for d, s in enumerate(start))
+        boxes += [(start, first), (moved, rest)]
+    return shape, draw(st.sampled_from(DTYPES)), boxes
+
+
+@settings(max_examples=150, deadline=None)
+@given(cut_boxes())
+def test_any_partition_into_boxes_sums_to_the_whole(case):
+    shape, dtype, boxes = case
+    whole = random_bytes(shape, dtype)
+    total = sum(
+        box_number(
+            whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))],
+            shape,
+            start,
+            SEED,
+        )
+        for start, size in boxes
+    )
+    assert total & MASK == tensor_number(whole, SEED)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5), st.sampled_from(["rows", "columns"]), st.data())
+def test_shards_on_block_boundaries_sum_to_the_whole_with_their_scales(down, across, way, data):
+    shape = (128 * down - data.draw(st.integers(0, 127)), 128 * across)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(down))
+    codes, scales = quantize_blockwise(weight)
+    whole = scaled_number("w", codes, scales, shape, (0, 0), (128, 128))
+    cut = data.draw(st.integers(0, down if way == "rows" else across))
+    total = 0
+    for first, last in ((0, cut), (cut, None)):
+        elements = slice(128 * first, None if last is None else 128 * last)
+        blocks = slice(first, last)
+        if way == "rows":
+            part, start = (codes[elements], scales[blocks]), (128 * first, 0)
+        else:
+            part, start = (codes[:, elements], scales[:, blocks]), (0, 128 * first)
+        total += scaled_number("w", *part, shape, start, (128, 128))
+    assert total & MASK == whole
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_single_bit_changes_the_number(dtype):
+    tensor = random_bytes((5, 33), dtype)
+    whole = tensor_number(tensor, SEED)
+    flat = tensor.view(torch.uint8).view(-1)
+    seen = {whole}
+    for bit in range(8 * flat.numel()):
+        flat[bit // 8] ^= 1 << bit % 8
+        seen.add(tensor_number(tensor, SEED))
+        flat[bit // 8] ^= 1 << bit % 8
+    assert len(seen) == 1 + 8 * flat.numel()
+    assert tensor_number(tensor, SEED) == whole
+
+
+def test_what_is_only_moved_is_another_number():
+    tensor = random_bytes((64, 64), torch.bfloat16)
+    whole = tensor_number(tensor, SEED)
+    for other in (tensor.flip(0), tensor.flip(1), tensor.t(), tensor.roll(1, 0), -tensor):
+        assert tensor_number(other, SEED) != whole
+    assert tensor_number(tensor, seed_of("another.weight")) != whole
+
+
+SHAPES = {
+    "a.weight": (BLOCKWISE, (256, 384)),
+    "b.weight": (PER_CHANNEL, (96, 160)),
+    "c.weight": (PLAIN, (7, 33)),
+    "norm.weight": (PLAIN, (33,)),
+}
+PLAN = make_plan(SHAPES)
+
+
+def weights(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, (_, shape) in SHAPES.items()}
+
+
+@pytest.mark.parametrize("pack_pairs", [False, True])
+def test_who_quantizes_does_not_matter(pack_pairs):
+    sent = quantize_for_refit(weights().items(), PLAN, pack_pairs=pack_pairs)
+    assert fingerprint_of(sent, PLAN).numbers == fingerprint_of(weights().items(), PLAN).numbers
+
+
+def test_shards_of_trainer_ranks_add_up():
+    def shard(tensor, rank):
+        rows = -(-tensor.shape[0] // 256) * 128 if tensor.shape[0] > 128 else tensor.shape[0] // 2
+        part = tensor[:rows] if rank == 0 else tensor[rows:]
+        return LocalShard(part, tuple(tensor.shape), (rank * rows, *(0,) * (tensor.dim() - 1)))
+
+    ranks = [
+        fingerprint_of([(name, shard(one, rank)) for name, one in weights().items()], PLAN)
+        for rank in range(2)
+    ]
+    whole = fingerprint_of(weights().items(), PLAN)
+    assert added_up(ranks, PLAN).numbers == whole.numbers
+    assert compare(whole, ranks[0]).unproven.keys() == SHAPES.keys()
+
+
+def test_a_comparison_names_what_differs_what_is_missing_and_what_it_cannot_tell():
+    served = fingerprint_of(weights().items(), PLAN)
+    changed = weights()
+    changed["a.weight"][200, 300] += 1
+    del changed["norm.weight"]
+    other = fingerprint_of(changed.items(), PLAN)
+    found = compare(served, other)
+    assert (list(found.differing), list(found.missing)) == (["a.weight"], ["norm.weight"])
+    assert not found.ok
+    with pytest.raises(RefitError, match=r"a\.weight.*norm\.weight"):
+        found.check("verify")
+    assert not compare(served, other, partial=True).missing
+    foreign = Fingerprint("other", {**served.numbers, "a.weight": Number("bfloat16", 1)})
+    assert list(compare(served, foreign).unproven) == ["a.weight"]
+    assert compare(served, served).ok
+
+
+def test_the_document_survives_the_wire():
+    served = fingerprint_of(weights().items(), PLAN, source="x")
+    again = Fingerprint.from_dict(served.as_dict(), "x")
+    assert again == served
+    with pytest.raises(RefitError, match="version"):
+        Fingerprint.from_dict({**served.as_dict(), "version": 2}, "x")
+
+
+def test_random_changes_never_collide():
+    """2,000 seeded changes of a few elements each."""
+    rng = random.Random(0)
+    tensor = random_bytes((16, 128), torch.uint8)
+    whole = tensor_number(tensor, SEED)
+    for _ in range(2000):
+        other = tensor.clone()
+        for _ in range(rng.randint(1, 6)):
+            other.view(-1)[rng.randrange(other.numel())] ^= rng.randint(1, 255)
+        if not torch.equal(other, tensor):
+            assert tensor_number(other, SEED) != whole
