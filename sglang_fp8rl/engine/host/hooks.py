@@ -11,7 +11,7 @@ from ...declared_hooks import Hook
 from ..arrival.update_scope import Origin
 from .attach import attach_to_model
 from .model_choice import choose_as_for_fp8, leave_draft_model
-from .plan_route import add_plan_route
+from .routes import add_routes
 from .status import add_status
 from .update_calls import end_session, flattened_bucket, note_released_weights, update_hook
 
@@ -102,9 +102,9 @@ HOOKS = (
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
         "AFTER",
-        add_plan_route,
+        add_routes,
         "made in every process that serves HTTP, when SGLang's app is there and not yet serving: "
-        "it gets the route GET /fp8rl/plan",
+        "it gets the routes GET /fp8rl/plan and GET /fp8rl/status",
         "SGLang lets plugins add routes",
     ),
 )
