@@ -6,9 +6,9 @@ What a bucket looks like on the wire is `wire.py`'s business.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from time import perf_counter
 from typing import Any
@@ -16,12 +16,12 @@ from typing import Any
 import requests
 
 from .errors import RefitError
+from .pipelined_send import PipelinedSender, Progress
 from .wire import layout_text
 from .wire.bucket import NamedTensor, buckets_of, nbytes_of, payload_of
 from .wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Verification, compare
-from .wire.plan import PLAN_PATH, RefitPlan
+from .wire.plan import PLAN_PATH, STATUS_PATH, RefitPlan
 
-Progress = Callable[[int, int], None]
 LOAD_FORMATS = ("flattened_bucket", None)
 
 
@@ -47,16 +47,28 @@ class RefitClient:
     Args:
         url: of the server, e.g. `http://127.0.0.1:30000`.
         timeout: seconds for one request.
-        api_key: bearer token, if the server was started with one.
+        api_key: of `--api-key`, if the server was started with one: for plan, status, generation,
+            and for updates too where there is no admin key.
+        admin_api_key: of `--admin-api-key`: SGLang asks for it (and takes no other) at every
+            endpoint that changes the server, updates and sessions among them.
     """
 
-    def __init__(self, url: str, *, timeout: float = 600, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 600,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._waited = 0.0
         self._http = requests.Session()
         if api_key:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
+        key = admin_api_key or api_key
+        self._admin = {"Authorization": f"Bearer {key}"} if key else {}
 
     def update(
         self,
@@ -68,6 +80,7 @@ class RefitClient:
         on_bucket: Progress | None = None,
         plan: RefitPlan | None = None,
         verify: bool = False,
+        weight_version: str | None = None,
     ) -> UpdateResult:
         """Send tensors, full and unsharded, under their checkpoint names; return when served.
 
@@ -84,6 +97,9 @@ class RefitClient:
             plan: that `named_tensors` were quantized by; compared with the server's first.
             verify: prove afterwards that the server holds what was sent, byte for byte, wherever it
                 lies. Each tensor is cast here too as it goes by.
+            weight_version: what SGLang calls the new weights (`weight_version` in `/model_info` and
+                in each answer's `meta_info`). Set when all of the update succeeded; before that,
+                and after a failure, the old one stays.
 
         Raises:
             RefitError: the server refused; the message is its own. What was sent before stays.
@@ -103,35 +119,18 @@ class RefitClient:
         size = int(info["tp_size"]) if tp_size is None else tp_size
         as_text = _section(info).get("flat_layout") == layout_text.VERSION
         began, waited_before = perf_counter(), self._waited
-        tensors = nbytes = buckets = 0
-        in_flight: tuple[Future, Any, int, int] | None = None
-        with self._session(), ThreadPoolExecutor(1) as poster:
-
-            def finish() -> None:
-                nonlocal in_flight, tensors, nbytes, buckets
-                if in_flight is None:
-                    return
-                # The server reads this memory until it answers; the tuple holds it until then.
-                answer, _, count, size_sent = in_flight
-                answer.result()
-                in_flight = None
-                buckets, tensors, nbytes = buckets + 1, tensors + count, nbytes + size_sent
-                if on_bucket is not None:
-                    on_bucket(tensors, nbytes)
-
+        post = partial(self._post_admin, "/update_weights_from_tensor")
+        with self._session(), PipelinedSender(post, on_bucket) as sender:
             for bucket, is_last in buckets_of(named_tensors, bucket_bytes):
-                # Made while the server still casts the one before.
-                payload, guard = payload_of(bucket, load_format, as_text)
-                finish()
+                payload, memory = payload_of(bucket, load_format, as_text)
                 body = {
                     "serialized_named_tensors": [payload] * size,
                     "load_format": load_format,
                     "flush_cache": is_last,
                 }
-                answer = poster.submit(self._post, "/update_weights_from_tensor", body)
-                in_flight = (answer, guard, len(bucket), sum(nbytes_of(t) for _, t in bucket))
-            finish()
-        if not tensors:
+                sender.send(body, memory, len(bucket), sum(nbytes_of(t) for _, t in bucket))
+            sender.finish()
+        if not sender.tensors:
             raise RefitError(
                 "an update",
                 "an empty iterable",
@@ -141,9 +140,11 @@ class RefitClient:
         if numbers is not None:
             sent = numbers.fingerprint("the trainer")
             compare(self.fingerprint(), sent, partial=True).check(f"what {self.url} serves")
-        return UpdateResult(
-            tensors, nbytes, buckets, perf_counter() - began, self._waited - waited_before
-        )
+        if weight_version is not None:
+            version = {"new_version": weight_version, "abort_all_requests": False}
+            self._post_admin("/update_weight_version", version)
+        seconds, waited = perf_counter() - began, self._waited - waited_before
+        return UpdateResult(sender.tensors, sender.nbytes, sender.buckets, seconds, waited)
 
     def plan(self) -> RefitPlan:
         """The server's plan: how each tensor is stored, and how it may be sent.
@@ -257,20 +258,21 @@ class RefitClient:
         return response.json()
 
     def status(self) -> dict[str, Any]:
-        """The section `fp8rl` of the server's first internal state.
+        """`GET /fp8rl/status`: the section `fp8rl` of the server's first internal state.
 
         Raises:
             RefitError: the server was not started with `fp8_blockwise_online`.
         """
-        section = _section(self.server_info())
-        if not section:
+        response = self._http.get(self.url + STATUS_PATH, timeout=self.timeout)
+        if response.status_code == HTTPStatus.NOT_FOUND:
             raise RefitError(
-                self.url,
-                "no section fp8rl in internal_states",
+                self.url + STATUS_PATH,
+                "HTTP 404",
                 "the server runs without this quantization method",
                 "Start it with --quantization fp8_blockwise_online.",
             )
-        return section
+        response.raise_for_status()
+        return response.json()
 
     def close_session(self) -> None:
         """End a session that a client which is gone left open; what it sent stays.
@@ -278,31 +280,51 @@ class RefitClient:
         Raises:
             RefitError: there is none.
         """
-        self._post("/end_weight_update", {})
+        self._post_admin("/end_weight_update", {})
 
     def tp_size(self) -> int:
         return int(self.server_info()["tp_size"])
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
-        has_sessions = self._post("/begin_weight_update", {}, or_not_found=True) is not None
+        has_sessions = self._post_admin("/begin_weight_update", {}, or_not_found=True) is not None
         try:
             yield
         except BaseException:
             # The reason why it failed is worth more than a second failure to close.
             if has_sessions:
                 with contextlib.suppress(RefitError, requests.RequestException):
-                    self._post("/end_weight_update", {})
+                    self._post_admin("/end_weight_update", {})
             raise
         if has_sessions:
-            self._post("/end_weight_update", {})
+            self._post_admin("/end_weight_update", {})
 
-    def _post(self, path: str, body: dict[str, Any], *, or_not_found: bool = False) -> Any:
+    def _post_admin(self, path: str, body: dict[str, Any], *, or_not_found: bool = False) -> Any:
+        return self._post(path, body, or_not_found=or_not_found, headers=self._admin)
+
+    def _post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        or_not_found: bool = False,
+        headers: dict[str, str] | None = None,
+    ) -> Any:
         began = perf_counter()
-        response = self._http.post(self.url + path, json=body, timeout=self.timeout)
+        response = self._http.post(
+            self.url + path, json=body, headers=headers, timeout=self.timeout
+        )
         self._waited += perf_counter() - began
         if or_not_found and response.status_code == HTTPStatus.NOT_FOUND:
             return None
+        if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            raise RefitError(
+                f"POST {path}",
+                f"HTTP {response.status_code}",
+                "the server takes a key that was not given or is another",
+                "RefitClient(api_key=…, admin_api_key=…): SGLang wants the admin key for updates and "
+                "sessions where it has one, the api key otherwise.",
+            )
         is_json = "json" in response.headers.get("content-type", "")
         answer = response.json() if is_json else response.text
         refused = isinstance(answer, dict) and answer.get("success") is False

@@ -23,6 +23,7 @@ from ..scheme import Granularity
 PLAN_FORMAT = "sglang-fp8rl/plan"
 PLAN_VERSION = 1
 PLAN_PATH = "/fp8rl/plan"
+STATUS_PATH = "/fp8rl/status"
 FP8 = "float8_e4m3fn"
 UNUSED = "unused"  # the scheme of a name that the checkpoint has and no parameter takes
 

@@ -34,6 +34,8 @@ class FakeServer(ThreadingHTTPServer):
         self.sessions, self.fail_at = sessions, fail_at
         self.calls: list[str] = []
         self.updates: list[dict] = []
+        self.versions: list[str] = []
+        self.keys: dict[str, str | None] = {}
         self.received: dict[str, torch.Tensor] = {}
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -43,6 +45,9 @@ class FakeServer(ThreadingHTTPServer):
 
     def answer(self, path: str, body: dict) -> tuple[int, dict]:
         self.calls.append(path)
+        if path == "/update_weight_version":
+            self.versions.append(body["new_version"])
+            return 200, {"success": True}
         if path.endswith("_weight_update"):
             if not self.sessions:
                 return 404, {"detail": "Not Found"}
@@ -65,9 +70,15 @@ class _Handler(BaseHTTPRequestHandler):
     server: FakeServer
 
     def do_GET(self) -> None:
-        self._reply(200, {"tp_size": 2, "internal_states": [{"fp8rl": {"consistent": True}}]})
+        self.server.keys[self.path] = self.headers.get("authorization")
+        status = {"consistent": True}
+        if self.path == "/fp8rl/status":
+            self._reply(200, status)
+        else:
+            self._reply(200, {"tp_size": 2, "internal_states": [{"fp8rl": status}]})
 
     def do_POST(self) -> None:
+        self.server.keys[self.path] = self.headers.get("authorization")
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self._reply(*self.server.answer(self.path, body))
 
@@ -134,6 +145,37 @@ def test_a_refusal_carries_the_server_s_message_and_the_session_is_closed(sessio
     with pytest.raises(RefitError, match=r"a: shape \(2, 3\); takes \(4, 3\)"):
         RefitClient(server.url).update(TENSORS, bucket_bytes=1)
     assert (server.calls[-1] == "/end_weight_update") == sessions
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("keys", "normal", "admin"),
+    [
+        ({}, None, None),
+        ({"api_key": "a"}, "Bearer a", "Bearer a"),
+        ({"admin_api_key": "b"}, None, "Bearer b"),
+        ({"api_key": "a", "admin_api_key": "b"}, "Bearer a", "Bearer b"),
+    ],
+)
+def test_each_endpoint_gets_the_key_that_sglang_wants_there(server, keys, normal, admin):
+    client = RefitClient(server.url, **keys)
+    client.update(TENSORS, weight_version="7")
+    client.status()
+    assert server.keys.pop("/fp8rl/status") == server.keys.pop("/server_info") == normal
+    assert set(server.keys) >= {"/begin_weight_update", "/update_weights_from_tensor"}
+    assert set(server.keys.values()) == {admin}
+
+
+def test_the_version_is_told_after_all_of_an_update(server):
+    RefitClient(server.url).update(TENSORS, weight_version="step-7", bucket_bytes=1)
+    assert (server.versions, server.calls[-1]) == (["step-7"], "/update_weight_version")
+
+
+def test_a_failed_update_keeps_the_old_version():
+    server = FakeServer(sessions=True, fail_at=1)
+    with pytest.raises(RefitError):
+        RefitClient(server.url).update(TENSORS, weight_version="step-7", bucket_bytes=1)
+    assert server.versions == []
     server.shutdown()
 
 

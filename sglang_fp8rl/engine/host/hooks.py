@@ -12,7 +12,7 @@ from ..arrival.update_scope import Origin
 from .attach import attach_to_model
 from .fingerprint_route import add_fingerprint_route
 from .model_choice import choose_as_for_fp8, leave_draft_model
-from .plan_route import add_plan_route
+from .routes import add_routes
 from .status import add_status
 from .update_calls import end_session, flattened_bucket, note_released_weights, update_hook
 
@@ -103,9 +103,9 @@ HOOKS = (
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
         "AFTER",
-        add_plan_route,
+        add_routes,
         "made in every process that serves HTTP, when SGLang's app is there and not yet serving: "
-        "it gets the route GET /fp8rl/plan",
+        "it gets the routes GET /fp8rl/plan and GET /fp8rl/status",
         "SGLang lets plugins add routes",
     ),
     Hook(

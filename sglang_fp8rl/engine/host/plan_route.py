@@ -9,47 +9,27 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from http import HTTPStatus
 from typing import Any
 
-from ...wire.plan import PLAN_PATH
 from ..refit import ModelRefit
+from .internal_state import internal_state, not_served
 
 logger = logging.getLogger(__name__)
 
-_SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 _MARK = "fp8rl-plan:"
 
 
-def add_plan_route(_: Any, manager: Any, *__: Any, **___: Any) -> None:
-    """After the tokenizer manager was made: one more route, in a process that serves HTTP.
-
-    Side effects on the host: SGLang's FastAPI app gets the route `GET /fp8rl/plan`.
-    """
-    server = sys.modules.get(_SERVER_MODULE)
-    if server is None or any(
-        getattr(route, "path", None) == PLAN_PATH for route in server.app.routes
-    ):
-        return
-    server.app.add_route(PLAN_PATH, _serve_plan, methods=["GET"])
-
-
-async def _serve_plan(request: Any) -> Any:
-    from sglang.srt.managers.io_struct import GetInternalStateReq
+async def serve_plan(request: Any) -> Any:
     from starlette.responses import JSONResponse, Response
 
-    manager: Any = sys.modules[_SERVER_MODULE].get_global_state().tokenizer_manager
-    manager.auto_create_handle_loop()
     known = request.headers.get("if-none-match", "").strip('"')
-    answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=_MARK + known))
-    state = answers[0].internal_state
+    state = await internal_state(_MARK + known)
     if "fp8rl_plan_error" in state:
         answer = {"success": False, "message": state["fp8rl_plan_error"]}
         return JSONResponse(answer, HTTPStatus.INTERNAL_SERVER_ERROR)
     if "fp8rl_plan_digest" not in state:
-        message = "the server runs without --quantization fp8_blockwise_online"
-        return JSONResponse({"success": False, "message": message}, HTTPStatus.NOT_FOUND)
+        return not_served()
     tag = {"ETag": f'"{state["fp8rl_plan_digest"]}"'}
     if "fp8rl_plan" not in state:
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=tag)

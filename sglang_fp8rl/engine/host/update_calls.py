@@ -17,6 +17,7 @@ from ..arrival.update_scope import Origin, UpdateScope
 from ..journal import Update
 from ..refit import ModelRefit
 from .attach import refit_of
+from .metrics import observe_refit
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ def _answer(
         # Refused before any weight was looked at. (What is stored and could not be flushed is not.)
         refit.report.refused([result.message])
     _ask_other_ranks(manager, refit, result)
+    observe_refit(manager, refit, call=origin.value, success=result.success)
     return result
 
 
@@ -152,6 +154,7 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     if missing:
         refit.report.refused(missing)
         result.success, result.message = False, " | ".join(missing)
+    observe_refit(manager, refit)
     return result
 
 

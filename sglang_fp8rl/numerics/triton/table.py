@@ -182,7 +182,7 @@ def _groups(pieces: np.ndarray) -> list[tuple[_Group, np.ndarray]]:
     keys = np.stack(columns, 1).astype(np.int64)
     found, inverse = np.unique(keys, axis=0, return_inverse=True)
     inverse = inverse.reshape(-1)
-    return [(_Group(*map(int, key)), np.flatnonzero(inverse == at)) for at, key in enumerate(found)]
+    return [(_Group(*key.tolist()), np.flatnonzero(inverse == at)) for at, key in enumerate(found)]
 
 
 def rehearsal(

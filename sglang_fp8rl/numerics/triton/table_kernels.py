@@ -251,11 +251,10 @@ def table_codes_kernel(
             source = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), SOURCE_ALIGN)
             target = tl.multiple_of(target_address.to(tl.pointer_type(tl.int32)), TARGET_ALIGN)
             cols = known_multiple(cols // 4, TARGET_ALIGN // 4)
-            STEP: tl.constexpr = CHUNK // 4
         else:
             source = address.to(tl.pointer_type(tl.int8))
             target = target_address.to(tl.pointer_type(tl.int8))
-            STEP: tl.constexpr = CHUNK
+        STEP: tl.constexpr = CHUNK // 4 if WORDS else CHUNK
         k = tl.arange(0, STEP)
         if ONE_CHUNK:
             x = tl.load(source + k, mask=k < cols, other=0)

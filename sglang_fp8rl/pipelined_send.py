@@ -1,0 +1,65 @@
+"""One bucket is on its way while the next one is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A request that was posted.
+
+    Attributes:
+        memory: that the server reads until it answers.
+    """
+
+    answer: Future
+    memory: Any
+    tensors: int
+    nbytes: int
+
+
+class PipelinedSender:
+    """Posts bodies one at a time, from a thread of its own.
+
+    Args:
+        post: sends one body and waits for the answer.
+        on_bucket: called after each answer with the tensors and bytes sent so far.
+
+    Attributes:
+        tensors, nbytes, buckets: that the server has answered for.
+    """
+
+    def __init__(self, post: Callable[[dict[str, Any]], Any], on_bucket: Progress | None) -> None:
+        self._post, self._on_bucket = post, on_bucket
+        self._in_flight: _InFlight | None = None
+        self._poster = ThreadPoolExecutor(1)
+        self.tensors = self.nbytes = self.buckets = 0
+
+    def __enter__(self) -> PipelinedSender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._poster.shutdown()
+
+    def send(self, body: dict[str, Any], memory: Any, tensors: int, nbytes: int) -> None:
+        """Post a body once the one before it was answered; raises what that answer raised."""
+        self.finish()
+        answer = self._poster.submit(self._post, body)
+        self._in_flight = _InFlight(answer, memory, tensors, nbytes)
+
+    def finish(self) -> None:
+        """Wait for the answer that is still to come."""
+        sent, self._in_flight = self._in_flight, None
+        if sent is None:
+            return
+        sent.answer.result()
+        self.buckets += 1
+        self.tensors, self.nbytes = self.tensors + sent.tensors, self.nbytes + sent.nbytes
+        if self._on_bucket is not None:
+            self._on_bucket(self.tensors, self.nbytes)

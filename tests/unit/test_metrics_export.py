@@ -1,0 +1,57 @@
+"""Refits as Prometheus metrics, from the status section."""
+
+import pytest
+
+prometheus_client = pytest.importorskip("prometheus_client")
+pytest.importorskip("sglang")
+
+LABELS = {"model_name": "m", "tp_rank": "0"}
+
+
+def status(calls, *, consistent=True, replayed=0, native=1, seconds=0.5, nbytes=100):
+    refit = {"calls": calls, "seconds": seconds, "bytes": nbytes, "sqnr_db": {"blockwise": 31.5}}
+    return {
+        "consistent": consistent,
+        "replay": {"calls": replayed, "native_calls": native},
+        "last_refit": refit,
+    }
+
+
+@pytest.fixture
+def exported():
+    from sglang_fp8rl.engine.host.metrics import PREFIX, RefitMetrics
+
+    registry = prometheus_client.CollectorRegistry()
+    metrics = RefitMetrics(tuple(LABELS), registry)
+
+    def value(name, **more):
+        return registry.get_sample_value(PREFIX + name, {**LABELS, **more})
+
+    return metrics, value
+
+
+def test_calls_of_one_refit_are_one_refit(exported):
+    metrics, value = exported
+    for calls in (1, 2, 3, 1, 2, 1, 1):  # refits of 3, 2, 1 and 1 calls
+        metrics.count(LABELS, status(calls), "tensor", True)
+    assert value("refits_total") == 4
+    assert value("update_calls_total", source="tensor", outcome="ok") == 7
+
+
+def test_a_failed_call_is_counted_as_failed(exported):
+    metrics, value = exported
+    metrics.count(LABELS, status(1), "disk", False)
+    assert value("update_calls_total", source="disk", outcome="failed") == 1
+    assert value("update_calls_total", source="disk", outcome="ok") is None
+
+
+def test_gauges_say_what_the_status_says(exported):
+    metrics, value = exported
+    metrics.observe(LABELS, status(1, consistent=False, replayed=3, native=1))
+    assert value("consistent") == 0
+    assert value("replayed_share") == 0.75
+    assert value("refit_seconds") == 0.5
+    assert value("refit_bytes") == 100
+    assert value("sqnr_db", scheme="blockwise") == 31.5
+    metrics.observe(LABELS, status(1))
+    assert value("consistent") == 1
