@@ -41,7 +41,7 @@ test-oldest: .venv-oldest/.ready  ## the whole suite on the oldest supported SGL
 unit: .venv/.ready  ## what needs no server: under two minutes
 	.venv/bin/python -m pytest -m "not gpu and not engine" tests/unit $(PYTEST_ARGS)
 
-accuracy: .venv/.ready  ## DAPO on a small model: six arms, three seeds, 60 steps; about an hour
+accuracy: .venv/.ready  ## DAPO on a small model: five arms, three seeds, 60 steps; about an hour
 	.venv/bin/python benchmarks/accuracy/dapo_small.py $(ARGS)
 
 accuracy-short: .venv/.ready  ## the same for CI: fails if FP8 does not train as BF16 does

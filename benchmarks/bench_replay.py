@@ -7,7 +7,7 @@ block, so that the names cost what they cost there and the bytes next to nothing
 the same engines, timed alternately from the bytes of a request, still pickled, to "weights ready",
 all in one bucket:
 
-- `replayed`: this package, from its recorded plan
+- `replayed`: this package, from its recipe
 - `native`: this package with `replay: false`, through SGLang's loaders
 - `bf16`: SGLang without quantization
 
@@ -122,7 +122,7 @@ def set_replay(scheduler: Any, on: bool) -> None:
 
 
 def host_only(scheduler: Any, how: str) -> float:
-    """A replay whose table is not run: finding the plan, and the bookkeeping."""
+    """A replay whose table is not run: finding the recipe, and the bookkeeping."""
     from sglang_fp8rl.numerics.cpu.table import CpuTable
 
     run = CpuTable.run
@@ -152,7 +152,7 @@ def scan_only(scheduler: Any) -> float:
 
 
 def build_plan(scheduler: Any) -> float:
-    """Seconds that making the plan takes, of a load that is recorded."""
+    """Seconds that making the recipe takes, of a load that is recorded."""
     from sglang_fp8rl.engine.replay import recipe_store
     from sglang_fp8rl.engine.replay.recipe_store import RecipeStore
 

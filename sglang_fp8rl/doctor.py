@@ -176,7 +176,7 @@ def _sharing() -> Lines:
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
         state = OK if free >= MIN_SHM_BYTES else NOTE
-        yield state, f"/dev/shm has {free / 1e9:.1f} GB free; a bucket of CPU tensors lives there"
+        yield state, f"/dev/shm has {free / 1e9:.1f} GB free; a bucket of CPU tensors has to fit"
 
 
 def _has_entry_point(group: str) -> bool:

@@ -1,7 +1,7 @@
 """The cast that the engine uses: in place, into any region, on the fastest backend at hand.
 
 Same definition as `reference.py`, byte for byte. A block with a NaN or Inf keeps its old codes and
-its old scale, and is reported in the returned flags, which live on the source's device so that
+its old scale, and is reported in the returned flags, which are on the source's device so that
 nothing here waits for a GPU.
 """
 

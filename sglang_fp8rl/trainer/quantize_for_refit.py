@@ -79,7 +79,7 @@ def quantize_for_refit(
         `(name, codes)` e4m3fn and `(name_scale_inv or name_scale, FP32 scales)` for what is FP8 on
         the wire; everything else untouched. Of the kind that came: a DTensor gives DTensors with
         its placements (`full_tensors` gathers them), a LocalShard gives LocalShards. Names that the
-        engine needs not (a tied `lm_head`, rotary tables) are left out.
+        engine does without (a tied `lm_head`, rotary tables) are left out.
 
     Raises:
         RefitError: a name that the plan doesn't know, a shape that is not the plan's, a shard that

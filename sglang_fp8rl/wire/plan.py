@@ -148,7 +148,7 @@ class RefitPlan:
         return dict(self.document)
 
     def why_not_needed(self, name: str) -> str:
-        """Why the engine needs no tensor of that name (tied, computed); empty if it does."""
+        """Why the engine does without that name (tied, computed); empty if it takes it."""
         if name in self.tensors:
             return ""
         for pattern, reason in self._left_out:

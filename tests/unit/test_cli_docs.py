@@ -6,8 +6,10 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from sglang_fp8rl.compat import NEWEST_EXCLUDED, OLDEST, TESTED
 from sglang_fp8rl.config import Options
@@ -15,6 +17,10 @@ from sglang_fp8rl.config import Options
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+)
 
 
 def hooks_table(hooks) -> str:
@@ -40,7 +46,9 @@ def test_the_hooks_table_is_the_code_s(section):
     assert found.group(1).strip() == expected, f"write this into docs/architecture.md:\n{expected}"
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/trainer.md"])
+@pytest.mark.parametrize(
+    "document", ["docs/reference.md", "docs/trainer.md", "docs/models.md", "benchmarks/README.md"]
+)
 def test_every_test_named_in_a_document_exists(document):
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     named = set(re.findall(r"`(test_\w+)`", (ROOT / document).read_text()))
@@ -48,9 +56,12 @@ def test_every_test_named_in_a_document_exists(document):
     assert {name for name in named if f"def {name}(" not in sources} == set()
 
 
+def section(title: str) -> str:
+    return REFERENCE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
 def test_the_options_table_has_every_option_and_its_default():
-    section = README.split("## Options")[1].split("\n## ")[0]
-    table = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", section, re.MULTILINE))
+    table = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", section("Options"), re.MULTILINE))
     expected = {}
     for option in fields(Options):
         value = option.default
@@ -60,11 +71,51 @@ def test_the_options_table_has_every_option_and_its_default():
     assert table == expected
 
 
+class OneWeight(torch.nn.Module):
+    """A model with one parameter, which it loads as SGLang's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def load_weights(self, weights: Any) -> None:
+        for _, tensor in weights:
+            self.weight.weight_loader(self.weight, tensor)  # type: ignore[operator]
+
+
+def test_the_status_table_has_every_field_of_a_server_s_status():
+    pytest.importorskip("sglang")
+    from sglang_fp8rl.engine.host.status import status_section
+    from sglang_fp8rl.engine.refit import ModelRefit
+
+    model = OneWeight()
+    refit = ModelRefit(model, Options(), {}, list)
+    refit.attach()
+    model.load_weights([("weight", torch.ones(4))])
+    status = status_section(refit, session_open=False)
+    assert status["last_refit"]["tensors"] == 1
+    found = set()
+    for key, value in status.items():
+        is_group = key in ("last_refit", "replay")
+        found |= {f"{key}.{inner}" for inner in value} if is_group else {key}
+    assert set(re.findall(r"^\| `([\w.]+)` \|", section("Status"), re.MULTILINE)) == found
+
+
 def test_the_versions_named_are_the_tested_ones():
     assert all(f"| {version} (" in README for version in TESTED)
     assert f">={OLDEST},<{NEWEST_EXCLUDED}" in README
 
 
 def test_documents_name_no_local_path():
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+    for path in PAGES:
         assert not re.search(r"/(work|home|root|tmp|mnt)/", path.read_text()), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_a_document_names_exists(page):
+    """Relative links, and code by its path in the package or in the repository."""
+    text = page.read_text()
+    links = {page.parent / link for link in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text)}
+    assert {str(link) for link in links if not link.exists()} == set()
+    named = set(re.findall(r"`((?:engine|numerics|wire|platforms|trainer)/[\w/]+\.py)`", text))
+    assert {name for name in named if not (ROOT / "sglang_fp8rl" / name).exists()} == set()

@@ -47,7 +47,7 @@ class TensorBucket:
 
     @cached_property
     def layout(self) -> tuple[list, ...]:
-        """Everything a recorded plan depends on."""
+        """Everything a recipe depends on."""
         tensors = self._tensors
         # Strides cost twice as much to ask for, and nearly always say what this says.
         contiguous = list(map(Tensor.is_contiguous, tensors))
@@ -127,7 +127,7 @@ class FlatBucket:
         return self._metadata
 
     def take_metadata(self, metadata: Sequence[Any]) -> None:
-        """From a bucket of the same layout: this one's own need not be read."""
+        """Take those of a bucket of the same layout, to save reading this one's own."""
         self._metadata = metadata
 
     def addresses(self) -> list[int]:

@@ -184,7 +184,7 @@ def _document(model: Any, model_config: Any, quant_config: Any) -> dict[str, Any
 
 
 def _fake_other_ranks(tp_size: int) -> None:
-    """A world of `tp_size` in which nobody answers: SGLang finds it there and starts no other."""
+    """A world of `tp_size` whose other ranks stay silent: SGLang finds it and takes it for its own."""
     import torch.distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -11,7 +11,7 @@ _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
 def left_out(model: Any) -> list[dict[str, str]]:
-    """Patterns of names that this model needs not, on whatever rank, each with its reason."""
+    """Patterns of names that every rank of this model does without, each with its reason."""
     rows = [{"pattern": _ROTARY_TABLES.pattern, "reason": "a rotary table: the engine computes it"}]
     if getattr(_text_config(model), "tie_word_embeddings", False):
         rows.append({"pattern": r"(^|\.)lm_head\.weight$", "reason": "tied to the embedding"})
@@ -32,7 +32,7 @@ def _draft_layers(config: Any) -> list[dict[str, str]]:
 
 
 def skipped_by_design(name: str, model: Any) -> str:
-    """Why this model takes no tensor of that name, in words; empty if there is no such reason."""
+    """Why this model does without a tensor of that name, in words; empty if it takes one."""
     for row in left_out(model):
         if re.search(row["pattern"], name):
             return row["reason"]
@@ -44,7 +44,7 @@ def skipped_by_design(name: str, model: Any) -> str:
     if found and isinstance(start, int) and isinstance(end, int) and total:
         layer = int(found.group(2))
         if layer < total and not start <= layer < end:
-            return f"layer {layer} lives on another pipeline rank"
+            return f"layer {layer} is on another pipeline rank"
     return ""
 
 

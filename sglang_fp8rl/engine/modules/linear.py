@@ -23,7 +23,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
     """W8A8 linear layer whose FP8 weight is written by quantizing what its loader loads.
 
     One instance serves one layer. Blockwise layers are allocated, post-processed and run by
-    SGLang's own code; per-channel layers keep the loader's `[N, K]` layout for ever and hand the
+    SGLang's own code; per-channel layers keep the loader's `[N, K]` layout and hand the
     kernel a transposed view, so no pointer moves.
 
     Args:

@@ -25,7 +25,7 @@ class Call:
         touched: names, and which part of the model each was for.
         stopped_at: the name whose loader raised.
         not_finite: per write, the name and a bool tensor of blocks that kept their old bytes.
-        unneeded: names that nobody takes, and that may pass.
+        unneeded: names that the model does without, and that may pass.
     """
 
     scope: UpdateScope

@@ -37,7 +37,7 @@ def check_takes_scale(target: Target, name: str) -> None:
 
 
 def check_shape(target: Target, name: str, loaded: torch.Tensor, args: tuple, kwargs: dict) -> None:
-    """Raises `RefitError` for a tensor that SGLang's loaders would cut without a word."""
+    """Raises `RefitError` for a tensor that SGLang's loaders would cut in silence."""
     expected = full_shape_of(target, args, kwargs)
     if expected is not None and tuple(loaded.shape) != expected:
         raise RefitError(

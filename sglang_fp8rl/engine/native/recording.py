@@ -47,7 +47,7 @@ class Recording:
         self._lock = threading.Lock()
 
     def refuse(self, position: int | None, reason: str) -> None:
-        """This tensor can't be replayed (None: nobody knows which tensor it was)."""
+        """Leave this tensor to the native loaders (None: it is not known which tensor it was)."""
         with self._lock:
             self.refused.setdefault(-1 if position is None else position, reason)
 

@@ -1,9 +1,9 @@
-"""Record once, replay for ever: the recipes of the bucket layouts that were seen before.
+"""Record once, replay at every refit: the recipes of the bucket layouts that were seen before.
 
 A recording (`recording.py`) is made while the native loaders run. It becomes a recipe
 (`recipe.py`) if the call succeeded; the next bucket of the same layout is written from the recipe,
-without a loader, a name lookup or any Python per tensor. What can't be told from the bucket's layout
-alone stays with the native path, by name.
+without a loader, a name lookup or any Python per tensor. What only the tensors themselves can tell
+stays with the native path, by name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReplayCounts:
 
 
 class RecipeStore:
-    """Plans by layout: few of them, the one longest unused goes first."""
+    """Recipes by layout: few of them, the one longest unused goes first."""
 
     def __init__(self) -> None:
         self._recipes: OrderedDict[tuple, list[Recipe]] = OrderedDict()

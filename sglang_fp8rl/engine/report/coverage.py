@@ -38,7 +38,7 @@ class CoverageTable:
         self._lock = threading.Lock()
 
     def number_of(self, parameter: int, region: Region) -> int:
-        """The number of a box of a parameter; the same one for ever."""
+        """The number of a box of a parameter; it stays the same."""
         numbers = self._numbers[parameter]
         with self._lock:
             if region not in numbers:

@@ -14,8 +14,8 @@ class RefitWindow:
 
     A call that repeats a tensor starts behind the last call that had it, and anew if every weight
     had been written; what else comes after the last weight (norms, the head) still belongs to that
-    refit. A session is no boundary: what one left out the next may bring. A tensor that failed does not count as sent, so sending it again mends the refit instead
-    of ending it.
+    refit. A refit may span sessions: what one left out the next may bring. A tensor that failed does
+    not count as sent, so sending it again mends the refit instead of ending it.
 
     Names go by number (`numbers_of`), so that a bucket that was seen before costs one lookup in an
     array.
@@ -34,7 +34,7 @@ class RefitWindow:
         self._last_call = np.empty(0, np.int64)
 
     def numbers_of(self, names: Iterable[str]) -> np.ndarray:
-        """A number for each name, the same one for ever."""
+        """A number for each name; it stays the same."""
         numbers = self._numbers
         found = [numbers.setdefault(name, len(numbers)) for name in names]
         missing = len(numbers) - len(self._last_call)

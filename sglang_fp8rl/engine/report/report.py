@@ -206,7 +206,7 @@ class RefitReport:
         self.window.restart()
 
     def other_ranks(self, errors: list[str]) -> None:
-        """What went wrong, and was not mended, on the ranks whose answer nobody sees."""
+        """What went wrong, and was not mended, on the ranks whose answer does not reach the client."""
         self.rank_errors = errors
         self.current.errors += [text for text in errors if text not in self.current.errors]
 
