@@ -46,7 +46,9 @@ class Recorder:
             return
         if report.when == "teardown":
             return
-        test, _, case = report.nodeid.rpartition("::")[2].rstrip("]").partition("[")
+        # With workers, "@" and the group stand behind it.
+        test, _, rest = report.nodeid.rpartition("::")[2].partition("[")
+        case = rest.rpartition("]")[0]
         outcome = report.outcome
         if outcome == "skipped":
             outcome = report.longrepr[2].removeprefix("Skipped: ")
