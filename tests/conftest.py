@@ -89,7 +89,7 @@ def host(request: pytest.FixtureRequest, engine_pool: EnginePool) -> Iterator[En
         yield engine
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def plans_in_forks() -> Iterator[None]:
     """Plans are made in forks of the fork server instead of new interpreters."""
     from forked import run_plan

@@ -61,11 +61,12 @@ def as_param(key: EngineKey | str, *marks: Any) -> Any:
     if isinstance(key, str):
         model, _, layout = key.rpartition("-")
         key = engine_key(model, layout)
-    return pytest.param(key, id=str(key), marks=[_runs_on(key), *marks])
+    return pytest.param(key, id=str(key), marks=[runs_on(key.model.name, str(key)), *marks])
 
 
-def _runs_on(key: EngineKey) -> pytest.MarkDecorator:
-    return pytest.mark.runs_on(key.model.name, str(key))
+def runs_on(model: str, engine: str = "") -> pytest.MarkDecorator:
+    """For a test that takes engines of this model from the pool by itself."""
+    return pytest.mark.runs_on(model, engine)
 
 
 # -- the engines -----------------------------------------------------------------------------------
