@@ -1,7 +1,7 @@
 """`python contract_table.py`: put the contract's results into `docs/models.md`.
 
-Results come from `pytest tests/engine/test_contract.py --contract-results FILE`, one file per host, kept
-in `contract_results/`.
+Results come from `pytest --all --contract-results FILE tests/engine/test_contract.py`, one file per
+host, kept in `contract_results/`.
 """
 
 from __future__ import annotations
