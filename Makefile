@@ -1,45 +1,62 @@
-# Everything a fresh clone needs: `make demo`, `make test`. Environments live in .venv and .venv-oldest.
-PYTHON ?= python3.11
+# Everything a fresh clone needs: `make demo`, `make test`. Environments live in .venv, .venv-oldest and
+# .venv-312.
+# A version manager's shim may be on the path for a version that is not there, so each is tried.
+runs = $(shell for one in $(1); do "$$one" -c "import ensurepip, venv" 2>/dev/null && echo "$$one" && break; done)
+ifndef PYTHON
+PYTHON := $(call runs,python3.11 python3.12 python3.13 python3.10)
+endif
 UV := .uv/bin/uv
 export UV_LINK_MODE ?= hardlink
 PYTEST_ARGS ?=
+# Two workers; tests that share an engine or a server stay on one (tests/conftest.py).
+PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu"
 # A fresh environment has no bytecode; without it every server start compiles SGLang again (20 s).
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest unit lint clean bench bench-guard proof bench-gpu accuracy accuracy-short offline-bundle
+.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof bench-gpu accuracy accuracy-short offline-bundle
 
 help:
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(UV):
+	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11, 3.12, 3.13 or 3.10 with venv runs here: install one, or say make PYTHON=/its/path" >&2; exit 1; }
 	$(PYTHON) -m venv .uv && .uv/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.8
 
-.venv/.ready: $(UV) constraints/newest.txt constraints/requirements.txt pyproject.toml
-	$(UV) venv --quiet --clear --python $(PYTHON) .venv
-	$(UV) pip install --quiet --python .venv/bin/python -c constraints/newest.txt -r constraints/requirements.txt
-	$(UV) pip install --quiet --python .venv/bin/python --no-deps verl==0.9.1
-	$(UV) pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation -e .
+define environment
+	$(UV) venv --quiet --clear --python $(1) $(@D)
+	$(UV) pip install --quiet --python $(@D)/bin/python -c $(2) -r constraints/requirements.txt
+	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps verl==0.9.1
+	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation -e .
 	@touch $@
+endef
+
+.venv/.ready: $(UV) constraints/newest.txt constraints/requirements.txt pyproject.toml
+	$(call environment,$(PYTHON),constraints/newest.txt)
 
 .venv-oldest/.ready: $(UV) constraints/oldest.txt constraints/requirements.txt pyproject.toml
-	$(UV) venv --quiet --clear --python $(PYTHON) .venv-oldest
-	$(UV) pip install --quiet --python .venv-oldest/bin/python -c constraints/oldest.txt -r constraints/requirements.txt
-	$(UV) pip install --quiet --python .venv-oldest/bin/python --no-deps verl==0.9.1
-	$(UV) pip install --quiet --python .venv-oldest/bin/python --no-deps --no-build-isolation -e .
-	@touch $@
+	$(call environment,$(PYTHON),constraints/oldest.txt)
+
+.venv-312/.ready: $(UV) constraints/newest.txt constraints/requirements.txt pyproject.toml
+	$(call environment,python3.12,constraints/newest.txt)
 
 demo: .venv/.ready  ## serve, refit and check a small model on real parts (ARGS="--model PATH" for yours)
 	.venv/bin/sglang-fp8rl demo $(ARGS)
 
-test: .venv/.ready  ## the whole suite on the newest supported SGLang
-	.venv/bin/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+test: .venv/.ready  ## the suite on the newest supported SGLang; ten minutes
+	.venv/bin/python $(PYTEST) $(PYTEST_ARGS)
 
-test-oldest: .venv-oldest/.ready  ## the whole suite on the oldest supported SGLang
-	.venv-oldest/bin/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+test-all: .venv/.ready  ## every case of it: all models and layouts of the contract, DAPO, large shapes
+	.venv/bin/python $(PYTEST) --all $(PYTEST_ARGS)
+
+test-oldest: .venv-oldest/.ready  ## as `test`, on the oldest supported SGLang
+	.venv-oldest/bin/python $(PYTEST) $(PYTEST_ARGS)
 
 unit: .venv/.ready  ## what needs no server: under two minutes
-	.venv/bin/python -m pytest -m "not gpu and not engine" tests/unit $(PYTEST_ARGS)
+	.venv/bin/python $(PYTEST) tests/unit $(PYTEST_ARGS)
+
+unit-312: .venv-312/.ready  ## the same on Python 3.12, which SGLang's images have
+	.venv-312/bin/python $(PYTEST) tests/unit $(PYTEST_ARGS)
 
 accuracy: .venv/.ready  ## DAPO on a small model: five arms, three seeds, 60 steps; about an hour
 	.venv/bin/python benchmarks/accuracy/dapo_small.py $(ARGS)
@@ -78,4 +95,4 @@ lint: .venv/.ready  ## ruff, mypy and the layers (import-linter)
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
 
 clean:  ## remove the environments and caches
-	rm -rf .venv .venv-oldest .uv .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-oldest .venv-312 .uv .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

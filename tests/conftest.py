@@ -1,21 +1,29 @@
-"""Servers and checkpoints shared by the tests of a session."""
+"""Which tests run, on which worker, and the engines, servers and checkpoints that they share."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# Workers of pytest-xdist share the cores: one thread each. Before torch is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-from sglang_fp8rl.testing.checkpoints import make_checkpoint
-from sglang_fp8rl.testing.server import ServerProcess
+if TYPE_CHECKING:
+    from pool import Engine, EnginePool
+
+    from sglang_fp8rl.testing.server import ServerProcess
 
 MAX_SERVERS = 2  # alive at a time; each takes about 1.5 GiB
-
-ServerFactory = Callable[..., ServerProcess]
+HERE = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="slow tests too, as `make test-all` does")
     parser.addoption(
         "--contract-results", type=Path, help="write what the contract suite proved to this file"
     )
@@ -23,11 +31,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--contract-results", default=None)
-    if path is not None:
+    if path is not None and not hasattr(config, "workerinput"):
         from contract import HOST
         from contract_table import Recorder
 
         config.pluginmanager.register(Recorder(path, str(HOST)), "contract-results")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests out, and bring those together that share an engine, a server or a file.
+
+    Groups stay on one worker (`--dist loadgroup`). Those that take longest come first.
+    """
+    if not config.getoption("--all"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+    places = {item: _place(item) for item in items}
+    for item, (_, group, _) in places.items():
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=places.__getitem__)
+
+
+def _place(item: pytest.Item) -> tuple[int, str, str]:
+    """Servers, engines, the rest; the group; the engine within it."""
+    folder = item.path.relative_to(HERE).parts[0]
+    engine = item.get_closest_marker("runs_on")
+    if engine:
+        model, key = engine.args
+        return 1, f"engine {model}", key
+    own = item.get_closest_marker("xdist_group")
+    group = own.args[0] if own else str(item.path.relative_to(HERE))
+    return ("server", "engine", "unit").index(folder), group, ""
 
 
 @pytest.fixture(scope="session")
@@ -37,18 +73,50 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def engine_pool(checkpoint_dir: Path) -> Iterator[EnginePool]:
+    """The engines that the tests of this process share."""
+    from pool import EnginePool
+
+    pool = EnginePool(checkpoint_dir)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def host(request: pytest.FixtureRequest, engine_pool: EnginePool) -> Iterator[Engine]:
+    """A shared engine on its first weights; `pool.on` says which."""
+    with engine_pool.lent(request.param) as engine:
+        yield engine
+
+
+@pytest.fixture
+def plans_in_forks() -> Iterator[None]:
+    """Plans are made in forks of the fork server instead of new interpreters."""
+    from forked import run_plan
+
+    from sglang_fp8rl.engine.host.plan_offline import plans_run_by
+
+    with plans_run_by(run_plan):
+        yield
+
+
+@pytest.fixture(scope="session")
 def dense_checkpoint(checkpoint_dir: Path) -> Path:
     """A small Qwen3 in FP32, in two shards."""
+    from sglang_fp8rl.testing.checkpoints import make_checkpoint
+
     return make_checkpoint(checkpoint_dir / "qwen3", "qwen3", shards=2)
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ServerProcess]]:
     """`server(checkpoint, *args)`: a running server, reused by every test that asks for the same.
 
     A test that changes weights puts them back, or gives a flag of its own (`--random-seed=…`).
     The server longest unused is stopped when there would be more than `MAX_SERVERS`.
     """
+    from sglang_fp8rl.testing.server import ServerProcess
+
     alive: dict[tuple[str, ...], ServerProcess] = {}
     logs = tmp_path_factory.mktemp("servers")
 
@@ -71,5 +139,5 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
         process.stop()
 
 
-def _flat(env: dict[str, str] | None) -> Sequence[str]:
+def _flat(env: dict[str, Any] | None) -> Sequence[str]:
     return [f"{name}={value}" for name, value in sorted((env or {}).items())]

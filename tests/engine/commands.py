@@ -118,3 +118,8 @@ def status(scheduler: Any) -> dict[str, Any]:
 def plan_document(scheduler: Any) -> dict[str, Any]:
     """What `GET /fp8rl/plan` answers."""
     return model_of(scheduler).fp8rl_refit.plan().as_dict()
+
+
+def forget_buckets(scheduler: Any) -> None:
+    """As if no bucket had been sent yet: nothing to replay, counts of zero."""
+    model_of(scheduler).fp8rl_refit.recipes.__init__()

@@ -1,7 +1,7 @@
 """`python contract_table.py`: put the contract's results into `docs/models.md`.
 
-Results come from `pytest tests/engine/test_contract.py --contract-results FILE`, one file per host, kept
-in `contract_results/`.
+Results come from `pytest --all --contract-results FILE tests/engine/test_contract.py`, one file per
+host, kept in `contract_results/`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Recorder:
             return
         if report.when == "teardown":
             return
-        test, _, case = report.nodeid.rpartition("::")[2].rstrip("]").partition("[")
+        # With workers, "@" and the group stand behind it.
+        test, _, rest = report.nodeid.rpartition("::")[2].partition("[")
+        case = rest.rpartition("]")[0]
         outcome = report.outcome
         if outcome == "skipped":
             outcome = report.longrepr[2].removeprefix("Skipped: ")

@@ -14,19 +14,15 @@ about two seconds.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from forked import CONTEXT
+
 _START_SECONDS = 240
-# Before the fork server starts: its children import SGLang with it.
-os.environ["SGLANG_PLATFORM"] = "fp8rl_cpu"
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["sglang_fp8rl.testing.preload"])
 
 
 class EngineError(RuntimeError):
@@ -41,6 +37,8 @@ class EngineHost:
         quantization: as on the command line; None serves unquantized.
         tp_size: ranks.
         args: further command-line arguments.
+        env: variables set in the schedulers. The fork server keeps its own copy of the environment,
+            so one that a test sets does not reach them.
     """
 
     def __init__(
@@ -50,19 +48,20 @@ class EngineHost:
         quantization: str | None = "fp8_blockwise_online",
         tp_size: int = 1,
         args: tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        argv = ["--model-path", str(model_path), "--skip-tokenizer-init", "--device", "cpu"]
+        argv = command_line(model_path, quantization)
         argv += ["--tp-size", str(tp_size), "--disable-radix-cache", *args]
-        if quantization:
-            argv += ["--quantization", quantization]
         self.tp_size = tp_size
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         launch = None
         for rank in range(tp_size):
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(
-                target=_run_rank, args=(theirs, argv, tp_size, rank, launch), daemon=True
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
+                target=run_rank,
+                args=(theirs, argv, tp_size, rank, launch, dict(env or {})),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -111,10 +110,18 @@ class EngineHost:
         return value
 
 
-def _run_rank(pipe: Any, argv: list[str], tp_size: int, rank: int, launch: Any) -> None:
-    cores = os.cpu_count() or 1
-    each = [str(other % cores) for other in range(tp_size)]
-    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(each) if tp_size > 1 else f"0-{cores - 1}"
+def command_line(model_path: Path | str, quantization: str | None) -> list[str]:
+    """Arguments that every engine has."""
+    argv = ["--model-path", str(model_path), "--skip-tokenizer-init", "--device", "cpu"]
+    return [*argv, "--quantization", quantization] if quantization else argv
+
+
+def run_rank(
+    pipe: Any, argv: list[str], tp_size: int, rank: int, launch: Any, env: Mapping[str, str]
+) -> None:
+    """One rank's process: answers `launch` (rank 0), then readiness, then what it is sent."""
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(tp_size))
+    os.environ.update(env)
     try:
         from sglang.srt.plugins import load_plugins
 
@@ -140,6 +147,17 @@ def _run_rank(pipe: Any, argv: list[str], tp_size: int, rank: int, launch: Any) 
     except BaseException:
         pipe.send((True, traceback.format_exc()))
         raise
+
+
+def _cores(tp_size: int) -> list[str]:
+    """Cores of each rank. A worker of pytest-xdist leaves the others' cores alone where it can."""
+    cores = sorted(os.sched_getaffinity(0))
+    if tp_size > 1:
+        return [str(cores[rank % len(cores)]) for rank in range(tp_size)]
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker:
+        return [str(cores[int(worker.removeprefix("gw")) % len(cores)])]
+    return [f"{cores[0]}-{cores[-1]}"]
 
 
 class _Ignore:

@@ -6,6 +6,8 @@ from array import array
 from typing import Any
 
 MAX_STEPS = 100
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+NEW_TOKENS = 4
 
 
 def generate(scheduler: Any, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:

@@ -17,54 +17,47 @@ from commands import (
     plan_document,
     scribble,
     status,
-    update,
     update_from_disk,
 )
-from contract import CASES, HOST, case_id, no_forward
+from contract import CASES, DEFAULT, ENTRIES, HOST, case_id, no_forward_of
 from engine_host import EngineHost
-from generation import generate
-from models import MODELS, checkpoint
+from generation import NEW_TOKENS, PROMPT, generate
+from models import checkpoint
 from packaging.version import Version
+from pool import as_param, engine_key
 
 from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 from sglang_fp8rl.testing.checkpoints import BLOCK_FP8_CONFIG, save_checkpoint
 
-pytestmark = pytest.mark.engine
-
-PROMPT = [5, 6, 7, 8, 9, 10, 11]
-NEW_TOKENS = 4
 QUANTIZE = {"blockwise": quantize_blockwise, "per_channel": quantize_per_channel}
 
 
-@pytest.fixture(scope="module", params=CASES, ids=case_id)
-def case(request, checkpoint_dir):
-    """A running engine on the first weights, and what a fresh one has and says on either."""
-    entry, layout = request.param
+def param(entry, layout):
+    """Default cases and all others; those that this host refuses are skipped with its reason."""
+    key = engine_key(entry.model, layout.name)
+    marks = [] if case_id((entry, layout)) in DEFAULT else [pytest.mark.slow]
     if entry.refused_here():
-        pytest.skip(entry.refused_here())
-    with Case.start(entry, layout, checkpoint_dir, "second") as fresh:
-        second = Case(entry, layout, fresh)
-        said, served, plan = second.say(), fresh.call_all(digests), fresh.call_all(status)
-    with Case.start(entry, layout, checkpoint_dir, "first") as host:
-        case = Case(entry, layout, host)
-        # It generates before it is updated, as a server does: SGLang keeps copies of some weights
-        # from their first use on.
-        case.fresh_said = {"first": case.say(), "second": said}
-        case.fresh = {"first": host.call_all(digests), "second": served}
-        case.fresh_status = plan
-        yield case
+        marks.append(pytest.mark.skip(reason=entry.refused_here()))
+    return as_param(key, *marks)
+
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.parametrize("host", [param(*case) for case in CASES], indirect=True),
+]
+
+
+@pytest.fixture
+def case(host):
+    """A running engine on the first weights, and what a fresh one has and says on either."""
+    return Case(host)
 
 
 class Case:
-    def __init__(self, entry, layout, host):
-        self.entry, self.layout, self.host = entry, layout, host
-        self.no_forward = no_forward((entry, layout))
-        self.model = MODELS[entry.model]
-
-    @staticmethod
-    def start(entry, layout, directory, which):
-        path = checkpoint(directory, MODELS[entry.model], which)
-        return EngineHost(path, tp_size=layout.tp_size, args=layout.args)
+    def __init__(self, host):
+        self.host, self.model = host, host.model
+        self.entry, self.layout = ENTRIES[host.model.name], host.key.layout
+        self.fresh = {which: host.fresh(which) for which in ("first", "second")}
 
     def send(self, which, buckets=None, **options):
         """Update to one of the weight sets and check that it was taken."""
@@ -72,17 +65,13 @@ class Case:
         for bucket in buckets or [list(state)]:
             self.send_items([(name, state[name]) for name in bucket], **options)
 
-    def send_items(self, items, **options):
-        for success, message in self.host.call_all(update, items, *options.values()):
-            assert success, message
-
-    def say(self):
-        """Tokens and log-probabilities by rank; None where there is no forward pass."""
-        return None if self.no_forward else self.host.call_all(generate, PROMPT, NEW_TOKENS)
+    def send_items(self, items, load_format=None):
+        self.host.send(items, load_format)
 
     def check(self, which):
         for rank, found in enumerate(self.host.call_all(digests)):
-            wrong = [name for name in found if found[name] != self.fresh[which][rank][name]]
+            fresh = self.fresh[which].digests[rank]
+            wrong = [name for name in found if found[name] != fresh[name]]
             assert not wrong, (rank, wrong)
         state = self.host.call(status)
         assert state["consistent"], state["problems"]
@@ -109,7 +98,8 @@ def with_parts(modules):
 
 def test_the_two_weight_sets_differ_in_every_weight(case):
     """Or the other tests would prove nothing."""
-    for first, second in zip(case.fresh["first"], case.fresh["second"], strict=True):
+    both = (case.fresh[which].digests for which in ("first", "second"))
+    for first, second in zip(*both, strict=True):
         weights = [name for name in first if name.endswith(("weight", "w_kc", "w_vc"))]
         assert weights
         assert all(first[name] != second[name] for name in weights)
@@ -148,7 +138,7 @@ def test_addresses_stay(case):
 
 def test_the_scheme_is_decided_once(case):
     before = [rank["plan"] for rank in case.host.call_all(status)]
-    assert before == [rank["plan"] for rank in case.fresh_status]
+    assert before == [rank["plan"] for rank in case.fresh["second"].status]
     case.send("second", shuffled_buckets(case.model.second, 3, (5,)))
     assert [rank["plan"] for rank in case.host.call_all(status)] == before
     case.send("first")
@@ -204,13 +194,15 @@ def test_update_from_disk_equals_fresh_load(case, checkpoint_dir):
 
 def test_a_refitted_engine_says_what_a_fresh_one_says(case):
     """Tokens and log-probabilities, every bit."""
-    if case.no_forward:
-        pytest.skip(case.no_forward)
-    assert case.fresh_said["first"] != case.fresh_said["second"]
+    reason = no_forward_of(case.entry.model, case.layout)
+    if reason:
+        pytest.skip(reason)
+    first, second = (case.fresh[which].said for which in ("first", "second"))
+    assert first != second
     case.send("second", shuffled_buckets(case.model.second, 13, (6,)))
-    assert case.say() == case.fresh_said["second"]
+    assert case.host.say() == second
     case.send("first")
-    assert case.say() == case.fresh_said["first"]
+    assert case.host.say() == first
 
 
 def test_quantized_offline_and_served_by_sglangs_own_fp8_gives_the_same_bytes(case, checkpoint_dir):
@@ -232,10 +224,10 @@ def test_quantized_offline_and_served_by_sglangs_own_fp8_gives_the_same_bytes(ca
     save_checkpoint(path, case.model.config, state, quantization_config=config)
     options = {"tp_size": case.layout.tp_size, "args": case.layout.args}
     with EngineHost(path, quantization=None, **options) as native:
-        if not case.no_forward:
+        if case.fresh["first"].said is not None:
             said = native.call_all(generate, PROMPT, NEW_TOKENS)
-            assert said == case.fresh_said["first"]
+            assert said == case.fresh["first"].said
         offline = native.call_all(digests)
-        for ours, theirs in zip(case.fresh["first"], offline, strict=True):
+        for ours, theirs in zip(case.fresh["first"].digests, offline, strict=True):
             # SGLang's own method adds KV-cache scales; every other tensor is in both.
             assert {name: theirs.get(name) for name in ours} == ours

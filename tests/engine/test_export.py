@@ -6,21 +6,21 @@ import json
 
 import pytest
 import torch
-from _served import MODEL, ONE_THREAD, PROMPTS, Client, served
 from commands import digests
 from engine_host import EngineHost
+from exported import exported
 from models import MODELS, checkpoint
+from pool import on, runs_on
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from sglang_fp8rl.cli import app
-from sglang_fp8rl.errors import ConfigError, QuantizationError, RefitError
+from sglang_fp8rl.errors import ConfigError, QuantizationError
 from sglang_fp8rl.export import INDEX_NAME, export_checkpoint
 from sglang_fp8rl.numerics.reference import dequantize, quantize_blockwise
 from sglang_fp8rl.testing.checkpoints import save_checkpoint
-from sglang_fp8rl.testing.outputs import ask, differences
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("plans_in_forks")]
 
 # And so do the models that share its loader (Phi3, Mistral).
 DROPS_SCALES = pytest.mark.xfail(
@@ -28,45 +28,33 @@ DROPS_SCALES = pytest.mark.xfail(
 )
 
 
-def exported(checkpoint_dir, name, **options):
-    """Export once a session; the directory."""
-    out = checkpoint_dir / f"{name}-exported"
-    if not out.exists():
-        export_checkpoint(str(checkpoint(checkpoint_dir, MODELS[name], "first")), out, **options)
-    return out
+@on(
+    "qwen3-tp1", "qwen3-one-kv-head-tp2", "deepseek-v3-tp1",
+    slow=("qwen3-moe-tp1",),
+)  # fmt: skip
+def test_plain_sglang_loads_the_bytes_that_the_online_server_makes(checkpoint_dir, host):
+    loads_the_bytes(checkpoint_dir, host)
 
 
-@pytest.mark.parametrize(
-    ("name", "tp_size"),
-    [
-        ("qwen3", 1),
-        ("qwen3-one-kv-head", 2),
-        ("qwen3-moe", 1),
-        ("deepseek-v3", 1),
-        pytest.param("llama", 1, marks=DROPS_SCALES),
-    ],
-)
-def test_plain_sglang_loads_the_bytes_that_the_online_server_makes(checkpoint_dir, name, tp_size):
-    out = exported(checkpoint_dir, name, tp_size=tp_size)
-    path = checkpoint(checkpoint_dir, MODELS[name], "first")
-    with EngineHost(path, tp_size=tp_size) as ours:
-        online = ours.call_all(digests)
-    with EngineHost(out, quantization=None, tp_size=tp_size) as native:
+@DROPS_SCALES
+@on(slow=("llama-tp1",))
+def test_plain_sglang_loads_the_bytes_of_a_llama(checkpoint_dir, host):
+    loads_the_bytes(checkpoint_dir, host)
+
+
+def loads_the_bytes(checkpoint_dir, host):
+    out = exported(checkpoint_dir, host.model.name, tp_size=host.tp_size)
+    with EngineHost(out, quantization=None, tp_size=host.tp_size) as native:
         offline = native.call_all(digests)
-    for made, loaded in zip(online, offline, strict=True):
+    for made, loaded in zip(host.as_loaded.digests, offline, strict=True):
         # SGLang's own method adds KV-cache scales; every other parameter is in both.
         assert {leaf: loaded[leaf] for leaf in made} == made
 
 
-def test_plain_sglang_gives_the_outputs_of_the_online_server(server, checkpoint_dir):
-    expected = served(server, checkpoint_dir).expected["first"]
-    native = server(exported(checkpoint_dir, MODEL.name), env=ONE_THREAD)
-    assert differences(ask(Client(native.url), PROMPTS), expected) == []
-    with pytest.raises(RefitError, match=r"404.*Start it with --quantization"):
-        Client(native.url).plan()  # it has the plugin, but not the method
-
-
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("qwen3", marks=runs_on("qwen3")), pytest.param("llama", marks=pytest.mark.slow)],
+)
 def test_transformers_reads_the_dequantized_values(checkpoint_dir, name):
     """Not of short last rows, which it refuses."""
     from transformers import AutoModelForCausalLM

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from commands import (
-    digests,
-    parameter,
-    status,
-    update,
-)
+from commands import digests, parameter, status, update
 from engine_host import EngineHost
 from models import MODELS, checkpoint
+from pool import engine_key, on, runs_on
 
 from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 
@@ -23,34 +19,27 @@ pytestmark = pytest.mark.engine
 # -- where the unmerged SGLang PR goes wrong ------------------------------------------------------
 
 
-def host_of(checkpoint_dir, name, tp_size, which="first", **options) -> EngineHost:
-    path = checkpoint(checkpoint_dir, MODELS[name], which)
-    return EngineHost(path, tp_size=tp_size, **options)
-
-
-def test_row_parallel_scales_are_refreshed_on_every_rank_at_tp2(checkpoint_dir):
-    model = MODELS["qwen3"]
-    with host_of(checkpoint_dir, "qwen3", 2) as host:
-        name = "model.layers.0.mlp.down_proj"
-        assert all(ok for ok, _ in host.call_all(update, list(model.second.items())))
-        scales = host.call_all(parameter, f"{name}.weight_scale_inv")
-    _, whole = quantize_blockwise(model.second[f"{name}.weight"])
+@on("qwen3-tp2")
+def test_row_parallel_scales_are_refreshed_on_every_rank_at_tp2(host):
+    name = "model.layers.0.mlp.down_proj"
+    host.send(list(host.model.second.items()))
+    scales = host.call_all(parameter, f"{name}.weight_scale_inv")
+    _, whole = quantize_blockwise(host.model.second[f"{name}.weight"])
     columns = whole.shape[1] // 2
     for rank, found in enumerate(scales):
         assert torch.equal(found, whole[:, rank * columns : (rank + 1) * columns]), rank
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_bucket_with_only_k_proj_changes_the_rows_of_k_and_no_others(checkpoint_dir, tp_size):
-    model = MODELS["qwen3-one-kv-head"]
+@on("qwen3-one-kv-head-tp1", "qwen3-one-kv-head-tp2")
+def test_a_bucket_with_only_k_proj_changes_the_rows_of_k_and_no_others(host):
+    model, tp_size = host.model, host.tp_size
     name = "model.layers.0.self_attn"
-    with host_of(checkpoint_dir, "qwen3-one-kv-head", tp_size) as host:
-        codes, scales = f"{name}.qkv_proj.weight", f"{name}.qkv_proj.weight_scale_inv"
-        before = host.call_all(parameter, codes), host.call_all(parameter, scales)
-        key = f"{name}.k_proj.weight"
-        assert all(ok for ok, _ in host.call_all(update, [(key, model.second[key])]))
-        after = host.call_all(parameter, codes), host.call_all(parameter, scales)
-        reported = host.call(status)["problems"]
+    codes, scales = f"{name}.qkv_proj.weight", f"{name}.qkv_proj.weight_scale_inv"
+    before = host.call_all(parameter, codes), host.call_all(parameter, scales)
+    key = f"{name}.k_proj.weight"
+    host.send([(key, model.second[key])])
+    after = host.call_all(parameter, codes), host.call_all(parameter, scales)
+    reported = host.call(status)["problems"]
     q_rows = 256 // tp_size
     expected, expected_scale = quantize_blockwise(model.second[key])
     for rank in range(tp_size):
@@ -65,13 +54,13 @@ def test_a_bucket_with_only_k_proj_changes_the_rows_of_k_and_no_others(checkpoin
     assert any("qkv_proj.weight: only" in line for line in reported)
 
 
-def test_with_more_ranks_than_kv_heads_every_rank_has_the_whole_head(checkpoint_dir):
-    model = MODELS["qwen3-one-kv-head"]
+@on("qwen3-one-kv-head-tp2")
+def test_with_more_ranks_than_kv_heads_every_rank_has_the_whole_head(host):
+    model = host.model
     name = "model.layers.1.self_attn"
-    with host_of(checkpoint_dir, "qwen3-one-kv-head", 2) as host:
-        assert all(ok for ok, _ in host.call_all(update, list(model.second.items())))
-        codes = host.call_all(parameter, f"{name}.qkv_proj.weight")
-        scales = host.call_all(parameter, f"{name}.qkv_proj.weight_scale_inv")
+    host.send(list(model.second.items()))
+    codes = host.call_all(parameter, f"{name}.qkv_proj.weight")
+    scales = host.call_all(parameter, f"{name}.qkv_proj.weight_scale_inv")
     for part, row in (("k", 128), ("v", 256)):
         expected, scale = quantize_blockwise(model.second[f"{name}.{part}_proj.weight"])
         for rank in range(2):
@@ -79,13 +68,14 @@ def test_with_more_ranks_than_kv_heads_every_rank_has_the_whole_head(checkpoint_
             assert torch.equal(scales[rank][row // 128 : row // 128 + 1], scale)
 
 
+@runs_on("qwen3")
 def test_a_model_may_be_misaligned_only_when_sharded_and_decides_alike_at_every_update(
-    checkpoint_dir,
+    engine_pool,
 ):
     model = MODELS["qwen3"]
     plans = {}
     for tp_size in (1, 2):
-        with host_of(checkpoint_dir, "qwen3", tp_size) as host:
+        with engine_pool.lent(engine_key("qwen3", f"tp{tp_size}")) as host:
             before = host.call_all(status)
             # One tensor per call: a decision taken from the tensor at hand would differ.
             for item in model.second.items():
@@ -104,9 +94,17 @@ def test_a_model_may_be_misaligned_only_when_sharded_and_decides_alike_at_every_
         assert torch.equal(codes[rank][128:192], expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2-bias", "llama"])
-def test_shards_are_slices_of_the_unsharded_bytes(checkpoint_dir, name):
-    with host_of(checkpoint_dir, name, 1) as one, host_of(checkpoint_dir, name, 2) as two:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qwen3", marks=runs_on("qwen3")),
+        pytest.param("qwen2-bias", marks=[runs_on("qwen2-bias"), pytest.mark.slow]),
+        pytest.param("llama", marks=[runs_on("llama"), pytest.mark.slow]),
+    ],
+)
+def test_shards_are_slices_of_the_unsharded_bytes(engine_pool, name):
+    keys = [engine_key(name, f"tp{ranks}") for ranks in (1, 2)]
+    with engine_pool.lent(keys[0]) as one, engine_pool.lent(keys[1]) as two:
         for leaf, dim in (("mlp.down_proj", 1), ("self_attn.o_proj", 1)):
             for part in ("weight", "weight_scale_inv"):
                 full = f"model.layers.0.{leaf}.{part}"
@@ -133,11 +131,13 @@ def test_checkpoints_in_16_bit_and_in_shards_load_as_their_values(checkpoint_dir
         assert host.call_all(digests) == found
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_dummy_weights_and_a_full_update_equal_a_fresh_load(checkpoint_dir, tp_size):
-    with host_of(checkpoint_dir, "qwen3", tp_size, "second") as fresh:
-        expected = fresh.call_all(digests)
-    with host_of(checkpoint_dir, "qwen3", tp_size, args=("--load-format", "dummy")) as host:
+@pytest.mark.parametrize("layout", ["tp1", "tp2"])
+@runs_on("qwen3")
+def test_dummy_weights_and_a_full_update_equal_a_fresh_load(checkpoint_dir, engine_pool, layout):
+    key = engine_key("qwen3", layout)
+    expected = engine_pool.fresh(key).digests
+    path, args = checkpoint(checkpoint_dir, key.model, "first"), ("--load-format", "dummy")
+    with EngineHost(path, tp_size=key.layout.tp_size, args=args) as host:
         state = host.call(status)
         assert not state["consistent"]
         assert "never loaded" in state["problems"][0]

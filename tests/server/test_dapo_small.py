@@ -50,6 +50,7 @@ def run(tmp_path_factory):
     return records
 
 
+@pytest.mark.slow
 def test_a_healthy_run_is_green_and_a_wrong_scale_is_red(run):
     healthy, faulty = run("healthy"), run("faulty", "scale")
     assert [record["step"] for record in healthy] == list(range(STEPS + 1))

@@ -38,6 +38,7 @@ def test_the_demo_runs_through_and_every_output_is_equal(tmp_path):
     assert not Path(report["directory"]).exists()
 
 
+@pytest.mark.slow
 def test_the_demo_runs_on_a_checkpoint_of_the_user_s(tmp_path):
     import torch
 

@@ -23,7 +23,7 @@ from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.testing.outputs import differences
 from sglang_fp8rl.wire.bucket import serialize
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 GATE = "model.layers.1.mlp.gate_proj.weight"

@@ -12,7 +12,7 @@ from packaging.version import Version
 from sglang_fp8rl.testing.outputs import differences
 from sglang_fp8rl.testing.server import cpu_env
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 
 
 def test_the_python_engine_serves_and_refits(server, checkpoint_dir):

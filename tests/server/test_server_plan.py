@@ -18,7 +18,7 @@ from sglang_fp8rl.testing.server import free_port
 from sglang_fp8rl.trainer import WireStats, quantize_for_refit
 from sglang_fp8rl.wire.plan import PLAN_PATH, digest_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]
 
 
 @pytest.fixture
@@ -26,6 +26,7 @@ def running(server, checkpoint_dir):
     return served(server, checkpoint_dir)
 
 
+@pytest.mark.usefixtures("plans_in_forks")
 def test_the_server_gives_the_plan_of_the_command(running, checkpoint_dir):
     planned = make_plan(str(checkpoint(checkpoint_dir, MODEL, "first"))).document
     assert fetch_plan(running.server.url).as_dict() == planned

@@ -23,7 +23,7 @@ from sglang_fp8rl.numerics.reference import quantize_blockwise
 from sglang_fp8rl.testing.checkpoints import quantized
 from sglang_fp8rl.testing.outputs import differences
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 
 CLIENTS = {"session": Client, "no-session": ClientWithoutSessions}
 WIRES = {

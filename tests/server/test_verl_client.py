@@ -18,7 +18,7 @@ from models import checkpoint
 from sglang_fp8rl.testing.outputs import ask, differences
 from sglang_fp8rl.testing.server import cpu_env, free_port
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("verl")]
 
 TENSORS = len(MODEL.first)
 SMALL, LARGE = 100_000, 1 << 30  # bytes; the first is less than most tensors

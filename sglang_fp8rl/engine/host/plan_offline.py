@@ -9,6 +9,7 @@ weights, no GPU and no memory to speak of.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -17,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,10 @@ from ...errors import Fp8RlError, HostError
 from ...platforms import PLATFORM_NAME
 
 _TIMEOUT_SECONDS = 600
+
+# Runs `child_main` on these arguments, with these variables added to its environment and its output
+# in this file, in a process that it may end and change as it likes. Returns how it ended, in words.
+Runner = Callable[[Sequence[str], Mapping[str, str], Path], str]
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,8 @@ def make_plan(
         argv.append("--trust-remote-code")
     with tempfile.TemporaryDirectory(prefix="sglang-fp8rl-plan-") as directory:
         answer_path, log_path = Path(directory, "answer.json"), Path(directory, "log")
-        with log_path.open("wb") as log:
-            outcome = _run_child([str(answer_path), str(tp_size), *argv], log)
+        run = _runner.get()
+        outcome = run([str(answer_path), str(tp_size), *argv], _child_env(tp_size), log_path)
         if not answer_path.exists():
             tail = log_path.read_text(errors="replace")[-2000:]
             raise HostError(
@@ -104,32 +110,48 @@ def make_plan(
     return Plan(model, answer["document"])
 
 
-def _run_child(args: list[str], log: Any) -> str:
-    """How it ended, in words."""
-    env = {
-        **os.environ,
+@contextlib.contextmanager
+def plans_run_by(runner: Runner) -> Iterator[None]:
+    """Within it, plans are made by `runner`, e.g. in a fork of a process that has SGLang already."""
+    token = _runner.set(runner)
+    try:
+        yield
+    finally:
+        _runner.reset(token)
+
+
+def _child_env(tp_size: int) -> dict[str, str]:
+    return {
         "SGLANG_PLATFORM": PLATFORM_NAME,
         "CUDA_VISIBLE_DEVICES": "",
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * int(args[1])),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp_size),
         # Rank 0 would wait for the others to open its queue.
         "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false",
     }
+
+
+def run_in_new_interpreter(args: Sequence[str], env: Mapping[str, str], log_path: Path) -> str:
+    """The `Runner` of users; it imports SGLang, which takes seconds."""
     # SGLang's scheduler sends SIGQUIT to its parent when it fails. The parent is this process.
     before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     try:
-        ended = subprocess.run(
-            [sys.executable, "-m", __spec__.name, *args],
-            env=env,
-            stdout=log,
-            stderr=log,
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
-        )
+        with log_path.open("wb") as log:
+            ended = subprocess.run(
+                [sys.executable, "-m", __spec__.name, *args],
+                env={**os.environ, **env},
+                stdout=log,
+                stderr=log,
+                timeout=_TIMEOUT_SECONDS,
+                check=False,
+            )
         return f"exit status {ended.returncode}"
     except subprocess.TimeoutExpired:
         return f"not done after {_TIMEOUT_SECONDS} s"
     finally:
         signal.signal(signal.SIGQUIT, before)
+
+
+_runner: ContextVar[Runner] = ContextVar("runner", default=run_in_new_interpreter)
 
 
 # -- in the child ------------------------------------------------------------------------------
@@ -139,8 +161,12 @@ class _Built(BaseException):
     """Leaves SGLang's start once the model is built. Not an `Exception`: SGLang catches those."""
 
 
-def _child(answer_path: Path, tp_size: int, argv: list[str]) -> None:
-    """Side effects on the host: this process has a fake process group, and ends afterwards."""
+def child_main(args: Sequence[str]) -> None:
+    """Build the model and write the answer: the path for it, ranks, SGLang's arguments.
+
+    Side effects on the host: this process has a fake process group, and ends afterwards.
+    """
+    answer_path, tp_size, argv = Path(args[0]), int(args[1]), list(args[2:])
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -212,4 +238,4 @@ def _start_scheduler(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _child(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    child_main(sys.argv[1:])

@@ -7,10 +7,10 @@ import random
 import jsonschema
 import pytest
 import torch
-from commands import digests, status, update
-from contract import HOST, OLDEST
-from engine_host import EngineHost
-from models import MODELS, checkpoint
+from commands import digests, status
+from contract import DEFAULT, HOST, OLDEST
+from models import MODELS
+from pool import as_param, on
 from trainer_commands import plan, stored
 
 from sglang_fp8rl.testing.checkpoints import with_fused_experts
@@ -24,52 +24,41 @@ REFUSED = {"gpt-oss"}
 
 if HOST == OLDEST:
     REFUSED = {*REFUSED, "deepseek-misaligned"}  # see `contract.BLOCKS_ONLY`
-CASES = [(name, tp) for name in MODELS for tp in (1, 2) if name not in REFUSED]
+CASES = [f"{name}-tp{ranks}" for name in MODELS for ranks in (1, 2) if name not in REFUSED]
+on_every_model = pytest.mark.parametrize(
+    "host",
+    [as_param(case, *([] if case in DEFAULT else [pytest.mark.slow])) for case in CASES],
+    indirect=True,
+)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-tp{case[1]}")
-def case(request, checkpoint_dir):
-    """A running engine on the first weights, its plan, and what it makes of the second."""
-    name, tp_size = request.param
-    model = MODELS[name]
-    with EngineHost(checkpoint(checkpoint_dir, model, "first"), tp_size=tp_size) as host:
-        send(host, list(model.second.items()))
-        engine_made = host.call_all(digests)
-        send(host, list(model.first.items()))
-        yield model, host, host.call(plan), engine_made
-
-
-def send(host, items):
-    for success, message in host.call_all(update, items):
-        assert success, message
-
-
-def test_quantized_by_the_trainer_or_the_engine_the_bytes_are_one(case):
-    model, host, document, engine_made = case
-    found, stats = RefitPlan.from_dict(document), WireStats()
+@on_every_model
+def test_quantized_by_the_trainer_or_the_engine_the_bytes_are_one(host):
+    model = host.model
+    host.send(list(model.second.items()))
+    engine_made = host.call_all(digests)
+    host.send(list(model.first.items()))
+    found, stats = RefitPlan.from_dict(host.call(plan)), WireStats()
     items = list(quantize_for_refit(model.second.items(), found, stats=stats))
     random.Random(0).shuffle(items)  # a scale may come before its weight
-    send(host, items)
+    host.send(items)
     assert host.call_all(digests) == engine_made
     assert host.call(status)["consistent"]
     assert stats.nbytes == sum(tensor.nbytes for _, tensor in items)
     assert stats.quantized == sum(tensor.dtype is torch.float8_e4m3fn for _, tensor in items) > 0
-    send(host, list(model.first.items()))
 
 
-def test_fused_experts_of_the_trainer_are_those_of_the_plan(checkpoint_dir):
-    model = MODELS["qwen3-moe"]
-    with EngineHost(checkpoint(checkpoint_dir, model, "first")) as host:
-        send(host, list(model.second.items()))
-        engine_made = host.call_all(digests)
-        send(host, list(model.first.items()))
-        found = RefitPlan.from_dict(host.call(plan))
-        send(host, list(quantize_for_refit(with_fused_experts(model.second).items(), found)))
-        assert host.call_all(digests) == engine_made
+@on("qwen3-moe-ep2", slow=("qwen3-moe-tp1",))
+def test_fused_experts_of_the_trainer_are_those_of_the_plan(host):
+    found = RefitPlan.from_dict(host.call(plan))
+    fused = with_fused_experts(host.model.second)
+    host.send(list(quantize_for_refit(fused.items(), found)))
+    assert host.call_all(digests) == host.fresh("second").digests
 
 
-def test_every_rank_gives_one_document_and_it_is_what_the_parameters_are(case):
-    model, host, document, _ = case
+@on_every_model
+def test_every_rank_gives_one_document_and_it_is_what_the_parameters_are(host):
+    model, document = host.model, host.call(plan)
     jsonschema.Draft202012Validator(plan_schema()).validate(document)
     assert all(other == document for other in host.call_all(plan))
     found, parameters = RefitPlan.from_dict(document), host.call(stored)
@@ -94,9 +83,9 @@ def test_every_rank_gives_one_document_and_it_is_what_the_parameters_are(case):
         assert bool(entry.reason) == (not entry.is_fp8_on_wire)
 
 
-def test_per_channel_stays_unquantized_on_the_wire_where_ranks_have_scales_of_their_own(case):
-    _, host, document, _ = case
-    for name, entry in RefitPlan.from_dict(document).tensors.items():
+@on_every_model
+def test_per_channel_stays_unquantized_on_the_wire_where_ranks_have_scales_of_their_own(host):
+    for name, entry in RefitPlan.from_dict(host.call(plan)).tensors.items():
         row_parallel = name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight"))
         if entry.scheme != "per_channel":
             continue

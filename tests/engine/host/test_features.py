@@ -7,25 +7,23 @@ import torch
 from _options import log_of_a_failed_start
 from commands import digests, model_of, status, update
 from engine_host import EngineHost
-from generation import generate
 from models import MODELS, Model, checkpoint
+from pool import engine_key, on, runs_on
 
 from sglang_fp8rl.testing.checkpoints import perturbed, save_checkpoint
 
 pytestmark = pytest.mark.engine
 
-PROMPT = [5, 6, 7, 8]
 WITH_DRAFT = Model("deepseek-mtp", "deepseek_v3", (("num_nextn_predict_layers", 1),))
 
 
-def test_an_update_with_weights_backed_up_equals_a_fresh_start(checkpoint_dir):
-    model, args = MODELS["mistral"], ("--enable-weights-cpu-backup",)
-    with EngineHost(checkpoint(checkpoint_dir, model, "second"), args=args) as fresh:
-        expected, said = fresh.call(digests), fresh.call(generate, PROMPT, 3)
-    with EngineHost(checkpoint(checkpoint_dir, model, "first"), args=args) as host:
-        assert host.call(update, list(model.second.items()))[0]
-        assert host.call(digests) == expected
-        assert host.call(generate, PROMPT, 3) == said
+@on(engine_key("qwen3", args=("--enable-weights-cpu-backup",), label="backup"))
+def test_an_update_with_weights_backed_up_equals_a_fresh_start(host, engine_pool):
+    """Of an engine without the backup; it changes nothing that is served."""
+    expected = engine_pool.fresh(engine_key("qwen3"))
+    host.send(list(host.model.second.items()))
+    assert host.call_all(digests) == expected.digests
+    assert host.say() == expected.said
 
 
 def wrap_with_lora(scheduler):
@@ -44,20 +42,18 @@ def wrap_with_lora(scheduler):
     return sum(".base_layer." in name for name, _ in model.named_parameters())
 
 
-def test_updates_reach_layers_that_lora_wrapped_after_they_were_loaded(checkpoint_dir):
-    model = MODELS["mistral"]
-    with EngineHost(checkpoint(checkpoint_dir, model, "second")) as fresh:
-        expected, said = fresh.call(digests), fresh.call(generate, PROMPT, 3)
-    with EngineHost(checkpoint(checkpoint_dir, model, "first")) as host:
-        assert host.call(wrap_with_lora)
-        for which in ("second", "first", "second"):
-            ok, message = host.call(update, list(getattr(model, which).items()))
-            assert ok, message
-            assert host.call(status)["consistent"]
-        found = host.call(digests)
-        plain = {name.replace(".base_layer.", "."): value for name, value in found.items()}
-        assert plain == expected
-        assert host.call(generate, PROMPT, 3) == said
+@on(engine_key("qwen3", label="with-lora"))
+def test_updates_reach_layers_that_lora_wrapped_after_they_were_loaded(host, engine_pool):
+    expected = engine_pool.fresh(engine_key("qwen3"))
+    host.in_doubt = True  # its layers stay wrapped
+    assert host.call(wrap_with_lora)
+    for which in ("second", "first", "second"):
+        host.send(list(getattr(host.model, which).items()))
+        assert host.call(status)["consistent"]
+    found = host.call(digests)
+    plain = {name.replace(".base_layer.", "."): value for name, value in found.items()}
+    assert [plain] == expected.digests
+    assert host.say() == expected.said
 
 
 def test_the_memory_saver_is_refused_without_a_gpu(checkpoint_dir, tmp_path):
@@ -136,6 +132,7 @@ def update_draft(scheduler, items):
     scheduler.test_draft.load_weights(items)
 
 
+@runs_on("deepseek-v3")
 def test_an_embedded_draft_stays_in_high_precision_and_follows_the_same_tensors(checkpoint_dir):
     second = with_draft(WITH_DRAFT.second, 11)
     with EngineHost(draft_path(checkpoint_dir, "second")) as fresh:
@@ -156,13 +153,13 @@ def test_an_embedded_draft_stays_in_high_precision_and_follows_the_same_tensors(
     assert all(torch.equal(found[key], expected_draft[key]) for key in found)
 
 
-def test_tensors_behind_the_last_layer_are_unknown_to_a_model_without_a_draft(checkpoint_dir):
-    state = with_draft(MODELS["deepseek-v3"].first, 10)
-    with EngineHost(checkpoint(checkpoint_dir, MODELS["deepseek-v3"], "first")) as host:
-        name = "model.layers.2.enorm.weight"
-        ok, message = host.call(update, [(name, state[name])])
-        assert not ok
-        assert name in message
+@on("deepseek-v3-tp1")
+def test_tensors_behind_the_last_layer_are_unknown_to_a_model_without_a_draft(host):
+    state = with_draft(host.model.first, 10)
+    name = "model.layers.2.enorm.weight"
+    ok, message = host.call(update, [(name, state[name])])
+    assert not ok
+    assert name in message
 
 
 def fp8_names(scheduler):
@@ -170,23 +167,22 @@ def fp8_names(scheduler):
     return [name for name, p in parameters if p.dtype == torch.float8_e4m3fn]
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
-def test_the_language_model_is_quantized_and_the_vision_tower_is_not(checkpoint_dir, name):
+@on("qwen2.5-vl-tp1", "qwen3-vl-tp1")
+def test_the_language_model_is_quantized_and_the_vision_tower_is_not(host):
     """SGLang hands the one's tower the quantization and not the other's."""
-    with EngineHost(checkpoint(checkpoint_dir, MODELS[name], "first")) as host:
-        found = host.call(fp8_names)
-        plan = {row["module"]: row for row in host.call(status)["plan"]}
+    found = host.call(fp8_names)
+    plan = {row["module"]: row for row in host.call(status)["plan"]}
     assert len(found) == 8
     assert all(name.startswith("model.layers.") for name in found)
     towers = [row for module, row in plan.items() if module.startswith("visual.")]
     assert all(row["scheme"] == "high_precision" and "tower" in row["reason"] for row in towers)
-    assert bool(towers) == (name == "qwen2.5-vl")
+    assert bool(towers) == (host.model.name == "qwen2.5-vl")
 
 
-def test_mixtral_has_fused_experts(checkpoint_dir):
-    with EngineHost(checkpoint(checkpoint_dir, MODELS["mixtral"], "first")) as host:
-        assert "model.layers.0.block_sparse_moe.experts.w13_weight" in host.call(digests)
-        assert host.call(class_of_model) == "MixtralForCausalLM"
+@on("mixtral-tp1")
+def test_mixtral_has_fused_experts(host):
+    assert "model.layers.0.block_sparse_moe.experts.w13_weight" in host.call(digests)
+    assert host.call(class_of_model) == "MixtralForCausalLM"
 
 
 def class_of_model(scheduler):

@@ -7,29 +7,29 @@ import shutil
 
 import commands
 import pytest
-from engine_host import EngineHost
 from models import MODELS, checkpoint
+from pool import on
 
 from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.errors import HostError
 
 pytestmark = pytest.mark.engine
+in_forks = pytest.mark.usefixtures("plans_in_forks")
 
 
-@pytest.mark.parametrize(
-    ("name", "tp_size"), [("qwen3", 1), ("qwen3", 2), ("qwen3-one-kv-head", 2)]
-)
-def test_the_plan_is_the_server_s(checkpoint_dir, name, tp_size):
-    path = checkpoint(checkpoint_dir, MODELS[name], "first")
-    with EngineHost(path, tp_size=tp_size) as engine:
-        status = engine.call(commands.status)
-    plan = make_plan(str(path), tp_size=tp_size)
+@in_forks
+@on("qwen3-tp1", "qwen3-tp2", "qwen3-one-kv-head-tp2")
+def test_the_plan_is_the_server_s(checkpoint_dir, host):
+    path = checkpoint(checkpoint_dir, host.model, "first")
+    status = host.call(commands.status)
+    plan = make_plan(str(path), tp_size=host.tp_size)
     assert plan.modules == status["plan"]
     assert plan.schemes == status["schemes"]
     assert plan.fp8_bytes == status["fp8_bytes"]
 
 
 def test_no_weights_are_needed_and_options_count(checkpoint_dir, tmp_path):
+    """In an interpreter of its own, as a user's."""
     path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")
     shutil.copy(path / "config.json", tmp_path)
     plan = make_plan(str(tmp_path), tp_size=2, options={"misaligned": "bf16"})
@@ -38,6 +38,7 @@ def test_no_weights_are_needed_and_options_count(checkpoint_dir, tmp_path):
     assert schemes["model.layers.0.mlp.down_proj"] == "blockwise"
 
 
+@in_forks
 def test_a_pattern_that_matches_nothing_is_the_plan_s_error(checkpoint_dir):
     path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")
     with pytest.raises(HostError, match=r"no\.such\.module"):
@@ -45,6 +46,7 @@ def test_a_pattern_that_matches_nothing_is_the_plan_s_error(checkpoint_dir):
 
 
 def test_a_model_that_sglang_does_not_know_is_an_error_with_its_log(tmp_path):
+    """In an interpreter of its own, whose parent SGLang signals when it fails."""
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "llama", "architectures": ["NoSuchModel"]})
     )
@@ -52,6 +54,7 @@ def test_a_model_that_sglang_does_not_know_is_an_error_with_its_log(tmp_path):
         make_plan(str(tmp_path))
 
 
+@in_forks
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
 def test_per_channel_for_every_module_when_asked_for(checkpoint_dir, name):
     path = checkpoint(checkpoint_dir, MODELS[name], "first")

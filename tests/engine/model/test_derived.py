@@ -9,9 +9,9 @@ import torch
 from _options import log_of_a_failed_start
 from commands import addresses, begin, digests, end, model_of, parameter, status, update
 from contract import HOST
-from engine_host import EngineHost
 from models import MODELS, checkpoint
 from packaging.version import Version
+from pool import on
 
 from sglang_fp8rl.numerics.reference import quantize_blockwise
 
@@ -23,16 +23,13 @@ ODD = '{"kv_lora_rank": 96}'
 KV_B = f"{ATTENTION}.kv_b_proj.weight"
 
 
-@pytest.fixture(scope="module")
-def fresh_second(checkpoint_dir):
-    with EngineHost(checkpoint(checkpoint_dir, MODELS["deepseek-v3"], "second")) as host:
-        return host.call(digests)
+# Blocks on one rank, which the CPU platform runs in full.
+on_blocks = on("deepseek-v3-tp1")
 
 
 @pytest.fixture
-def host(checkpoint_dir):
-    with EngineHost(checkpoint(checkpoint_dir, MODELS["deepseek-v3"], "first")) as host:
-        yield host
+def fresh_second(host):
+    return host.fresh("second").digests[0]
 
 
 def derive_again(scheduler):
@@ -40,6 +37,7 @@ def derive_again(scheduler):
     model_of(scheduler).post_load_weights()
 
 
+@on_blocks
 def test_a_bucket_with_only_kv_b_proj_brings_its_derived_weights_along(host, fresh_second):
     before = host.call(digests)
     ok, message = host.call(update, [(KV_B, MODELS["deepseek-v3"].second[KV_B])])
@@ -51,6 +49,7 @@ def test_a_bucket_with_only_kv_b_proj_brings_its_derived_weights_along(host, fre
     assert after["model.layers.0.self_attn.w_kc"] == before["model.layers.0.self_attn.w_kc"]
 
 
+@on_blocks
 def test_a_replayed_bucket_brings_its_derived_weights_along(host, fresh_second):
     model = MODELS["deepseek-v3"]
     assert host.call(update, list(model.first.items()))[0]  # recorded
@@ -60,6 +59,7 @@ def test_a_replayed_bucket_brings_its_derived_weights_along(host, fresh_second):
     assert host.call(digests) == fresh_second
 
 
+@on_blocks
 def test_derived_weights_are_of_the_served_bytes_after_a_failed_update(host):
     second = MODELS["deepseek-v3"].second
     bad = f"{ATTENTION}.o_proj.weight"
@@ -80,19 +80,18 @@ def test_derived_weights_are_of_the_served_bytes_after_a_failed_update(host):
 
 
 @pytest.mark.skipif(Version("0.5.23") > HOST, reason="per channel it is refused there")
-def test_derived_tensors_keep_their_addresses_though_sglang_binds_new_ones(checkpoint_dir):
+@on("deepseek-misaligned-tp2")
+def test_derived_tensors_keep_their_addresses_though_sglang_binds_new_ones(host):
     """Per channel, SGLang derives `w_scale` too, and makes a new tensor of it each time."""
-    model = MODELS["deepseek-misaligned"]
-    with EngineHost(checkpoint(checkpoint_dir, model, "first"), tp_size=2) as host:
-        before = host.call_all(addresses)
-        values = host.call_all(digests)
-        for _ in range(2):
-            assert all(ok for ok, _ in host.call_all(update, [(KV_B, model.second[KV_B])]))
-        assert host.call_all(addresses) == before
-        name = f"{ATTENTION}.w_scale"
-        assert any(
-            new[name] != old[name] for new, old in zip(host.call_all(digests), values, strict=True)
-        )
+    before = host.call_all(addresses)
+    values = host.call_all(digests)
+    for _ in range(2):
+        host.send([(KV_B, host.model.second[KV_B])])
+    assert host.call_all(addresses) == before
+    name = f"{ATTENTION}.w_scale"
+    assert any(
+        new[name] != old[name] for new, old in zip(host.call_all(digests), values, strict=True)
+    )
 
 
 @pytest.mark.skipif(Version("0.5.23") <= HOST, reason="newer ones can")
@@ -103,6 +102,7 @@ def test_a_host_that_derives_from_blocks_only_refuses_row_scales(checkpoint_dir,
     assert "derives w_kc and w_vc from blocks only" in log
 
 
+@on_blocks
 def test_either_part_of_the_fused_projection_may_come_alone(host):
     """SGLang keeps the first part until the second comes, and forgets it at the end of the call."""
     second = MODELS["deepseek-v3"].second
@@ -119,6 +119,7 @@ def test_either_part_of_the_fused_projection_may_come_alone(host):
     assert hashlib.sha256(old.numpy()).digest() != hashlib.sha256(expected.numpy()).digest()
 
 
+@on_blocks
 def test_a_part_of_the_wrong_shape_is_refused_by_name(host):
     key = f"{ATTENTION}.q_a_proj.weight"
     before = host.call(digests)

@@ -8,13 +8,14 @@ import jsonschema
 import pytest
 from engine_host import EngineHost
 from models import MODELS, checkpoint
+from pool import on, runs_on
 from trainer_commands import plan, stored
 
 from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.testing.checkpoints import save_checkpoint, with_fused_experts
 from sglang_fp8rl.wire.plan import RefitPlan, digest_of, plan_schema
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("plans_in_forks")]
 
 
 def checked(document) -> RefitPlan:
@@ -22,18 +23,16 @@ def checked(document) -> RefitPlan:
     return RefitPlan.from_dict(document)
 
 
-@pytest.mark.parametrize(
-    ("name", "tp_size"), [("qwen3-tied", 1), ("llama-misaligned", 2), ("qwen3-moe-misaligned", 2)]
-)
-def test_the_child_process_and_the_server_give_the_same_document(checkpoint_dir, name, tp_size):
-    path = checkpoint(checkpoint_dir, MODELS[name], "first")
-    with EngineHost(path, tp_size=tp_size) as engine:
-        served = engine.call_all(plan)
-    planned = make_plan(str(path), tp_size=tp_size).document
+@on("llama-misaligned-tp2", "qwen3-moe-misaligned-tp2", slow=("qwen3-tied-tp1",))
+def test_the_child_process_and_the_server_give_the_same_document(checkpoint_dir, host):
+    path = checkpoint(checkpoint_dir, host.model, "first")
+    served = host.call_all(plan)
+    planned = make_plan(str(path), tp_size=host.tp_size).document
     assert all(document == planned for document in served)
     assert checked(planned).digest == served[0]["digest"]
 
 
+@runs_on("mixtral")
 @pytest.mark.parametrize("has_weights", [True, False])
 def test_dummy_weights_give_the_document_of_the_checkpoint(checkpoint_dir, tmp_path, has_weights):
     """Without a load at startup the loaders are shown the names on `meta`."""
@@ -48,6 +47,7 @@ def test_dummy_weights_give_the_document_of_the_checkpoint(checkpoint_dir, tmp_p
         assert engine.call(stored) == before
 
 
+@runs_on("qwen3-moe")
 def test_experts_of_other_ranks_are_in_the_plan_like_those_of_this_one(checkpoint_dir):
     path = str(checkpoint(checkpoint_dir, MODELS["qwen3-moe"], "first"))
     document = make_plan(path, tp_size=2, ep_size=2).document
@@ -61,6 +61,7 @@ def test_experts_of_other_ranks_are_in_the_plan_like_those_of_this_one(checkpoin
         assert len({entry.shape for entry in entries}) == 1
 
 
+@runs_on("qwen3-moe")
 def test_a_checkpoint_of_fused_experts_has_one_document_too(checkpoint_dir):
     model = MODELS["qwen3-moe"]
     path = save_checkpoint(
@@ -73,6 +74,7 @@ def test_a_checkpoint_of_fused_experts_has_one_document_too(checkpoint_dir):
     assert (entry.scheme, entry.dtype) == ("blockwise", "bfloat16")
 
 
+@runs_on("mixtral")
 def test_options_are_in_the_document_and_change_its_digest(checkpoint_dir):
     path = str(checkpoint(checkpoint_dir, MODELS["mixtral"], "first"))
     document = make_plan(path, options={"use_weight_pow2_scale": True}).document

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import _options
-import engine_host
 import pytest
 from _options import log_of_a_failed_start, overridden
 from _served import QUANTIZED
-from commands import digests, status, update
+from commands import digests, status
 from engine_host import EngineHost
 from models import MODELS, checkpoint
+from pool import engine_key, on, runs_on
 
 from sglang_fp8rl.errors import HostError
 from sglang_fp8rl.testing.server import ServerProcess
@@ -76,24 +75,18 @@ def test_wrong_options_stop_the_scheduler_with_one_clear_line(
 
 
 def plan_of(host: EngineHost) -> dict[str, tuple[str, str]]:
-    return {entry["module"]: (entry["scheme"], entry["reason"]) for entry in plan_entries(host)}
+    rows = host.call(status)["plan"]
+    return {row["module"]: (row["scheme"], row["reason"]) for row in rows}
 
 
-def plan_entries(host: EngineHost) -> list[dict[str, str]]:
-    return host.call(status)["plan"]
-
-
-def served_schemes(checkpoint_dir, name, args=()) -> dict[str, tuple[str, str]]:
+def updated_plan(host) -> dict[str, tuple[str, str]]:
     """The plan of an engine, after checking that an update of it equals a fresh start."""
-    model = MODELS[name]
-    with EngineHost(checkpoint(checkpoint_dir, model, "second"), args=args) as fresh:
-        expected, plan = fresh.call(digests), plan_of(fresh)
-    with EngineHost(checkpoint(checkpoint_dir, model, "first"), args=args) as host:
-        assert host.call(digests) != expected
-        assert host.call(update, list(model.second.items()))[0]
-        assert host.call(digests) == expected
-        assert plan_of(host) == plan
-        assert host.call(status)["consistent"]
+    plan, fresh = plan_of(host), host.fresh("second")
+    assert host.call_all(digests) != fresh.digests
+    host.send(list(host.model.second.items()))
+    assert host.call_all(digests) == fresh.digests
+    assert host.call(status)["plan"] == fresh.status[0]["plan"]
+    assert plan_of(host) == plan
     return plan
 
 
@@ -101,33 +94,39 @@ def high_precision(plan: dict[str, tuple[str, str]]) -> set[str]:
     return {module for module, (scheme, _) in plan.items() if scheme == "high_precision"}
 
 
-def test_ignored_layers_by_prefix_and_by_pattern_stay_in_high_precision(checkpoint_dir):
-    patterns = ["model.layers.0.self_attn", r"re:.*layers\.1\.mlp\.(gate|up)_proj"]
-    plan = served_schemes(checkpoint_dir, "qwen3", overridden(ignored_layers=patterns))
+PATTERNS = ["model.layers.0.self_attn", r"re:.*layers\.1\.mlp\.(gate|up)_proj"]
+
+
+@on(engine_key("qwen3", args=overridden(ignored_layers=PATTERNS), label="ignored"))
+def test_ignored_layers_by_prefix_and_by_pattern_stay_in_high_precision(host):
+    plan = updated_plan(host)
     assert high_precision(plan) == {
         "model.layers.0.self_attn.qkv_proj",
         "model.layers.0.self_attn.o_proj",
         "model.layers.1.mlp.gate_up_proj",
     }
-    assert patterns[0] in plan["model.layers.0.self_attn.o_proj"][1]
+    assert PATTERNS[0] in plan["model.layers.0.self_attn.o_proj"][1]
     assert {scheme for scheme, _ in plan.values()} == {"high_precision", "blockwise"}
 
 
-def test_sglangs_own_variable_for_ignored_layers_counts(checkpoint_dir, monkeypatch):
-    monkeypatch.setattr(engine_host, "_run_rank", _options.run_rank_with_ignored_layers)
-    plan = served_schemes(checkpoint_dir, "qwen3")
-    assert high_precision(plan) == {
-        "model.layers.0.mlp.gate_up_proj",
-        "model.layers.0.mlp.down_proj",
-        "model.layers.1.self_attn.o_proj",
-    }
+@runs_on("qwen3")
+def test_sglangs_own_variable_for_ignored_layers_counts(checkpoint_dir):
+    path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")
+    ignored = "model.layers.0.mlp, model.layers.1.self_attn.o_proj"
+    with EngineHost(path, env={"SGLANG_FP8_IGNORED_LAYERS": ignored}) as host:
+        assert high_precision(plan_of(host)) == {
+            "model.layers.0.mlp.gate_up_proj",
+            "model.layers.0.mlp.down_proj",
+            "model.layers.1.self_attn.o_proj",
+        }
 
 
-def test_misaligned_modules_may_stay_in_bf16(checkpoint_dir):
-    default = served_schemes(checkpoint_dir, "llama-misaligned")
-    plan = served_schemes(checkpoint_dir, "llama-misaligned", overridden(misaligned="bf16"))
-    fallback = {module for module, (scheme, _) in default.items() if scheme == "per_channel"}
+@on(engine_key("llama-misaligned", args=overridden(misaligned="bf16"), label="bf16"))
+def test_misaligned_modules_may_stay_in_bf16(host, engine_pool):
+    default = engine_pool.fresh(engine_key("llama-misaligned")).status[0]["plan"]
+    plan = updated_plan(host)
+    fallback = {row["module"] for row in default if row["scheme"] == "per_channel"}
     assert fallback
     assert high_precision(plan) == fallback
-    assert not high_precision(default)
+    assert not any(row["scheme"] == "high_precision" for row in default)
     assert all(reason for scheme, reason in plan.values() if scheme == "high_precision")

@@ -8,31 +8,23 @@ import pickle
 import pytest
 import torch
 from commands import digests, parameter, send, status, update, update_from_disk
-from engine_host import EngineHost
-from models import MODELS, checkpoint
+from models import MODELS
+from pool import on
 
 from sglang_fp8rl.numerics.reference import quantize_blockwise
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, on("qwen3-tp1", "qwen3-tp2")]
 
 MODEL = MODELS["qwen3"]
 DOWN = "model.layers.0.mlp.down_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
-def host(request, checkpoint_dir):
-    with EngineHost(checkpoint(checkpoint_dir, MODEL, "first"), tp_size=request.param) as engine:
-        yield engine
-
-
 @pytest.fixture(autouse=True)
-def _afterwards_the_engine_takes_a_full_update_and_is_whole_again(host, request):
-    before = host.call_all(digests)
+def _afterwards_the_engine_takes_a_full_update_and_is_whole_again(host):
     yield
-    for success, message in host.call_all(update, list(MODEL.first.items())):
-        assert success, message
-    assert host.call_all(digests) == before
+    host.send(list(MODEL.first.items()))
+    assert host.call_all(digests) == host.as_loaded.digests
     state = host.call(status)
     assert state["consistent"], state["problems"]
 
@@ -206,7 +198,7 @@ def test_a_partial_update_of_a_fused_module_is_allowed_and_reported(host):
     assert any("gate_up_proj.weight: only 50% is new" in line for line in state["problems"])
 
 
-def test_what_one_rank_alone_can_see_reaches_the_client(checkpoint_dir, host):
+def test_what_one_rank_alone_can_see_reaches_the_client(host):
     """A NaN in the last column: at TP=2 only rank 1 holds it, and only rank 0 answers."""
     weight = MODEL.first[DOWN].clone()
     weight[0, 511] = float("nan")

@@ -5,25 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from commands import begin, digests, end, send, status, update, update_from_disk
-from engine_host import EngineHost
-from models import MODELS, checkpoint
+from models import MODELS
+from pool import on
 
 from sglang_fp8rl.numerics.reference import quantize_blockwise
 from sglang_fp8rl.testing.checkpoints import save_checkpoint
 from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, on("qwen3-tp1")]
 
 MODEL = MODELS["qwen3"]
 DOWN = "model.layers.0.mlp.down_proj.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 NORM = "model.norm.weight"
-
-
-@pytest.fixture(scope="module")
-def host(checkpoint_dir):
-    with EngineHost(checkpoint(checkpoint_dir, MODEL, "first")) as engine:
-        yield engine
 
 
 @pytest.fixture(autouse=True)

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from commands import digests, parameter, status, update
-from engine_host import EngineHost
-from models import MODELS, checkpoint
+from models import MODELS
+from pool import engine_key, on
 
 pytestmark = pytest.mark.engine
 
 OFF = ("--json-model-override-args", '{"quantization_config": {"replay": false}}')
-CASES = [("qwen3", 1), ("qwen3", 2), ("llama-misaligned", 1), ("qwen3-moe", 2), ("mixtral", 1)]
 
 
 def sent(host, tensors, *options):
@@ -21,43 +20,50 @@ def counts(host):
     return [state["replay"] for state in host.call_all(status)]
 
 
-@pytest.mark.parametrize(("name", "tp_size"), CASES)
-def test_replayed_and_native_updates_give_the_same_bytes(checkpoint_dir, name, tp_size):
-    model = MODELS[name]
-    path = checkpoint(checkpoint_dir, model, "first")
+def halves_of(model):
     names = list(model.first)
-    buckets = [names[::2], names[1::2]]
-    with EngineHost(path, tp_size=tp_size, args=OFF) as native:
-        for bucket in buckets:
-            sent(native, [(name, model.second[name]) for name in bucket])
-        expected = native.call_all(digests)
-        assert all(rank["calls"] == rank["plans"] == 0 for rank in counts(native))
-    with EngineHost(path, tp_size=tp_size) as host:
-        for load_format in (None, "flattened_bucket"):
-            for which in ("first", "second"):
-                state = getattr(model, which)
-                for bucket in buckets:
-                    sent(host, [(name, state[name]) for name in bucket], load_format)
-            assert host.call_all(digests) == expected
-            for state in host.call_all(status):
-                assert state["consistent"], state["problems"]
-        for rank in counts(host):
-            assert rank["plans"] == 4
-            assert rank["calls"] == 4
-            assert rank["tensors"] == 2 * len(names)
-            assert rank["native_tensors"] == 0, rank["native_reasons"]
+    return names[::2], names[1::2]
 
 
-@pytest.fixture(scope="module")
-def host(checkpoint_dir):
-    with EngineHost(checkpoint(checkpoint_dir, MODELS["qwen3"], "first")) as host:
-        yield host
+@on(
+    "qwen3-tp1", "qwen3-tp2", "llama-misaligned-tp2", "qwen3-moe-ep2",
+    slow=("llama-misaligned-tp1", "qwen3-moe-tp2", "mixtral-tp1"),
+)  # fmt: skip
+def test_replayed_updates_give_the_bytes_of_a_fresh_load(host):
+    model, expected = host.model, host.fresh("second").digests
+    for load_format in (None, "flattened_bucket"):
+        for which in ("first", "second"):
+            state = getattr(model, which)
+            for bucket in halves_of(model):
+                sent(host, [(name, state[name]) for name in bucket], load_format)
+        assert host.call_all(digests) == expected
+        for state in host.call_all(status):
+            assert state["consistent"], state["problems"]
+    for rank in counts(host):
+        assert rank["plans"] == 4
+        assert rank["calls"] == 4
+        assert rank["tensors"] == 2 * len(model.first)
+        assert rank["native_tensors"] == 0, rank["native_reasons"]
+
+
+@on(engine_key("qwen3", args=OFF, label="no-replay"))
+def test_without_replay_nothing_is_recorded_and_the_bytes_are_the_same(host, engine_pool):
+    model = host.model
+    for _ in range(2):
+        for bucket in halves_of(model):
+            sent(host, [(name, model.second[name]) for name in bucket])
+    assert host.call_all(digests) == engine_pool.fresh(engine_key("qwen3")).digests
+    assert all(rank["calls"] == rank["plans"] == 0 for rank in counts(host))
+
+
+# -- one engine ------------------------------------------------------------------------------------
 
 
 def state_of(which="first"):
     return dict(getattr(MODELS["qwen3"], which))
 
 
+@on("qwen3-tp1")
 def test_a_nan_in_a_replayed_bucket_keeps_its_block_and_names_its_tensor(host):
     name = "model.layers.0.mlp.down_proj"
     for _ in range(2):
@@ -80,6 +86,7 @@ def test_a_nan_in_a_replayed_bucket_keeps_its_block_and_names_its_tensor(host):
     assert host.call(status)["consistent"], host.call(status)["problems"]
 
 
+@on("qwen3-tp1")
 def test_another_dtype_shape_or_order_is_another_plan(host):
     sent(host, list(state_of().items()))
     first = host.call(digests)
@@ -93,6 +100,7 @@ def test_another_dtype_shape_or_order_is_another_plan(host):
         assert host.call(digests) == first
 
 
+@on("qwen3-tp1")
 def test_fp16_is_replayed_write_by_write(host):
     halves = [(name, weight.half()) for name, weight in state_of().items()]
     sent(host, [(name, weight.float()) for name, weight in halves])
@@ -106,6 +114,7 @@ def test_fp16_is_replayed_write_by_write(host):
     assert counts(host)[0]["tensors"] == before["tensors"] + len(halves)
 
 
+@on("qwen3-tp1")
 def test_a_wrong_shape_of_the_same_size_is_not_replayed(host):
     name = "model.layers.1.mlp.up_proj.weight"
     for load_format in (None, "flattened_bucket"):
@@ -120,6 +129,7 @@ def test_a_wrong_shape_of_the_same_size_is_not_replayed(host):
         sent(host, [(name, state_of()[name])], load_format)
 
 
+@on("qwen3-tp1")
 def test_a_name_twice_in_one_bucket_is_never_replayed_and_the_last_one_wins(host):
     name = "model.layers.0.mlp.up_proj.weight"
     sent(host, [(name, state_of("second")[name])])

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 from commands import digests, parameter, plan_document, status, update
-from engine_host import EngineHost
-from models import MODELS, checkpoint
+from models import MODELS
+from pool import on
 
 from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair
@@ -14,7 +14,6 @@ from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair
 pytestmark = pytest.mark.engine
 
 QUANTIZE = {"blockwise": quantize_blockwise, "per_channel": quantize_per_channel}
-CASES = [("qwen3", 2), ("llama-misaligned", 1), ("qwen3-moe", 2), ("deepseek-v3", 1)]
 
 
 def quantized(host, model, which):
@@ -36,23 +35,20 @@ def deliver(host, sent, *options):
         assert success, message
 
 
-@pytest.mark.parametrize(("name", "tp_size"), CASES)
-def test_replayed_pairs_equal_a_fresh_load(checkpoint_dir, name, tp_size):
-    model = MODELS[name]
-    with EngineHost(checkpoint(checkpoint_dir, model, "second"), tp_size=tp_size) as host:
-        expected = host.call_all(digests)
-    with EngineHost(checkpoint(checkpoint_dir, model, "first"), tp_size=tp_size) as host:
-        buckets = {which: quantized(host, model, which) for which in ("first", "second")}
-        for load_format in (None, "flattened_bucket"):
-            deliver(host, buckets["first"], load_format)
-            deliver(host, buckets["second"], load_format)
-            assert host.call_all(digests) == expected
-        for state in host.call_all(status):
-            assert state["consistent"], state["problems"]
-            replay = state["replay"]
-            assert replay["calls"] == 2
-            assert replay["tensors"] == 2 * len(buckets["first"])
-            assert replay["native_tensors"] == 0, replay["native_reasons"]
+@on("qwen3-tp2", "llama-misaligned-tp2", "deepseek-v3-tp1", slow=("qwen3-moe-tp2",))
+def test_replayed_pairs_equal_a_fresh_load(host):
+    model, expected = host.model, host.fresh("second").digests
+    buckets = {which: quantized(host, model, which) for which in ("first", "second")}
+    for load_format in (None, "flattened_bucket"):
+        deliver(host, buckets["first"], load_format)
+        deliver(host, buckets["second"], load_format)
+        assert host.call_all(digests) == expected
+    for state in host.call_all(status):
+        assert state["consistent"], state["problems"]
+        replay = state["replay"]
+        assert replay["calls"] == 2
+        assert replay["tensors"] == 2 * len(buckets["first"])
+        assert replay["native_tensors"] == 0, replay["native_reasons"]
 
 
 def packed(pairs):
@@ -67,23 +63,22 @@ def packed(pairs):
 
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
-def test_packed_pairs_one_by_one_equal_a_fresh_load_and_are_replayed(checkpoint_dir, load_format):
-    model = MODELS["llama-misaligned"]
-    with EngineHost(checkpoint(checkpoint_dir, model, "second")) as host:
-        expected = host.call_all(digests)
-    with EngineHost(checkpoint(checkpoint_dir, model, "first")) as host:
-        for _ in range(2):
-            for which in ("first", "second"):
-                for one in packed(quantized(host, model, which)):
-                    deliver(host, [one], load_format)
-        assert host.call_all(digests) == expected
-        state = host.call(status)
-        assert state["consistent"], state["problems"]
-        assert state["replay"]["calls"] == 3 * len(model.first)
-        assert state["replay"]["native_tensors"] == 0, state["replay"]["native_reasons"]
+@on("llama-misaligned-tp1")
+def test_packed_pairs_one_by_one_equal_a_fresh_load_and_are_replayed(host, load_format):
+    model, expected = host.model, host.fresh("second").digests
+    for _ in range(2):
+        for which in ("first", "second"):
+            for one in packed(quantized(host, model, which)):
+                deliver(host, [one], load_format)
+    assert host.call_all(digests) == expected
+    state = host.call(status)
+    assert state["consistent"], state["problems"]
+    assert state["replay"]["calls"] == 3 * len(model.first)
+    assert state["replay"]["native_tensors"] == 0, state["replay"]["native_reasons"]
 
 
 @pytest.mark.parametrize("what", ["cut off", "of an unknown name", "of a norm", "no pair"])
+@on("qwen3-tp1")
 def test_a_packed_pair_that_does_not_fit_is_refused_by_name(host, what):
     model, weight = MODELS["qwen3"], "model.layers.0.mlp.down_proj.weight"
     tensor = dict(packed(quantized(host, model, "second")))[weight + PAIR_SUFFIX]
@@ -98,12 +93,7 @@ def test_a_packed_pair_that_does_not_fit_is_refused_by_name(host, what):
     assert host.call(digests) == before
 
 
-@pytest.fixture
-def host(checkpoint_dir):
-    with EngineHost(checkpoint(checkpoint_dir, MODELS["qwen3"], "first")) as host:
-        yield host
-
-
+@on("qwen3-tp1")
 def test_a_bad_scale_in_a_replayed_bucket_is_named_and_its_codes_stay(host):
     model = MODELS["qwen3"]
     sent = dict(quantized(host, model, "second"))
@@ -135,6 +125,7 @@ def test_a_bad_scale_in_a_replayed_bucket_is_named_and_its_codes_stay(host):
     assert host.call(status)["consistent"], host.call(status)["problems"]
 
 
+@on("qwen3-tp1")
 def test_a_nan_among_the_codes_of_a_replayed_bucket_is_named_and_its_row_stays(host):
     model, weight = MODELS["qwen3"], "model.layers.0.mlp.down_proj.weight"
     sent = quantized(host, model, "second")
@@ -158,6 +149,7 @@ def test_a_nan_among_the_codes_of_a_replayed_bucket_is_named_and_its_row_stays(h
     assert host.call(status)["consistent"], host.call(status)["problems"]
 
 
+@on("qwen3-tp1")
 def test_halves_in_two_buckets_stay_native_and_are_counted(host):
     model = MODELS["qwen3"]
     sent = quantized(host, model, "second")
@@ -173,6 +165,7 @@ def test_halves_in_two_buckets_stay_native_and_are_counted(host):
     assert any("half of an FP8 pair" in reason for reason in state["replay"]["native_reasons"])
 
 
+@on("qwen3-tp1")
 def test_dtype_of_codes_is_part_of_the_layout(host):
     """The same name as BF16 is another bucket."""
     model = MODELS["qwen3"]

@@ -6,12 +6,13 @@ SGLang's own request handlers; its memory saver pages CUDA memory only, so the b
 import pytest
 import torch
 from commands import digests, scribble, status, update
-from engine_host import EngineHost
-from models import MODELS, checkpoint
+from models import MODELS
+from pool import engine_key, on
 
 pytestmark = pytest.mark.engine
 
 MODEL = MODELS["qwen3"]
+BACKED_UP = engine_key("qwen3", args=("--enable-weights-cpu-backup",), label="backup")
 
 
 def release_and_resume(scheduler, tags, is_paged):
@@ -25,6 +26,7 @@ def release_and_resume(scheduler, tags, is_paged):
         enabled = True
 
     updater = scheduler.weight_updater
+    adapter = updater.memory_saver_adapter
     if is_paged:
         updater.memory_saver_adapter = Paging()
     device_module = torch.get_device_module
@@ -34,14 +36,10 @@ def release_and_resume(scheduler, tags, is_paged):
         updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
     finally:
         torch.get_device_module = device_module
+        updater.memory_saver_adapter = adapter
 
 
-@pytest.fixture
-def host(checkpoint_dir):
-    with EngineHost(checkpoint(checkpoint_dir, MODEL, "first")) as host:
-        yield host
-
-
+@on("qwen3-tp1")
 @pytest.mark.parametrize(("tags", "replayed"), [(["weights"], False), (None, True)])
 def test_released_weights_are_missing_until_all_of_them_came(host, tags, replayed):
     fresh = host.call(digests)
@@ -62,6 +60,7 @@ def test_released_weights_are_missing_until_all_of_them_came(host, tags, replaye
     assert host.call(digests) == fresh
 
 
+@on("qwen3-tp1")
 @pytest.mark.parametrize(
     ("tags", "is_paged"), [(["kv_cache"], True), (["weights"], False)], ids=["cache", "not paged"]
 )
@@ -70,8 +69,7 @@ def test_weights_that_stayed_are_not_missing(host, tags, is_paged):
     assert host.call(status)["consistent"], host.call(status)["problems"]
 
 
-def test_weights_that_were_kept_on_the_cpu_are_not_missing(checkpoint_dir):
-    path = checkpoint(checkpoint_dir, MODEL, "first")
-    with EngineHost(path, args=("--enable-weights-cpu-backup",)) as host:
-        host.call(release_and_resume, ["weights"], True)
-        assert host.call(status)["consistent"], host.call(status)["problems"]
+@on(BACKED_UP)
+def test_weights_that_were_kept_on_the_cpu_are_not_missing(host):
+    host.call(release_and_resume, ["weights"], True)
+    assert host.call(status)["consistent"], host.call(status)["problems"]

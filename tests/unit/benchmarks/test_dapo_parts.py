@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ACCURACY = Path(__file__).parents[2] / "benchmarks" / "accuracy"
+ACCURACY = Path(__file__).parents[3] / "benchmarks" / "accuracy"
 sys.path.insert(0, str(ACCURACY))
 
 from small_dapo import records  # noqa: E402

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 sys.path.insert(0, str(REPOSITORY))
 
 from tools.offline_bundle import archive, elf, recipe  # noqa: E402

@@ -193,6 +193,7 @@ def test_dtensors_of_two_ranks_make_the_bytes_of_the_whole():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = os.pathsep.join([str(script.parents[1]), env.get("PYTHONPATH", "")])
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=env, check=False
     )

@@ -1,0 +1,73 @@
+"""Processes forked from a server that has SGLang imported already: they start at once.
+
+SGLang's scheduler sends SIGQUIT to its parent when it fails. `run_forked` puts a process in between,
+so that the fork server does not get it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Before the fork server starts: its children import SGLang with it.
+os.environ["SGLANG_PLATFORM"] = "fp8rl_cpu"
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["sglang_fp8rl.testing.preload"])
+
+
+def run_forked(
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    log: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 240,
+) -> str:
+    """`target(*args)` with its output in `log`; how it ended, in words."""
+    process = CONTEXT.Process(target=_between, args=(target, args, log, dict(env or {})))
+    process.start()
+    process.join(timeout)
+    if process.exitcode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        return f"not done after {timeout} s"
+    return f"exit status {process.exitcode}"
+
+
+def run_plan(args: Sequence[str], env: Mapping[str, str], log: Path) -> str:
+    """A `plan_offline.Runner`: what a new interpreter does, without importing SGLang again."""
+    return run_forked(_plan, (list(args),), log, env=env)
+
+
+def _plan(args: list[str]) -> None:
+    from sglang_fp8rl.engine.host.plan_offline import child_main
+
+    child_main(args)
+
+
+def _between(
+    target: Callable[..., Any], args: Sequence[Any], log: Path, env: dict[str, str]
+) -> None:
+    os.setsid()
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(env)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            target(*args)
+            status = 0
+        except BaseException:  # noqa: BLE001  it ends here
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
