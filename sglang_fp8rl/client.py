@@ -315,6 +315,9 @@ class RefitClient:
             self.url + path, json=body, headers=headers, timeout=self.timeout
         )
         self._waited += perf_counter() - began
+        if or_not_found and response.status_code == HTTPStatus.UNAUTHORIZED and headers:
+            # SGLang asks for the api key where it knows no such endpoint, before it says so.
+            response = self._http.post(self.url + path, json=body, timeout=self.timeout)
         if or_not_found and response.status_code == HTTPStatus.NOT_FOUND:
             return None
         if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
