@@ -79,7 +79,7 @@ gpu-session-1:
 gpu-session-2:
 	$(ON_GPU) benchmarks/bench_sass.py --json $(RESULTS)/sass.jsonl
 gpu-session-3:
-	-$(ON_GPU) -m sglang_fp8rl.cli doctor
+	-$(ON_GPU) -c "from sglang_fp8rl.cli import app; app()" doctor
 	$(ON_GPU) benchmarks/bench_gpu_server.py --model qwen3-0.6b --budget-s 380 --json $(RESULTS)/server_gpu.jsonl
 gpu-session-4:
 	$(ON_GPU) benchmarks/bench_gpu_server.py --model qwen3-8b --budget-s 380 --json $(RESULTS)/server_gpu.jsonl
