@@ -14,7 +14,7 @@ PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof bench-gpu accuracy accuracy-short offline-bundle
+.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof gpu-session gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4 bench-gpu accuracy accuracy-short offline-bundle
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -82,6 +82,24 @@ bench-guard: .venv/.ready  ## the ratios of C1-C4, refit time and memory, with w
 
 proof: .venv/.ready  ## the GPU's arithmetic in every case there is, on a CPU: half a minute
 	.venv/bin/python tests/unit/numerics/packed_quotient.py
+
+# docs/gpu_session.md; GPU_PYTHON is an interpreter that has torch and Triton already: no network needed,
+# and the checkout is in front of whatever package is installed.
+GPU_PYTHON ?= .venv/bin/python
+ON_GPU := PYTHONPATH=$(CURDIR) timeout 420 $(GPU_PYTHON)
+RESULTS := benchmarks/results
+gpu-session: gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4  ## the first 25 minutes on a GPU (docs/gpu_session.md)
+
+gpu-session-1:
+	$(ON_GPU) -m pytest -m gpu tests/unit/numerics
+	$(ON_GPU) benchmarks/bench_gpu.py --json $(RESULTS)/cast_gpu.jsonl
+gpu-session-2:
+	$(ON_GPU) benchmarks/bench_sass.py --json $(RESULTS)/sass.jsonl
+gpu-session-3:
+	-$(ON_GPU) -c "from sglang_fp8rl.cli import app; app()" doctor
+	$(ON_GPU) benchmarks/bench_gpu_server.py --model qwen3-0.6b --budget-s 380 --json $(RESULTS)/server_gpu.jsonl
+gpu-session-4:
+	$(ON_GPU) benchmarks/bench_gpu_server.py --model qwen3-8b --budget-s 380 --json $(RESULTS)/server_gpu.jsonl
 
 # Most important first; the servers get what the cast leaves of 520 s, and skip what does not fit.
 bench-gpu: .venv/.ready  ## G1-G9, G11, G12 on a GPU, under 9 minutes (no numbers are committed yet; ARGS go to the servers' part)

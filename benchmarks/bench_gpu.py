@@ -12,11 +12,14 @@ same number of bytes on the same device: the practical ceiling.
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
+from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,10 +37,18 @@ from sglang_fp8rl.numerics.write_table import CastTable, Piece
 
 BLOCK = (128, 128)
 Run = Callable[[], Any]
+# About a millisecond: longer than the host takes for any of these calls.
+_SLEEP_CYCLES = 2_000_000
+# Inputs are rotated until together they are this many times the cache of the GPU.
+_CACHES = 4
 
 
 class Clock:
-    """Times a call on a device: events on a GPU, the wall clock elsewhere."""
+    """Times a call on a device: events on a GPU, the wall clock elsewhere.
+
+    The GPU sleeps first, so that the host has enqueued the call by the time the first event passes:
+    else a short call is the host's time, not the GPU's.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -48,6 +59,7 @@ class Clock:
             run()
             return time.perf_counter() - began
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_SLEEP_CYCLES)
         start.record()
         run()
         end.record()
@@ -118,24 +130,37 @@ def competitors(source: torch.Tensor) -> dict[str, Run]:
     return found
 
 
+def cache_bytes(device: torch.device) -> int:
+    """Of the last cache before the memory; nothing on a CPU, where only the script is tried."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def rotated(runs: list[Run]) -> Run:
+    """One of them after the other, so that none finds its input in the cache."""
+    turn = cycle(runs)
+    return lambda: next(turn)()
+
+
 def single(
     clock: Clock, case: str, number: str, dtype: torch.dtype, shape: tuple[int, int], repeat: int
 ) -> Iterator[dict[str, Any]]:
     """One tensor: G1 (BF16), G2 (FP32), G9 (per channel)."""
     device = clock.device
-    source = torch.randn(shape, device=device).to(dtype)
     block = (1, shape[1]) if number == "G9" else BLOCK
-    codes, scales = destination(*shape, block, device)
-    floor = source.numel() * (source.element_size() + 1)
-    half = torch.empty(floor // 2, dtype=torch.uint8, device=device)
-    other = torch.empty_like(half)
+    floor = shape[0] * shape[1] * (dtype.itemsize + 1)
     cast = numerics.cast_per_channel_into if number == "G9" else numerics.cast_blockwise_into
-    runs: dict[str, Run] = {
-        "copy": lambda: other.copy_(half),
-        "sglang_fp8rl": lambda: cast(source, codes, scales),
-    }
-    if number != "G9":
-        runs |= competitors(source)
+    sets: list[dict[str, Run]] = []
+    for _ in range(1 + _CACHES * cache_bytes(device) // floor):
+        source = torch.randn(shape, device=device).to(dtype)
+        half = torch.empty(floor // 2, dtype=torch.uint8, device=device)
+        runs: dict[str, Run] = {
+            "copy": partial(torch.empty_like(half).copy_, half),
+            "sglang_fp8rl": partial(cast, source, *destination(*shape, block, device)),
+        }
+        sets.append(runs if number == "G9" else runs | competitors(source))
+    runs = {what: rotated([one[what] for one in sets]) for what in sets[0]}
     yield from rows_of(number, case, clock.interleaved(runs, repeat), floor)
 
 
@@ -239,9 +264,14 @@ def main(
     gate(device)
     rows: list[dict[str, Any]] = []
     jobs = cases(clock, smoke, 3 if smoke else repetitions)
+    where = conditions(device)
     with Progress(console=console) as progress:
         for job in progress.track(jobs, description="timing"):
-            rows += job()
+            found = list(job())
+            rows += found
+            if json_path and not smoke:  # now: whatever ends this run early leaves them behind
+                with json_path.open("a") as file:
+                    file.writelines(json.dumps({**row, **where}) + "\n" for row in found)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     table = Table(title=f"cast on {_device_name(device)}")
@@ -254,10 +284,14 @@ def main(
             f"{row['gb_per_s']:.0f}", of_copy,
         )  # fmt: skip
     console.print(table)
-    if json_path and not smoke:
-        where = conditions(device)
-        with json_path.open("a") as file:
-            file.writelines(json.dumps({**row, **where}) + "\n" for row in rows)
+
+
+def said(command: list[str]) -> str | None:
+    """What a program prints; None where there is no such program, or it fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _device_name(device: torch.device) -> str:
@@ -265,15 +299,11 @@ def _device_name(device: torch.device) -> str:
 
 
 def conditions(device: torch.device) -> dict[str, Any]:
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent)
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     versions = {name: metadata.version(name) for name in ("torch", "triton")}
     return {
         "gpu": _device_name(device),
-        "driver": driver,
-        "commit": commit.stdout.strip(),
+        "driver": said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
+        "commit": said(["git", "rev-parse", "--short", "HEAD"]),
         **versions,
     }
 

@@ -90,7 +90,11 @@ class TritonTable:
         constants: dict[str, int | bool] = {"TARGET_ALIGN": group.target_align}
         if group.is_block:
             kernel, options = kernels.table_tile_kernel, tile_options(group.target_align)
-            constants |= {"RAGGED": group.is_ragged, "KIND": group.source_dtype, **self._rounding}
+            constants |= {
+                "RAGGED": bool(group.is_ragged),
+                "KIND": group.source_dtype,
+                **self._rounding,
+            }
         else:
             chunk = group.chunk
             constants |= {"CHUNK": chunk, "ONE_CHUNK": int(table["cols"].max()) <= chunk}
@@ -145,8 +149,8 @@ class _Group:
     """What pieces of one launch have in common; codes sort behind their scales."""
 
     kind: int
-    is_block: bool
-    is_ragged: bool
+    is_block: int
+    is_ragged: int
     source_align: int
     target_align: int
     source_dtype: int

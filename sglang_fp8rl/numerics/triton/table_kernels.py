@@ -216,9 +216,11 @@ def table_scales_kernel(table, owners, call, flags, CHUNK: tl.constexpr):
 @triton.jit
 def nan_codes(x, WORDS: tl.constexpr):
     """Not zero where a word of four codes, or a code, has a NaN (0x7F or 0xFF)."""
-    # Of the magnitudes 0 to 0x7F, only the last carries into the sign's place.
-    in_words = ((x & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80
-    return in_words if WORDS else ((x & 0x7F) == 0x7F).to(tl.int32)
+    if WORDS:  # noqa: SIM108 of the magnitudes 0 to 0x7F, only the last carries into the sign's place
+        nan = ((x & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80
+    else:
+        nan = ((x & 0x7F) == 0x7F).to(tl.int32)
+    return nan
 
 
 @triton.jit
@@ -244,6 +246,7 @@ def table_codes_kernel(
     flag = flags + tl.load(row + _FLAGS) + at // tl.load(row + _BLOCK_N)
     if is_served(address, ALIGN, SOURCE_ALIGN) & (tl.load(flag) != _BAD_SCALE):
         WORDS: tl.constexpr = SOURCE_ALIGN >= 4 and TARGET_ALIGN >= 4
+        STEP: tl.constexpr = CHUNK // 4 if WORDS else CHUNK
         address += at * tl.load(row + _SOURCE_STRIDE)
         target_address = tl.load(row + _TARGET) + at * tl.load(row + _TARGET_STRIDE)
         cols = tl.load(row + _COLS).to(tl.int32)
@@ -254,7 +257,6 @@ def table_codes_kernel(
         else:
             source = address.to(tl.pointer_type(tl.int8))
             target = target_address.to(tl.pointer_type(tl.int8))
-        STEP: tl.constexpr = CHUNK // 4 if WORDS else CHUNK
         k = tl.arange(0, STEP)
         if ONE_CHUNK:
             x = tl.load(source + k, mask=k < cols, other=0)
