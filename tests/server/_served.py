@@ -135,13 +135,20 @@ def weights(which: str, dtype: torch.dtype | None = None) -> list[tuple[str, tor
     return [(name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in state.items()]
 
 
+def helpers_path() -> str:
+    """`PYTHONPATH` of a child that imports the helper modules of the tests."""
+    here = Path(__file__).parent
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(here), str(here.parent / "engine"), *([given] if given else [])])
+
+
 def run_script(
     args: Sequence[str], *, env: dict[str, str] | None = None, timeout: float = 1000
 ) -> subprocess.CompletedProcess[str]:
     """A Python program in a process group of its own, gone afterwards whatever it started."""
     process = subprocess.Popen(
         [sys.executable, *args],
-        env={**os.environ, **(env or {})},
+        env={**os.environ, "PYTHONPATH": helpers_path(), **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
