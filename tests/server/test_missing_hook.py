@@ -48,7 +48,10 @@ def test_with_every_symbol_there_the_method_starts(checkpoint_dir):
     "symbol",
     [
         f"{UPDATER}.update_weights_from_tensor",
-        "sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant",  # CPU platform
+        pytest.param(  # of the CPU platform
+            "sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_symbol_that_is_gone_ends_the_start_and_is_named(checkpoint_dir, symbol):
@@ -59,6 +62,7 @@ def test_a_symbol_that_is_gone_ends_the_start_and_is_named(checkpoint_dir, symbo
     assert last.startswith(f"sglang_fp8rl.errors.HostError: {symbol}: not hooked in SGLang")
 
 
+@pytest.mark.slow
 def test_another_method_starts_without_the_symbol(checkpoint_dir):
     result = start(checkpoint_dir, "fp8", f"{UPDATER}.update_weights_from_tensor")
     assert result.returncode == 0, result.stderr[-4000:]

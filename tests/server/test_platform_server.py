@@ -107,6 +107,7 @@ def fp8_checkpoint(checkpoint_dir: Path, state_dict: dict[str, torch.Tensor]) ->
     )
 
 
+@pytest.mark.slow
 def test_unquantized_server_computes_the_model(
     server: Any, dense_checkpoint: Path, state_dict: dict[str, torch.Tensor]
 ) -> None:
@@ -125,6 +126,7 @@ def test_native_fp8_server_multiplies_by_the_dequantized_weights(
     assert error(got, oracle_logprobs(state_dict)) > 0.1
 
 
+@pytest.mark.slow
 def test_native_fp8_server_quantizes_activations(
     server: Any, fp8_checkpoint: Path, state_dict: dict[str, torch.Tensor]
 ) -> None:
@@ -143,6 +145,7 @@ def test_same_request_same_bits(server: Any, fp8_checkpoint: Path) -> None:
     assert torch.equal(prompt_logprobs(running), prompt_logprobs(running))
 
 
+@pytest.mark.slow
 def test_two_ranks_generate_what_one_does(server: Any, dense_checkpoint: Path) -> None:
     one = server(dense_checkpoint).generate(PROMPT, 16)
     two = server(dense_checkpoint, "--tp-size=2").generate(PROMPT, 16)

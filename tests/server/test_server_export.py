@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from _served import MODEL, ONE_THREAD, PROMPTS, Client, served
 from exported import exported
-from sglang_fp8rl.demo.outputs import ask, differences
 
 from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.testing.outputs import ask, differences
 
 pytestmark = [
     pytest.mark.engine,

@@ -71,6 +71,7 @@ def test_on_an_unsupported_sglang_nothing_is_registered_and_sglang_refuses_the_f
     assert ("built:" in result.stdout) == (Version(version("sglang")) > Version("0.5.16"))
 
 
+@pytest.mark.slow
 def test_an_unknown_method_is_refused_by_the_launcher(checkpoint_dir):
     path = str(checkpoint(checkpoint_dir, MODEL, "first"))
     wrong = QUANTIZED.replace("online", "offline")

@@ -147,6 +147,7 @@ def at_tp2(server, checkpoint_dir) -> Served:
     return case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "bucket_bytes"),
     [("float32", SMALL), ("bfloat16", LARGE)],

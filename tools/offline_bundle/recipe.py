@@ -98,7 +98,7 @@ _LEFT_OUT = {
         matplotlib-inline pexpect ptyprocess parso jedi
     """,
     "tests, plots, development": """
-        pytest pytest-timeout pluggy iniconfig hypothesis ruff mypy mypy-extensions librt pathspec
+        pytest pytest-timeout pytest-xdist execnet import-linter grimp pluggy iniconfig hypothesis ruff mypy mypy-extensions librt pathspec
         types-requests ast-serialize matplotlib contourpy cycler fonttools kiwisolver pyparsing
         build pyproject-hooks py-spy
     """,

@@ -23,6 +23,7 @@ def error_lines(log: str) -> list[str]:
     return [line for line in log.splitlines() if "sglang_fp8rl.errors." in line]
 
 
+@pytest.mark.slow
 def test_an_unknown_key_stops_the_server_with_one_clear_line(checkpoint_dir, tmp_path):
     """A real server, to its end."""
     path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")

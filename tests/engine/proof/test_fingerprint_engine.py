@@ -20,15 +20,17 @@ pytestmark = pytest.mark.engine
 
 CASES = [
     ("qwen3", "tp1", {}),
-    ("qwen3-tied", "tp1", {}),
     ("qwen3-one-kv-head", "tp2", {}),
     ("llama-misaligned", "tp2", {}),
+    ("qwen3-moe", "ep2", {}),
+    ("deepseek-v3", "tp2", {}),
+]
+MORE = [
+    ("qwen3-tied", "tp1", {}),
     ("llama-misaligned", "tp2", {"misaligned": "bf16"}),
     ("qwen3", "tp2", {"use_weight_pow2_scale": True, "round_to_bf16": False}),
     ("phi3", "tp2", {}),
-    ("qwen3-moe", "ep2", {}),
     ("qwen3-moe-misaligned", "tp2", {}),
-    ("deepseek-v3", "tp2", {}),
 ]
 FLIPS = 12
 
@@ -37,7 +39,9 @@ def case_id(case):
     return "-".join([*case[:2], *case[2]])
 
 
-@pytest.fixture(params=CASES, ids=case_id)
+@pytest.fixture(
+    params=[*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=case_id
+)
 def engine(request, checkpoint_dir):
     name, layout, options = request.param
     layout, model = LAYOUTS[layout], MODELS[name]
