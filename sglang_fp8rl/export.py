@@ -18,6 +18,7 @@ import torch
 from .engine.host.plan_offline import make_plan
 from .engine.model.checkpoint_names import checkpoint_directory, safetensors_files
 from .errors import ConfigError, QuantizationError
+from .scheme import Cause, Granularity
 from .trainer.quantize_for_refit import quantize_piece
 from .trainer.shards import piece_of
 from .wire.plan import UNUSED, RefitPlan, TensorPlan
@@ -173,9 +174,9 @@ def _convert(
         raise ConfigError(
             name, str(tensor.dtype), "only an unquantized checkpoint is quantized", "Use that one."
         )
-    if entry is not None and (entry.scheme == "per_channel" or _is_misaligned(entry, plan)):
-        reasons = {row["module"]: row["reason"] for row in plan.document["modules"]}
-        report.misaligned[name] = reasons.get(entry.module) or entry.reason
+    why_misaligned = _misalignment(entry, plan) if entry is not None else ""
+    if why_misaligned:
+        report.misaligned[name] = why_misaligned
     is_known = entry is not None and entry.scheme != UNUSED
     wanted = getattr(torch, entry.dtype) if is_known and entry is not None else tensor.dtype
     if tensor.is_floating_point() and entry is not None and entry.scheme == "per_channel":
@@ -188,9 +189,12 @@ def _convert(
     yield name, rounded
 
 
-def _is_misaligned(entry: TensorPlan, plan: RefitPlan) -> bool:
-    """High precision by `misaligned: bf16`, and not because somebody asked for it."""
-    return entry.scheme == "high_precision" and "not a multiple" in entry.reason
+def _misalignment(entry: TensorPlan, plan: RefitPlan) -> str:
+    """Why a weight is not in blocks, in words; empty if it is, or if somebody asked for it."""
+    module = plan.modules.get(entry.module)
+    if entry.scheme == Granularity.PER_CHANNEL.value:
+        return (module.reason if module else "") or entry.reason
+    return module.reason if module and module.cause is Cause.MISALIGNED else ""
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:

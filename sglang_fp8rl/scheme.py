@@ -15,16 +15,27 @@ class Granularity(str, Enum):
     HIGH_PRECISION = "high_precision"  # not quantized
 
 
+class Cause(str, Enum):
+    """Why a module has its granularity."""
+
+    ALIGNED = "aligned"  # its shard consists of whole blocks
+    MISALIGNED = "misaligned"  # it does not
+    ASKED = "asked"  # an option says so: granularity, ignored_layers, first or last layers
+    VISION_TOWER = "vision_tower"
+
+
 @dataclass(frozen=True)
 class Scheme:
     """A module's granularity and, where it is not blockwise, why.
 
     Attributes:
         granularity: what shares one scale.
+        cause: what decided.
         reason: empty for blockwise; otherwise the value and the rule that decided, in words.
     """
 
     granularity: Granularity
+    cause: Cause = Cause.ALIGNED
     reason: str = ""
 
     @property
@@ -108,9 +119,9 @@ def decide_scheme(
         granularity: the option of that name; `per_channel` holds whatever the shape.
     """
     if granularity == Granularity.PER_CHANNEL.value:
-        return Scheme(Granularity.PER_CHANNEL, f"granularity={granularity!r}")
+        return Scheme(Granularity.PER_CHANNEL, Cause.ASKED, f"granularity={granularity!r}")
     if not why_misaligned:
         return Scheme(Granularity.BLOCKWISE)
     if misaligned == "bf16":
-        return Scheme(Granularity.HIGH_PRECISION, why_misaligned)
-    return Scheme(Granularity.PER_CHANNEL, why_misaligned)
+        return Scheme(Granularity.HIGH_PRECISION, Cause.MISALIGNED, why_misaligned)
+    return Scheme(Granularity.PER_CHANNEL, Cause.MISALIGNED, why_misaligned)

@@ -18,7 +18,7 @@ from importlib import resources
 from typing import Any
 
 from ..errors import RefitError
-from ..scheme import Granularity
+from ..scheme import Cause, Granularity
 
 PLAN_FORMAT = "sglang-fp8rl/plan"
 PLAN_VERSION = 1
@@ -63,6 +63,22 @@ class TensorPlan:
     @property
     def is_blockwise(self) -> bool:
         return self.scheme == Granularity.BLOCKWISE.value
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """How one linear module of the served model is stored.
+
+    Attributes:
+        scheme: `blockwise`, `per_channel` or `high_precision`.
+        cause: what decided.
+        reason: the same in words, with the value and the rule; empty for blockwise.
+    """
+
+    module: str
+    scheme: str
+    cause: Cause
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -155,6 +171,14 @@ class RefitPlan:
             if pattern.search(name):
                 return reason
         return ""
+
+    @functools.cached_property
+    def modules(self) -> Mapping[str, ModulePlan]:
+        """By their names in the served model (`qkv_proj`, not `k_proj`)."""
+        return {
+            row["module"]: ModulePlan(**{**row, "cause": Cause(row["cause"])})
+            for row in self.document["modules"]
+        }
 
     @functools.cached_property
     def _left_out(self) -> list[tuple[re.Pattern[str], str]]:

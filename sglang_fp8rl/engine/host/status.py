@@ -7,6 +7,7 @@ from typing import Any
 
 from ... import __version__
 from ...wire.layout_text import VERSION as FLAT_LAYOUT_VERSION
+from ..model.plan_document import module_rows
 from ..refit import ModelRefit
 from .attach import refit_of
 from .fingerprint_route import fingerprint_state
@@ -41,10 +42,7 @@ def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
         "replay": refit.recipes.as_dict(),
         "consistent": not problems,
         "problems": problems,
-        "plan": [
-            {"module": name, "scheme": scheme.granularity.value, "reason": scheme.reason}
-            for name, scheme in refit.schemes.items()
-        ],
+        "plan": module_rows(refit.schemes),
     }
 
 

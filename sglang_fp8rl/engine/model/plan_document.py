@@ -56,7 +56,12 @@ def plan_document(
 def module_rows(schemes: Mapping[str, Scheme]) -> list[dict[str, str]]:
     """One row for each linear module, in the order they were built."""
     return [
-        {"module": name, "scheme": scheme.granularity.value, "reason": scheme.reason}
+        {
+            "module": name,
+            "scheme": scheme.granularity.value,
+            "cause": scheme.cause.value,
+            "reason": scheme.reason,
+        }
         for name, scheme in schemes.items()
     ]
 

@@ -14,7 +14,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from ...config import QUANTIZATION_METHOD, IgnoredLayers, Options
 from ...declared_hooks import check_hooks_in_force
 from ...errors import ConfigError, HostError
-from ...scheme import Granularity, Scheme
+from ...scheme import Cause, Granularity, Scheme
 from .decisions import Decisions
 from .derivable import check_derivable
 from .linear import Fp8BlockwiseOnlineLinearMethod
@@ -115,7 +115,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         if patterns:
             reason = f"ignored_layers: {', '.join(patterns)}"
         if reason:
-            self.decisions.record(prefix, Scheme(Granularity.HIGH_PRECISION, reason))
+            self.decisions.record(prefix, Scheme(Granularity.HIGH_PRECISION, Cause.ASKED, reason))
             return UnquantizedLinearMethod() if is_linear else unquantized_experts(layer)
         if is_linear:
             return Fp8BlockwiseOnlineLinearMethod(self, self.decisions, prefix)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...scheme import Granularity, Scheme
+from ...scheme import Cause, Granularity, Scheme
 from .linear import Fp8BlockwiseOnlineLinearMethod
 
 REASON = "not in a decoder layer of a multimodal model: a vision tower or its projector"
@@ -57,5 +57,5 @@ def _serve_unquantized(layer: Any, method: Fp8BlockwiseOnlineLinearMethod) -> No
     # SGLang's newer loader is for the parameter classes of quantized layers.
     arguments = {**method.created_with, "weight_loader": layer.weight_loader}
     layer.quant_method.create_weights(layer, **arguments)
-    scheme = Scheme(Granularity.HIGH_PRECISION, REASON)
+    scheme = Scheme(Granularity.HIGH_PRECISION, Cause.VISION_TOWER, REASON)
     method.decisions.leave_in_high_precision(method.prefix, scheme)
