@@ -9,7 +9,7 @@ _CHUNK_ELEMENTS = 4 * 1024 * 1024
 
 
 def copy_finite_into(source: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
-    """`destination.copy_(source)` row by row, leaving out rows with a NaN or Inf.
+    """`destination.copy_(source)` row by row, leaving out rows that would hold a NaN or Inf.
 
     Args:
         source: any floating-point dtype, any strides; its rows are along the last dimension.
@@ -22,15 +22,16 @@ def copy_finite_into(source: torch.Tensor, destination: torch.Tensor) -> torch.T
     rows, outs = as_matrix(source), as_matrix(destination)
     if outs is None or rows is None:
         # Not a matrix in memory: whole or not at all.
-        bad = ~torch.isfinite(source).all().reshape(1)
-        destination.copy_(torch.where(bad, destination, source.to(destination.dtype)))
+        rounded = source.to(destination.dtype)
+        bad = ~torch.isfinite(rounded).all().reshape(1)
+        destination.copy_(torch.where(bad, destination, rounded))
         return bad
     flags = []
     step = max(1, _CHUNK_ELEMENTS // max(1, rows.shape[1]))
     for start in range(0, rows.shape[0], step):
         chunk, out = rows[start : start + step], outs[start : start + step]
-        # The extremes see everything: NaN spreads, Inf is one.
-        low, high = torch.aminmax(chunk, dim=1)
+        # The extremes see everything: NaN spreads, Inf is one, and what rounds to Inf is the largest.
+        low, high = (extreme.to(out.dtype) for extreme in torch.aminmax(chunk, dim=1))
         bad = ~(torch.isfinite(low) & torch.isfinite(high))
         flags.append(bad)
         if chunk.device.type == "cpu" and not bool(bad.any()):

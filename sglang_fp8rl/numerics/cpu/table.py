@@ -24,6 +24,8 @@ from .kernels import _amax, _fp32_bits, _jit, _round, cast_region
 _ELEMENTS_PER_ITEM = 256 * 1024
 # Chunks of items per thread: a thread that was held up leaves its share to the other.
 _CHUNKS_PER_THREAD = 4
+# FP32 bits of Inf, and of the smallest number that is Inf in BF16.
+_INF, _ROUNDS_TO_INF = 0x7F800000, 0x7F7F8000
 _BAD_SCALE, _NAN_CODE = np.uint8(BAD_SCALE), np.uint8(NAN_CODE)
 _COPY, _SCALES, _CODES, _FP32 = (int(n) for n in (Kind.COPY, Kind.SCALES, Kind.CODES, Dtype.FP32))
 
@@ -106,10 +108,11 @@ def copy_rows(
     source, source_stride, destination, destination_stride, nonfinite, cols, narrow, step,
     row_start, row_stop,
 ):  # fmt: skip
-    """Copy rows whose every element is finite; `narrow` rounds FP32 to BF16 (nearest even)."""
+    """Copy rows that stay finite; `narrow` rounds FP32 to BF16 (nearest even)."""
+    limit = np.uint32(_ROUNDS_TO_INF if narrow else _INF)
     for row in range(row_start, row_stop):
         x = source[row * source_stride : row * source_stride + cols]
-        finite = _amax(x, np.uint32(0)) < np.uint32(0x7F800000)
+        finite = _amax(x, np.uint32(0)) < limit
         nonfinite[row] = not finite
         if not finite:
             continue

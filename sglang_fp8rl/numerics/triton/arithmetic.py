@@ -10,7 +10,7 @@ that are not rounded to BF16, and GPUs that have no conversion to e4m3 (older th
 element, and a copy leaves time for about 20: two BF16 values to a register, a product with a
 reciprocal in two parts instead of the division, and the hardware's conversion. That it gives the
 code of the quotient is tried for every BF16 amax and every BF16 value below it, see
-`tests/unit/test_packed_quotient.py`.
+`tests/unit/numerics/test_packed_quotient.py`.
 """
 
 # Triton reads these functions, not their annotations.

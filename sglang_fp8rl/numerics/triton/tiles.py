@@ -145,7 +145,9 @@ def copy_row(
     TO_FP32: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Copy one row to FP32 or BF16 if all of it is finite; returns whether it is."""
+    """Copy one row to FP32 or BF16 if all of it stays finite; returns whether it does."""
+    # Of FP32 bits: Inf, or the smallest number that is Inf in BF16.
+    LIMIT: tl.constexpr = 0x7F7F8000 if KIND == FP32 and not TO_FP32 else 0x7F800000
     bits: tl.constexpr = tl.int32 if KIND == FP32 else tl.int16
     source = tl.multiple_of(source_address.to(tl.pointer_type(bits)), SOURCE_ALIGN)
     if TO_FP32:
@@ -158,9 +160,9 @@ def copy_row(
     if ONE_CHUNK:
         x = tl.load(source + k, mask=k < cols, other=0)
         if PACKED and KIND == BF16:
-            finite = packed_largest_magnitude(x) < 0x7F800000
+            finite = packed_largest_magnitude(x) < LIMIT
         else:
-            finite = largest_magnitude(x, KIND) < 0x7F800000
+            finite = largest_magnitude(x, KIND) < LIMIT
         tl.store(target + k, copied(x, KIND, TO_FP32, PACKED), mask=(k < cols) & finite)
     else:
         largest = tl.zeros([CHUNK], tl.int32)
@@ -168,7 +170,7 @@ def copy_row(
             at = first + k
             x = tl.load(source + at, mask=at < cols, other=0)
             largest = tl.maximum(largest, fp32_bits(x, KIND) & 0x7FFFFFFF)
-        finite = tl.max(largest, axis=0) < 0x7F800000
+        finite = tl.max(largest, axis=0) < LIMIT
         for first in range(0, cols, CHUNK):
             at = first + k
             x = tl.load(source + at, mask=at < cols, other=0)

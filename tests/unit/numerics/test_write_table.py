@@ -203,3 +203,22 @@ def test_a_table_of_nothing_has_no_work():
     items, scales_end = cpu_table._items_of(np.zeros(0, PIECE))
     assert items.shape == (0, 3)
     assert scales_end == 0
+
+
+@pytest.mark.parametrize(("bits", "is_kept"), [(0x7F7F7FFF, False), (0x7F7F8000, True)])
+def test_a_number_that_rounds_to_infinity_is_not_stored(bits, is_kept):
+    """The last FP32 number that BF16 holds, and the one behind it."""
+    source = torch.ones(3, 40)
+    source[1, 7] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    old = torch.full((3, 40), 5.0, dtype=torch.bfloat16)
+    by_table, by_copy, wide = old.clone(), old.clone(), source.new_full((3, 40), 5.0)
+    pieces = [Piece((0, 0), source, by_table), Piece((0, 0), source, wide)]
+    table = CastTable.of(pieces)
+    flags = CpuTable(table, pow2_scale=False, round_to_bf16=True).run([source.data_ptr()])
+    expected = torch.where(torch.tensor([[False], [is_kept], [False]]), old, source.bfloat16())
+    assert copy_finite_into(source, by_copy).tolist() == [False, is_kept, False]
+    for out in (by_table, by_copy):
+        assert torch.equal(out, expected)
+        assert torch.isfinite(out).all()
+    assert table.flags_of(flags, 0).ravel().tolist() == [0, int(is_kept), 0]
+    assert torch.equal(wide, source)
