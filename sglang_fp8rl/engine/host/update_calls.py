@@ -87,7 +87,8 @@ def _answer(
         _check_load_format(request)
         try:
             # Reloading from disk processes weights after it loaded them; all else only loads.
-            with refit.derived.in_place() if origin is Origin.DISK else nullcontext():
+            in_place = refit.derived.in_place() if origin is Origin.DISK else nullcontext()
+            with _default_dtype_kept(), in_place:
                 result = original(manager, request)
         finally:  # what was stored before an update failed is served too
             refit.derived.end_of_update()
@@ -104,6 +105,17 @@ def _answer(
     _ask_other_ranks(manager, refit, result)
     observe_refit(manager, refit, call=origin.value, success=result.success)
     return result
+
+
+@contextmanager
+def _default_dtype_kept() -> Iterator[None]:
+    """A reload from disk that fails leaves the model's dtype as torch's default (SGLang 0.5.16), and
+    every later forward pass computes with it."""
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _check_load_format(request: Any) -> None:

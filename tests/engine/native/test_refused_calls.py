@@ -115,3 +115,12 @@ def test_a_disk_update_teaches_no_names(host, checkpoint_dir):
     assert not success
     assert wrong in message
     assert wrong in refused(host, [(wrong, MODEL.second[DOWN])])
+
+
+def test_a_disk_update_that_fails_changes_no_later_output(host, checkpoint_dir):
+    before = host.say()
+    state = {**MODEL.first, NORM: torch.ones(3)}
+    path = save_checkpoint(checkpoint_dir / "wrong-norm", MODEL.config, state)
+    assert not host.call(update_from_disk, str(path))[0]
+    assert host.call(update, list(MODEL.first.items()))[0]
+    assert host.say() == before
