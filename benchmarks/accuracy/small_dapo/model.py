@@ -11,6 +11,7 @@ from sglang_fp8rl.testing.checkpoints import make_config
 
 from .settings import Settings
 from .task import BOS, EOS, MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, PAD, VOCAB_SIZE
+from .wide_products import widen_products
 
 SEQUENCE_TOKENS = MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS
 _HEAD_DIM = 64
@@ -49,6 +50,7 @@ class Policy:
         self._model = AutoModelForCausalLM.from_config(
             self.config, dtype=torch.float32, attn_implementation="sdpa"
         )
+        widen_products(self._model)
         self.masters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
 
     def state_dict(self) -> dict[str, torch.Tensor]:

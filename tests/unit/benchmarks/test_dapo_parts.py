@@ -236,3 +236,24 @@ def test_the_committed_run_is_whole():
     assert {arm for arm, _ in steps} >= {BASELINE, CHECKED, "fp8_direct", "fp8_per_channel"}
     for key, found in steps.items():
         assert found == list(range(61)), key
+
+
+def test_a_widened_product_and_its_gradients_are_bf16_s_but_for_one_rounding():
+    from small_dapo.wide_products import _Wide
+
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(64, 48, bias=True, dtype=torch.bfloat16)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    out = torch.randn(5, 48, dtype=torch.bfloat16)
+
+    def product_and_gradients(function):
+        given = x.clone().requires_grad_()
+        linear.zero_grad()
+        made = function(given)
+        made.backward(out)
+        return made.detach(), given.grad, linear.weight.grad.clone(), linear.bias.grad.clone()
+
+    native, wide = product_and_gradients(linear.forward), product_and_gradients(_Wide(linear))
+    for one, other in zip(native, wide, strict=True):
+        assert one.dtype == other.dtype == torch.bfloat16
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-6)
