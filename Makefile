@@ -7,6 +7,8 @@ PYTHON := $(call runs,python3.11 python3.12 python3.13 python3.10)
 endif
 UV := .uv/bin/uv
 export UV_LINK_MODE ?= hardlink
+# An interpreter that is not here is a clear error, not a download.
+export UV_PYTHON_DOWNLOADS ?= never
 PYTEST_ARGS ?=
 # Two workers; tests that share an engine or a server stay on one (tests/conftest.py).
 PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu"
