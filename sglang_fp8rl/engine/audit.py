@@ -49,7 +49,8 @@ class Audit:
         call.errors.update(not_finite_errors(call.not_finite))
         unknown = self._unknown(call)
         if call.scope.learns_names:
-            self.note_names(call)
+            # A checkpoint may hold more than the model takes: SGLang loads it, so it may pass later.
+            self._names.not_taken(unknown)
         elif unknown and self._options.unknown_names == "warn":
             logger.warning("fp8rl: no parameter takes %s", listed(unknown))
         elif unknown:
@@ -67,7 +68,7 @@ class Audit:
             )
 
     def note_names(self, call: Call) -> None:
-        """A checkpoint may hold more than the model takes: SGLang loads it, so it may pass later."""
+        """Of a probe, which stores nothing: what the model does not take may pass later."""
         self._names.not_taken(self._without_reason(call))
 
     def stopped(self, call: Call, sent: Sequence[str]) -> None:
