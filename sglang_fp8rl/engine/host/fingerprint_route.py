@@ -8,49 +8,29 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from http import HTTPStatus
 from typing import Any
 
 from ...errors import HostError
-from ...wire.fingerprint import FINGERPRINT_PATH, Fingerprint, compare
+from ...wire.fingerprint import Fingerprint, compare
 from ..proof.all_ranks import fingerprint_of_model
 from ..refit import ModelRefit
+from .internal_state import internal_states, not_served, refused
 
 logger = logging.getLogger(__name__)
 
-_SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 _MARK = "fp8rl-fingerprint"
 
 
-def add_fingerprint_route(_: Any, manager: Any, *__: Any, **___: Any) -> None:
-    """After the tokenizer manager was made: one more route, in a process that serves HTTP.
-
-    Side effects on the host: SGLang's FastAPI app gets the route `GET /fp8rl/fingerprint`.
-    """
-    server = sys.modules.get(_SERVER_MODULE)
-    if server is None or any(
-        getattr(route, "path", None) == FINGERPRINT_PATH for route in server.app.routes
-    ):
-        return
-    server.app.add_route(FINGERPRINT_PATH, _serve_fingerprint, methods=["GET"])
-
-
-async def _serve_fingerprint(request: Any) -> Any:
-    from sglang.srt.managers.io_struct import GetInternalStateReq
+async def serve_fingerprint(request: Any) -> Any:
     from starlette.responses import JSONResponse
 
-    manager: Any = sys.modules[_SERVER_MODULE].get_global_state().tokenizer_manager
-    manager.auto_create_handle_loop()
-    answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=_MARK))
-    states = [answer.internal_state for answer in answers]
+    states = await internal_states(_MARK)
     for state in states:
         if "fp8rl_fingerprint_error" in state:
-            answer = {"success": False, "message": state["fp8rl_fingerprint_error"]}
-            return JSONResponse(answer, HTTPStatus.CONFLICT)
+            return refused(state["fp8rl_fingerprint_error"], HTTPStatus.CONFLICT)
         if "fp8rl_fingerprint" not in state:
-            message = "the server runs without --quantization fp8_blockwise_online"
-            return JSONResponse({"success": False, "message": message}, HTTPStatus.NOT_FOUND)
+            return not_served()
     return JSONResponse(of_replicas([json.loads(state["fp8rl_fingerprint"]) for state in states]))
 
 

@@ -10,7 +10,6 @@ from ...compat import SESSIONS_SINCE
 from ...declared_hooks import Hook
 from ..arrival.update_scope import Origin
 from .attach import attach_to_model
-from .fingerprint_route import add_fingerprint_route
 from .model_choice import choose_as_for_fp8, leave_draft_model
 from .routes import add_routes
 from .status import add_status
@@ -105,14 +104,7 @@ HOOKS = (
         "AFTER",
         add_routes,
         "made in every process that serves HTTP, when SGLang's app is there and not yet serving: "
-        "it gets the routes GET /fp8rl/plan and GET /fp8rl/status",
+        "it gets the routes GET /fp8rl/plan, /fp8rl/status and /fp8rl/fingerprint",
         "SGLang lets plugins add routes",
-    ),
-    Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
-        "AFTER",
-        add_fingerprint_route,
-        "as above, for the route GET /fp8rl/fingerprint",
-        "as above",
     ),
 )

@@ -9,8 +9,8 @@ from typing import Any
 SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 
 
-async def internal_state(mark: str | None = None) -> dict[str, Any]:
-    """The internal state of the first scheduler, as in `/server_info`.
+async def internal_states(mark: str | None = None) -> list[dict[str, Any]]:
+    """The internal state of each data-parallel replica's scheduler, as in `/server_info`.
 
     Args:
         mark: travels as the request's `rid`, for an answer of another kind (see `plan_route`).
@@ -20,12 +20,17 @@ async def internal_state(mark: str | None = None) -> dict[str, Any]:
     manager: Any = sys.modules[SERVER_MODULE].get_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
     answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=mark))
-    return answers[0].internal_state
+    return [answer.internal_state for answer in answers]
+
+
+def refused(message: str, status: HTTPStatus) -> Any:
+    """An answer that says what is wrong, as SGLang's own."""
+    from starlette.responses import JSONResponse
+
+    return JSONResponse({"success": False, "message": message}, status)
 
 
 def not_served() -> Any:
     """The answer of a server that runs without this method."""
-    from starlette.responses import JSONResponse
-
     message = "the server runs without --quantization fp8_blockwise_online"
-    return JSONResponse({"success": False, "message": message}, HTTPStatus.NOT_FOUND)
+    return refused(message, HTTPStatus.NOT_FOUND)

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from ..refit import ModelRefit
-from .internal_state import internal_state, not_served
+from .internal_state import internal_states, not_served, refused
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +21,12 @@ _MARK = "fp8rl-plan:"
 
 
 async def serve_plan(request: Any) -> Any:
-    from starlette.responses import JSONResponse, Response
+    from starlette.responses import Response
 
     known = request.headers.get("if-none-match", "").strip('"')
-    state = await internal_state(_MARK + known)
+    state = (await internal_states(_MARK + known))[0]
     if "fp8rl_plan_error" in state:
-        answer = {"success": False, "message": state["fp8rl_plan_error"]}
-        return JSONResponse(answer, HTTPStatus.INTERNAL_SERVER_ERROR)
+        return refused(state["fp8rl_plan_error"], HTTPStatus.INTERNAL_SERVER_ERROR)
     if "fp8rl_plan_digest" not in state:
         return not_served()
     tag = {"ETag": f'"{state["fp8rl_plan_digest"]}"'}

@@ -1,6 +1,6 @@
-"""This package's routes in SGLang's own HTTP server: `GET /fp8rl/plan` and `GET /fp8rl/status`.
+"""This package's routes in SGLang's own HTTP server: `GET /fp8rl/{plan,status,fingerprint}`.
 
-Both ask the scheduler, so they answer whatever a launcher did to `/server_info` (veRL's breaks it).
+All ask the scheduler, so they answer whatever a launcher did to `/server_info` (veRL's breaks it).
 """
 
 from __future__ import annotations
@@ -8,22 +8,24 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ...wire.fingerprint import FINGERPRINT_PATH
 from ...wire.plan import PLAN_PATH, STATUS_PATH
-from .internal_state import SERVER_MODULE, internal_state, not_served
+from .fingerprint_route import serve_fingerprint
+from .internal_state import SERVER_MODULE, internal_states, not_served
 from .plan_route import serve_plan
 
 
 def add_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
-    """After the tokenizer manager was made: two more routes, in a process that serves HTTP.
+    """After the tokenizer manager was made: three more routes, in a process that serves HTTP.
 
-    Side effects on the host: SGLang's FastAPI app gets the routes `GET /fp8rl/plan` and
-    `GET /fp8rl/status`.
+    Side effects on the host: SGLang's FastAPI app gets the routes `GET /fp8rl/plan`,
+    `GET /fp8rl/status` and `GET /fp8rl/fingerprint`.
     """
     server = sys.modules.get(SERVER_MODULE)
     if server is None:
         return
     known = {getattr(route, "path", None) for route in server.app.routes}
-    for path, serve in ((PLAN_PATH, serve_plan), (STATUS_PATH, serve_status)):
+    for path, serve in _ROUTES.items():
         if path not in known:
             server.app.add_route(path, serve, methods=["GET"])
 
@@ -32,5 +34,12 @@ async def serve_status(request: Any) -> Any:
     """The section `fp8rl` of `/server_info`, alone; 404 from a server without this method."""
     from starlette.responses import JSONResponse
 
-    section = (await internal_state()).get("fp8rl")
+    section = (await internal_states())[0].get("fp8rl")
     return not_served() if section is None else JSONResponse(section)
+
+
+_ROUTES = {
+    PLAN_PATH: serve_plan,
+    STATUS_PATH: serve_status,
+    FINGERPRINT_PATH: serve_fingerprint,
+}
