@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -14,7 +11,6 @@ from host_uses import PACKAGE, uses_of_the_host
 
 from sglang_fp8rl.compat import NEWEST_EXCLUDED, OLDEST
 from sglang_fp8rl.host_symbols import SYMBOLS
-from sglang_fp8rl.platforms import PLATFORM_NAME
 
 LISTED = {symbol.path for symbol in SYMBOLS}
 MODULES = {symbol.path for symbol in SYMBOLS if symbol.kind == "module"} | {
@@ -75,30 +71,25 @@ def test_nothing_is_listed_twice_and_every_span_is_inside_the_supported_range():
             assert end is None or OLDEST < end < NEWEST_EXCLUDED, symbol
 
 
-ON_THE_HOST = """
-import json
-from sglang_fp8rl.compat import host_version
-from sglang_fp8rl.host_symbols import SYMBOLS, check_symbols, find
-version = host_version()
-early = [s.path for s in SYMBOLS if not s.is_in(version) and find(s.path) is not None]
-overridden = [path for path in json.loads(input()) if find(path) is not None]
-print(json.dumps([check_symbols(), early, overridden]))
-"""
+def look(overridden: list[str]) -> None:
+    """In a process of its own."""
+    from sglang_fp8rl.compat import host_version
+    from sglang_fp8rl.host_symbols import check_symbols, find
+
+    version = host_version()
+    early = [s.path for s in SYMBOLS if not s.is_in(version) and find(s.path) is not None]
+    print(json.dumps([check_symbols(), early, [one for one in overridden if find(one)]]))
 
 
 @pytest.fixture(scope="module")
-def on_the_host() -> list[list[str]]:
-    """What a process of its own finds in the installed SGLang."""
+def on_the_host(tmp_path_factory) -> list[list[str]]:
+    """What a process on the CPU platform finds in the installed SGLang."""
     pytest.importorskip("sglang")
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ON_THE_HOST],
-        env={**os.environ, "SGLANG_PLATFORM": PLATFORM_NAME},
-        input=json.dumps(sorted(USES.overridden)) + "\n",
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    from forked import run_forked
+
+    log = tmp_path_factory.mktemp("symbols") / "log"
+    assert run_forked(look, (sorted(USES.overridden),), log) == "exit status 0", log.read_text()
+    return json.loads(log.read_text().splitlines()[-1])
 
 
 def test_the_installed_sglang_has_every_symbol_and_of_its_kind(on_the_host):

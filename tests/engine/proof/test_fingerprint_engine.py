@@ -7,10 +7,10 @@ import random
 import pytest
 from _options import overridden
 from commands import plan_document, update
-from contract import LAYOUTS
 from engine_host import EngineHost
 from fingerprint_commands import fingerprint, fingerprint_after_flip, names_by_parameter
 from models import MODELS, checkpoint
+from pool import engine_key, on, runs_on
 
 from sglang_fp8rl.trainer import fingerprint_of, quantize_for_refit
 from sglang_fp8rl.wire.fingerprint import compare
@@ -18,38 +18,17 @@ from sglang_fp8rl.wire.plan import RefitPlan
 
 pytestmark = pytest.mark.engine
 
-CASES = [
-    ("qwen3", "tp1", {}),
-    ("qwen3-one-kv-head", "tp2", {}),
-    ("llama-misaligned", "tp2", {}),
-    ("qwen3-moe", "ep2", {}),
-    ("deepseek-v3", "tp2", {}),
-]
-MORE = [
-    ("qwen3-tied", "tp1", {}),
-    ("llama-misaligned", "tp2", {"misaligned": "bf16"}),
-    ("qwen3", "tp2", {"use_weight_pow2_scale": True, "round_to_bf16": False}),
-    ("phi3", "tp2", {}),
-    ("qwen3-moe-misaligned", "tp2", {}),
-]
-FLIPS = 12
-
-
-def case_id(case):
-    return "-".join([*case[:2], *case[2]])
-
-
-@pytest.fixture(
-    params=[*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=case_id
+CASES = ("qwen3-tp1", "qwen3-one-kv-head-tp2", "llama-misaligned-tp2", "qwen3-moe-ep2")
+POW2 = overridden(use_weight_pow2_scale=True, round_to_bf16=False)
+MORE = (
+    "qwen3-tied-tp1",
+    "phi3-tp2",
+    "qwen3-moe-misaligned-tp2",
+    "deepseek-v3-tp2",
+    engine_key("llama-misaligned", "tp2", overridden(misaligned="bf16"), "bf16"),
+    engine_key("qwen3", "tp2", POW2, "pow2"),
 )
-def engine(request, checkpoint_dir):
-    name, layout, options = request.param
-    layout, model = LAYOUTS[layout], MODELS[name]
-    path = checkpoint(checkpoint_dir, model, "first")
-    args = (*layout.args, *(overridden(**options) if options else ()))
-    with EngineHost(path, tp_size=layout.tp_size, args=args) as host:
-        host.model = model
-        yield host
+FLIPS = 12
 
 
 def served(host):
@@ -58,32 +37,33 @@ def served(host):
     return answers[0]
 
 
-def test_the_engine_has_the_trainer_s_numbers_and_every_flipped_bit_is_found(engine):
-    plan = RefitPlan.from_dict(engine.call(plan_document))
-    first = fingerprint_of(engine.model.first.items(), plan)
-    second = fingerprint_of(engine.model.second.items(), plan)
-    found = compare(served(engine), first)
+@on(*CASES, "deepseek-v3-tp1", slow=MORE)
+def test_the_engine_has_the_trainer_s_numbers_and_every_flipped_bit_is_found(host):
+    plan = RefitPlan.from_dict(host.call(plan_document))
+    first = fingerprint_of(host.model.first.items(), plan)
+    second = fingerprint_of(host.model.second.items(), plan)
+    found = compare(served(host), first)
     assert found.ok, found.as_dict()
     assert not found.unproven
     assert found.compared == len(first.numbers) > 10
 
     # FP32 into the engine, then FP8 from the trainer: who quantizes doesn't matter.
-    assert all(ok for ok, _ in engine.call_all(update, list(engine.model.second.items())))
-    assert compare(served(engine), second).ok
-    assert not compare(served(engine), first).ok
-    sent = list(quantize_for_refit(engine.model.first.items(), plan))
-    results = engine.call_all(update, sent)
+    assert all(ok for ok, _ in host.call_all(update, list(host.model.second.items())))
+    assert compare(served(host), second).ok
+    assert not compare(served(host), first).ok
+    sent = list(quantize_for_refit(host.model.first.items(), plan))
+    results = host.call_all(update, sent)
     assert all(ok for ok, _ in results), results
-    assert compare(served(engine), first).ok
+    assert compare(served(host), first).ok
 
-    for rank, place, bit, names in flips(engine):
-        answers = engine.call_all(fingerprint_after_flip, rank, place, bit)
+    for rank, place, bit, names in flips(host):
+        answers = host.call_all(fingerprint_after_flip, rank, place, bit)
         # Of what was derived from it, too, by a name of its own.
         differing = set(compare(answers[0], first).differing) & set(first.numbers)
         assert len(differing) == 1, (rank, place, bit, differing)
         assert differing <= names, (rank, place, bit, differing)
-    served(engine)  # derives again from what was flipped back
-    assert compare(served(engine), first).ok
+    served(host)  # derives again from what was flipped back
+    assert compare(served(host), first).ok
 
 
 def flips(host):
@@ -104,40 +84,41 @@ def flips(host):
                 yield rank, place, rng.randrange(bits), names
 
 
-def test_a_replica_that_differs_is_named_with_its_rank(checkpoint_dir):
-    model = MODELS["qwen3-one-kv-head"]
-    with EngineHost(checkpoint(checkpoint_dir, model, "first"), tp_size=2) as host:
-        bit = 8 * (128 * 256 + 5)  # in the rows of k_proj, which both ranks hold
-        place = "model.layers.0.self_attn.qkv_proj.weight"
-        answer = host.call_all(fingerprint_after_flip, 1, place, bit)[0]
-        name = "model.layers.0.self_attn.k_proj.weight"
-        assert list(answer.differing) == [name]
-        assert "tp_rank 1" in answer.differing[name]
-        norm = "model.layers.1.input_layernorm.weight"
-        assert list(host.call_all(fingerprint_after_flip, 0, norm, 3)[0].differing) == [norm]
-        assert not served(host).differing
+@on("qwen3-one-kv-head-tp2")
+def test_a_replica_that_differs_is_named_with_its_rank(host):
+    bit = 8 * (128 * 256 + 5)  # in the rows of k_proj, which both ranks hold
+    place = "model.layers.0.self_attn.qkv_proj.weight"
+    answer = host.call_all(fingerprint_after_flip, 1, place, bit)[0]
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert list(answer.differing) == [name]
+    assert "tp_rank 1" in answer.differing[name]
+    norm = "model.layers.1.input_layernorm.weight"
+    assert list(host.call_all(fingerprint_after_flip, 0, norm, 3)[0].differing) == [norm]
+    assert not served(host).differing
 
 
-def test_tensor_parallel_sizes_have_the_same_numbers_where_the_scheme_is_the_same(checkpoint_dir):
-    model = MODELS["qwen3"]
-    path = checkpoint(checkpoint_dir, model, "first")
-    with EngineHost(path) as one, EngineHost(path, tp_size=2) as two:
-        found = compare(one.call(fingerprint), served(two))
+@runs_on("qwen3", "qwen3-tp2")
+def test_tensor_parallel_sizes_have_the_same_numbers_where_the_scheme_is_the_same(engine_pool):
+    with engine_pool.lent(engine_key("qwen3")) as host:
+        one = host.call(fingerprint)
+    with engine_pool.lent(engine_key("qwen3", "tp2")) as host:
+        found = compare(one, served(host))
     assert found.ok
     # Two KV heads of 64 rows are no whole blocks on each of two ranks.
     assert all(".self_attn." in name for name in found.unproven)
     assert found.compared > len(found.unproven) > 0
 
 
-def test_a_stale_derived_weight_is_named_and_derived_again(checkpoint_dir):
+@on("deepseek-v3-tp1")
+def test_a_stale_derived_weight_is_named_and_derived_again(host):
     place = "model.layers.1.self_attn.w_kc"
-    with EngineHost(checkpoint(checkpoint_dir, MODELS["deepseek-v3"], "first")) as host:
-        assert not served(host).differing
-        answer = host.call(fingerprint_after_flip, 0, place, 17)
-        assert list(answer.differing) == [place]
-        assert not served(host).differing
+    assert not served(host).differing
+    answer = host.call(fingerprint_after_flip, 0, place, 17)
+    assert list(answer.differing) == [place]
+    assert not served(host).differing
 
 
+@runs_on("qwen3", "qwen3-tp1")
 def test_dummy_weights_have_numbers_and_differ(checkpoint_dir):
     model = MODELS["qwen3"]
     path = checkpoint(checkpoint_dir, model, "first")
