@@ -23,7 +23,7 @@ def pairs_of(
             native.setdefault(position, "half of an FP8 pair, the other is in another bucket")
     made = [(pair, _pair_pieces(recording.bucket, pair)) for pair in recording.pairs]
     for pair, pieces in made:
-        if not pieces:
+        if pair.copies and not pieces:  # without copies it is for another rank's experts
             native.setdefault(pair.weight, "an FP8 pair that the kernels can't copy")
     while any((pair.weight in native) != (pair.scale in native) for pair, _ in made):
         for pair, _ in made:

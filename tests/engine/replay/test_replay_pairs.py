@@ -35,7 +35,13 @@ def deliver(host, sent, *options):
         assert success, message
 
 
-@on("qwen3-tp2", "llama-misaligned-tp2", "deepseek-v3-tp1", slow=("qwen3-moe-tp2",))
+@on(
+    "qwen3-tp2",
+    "llama-misaligned-tp2",
+    "deepseek-v3-tp1",
+    "qwen3-moe-ep2",
+    slow=("qwen3-moe-tp2",),
+)
 def test_replayed_pairs_equal_a_fresh_load(host):
     model, expected = host.model, host.fresh("second").digests
     buckets = {which: quantized(host, model, which) for which in ("first", "second")}
