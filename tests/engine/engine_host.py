@@ -14,7 +14,11 @@ about two seconds.
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
+import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -55,12 +59,13 @@ class EngineHost:
         self.tp_size = tp_size
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
+        self._stacks = tempfile.NamedTemporaryFile(suffix=".stacks")  # noqa: SIM115  until `close`
         launch = None
         for rank in range(tp_size):
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(
                 target=run_rank,
-                args=(theirs, argv, tp_size, rank, launch, dict(env or {})),
+                args=(theirs, argv, tp_size, rank, launch, dict(env or {}), self._stacks.name),
                 daemon=True,
             )
             process.start()
@@ -90,6 +95,7 @@ class EngineHost:
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._stacks.close()
 
     def __enter__(self) -> EngineHost:
         return self
@@ -97,10 +103,11 @@ class EngineHost:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @staticmethod
-    def _receive(pipe: Any) -> Any:
+    def _receive(self, pipe: Any) -> Any:
         if not pipe.poll(_START_SECONDS):
-            raise EngineError("no answer from the scheduler")
+            raise EngineError(
+                f"no answer from the scheduler after {_START_SECONDS} s{self._where()}"
+            )
         try:
             failed, value = pipe.recv()
         except EOFError as error:
@@ -108,6 +115,14 @@ class EngineHost:
         if failed:
             raise EngineError(value)
         return value
+
+    def _where(self) -> str:
+        """What every rank is doing, for a person who reads why a test failed."""
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)  # nothing tells when they have written it
+        return "\n" + Path(self._stacks.name).read_text()
 
 
 def command_line(model_path: Path | str, quantization: str | None) -> list[str]:
@@ -117,9 +132,19 @@ def command_line(model_path: Path | str, quantization: str | None) -> list[str]:
 
 
 def run_rank(
-    pipe: Any, argv: list[str], tp_size: int, rank: int, launch: Any, env: Mapping[str, str]
+    pipe: Any,
+    argv: list[str],
+    tp_size: int,
+    rank: int,
+    launch: Any,
+    env: Mapping[str, str],
+    stacks: str = os.devnull,
 ) -> None:
-    """One rank's process: answers `launch` (rank 0), then readiness, then what it is sent."""
+    """One rank's process: answers `launch` (rank 0), then readiness, then what it is sent.
+
+    At SIGUSR1 it appends the stacks of its threads to the file `stacks`.
+    """
+    faulthandler.register(signal.SIGUSR1, open(stacks, "a"))  # noqa: SIM115  as long as it lives
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(tp_size))
     os.environ.update(env)
     try:
