@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from time import perf_counter
 from typing import Any
+from uuid import uuid4
 
 import requests
 
@@ -21,6 +21,7 @@ from .wire import layout_text
 from .wire.bucket import NamedTensor, buckets_of, nbytes_of, payload_of
 from .wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Verification, compare
 from .wire.plan import PLAN_PATH, STATUS_PATH, RefitPlan
+from .wire.refit_note import RefitNote
 
 LOAD_FORMATS = ("flattened_bucket", None)
 
@@ -32,6 +33,8 @@ class UpdateResult:
     Attributes:
         seconds: wall time, making the tensors included.
         server_seconds: of it, waiting for the server: requests of buckets and of the session.
+        cache_flushed: whether the server let go of what the old weights had computed. False where
+            requests kept it busy: the weights are stored, and `/flush_cache` is still to be called.
     """
 
     tensors: int
@@ -39,6 +42,7 @@ class UpdateResult:
     buckets: int
     seconds: float
     server_seconds: float
+    cache_flushed: bool = True
 
 
 class RefitClient:
@@ -64,6 +68,7 @@ class RefitClient:
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._waited = 0.0
+        self._is_flush_refused = False
         self._http = requests.Session()
         if api_key:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
@@ -81,6 +86,8 @@ class RefitClient:
         plan: RefitPlan | None = None,
         verify: bool = False,
         weight_version: str | None = None,
+        partial: bool = False,
+        flush_timeout: float = 60,
     ) -> UpdateResult:
         """Send tensors, full and unsharded, under their checkpoint names; return when served.
 
@@ -100,9 +107,14 @@ class RefitClient:
             weight_version: what SGLang calls the new weights (`weight_version` in `/model_info` and
                 in each answer's `meta_info`). Set when all of the update succeeded; before that,
                 and after a failure, the old one stays.
+            partial: what is not among `named_tensors` is declared still right (frozen layers,
+                adapters). Otherwise the server refuses an update that leaves anything out.
+            flush_timeout: seconds to wait for running requests, where they keep the server from
+                flushing its cache behind the last bucket.
 
         Raises:
-            RefitError: the server refused; the message is its own. What was sent before stays.
+            RefitError: the server refused; the message is its own. What was sent before stays, and
+                the status says so until all of an update came.
                 Or `plan` is not the server's: nothing was sent. Or what is served differs (`verify`).
         """
         if load_format not in LOAD_FORMATS:
@@ -117,16 +129,24 @@ class RefitClient:
             named_tensors = numbers.watch(named_tensors)
         info = self.server_info()
         size = int(info["tp_size"]) if tp_size is None else tp_size
-        as_text = _section(info).get("flat_layout") == layout_text.VERSION
+        section = _section(info)
+        as_text = section.get("flat_layout") == layout_text.VERSION
+        note = RefitNote(uuid4().hex, weight_version, wants_all=not partial, is_partial=partial)
+        said = {"rid": note.to_text()} if "state" in section else {}
+        self._is_flush_refused = False
         began, waited_before = perf_counter(), self._waited
-        post = partial(self._post_admin, "/update_weights_from_tensor")
-        with self._session(), PipelinedSender(post, on_bucket) as sender:
-            for bucket, is_last in buckets_of(named_tensors, bucket_bytes):
+        named_once = _each_once(named_tensors)
+        with (
+            self._session(said) as in_session,
+            PipelinedSender(self._post_bucket, on_bucket) as sender,
+        ):
+            for bucket, is_last in buckets_of(named_once, bucket_bytes):
                 payload, memory = payload_of(bucket, load_format, as_text)
                 body = {
                     "serialized_named_tensors": [payload] * size,
                     "load_format": load_format,
                     "flush_cache": is_last,
+                    **({} if in_session else said),
                 }
                 sender.send(body, memory, len(bucket), sum(nbytes_of(t) for _, t in bucket))
             sender.finish()
@@ -143,8 +163,11 @@ class RefitClient:
         if weight_version is not None:
             version = {"new_version": weight_version, "abort_all_requests": False}
             self._post_admin("/update_weight_version", version)
+        is_flushed = not self._is_flush_refused or self._flush(flush_timeout)
         seconds, waited = perf_counter() - began, self._waited - waited_before
-        return UpdateResult(sender.tensors, sender.nbytes, sender.buckets, seconds, waited)
+        return UpdateResult(
+            sender.tensors, sender.nbytes, sender.buckets, seconds, waited, is_flushed
+        )
 
     def plan(self) -> RefitPlan:
         """The server's plan: how each tensor is stored, and how it may be sent.
@@ -286,10 +309,16 @@ class RefitClient:
         return int(self.server_info()["tp_size"])
 
     @contextlib.contextmanager
-    def _session(self) -> Iterator[None]:
-        has_sessions = self._post_admin("/begin_weight_update", {}, or_not_found=True) is not None
+    def _session(self, said: dict[str, str]) -> Iterator[bool]:
+        """Whether the server knows sessions; then one is open in here.
+
+        Args:
+            said: what the server is told of the refit.
+        """
+        answer = self._post_admin("/begin_weight_update", said, or_not_found=True)
+        has_sessions = answer is not None
         try:
-            yield
+            yield has_sessions
         except BaseException:
             # The reason why it failed is worth more than a second failure to close.
             if has_sessions:
@@ -298,6 +327,27 @@ class RefitClient:
             raise
         if has_sessions:
             self._post_admin("/end_weight_update", {})
+
+    def _post_bucket(self, body: dict[str, Any]) -> Any:
+        try:
+            return self._post_admin("/update_weights_from_tensor", body)
+        except RefitError:
+            # SGLang answers alike where nothing was stored and where only its flush was refused.
+            last = (self.status() if body["flush_cache"] else {}).get("last_refit") or {}
+            is_stored = last.get("cache_flushed") is False and last["outcome"] in ("open", "ok")
+            if not is_stored:
+                raise
+            self._is_flush_refused = True
+
+    def _flush(self, timeout: float) -> bool:
+        """Ask for the flush again, once the running requests are done. Returns whether it was done."""
+        answer = self._http.post(
+            f"{self.url}/flush_cache",
+            params={"timeout": timeout},
+            headers=self._admin,
+            timeout=timeout + self.timeout,
+        )
+        return answer.ok
 
     def _post_admin(self, path: str, body: dict[str, Any], *, or_not_found: bool = False) -> Any:
         return self._post(path, body, or_not_found=or_not_found, headers=self._admin)
@@ -345,6 +395,21 @@ class RefitClient:
 def fetch_plan(url: str, *, timeout: float = 600, api_key: str | None = None) -> RefitPlan:
     """The plan of the server at `url`, as `RefitClient.plan`."""
     return RefitClient(url, timeout=timeout, api_key=api_key).plan()
+
+
+def _each_once(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Raises `RefitError` at the second tensor of one name."""
+    seen: set[str] = set()
+    for name, tensor in named_tensors:
+        if name in seen:
+            raise RefitError(
+                name,
+                "yielded twice",
+                "an update names each tensor once",
+                "Look at what the trainer's iterator yields; the update was ended there.",
+            )
+        seen.add(name)
+        yield name, tensor
 
 
 def _section(server_info: dict[str, Any]) -> dict[str, Any]:

@@ -109,6 +109,7 @@ _TABLE: dict[str, tuple[_Row, ...]] = {
             "function",
             "WeightUpdater._update_weights_from_flattened_bucket",
         ),
+        ("managers.io_struct", "class", "BeginWeightUpdateReqOutput", SESSIONS_SINCE, None),
         ("managers.io_struct", "class", "UpdateWeightsFromTensorReqOutput"),
         ("managers.io_struct", "class", "UpdateWeightsFromDistributedReqOutput"),
         ("managers.io_struct", "class", "UpdateWeightFromDiskReqOutput"),

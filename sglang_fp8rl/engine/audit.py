@@ -90,12 +90,16 @@ class Audit:
     def give_up_halves(self) -> dict[str, str]:
         """Drop FP8 halves that are still waiting; returns their names and what is missing."""
         halves = self._pairs.open_halves()
-        self._pairs.drop()
+        self.drop_halves()
         return {
             name: f"{text}; both halves of an FP8 weight belong into one call (or one session), "
             "and the half that came was not stored. Send them together"
             for name, text in halves.items()
         }
+
+    def drop_halves(self) -> None:
+        """Halves never outlive their refit: the other one would be of other weights."""
+        self._pairs.drop()
 
     def _unknown(self, call: Call) -> list[str]:
         """Names that went by and reached no parameter, without a reason. A scale has its weight's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from .audit import Audit
 from .model.derived_weights import DerivedWeights
 from .native.call import Call
 from .replay.recipe import Recipe
+from .report.refits import Refit
 from .report.report import Arrived, RefitReport
 
 Arrival = Stream | NewBucket | KnownBucket[Recipe]
@@ -27,12 +28,14 @@ class Update:
 
     Attributes:
         calls: of `load_weights` that belong to it.
-        is_recorded: whether what went wrong is in the report already.
+        refit: that its last call belongs to.
+        cache_flushed: whether SGLang flushed its cache; None if it was not asked to.
     """
 
     scope: UpdateScope
     calls: int = 0
-    is_recorded: bool = False
+    refit: Refit | None = None
+    cache_flushed: bool | None = None
 
 
 class Journal:
@@ -80,7 +83,6 @@ class Journal:
             with torch.no_grad():
                 yield call
         except Exception as error:
-            self.update.is_recorded = True
             self._stop(call, error)
             if len(call.errors) == 1:
                 raise
@@ -89,7 +91,6 @@ class Journal:
             self._audit.finish(call, self._count(call))
             self._close(call)
             if call.errors:
-                self.update.is_recorded = True
                 raise call.error(self._count(call))
         finally:
             call.sources.forget_tensors()
@@ -98,21 +99,23 @@ class Journal:
     def expect(self, arrival: Arrival) -> None:
         """What the running call brings, as far as that can be known before it is read."""
         self._arrival = arrival
-        window = self._report.window
         match arrival:
             case KnownBucket(recipe=recipe):
                 numbers = recipe.numbers
             case NewBucket(bucket=bucket):
-                numbers = window.numbers_of(bucket.names)
+                numbers = self._report.brought.numbers_of(bucket.names)
             case Stream():
                 numbers = np.empty(0, np.int64)
-        self._report.start_call(numbers)
+        if self._report.start_call(self.update.scope, numbers):
+            self._audit.drop_halves()
+        self.update.refit = self._report.refit
 
     def _stop(self, call: Call, error: Exception) -> None:
         """An error ended the call: what was found before it counts, and so does what it left."""
         call.errors.setdefault(call.stopped_at, str(error))
         if self._arrival is None:  # refused before anything was looked at
-            self._report.refused(list(call.errors.values()))
+            self.update.refit = self._report.fail(call.errors.values(), call.scope)
+            self._audit.drop_halves()
             return
         self._derived.refresh(call.touched)
         sent = () if isinstance(self._arrival, Stream) else self._arrival.bucket.names
@@ -120,7 +123,9 @@ class Journal:
         self._close(call)
 
     def _close(self, call: Call) -> None:
-        self._report.end_call(self._arrived(call), call.errors)
+        self._report.end_call(self._arrived(call), call.errors, call.scope)
+        if call.errors:
+            self._audit.drop_halves()
 
     def _count(self, call: Call) -> int:
         """Tensors that were sent."""
@@ -132,24 +137,23 @@ class Journal:
         return len(call.sources.names)
 
     def _arrived(self, call: Call) -> Arrived:
-        window, errors = self._report.window, call.errors
-        stored = window.numbers_of(name for name in call.touched if name not in errors)
+        wants_layout = self._report.refit.wants_layout
+        has_taken = bool(call.touched)
         match self._arrival:
             case KnownBucket(recipe=recipe):
-                kept = recipe.stored
-                if errors:
-                    kept = window.numbers_of(name for name in recipe.touched if name not in errors)
-                touched: Mapping[str, tuple] = recipe.touched
-                if call.touched:
-                    stored, touched = np.concatenate([stored, kept]), {**touched, **call.touched}
-                else:
-                    stored = kept
-                return Arrived(recipe.numbers, stored, recipe.nbytes, touched, is_replayed=True)
+                return Arrived(
+                    recipe.numbers,
+                    recipe.nbytes,
+                    has_taken or recipe.is_taken,
+                    layout=recipe.layout_number,
+                )
             case NewBucket(bucket=bucket):
                 names, nbytes = bucket.names, bucket.nbytes
+                layout = bucket.layout_number if wants_layout else 0
             case _:
-                names, nbytes = call.sources.names, call.sources.nbytes
-        return Arrived(window.numbers_of(names), stored, nbytes, call.touched)
+                names, nbytes, layout = call.sources.names, call.sources.nbytes, 0
+        numbers = self._report.brought.numbers_of(names)
+        return Arrived(numbers, nbytes, has_taken, call.touched, layout)
 
 
 def outside_of_a_call(name: str) -> RefitError:

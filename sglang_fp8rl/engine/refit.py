@@ -29,6 +29,7 @@ from .model.landings import NameTable
 from .model.parameters import Target, set_loader, targets_of
 from .model.plan_document import plan_document
 from .native.call import Call
+from .native.checks import check_named_once
 from .native.loader_call import LoaderCalls
 from .native.native_path import NativePath
 from .native.pairs import PairTable
@@ -59,7 +60,7 @@ class ModelRefit:
         self.targets = targets_of(model)
         self.names, self.pairs = NameTable(), PairTable()
         self.derived = DerivedWeights(model)
-        self.report = RefitReport(self.targets.values())
+        self.report = RefitReport(self.targets.values(), self.names, self._learn_names)
         self.recipes = RecipeStore()
         self._probe_names = probe_names
         self.audit = Audit(model, options, self.names, self.pairs, self.report, self._learn_names)
@@ -135,6 +136,7 @@ class ModelRefit:
             recipe = self.recipes.find(bucket) if may_replay else None
         if recipe is not None:
             return KnownBucket(bucket, recipe)
+        check_named_once(bucket.names)
         return NewBucket(bucket, is_recorded=may_replay)
 
     def _write(self, call: Call, arrival: Arrival, *args: Any, **kw: Any) -> Any:

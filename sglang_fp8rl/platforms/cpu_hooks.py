@@ -68,6 +68,17 @@ def _unpadded_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
     return model_config
 
 
+def _synchronized_with_the_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In here, torch's device module is the CPU's: a CUDA build names CUDA, with or without a GPU."""
+    before: Any = torch.get_device_module
+    host: Any = torch
+    host.get_device_module = lambda device=None: torch.cpu if device is None else before(device)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        host.get_device_module = before
+
+
 CPU_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear",
@@ -126,6 +137,15 @@ CPU_HOOKS: tuple[Hook, ...] = (
         reason="on a CPU it pads heads and intermediate sizes to whole blocks; a GPU serves the model "
         "as it is, and replicates KV heads",
         until="the padding is asked for by the CPU kernels that want it",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".release_memory_occupation",
+        "AROUND",
+        _synchronized_with_the_cpu,
+        reason="ends with torch's default device module, CUDA's with or without a GPU, and the "
+        "scheduler with it",
+        until="SGLang synchronizes the device that it serves on",
     ),
 )
 

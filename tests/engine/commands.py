@@ -55,8 +55,9 @@ def update(
     named_tensors: list[tuple[str, torch.Tensor]],
     load_format: str | None = None,
     flush_cache: bool = True,
+    **more: Any,
 ) -> tuple[bool, str]:
-    """`update_weights_from_tensor` as the request handler calls it."""
+    """`update_weights_from_tensor` as the request handler calls it; `more` are fields of the request."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     payload: Any = named_tensors
@@ -70,26 +71,30 @@ def update(
         }
     one = MultiprocessingSerializer.serialize(payload)
     size = torch.distributed.get_world_size(scheduler.weight_updater.tp_cpu_group)
-    return send(scheduler, [one] * size, load_format, flush_cache)
+    return send(scheduler, [one] * size, load_format, flush_cache, **more)
 
 
 def send(
-    scheduler: Any, payload: list[Any], load_format: str | None = None, flush_cache: bool = True
+    scheduler: Any,
+    payload: list[Any],
+    load_format: str | None = None,
+    flush_cache: bool = True,
+    **more: Any,
 ) -> tuple[bool, str]:
     """As `update`, with a payload of the caller's making."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
     request = UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=payload, load_format=load_format, flush_cache=flush_cache
+        serialized_named_tensors=payload, load_format=load_format, flush_cache=flush_cache, **more
     )
     result = scheduler.weight_updater.update_weights_from_tensor(request)
     return result.success, result.message
 
 
-def begin(scheduler: Any) -> tuple[bool, str]:
+def begin(scheduler: Any, **fields: Any) -> tuple[bool, str]:
     from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
-    result = scheduler.weight_updater.begin_weight_update(BeginWeightUpdateReqInput())
+    result = scheduler.weight_updater.begin_weight_update(BeginWeightUpdateReqInput(**fields))
     return result.success, result.message
 
 

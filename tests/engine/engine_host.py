@@ -15,6 +15,7 @@ about two seconds.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import signal
 import tempfile
@@ -77,12 +78,14 @@ class EngineHost:
         for pipe in self._pipes:
             self._receive(pipe)
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """`function(scheduler, *args)` on every rank at once; rank 0's result."""
-        return self.call_all(function, *args)[0]
+        return self.call_all(function, *args, **options)[0]
 
-    def call_all(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def call_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """`function(scheduler, *args)` on every rank at once; all results, by rank."""
+        if options:
+            function = functools.partial(function, **options)
         for pipe in self._pipes:
             pipe.send((function, args))
         return [self._receive(pipe) for pipe in self._pipes]

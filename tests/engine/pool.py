@@ -111,7 +111,7 @@ class Engine(EngineHost):
             assert success, message
 
     def restore(self) -> None:
-        """Put the first weights back, unless they are there, and check their bytes."""
+        """Put the first weights back, unless they are there and whole, and check their bytes."""
         if self._is_as_loaded():
             return
         self.send(list(self.model.first.items()))

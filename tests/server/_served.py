@@ -44,8 +44,8 @@ class Client(RefitClient):
 class ClientWithoutSessions(Client):
     """A trainer that knows no sessions, as veRL: every call stands for itself."""
 
-    def _session(self) -> Any:
-        return contextlib.nullcontext()
+    def _session(self, _: Any) -> Any:
+        return contextlib.nullcontext(False)
 
 
 @dataclass(frozen=True)

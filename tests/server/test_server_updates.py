@@ -19,6 +19,7 @@ from _served import (
 )
 from models import checkpoint
 
+from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.numerics.reference import quantize_blockwise
 from sglang_fp8rl.testing.checkpoints import quantized
 from sglang_fp8rl.testing.outputs import differences
@@ -132,13 +133,31 @@ def test_the_radix_cache_of_the_old_weights_is_flushed(case, client):
     assert cached_tokens() == 0
 
 
-def test_a_partial_update_is_taken_and_reported_until_the_rest_comes(case, client):
+def test_an_update_that_leaves_something_out_is_refused_by_name_until_all_came(case, client):
     tensors = weights("second")
-    client.update(tensors[:10])
+    for part in (tensors[:10], tensors[10:]):  # of two refits, so they are no whole one
+        missing = dict(tensors).keys() - dict(part).keys()
+        with pytest.raises(RefitError, match="left out"):
+            client.update(part)
+        state = case.client.status()
+        assert (state["state"], state["last_refit"]["outcome"]) == ("failed", "failed")
+        named = state["last_refit"]["missing_names"]
+        assert named
+        assert missing.issuperset(named)
+    assert differences(case.ask(), case.expected["second"]) == []
+    client.update(weights("first"))
+    case.check("first")
+
+
+def test_a_partial_update_declares_the_rest_right(case, client):
+    before = case.client.status()["last_complete_refit"]
+    client.update(weights("first")[:10], partial=True, weight_version="some")
     state = case.client.status()
-    assert state["last_refit"]["outcome"] == "ok"
-    assert not state["last_refit"]["complete"]
-    client.update(tensors[10:])
-    case.check("second")
+    assert state["consistent"], state["problems"]
+    last = state["last_refit"]
+    assert (last["outcome"], last["complete"], last["partial"]) == ("ok", False, True)
+    assert last["version"] == "some"
+    assert state["last_complete_refit"] == before
+    assert [row["refit"] for row in state["served"]] == [last["id"], before["id"]]
     client.update(weights("first"))
     case.check("first")

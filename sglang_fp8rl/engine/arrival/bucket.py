@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...wire.layout_text import from_text
+from ...wire.refit_note import layout_number
 from .flat_layout_check import check_layout
 
 _SHAPE, _DTYPE, _NAME = attrgetter("shape"), attrgetter("dtype"), attrgetter("name")
@@ -56,6 +57,10 @@ class TensorBucket:
         return (
             self.names, list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors)), strides, devices
         )  # fmt: skip
+
+    @property
+    def layout_number(self) -> int:
+        return sum(layout_number(n, t.dtype, t.shape) for n, t in self._pairs)
 
     @property
     def nbytes(self) -> int:
@@ -117,6 +122,10 @@ class FlatBucket:
             return ([meta.__dict__ for meta in self._given],)
         except AttributeError:
             return (list(map(_METADATA, self._given)),)
+
+    @property
+    def layout_number(self) -> int:
+        return sum(layout_number(one.name, one.dtype, one.shape) for one in self._metadata)
 
     @property
     def nbytes(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ...wire.refit_note import RefitNote
+
 
 class Origin(str, Enum):
     """Where weights come from."""
@@ -24,12 +26,18 @@ class UpdateScope:
     Attributes:
         origin: where its weights come from.
         in_session: whether the client opened a session that is still open.
-        is_last_call: whether the client said that nothing more comes (it asked for the flush).
+        is_last_call: whether the client asked for the flush, which those without sessions do last.
+        note: what the client says of its refit.
+        sender: a name for the process that sends, if it can be told.
+        version: what SGLang calls the new weights, where the request says so.
     """
 
     origin: Origin
     in_session: bool = False
     is_last_call: bool = True
+    note: RefitNote | None = None
+    sender: str | None = None
+    version: str | None = None
 
     @property
     def stores(self) -> bool:

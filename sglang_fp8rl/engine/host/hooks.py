@@ -13,7 +13,13 @@ from .attach import attach_to_model
 from .model_choice import choose_as_for_fp8, leave_draft_model
 from .routes import add_routes
 from .status import add_status
-from .update_calls import end_session, flattened_bucket, note_released_weights, update_hook
+from .update_calls import (
+    begin_session,
+    end_session,
+    flattened_bucket,
+    note_released_weights,
+    update_hook,
+)
 
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
@@ -70,11 +76,20 @@ HOOKS = (
         "as for tensors",
     ),
     Hook(
+        f"{_MANAGER}.begin_weight_update",
+        "AROUND",
+        begin_session,
+        "a session is a refit, and what the client says of it has to be known; a session for a draft "
+        "model that is not there would update nothing",
+        "SGLang lets plugins see a session begin",
+        since=SESSIONS_SINCE,
+    ),
+    Hook(
         f"{_MANAGER}.end_weight_update",
         "AROUND",
         end_session,
-        "a session that ends with half of an FP8 pair has to fail",
-        "SGLang knows pairs of weight and scale",
+        "the refit ends: what did not come, and half of an FP8 pair, have to be told",
+        "SGLang lets plugins answer the end of a session",
         since=SESSIONS_SINCE,
     ),
     Hook(

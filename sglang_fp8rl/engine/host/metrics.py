@@ -85,7 +85,7 @@ class RefitMetrics:
             "replayed_share", "Share of all update calls so far that were replayed."
         )
         self.sqnr = gauge("sqnr_db", "SQNR of the last refit's samples, in dB.", "scheme")
-        self._calls_of_refit = 0
+        self._refit: int | None = None
 
     def count(
         self, labels: dict[str, str], status: dict[str, Any], source: str, success: bool
@@ -93,10 +93,10 @@ class RefitMetrics:
         """One update call more, and one refit more if it is the first of one."""
         outcome = "ok" if success else "failed"
         self.calls.labels(**labels, source=source, outcome=outcome).inc()
-        calls = status["last_refit"]["calls"] if status["last_refit"] else 0
-        if 0 < calls <= self._calls_of_refit or (calls and not self._calls_of_refit):
+        refit = status["last_refit"]
+        if refit is not None and refit["id"] != self._refit:
+            self._refit = refit["id"]
             self.refits.labels(**labels).inc()
-        self._calls_of_refit = calls
 
     def observe(self, labels: dict[str, str], status: dict[str, Any]) -> None:
         """Take over what the status section says."""

@@ -9,6 +9,7 @@ from ... import __version__
 from ...wire.layout_text import VERSION as FLAT_LAYOUT_VERSION
 from ..model.plan_document import module_rows
 from ..refit import ModelRefit
+from ..report.refits import State
 from .attach import refit_of
 from .fingerprint_route import fingerprint_state
 from .plan_route import plan_state
@@ -22,12 +23,11 @@ def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
         session_open: whether `begin_weight_update` was called and `end_weight_update` was not.
     """
     report = refit.report
-    problems = report.problems()
+    log, problems = report.log, report.problems()
     problems += list(refit.pairs.open_halves().values())
     if session_open:
         problems.append("a weight-update session is open: call end_weight_update()")
     schemes = Counter(scheme.granularity.value for scheme in refit.schemes.values())
-    shown = report.current if report.current.calls else report.last
     return {
         "version": __version__,
         "schemes": dict(schemes),
@@ -37,10 +37,14 @@ def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
         "bf16_bytes_replaced": sum(
             2 * target.parameter.numel() for target in refit.targets.values() if target.is_fp8
         ),
-        "last_refit": report.as_dict(shown),
+        "last_refit": report.last_refit(),
+        "last_complete_refit": log.complete
+        and {"id": log.complete.id, "version": log.complete.version},
+        "served": report.served(),
         "flat_layout": FLAT_LAYOUT_VERSION,
         "replay": refit.recipes.as_dict(),
-        "consistent": not problems,
+        "state": log.state.value,
+        "consistent": log.state is State.WHOLE,
         "problems": problems,
         "plan": module_rows(refit.schemes),
     }

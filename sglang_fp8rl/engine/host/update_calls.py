@@ -12,12 +12,17 @@ import torch
 
 from ...errors import RefitError
 from ...wire.layout_text import from_text
+from ...wire.refit_note import note_of
 from ..arrival.bucket import FlatBucket
+from ..arrival.sender import sender_of
 from ..arrival.update_scope import Origin, UpdateScope
 from ..journal import Update
 from ..refit import ModelRefit
 from .attach import refit_of
 from .metrics import observe_refit
+from .refit_end import end_request, end_session_of
+from .request_checks import check_request, check_selector, readable_note
+from .shared_memory import checked_shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +52,9 @@ def update_hook(origin: Origin) -> Callable[..., Any]:
             in_session=getattr(manager, "_session", None) is not None,
             # A client without sessions marks its last bucket by asking for the cache flush.
             is_last_call=getattr(request, "flush_cache", True),
+            note=readable_note(request),
+            sender=sender_of(request, torch.distributed.get_rank(manager.tp_cpu_group)),
+            version=getattr(request, "weight_version", None),
         )
         session = _session_of_its_own(manager, request) if wants_session else nullcontext()
         with refit.during(scope) as update, collector_paused(), session:
@@ -84,11 +92,16 @@ def _answer(
 ) -> Any:
     origin = update.scope.origin
     try:
-        _check_load_format(request)
+        check_request(manager, request)
         try:
             # Reloading from disk processes weights after it loaded them; all else only loads.
             in_place = refit.derived.in_place() if origin is Origin.DISK else nullcontext()
-            with _default_dtype_kept(), in_place:
+            with (
+                _default_dtype_kept(),
+                _flush_watched(manager, update),
+                checked_shared_memory(),
+                in_place,
+            ):
                 result = original(manager, request)
         finally:  # what was stored before an update failed is served too
             refit.derived.end_of_update()
@@ -99,12 +112,28 @@ def _answer(
         result = _failed(origin, str(error) or type(error).__name__)
         if origin in _END_WITH_BARRIER:
             torch.distributed.barrier(group=manager.tp_cpu_group)
-    if not result.success and not update.is_recorded and not update.calls:
-        # Refused before any weight was looked at. (What is stored and could not be flushed is not.)
-        refit.report.refused([result.message])
-    _ask_other_ranks(manager, refit, result)
+    end_request(manager, refit, update, result)
     observe_refit(manager, refit, call=origin.value, success=result.success)
     return result
+
+
+@contextmanager
+def _flush_watched(manager: Any, update: Update) -> Iterator[None]:
+    """Whether SGLang's flush was refused: weights that are stored are no failed refit for that.
+
+    It says so by `success: false` (0.5.16: by an error), as of weights that are not stored.
+    """
+    flush = manager.flush_cache
+
+    def flush_cache(*args: Any, **kwargs: Any) -> bool:
+        update.cache_flushed = bool(flush(*args, **kwargs))
+        return update.cache_flushed
+
+    manager.flush_cache = flush_cache
+    try:
+        yield
+    finally:
+        manager.flush_cache = flush
 
 
 @contextmanager
@@ -118,16 +147,6 @@ def _default_dtype_kept() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _check_load_format(request: Any) -> None:
-    if getattr(request, "load_format", None) == "direct":
-        raise RefitError(
-            "load_format",
-            "'direct'",
-            "it copies into parameters and would leave FP8 scales behind",
-            "Leave load_format out, or use 'flattened_bucket'.",
-        )
-
-
 def _failed(origin: Origin, message: str) -> Any:
     from sglang.srt.managers import io_struct
 
@@ -136,36 +155,32 @@ def _failed(origin: Origin, message: str) -> Any:
     return output_class(success=False, message=message, **extra)
 
 
-def _ask_other_ranks(manager: Any, refit: ModelRefit, result: Any) -> None:
-    """Only rank 0's answer reaches the client, and a NaN may be in a shard that rank 0 never sees."""
-    group = manager.tp_cpu_group
-    size, own = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-    if size == 1:
-        return
-    message = None if result.success else result.message
-    gathered: list[Any] = [None] * size
-    unmended = list(refit.report.failed.values())
-    torch.distributed.all_gather_object(gathered, (message, unmended), group=group)
-    others = [(rank, *said) for rank, said in enumerate(gathered) if rank != own]
-    refit.report.other_ranks(
-        [f"tp_rank {rank}: {line}" for rank, _, lines in others for line in lines]
-    )
-    failed = [f"tp_rank {rank}: {text}" for rank, text, _ in others if text is not None]
-    if failed and result.success:
-        result.success, result.message = False, " | ".join(failed)
+def begin_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """`begin_weight_update`: what comes until its end is one refit, with the note that it brings."""
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is None or refit.is_updating:  # a session that is opened for one call
+        return original(manager, request)
+    try:
+        note = note_of(request.rid)
+        check_selector(manager, request)
+    except RefitError as error:
+        from sglang.srt.managers import io_struct
+
+        return io_struct.BeginWeightUpdateReqOutput(success=False, message=str(error))
+    result = original(manager, request)
+    if result.success:
+        refit.report.begin_session(note)
+    return result
 
 
 def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """`end_weight_update`: FP8 halves that never met fail the session."""
+    """`end_weight_update`: the refit ends; FP8 halves that never met fail it."""
     refit = refit_of(manager.tp_worker.model_runner.model)
     with refit.derived.in_place() if refit is not None else nullcontext():
         result = original(manager, request)
     if refit is None or not result.success or refit.is_updating:
         return result  # a session that was opened for one call ends within it
-    missing = list(refit.audit.give_up_halves().values())
-    if missing:
-        refit.report.refused(missing)
-        result.success, result.message = False, " | ".join(missing)
+    end_session_of(manager, refit, result)
     observe_refit(manager, refit)
     return result
 

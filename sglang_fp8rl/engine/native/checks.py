@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -46,6 +47,19 @@ def check_shape(target: Target, name: str, loaded: torch.Tensor, args: tuple, kw
             f"{target.name} takes the full, unsharded {expected}",
             "Send the tensor as the checkpoint has it; the engine cuts this rank's shard.",
         )
+
+
+def check_named_once(names: Sequence[str]) -> None:
+    """Raises `RefitError` for a name that comes twice: nobody knows which of the two is meant."""
+    if len(set(names)) == len(names):
+        return
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    raise RefitError(
+        listed(twice),
+        f"{len(twice)} name(s) that come twice in one call",
+        "a call names each tensor once; nothing of it was stored",
+        "Look for what the trainer's iterator yields again.",
+    )
 
 
 def unknown_names_error(unknown: list[str], known: Iterable[str]) -> RefitError:

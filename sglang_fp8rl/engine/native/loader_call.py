@@ -88,7 +88,8 @@ class LoaderCalls:
         if source is not None and source.is_scale:
             check_takes_scale(target, name)
             _wait(call, position)
-            self._store_pair(call, self.pairs.add_scale(target, key, name, loaded, source))
+            half = self.pairs.add_scale(target, (call.scope.sender, key), name, loaded, source)
+            self._store_pair(call, half)
             return
         is_fp8_source = loaded.dtype == _FP8
         if not (is_fp8_source and target.is_fp8) and loaded.dtype not in _FLOAT_DTYPES:
@@ -101,12 +102,14 @@ class LoaderCalls:
             return
         if is_fp8_source and target.is_fp8:
             _wait(call, position)
-            pair = self.pairs.add_weight(target, key, name, loaded, writes, source)
+            half_key = (call.scope.sender, key)
+            pair = self.pairs.add_weight(target, half_key, name, loaded, writes, source)
             self._store_pair(call, pair)
             return
         if not writes and not target.is_fp8:
             # This rank holds nothing of it, or the loader does more than copy: let it.
             _refuse(call, position, "its loader does not copy")
+            self.report.written(target, None)
             native(target.parameter, loaded, *args, **kwargs)
         elif call.recording is not None:
             if source is None or source.tensor is None:

@@ -41,7 +41,11 @@ class HalfPair:
 
 
 class PairTable:
-    """Joins FP8 weights with their scales, in whichever order they come."""
+    """Joins FP8 weights with their scales, in whichever order they come.
+
+    Two halves meet that have one target and one `key`: the part of the target that they are for, and
+    who sent them. The scale of one trainer says nothing of the codes of another.
+    """
 
     def __init__(self) -> None:
         self._halves: dict[tuple, HalfPair] = {}
@@ -50,7 +54,7 @@ class PairTable:
     def add_weight(
         self,
         target: Target,
-        args: tuple,
+        key: tuple,
         name: str,
         weight: torch.Tensor,
         writes: list[Write],
@@ -58,19 +62,19 @@ class PairTable:
     ) -> HalfPair | None:
         """Returns the pair when this completed it."""
         with self._lock:
-            half = self._halves.setdefault((id(target), args), HalfPair(target))
+            half = self._halves.setdefault((id(target), key), HalfPair(target))
             half.weight_name, half.weight, half.writes = name, weight, writes
             half.weight_from = source
-            return self._take(half, (id(target), args))
+            return self._take(half, (id(target), key))
 
     def add_scale(
-        self, target: Target, args: tuple, name: str, scale: torch.Tensor, source: Source | None
+        self, target: Target, key: tuple, name: str, scale: torch.Tensor, source: Source | None
     ) -> HalfPair | None:
         """`target` is the weight's. Returns the pair when this completed it."""
         with self._lock:
-            half = self._halves.setdefault((id(target), args), HalfPair(target))
+            half = self._halves.setdefault((id(target), key), HalfPair(target))
             half.scale_name, half.scale, half.scale_from = name, scale, source
-            return self._take(half, (id(target), args))
+            return self._take(half, (id(target), key))
 
     def _take(self, half: HalfPair, key: tuple) -> HalfPair | None:
         return self._halves.pop(key) if half.is_complete else None

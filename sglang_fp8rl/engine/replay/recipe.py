@@ -30,8 +30,9 @@ class Recipe:
 
     Attributes:
         layout, nbytes: of the bucket it was recorded from.
-        numbers: of its names, and `stored`: of those that a parameter took.
-        touched: name to the part of the model it was for.
+        numbers: of its names.
+        is_taken: whether any of them reached a parameter.
+        layout_number: of all its tensors together (`wire/refit_note.py`).
         positions: per piece of the table, the tensor it is from.
         singly: writes that the kernels don't know, done one by one.
         native: positions that take the native path, with the reason.
@@ -43,8 +44,8 @@ class Recipe:
     layout: tuple[list, ...]
     nbytes: int
     numbers: np.ndarray
-    stored: np.ndarray
-    touched: dict[str, tuple]
+    is_taken: bool
+    layout_number: int
     positions: list[int]
     runner: TableRunner
     singly: list[RecordedPiece]
@@ -135,11 +136,11 @@ class _Builder:
 
 
 def recipe_of(
-    recording: Recording, report: RefitReport, touched: dict[str, tuple], options: Options
+    recording: Recording, report: RefitReport, is_taken: bool, options: Options
 ) -> Recipe | None:
     """The recipe that a successful call was recorded for; None if it can't be replayed at all."""
     bucket, names = recording.bucket, recording.bucket.names
-    if len(set(names)) < len(names) or -1 in recording.refused:
+    if -1 in recording.refused:
         return None
     built = _Builder(recording, report, options)
     for recorded in recording.pieces:
@@ -151,15 +152,13 @@ def recipe_of(
     runner = built.runner()
     if runner is None:
         return None
-    replayed = {name for position, name in enumerate(names) if position not in built.native}
-    parts = {name: part for name, part in touched.items() if name in replayed}
     parameters = [target.parameter for target in built.owners.values()]
     return Recipe(
         layout=bucket.layout,
         nbytes=bucket.nbytes,
-        numbers=report.window.numbers_of(names),
-        stored=report.window.numbers_of(parts),
-        touched=parts,
+        numbers=report.brought.numbers_of(names),
+        is_taken=is_taken,
+        layout_number=bucket.layout_number,
         positions=built.positions,
         runner=runner,
         singly=built.singly,

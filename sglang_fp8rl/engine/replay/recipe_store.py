@@ -68,7 +68,7 @@ class RecipeStore:
         for position, name in enumerate(bucket.names):
             if name not in call.touched and name not in call.unneeded:
                 recording.refuse(position, "no loader was called for it by name")
-        recipe = recipe_of(recording, report, call.touched, options)
+        recipe = recipe_of(recording, report, bool(call.touched), options)
         self.counts.native_calls += 1
         if recipe is not None:
             self.add(bucket, recipe)

@@ -1,4 +1,4 @@
-"""Which parts of which parameters were written when. Integers and boxes, no tensors."""
+"""Which parts of which parameters were written by which refit. Integers and boxes, no tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NEVER = -1
 
 
 class CoverageTable:
-    """Boxes of all parameters of a model, each with the number of the call that wrote it last.
+    """Boxes of all parameters of a model, each with the id of the refit that wrote it last.
 
-    A box has a number of its own, so that a call that is replayed is written down in one
+    A box has a number of its own, so that a bucket that is replayed is written down in one
     assignment, and the state of 18,000 boxes is one pass over an array.
 
     Args:
@@ -33,7 +33,7 @@ class CoverageTable:
         self._overlapping: dict[int, list[int]] = {}
         self._parameter = np.empty(0, np.int64)
         self._numel = np.empty(0, np.int64)
-        self._call = np.empty(0, np.int64)
+        self._refit = np.empty(0, np.int64)
         self._overlaps = np.empty(0, bool)
         self._lock = threading.Lock()
 
@@ -47,7 +47,7 @@ class CoverageTable:
 
     def _add(self, parameter: int, region: Region) -> int:
         number = len(self._regions)
-        if number == len(self._call):
+        if number == len(self._refit):
             self._grow(max(64, 2 * number))
         self._regions.append(region)
         self._parameter[number], self._numel[number] = parameter, region.numel
@@ -68,7 +68,7 @@ class CoverageTable:
         for name, fill in (
             ("_parameter", 0),
             ("_numel", 0),
-            ("_call", _NEVER),
+            ("_refit", _NEVER),
             ("_overlaps", False),
         ):
             old = getattr(self, name)
@@ -76,8 +76,8 @@ class CoverageTable:
             new[: len(old)] = old
             setattr(self, name, new)
 
-    def write(self, numbers: np.ndarray | list[int], call: int) -> None:
-        """These boxes were written by call `call`.
+    def write(self, numbers: np.ndarray | list[int], refit: int) -> None:
+        """These boxes were written by refit `refit`.
 
         Boxes that merely overlap with one of them are forgotten, so that never more is called new
         than is.
@@ -85,26 +85,35 @@ class CoverageTable:
         with self._lock:
             if self._overlaps[numbers].any():
                 for number in np.asarray(numbers).tolist():
-                    self._call[self._overlapping.get(number, [])] = _NEVER
-                    self._call[number] = call
+                    self._refit[self._overlapping.get(number, [])] = _NEVER
+                    self._refit[number] = refit
             else:
-                self._call[numbers] = call
+                self._refit[numbers] = refit
 
     def forget(self) -> None:
         """No box is written any more."""
         with self._lock:
-            self._call[:] = _NEVER
+            self._refit[:] = _NEVER
 
     def new_elements(self, since: int) -> np.ndarray:
-        """Per parameter, how many elements were written by call `since` or later."""
+        """Per parameter, how many elements were written by refit `since` or later."""
         with self._lock:
             used = len(self._regions)
-            is_new = self._call[:used] >= since
+            is_new = self._refit[:used] >= since
             weights = self._numel[:used] * is_new
             return np.bincount(self._parameter[:used], weights, len(self.sizes)).astype(np.int64)
 
+    def oldest(self) -> np.ndarray:
+        """Per parameter, the refit that its oldest box is of; a large number if it has none."""
+        with self._lock:
+            used = len(self._regions)
+            found = np.full(len(self.sizes), np.iinfo(np.int64).max)
+            is_written = self._refit[:used] != _NEVER
+            np.minimum.at(found, self._parameter[:used][is_written], self._refit[:used][is_written])
+            return found
+
     def new_fraction(self, since: int) -> np.ndarray:
-        """Per parameter, the share of it that was written by call `since` or later."""
+        """Per parameter, the share of it that was written by refit `since` or later."""
         return self.new_elements(since) / np.maximum(self.sizes, 1)
 
     def is_mixed(self, since: int) -> np.ndarray:
@@ -117,6 +126,6 @@ class CoverageTable:
         return len(np.unique(numbers)) < len(numbers) or bool(self._overlaps[numbers].any())
 
     def new_regions(self, parameter: int, since: int) -> list[Region]:
-        """Boxes of one parameter written by call `since` or later."""
+        """Boxes of one parameter written by refit `since` or later."""
         numbers = self._numbers[parameter]
-        return [region for region, number in numbers.items() if self._call[number] >= since]
+        return [region for region, number in numbers.items() if self._refit[number] >= since]

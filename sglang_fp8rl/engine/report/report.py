@@ -1,62 +1,29 @@
-"""What the last refit did, and whether the served weights are all of one piece."""
+"""What refits wrote, and whether the served weights are of one piece."""
 
 from __future__ import annotations
 
-import math
-import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...numerics import dequantize
 from ...scheme import Granularity
+from ...wire.refit_note import RefitNote, digest_text
+from ..arrival.update_scope import Origin, UpdateScope
 from ..interception.region import Region
+from ..model.landings import NameTable
 from ..model.parameters import Target
 from .coverage import CoverageTable
-from .refit_window import RefitWindow
+from .full_extent import FullExtent
+from .names_brought import NamesBrought
+from .refits import Outcome, Refit, RefitLog, Session, State, Verdict, left_out
 
-_SAMPLES_PER_REFIT = 4
 _MAX_LISTED = 16
-
-
-@dataclass
-class Power:
-    """Signal and noise, to be summed over samples. SQNR = 10 log10(signal / noise)."""
-
-    signal: float = 0.0
-    noise: float = 0.0
-    samples: int = 0
-
-    def decibels(self) -> float | None:
-        if not self.samples or not self.signal:
-            return None
-        return round(10 * math.log10(self.signal / self.noise), 2) if self.noise else None
-
-
-@dataclass
-class Refit:
-    """The calls that make up one full or partial update.
-
-    Attributes:
-        numbers: of the names that came (`RefitWindow.numbers_of`), call by call.
-        written: per target, whether any of it was.
-    """
-
-    seconds: float = 0.0
-    nbytes: int = 0
-    numbers: list[np.ndarray] = field(default_factory=list)
-    calls: int = 0
-    errors: list[str] = field(default_factory=list)
-    power: dict[Granularity, Power] = field(default_factory=dict)
-    written: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-
-    @property
-    def tensors(self) -> int:
-        return len(np.unique(np.concatenate(self.numbers))) if self.numbers else 0
+_MAX_TEXT = 500
+_NEVER = -1
 
 
 @dataclass(frozen=True)
@@ -64,62 +31,87 @@ class Arrived:
     """What one call brought.
 
     Attributes:
-        numbers: of all names, and `stored`: of those that a parameter took.
-        touched: name to the part of the model it was for.
-        is_replayed: whether all of its names were known before.
+        numbers: of all names.
+        nbytes: that came.
+        has_taken: whether any of it reached a parameter.
+        taken: names that did, where they were not known before.
+        layout: sum of their `layout_number`s, if the refit's note has a digest.
     """
 
     numbers: np.ndarray
-    stored: np.ndarray
     nbytes: int
-    touched: Mapping[str, tuple]
-    is_replayed: bool = False
+    has_taken: bool
+    taken: Iterable[str] = ()
+    layout: int = 0
 
 
 class RefitReport:
-    """Bookkeeping of one model: cheap on the way, read by the status section."""
+    """Bookkeeping of one model: cheap on the way, read by the status section.
 
-    def __init__(self, targets: Iterable[Target]) -> None:
+    Args:
+        targets: every parameter.
+        names: that the model takes, and `learn_names`: fills them where nothing was loaded.
+
+    Attributes:
+        log: which refits there were.
+        known_names: every name that was ever stored.
+    """
+
+    def __init__(
+        self, targets: Iterable[Target], names: NameTable, learn_names: Callable[[], object]
+    ) -> None:
         self._targets = list(targets)
         self._is_fp8 = np.array([target.is_fp8 for target in self._targets], bool)
         self.coverage = CoverageTable([tuple(target.parameter.shape) for target in self._targets])
-        # Every name that was ever stored, and the part of the model it is for.
-        self.known_names: dict[str, tuple] = {}
-        self.failed: dict[tuple, str] = {}
-        self.rank_errors: list[str] = []
-        self.call_errors: list[str] = []
-        self.window = RefitWindow()
-        self.current = self._new_refit()
-        self.last: Refit | None = None
-        self._ever_written = np.zeros(len(self._targets), bool)
+        self.brought = NamesBrought()
+        self.log = RefitLog()
+        self.known_names: dict[str, None] = {}
+        self._extent = FullExtent(self._targets, self.coverage, names, learn_names)
+        self._reached_by = np.full(len(self._targets), _NEVER, np.int64)
         self._started = 0.0
-        self._lock = threading.Lock()
-
-    def _new_refit(self) -> Refit:
-        return Refit(written=np.zeros(len(self._targets), bool))
 
     # -- filled during an update -----------------------------------------------------------------
 
-    def start_call(self, numbers: np.ndarray) -> None:
-        """`numbers`: of the names to come; empty where they are not known (a checkpoint)."""
+    def start_call(self, scope: UpdateScope, numbers: np.ndarray) -> bool:
+        """A call begins. Returns whether another refit does.
+
+        Args:
+            numbers: of the names to come; empty where they are not known (a checkpoint).
+        """
         self._started = time.perf_counter()
-        if self.window.begin_call(numbers):
-            self.last, self.current = self.current, self._new_refit()
+        log, before = self.log, self.log.current
+        repeated = self.brought.repeated(numbers, before.id) if before else None
+        reason = log.why_another(scope, repeated)
+        ousted: set[str] = set()
+        if before is not None and reason:
+            ousted = before.senders | before.ousted
+            self.give_up(reason)
+        refit = log.current or log.begin(scope, ousted)
+        refit.outcome, refit.version = Outcome.OPEN, scope.version or refit.version
+        refit.has_waited |= not scope.is_last_call
+        if scope.sender is not None:
+            refit.senders.add(scope.sender)
+        return refit is not before
 
     def written(self, target: Target, region: Region | None) -> None:
+        refit = self.refit.id
         if region is not None:
-            number = self.coverage.number_of(target.index, region)
-            self.coverage.write([number], self.window.call)
-        self.current.written[target.index] = self._ever_written[target.index] = True
+            self.coverage.write([self.coverage.number_of(target.index, region)], refit)
+        self._reached_by[target.index] = refit
 
     def written_again(self, targets: np.ndarray, regions: np.ndarray) -> None:
         """As `written` for many at once: the targets' indices, and the regions' numbers."""
-        self.coverage.write(regions, self.window.call)
-        self.current.written[targets] = self._ever_written[targets] = True
+        self.coverage.write(regions, self.refit.id)
+        self._reached_by[targets] = self.refit.id
+
+    @property
+    def refit(self) -> Refit:
+        """The one that is being written."""
+        assert self.log.current is not None
+        return self.log.current
 
     def wants_sample(self, granularity: Granularity) -> bool:
-        power = self.current.power.get(granularity)
-        return power is None or power.samples < _SAMPLES_PER_REFIT
+        return self.refit.noise.wants(granularity)
 
     def sample(
         self,
@@ -129,135 +121,200 @@ class RefitReport:
         scales: torch.Tensor,
     ) -> None:
         """Measure the cast on one corner block of a write; a few writes of each scheme per refit."""
-        if not self.wants_sample(granularity):
-            return
-        with self._lock:
-            power = self.current.power.setdefault(granularity, Power())
-            if power.samples >= _SAMPLES_PER_REFIT:
-                return
-            power.samples += 1
-        rows, columns = min(128, source.shape[0]), min(128, source.shape[1])
-        if granularity is Granularity.PER_CHANNEL:
-            rows, columns, scale = min(8, rows), source.shape[1], scales[: min(8, rows)]
-        else:
-            scale = scales[:1, :1]
-        exact = source[:rows, :columns].to(torch.bfloat16).float()
-        served = dequantize(codes[:rows, :columns], scale, dtype=torch.float32)
-        noise = (exact - served).square().sum().item()
-        if math.isfinite(noise):
-            power.signal += exact.square().sum().item()
-            power.noise += noise
+        self.refit.noise.add(granularity, source, codes, scales)
 
-    def end_call(self, arrived: Arrived, errors: dict[str, str]) -> None:
-        """Add one call to its refit.
-
-        A part of the model whose update failed stays failed until a later tensor for it is stored.
+    def end_call(self, arrived: Arrived, errors: dict[str, str], scope: UpdateScope) -> None:
+        """Add one call to its refit, which ends here if anything went wrong.
 
         Args:
             errors: name (or "") to what went wrong.
         """
-        refit, touched = self.current, arrived.touched
+        refit = self.refit
         refit.seconds += time.perf_counter() - self._started
         refit.nbytes += arrived.nbytes
         refit.numbers.append(arrived.numbers)
         refit.calls += 1
-        self.call_errors = list(dict.fromkeys(errors.values()))
-        refit.errors += self.call_errors
-        self.window.stored(arrived.stored)
-        if not arrived.is_replayed:
-            self.known_names.update(
-                (name, part) for name, part in touched.items() if name not in errors
-            )
-        if errors or self.failed:
-            self._note_failed(touched, errors)
+        refit.layout += arrived.layout
+        refit.has_taken |= arrived.has_taken
+        self.brought.bring(arrived.numbers, refit.id)
+        self.known_names.update(dict.fromkeys(n for n in arrived.taken if n not in errors))
         if errors:
-            self.window.is_complete = False
-            return
-        new = self.coverage.new_elements(self.window.start)
-        is_whole = new == self.coverage.sizes
-        self.window.is_complete = bool((is_whole | ((new == 0) & ~self._is_fp8)).all())
-        if self.window.is_complete:
-            self.failed.clear()
+            self.fail(errors.values(), scope)
+        elif scope.origin is Origin.STARTUP:
+            self.log.conclude(self.verdict())
 
-    def _note_failed(self, touched: Mapping[str, tuple], errors: dict[str, str]) -> None:
-        """Parts that were stored are mended; parts that were not, by this call or ever, are not."""
-        for name in touched.keys() - errors.keys():
-            self.failed.pop(touched[name], None)
-        for name, text in errors.items():
-            part = touched.get(name) or self.known_names.get(name)
-            if part is not None:
-                self.failed[part] = text
+    def fail(self, texts: Iterable[str], scope: UpdateScope) -> Refit:
+        """Something was not stored, or could not be read: the refit that it belongs to ends here."""
+        log = self.log
+        if log.current is not None and log.why_another(scope, None):
+            return log.refuse(scope, texts)
+        refit = log.current or log.begin(scope, set())
+        log.conclude(replace(self.verdict(), failures=tuple(dict.fromkeys(texts))))
+        return refit
 
-    def refused(self, texts: list[str]) -> None:
-        """Something was refused before it became a call, or at the end of a session.
+    # -- the end of a refit ------------------------------------------------------------------------
 
-        Nobody knows which part of the model it was for: only a full update mends it.
+    def verdict(self, scope: UpdateScope | None = None) -> Verdict:
+        """What this rank has to say of the running refit, if it ended here.
+
+        Args:
+            scope: of a request behind which it may go on; then names are looked for only if it does not.
         """
-        self.call_errors = list(dict.fromkeys(texts))
-        self.current.errors += self.call_errors
-        self.failed.update({("refused", text): text for text in self.call_errors})
-        self.window.is_complete = False
+        refit = self.refit
+        lacking = self._lacking()
+        is_complete = not lacking.any()
+        failures = tuple(self._not_as_announced(refit))
+        found = Verdict(is_complete, int(lacking.sum()), (), failures, refit.has_taken)
+        if is_complete or not (scope is None or self.log.is_over(scope, found)):
+            return found
+        names = self._extent.names_of(lacking, self.brought, refit.id)
+        found = replace(found, names=tuple(names[:_MAX_LISTED]))
+        if refit.note is not None and refit.note.wants_all:
+            found = replace(found, failures=(*failures, left_out(found.lacking, found.names)))
+        return found
+
+    def end_request(self, verdict: Verdict, scope: UpdateScope) -> Refit | None:
+        """Behind a request of the running refit. Returns the refit, if it ends here.
+
+        Args:
+            verdict: of all ranks.
+        """
+        if self.log.is_over(scope, verdict):
+            return self.log.conclude(verdict)
+        if scope.is_last_call:  # all that was said to come; a client that always says so may go on
+            self.refit.outcome = Outcome.MIXED
+        return None
+
+    def give_up(self, reason: str) -> None:
+        """The running refit ends here, though nobody ended it."""
+        self.refit.given_up = reason
+        self.log.conclude(replace(self.verdict(), failures=()))
+
+    def begin_session(self, note: RefitNote | None) -> None:
+        """What a client sends until `end_session` is a refit of its own."""
+        if self.log.current is not None:
+            self.give_up("a session was opened before its end")
+        self.log.session = Session(note)
+
+    def end_session(self) -> Refit | None:
+        """Returns the refit in it that failed, if none came behind that."""
+        session, self.log.session = self.log.session, None
+        return session.failed if session is not None else None
 
     def weights_lost(self) -> None:
         """Their memory was given back: nothing of what was written is there any more."""
-        self.last, self.current = self.current, self._new_refit()
-        self._ever_written[:] = False
+        self.log.unload()
         self.coverage.forget()
-        self.window.restart()
+        self._reached_by[:] = _NEVER
 
-    def other_ranks(self, errors: list[str]) -> None:
-        """What went wrong, and was not mended, on the ranks whose answer does not reach the client."""
-        self.rank_errors = errors
-        self.current.errors += [text for text in errors if text not in self.current.errors]
+    def _lacking(self) -> np.ndarray:
+        return self._extent.lacking(self.refit.id, self._reached_by)
+
+    def _not_as_announced(self, refit: Refit) -> list[str]:
+        note = refit.note
+        if note is None or note.names is None:
+            return []
+        missing = self.brought.not_brought(note.names, refit.id)
+        if missing:
+            return [
+                f"{len(missing)} of {len(note.names)} announced tensors did not come: "
+                f"{_listed(missing)}. Send the update again, whole"
+            ]
+        if note.digest is not None and note.digest != digest_text(refit.layout):
+            return [
+                f"what came has the layout {digest_text(refit.layout)}, announced was {note.digest}: "
+                "names, dtypes and shapes are those of the manifest. Send the update again, whole"
+            ]
+        return []
 
     # -- read by the status section --------------------------------------------------------------
 
     def problems(self) -> list[str]:
         """Why the served weights are not of one piece; empty if they are."""
+        log = self.log
+        if log.state is State.WHOLE:
+            return []
+        found = [self._unloaded()] if log.is_unloaded else []
+        found += [text[:_MAX_TEXT] for text in log.failures]
+        found += [
+            f"{refit.describe()} is mixed: {refit.left_out()}"
+            for refit in log.left_out[-_MAX_LISTED:]
+        ]
+        shown = log.current or log.last
+        if log.current is not None:
+            found.append(f"{log.current.describe()} has not ended: {self._lacking().sum()} of "
+                         f"{len(self._targets)} parameters have not come in it")  # fmt: skip
+        return found + (self._partly_new(shown.id) if shown is not None else [])
+
+    def _unloaded(self) -> str:
+        never = np.flatnonzero(self._is_fp8 & (self._reached_by == _NEVER))
+        if not len(never):
+            return "no complete refit since dummy weights were loaded or their memory was released"
+        return (
+            f"{len(never)} of {self._is_fp8.sum()} FP8 weights were never loaded "
+            f"(dummy weights, or memory that was released?), for example {self._targets[never[0]].name}"
+        )
+
+    def _partly_new(self, since: int) -> list[str]:
+        mixed = np.flatnonzero(self.coverage.is_mixed(since) & (self._reached_by >= since))
+        fraction = self.coverage.new_fraction(since)
         found = []
-        coverage, since = self.coverage, self.window.start
-        fp8 = np.flatnonzero(self._is_fp8)
-        never = fp8[~self._ever_written[fp8]]
-        if len(never):
-            found.append(
-                f"{len(never)} of {len(fp8)} FP8 weights were never loaded "
-                f"(dummy weights, or memory that was released?), for example {self._targets[never[0]].name}"
-            )
-        mixed = np.flatnonzero(coverage.is_mixed(since))
-        fraction = coverage.new_fraction(since)
         for index in mixed[:_MAX_LISTED].tolist():
-            boxes = ", ".join(map(str, coverage.new_regions(index, since)[:4]))
+            boxes = ", ".join(map(str, self.coverage.new_regions(index, since)[:4]))
             found.append(
                 f"{self._targets[index].name}: only {fraction[index]:.0%} is new ({boxes}), "
                 "the rest is older"
             )
         if len(mixed) > _MAX_LISTED:
-            found.append(f"{len(mixed) - _MAX_LISTED} more parameters are partly old")
-        found += [
-            f"failed and not mended: {text[:300]}"
-            for text in list(self.failed.values())[:_MAX_LISTED]
-        ]
-        found += [f"the last call failed: {text[:300]}" for text in self.call_errors[:1]]
-        return found + self.rank_errors
+            found.append(f"{len(mixed) - _MAX_LISTED} more parameters are partly new")
+        return found
 
-    def as_dict(self, refit: Refit | None) -> dict[str, Any] | None:
+    def served(self) -> list[dict[str, Any]]:
+        """Which refits the parameters come from, the latest first; a parameter by its oldest part."""
+        oldest = np.minimum(self.coverage.oldest(), self._reached_by)
+        oldest = oldest[self._reached_by != _NEVER]
+        names = [one.name for one in self._targets if self._reached_by[one.index] != _NEVER]
+        refits, first, counts = np.unique(oldest, return_index=True, return_counts=True)
+        rows = zip(refits.tolist(), first.tolist(), counts.tolist(), strict=True)
+        return [
+            {
+                "refit": refit,
+                "version": self.log.versions.get(refit),
+                "parameters": count,
+                "example": names[at],
+            }
+            for refit, at, count in reversed(list(rows))
+        ][:_MAX_LISTED]
+
+    def last_refit(self) -> dict[str, Any] | None:
+        """The refit that runs, or else the one that ended last."""
+        current = self.log.current
+        refit = current if current is not None and current.calls else self.log.last
         if refit is None:
             return None
-        missing = int((self._is_fp8 & ~refit.written).sum())
+        if refit is current:
+            found = self.verdict()
+            refit.lacking, refit.lacking_names = found.lacking, found.names
         return {
+            "id": refit.id,
+            "version": refit.version,
+            "origin": refit.origin.value,
+            "partial": refit.is_partial,
+            "outcome": refit.outcome.value,
+            "complete": refit.is_complete,
+            "missing": refit.lacking,
+            "missing_names": list(refit.lacking_names),
+            "errors": refit.errors[:_MAX_LISTED],
+            "cache_flushed": refit.cache_flushed,
             "seconds": round(refit.seconds, 6),
             "bytes": refit.nbytes,
             "gb_per_s": round(refit.nbytes / refit.seconds / 1e9, 3) if refit.seconds else None,
             "tensors": refit.tensors,
             "calls": refit.calls,
-            "outcome": "failed" if self.failed or self.call_errors or self.rank_errors else "ok",
-            "errors": refit.errors[:_MAX_LISTED],
-            "complete": missing == 0,
-            "fp8_weights_not_in_it": missing,
-            "sqnr_db": {
-                granularity.value: power.decibels() for granularity, power in refit.power.items()
-            },
-            "sqnr_samples": {
-                granularity.value: power.samples for granularity, power in refit.power.items()
-            },
+            **refit.noise.as_dict(),
         }
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more

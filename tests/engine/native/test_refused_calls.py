@@ -39,7 +39,7 @@ def refused(host, tensors, **options):
 
 def problems(host):
     state = host.call(status)
-    assert state["last_refit"]["outcome"] == "failed"
+    assert state["state"] == "failed"
     assert not state["consistent"]
     return " | ".join(state["problems"] + state["last_refit"]["errors"])
 

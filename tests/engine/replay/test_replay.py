@@ -130,14 +130,15 @@ def test_a_wrong_shape_of_the_same_size_is_not_replayed(host):
 
 
 @on("qwen3-tp1")
-def test_a_name_twice_in_one_bucket_is_never_replayed_and_the_last_one_wins(host):
+def test_a_name_twice_in_one_call_is_refused_and_nothing_of_it_is_stored(host):
     name = "model.layers.0.mlp.up_proj.weight"
-    sent(host, [(name, state_of("second")[name])])
-    expected = host.call(digests)
-    before = counts(host)[0]
-    for _ in range(3):
-        sent(host, [(name, state_of()[name]), (name, state_of("second")[name])])
-        assert host.call(digests) == expected
-    assert counts(host)[0]["calls"] == before["calls"]
-    assert counts(host)[0]["native_reasons"]["a bucket that can't be replayed"] >= 3
+    before = host.call(digests)
+    for load_format in (None, "flattened_bucket"):
+        twice = [(name, state_of("second")[name]), (name, state_of()[name])]
+        success, message = host.call(update, twice, load_format)
+        assert not success
+        assert name in message
+        assert "twice" in message
+    assert host.call(digests) == before
+    assert host.call(status)["state"] == "failed"
     sent(host, list(state_of().items()))

@@ -4,7 +4,6 @@ SGLang's own request handlers; its memory saver pages CUDA memory only, so the b
 """
 
 import pytest
-import torch
 from commands import digests, scribble, status, update
 from models import MODELS
 from pool import engine_key, on
@@ -29,13 +28,10 @@ def release_and_resume(scheduler, tags, is_paged):
     adapter = updater.memory_saver_adapter
     if is_paged:
         updater.memory_saver_adapter = Paging()
-    device_module = torch.get_device_module
-    torch.get_device_module = lambda: torch.cpu  # a CUDA build names CUDA, with or without a GPU
     try:
         updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
         updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
     finally:
-        torch.get_device_module = device_module
         updater.memory_saver_adapter = adapter
 
 

@@ -7,7 +7,6 @@ import torch
 
 from sglang_fp8rl.engine.interception.region import Region, region_of
 from sglang_fp8rl.engine.report.coverage import CoverageTable
-from sglang_fp8rl.engine.report.refit_window import RefitWindow
 
 
 @pytest.mark.parametrize("shape", [(7,), (6, 5), (3, 4, 5), (1, 6, 1), (4, 1)])
@@ -120,66 +119,3 @@ def elements(table, since):
         assert marked.max() <= 1
         counts.append(int(marked.sum()))
     return counts
-
-
-class Client:
-    """Sends calls and asks which of two halves of a fused parameter are of one refit."""
-
-    def __init__(self, total=2):
-        self.window, self.coverage, self.total = RefitWindow(), Coverage((2, 6)), total
-
-    def call(self, *names, failed=(), complete=False):
-        self.window.begin_call(self.window.numbers_of(names))
-        for row, name in enumerate(("gate", "up")):
-            if name in names:
-                self.coverage.add(rows(row, 1), self.window.call)
-        self.window.stored(self.window.numbers_of(set(names) - set(failed)))
-        self.window.is_complete = complete
-
-    @property
-    def mixed(self):
-        return self.coverage.is_mixed(self.window.start)
-
-
-def test_half_of_a_fused_parameter_after_a_full_refit_is_mixed():
-    for order in (("gate", "up"), ("up", "gate")):
-        client = Client()
-        client.call(*order, complete=True)
-        assert not client.mixed
-        client.call("gate")
-        assert client.mixed
-
-
-def test_half_after_a_full_refit_of_single_calls_is_mixed_in_either_order():
-    for order in (("gate", "up"), ("up", "gate")):
-        client = Client()
-        client.call(order[0])
-        client.call(order[1], complete=True)
-        assert not client.mixed
-        client.call(order[0])
-        assert client.mixed
-
-
-def test_a_full_refit_after_an_abandoned_half_is_whole():
-    client = Client()
-    client.call("up")
-    for name in ("gate", "norm", "up"):
-        client.call(name)
-    assert not client.mixed
-
-
-def test_sending_what_failed_again_mends_the_refit():
-    client = Client()
-    client.call("gate", "up", failed=("gate",))
-    client.call("gate")
-    assert not client.mixed
-
-
-def test_what_comes_after_the_last_quantized_weight_belongs_to_the_same_refit():
-    client = Client()
-    client.call("gate", "up", complete=True)
-    start = client.window.start
-    client.call("norm", complete=True)
-    assert client.window.start == start
-    client.call("norm")
-    assert client.window.start == client.window.call

@@ -8,8 +8,8 @@ pytest.importorskip("sglang")
 LABELS = {"model_name": "m", "tp_rank": "0"}
 
 
-def status(calls, *, consistent=True, replayed=0, native=1, seconds=0.5, nbytes=100):
-    refit = {"calls": calls, "seconds": seconds, "bytes": nbytes, "sqnr_db": {"blockwise": 31.5}}
+def status(refit_id, *, consistent=True, replayed=0, native=1, seconds=0.5, nbytes=100):
+    refit = {"id": refit_id, "seconds": seconds, "bytes": nbytes, "sqnr_db": {"blockwise": 31.5}}
     return {
         "consistent": consistent,
         "replay": {"calls": replayed, "native_calls": native},
@@ -32,8 +32,8 @@ def exported():
 
 def test_calls_of_one_refit_are_one_refit(exported):
     metrics, value = exported
-    for calls in (1, 2, 3, 1, 2, 1, 1):  # refits of 3, 2, 1 and 1 calls
-        metrics.count(LABELS, status(calls), "tensor", True)
+    for refit_id in (2, 2, 2, 3, 3, 5, 6):  # refits of 3, 2, 1 and 1 calls
+        metrics.count(LABELS, status(refit_id), "tensor", True)
     assert value("refits_total") == 4
     assert value("update_calls_total", source="tensor", outcome="ok") == 7
 

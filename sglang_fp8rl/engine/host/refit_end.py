@@ -1,0 +1,105 @@
+"""Where a refit ends: every rank says what it found, and all of them decide alike.
+
+A NaN may be in a shard that rank 0 never sees, and only rank 0's answer reaches the client. Complete means
+complete on every rank; `RefitLog.conclude` writes it down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..arrival.update_scope import Origin
+from ..journal import Update
+from ..refit import ModelRefit
+from ..report.refits import Outcome, Refit, Verdict
+
+
+def end_request(manager: Any, refit: ModelRefit, update: Update, result: Any) -> None:
+    """Behind an update request: its refit goes on, or ends here.
+
+    Args:
+        result: of this rank; it tells the client of all ranks' failures afterwards.
+    """
+    report, scope = refit.report, update.scope
+    # A cache that could not be flushed behind weights that are stored is no failure of the refit.
+    is_stored = update.cache_flushed is False
+    message = None if result.success or is_stored else result.message
+    if message is not None and not update.calls:  # refused before any weight was looked at
+        update.refit = report.fail([message], scope)
+    may_end = update.calls > 0 and report.log.may_end(scope)
+    own = report.verdict(scope) if may_end else None
+    ranks = _gathered(manager, (message, own))
+    failed = [text for text, _ in ranks if text is not None]
+    if failed:
+        _fail_together(manager, refit, update, ranks, result)
+        return
+    if update.refit is not None:
+        update.refit.cache_flushed = update.cache_flushed
+    verdicts = [verdict for _, verdict in ranks if verdict is not None]
+    if not verdicts:
+        return
+    ended = report.end_request(Verdict.of_all(verdicts), scope)
+    if ended is not None:
+        _tell(ended, result, needs_all=scope.origin is Origin.DISK)
+
+
+def end_session_of(manager: Any, refit: ModelRefit, result: Any) -> None:
+    """Behind `end_weight_update`: the running refit ends here; halves that never met fail it."""
+    report, log = refit.report, refit.report.log
+    missing = tuple(refit.audit.give_up_halves().values())
+    own = None
+    if log.current is not None:
+        own = report.verdict()
+        own = replace(own, failures=(*missing, *own.failures))
+    verdicts = [one for _, one in _gathered(manager, (None, own)) if one is not None]
+    failed = report.end_session()
+    if verdicts and log.current is not None:
+        ended = log.conclude(Verdict.of_all(verdicts))
+        if ended is not None:
+            _tell(ended, result)
+    elif failed is not None:
+        _tell(failed, result)
+
+
+def _tell(refit: Refit, result: Any, *, needs_all: bool = False) -> None:
+    """Put into the answer what the refit left out, or why it failed."""
+    if refit.outcome is Outcome.FAILED:
+        text = f"{refit.describe()} failed: {' | '.join(refit.errors)}"
+        result.message = text if result.success else f"{result.message} | {text}"
+        result.success = False
+    elif refit.outcome is Outcome.MIXED:
+        result.message = f"{result.message} {refit.describe()} is mixed: {refit.left_out()}"
+        result.success = result.success and not needs_all
+
+
+def _fail_together(
+    manager: Any, refit: ModelRefit, update: Update, ranks: list[Any], result: Any
+) -> None:
+    """One rank failed, so all did."""
+    own = torch.distributed.get_rank(manager.tp_cpu_group)
+    texts = [
+        f"tp_rank {rank}: {text}"
+        for rank, (text, _) in enumerate(ranks)
+        if text is not None and rank != own
+    ]
+    report = refit.report
+    if update.refit is None or update.refit is report.log.current:
+        update.refit = report.fail(texts, update.scope)
+    else:
+        report.log.failed(update.refit, texts)
+    if result.success:
+        result.success, result.message = False, " | ".join(texts)
+
+
+def _gathered(manager: Any, own: tuple[str | None, Verdict | None]) -> list[Any]:
+    """What every rank says, by rank."""
+    group = manager.tp_cpu_group
+    size = torch.distributed.get_world_size(group)
+    if size == 1:
+        return [own]
+    gathered: list[Any] = [None] * size
+    torch.distributed.all_gather_object(gathered, own, group=group)
+    return gathered

@@ -1,0 +1,59 @@
+"""What an update request may not ask for, refused before a byte of it is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import RefitError
+from ...wire.refit_note import RefitNote, note_of
+
+
+def readable_note(request: Any) -> RefitNote | None:
+    """What the client says of its refit; a note that can't be read is refused by `check_request`."""
+    try:
+        return note_of(getattr(request, "rid", None))
+    except RefitError:
+        return None
+
+
+def check_request(manager: Any, request: Any) -> None:
+    """Raises `RefitError` for a request that can't be served as it is meant."""
+    note_of(getattr(request, "rid", None))
+    _check_load_format(request)
+    check_selector(manager, request)
+    _check_payloads(manager, request)
+
+
+def check_selector(manager: Any, request: Any) -> None:
+    """Raises `RefitError` where nothing would be updated, which SGLang answers with success."""
+    if getattr(request, "selector", "all") == "draft" and manager.draft_worker is None:
+        raise RefitError(
+            "selector",
+            "'draft'",
+            "this server has no draft model: nothing would be updated",
+            "Leave selector out, or start the server with a draft model.",
+        )
+
+
+def _check_load_format(request: Any) -> None:
+    if getattr(request, "load_format", None) == "direct":
+        raise RefitError(
+            "load_format",
+            "'direct'",
+            "it copies into parameters and would leave FP8 scales behind",
+            "Leave load_format out, or use 'flattened_bucket'.",
+        )
+
+
+def _check_payloads(manager: Any, request: Any) -> None:
+    payloads = getattr(request, "serialized_named_tensors", None)
+    size = torch.distributed.get_world_size(manager.tp_cpu_group)
+    if payloads is not None and len(payloads) != size:
+        raise RefitError(
+            "serialized_named_tensors",
+            f"{len(payloads)} payload(s)",
+            f"there is one for each of the {size} tensor-parallel rank(s)",
+            "Send as many as the server's tp_size; RefitClient asks for it.",
+        )

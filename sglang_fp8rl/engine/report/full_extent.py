@@ -1,0 +1,95 @@
+"""What a full refit writes: the parts of all parameters that the checkpoint's names lead to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ...errors import HostError
+from ..model.landings import NameTable
+from ..model.parameters import Target
+from .coverage import CoverageTable
+from .names_brought import NamesBrought
+
+logger = logging.getLogger(__name__)
+
+
+class FullExtent:
+    """Compares what a refit wrote with what the load at startup (or a probe of it) wrote.
+
+    Elements are counted, not names: a trainer may send experts fused, or a weight with its scale. What
+    a loader writes otherwise than in boxes has to be reached by one.
+
+    Args:
+        targets: every parameter.
+        coverage: told of every box that is written.
+        names: that the model takes.
+        learn_names: fills `names` where nothing was loaded at startup.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        coverage: CoverageTable,
+        names: NameTable,
+        learn_names: Callable[[], object],
+    ) -> None:
+        self._targets, self._coverage, self._names = targets, coverage, names
+        self._learn_names = learn_names
+        self._known = -1  # names that the arrays below are of
+        self._elements = np.zeros(0, np.int64)
+        self._is_reached = np.zeros(0, bool)
+
+    def lacking(self, refit: int, reached_by: np.ndarray) -> np.ndarray:
+        """Per parameter, whether that refit (the latest) left some of it out.
+
+        Args:
+            reached_by: per parameter, the refit that wrote it last.
+        """
+        self._count()
+        written = self._coverage.new_elements(refit)
+        return (written < self._elements) | (self._is_reached & (reached_by != refit))
+
+    def names_of(self, lacking: np.ndarray, brought: NamesBrought, refit: int) -> list[str]:
+        """What would have brought these parameters: names, or a parameter's own where all came."""
+        wanted = set(np.flatnonzero(lacking).tolist())
+        names = [
+            name
+            for name, known in self._names.known.items()
+            if any(landing.target.index in wanted for landing in known.landings)
+        ]
+        found = brought.not_brought(names, refit)
+        led_to = {
+            landing.target.index for name in found for landing in self._names.known[name].landings
+        }
+        return found + [self._targets[index].name for index in sorted(wanted - led_to)]
+
+    def _count(self) -> None:
+        """Count once for the names there are."""
+        if not self._names.is_filled:
+            try:
+                self._learn_names()
+            except HostError as error:  # then only the quantized weights are held against it
+                logger.warning("fp8rl: the names of a full refit are not known: %s", error)
+        if self._known == len(self._names.known):
+            return
+        self._known = len(self._names.known)
+        boxes = {
+            (landing.target.index, region)
+            for known in self._names.known.values()
+            for landing in known.landings
+            for region in landing.regions
+            if region is not None
+        }
+        sizes, is_fp8 = self._coverage.sizes, [target.is_fp8 for target in self._targets]
+        index = np.fromiter((index for index, _ in boxes), np.int64, len(boxes))
+        numel = np.fromiter((region.numel for _, region in boxes), np.float64, len(boxes))
+        counted = np.bincount(index, numel, len(sizes)).astype(np.int64)
+        self._is_reached = np.zeros(len(sizes), bool)
+        self._is_reached[
+            [one.target.index for known in self._names.known.values() for one in known.landings]
+        ] = True
+        is_missing = np.array(is_fp8, bool) & (counted == 0)  # an FP8 weight is never optional
+        self._elements = np.where(is_missing, sizes, np.minimum(counted, sizes))

@@ -1,0 +1,323 @@
+"""The law of a refit: where it begins and ends, how it ended, and what is served after it.
+
+docs/reliability.md states it for users. Nothing here knows a tensor: `RefitReport` says which names
+came and which parameters are still lacking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from ...wire.refit_note import RefitNote
+from ..arrival.update_scope import Origin, UpdateScope
+from .noise import Noise
+
+_MAX_VERSIONS = 64
+_MAX_FAILURES = 16
+_ALONE = (Origin.DISK, Origin.STARTUP)
+
+
+class Outcome(str, Enum):
+    """How a refit ended."""
+
+    OPEN = "open"
+    OK = "ok"
+    MIXED = "mixed"
+    FAILED = "failed"
+
+
+class State(str, Enum):
+    """What is served."""
+
+    WHOLE = "whole"
+    OPEN = "open"
+    MIXED = "mixed"
+    UNLOADED = "unloaded"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one rank, or all of them, found at the end of a refit (or where it might be one).
+
+    Attributes:
+        is_complete: every parameter came in it.
+        lacking: parameters that did not, and `names`: examples of what would have brought them.
+        failures: why it can't be `ok`, whatever came.
+        has_taken: whether any tensor reached a parameter.
+    """
+
+    is_complete: bool
+    lacking: int = 0
+    names: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    has_taken: bool = True
+
+    @staticmethod
+    def of_all(ranks: Sequence[Verdict]) -> Verdict:
+        """Complete means complete on every rank."""
+        return Verdict(
+            is_complete=all(one.is_complete for one in ranks),
+            lacking=max(one.lacking for one in ranks),
+            names=next((one.names for one in ranks if one.names), ()),
+            failures=tuple(dict.fromkeys(text for one in ranks for text in one.failures)),
+            has_taken=any(one.has_taken for one in ranks),
+        )
+
+
+@dataclass
+class Session:
+    """What a client opened with `begin_weight_update`.
+
+    Attributes:
+        note: that came with it.
+        failed: the refit in it that failed and had no successor.
+    """
+
+    note: RefitNote | None = None
+    failed: Refit | None = None
+
+
+@dataclass
+class Refit:
+    """One refit: what came, and how it ended.
+
+    Attributes:
+        id: counts from 1, the same on every rank.
+        note: what the client says of it.
+        session: that it belongs to.
+        senders: of its calls, where they can be told; `ousted`: those that it took over from.
+        has_waited: whether a call of it did not ask for the flush.
+        has_taken: whether any of its tensors reached a parameter.
+        given_up: why it ended, if nobody ended it.
+        numbers: of the names that came, call by call.
+        layout: sum of the `layout_number`s of what came, if the note has a digest.
+        cache_flushed: whether SGLang flushed its cache behind it; None if it was not asked to.
+    """
+
+    id: int
+    origin: Origin
+    note: RefitNote | None = None
+    version: str | None = None
+    session: Session | None = None
+    senders: set[str] = field(default_factory=set)
+    ousted: set[str] = field(default_factory=set)
+    has_waited: bool = False
+    has_taken: bool = False
+    outcome: Outcome = Outcome.OPEN
+    is_complete: bool = False
+    lacking: int = 0
+    lacking_names: tuple[str, ...] = ()
+    errors: list[str] = field(default_factory=list)
+    given_up: str = ""
+    seconds: float = 0.0
+    nbytes: int = 0
+    calls: int = 0
+    numbers: list[np.ndarray] = field(default_factory=list)
+    layout: int = 0
+    noise: Noise = field(default_factory=Noise)
+    cache_flushed: bool | None = None
+
+    @property
+    def tensors(self) -> int:
+        return len(np.unique(np.concatenate(self.numbers))) if self.numbers else 0
+
+    @property
+    def is_partial(self) -> bool:
+        return self.note is not None and self.note.is_partial
+
+    @property
+    def wants_layout(self) -> bool:
+        """Whether the client sent a digest of what it announced."""
+        return self.note is not None and self.note.digest is not None
+
+    def describe(self) -> str:
+        """For a message."""
+        version = f" ({self.version})" if self.version else ""
+        return f"refit {self.id}{version}" + (f", {self.given_up}:" if self.given_up else "")
+
+    def left_out(self) -> str:
+        """For a message."""
+        return left_out(self.lacking, self.lacking_names)
+
+
+def left_out(lacking: int, names: Sequence[str]) -> str:
+    """For a message.
+
+    Args:
+        names: examples of what would have brought the parameters that are lacking.
+    """
+    return (
+        f"it left out {lacking} parameter(s): {', '.join(names)}"
+        + (" and more" if len(names) < lacking else "")
+        + ". Send the update again, whole, or declare it partial if they are still right"
+    )
+
+
+class RefitLog:
+    """Which refit runs, which was the last complete one, and what went wrong since.
+
+    Attributes:
+        current: the refit that has not ended.
+        last: the one that ended last, of those that took anything or failed.
+        complete: the last complete one.
+        failures: of refits since then.
+        left_out: refits since then that ended `mixed`.
+        is_unloaded: no complete one since the start, or since the memory was released.
+        session: whether one is open.
+        versions: of the last refits, by id.
+    """
+
+    def __init__(self) -> None:
+        self.current: Refit | None = None
+        self.last: Refit | None = None
+        self.complete: Refit | None = None
+        self.failures: list[str] = []
+        self.left_out: list[Refit] = []
+        self.is_unloaded = True
+        self.session: Session | None = None
+        self.versions: dict[int, str | None] = {}
+        self._count = 0
+
+    @property
+    def state(self) -> State:
+        if self.failures:
+            return State.FAILED
+        if self.is_unloaded:
+            return State.UNLOADED
+        current = self.current
+        if self.left_out or (current is not None and current.outcome is Outcome.MIXED):
+            return State.MIXED
+        if current is not None or self.session is not None:
+            return State.OPEN
+        return State.WHOLE
+
+    # -- where a refit begins ----------------------------------------------------------------------
+
+    def why_another(self, scope: UpdateScope, repeated: str | None) -> str:
+        """Why a call can't belong to the running refit, in words; empty if it does.
+
+        Args:
+            repeated: a name of the call that came in the running refit already.
+        """
+        current, note = self.current, self._note(scope)
+        if current is None:
+            return ""
+        rules = (
+            (
+                current.origin is not scope.origin and scope.origin in _ALONE,
+                f"an update from {scope.origin.value} came before its end",
+            ),
+            (
+                (note and note.id) != (current.note and current.note.id)
+                or current.session is not self._session(scope),
+                f"another one began before its end ({note.id if note else 'without a name'})",
+            ),
+            (
+                current.outcome is Outcome.MIXED and not scope.is_last_call,
+                "it had asked for the flush, and a client began that asks for it once",
+            ),
+            (repeated is not None, f"{repeated} came again"),
+            (
+                scope.sender is not None and scope.sender in current.ousted,
+                f"{scope.sender} went on, though another client had taken over from it",
+            ),
+        )
+        return next((reason for holds, reason in rules if holds), "")
+
+    def begin(self, scope: UpdateScope, ousted: set[str]) -> Refit:
+        """The refit of a call that belongs to no running one."""
+        self.current = self._new(scope)
+        self.current.ousted = ousted - {scope.sender or ""}
+        if self.current.session is not None:
+            self.current.session.failed = None
+        return self.current
+
+    def refuse(self, scope: UpdateScope, texts: Iterable[str]) -> Refit:
+        """A request failed that does not belong to the running refit, which goes on."""
+        refit = self.last = self._new(scope)
+        self.failed(refit, tuple(texts))
+        return refit
+
+    def _new(self, scope: UpdateScope) -> Refit:
+        self._count += 1
+        note = self._note(scope)
+        version = scope.version or (note.version if note else None)
+        return Refit(self._count, scope.origin, note, version, self._session(scope))
+
+    def _session(self, scope: UpdateScope) -> Session | None:
+        return self.session if scope.in_session and scope.note is None else None
+
+    def _note(self, scope: UpdateScope) -> RefitNote | None:
+        session = self._session(scope)
+        return scope.note if session is None else session.note
+
+    def unload(self) -> None:
+        """The memory of the weights is gone."""
+        self.current = None
+        self.is_unloaded = True
+
+    # -- where it ends -----------------------------------------------------------------------------
+
+    def may_end(self, scope: UpdateScope) -> bool:
+        """Whether the running refit ends behind this request, or does if it is complete."""
+        current = self.current
+        if current is None:
+            return False
+        if scope.origin is Origin.DISK:
+            return True
+        return current.session is None and (scope.is_last_call or current.note is None)
+
+    def is_over(self, scope: UpdateScope, verdict: Verdict) -> bool:
+        """Whether it does. Clients that flush with every call say nothing by it."""
+        assert self.current is not None
+        if scope.origin is Origin.DISK or verdict.failures:
+            return True
+        if self.current.note is not None:
+            return scope.is_last_call
+        has_ended = self.current.has_waited or not verdict.has_taken
+        return verdict.is_complete or (scope.is_last_call and has_ended)
+
+    def conclude(self, verdict: Verdict) -> Refit | None:
+        """The running refit ends here: **this is where a refit is complete, or is not.**
+
+        Returns:
+            it; None if it wrote nothing, which is no refit.
+        """
+        refit, self.current = self.current, None
+        if refit is None or not (verdict.has_taken or verdict.failures or refit.errors):
+            return None
+        refit.is_complete = verdict.is_complete
+        refit.lacking, refit.lacking_names = verdict.lacking, verdict.names
+        self.last = refit
+        self._remember_version(refit)
+        if verdict.failures or refit.errors:
+            self.failed(refit, verdict.failures)
+        elif verdict.is_complete:
+            refit.outcome, self.complete = Outcome.OK, refit
+            self.failures, self.left_out, self.is_unloaded = [], [], False
+        elif refit.is_partial:
+            refit.outcome = Outcome.OK
+        else:
+            refit.outcome = Outcome.MIXED
+            self.left_out.append(refit)
+        return refit
+
+    def failed(self, refit: Refit, texts: Sequence[str]) -> None:
+        """It ended, and these things are wrong with it."""
+        refit.outcome, refit.is_complete = Outcome.FAILED, False
+        refit.errors += [text for text in dict.fromkeys(texts) if text not in refit.errors]
+        said = [f"{refit.describe()} failed: {text}" for text in refit.errors]
+        new = [line for line in said if line not in self.failures]
+        self.failures = (self.failures + new)[-_MAX_FAILURES:]
+        if self.session is not None:
+            self.session.failed = refit
+
+    def _remember_version(self, refit: Refit) -> None:
+        self.versions[refit.id] = refit.version
+        while len(self.versions) > _MAX_VERSIONS:
+            del self.versions[next(iter(self.versions))]

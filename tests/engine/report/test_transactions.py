@@ -1,0 +1,268 @@
+"""A refit on a real engine: what it left out is told by name, and a full one clears everything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from commands import begin, digests, end, model_of, status, update, update_from_disk
+from models import MODELS
+from pool import on
+
+from sglang_fp8rl.numerics.reference import quantize_blockwise
+from sglang_fp8rl.testing.checkpoints import save_checkpoint
+from sglang_fp8rl.wire.refit_note import RefitNote, layout_digest
+
+pytestmark = [pytest.mark.engine, on("qwen3-tp1")]
+
+MODEL = MODELS["qwen3"]
+DOWN = "model.layers.0.mlp.down_proj.weight"
+NORM = "model.norm.weight"
+SECOND = list(MODEL.second.items())
+NORMS = [name for name in MODEL.second if "norm" in name]
+
+
+@pytest.fixture(autouse=True)
+def _a_full_update_clears_everything(host):
+    yield
+    assert host.call(update, list(MODEL.first.items()))[0]
+    assert host.call_all(digests) == host.as_loaded.digests
+    state = host.call(status)
+    assert (state["state"], state["problems"]) == ("whole", [])
+
+
+def left_out(state):
+    return set(state["last_refit"]["missing_names"])
+
+
+def without(*names):
+    return [(name, tensor) for name, tensor in SECOND if name not in names]
+
+
+def test_a_refit_of_every_fp8_weight_and_no_norm_is_mixed(host):
+    first, *rest = without(*NORMS)
+    assert host.call(update, [first], None, False)[0]
+    success, message = host.call(update, rest)
+    assert success
+    assert NORMS[0] in message
+    state = host.call(status)
+    assert (state["state"], state["last_refit"]["outcome"]) == ("mixed", "mixed")
+    assert left_out(state) == set(NORMS)
+    assert state["last_refit"]["missing"] == len(NORMS)
+    assert any(NORMS[0] in line for line in state["problems"])
+    assert [row["parameters"] for row in state["served"]][1] == len(NORMS)
+
+
+def test_the_norms_of_another_refit_do_not_make_it_whole(host):
+    first, *rest = without(*NORMS)
+    assert host.call(update, [first], None, False)[0]
+    assert host.call(update, rest)[0]
+    assert host.call(update, [(name, MODEL.second[name]) for name in NORMS])[0]
+    assert host.call_all(digests) == host.fresh("second").digests
+    assert host.call(status)["state"] == "mixed"
+
+
+def test_a_version_goes_with_its_refit(host):
+    assert host.call(update, SECOND, weight_version="step-7")[0]
+    state = host.call(status)
+    assert state["last_refit"]["version"] == "step-7"
+    assert state["last_complete_refit"]["version"] == "step-7"
+    assert [row["version"] for row in state["served"]] == ["step-7"]
+
+
+# -- announced -------------------------------------------------------------------------------------
+
+
+def note(**fields):
+    return RefitNote("test", **fields).to_text()
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_what_was_announced_and_did_not_come_fails_the_refit_by_name(host, replayed):
+    sent = without(DOWN, NORM)
+    if replayed:
+        host.call(update, sent)
+    success, message = host.call(update, sent, rid=note(names=tuple(MODEL.second)))
+    assert not success
+    assert f"2 of {len(SECOND)} announced tensors did not come" in message
+    assert DOWN in message
+    assert NORM in message
+    assert host.call(status)["state"] == "failed"
+
+
+def test_all_that_the_plan_lists_may_be_announced(host):
+    success, message = host.call(update, without(NORM), rid=note(wants_all=True))
+    assert not success
+    assert NORM in message
+    assert host.call(update, SECOND, rid=note(wants_all=True))[0]
+    assert host.call(status)["state"] == "whole"
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_layout_other_than_the_announced_one_fails_the_refit(host, replayed):
+    rows = [(name, tensor.dtype, tensor.shape) for name, tensor in SECOND]
+    names = tuple(MODEL.second)
+    if replayed:
+        host.call(update, SECOND)
+    right = note(names=names, digest=layout_digest(rows))
+    assert host.call(update, SECOND, rid=right) == (True, "Success")
+    wrong = note(names=names, digest=layout_digest(rows[1:]))
+    success, message = host.call(update, SECOND, rid=wrong)
+    assert not success
+    assert layout_digest(rows) in message
+
+
+def test_a_partial_refit_keeps_what_is_served_whole(host):
+    assert host.call(update, [(DOWN, MODEL.second[DOWN])], rid=note(is_partial=True))[0]
+    state = host.call(status)
+    assert state["state"] == "whole"
+    assert (state["last_refit"]["outcome"], state["last_refit"]["complete"]) == ("ok", False)
+
+
+def test_a_note_that_cannot_be_read_is_refused_and_nothing_is_stored(host):
+    before = host.call(digests)
+    success, message = host.call(update, SECOND, rid='{"fp8rl_refit": {"id": 3}}')
+    assert not success
+    assert "a note is" in message
+    assert host.call(digests) == before
+    assert host.call(status)["state"] == "failed"
+
+
+# -- sessions --------------------------------------------------------------------------------------
+
+
+def _has_sessions(scheduler):
+    return hasattr(scheduler.weight_updater, "begin_weight_update")
+
+
+@pytest.fixture
+def sessions(host):
+    if not host.call(_has_sessions):
+        pytest.skip("this SGLang has no sessions")
+
+
+@pytest.mark.usefixtures("sessions")
+def test_a_session_that_leaves_out_what_it_announced_fails_at_its_end(host):
+    assert host.call(begin, rid=note(wants_all=True))[0]
+    assert host.call(update, without(NORM))[0]
+    assert host.call(status)["state"] == "open"
+    success, message = host.call(end)
+    assert not success
+    assert NORM in message
+    assert host.call(begin)[0]  # it is closed all the same
+    assert host.call(end)[0]
+    assert host.call(status)["state"] == "failed"
+
+
+@pytest.mark.usefixtures("sessions")
+def test_a_session_that_announced_nothing_and_left_something_out_is_mixed(host):
+    assert host.call(begin)[0]
+    assert host.call(update, without(NORM))[0]
+    success, message = host.call(end)
+    assert success
+    assert NORM in message
+    assert host.call(status)["state"] == "mixed"
+
+
+@pytest.mark.usefixtures("sessions")
+def test_an_update_sent_again_in_its_session_is_whole(host):
+    assert host.call(begin, rid=note(wants_all=True))[0]
+    assert not host.call(update, [*SECOND[:3], (DOWN, torch.ones(3, 3))])[0]
+    assert host.call(update, SECOND[:5])[0]
+    assert host.call(update, SECOND[5:])[0]
+    assert host.call(end)[0]
+    assert host.call(status)["state"] == "whole"
+
+
+@pytest.mark.usefixtures("sessions")
+def test_a_session_that_ends_behind_a_failure_says_so_once_more(host):
+    assert host.call(begin)[0]
+    assert not host.call(update, [(DOWN, torch.ones(3, 3))])[0]
+    success, message = host.call(end)
+    assert not success
+    assert DOWN in message
+
+
+@pytest.mark.usefixtures("sessions")
+def test_halves_that_were_left_behind_meet_no_half_of_the_next_refit(host):
+    """A session outlived its sender; the scale of the next one would scale codes that are stale."""
+    codes, _ = quantize_blockwise(MODEL.second[DOWN])
+    _, scale = quantize_blockwise(MODEL.first[DOWN])
+    before = host.call(digests)
+    assert host.call(begin)[0]
+    assert host.call(update, [(DOWN, codes)], None, False)[0]
+    name = f"{DOWN}_scale_inv"
+    assert not host.call(update, [(name, scale)], rid=note(wants_all=True))[0]
+    assert host.call(digests) == before
+    host.call(end)
+
+
+# -- from disk -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["a layer", "a misspelt name"])
+def test_a_checkpoint_that_lacks_something_is_no_success(host, checkpoint_dir, what):
+    state = dict(MODEL.second)
+    if what == "a layer":
+        missing = {name for name in state if name.startswith("model.layers.1.")}
+        state = {name: tensor for name, tensor in state.items() if name not in missing}
+    else:
+        missing = {DOWN}
+        state[DOWN.replace("down_proj", "donw_proj")] = state.pop(DOWN)
+    path = save_checkpoint(checkpoint_dir / what.replace(" ", "-"), MODEL.config, state)
+    success, message = host.call(update_from_disk, str(path))
+    assert not success
+    found = host.call(status)
+    assert found["state"] in ("mixed", "failed")
+    assert left_out(found) == missing
+    assert missing.pop() in message or what != "a layer"
+
+
+# -- the cache -------------------------------------------------------------------------------------
+
+
+def update_while_busy(scheduler, named_tensors):
+    """As if requests were running: SGLang refuses its flush."""
+    updater = scheduler.weight_updater
+    flush, updater.flush_cache = updater.flush_cache, lambda **_: False
+    try:
+        return update(scheduler, named_tensors)
+    finally:
+        updater.flush_cache = flush
+
+
+def test_a_refused_flush_fails_no_refit(host):
+    assert not host.call(update_while_busy, SECOND)[0]
+    state = host.call(status)
+    assert (state["state"], state["problems"]) == ("whole", [])
+    last = state["last_refit"]
+    assert (last["outcome"], last["complete"], last["cache_flushed"]) == ("ok", True, False)
+    assert host.call_all(digests) == host.fresh("second").digests
+    assert host.call(update, SECOND)[0]
+    assert host.call(status)["last_refit"]["cache_flushed"]
+
+
+# -- where it is decided ---------------------------------------------------------------------------
+
+
+def refits_that_are_complete(scheduler, named_tensors):
+    """How often `RefitLog.conclude` found one complete."""
+    log = model_of(scheduler).fp8rl_refit.report.log
+    conclude, found = log.conclude, []
+
+    def counted(verdict):
+        refit = conclude(verdict)
+        found.append(refit is not None and refit.is_complete)
+        return refit
+
+    log.conclude = counted
+    try:
+        for bucket, flush in named_tensors:
+            update(scheduler, bucket, None, flush)
+    finally:
+        del log.conclude
+    return found
+
+
+def test_a_refit_of_many_calls_is_decided_once(host):
+    buckets = [(SECOND[:9], False), (SECOND[9:20], False), (SECOND[20:], True)]
+    assert host.call(refits_that_are_complete, buckets) == [True]
