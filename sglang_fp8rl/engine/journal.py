@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..errors import RefitError
+from ..errors import Fp8RlError, RefitError
 from .arrival.kinds import KnownBucket, NewBucket, Stream
 from .arrival.update_scope import STARTUP, UpdateScope
 from .audit import Audit
 from .model.derived_weights import DerivedWeights
 from .native.call import Call
+from .native.checks import foreign_error
 from .replay.recipe import Recipe
 from .report.refits import Refit
 from .report.report import Arrived, RefitReport
@@ -83,10 +84,13 @@ class Journal:
             with torch.no_grad():
                 yield call
         except Exception as error:
-            self._stop(call, error)
-            if len(call.errors) == 1:
+            told = error if isinstance(error, Fp8RlError) else self._foreign(call, error)
+            self._stop(call, told)
+            if len(call.errors) > 1:
+                told = call.error(self._count(call))
+            if told is error:
                 raise
-            raise call.error(self._count(call)) from error
+            raise told from error
         else:
             self._audit.finish(call, self._count(call))
             self._close(call)
@@ -95,6 +99,10 @@ class Journal:
         finally:
             call.sources.forget_tensors()
             self.running = self._arrival = None
+
+    def _foreign(self, call: Call, error: Exception) -> RefitError:
+        call.stopped_at = call.sources.latest
+        return foreign_error(call.stopped_at, error, self._report.known_names)
 
     def expect(self, arrival: Arrival) -> None:
         """What the running call brings, as far as that can be known before it is read."""

@@ -29,7 +29,7 @@ from .model.landings import NameTable
 from .model.parameters import Target, set_loader, targets_of
 from .model.plan_document import plan_document
 from .native.call import Call
-from .native.checks import check_named_once
+from .native.checks import check_dense, check_named_once
 from .native.loader_call import LoaderCalls
 from .native.native_path import NativePath
 from .native.pairs import PairTable
@@ -137,6 +137,8 @@ class ModelRefit:
         if recipe is not None:
             return KnownBucket(bucket, recipe)
         check_named_once(bucket.names)
+        if isinstance(bucket, TensorBucket):
+            check_dense(bucket)
         return NewBucket(bucket, is_recorded=may_replay)
 
     def _write(self, call: Call, arrival: Arrival, *args: Any, **kw: Any) -> Any:

@@ -27,11 +27,19 @@ TENSORS = [
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers as SGLang does. `fail_at`: the update call that is refused."""
+    """Answers as SGLang does.
 
-    def __init__(self, *, sessions: bool, fail_at: int | None = None) -> None:
+    Args:
+        fail_at: the update call that is refused.
+        busy: requests to flush the cache that are refused.
+    """
+
+    def __init__(self, *, sessions: bool, fail_at: int | None = None, busy: int = 0) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.sessions, self.fail_at = sessions, fail_at
+        self.status: dict = {"consistent": True, "state": "whole"}
+        self.busy = busy
+        self.notes: list[dict] = []
         self.calls: list[str] = []
         self.updates: list[dict] = []
         self.versions: list[str] = []
@@ -46,6 +54,10 @@ class FakeServer(ThreadingHTTPServer):
 
     def answer(self, path: str, body: dict) -> tuple[int, dict]:
         self.calls.append(path)
+        if "rid" in body:
+            self.notes.append({"path": path, **json.loads(body["rid"])["fp8rl_refit"]})
+        if path.startswith("/flush_cache"):
+            return self.flush()
         if path == "/update_weight_version":
             self.versions.append(body["new_version"])
             return 200, {"success": True}
@@ -66,7 +78,15 @@ class FakeServer(ThreadingHTTPServer):
                 for m in payload["metadata"]
             ]
         self.received.update((name, tensor.clone()) for name, tensor in payload)
+        if body["flush_cache"]:
+            return self.flush()
         return 200, {"success": True, "message": "Success"}
+
+    def flush(self) -> tuple[int, dict]:
+        self.busy -= 1
+        flushed = self.busy < 0
+        self.status["last_refit"] = {"cache_flushed": flushed, "outcome": "ok"}
+        return (200 if flushed else 400), {"success": flushed, "message": "requests are running"}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -74,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.keys[self.path] = self.headers.get("authorization")
-        status = {"consistent": True}
+        status = self.server.status
         if self.path == "/fp8rl/status":
             self._reply(200, status)
         else:
@@ -82,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.server.keys[self.path] = self.headers.get("authorization")
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])) or "{}")
         self._reply(*self.server.answer(self.path, body))
 
     def _reply(self, code: int, content: dict) -> None:
@@ -192,7 +212,48 @@ def test_an_empty_update_is_refused_before_it_is_sent(server):
 
 
 def test_the_status_section_is_read(server):
-    assert RefitClient(server.url).status() == {"consistent": True}
+    assert RefitClient(server.url).status() == {"consistent": True, "state": "whole"}
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_the_server_is_told_which_refit_it_is_and_what_comes(server, partial):
+    for version in ("step-1", "step-2"):
+        client = RefitClient(server.url)
+        client.update(TENSORS, bucket_bytes=1, partial=partial, weight_version=version)
+    noted = [note for note in server.notes if note["path"] != "/update_weight_version"]
+    assert {note["extent"] for note in noted} == {"partial" if partial else "all"}
+    of_refit = {
+        version: [n["id"] for n in noted if n["version"] == version]
+        for version in ("step-1", "step-2")
+    }
+    paths = {note["path"] for note in noted if server.sessions or "begin" not in note["path"]}
+    assert paths == {"/begin_weight_update" if server.sessions else "/update_weights_from_tensor"}
+    first, second = of_refit.values()
+    assert len(set(first)) == len(set(second)) == 1
+    assert first[0] != second[0]
+
+
+def test_another_server_is_told_nothing(server):
+    del server.status["state"]
+    RefitClient(server.url).update(TENSORS)
+    assert not server.notes
+
+
+def test_a_name_that_comes_twice_ends_the_update(server):
+    with pytest.raises(RefitError, match="a: yielded twice"):
+        RefitClient(server.url).update([*TENSORS, TENSORS[0]])
+
+
+@pytest.mark.parametrize(("busy", "flushed"), [(0, True), (1, True), (2, False)])
+@pytest.mark.parametrize("sessions", [True, False])
+def test_a_refused_flush_is_asked_for_again_and_told(sessions, busy, flushed):
+    server = FakeServer(sessions=sessions, busy=busy)
+    result = RefitClient(server.url).update(TENSORS, flush_timeout=3)
+    assert result.cache_flushed == flushed
+    assert [call for call in server.calls if "flush" in call] == ["/flush_cache?timeout=3"] * (
+        busy > 0
+    )
+    server.shutdown()
 
 
 def test_tensors_in_a_bucket_are_aligned_for_their_dtype():

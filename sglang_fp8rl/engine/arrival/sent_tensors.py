@@ -140,6 +140,11 @@ class SourceIndex:
                 self.consumed.add(source.name)
             return source
 
+    @property
+    def latest(self) -> str:
+        """The name that went by last; empty if none did."""
+        return self.names[-1] if self.names else ""
+
     def unused(self) -> list[str]:
         """Names that no parameter's loader was called for, in the order they were sent."""
         return [name for name in dict.fromkeys(self.names) if name not in self.consumed]

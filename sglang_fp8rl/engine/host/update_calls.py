@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...errors import RefitError
+from ...errors import Fp8RlError, RefitError
 from ...wire.layout_text import from_text
 from ...wire.refit_note import note_of
 from ..arrival.bucket import FlatBucket
@@ -109,7 +109,9 @@ def _answer(
         # The boundary of a request: today this ends the scheduler and with it the server. It is
         # answered instead, and nothing goes on as if it had worked.
         logger.exception("fp8rl: update_weights_from_%s failed", origin.value)
-        result = _failed(origin, str(error) or type(error).__name__)
+        result = _failed(
+            origin, str(error if isinstance(error, Fp8RlError) else _foreign(origin, error))
+        )
         if origin in _END_WITH_BARRIER:
             torch.distributed.barrier(group=manager.tp_cpu_group)
     end_request(manager, refit, update, result)
@@ -145,6 +147,16 @@ def _default_dtype_kept() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _foreign(origin: Origin, error: Exception) -> RefitError:
+    return RefitError(
+        f"update_weights_from_{origin.value}",
+        f"{type(error).__name__}: {error}",
+        "what is sent is read as SGLang's serializer writes it, a checkpoint as safetensors does",
+        "Send with RefitClient or SGLang's MultiprocessingSerializer; nothing of this call is known to "
+        "be stored.",
+    )
 
 
 def _failed(origin: Origin, message: str) -> Any:

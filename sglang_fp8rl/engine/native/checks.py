@@ -49,6 +49,35 @@ def check_shape(target: Target, name: str, loaded: torch.Tensor, args: tuple, kw
         )
 
 
+def check_dense(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises `RefitError` for a tensor that has no plain memory to read."""
+    for name, tensor in named_tensors:
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            raise RefitError(
+                name,
+                f"a tensor of layout {tensor.layout} on {tensor.device.type}",
+                "a tensor comes with all of its elements in memory; nothing of this call was stored",
+                "Send tensor.to_dense(), or the weight instead of its description on meta.",
+            )
+
+
+def foreign_error(name: str, error: Exception, known: Iterable[str]) -> RefitError:
+    """What SGLang's `load_weights` raised by itself, as an error that says at which tensor.
+
+    Args:
+        name: that it was given last.
+        known: names that were stored before.
+    """
+    if isinstance(error, KeyError) and name not in known:
+        return unknown_names_error([name], known)
+    return RefitError(
+        name or "load_weights",
+        f"{type(error).__name__}: {error}",
+        "SGLang's load_weights of this model could not take it",
+        "Send the tensor as the checkpoint has it.",
+    )
+
+
 def check_named_once(names: Sequence[str]) -> None:
     """Raises `RefitError` for a name that comes twice: nobody knows which of the two is meant."""
     if len(set(names)) == len(names):

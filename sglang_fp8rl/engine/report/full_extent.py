@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...errors import HostError
+from ...errors import Fp8RlError
 from ..model.landings import NameTable
 from ..model.parameters import Target
 from .coverage import CoverageTable
@@ -38,6 +38,7 @@ class FullExtent:
     ) -> None:
         self._targets, self._coverage, self._names = targets, coverage, names
         self._learn_names = learn_names
+        self._has_asked = False
         self._known = -1  # names that the arrays below are of
         self._elements = np.zeros(0, np.int64)
         self._is_reached = np.zeros(0, bool)
@@ -68,10 +69,11 @@ class FullExtent:
 
     def _count(self) -> None:
         """Count once for the names there are."""
-        if not self._names.is_filled:
+        if not self._names.is_filled and not self._has_asked:
+            self._has_asked = True
             try:
                 self._learn_names()
-            except HostError as error:  # then only the quantized weights are held against it
+            except Fp8RlError as error:  # then only the quantized weights are held against it
                 logger.warning("fp8rl: the names of a full refit are not known: %s", error)
         if self._known == len(self._names.known):
             return

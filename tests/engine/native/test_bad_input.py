@@ -46,6 +46,18 @@ def test_a_name_that_no_parameter_takes_is_refused_with_near_matches(host):
     refused(host, [(wrong, MODEL.first[DOWN])], wrong, "Near matches", DOWN, "unknown_names")
 
 
+def test_a_misspelt_part_of_a_fused_module_is_told_by_the_name_that_was_sent(host):
+    """SGLang's loader raises a KeyError with a name of its own making."""
+    wrong = "model.layers.0.self_attn.v_proj.wieght"
+    tensor = MODEL.first[wrong.replace("wieght", "weight")]
+    refused(host, [(wrong, tensor)], wrong, "no parameter takes", "Near matches")
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, lambda tensor: tensor.to("meta")])
+def test_a_tensor_without_plain_memory_is_refused(host, make):
+    refused(host, [(DOWN, make(MODEL.first[DOWN]))], DOWN, "all of its elements in memory")
+
+
 def test_rotary_tables_and_other_names_skipped_by_design_pass(host):
     tensors = [
         ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(32)),
@@ -171,7 +183,7 @@ def test_an_empty_list_is_refused(host):
 def test_a_payload_that_cannot_be_read_fails_the_request_not_the_server(host, payload):
     results = host.call_all(send, [payload.decode("latin1")] * host.tp_size)
     assert not results[0][0]
-    assert results[0][1]
+    assert "update_weights_from_tensor" in results[0][1]
 
 
 def test_too_few_payloads_for_the_ranks_fail_the_request(host):
