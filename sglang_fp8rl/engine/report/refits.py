@@ -300,7 +300,7 @@ class RefitLog:
         elif verdict.is_complete:
             refit.outcome, self.complete = Outcome.OK, refit
             self.failures, self.left_out, self.is_unloaded = [], [], False
-        elif refit.is_partial:
+        elif refit.is_partial and not refit.given_up:
             refit.outcome = Outcome.OK
         else:
             refit.outcome = Outcome.MIXED

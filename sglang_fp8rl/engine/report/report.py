@@ -186,9 +186,9 @@ class RefitReport:
         return None
 
     def give_up(self, reason: str) -> None:
-        """The running refit ends here, though nobody ended it."""
+        """The running refit ends here, though nobody ended it: it is not complete, whatever came."""
         self.refit.given_up = reason
-        self.log.conclude(replace(self.verdict(), failures=()))
+        self.log.conclude(replace(self.verdict(), is_complete=False, failures=()))
 
     def begin_session(self, note: RefitNote | None) -> None:
         """What a client sends until `end_session` is a refit of its own."""
