@@ -109,9 +109,8 @@ def _answer(
         # The boundary of a request: today this ends the scheduler and with it the server. It is
         # answered instead, and nothing goes on as if it had worked.
         logger.exception("fp8rl: update_weights_from_%s failed", origin.value)
-        result = _failed(
-            origin, str(error if isinstance(error, Fp8RlError) else _foreign(origin, error))
-        )
+        told = error if isinstance(error, Fp8RlError) else _foreign(update, error)
+        result = _failed(origin, str(told))
         if origin in _END_WITH_BARRIER:
             torch.distributed.barrier(group=manager.tp_cpu_group)
     end_request(manager, refit, update, result)
@@ -149,9 +148,17 @@ def _default_dtype_kept() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _foreign(origin: Origin, error: Exception) -> RefitError:
+def _foreign(update: Update, error: Exception) -> RefitError:
+    """What SGLang raised by itself, in words that say what to do."""
+    if update.cache_flushed is False:
+        return RefitError(
+            "the cache",
+            "not flushed, for requests are running or queued",
+            "the weights of this update are stored, what the old ones had computed is still used",
+            "Retract or finish the requests, then call /flush_cache.",
+        )
     return RefitError(
-        f"update_weights_from_{origin.value}",
+        f"update_weights_from_{update.scope.origin.value}",
         f"{type(error).__name__}: {error}",
         "what is sent is read as SGLang's serializer writes it, a checkpoint as safetensors does",
         "Send with RefitClient or SGLang's MultiprocessingSerializer; nothing of this call is known to "
