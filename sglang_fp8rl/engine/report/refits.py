@@ -229,6 +229,20 @@ class RefitLog:
         )
         return next((reason for holds, reason in rules if holds), "")
 
+    def resumable(self, scope: UpdateScope) -> Refit | None:
+        """The refit that a call may belong to though every parameter had come, if it repeats nothing.
+
+        A name may add nothing that can be counted: what its loader writes is no box, or was written under
+        another name.
+        """
+        last = self.last
+        if self.current is not None or self.failures or last is None or last is not self.complete:
+            return None
+        is_named = last.note is not None or self._note(scope) is not None
+        in_session = last.session is not None or self._session(scope) is not None
+        is_alone = last.origin in _ALONE or scope.origin in _ALONE
+        return None if is_named or in_session or is_alone else last
+
     def begin(self, scope: UpdateScope, ousted: set[str]) -> Refit:
         """The refit of a call that belongs to no running one."""
         self.current = self._new(scope)

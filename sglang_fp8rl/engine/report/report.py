@@ -79,7 +79,11 @@ class RefitReport:
             numbers: of the names to come; empty where they are not known (a checkpoint).
         """
         self._started = time.perf_counter()
-        log, before = self.log, self.log.current
+        log = self.log
+        resumable = log.resumable(scope) if len(numbers) else None
+        if resumable is not None and not self.brought.repeated(numbers, resumable.id):
+            log.current = resumable
+        before = log.current
         repeated = self.brought.repeated(numbers, before.id) if before else None
         reason = log.why_another(scope, repeated)
         ousted: set[str] = set()

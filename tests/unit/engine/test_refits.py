@@ -21,7 +21,11 @@ class Server:
 
     def call(self, *names, flush=False, failed=False, scope=None, **more):
         scope = scope or UpdateScope(Origin.TENSOR, is_last_call=flush, **more)
-        log, current = self.log, self.log.current
+        log = self.log
+        resumable = log.resumable(scope)
+        if resumable and not any(self.came.get(name) == resumable.id for name in names):
+            log.current = resumable
+        current = log.current
         repeated = current and next((n for n in names if self.came.get(n) == current.id), None)
         ousted = set()
         if current and log.why_another(scope, repeated):
@@ -71,6 +75,14 @@ def test_a_client_that_flushes_with_every_call_is_whole_when_all_came(server):
         for name in sorted(NAMES)[:-1]:
             assert server.call(name, flush=True) is State.MIXED
         assert server.call(sorted(NAMES)[-1], flush=True) is State.WHOLE
+
+
+def test_what_comes_behind_the_last_parameter_belongs_to_the_same_refit(server):
+    server.call(*NAMES, flush=True)
+    last = server.log.last
+    assert server.call("a part of the norm that can't be counted", flush=True) is State.WHOLE
+    assert server.log.last is server.log.complete is last
+    assert server.call("norm", flush=True) is State.MIXED
 
 
 def test_a_client_that_never_flushes_is_whole_when_all_came(server):
