@@ -1,7 +1,7 @@
 """Random runs of good, bad, partial, interleaved and aborted requests on a real engine.
 
-After every request the engine's fingerprint is the one of a simple model of the bytes, and its status says
-what that model expects (`model_of_bytes.py`).
+After every request the engine's fingerprint is the one of a simple model of the bytes (`model_of_bytes.py`),
+and what it answers and its status says is what a simple model of the law expects (`model_of_refits.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from machine_commands import FAULTS, FP8_NAMES, MODEL, NAMES, VERSIONS, Look, Step, perform, version
 from model_of_bytes import ModelOfBytes
+from model_of_refits import ModelOfRefits
 from pool import Engine
 
 from sglang_fp8rl.testing.checkpoints import save_checkpoint
@@ -31,7 +32,7 @@ class RefitMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         """From the first weights, whole."""
-        self.model = ModelOfBytes()
+        self.bytes, self.refits = ModelOfBytes(), ModelOfRefits(NAMES)
         self.full(0, "flat", 1, 0, in_session=False)
 
     def step(self, step: Step, is_expected_to_succeed: bool) -> Look:
@@ -39,24 +40,25 @@ class RefitMachine(RuleBasedStateMachine):
         look = self.engine.call(perform, step)
         assert look.success == is_expected_to_succeed, (step, look.message)
         assert look.success or look.message, step
-        wrong = [
-            name for name, number in self.model.numbers().items() if look.numbers[name] != number
-        ]
+        expected = self.bytes.numbers()
+        wrong = [name for name, number in expected.items() if look.numbers[name] != number]
         assert not wrong, (step, look.message, wrong)
-        self.check_status(look)
+        said = look.status
+        assert said["state"] == self.refits.state, (step, vars(self.refits), said)
+        assert said["consistent"] == (not said["problems"]) == (self.refits.state == "whole"), said
         return look
 
-    def check_status(self, look: Look) -> None:
-        said, model = look.status, self.model
-        is_consistent = said["consistent"]
-        assert is_consistent == (not said["problems"])
-        if model.has_failed or model.is_open or model.halves or not model.is_of_one_version:
-            assert not is_consistent, (vars(model), said)
-        if model.has_failed:
-            assert said["last_refit"]["outcome"] == "failed", said
-
     def call(self, step: Step) -> Look:
-        return self.step(step, self.model.call(step))
+        self.bytes.call(step)
+        names, wrong = set(step.names), step.names[step.at]
+        if step.fault in ("pickle", "layout"):
+            return self.step(step, self.refits.unreadable(step.flush))
+        if step.fault == "empty":
+            names = set()
+        halves = frozenset([wrong] if step.fault == "half" else [])
+        is_refused = step.fault in ("empty", "nan", "shape", "unknown")
+        succeeds = self.refits.call(names, step.flush, is_refused=is_refused, halves=halves)
+        return self.step(step, succeeds)
 
     @rule(
         number=numbers,
@@ -67,22 +69,19 @@ class RefitMachine(RuleBasedStateMachine):
     )
     def full(self, number: int, form: str, parts: int, first: int, in_session: bool) -> None:
         """A whole refit, in any buckets, order and form; whatever came before, all is well after it."""
-        in_session = in_session and not self.model.is_open
+        in_session = in_session and not self.refits.in_session
         if in_session:
             self.begin()
-        self.model.halves.clear()  # a refit that is whole brings both halves of everything
         order = NAMES[first:] + NAMES[:first]
         size = -(-len(order) // parts)
         for at in range(0, len(order), size):
             is_last = at + size >= len(order)
-            if is_last:
-                self.model.whole()
             step = Step("call", order[at : at + size], number, form, flush=is_last)
             look = self.call(step)
         if in_session:
-            look = self.step(Step("end"), self.model.end())
-        if not self.model.is_open:
-            assert look.status["consistent"], look.status["problems"]
+            look = self.step(Step("end"), self.refits.end())
+        if not self.refits.in_session:
+            assert look.status["state"] == "whole", look.status["problems"]
             assert look.status["last_refit"]["outcome"] == "ok"
             assert look.status["last_refit"]["complete"]
 
@@ -104,40 +103,37 @@ class RefitMachine(RuleBasedStateMachine):
     ) -> None:
         """A call with one mistake in it, or half of a pair."""
         at %= len(names)
-        form = "flat" if is_flat else "list"
+        form = "flat" if is_flat or fault == "layout" else "list"
         if fault == "half":
-            form = "pairs"
-            if names[at] not in FP8_NAMES:
-                names = (*names[:at], *names[at + 1 :], FP8_NAMES[at])
-                names, at = tuple(dict.fromkeys(names)), len(dict.fromkeys(names)) - 1
-                at = names.index(names[at])
-        if fault == "layout":
-            form = "flat"
+            form, half = "pairs", FP8_NAMES[at]
+            names = (*(name for name in names if name != half), half)
+            at = len(names) - 1
         self.call(Step("call", names, number, form, flush, fault, at))
 
     @rule()
     def begin(self) -> None:
         """Also inside a session that is open: refused, and the open one goes on."""
-        self.step(Step("begin"), self.model.begin())
+        self.step(Step("begin"), self.refits.begin())
 
     @rule()
     def end(self) -> None:
         """Also of a session that nobody opened: refused."""
-        self.step(Step("end"), self.model.end())
+        self.step(Step("end"), self.refits.end())
 
-    @precondition(lambda self: not self.model.is_open)
+    @precondition(lambda self: not self.refits.in_session)
     @rule(number=numbers)
     def disk(self, number: int) -> None:
         path = self.directory / f"version-{number}"
         if not path.exists():
             save_checkpoint(path, MODEL.config, version(number))
-        self.step(Step("disk", version=number, path=str(path)), self.model.disk(number))
+        self.bytes.store(NAMES, number)
+        self.step(Step("disk", version=number, path=str(path)), self.refits.disk())
 
     def teardown(self) -> None:
         """The engine takes a whole refit and is what it was when it was loaded, byte for byte."""
-        if not hasattr(self, "model"):
+        if not hasattr(self, "refits"):
             return
-        if self.model.is_open:
+        if self.refits.in_session:
             self.engine.call(perform, Step("end"))
         self.engine.restore()
 

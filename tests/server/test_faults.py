@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from _served import HAS_SESSIONS, MODEL, ONE_THREAD, QUANTIZED, Client, ClientWithoutSessions
@@ -127,19 +126,9 @@ def missing_words(fault: Fault, text: str) -> list[str]:
 
 def check_status(case: Case, fault: Fault) -> None:
     status = case.client.status()
-    assert state_of(status) == fault.then.value, status["problems"]
+    assert status["state"] == fault.then.value, status["problems"]
     assert status["consistent"] == (fault.then is Then.WHOLE), status["problems"]
     assert bool(status["problems"]) != status["consistent"]
-
-
-def state_of(status: dict[str, Any]) -> str:
-    if "state" in status:
-        return status["state"]
-    if status["last_refit"]["outcome"] == "failed":
-        return "failed"
-    if any("session is open" in problem for problem in status["problems"]):
-        return "open"
-    return "whole" if status["consistent"] else "mixed"
 
 
 def check_whole(case: Case) -> None:

@@ -121,7 +121,7 @@ def two_tensors_that_overlap_by_one_element(trainer: Trainer) -> Answer:
     return twice(trainer, moved(1, -4, -4))
 
 
-@row(about=UP, pending="duplicate names pass without a word")
+@row("twice", about=UP)
 def one_name_twice_in_a_bucket(trainer: Trainer) -> Answer:
     bucket = [trainer.fresh(UP), (UP, trainer.old[UP])]
     return trainer.flat(bucket)

@@ -17,11 +17,7 @@ def a_misspelt_name(trainer: Trainer) -> Answer:
     return trainer.send((DOWN.replace("down", "donw"), trainer.new[DOWN]))
 
 
-@row(
-    NO_PARAMETER,
-    about="v_proj.wieght",
-    pending="the loader's KeyError is the answer",
-)
+@row(NO_PARAMETER, about="v_proj.wieght")
 def a_misspelt_name_of_a_fused_weight(trainer: Trainer) -> Answer:
     name = "model.layers.0.self_attn.v_proj.weight"
     return trainer.send((name.replace("weight", "wieght"), trainer.new[name]))
@@ -73,7 +69,7 @@ def a_misspelt_name_among_good_ones(trainer: Trainer) -> Answer:
     return trainer.send(trainer.fresh(UP), wrong, trainer.fresh(NORM))
 
 
-@row(about=DOWN, pending="duplicate names pass without a word")
+@row("twice", about=DOWN)
 def one_name_twice_in_a_call(trainer: Trainer) -> Answer:
     return trainer.send(trainer.fresh(DOWN), (DOWN, trainer.old[DOWN]))
 

@@ -89,12 +89,12 @@ def an_empty_list_of_tensors(trainer: Trainer) -> Answer:
     return trainer.send()
 
 
-@row(host=True)
+@row("serialized_named_tensors", "0 payload(s)")
 def no_payload_for_the_rank(trainer: Trainer) -> Answer:
     return trainer.payload([])
 
 
-@row("2", pending="surplus payloads pass without a word")
+@row("serialized_named_tensors", "2 payload(s)")
 def two_payloads_for_one_rank(trainer: Trainer) -> Answer:
     trainer.memory.append(trainer.new[DOWN])
     return trainer.payload([serialize([trainer.fresh(DOWN)])] * 2)
@@ -114,7 +114,7 @@ def shared_memory_that_is_gone(trainer: Trainer) -> Answer:
     return trainer.payload([encoded(content.replace(handle, handle[:-4] + b"gone"))])
 
 
-@row("shared memory", pending="a shared-memory file that was cut is served as zeros")
+@row("shared memory")
 def shared_memory_that_was_cut_to_a_page(trainer: Trainer) -> Answer:
     content, handle = shared(trainer)
     os.truncate("/dev/shm" + handle.decode(), 4096)

@@ -45,7 +45,7 @@ def a_session_that_nobody_ends(trainer: Trainer) -> Answer:
     return trainer.send(*map(trainer.fresh, SOME), flush=False)
 
 
-@row(code=200, then=Then.MIXED, serves=SOME, needs_sessions=True)
+@row("left out", code=200, then=Then.MIXED, serves=SOME, needs_sessions=True)
 def a_session_that_ends_after_a_few_tensors(trainer: Trainer) -> Answer:
     assert trainer.begin().code == 200
     assert trainer.send(*map(trainer.fresh, SOME), flush=False).code == 200
@@ -98,39 +98,28 @@ def a_refit_of_half_of_a_fused_weight(trainer: Trainer) -> Answer:
     return trainer.send(trainer.fresh(UP))
 
 
-@row(
-    code=200,
-    then=Then.MIXED,
-    serves=[NORM],
-    pending="a refit that is not whole is called consistent",
-)
+@row(code=200, then=Then.MIXED, serves=[NORM])
 def a_refit_of_one_norm(trainer: Trainer) -> Answer:
     return trainer.send(trainer.fresh(NORM))
 
 
-@row(
-    code=200, then=Then.MIXED, serves=None, pending="a refit that is not whole is called consistent"
-)
+@row(code=200, then=Then.MIXED, serves=None)
 def a_refit_of_every_fp8_weight_and_no_norm(trainer: Trainer) -> Answer:
     matrices = [item for item in trainer.new.items() if "proj" in item[0]]
     return trainer.send(*matrices)
 
 
-@row(
-    code=200, then=Then.MIXED, serves=None, pending="a refit that is not whole is called consistent"
-)
+@row(code=200, then=Then.MIXED, serves=None)
 def a_refit_that_forgets_one_tensor(trainer: Trainer) -> Answer:
     return trainer.send(*(item for item in trainer.new.items() if item[0] != HEAD))
 
 
-@row(
-    code=200, then=Then.MIXED, serves=None, pending="a refit that is not whole is called consistent"
-)
+@row(code=200, then=Then.MIXED, serves=None)
 def a_refit_that_forgets_one_layer(trainer: Trainer) -> Answer:
     return trainer.flat([item for item in trainer.new.items() if "layers.1." not in item[0]])
 
 
-@row(code=200, then=Then.MIXED, serves=None)
+@row(code=200, then=Then.OPEN, serves=None)
 def a_refit_whose_last_bucket_never_comes(trainer: Trainer) -> Answer:
     items = list(trainer.new.items())
     return trainer.send(*items[: len(items) // 2], flush=False)
@@ -144,9 +133,7 @@ def halves(trainer: Trainer) -> Iterator[list[NamedTensor]]:
         yield [(name, trainer.old[name]) for name in names[at : at + 4]]
 
 
-@row(
-    code=200, then=Then.MIXED, serves=None, pending="a refit that is not whole is called consistent"
-)
+@row(code=200, then=Then.MIXED, serves=None)
 def two_clients_without_sessions_that_take_turns(trainer: Trainer) -> Answer:
     for bucket in halves(trainer):
         assert trainer.send(*bucket, flush=False).code == 200

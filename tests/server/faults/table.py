@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import disk, layouts, names, pairs, payloads, requests_, routes, sessions, values
+from . import announced, disk, layouts, names, pairs, payloads, requests_, routes, sessions, values
 from .fault import Fault, Group
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "reliability.md"
@@ -13,7 +13,7 @@ BEGIN, END = "<!-- faults -->", "<!-- /faults -->"
 GROUPS: tuple[Group, ...] = tuple(
     module.GROUP
     for module in (
-        requests_, payloads, layouts, names, values, pairs, sessions, disk, routes
+        requests_, payloads, layouts, names, values, pairs, sessions, announced, disk, routes
     )
 )  # fmt: skip
 FAULTS: tuple[Fault, ...] = tuple(fault for group in GROUPS for fault in group.faults)

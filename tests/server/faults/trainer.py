@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -147,14 +148,15 @@ class ServerTrainer(Trainer):
     def payload(
         self, payloads: list[str], load_format: str | None = None, flush: bool = True
     ) -> Answer:
-        return self.post(
-            "/update_weights_from_tensor",
-            {
-                "serialized_named_tensors": payloads,
-                "load_format": load_format,
-                "flush_cache": flush,
-            },
-        )
+        body = {"serialized_named_tensors": payloads, "load_format": load_format}
+        return self.post("/update_weights_from_tensor", {**body, "flush_cache": flush})
+
+    def noted(self, note: Any, *named_tensors: NamedTensor, flush: bool = True) -> Answer:
+        """Tensors in one call that says which refit it belongs to (docs/reliability.md)."""
+        self.memory.append(named_tensors)
+        body = {"serialized_named_tensors": [serialize(list(named_tensors))], "flush_cache": flush}
+        rid = note if isinstance(note, str) else json.dumps({"fp8rl_refit": note})
+        return self.post("/update_weights_from_tensor", {**body, "rid": rid})
 
     def begin(self) -> Answer:
         return self.post("/begin_weight_update")
