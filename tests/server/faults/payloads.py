@@ -94,7 +94,7 @@ def no_payload_for_the_rank(trainer: Trainer) -> Answer:
     return trainer.payload([])
 
 
-@row("serialized_named_tensors", "2 payload(s)")
+@row("serialized_named_tensors", "2 payload(s)", needs_server=True)
 def two_payloads_for_one_rank(trainer: Trainer) -> Answer:
     trainer.memory.append(trainer.new[DOWN])
     return trainer.payload([serialize([trainer.fresh(DOWN)])] * 2)
