@@ -115,9 +115,10 @@ class ModelOfRefits:
         return not came_again and not (running.was_flushed and not flush)
 
     def _give_up(self) -> None:
+        """It ended, though nobody ended it: it is not complete, whatever came."""
         running, self.running = self.running, None
-        if running is not None:
-            self._conclude(running)
+        if running is not None and running.names:
+            self.has_mixed = True
 
     def _conclude(self, running: Running) -> None:
         if running.names == self._names:

@@ -26,7 +26,7 @@ def a_rid_that_is_no_note(trainer: ServerTrainer) -> Answer:
     return trainer.noted("request-17", trainer.fresh(DOWN))
 
 
-@row("left out", NORM, serves=[DOWN, UP])
+@row("left out 18 parameter(s)", serves=[DOWN, UP])
 def half_of_what_was_announced_as_all(trainer: ServerTrainer) -> Answer:
     note = {"id": "a", "extent": "all"}
     assert trainer.noted(note, trainer.fresh(DOWN), flush=False).code == 200

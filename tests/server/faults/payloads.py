@@ -16,19 +16,20 @@ from .trainer import DOWN, UP, Answer, Trainer, encoded
 
 GROUP = Group("Payloads")
 row = GROUP.row
+READ = ("update_weights_from_tensor", "as SGLang's serializer writes it")
 
 
-@row("invalid load key", host=True)
+@row(*READ, "invalid load key")
 def no_pickle_at_all(trainer: Trainer) -> Answer:
     return trainer.payload([encoded(b"not a pickle")])
 
 
-@row("Ran out of input", host=True)
+@row(*READ, "Ran out of input")
 def nothing_between_the_brackets(trainer: Trainer) -> Answer:
     return trainer.payload([encoded(b"")])
 
 
-@row("truncated", host=True)
+@row(*READ, "truncated")
 def half_of_a_pickle(trainer: Trainer) -> Answer:
     trainer.memory.append(trainer.new[DOWN])
     content = base64.b64decode(serialize([trainer.fresh(DOWN)]))
@@ -45,7 +46,7 @@ class RunsSomething:
         return os.system, (f"touch {self.path}",)
 
 
-@row("unsafe", host=True)
+@row(*READ, "unsafe")
 def a_pickle_that_runs_a_command(trainer: Trainer) -> Answer:
     trace = trainer.directory / "ran"
     answer = trainer.payload([encoded(pickle.dumps(RunsSomething(str(trace))))])
@@ -53,33 +54,33 @@ def a_pickle_that_runs_a_command(trainer: Trainer) -> Answer:
     return answer
 
 
-@row("unsafe", host=True)
+@row(*READ, "unsafe")
 def a_pickle_of_a_class_that_nobody_has(trainer: Trainer) -> Answer:
     content = pickle.dumps(torch.Size([1])).replace(b"torch", b"porch")
     return trainer.payload([encoded(content)])
 
 
-@row(host=True)
+@row(*READ)
 def a_dictionary_instead_of_pairs(trainer: Trainer) -> Answer:
     return trainer.payload([encoded(pickle.dumps({"no": "tensors"}))])
 
 
-@row(host=True)
+@row(*READ)
 def a_number_instead_of_pairs(trainer: Trainer) -> Answer:
     return trainer.payload([encoded(pickle.dumps(7))])
 
 
-@row(host=True)
+@row(*READ)
 def names_without_tensors(trainer: Trainer) -> Answer:
     return trainer.payload([encoded(pickle.dumps([DOWN, UP]))])
 
 
-@row(host=True)
+@row(*READ)
 def a_name_that_is_a_number(trainer: Trainer) -> Answer:
     return trainer.pickled([(7, trainer.new[DOWN])])
 
 
-@row(host=True)
+@row(*READ)
 def a_number_instead_of_a_tensor(trainer: Trainer) -> Answer:
     return trainer.pickled([(DOWN, 1.5)])
 
@@ -108,7 +109,7 @@ def shared(trainer: Trainer) -> tuple[bytes, bytes]:
     return content, tensor.untyped_storage()._share_filename_cpu_()[1]
 
 
-@row("shared memory", host=True)
+@row("shared memory")
 def shared_memory_that_is_gone(trainer: Trainer) -> Answer:
     content, handle = shared(trainer)
     return trainer.payload([encoded(content.replace(handle, handle[:-4] + b"gone"))])
@@ -131,23 +132,23 @@ def a_load_format_that_nobody_knows(trainer: Trainer) -> Answer:
     return trainer.pickled([trainer.fresh(DOWN)], "upside_down")
 
 
-@row(host=True)
+@row(*READ)
 def a_list_that_is_called_a_flattened_bucket(trainer: Trainer) -> Answer:
     return trainer.pickled([trainer.fresh(DOWN)], "flattened_bucket")
 
 
-@row(host=True)
+@row(*READ)
 def a_flattened_bucket_that_is_called_a_list(trainer: Trainer) -> Answer:
     flat = trainer.new[DOWN].reshape(-1).view(torch.uint8)
     return trainer.pickled({"flattened_tensor": flat, "metadata": []})
 
 
-@row(host=True)
+@row(*READ)
 def a_flattened_bucket_without_its_layout(trainer: Trainer) -> Answer:
     flat = trainer.new[DOWN].reshape(-1).view(torch.uint8)
     return trainer.pickled({"flattened_tensor": flat}, "flattened_bucket")
 
 
-@row("meta tensor", host=True)
+@row("elements in memory", about=DOWN)
 def a_tensor_without_memory(trainer: Trainer) -> Answer:
     return trainer.send((DOWN, torch.empty(256, 512, device="meta")))

@@ -110,6 +110,6 @@ def a_norm_in_fp8(trainer: Trainer) -> Answer:
     return trainer.send((NORM, trainer.new[NORM].to(torch.float8_e4m3fn)))
 
 
-@row("sparse", pending="it is refused, and the status does not know")
+@row("elements in memory", about=DOWN)
 def a_sparse_weight(trainer: Trainer) -> Answer:
     return trainer.send((DOWN, trainer.new[DOWN].to_sparse()))
