@@ -16,7 +16,7 @@ PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof gpu-session gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4 bench-gpu accuracy accuracy-short offline-bundle
+.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4 bench-gpu accuracy accuracy-short offline-bundle
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -84,6 +84,12 @@ bench-guard: .venv/.ready  ## the ratios of C1-C4, refit time and memory, with w
 
 proof: .venv/.ready  ## the GPU's arithmetic in every case there is, on a CPU: half a minute
 	.venv/bin/python tests/unit/numerics/packed_quotient.py
+
+fuzz: .venv/.ready  ## 10,000 random requests against a model of the bytes (ARGS="--steps N --seed N --layout tp2")
+	PYTHONPATH=tests/engine:tests/server .venv/bin/python tests/engine/fuzz.py $(ARGS)
+
+soak: .venv/.ready  ## 1,000 refits under load and with faults: does anything grow? ten minutes (ARGS="--refits N")
+	.venv/bin/python benchmarks/soak.py --json benchmarks/results/soak.jsonl --plot benchmarks/results/soak.png $(ARGS)
 
 # docs/gpu_session.md; GPU_PYTHON is an interpreter that has torch and Triton already: no network needed,
 # and the checkout is in front of whatever package is installed.

@@ -95,6 +95,12 @@ class ServerProcess:
         self._process.wait()
         self._process = None
 
+    @property
+    def pid(self) -> int:
+        """Of the launcher, whose children are the other processes."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

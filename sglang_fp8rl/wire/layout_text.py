@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 
+from ..errors import RefitError
+
 VERSION = 1
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
                   torch.uint8, torch.int32, torch.int64)
 }  # fmt: skip
+_COLUMNS = ("names", "shapes", "dtypes", "starts", "ends")
 
 
 @dataclass(frozen=True)
@@ -44,30 +47,55 @@ class FlatTensor:
 def to_text(tensors: Iterable[Any]) -> str:
     """Describe `FlatTensor`s, or SGLang's objects, in one string; equal layouts, equal strings."""
     rows = [(t.name, list(t.shape), _name(t.dtype), t.start_idx, t.end_idx) for t in tensors]
-    columns = ("names", "shapes", "dtypes", "starts", "ends")
-    table = dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))
+    table = dict(zip(_COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
     return json.dumps({"version": VERSION, **table}, separators=(",", ":"))
 
 
 def from_text(text: str) -> list[FlatTensor]:
-    """The tensors of `to_text`.
+    """The tensors of `to_text`. Where they lie is not checked here.
 
     Raises:
-        ValueError: it is not such a string, of another version, or has a dtype we don't know.
+        RefitError: it is not such a string, of another version, or has a dtype we don't know.
     """
-    table = json.loads(text)
-    if not isinstance(table, dict) or table.get("version") != VERSION:
-        raise ValueError(f"a bucket's layout of version {VERSION} was expected: {text[:80]!r}")
-    unknown = set(table["dtypes"]) - DTYPES.keys()
+    names, shapes, dtypes, starts, ends = _columns(text)
+    unknown = set(dtypes) - DTYPES.keys()
     if unknown:
-        raise ValueError(f"dtypes {sorted(unknown)} in a bucket; known are {sorted(DTYPES)}")
+        raise _unreadable(f"dtypes {sorted(unknown)}", f"known dtypes are {sorted(DTYPES)}")
+    sides = [side for shape in shapes for side in shape]
+    if not set(map(type, (*starts, *ends, *sides))) <= {int}:
+        raise _unreadable("offsets or shapes of other types", "they are whole numbers")
+    rows = zip(names, shapes, dtypes, starts, ends, strict=True)
     return [
-        FlatTensor(name, torch.Size(shape), DTYPES[dtype], int(start), int(end))
-        for name, shape, dtype, start, end in zip(
-            table["names"], table["shapes"], table["dtypes"], table["starts"], table["ends"],
-            strict=True,
-        )
-    ]  # fmt: skip
+        FlatTensor(name, torch.Size(shape), DTYPES[dtype], start, end)
+        for name, shape, dtype, start, end in rows
+    ]
+
+
+def _columns(text: str) -> list[list[Any]]:
+    try:
+        table = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _unreadable(repr(text[:80]), f"it is JSON ({error})") from error
+    if not isinstance(table, dict) or table.get("version") != VERSION:
+        raise _unreadable(repr(text[:80]), f"this server reads a layout of version {VERSION}")
+    columns: list[Any] = [table.get(name) for name in _COLUMNS]
+    lengths = [len(column) if isinstance(column, list) else None for column in columns]
+    if None in lengths or len(set(lengths)) != 1:
+        found = ", ".join(f"{n} of {name}" for n, name in zip(lengths, _COLUMNS, strict=True))
+        raise _unreadable(found, "each tensor has a name, a shape, a dtype, a start and an end")
+    for column, kind in zip(columns, (str, list, str), strict=False):
+        if not set(map(type, column)) <= {kind}:
+            raise _unreadable(repr(text[:80]), "names and dtypes are text, shapes are lists")
+    return columns
+
+
+def _unreadable(value: str, rule: str) -> RefitError:
+    return RefitError(
+        "the layout of a flattened bucket",
+        value,
+        rule,
+        "Make the bucket with RefitClient of the server's version; nothing of it was read.",
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -7,12 +7,16 @@ would be a read before the buffer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...errors import RefitError
+
+_MOST = 1 << 62  # more bytes than any buffer has
 
 
 def check_layout(metadata: Sequence[Any], nbytes: int) -> None:
@@ -24,21 +28,24 @@ def check_layout(metadata: Sequence[Any], nbytes: int) -> None:
 
     Raises:
         RefitError: naming the first tensor that lies outside, is not as long as its shape says, is
-            not aligned to its elements, or overlaps with another one. Nothing was read.
+            not aligned to its elements, overlaps with another one, or is described by other things
+            than numbers. Nothing was read.
     """
     if not metadata:
         return
-    starts = np.fromiter((one.start_idx for one in metadata), np.int64, len(metadata))
-    ends = np.fromiter((one.end_idx for one in metadata), np.int64, len(metadata))
-    sizes = np.fromiter((one.dtype.itemsize for one in metadata), np.int64, len(metadata))
-    lengths = sizes * np.fromiter((math.prod(one.shape) for one in metadata), np.int64)
+    _check_types(metadata)
+    starts = _bytes(one.start_idx for one in metadata)
+    ends = _bytes(one.end_idx for one in metadata)
+    sizes = _bytes(one.dtype.itemsize for one in metadata)
+    lengths = _bytes(math.prod(one.shape, start=one.dtype.itemsize) for one in metadata)
+    sides = _bytes(min(one.shape, default=0) for one in metadata)
     order = np.argsort(starts, kind="stable")
     behind = np.zeros(len(metadata), np.int64)
     behind[order[1:]] = np.maximum.accumulate(ends[order])[:-1]
     rules = (
         ((starts < 0) | (ends > nbytes), f"a tensor lies within the bucket's {nbytes} bytes"),
         (
-            (ends - starts != lengths) | (lengths < 0),
+            (ends - starts != lengths) | (sides < 0),
             "a tensor is as long as its shape and dtype say",
         ),
         (starts % sizes != 0, "a tensor starts at a multiple of its element size"),
@@ -46,10 +53,27 @@ def check_layout(metadata: Sequence[Any], nbytes: int) -> None:
     )
     for is_bad, rule in rules:
         if is_bad.any():
-            one = metadata[int(np.flatnonzero(is_bad)[0])]
-            raise RefitError(
-                one.name,
-                f"{tuple(one.shape)} {one.dtype} at bytes [{one.start_idx}, {one.end_idx})",
-                rule,
-                "Make the bucket with SGLang's FlattenedTensorBucket or RefitClient.",
-            )
+            raise _misplaced(metadata[int(np.flatnonzero(is_bad)[0])], rule)
+
+
+def _check_types(metadata: Sequence[Any]) -> None:
+    for one in metadata:
+        numbers = (one.start_idx, one.end_idx, *one.shape)
+        if not all(isinstance(number, Integral) for number in numbers):
+            raise _misplaced(one, "offsets and shapes are whole numbers")
+        if not isinstance(one.dtype, torch.dtype):
+            raise _misplaced(one, "a tensor has a dtype of torch")
+
+
+def _bytes(numbers: Iterable[int]) -> np.ndarray:
+    """As int64; what does not fit is as good as `_MOST`."""
+    return np.array([max(-_MOST, min(_MOST, number)) for number in numbers], np.int64)
+
+
+def _misplaced(one: Any, rule: str) -> RefitError:
+    return RefitError(
+        str(one.name),
+        f"{tuple(one.shape)} {one.dtype} at bytes [{one.start_idx}, {one.end_idx})",
+        rule,
+        "Make the bucket with SGLang's FlattenedTensorBucket or RefitClient.",
+    )

@@ -12,6 +12,7 @@ from ...errors import RefitError
 from ..model.parameters import Target, full_shape_of
 
 MAX_LISTED = 8
+_MAX_NAME = 200  # characters: a name may be anything
 
 
 def check_dtype(target: Target, name: str, loaded: torch.Tensor) -> None:
@@ -122,4 +123,7 @@ def not_finite_errors(found: list[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 def listed(names: list[str]) -> str:
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more
+    shown = [
+        name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in names[:MAX_LISTED]
+    ]
+    return ", ".join(shown) + more

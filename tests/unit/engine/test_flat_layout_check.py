@@ -42,6 +42,12 @@ BAD = {
     "shorter than its shape": (tensor("a", 0, 60), "as its shape and dtype say"),
     "another dtype's length": (tensor("a", 0, 64, dtype=torch.bfloat16), "as its shape"),
     "not aligned": (tensor("a", 2, 66), "multiple of its element size"),
+    "negative sides": (tensor("a", 0, 64, shape=torch.Size((-4, -4))), "as its shape"),
+    "longer than any number": (
+        tensor("a", 0, 64, shape=torch.Size((1 << 40,) * 2)),
+        "as its shape",
+    ),
+    "beyond any number": (tensor("a", 1 << 70, (1 << 70) + 64), "within the bucket"),
     "overlapping": (tensor("a", 32, 96), "share bytes"),
 }
 
@@ -54,3 +60,32 @@ def test_a_layout_that_points_elsewhere_is_refused_by_name(case, as_text):
     with pytest.raises(RefitError, match=rule) as error:
         bucket(*first, one, as_text=as_text).names  # noqa: B018
     assert error.value.subject == "a"
+
+
+@pytest.mark.parametrize("wrong", [{"start_idx": "0"}, {"end_idx": None}, {"dtype": "float32"}])
+def test_what_is_no_number_is_refused_by_name(wrong):
+    one = SimpleNamespace(**{**vars(tensor("a", 0, 64)), **wrong})
+    with pytest.raises(RefitError, match=r"whole numbers|dtype of torch") as error:
+        bucket(one).names  # noqa: B018
+    assert error.value.subject == "a"
+
+
+UNREADABLE = {
+    "{": "it is JSON",
+    "[]": "of version 1",
+    '{"version":2}': "of version 1",
+    '{"version":1,"names":["a"],"shapes":[[1]],"dtypes":["float32"],"starts":[0]}': "an end",
+    '{"version":1,"names":["a"],"shapes":[],"dtypes":[],"starts":[],"ends":[]}': "an end",
+    '{"version":1,"names":[1],"shapes":[[1]],"dtypes":["float32"],"starts":[0],"ends":[4]}': "text",
+    '{"version":1,"names":["a"],"shapes":[1],"dtypes":["float32"],"starts":[0],"ends":[4]}': "lists",
+    '{"version":1,"names":["a"],"shapes":[[1]],"dtypes":["f"],"starts":[0],"ends":[4]}': "known",
+    '{"version":1,"names":["a"],"shapes":[[1]],"dtypes":["uint8"],"starts":["0"],"ends":[1]}': "whole",
+    '{"version":1,"names":["a"],"shapes":[["1"]],"dtypes":["uint8"],"starts":[0],"ends":[1]}': "whole",
+}
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_a_text_that_is_no_layout_is_refused_with_the_rule(text):
+    with pytest.raises(RefitError, match=UNREADABLE[text]) as error:
+        layout_text.from_text(text)
+    assert error.value.subject == "the layout of a flattened bucket"

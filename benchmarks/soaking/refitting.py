@@ -1,0 +1,99 @@
+"""Refits one after the other, in all the forms that trainers use, with faults between them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from faults.fault import Fault
+from faults.table import FAULTS
+from faults.trainer import ServerTrainer
+
+from sglang_fp8rl.client import RefitClient
+from sglang_fp8rl.trainer import quantize_for_refit
+
+Tensors = dict[str, Any]
+
+
+@dataclass
+class Counts:
+    """Of the soak.
+
+    Attributes:
+        faults: how often each was made.
+        wrong: what was not as it has to be.
+    """
+
+    refits: int = 0
+    proven: int = 0
+    seconds: list[float] = field(default_factory=list)
+    faults: dict[str, int] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+
+class Refits:
+    """Sends one of two sets of weights after the other.
+
+    Args:
+        weights: the first set is the one that is served.
+        directory: for faults that write checkpoints.
+        has_sessions: whether this SGLang knows them.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        weights: tuple[Tensors, Tensors],
+        directory: Path,
+        has_sessions: bool,
+        seed: int,
+    ) -> None:
+        self.counts = Counts()
+        self._client, self._weights, self._directory = RefitClient(url), weights, directory
+        self._plan = self._client.plan()
+        self._draw = random.Random(seed)
+        self._served = 0
+        self._faults = [
+            fault
+            for fault in FAULTS
+            if not fault.pending and (has_sessions or not fault.needs_sessions)
+        ]
+
+    def refit(self, verify: bool) -> None:
+        """One whole refit, in a form that is drawn."""
+        self._served = 1 - self._served
+        tensors: Any = self._weights[self._served].items()
+        form = self._draw.choice(("flattened", "list", "quantized", "bf16"))
+        if form == "quantized":
+            tensors = quantize_for_refit(tensors, self._plan)
+        elif form == "bf16":
+            tensors = ((name, tensor.bfloat16()) for name, tensor in tensors)
+        done = self._client.update(
+            tensors,
+            bucket_bytes=self._draw.choice((1 << 18, 1 << 20, 1 << 26)),
+            load_format=None if form == "list" else "flattened_bucket",
+            plan=self._plan,
+            verify=verify,
+        )
+        self.counts.refits += 1
+        self.counts.proven += verify
+        self.counts.seconds.append(done.seconds)
+        status = self._client.status()
+        if not status["consistent"]:
+            self.counts.wrong.append(f"refit {self.counts.refits}: {status['problems'][:2]}")
+
+    def fault(self) -> None:
+        """One fault of the table, and whatever a client has to do before the next refit."""
+        fault: Fault = self._draw.choice(self._faults)
+        number = sum(self.counts.faults.values())
+        directory = self._directory / f"fault-{number}"
+        directory.mkdir()
+        old, new = self._weights[self._served], self._weights[1 - self._served]
+        answer = fault.act(ServerTrainer(self._client.url, old, new, directory))
+        if answer.code != fault.code:
+            self.counts.wrong.append(f"{fault.name}: {answer}")
+        self.counts.faults[fault.name] = self.counts.faults.get(fault.name, 0) + 1
+        if any("session is open" in problem for problem in self._client.status()["problems"]):
+            self._client.close_session()

@@ -1,0 +1,120 @@
+"""What a server and its client hold: memory, file descriptors, sockets, threads and shared memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MIB = 1 << 20
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """After one refit.
+
+    Attributes:
+        seconds: since the soak began.
+        server_mib: resident memory of the server's processes together, client_mib: of the client's.
+        fds, sockets, threads: of the server's processes together.
+        client_fds: of the client's.
+        shm_files, shm_mib: in `/dev/shm`, whoever's they are.
+    """
+
+    seconds: float
+    server_mib: float
+    client_mib: float
+    fds: int
+    sockets: int
+    threads: int
+    client_fds: int
+    shm_files: int
+    shm_mib: float
+
+
+# Quantity to its name in the report and what the last tenth may have more than the first.
+ALLOWED = {
+    "server_mib": ("server, MiB resident", 24.0),
+    "client_mib": ("client, MiB resident", 24.0),
+    "fds": ("server, file descriptors", 3.0),
+    "sockets": ("server, sockets", 3.0),
+    "threads": ("server, threads", 3.0),
+    "client_fds": ("client, file descriptors", 3.0),
+    "shm_files": ("files in /dev/shm", 3.0),
+    "shm_mib": ("MiB in /dev/shm", 8.0),
+}
+
+
+class Watch:
+    """Looks at the process group of a server, and at this process.
+
+    Args:
+        pid: of the server's first process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._server, self._client = psutil.Process(pid), psutil.Process(os.getpid())
+
+    def sample(self, seconds: float) -> Sample:
+        server = _family(self._server)
+        client = [self._client]
+        shared = _shared_files()
+        return Sample(
+            round(seconds, 3),
+            _resident_mib(server),
+            _resident_mib(client),
+            _sum(server, "num_fds"),
+            _sockets(server),
+            _sum(server, "num_threads"),
+            _sum(client, "num_fds"),
+            len(shared),
+            round(sum(shared) / MIB, 2),
+        )
+
+
+def _family(process: psutil.Process) -> list[psutil.Process]:
+    return [process, *process.children(recursive=True)]
+
+
+def _sum(processes: list[psutil.Process], what: str) -> int:
+    total = 0
+    for process in processes:
+        try:
+            total += getattr(process, what)()
+        except psutil.NoSuchProcess:  # it ended while we looked
+            continue
+    return total
+
+
+def _resident_mib(processes: list[psutil.Process]) -> float:
+    total = 0
+    for process in processes:
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return round(total / MIB, 2)
+
+
+def _sockets(processes: list[psutil.Process]) -> int:
+    total = 0
+    for process in processes:
+        for link in Path(f"/proc/{process.pid}/fd").glob("*"):
+            try:
+                total += os.readlink(link).startswith("socket:")
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def _shared_files() -> list[int]:
+    sizes = []
+    for file in _SHARED_MEMORY.iterdir():
+        try:
+            sizes.append(file.stat().st_blocks * 512)
+        except FileNotFoundError:
+            continue
+    return sizes

@@ -1,0 +1,145 @@
+"""Random runs of good, bad, partial, interleaved and aborted requests on a real engine.
+
+After every request the engine's fingerprint is the one of a simple model of the bytes (`model_of_bytes.py`),
+and what it answers and its status says is what a simple model of the law expects (`model_of_refits.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from machine_commands import FAULTS, FP8_NAMES, MODEL, NAMES, VERSIONS, Look, Step, perform, version
+from model_of_bytes import ModelOfBytes
+from model_of_refits import ModelOfRefits
+from pool import Engine
+
+from sglang_fp8rl.testing.checkpoints import save_checkpoint
+
+numbers = st.integers(0, VERSIONS - 1)
+forms = st.sampled_from(("list", "flat", "bf16", "pairs"))
+some_names = st.lists(st.sampled_from(NAMES), min_size=1, max_size=6, unique=True).map(tuple)
+
+
+class RefitMachine(RuleBasedStateMachine):
+    """Rules are what clients do. `machine_on` says which engine."""
+
+    engine: Engine
+    directory: Path
+    steps = 0
+
+    @initialize()
+    def start(self) -> None:
+        """From the first weights, whole."""
+        self.bytes, self.refits = ModelOfBytes(), ModelOfRefits(NAMES)
+        self.full(0, "flat", 1, 0, in_session=False)
+
+    def step(self, step: Step, is_expected_to_succeed: bool) -> Look:
+        type(self).steps += 1
+        look = self.engine.call(perform, step)
+        assert look.success == is_expected_to_succeed, (step, look.message)
+        assert look.success or look.message, step
+        expected = self.bytes.numbers()
+        wrong = [name for name, number in expected.items() if look.numbers[name] != number]
+        assert not wrong, (step, look.message, wrong)
+        said = look.status
+        assert said["state"] == self.refits.state, (step, vars(self.refits), said)
+        assert said["consistent"] == (not said["problems"]) == (self.refits.state == "whole"), said
+        return look
+
+    def call(self, step: Step) -> Look:
+        self.bytes.call(step)
+        names, wrong = set(step.names), step.names[step.at]
+        if step.fault in ("pickle", "layout"):
+            return self.step(step, self.refits.unreadable(step.flush))
+        if step.fault == "empty":
+            names = set()
+        halves = frozenset([wrong] if step.fault == "half" else [])
+        is_refused = step.fault in ("empty", "nan", "shape", "unknown")
+        succeeds = self.refits.call(names, step.flush, is_refused=is_refused, halves=halves)
+        return self.step(step, succeeds)
+
+    @rule(
+        number=numbers,
+        form=forms,
+        parts=st.integers(1, 3),
+        first=st.integers(0, len(NAMES) - 1),
+        in_session=st.booleans(),
+    )
+    def full(self, number: int, form: str, parts: int, first: int, in_session: bool) -> None:
+        """A whole refit, in any buckets, order and form; whatever came before, all is well after it."""
+        in_session = in_session and not self.refits.in_session
+        if in_session:
+            self.begin()
+        order = NAMES[first:] + NAMES[:first]
+        size = -(-len(order) // parts)
+        for at in range(0, len(order), size):
+            is_last = at + size >= len(order)
+            step = Step("call", order[at : at + size], number, form, flush=is_last)
+            look = self.call(step)
+        if in_session:
+            look = self.step(Step("end"), self.refits.end())
+        if not self.refits.in_session:
+            assert look.status["state"] == "whole", look.status["problems"]
+            assert look.status["last_refit"]["outcome"] == "ok"
+            assert look.status["last_refit"]["complete"]
+
+    @rule(names=some_names, number=numbers, form=forms, flush=st.booleans())
+    def part(self, names: tuple[str, ...], number: int, form: str, flush: bool) -> None:
+        """A few tensors: of a refit that goes on, of one that ends here, or of a second client."""
+        self.call(Step("call", names, number, form, flush))
+
+    @rule(
+        names=some_names,
+        number=numbers,
+        fault=st.sampled_from(FAULTS),
+        at=st.integers(0, 5),
+        is_flat=st.booleans(),
+        flush=st.booleans(),
+    )
+    def bad(
+        self, names: tuple[str, ...], number: int, fault: str, at: int, is_flat: bool, flush: bool
+    ) -> None:
+        """A call with one mistake in it, or half of a pair."""
+        at %= len(names)
+        form = "flat" if is_flat or fault == "layout" else "list"
+        if fault == "half":
+            form, half = "pairs", FP8_NAMES[at]
+            names = (*(name for name in names if name != half), half)
+            at = len(names) - 1
+        self.call(Step("call", names, number, form, flush, fault, at))
+
+    @rule()
+    def begin(self) -> None:
+        """Also inside a session that is open: refused, and the open one goes on."""
+        self.step(Step("begin"), self.refits.begin())
+
+    @rule()
+    def end(self) -> None:
+        """Also of a session that nobody opened: refused."""
+        self.step(Step("end"), self.refits.end())
+
+    @precondition(lambda self: not self.refits.in_session)
+    @rule(number=numbers)
+    def disk(self, number: int) -> None:
+        path = self.directory / f"version-{number}"
+        if not path.exists():
+            save_checkpoint(path, MODEL.config, version(number))
+        self.bytes.store(NAMES, number)
+        self.step(Step("disk", version=number, path=str(path)), self.refits.disk())
+
+    def teardown(self) -> None:
+        """The engine takes a whole refit and is what it was when it was loaded, byte for byte."""
+        if not hasattr(self, "refits"):
+            return
+        if self.refits.in_session:
+            self.engine.call(perform, Step("end"))
+        self.engine.restore()
+
+
+def machine_on(engine: Engine, directory: Path) -> type[RefitMachine]:
+    """The machine for one engine; counts its steps anew."""
+    return type(
+        "RefitMachine", (RefitMachine,), {"engine": engine, "directory": directory, "steps": 0}
+    )

@@ -1,0 +1,112 @@
+"""FP8 that was quantized by the trainer, and only half of it is right."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair
+
+from .fault import Group, Then
+from .trainer import DOWN, NORM, UP, Answer, Trainer
+
+GROUP = Group("FP8 pairs")
+row = GROUP.row
+SCALE = "not a positive finite number"
+
+
+def with_scale(trainer: Trainer, change: object) -> Answer:
+    codes, (name, scale) = trainer.pair(DOWN)
+    return trainer.send(codes, (name, change(scale.clone())))  # type: ignore[operator]
+
+
+def set_to(value: float) -> object:
+    def change(scale: torch.Tensor) -> torch.Tensor:
+        scale[1, 3] = value
+        return scale
+
+    return change
+
+
+@row("FP8 without its scale", "Send them together", about=DOWN)
+def codes_without_their_scale(trainer: Trainer) -> Answer:
+    return trainer.send(trainer.pair(DOWN)[0])
+
+
+@row("a scale without its FP8 weight", about=f"{DOWN}_scale_inv")
+def a_scale_without_its_codes(trainer: Trainer) -> Answer:
+    return trainer.send(trainer.pair(DOWN)[1])
+
+
+@row("code that is NaN", about=DOWN)
+def a_nan_among_the_codes(trainer: Trainer) -> Answer:
+    (name, codes), scale = trainer.pair(DOWN)
+    codes.view(torch.uint8)[3, 3] = 0x7F
+    return trainer.send((name, codes), scale)
+
+
+@row(SCALE, about=f"{DOWN}_scale_inv")
+def a_scale_of_nan(trainer: Trainer) -> Answer:
+    return with_scale(trainer, set_to(float("nan")))
+
+
+@row(SCALE, about=f"{DOWN}_scale_inv")
+def a_scale_of_infinity(trainer: Trainer) -> Answer:
+    return with_scale(trainer, set_to(float("inf")))
+
+
+@row(SCALE, about=f"{DOWN}_scale_inv")
+def a_scale_of_zero(trainer: Trainer) -> Answer:
+    return with_scale(trainer, set_to(0.0))
+
+
+@row(SCALE, about=f"{DOWN}_scale_inv")
+def a_scale_below_zero(trainer: Trainer) -> Answer:
+    return with_scale(trainer, set_to(-1.0))
+
+
+@row("the scale of", about=f"{DOWN}_scale_inv")
+def a_scale_of_another_shape(trainer: Trainer) -> Answer:
+    return with_scale(trainer, lambda scale: scale.t().contiguous())
+
+
+@row("the scale of", about=f"{DOWN}_scale_inv")
+def a_scale_in_bf16(trainer: Trainer) -> Answer:
+    return with_scale(trainer, lambda scale: scale.bfloat16())
+
+
+@row("has no scale", about=f"{NORM}_scale_inv")
+def a_scale_for_a_norm(trainer: Trainer) -> Answer:
+    return trainer.send((f"{NORM}_scale_inv", torch.ones(2)))
+
+
+@row("only a weight that is served in FP8 comes as a pair", about=NORM)
+def a_packed_pair_for_a_norm(trainer: Trainer) -> Answer:
+    codes, scale = trainer.pair(DOWN)
+    return trainer.send((NORM + PAIR_SUFFIX, pack_pair(codes[1], scale[1])))
+
+
+@row("take 131120 bytes", about=DOWN)
+def a_packed_pair_that_is_too_short(trainer: Trainer) -> Answer:
+    codes, scale = trainer.pair(DOWN)
+    packed = pack_pair(codes[1], scale[1])
+    return trainer.send((DOWN + PAIR_SUFFIX, packed[:-16]))
+
+
+@row("take 131120 bytes", about=DOWN)
+def a_packed_pair_of_another_weight(trainer: Trainer) -> Answer:
+    codes, scale = trainer.pair(UP)
+    return trainer.send((DOWN + PAIR_SUFFIX, pack_pair(codes[1][:128], scale[1][:1])))
+
+
+@row("a scale without its FP8 weight", about=f"{UP}_scale_inv")
+def the_other_half_of_a_call_that_was_refused(trainer: Trainer) -> Answer:
+    """The codes came before a tensor that is wrong; they must not wait for the next call's scale."""
+    codes, scale = trainer.pair(UP)
+    assert trainer.send(codes, (DOWN, torch.ones(3, 3)), flush=False).code == 400
+    return trainer.send(scale)
+
+
+@row(code=200, then=Then.OPEN)
+def codes_whose_scale_never_comes(trainer: Trainer) -> Answer:
+    """Without a session, and the call says that more is to come."""
+    return trainer.send(trainer.pair(DOWN)[0], flush=False)
