@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from time import perf_counter
 from typing import Any
@@ -16,33 +15,14 @@ from uuid import uuid4
 import requests
 
 from .errors import RefitError
-from .pipelined_send import PipelinedSender, Progress
+from .pipelined_send import PipelinedSender, Progress, UpdateResult
 from .wire import layout_text
-from .wire.bucket import NamedTensor, buckets_of, nbytes_of, payload_of
+from .wire.bucket import NamedTensor, buckets_of, each_once, nbytes_of, payload_of
 from .wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Verification, compare
 from .wire.plan import PLAN_PATH, STATUS_PATH, RefitPlan
 from .wire.refit_note import RefitNote
 
 LOAD_FORMATS = ("flattened_bucket", None)
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """What one `update` sent.
-
-    Attributes:
-        seconds: wall time, making the tensors included.
-        server_seconds: of it, waiting for the server: requests of buckets and of the session.
-        cache_flushed: whether the server let go of what the old weights had computed. False where
-            requests kept it busy: the weights are stored, and `/flush_cache` is still to be called.
-    """
-
-    tensors: int
-    nbytes: int
-    buckets: int
-    seconds: float
-    server_seconds: float
-    cache_flushed: bool = True
 
 
 class RefitClient:
@@ -135,7 +115,7 @@ class RefitClient:
         said = {"rid": note.to_text()} if "state" in section else {}
         self._is_flush_refused = False
         began, waited_before = perf_counter(), self._waited
-        named_once = _each_once(named_tensors)
+        named_once = each_once(named_tensors)
         with (
             self._session(said) as in_session,
             PipelinedSender(self._post_bucket, on_bucket) as sender,
@@ -395,21 +375,6 @@ class RefitClient:
 def fetch_plan(url: str, *, timeout: float = 600, api_key: str | None = None) -> RefitPlan:
     """The plan of the server at `url`, as `RefitClient.plan`."""
     return RefitClient(url, timeout=timeout, api_key=api_key).plan()
-
-
-def _each_once(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Raises `RefitError` at the second tensor of one name."""
-    seen: set[str] = set()
-    for name, tensor in named_tensors:
-        if name in seen:
-            raise RefitError(
-                name,
-                "yielded twice",
-                "an update names each tensor once",
-                "Look at what the trainer's iterator yields; the update was ended there.",
-            )
-        seen.add(name)
-        yield name, tensor
 
 
 def _section(server_info: dict[str, Any]) -> dict[str, Any]:

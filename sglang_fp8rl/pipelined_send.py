@@ -11,6 +11,25 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
+class UpdateResult:
+    """What one `update` sent.
+
+    Attributes:
+        seconds: wall time, making the tensors included.
+        server_seconds: of it, waiting for the server: requests of buckets and of the session.
+        cache_flushed: whether the server let go of what the old weights had computed. False where
+            requests kept it busy: the weights are stored, and `/flush_cache` is still to be called.
+    """
+
+    tensors: int
+    nbytes: int
+    buckets: int
+    seconds: float
+    server_seconds: float
+    cache_flushed: bool = True
+
+
+@dataclass(frozen=True)
 class _InFlight:
     """A request that was posted.
 

@@ -17,7 +17,7 @@ from .model.derived_weights import DerivedWeights
 from .native.call import Call
 from .native.checks import foreign_error
 from .replay.recipe import Recipe
-from .report.refits import Refit
+from .report.refit_record import Refit
 from .report.report import Arrived, RefitReport
 
 Arrival = Stream | NewBucket | KnownBucket[Recipe]

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.multiprocessing  # registers the reductions of tensors with ForkingPickler
 
+from ..errors import RefitError
 from . import layout_text
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -116,3 +117,18 @@ def buckets_of(
         size += nbytes
     if bucket:
         yield bucket, True
+
+
+def each_once(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Raises `RefitError` at the second tensor of one name."""
+    seen: set[str] = set()
+    for name, tensor in named_tensors:
+        if name in seen:
+            raise RefitError(
+                name,
+                "yielded twice",
+                "an update names each tensor once",
+                "Look at what the trainer's iterator yields; the update was ended there.",
+            )
+        seen.add(name)
+        yield name, tensor

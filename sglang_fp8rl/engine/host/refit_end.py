@@ -14,7 +14,7 @@ import torch
 from ..arrival.update_scope import Origin
 from ..journal import Update
 from ..refit import ModelRefit
-from ..report.refits import Outcome, Refit, Verdict
+from ..report.refit_record import Outcome, Refit, Verdict
 
 
 def end_request(manager: Any, refit: ModelRefit, update: Update, result: Any) -> None:

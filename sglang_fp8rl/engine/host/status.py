@@ -9,7 +9,7 @@ from ... import __version__
 from ...wire.layout_text import VERSION as FLAT_LAYOUT_VERSION
 from ..model.plan_document import module_rows
 from ..refit import ModelRefit
-from ..report.refits import State
+from ..report.refit_record import State
 from .attach import refit_of
 from .fingerprint_route import fingerprint_state
 from .plan_route import plan_state

@@ -19,7 +19,8 @@ from ..model.parameters import Target
 from .coverage import CoverageTable
 from .full_extent import FullExtent
 from .names_brought import NamesBrought
-from .refits import Outcome, Refit, RefitLog, Session, State, Verdict, left_out
+from .refit_record import Outcome, Refit, Session, State, Verdict, left_out
+from .refits import RefitLog
 
 _MAX_LISTED = 16
 _MAX_TEXT = 500

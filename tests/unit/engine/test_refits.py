@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
-from sglang_fp8rl.engine.report.refits import Outcome, RefitLog, Session, State, Verdict
+from sglang_fp8rl.engine.report.refit_record import Outcome, Session, State, Verdict
+from sglang_fp8rl.engine.report.refits import RefitLog
 from sglang_fp8rl.wire.refit_note import RefitNote
 
 NAMES = {"embed", "layer 0", "layer 1", "norm"}
