@@ -98,6 +98,9 @@ class Run:
             if OURS in last and NATIVE in last:
                 refit.compare_answers(last[OURS], last[NATIVE])
             self.samples |= samples
+            compared = OURS in last and NATIVE in last
+            rows = refit.rows_of(self.model.id, samples)
+            self.report.write({**row, "compared": compared} for row in rows)
             self._decode([s for s in servers if s.mode != NATIVE], output_tokens, decodes)
 
     def _decode(self, servers: list[Served], output_tokens: int, repetitions: int) -> None:
@@ -107,20 +110,22 @@ class Run:
             return
         tick = self._bar("decode", len(servers))
         for served in servers:
-            self.decoded += decode.measure(served, limit, output_tokens, repetitions, self.budget)
+            rows = decode.measure(served, limit, output_tokens, repetitions, self.budget)
+            self.report.write(rows)
+            self.decoded += rows
             tick(f"decode, {served.mode.what}")
 
     def _show(self, compared: bool) -> None:
         if self.samples:
             rows = refit.rows_of(self.model.id, self.samples)
-            self.report.add(f"full refit of {self.model.name}", REFIT_COLUMNS, rows)
+            self.report.show(f"full refit of {self.model.name}", REFIT_COLUMNS, rows)
             if OURS.what in self.samples:
                 self.report.console.print(*against_targets(self.model.name, rows), sep="\n")
             if not compared:
                 self.report.console.print("not compared with the tokens of SGLang's own FP8")
         if self.decoded:
             rows = sorted(self.decoded, key=lambda row: row["batch"])
-            self.report.add(f"decode of {self.model.name}", DECODE_COLUMNS, rows)
+            self.report.show(f"decode of {self.model.name}", DECODE_COLUMNS, rows)
             self.report.console.print(decode.say_crossover(rows))
             if self.report.json_path:
                 self._plot(rows, self.report.json_path.parent / f"decode_{self.model.name}.png")

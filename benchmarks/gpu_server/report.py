@@ -33,18 +33,27 @@ class Report:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, title: str, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
-        """Show and write them at once, so that a later failure does not take them away."""
+        """Write and show them."""
+        found = list(rows)
+        self.write(found)
+        self.show(title, columns, found)
+
+    def write(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Append them now, so that whatever ends the run early leaves them behind."""
         found = list(rows)
         self.rows += found
-        table = Table(title=title)
-        for column in columns:
-            table.add_column(column, justify="left" if column in ("id", "what") else "right")
-        for row in found:
-            table.add_row(*(_cell(column, row.get(column)) for column in columns))
-        self.console.print(table)
         if self.json_path:
             with self.json_path.open("a") as file:
                 file.writelines(json.dumps({**row, **self.conditions}) + "\n" for row in found)
+
+    def show(self, title: str, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
+        """A table of rows that were written."""
+        table = Table(title=title)
+        for column in columns:
+            table.add_column(column, justify="left" if column in ("id", "what") else "right")
+        for row in rows:
+            table.add_row(*(_cell(column, row.get(column)) for column in columns))
+        self.console.print(table)
 
 
 def against_targets(model: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
