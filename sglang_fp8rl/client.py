@@ -17,10 +17,18 @@ import requests
 from .errors import RefitError
 from .pipelined_send import PipelinedSender, Progress, UpdateResult
 from .wire import layout_text
-from .wire.bucket import NamedTensor, buckets_of, each_once, nbytes_of, payload_of
+from .wire.bucket import (
+    NamedTensor,
+    allocate,
+    buckets_of,
+    each_once,
+    nbytes_of,
+    payload_of,
+)
 from .wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Verification, compare
 from .wire.plan import PLAN_PATH, STATUS_PATH, RefitPlan
 from .wire.refit_note import RefitNote
+from .wire.staging import StagingBuffers
 
 LOAD_FORMATS = ("flattened_bucket", None)
 
@@ -75,7 +83,7 @@ class RefitClient:
 
         Args:
             named_tensors: consumed lazily; two buckets of them are held at a time, the next one
-                being made while the server casts the one before.
+                being made while the server casts the one before, in two buffers that take turns.
             bucket_bytes: a bucket ends before the tensor that would pass this size. A single
                 larger tensor is a bucket of its own.
             load_format: "flattened_bucket" (one shared buffer a bucket), or None (one each).
@@ -115,20 +123,24 @@ class RefitClient:
         said = {"rid": note.to_text()} if "state" in section else {}
         self._is_flush_refused = False
         began, waited_before = perf_counter(), self._waited
+        # Only a server of this package answers when it has read all of a bucket.
+        staging = StagingBuffers(allocate) if as_text else None
         named_once = each_once(named_tensors)
         with (
             self._session(said) as in_session,
             PipelinedSender(self._post_bucket, on_bucket) as sender,
         ):
             for bucket, is_last in buckets_of(named_once, bucket_bytes):
-                payload, memory = payload_of(bucket, load_format, as_text)
+                if staging is not None:
+                    staging.least = 0 if is_last else bucket_bytes
+                payload = payload_of(bucket, load_format, size, as_text, staging)
                 body = {
-                    "serialized_named_tensors": [payload] * size,
+                    "serialized_named_tensors": payload.texts,
                     "load_format": load_format,
                     "flush_cache": is_last,
                     **({} if in_session else said),
                 }
-                sender.send(body, memory, len(bucket), sum(nbytes_of(t) for _, t in bucket))
+                sender.send(body, payload, len(bucket), sum(nbytes_of(t) for _, t in bucket))
             sender.finish()
         if not sender.tensors:
             raise RefitError(

@@ -59,7 +59,7 @@ _TABLE: dict[str, tuple[_Row, ...]] = {
         ("server_args", "class", "PortArgs"),
         ("server_args", "function", "PortArgs.init_new add_quantization_method_choices"),
         ("server_args", "function", "prepare_server_args"),
-        ("runtime_context", "function", "get_server_args"),
+        ("runtime_context", "function", "get_parallel get_server_args"),
         ("distributed", "module", "parallel_state"),
         ("distributed.parallel_state", "function", "get_tensor_model_parallel_world_size"),
         ("distributed.parallel_state", "function", "get_moe_expert_parallel_world_size"),

@@ -7,6 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from .wire.bucket import Payload
+
 Progress = Callable[[int, int], None]
 
 
@@ -34,11 +36,11 @@ class _InFlight:
     """A request that was posted.
 
     Attributes:
-        memory: that the server reads until it answers.
+        payload: whose memory the server reads until it answers.
     """
 
     answer: Future
-    memory: Any
+    payload: Payload
     tensors: int
     nbytes: int
 
@@ -66,11 +68,11 @@ class PipelinedSender:
     def __exit__(self, *_: object) -> None:
         self._poster.shutdown()
 
-    def send(self, body: dict[str, Any], memory: Any, tensors: int, nbytes: int) -> None:
+    def send(self, body: dict[str, Any], payload: Payload, tensors: int, nbytes: int) -> None:
         """Post a body once the one before it was answered; raises what that answer raised."""
         self.finish()
         answer = self._poster.submit(self._post, body)
-        self._in_flight = _InFlight(answer, memory, tensors, nbytes)
+        self._in_flight = _InFlight(answer, payload, tensors, nbytes)
 
     def finish(self) -> None:
         """Wait for the answer that is still to come."""
@@ -78,6 +80,8 @@ class PipelinedSender:
         if sent is None:
             return
         sent.answer.result()
+        if sent.payload.lease is not None:
+            sent.payload.lease.end()
         self.buckets += 1
         self.tensors, self.nbytes = self.tensors + sent.tensors, self.nbytes + sent.nbytes
         if self._on_bucket is not None:

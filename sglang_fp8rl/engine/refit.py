@@ -20,13 +20,15 @@ from ..scheme import Scheme
 from ..wire.plan import RefitPlan
 from .arrival.bucket import TensorBucket, bucket_of
 from .arrival.kinds import KnownBucket, NewBucket, Stream, has_packed_pairs
+from .arrival.on_device import on_device
 from .arrival.packed_pairs import split_pairs
+from .arrival.sender_memory import SenderMemory
 from .arrival.update_scope import PROBE, UpdateScope
 from .audit import Audit
 from .journal import Arrival, Journal, Update, outside_of_a_call
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
-from .model.parameters import Target, set_loader, targets_of
+from .model.parameters import Target, set_loader, targets_of, widths_of
 from .model.plan_document import plan_document
 from .native.call import Call
 from .native.checks import check_dense, check_named_once
@@ -34,6 +36,7 @@ from .native.loader_call import LoaderCalls
 from .native.native_path import NativePath
 from .native.pairs import PairTable
 from .native.recording import Recording
+from .native.stream_lane import StreamLane
 from .replay.recipe_store import RecipeStore
 from .replay.replay_path import ReplayPath
 from .report.report import RefitReport
@@ -58,10 +61,14 @@ class ModelRefit:
     ) -> None:
         self.model, self.options, self.schemes = model, options, schemes
         self.targets = targets_of(model)
+        devices = {target.parameter.device for target in self.targets.values()}
+        # None for a model that is spread over several: its loaders copy tensor by tensor.
+        self._device = devices.pop() if len(devices) == 1 else None
         self.names, self.pairs = NameTable(), PairTable()
         self.derived = DerivedWeights(model)
         self.report = RefitReport(self.targets.values(), self.names, self._learn_names)
         self.recipes = RecipeStore()
+        self.sender_memory = SenderMemory()
         self._probe_names = probe_names
         self.audit = Audit(model, options, self.names, self.pairs, self.report, self._learn_names)
         self.journal = Journal(self.report, self.audit, self.derived)
@@ -75,11 +82,10 @@ class ModelRefit:
         for target in self.targets.values():
             self._wrap_loader(target)
         self.model.load_weights = self.load_weights  # type: ignore[assignment]
-        copied = [one.parameter for one in self.targets.values() if not one.is_fp8]
         for device in {target.parameter.device for target in self.targets.values()}:
             warm_up(
                 device,
-                {weight.shape[-1] for weight in copied if weight.dim() and weight.numel()},
+                widths_of(self.targets.values()),
                 pow2_scale=self.options.use_weight_pow2_scale,
                 round_to_bf16=self.options.round_to_bf16,
             )
@@ -119,6 +125,8 @@ class ModelRefit:
         with self.journal.call() as call:
             arrival = self._classify(weights, may_replay=call.scope.may_replay and not (args or kw))
             self.journal.expect(arrival)
+            if self._device is not None and self._device.type != "meta":
+                call.lane = StreamLane(self._device)
             result = self._write(call, arrival, *args, **kw)
         if call.recording is not None:
             self.recipes.learn(call.recording, self.report, call, self.options)
@@ -129,6 +137,8 @@ class ModelRefit:
         bucket = bucket_of(weights)
         if bucket is None:
             return Stream(weights)
+        if self._device is not None:
+            bucket = on_device(bucket, self._device)
         may_replay = may_replay and self.options.replay
         recipe = self.recipes.find(bucket) if may_replay else None
         if recipe is None and has_packed_pairs(bucket):

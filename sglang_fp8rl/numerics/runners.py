@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from .cast import is_there, warmup
-from .write_table import CastTable
+from .write_table import CastTable, Widths
 
 
 class TableRunner(Protocol):
@@ -43,19 +43,13 @@ def make_runner(
     return CpuTable(table, **rounding)
 
 
-def warm_up(
-    device: torch.device, copied_widths: Iterable[int], *, pow2_scale: bool, round_to_bf16: bool
-) -> None:
-    """Compile a device's kernels now instead of in the first updates, or load them from the disk.
-
-    Args:
-        copied_widths: columns of the parameters that stay in high precision.
-    """
+def warm_up(device: torch.device, widths: Widths, *, pow2_scale: bool, round_to_bf16: bool) -> None:
+    """Compile a device's kernels now instead of in the first updates, or load them from the disk."""
     if device.type == "cuda":
         from .triton.table import rehearsal
 
         rounding = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
-        table, sent = rehearsal(device, copied_widths, **rounding)
+        table, sent = rehearsal(device, widths, **rounding)
         table.run([tensor.data_ptr() for tensor in sent])
     elif device.type == "cpu":
         warmup()

@@ -7,6 +7,7 @@ part of and an offset, never by address, so a table outlives the bucket it was m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -63,10 +64,9 @@ PIECE = np.dtype(
 )
 
 
-_FLAG_FIELDS = len(PIECE.names or ()) - 2  # what comes before the flags
-# The fields of `PIECE` up to there.
+# The fields of `PIECE` that say what is written: those before the flags.
+ROW_FIELDS = len(PIECE.names or ()) - 2
 Row = tuple[int, ...]
-
 
 # Flags of codes and their scales.
 BAD_SCALE, NAN_CODE = 1, 2
@@ -133,6 +133,21 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Widths:
+    """Columns of a model's matrices on this rank, by what a refit does with them: which kernels it
+    will launch, before anything was sent."""
+
+    copied: frozenset[int] = frozenset()
+    blockwise: frozenset[int] = frozenset()
+    per_channel: frozenset[int] = frozenset()
+
+
+def as_rows(rows: Sequence[Row]) -> np.ndarray:
+    """int64 [pieces, `ROW_FIELDS`]."""
+    return np.array(rows, np.int64).reshape(-1, ROW_FIELDS)
+
+
+@dataclass(frozen=True)
 class CastTable:
     """Pieces, ready to run.
 
@@ -154,14 +169,17 @@ class CastTable:
             for tensor in (piece.destination, piece.scales):
                 if tensor is not None:
                     owners[tensor.untyped_storage()._cdata] = tensor
-        return cls.of_rows([piece.row() for piece in pieces], tuple(owners.values()))
+        return cls.of_rows(as_rows([piece.row() for piece in pieces]), tuple(owners.values()))
 
     @classmethod
-    def of_rows(cls, rows: list[Row], owners: tuple[torch.Tensor, ...]) -> CastTable:
-        """Lay out pieces that are numbers already."""
+    def of_rows(cls, rows: np.ndarray, owners: tuple[torch.Tensor, ...]) -> CastTable:
+        """Lay out pieces that are numbers already.
+
+        Args:
+            rows: int64 [pieces, `ROW_FIELDS`].
+        """
         table = np.zeros(len(rows), PIECE)
-        columns = np.array(rows, np.int64).reshape(len(rows), _FLAG_FIELDS).T
-        for name, column in zip(PIECE.names or (), columns, strict=False):
+        for name, column in zip(PIECE.names or (), rows.T, strict=False):
             table[name] = column
         kind = table["kind"]
         per_row = (kind == Kind.COPY) | (kind == Kind.SCALES)

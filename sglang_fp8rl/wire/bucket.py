@@ -15,6 +15,7 @@ import base64
 import contextlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +25,21 @@ import torch.multiprocessing  # registers the reductions of tensors with Forking
 
 from ..errors import RefitError
 from . import layout_text
+from .staging import Lease, StagingBuffers
 
 NamedTensor = tuple[str, torch.Tensor]
 _ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
 
 
-def flatten(named_tensors: Sequence[NamedTensor]) -> tuple[torch.Tensor, list[SimpleNamespace]]:
-    """One uint8 tensor with all of them, and where each lies in it.
+def flatten(
+    named_tensors: Sequence[NamedTensor], into: StagingBuffers | None = None
+) -> tuple[torch.Tensor, list[SimpleNamespace], Lease | None]:
+    """One uint8 tensor with all of them, where each lies in it, and the lease of its memory.
 
     On a CPU the buffer is shared memory from the start, so sending it copies nothing again.
+
+    Args:
+        into: where the memory is taken; None allocates it.
     """
     device = named_tensors[0][1].device
     metadata, end = [], 0
@@ -49,15 +56,20 @@ def flatten(named_tensors: Sequence[NamedTensor]) -> tuple[torch.Tensor, list[Si
                 numel=end - start,
             )
         )
-    if device.type == "cpu":
-        with _shared_by_file_name():
-            shared = torch.UntypedStorage._new_shared(end, device="cpu")
-        flat = torch.empty(0, dtype=torch.uint8).set_(shared)
-    else:
-        flat = torch.empty(end, dtype=torch.uint8, device=device)
+    lease = into.take(end, device) if into is not None else None
+    flat = lease.memory if lease is not None else allocate(end, device)
     for (_, tensor), meta in zip(named_tensors, metadata, strict=True):
         flat[meta.start_idx : meta.end_idx].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return flat, metadata
+    return flat, metadata, lease
+
+
+def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 memory that other processes can be given a handle of."""
+    if device.type != "cpu":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    with _shared_by_file_name():
+        shared = torch.UntypedStorage._new_shared(nbytes, device="cpu")
+    return torch.empty(0, dtype=torch.uint8).set_(shared)
 
 
 def serialize(value: Any) -> str:
@@ -69,20 +81,45 @@ def serialize(value: Any) -> str:
     return base64.b64encode(stream.getvalue()).decode("ascii")
 
 
+@dataclass(frozen=True)
+class Payload:
+    """One bucket, serialized.
+
+    Attributes:
+        texts: one for each rank. Each is to be read once: a handle counts its readers, and one that
+            more of them open than it was made for is gone too early.
+        memory: what has to stay alive until the server answers.
+        lease: of that memory, where it will be used again.
+    """
+
+    texts: list[str]
+    memory: Any
+    lease: Lease | None = None
+
+
 def payload_of(
-    bucket: list[NamedTensor], load_format: str | None, as_text: bool
-) -> tuple[str, Any]:
-    """The serialized bucket, and what has to stay alive until the server answers.
+    bucket: list[NamedTensor],
+    load_format: str | None,
+    ranks: int,
+    layout_as_text: bool,
+    staging: StagingBuffers | None = None,
+) -> Payload:
+    """A bucket for all ranks of a server.
 
     Args:
-        as_text: whether the server reads a bucket's layout as text, see `layout_text`.
+        layout_as_text: whether the server reads a bucket's layout as text, see `layout_text`.
+        staging: where a flattened bucket lies; only for a server that has read all of it when it
+            answers, and knows by `is_staged` that it will see the memory again.
     """
     if load_format is None:
         plain = [(name, tensor.detach()) for name, tensor in bucket]
-        return serialize(plain), plain
-    flat, metadata = flatten([(name, tensor.detach()) for name, tensor in bucket])
-    layout = layout_text.to_text(metadata) if as_text else metadata
-    return serialize({"flattened_tensor": flat, "metadata": layout}), flat
+        return Payload([serialize(plain) for _ in range(ranks)], plain)
+    flat, metadata, lease = flatten([(name, one.detach()) for name, one in bucket], staging)
+    layout = layout_text.to_text(metadata) if layout_as_text else metadata
+    content: dict[str, Any] = {"flattened_tensor": flat, "metadata": layout}
+    if lease is not None:
+        content["is_staged"] = True
+    return Payload([serialize(content) for _ in range(ranks)], flat, lease)
 
 
 @contextlib.contextmanager

@@ -257,7 +257,7 @@ def test_a_refused_flush_is_asked_for_again_and_told(sessions, busy, flushed):
 
 
 def test_tensors_in_a_bucket_are_aligned_for_their_dtype():
-    flat, metadata = flatten(TENSORS)
+    flat, metadata, _ = flatten(TENSORS)
     for (name, tensor), meta in zip(TENSORS, metadata, strict=True):
         assert meta.name == name
         assert meta.start_idx % tensor.element_size() == 0
@@ -267,12 +267,12 @@ def test_tensors_in_a_bucket_are_aligned_for_their_dtype():
 
 def test_strided_tensors_are_sent_as_they_read():
     tensor = torch.arange(12, dtype=torch.float32).reshape(3, 4).t()[1:]
-    flat, (meta,) = flatten([("t", tensor)])
+    flat, (meta,), _ = flatten([("t", tensor)])
     assert torch.equal(flat[meta.start_idx : meta.end_idx].view(meta.dtype).view(3, 3), tensor)
 
 
 def test_a_process_that_was_not_started_by_this_one_can_read_it():
-    flat, metadata = flatten(TENSORS)
+    flat, metadata, _ = flatten(TENSORS)
     text = serialize({"flattened_tensor": flat, "metadata": metadata})
     with get_context("spawn").Pool(1) as pool:
         assert pool.apply(_sum_of, (text,)) == int(flat.to(torch.int64).sum())
@@ -286,7 +286,7 @@ def test_the_sharing_strategy_is_left_as_it_was():
 
 def test_the_payload_names_nothing_that_sglang_refuses_to_load():
     """SGLang 0.5.23 loads an exact list of globals, 0.5.16 a list of modules."""
-    flat, metadata = flatten(TENSORS)
+    flat, metadata, _ = flatten(TENSORS)
     allowed = pytest.importorskip("sglang.srt.utils.common").SafeUnpickler
     data = base64.b64decode(serialize({"flattened_tensor": flat, "metadata": metadata}))
     payload = allowed(io.BytesIO(data)).load()

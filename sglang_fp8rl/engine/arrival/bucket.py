@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,14 +20,8 @@ from ...wire.refit_note import layout_number
 from .flat_layout_check import check_layout
 
 _SHAPE, _DTYPE, _NAME = attrgetter("shape"), attrgetter("dtype"), attrgetter("name")
+_DEVICE, _START = attrgetter("device"), attrgetter("start_idx")
 _METADATA = attrgetter("name", "shape", "dtype", "start_idx", "end_idx")
-
-
-class TensorKind(NamedTuple):
-    """What a tensor is, without making it."""
-
-    dtype: torch.dtype
-    device: torch.device
 
 
 class TensorBucket:
@@ -77,9 +72,18 @@ class TensorBucket:
     def tensor(self, position: int) -> torch.Tensor:
         return self._tensors[position]
 
-    def kind(self, position: int) -> TensorKind:
-        tensor = self._tensors[position]
-        return TensorKind(tensor.dtype, tensor.device)
+    def places(self) -> np.ndarray:
+        """`place` of every tensor, int64 [tensors, 2]."""
+        places = np.zeros((len(self._tensors), 2), np.int64)
+        places[:, 0] = np.arange(len(self._tensors))
+        return places
+
+    def dtypes(self) -> list[torch.dtype]:
+        return list(map(_DTYPE, self._tensors))
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return set(map(_DEVICE, self._tensors))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._pairs)
@@ -139,14 +143,28 @@ class FlatBucket:
         """Take those of a bucket of the same layout, to save reading this one's own."""
         self._metadata = metadata
 
+    def on_device(self, device: torch.device) -> FlatBucket:
+        """The same bucket, copied there."""
+        return FlatBucket(self._flat.to(device), self._given)
+
     def addresses(self) -> list[int]:
         return [self._flat.data_ptr()]
 
     def place(self, position: int) -> tuple[int, int]:
         return 0, int(self._metadata[position].start_idx)
 
-    def kind(self, position: int) -> TensorKind:
-        return TensorKind(self._metadata[position].dtype, self._flat.device)
+    def places(self) -> np.ndarray:
+        """`place` of every tensor, int64 [tensors, 2]."""
+        places = np.zeros((len(self._metadata), 2), np.int64)
+        places[:, 1] = np.fromiter(map(_START, self._metadata), np.int64, len(self._metadata))
+        return places
+
+    def dtypes(self) -> list[torch.dtype]:
+        return list(map(_DTYPE, self._metadata))
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {self._flat.device}
 
     def tensor(self, position: int) -> torch.Tensor:
         meta = self._metadata[position]

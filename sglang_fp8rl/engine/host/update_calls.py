@@ -58,7 +58,11 @@ def update_hook(origin: Origin) -> Callable[..., Any]:
         )
         session = _session_of_its_own(manager, request) if wants_session else nullcontext()
         with refit.during(scope) as update, collector_paused(), session:
-            return _answer(original, manager, request, refit, update)
+            try:
+                return _answer(original, manager, request, refit, update)
+            finally:
+                if scope.is_last_call:
+                    refit.sender_memory.release()
 
     return hook
 
@@ -195,6 +199,8 @@ def begin_session(original: Callable[..., Any], manager: Any, request: Any) -> A
 def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """`end_weight_update`: the refit ends; FP8 halves that never met fail it."""
     refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is not None:
+        refit.sender_memory.release()
     with refit.derived.in_place() if refit is not None else nullcontext():
         result = original(manager, request)
     if refit is None or not result.success or refit.is_updating:
@@ -230,5 +236,9 @@ def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **k
     is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
     if refit is None or not is_plain:
         return original(updater, *args, **kw)
-    model.load_weights(FlatBucket(flat, payload["metadata"]))
+    try:
+        model.load_weights(FlatBucket(flat, payload["metadata"]))
+    finally:
+        if payload.get("is_staged"):
+            refit.sender_memory.hold(flat)
     return True, "Success"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Region:
-    """A box of a parameter.
+class Region(NamedTuple):
+    """A box of a parameter. A tuple, as 18,000 of them are looked up at once.
 
     Attributes:
         start: first index along each dimension.

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from struct import Struct
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,7 +52,7 @@ class Write:
         """
         source = self.source
         if source is None:
-            return RecordedWrite(self, 0, (), ())
+            return RecordedWrite(self, 0, (), (), NO_MATRIX)
         if (
             source.dim() == 0
             or source.dtype != loaded_weight.dtype
@@ -60,7 +61,8 @@ class Write:
             return None
         offset = int(source.storage_offset() - loaded_weight.storage_offset())
         shape, stride = tuple(source.shape), tuple(source.stride())
-        return RecordedWrite(replace(self, source=None), offset, shape, stride)
+        numbers = _matrix_numbers(self, offset, shape, stride)
+        return RecordedWrite(replace(self, source=None), offset, shape, stride, numbers)
 
     def destination(self, parameter: torch.Tensor) -> torch.Tensor:
         """The view of the real parameter that this write lands in."""
@@ -69,14 +71,51 @@ class Write:
         )
 
 
+class MatrixNumbers(NamedTuple):
+    """A write of a matrix with contiguous rows into one matrix of a parameter; elements, no bytes.
+
+    Attributes:
+        offset, row_stride: of the source, in the tensor that is sent.
+        to_offset, to_row_stride: of the destination, in the parameter.
+        dims: of the parameter, 2 or 3; 0 where the write is not of this kind.
+        matrix, row, column: where it lands.
+    """
+
+    offset: int
+    row_stride: int
+    to_offset: int
+    to_row_stride: int
+    dims: int
+    matrix: int
+    row: int
+    column: int
+    rows: int
+    cols: int
+
+    @property
+    def packed(self) -> bytes:
+        """As int64: many of them, joined, are the rows of an array."""
+        return _PACKED.pack(*self)
+
+
+_PACKED = Struct(f"{len(MatrixNumbers._fields)}q")
+NO_MATRIX = MatrixNumbers(*[0] * len(MatrixNumbers._fields)).packed
+
+
 @dataclass(frozen=True)
 class RecordedWrite:
-    """A write whose source is known by its place in the tensor that is sent, not by its memory."""
+    """A write whose source is known by its place in the tensor that is sent, not by its memory.
+
+    Attributes:
+        offset, shape, stride: of the source, in elements of the tensor that is sent.
+        numbers: the same and its destination, where both are plain matrices (`MatrixNumbers.packed`).
+    """
 
     write: Write
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    numbers: bytes
 
     def repeat(self, loaded_weight: torch.Tensor) -> Write:
         """The same write, from a tensor of the recorded shape and strides."""
@@ -85,6 +124,28 @@ class RecordedWrite:
         offset = loaded_weight.storage_offset() + self.offset
         source = loaded_weight.as_strided(self.shape, self.stride, offset)
         return replace(self.write, source=source)
+
+
+def _matrix_numbers(
+    write: Write, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> bytes:
+    region = write.region
+    if (
+        region is None
+        or len(shape) != 2
+        or write.shape != shape
+        or not shape[0] * shape[1]
+        or stride[1] != 1
+        or write.stride[1] != 1
+        or len(region.start) not in (2, 3)
+        or region.shape[-2:] != shape
+        or (len(region.shape) == 3 and region.shape[0] != 1)
+    ):
+        return NO_MATRIX
+    dims, (row, column), (rows, cols) = len(region.start), region.start[-2:], shape
+    matrix = region.start[0] if dims == 3 else 0
+    places = (offset, stride[0], write.offset, write.stride[0])
+    return MatrixNumbers(*places, dims, matrix, row, column, rows, cols).packed
 
 
 class _CatchCopies(TorchDispatchMode):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ...numerics.write_table import Widths
 from ...scheme import Granularity
 from ..interception.writes import RecordedWrite
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
@@ -88,6 +89,20 @@ def targets_of(model: torch.nn.Module) -> dict[int, Target]:
                     weight.scale = owned[leaf + suffix]
                     break
     return targets
+
+
+def widths_of(targets: Iterable[Target]) -> Widths:
+    """Columns of what a refit writes, by how it is stored."""
+    found: dict[Granularity, set[int]] = {one: set() for one in Granularity}
+    for target in targets:
+        weight = target.parameter
+        if weight.dim() and weight.numel():
+            found[target.granularity].add(weight.shape[-1])
+    return Widths(
+        frozenset(found[Granularity.HIGH_PRECISION]),
+        frozenset(found[Granularity.BLOCKWISE]),
+        frozenset(found[Granularity.PER_CHANNEL]),
+    )
 
 
 def set_loader(parameter: Any, loader: Callable[..., Any]) -> None:

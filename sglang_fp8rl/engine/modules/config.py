@@ -16,7 +16,7 @@ from ...declared_hooks import check_hooks_in_force
 from ...errors import ConfigError, HostError
 from ...scheme import Cause, Granularity, Scheme
 from .decisions import Decisions
-from .derivable import check_derivable
+from .derivable import check_derivable, check_no_copies_of_the_start
 from .linear import Fp8BlockwiseOnlineLinearMethod
 from .moe import Fp8BlockwiseOnlineMoEMethod, unquantized_experts
 from .vision_towers import leave_vision_towers
@@ -130,6 +130,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         leave_vision_towers(model)
         self.decisions.raise_refused()
         check_derivable(model)
+        check_no_copies_of_the_start(model)
         self.check_patterns_used()
 
     def check_patterns_used(self) -> None:

@@ -11,6 +11,7 @@ from ..arrival.sent_tensors import SourceIndex
 from ..arrival.update_scope import UpdateScope
 from .checks import MAX_LISTED
 from .recording import Recording
+from .stream_lane import StreamLane
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Call:
         stopped_at: the name whose loader raised.
         not_finite: per write, the name and a bool tensor of blocks that kept their old bytes.
         unneeded: names that the model does without, and that may pass.
+        lane: what the loaders' work is queued on, whichever thread they run in.
     """
 
     scope: UpdateScope
@@ -36,6 +38,7 @@ class Call:
     stopped_at: str = ""
     not_finite: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     unneeded: list[str] = field(default_factory=list)
+    lane: StreamLane | None = None
 
     def __post_init__(self) -> None:
         self.sources = SourceIndex(keeps_tensors=not self.scope.is_read_once)

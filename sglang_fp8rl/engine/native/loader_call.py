@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -54,6 +55,18 @@ class LoaderCalls:
         Raises:
             Fp8RlError: the tensor does not fit; nothing of it was stored.
         """
+        with call.lane.entered() if call.lane is not None else nullcontext():
+            self._load(call, target, native, loaded, args, kwargs)
+
+    def _load(
+        self,
+        call: Call,
+        target: Target,
+        native: Any,
+        loaded: torch.Tensor,
+        args: tuple,
+        kwargs: dict,
+    ) -> None:
         source = call.sources.find(loaded)
         name = source.name if source else target.name
         call.touched[name] = (target.name, part_of(args, kwargs))

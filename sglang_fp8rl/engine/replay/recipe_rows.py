@@ -1,4 +1,4 @@
-"""Most of a recorded bucket, as rows of its table, without making a tensor for each.
+"""Most of a recorded bucket, as rows of its table, in columns: no tensor and no Python for each write.
 
 A many-expert model records 18,000 writes of the same kind: a contiguous matrix, cast into whole blocks
 of an FP8 parameter. Their places are sums of numbers that were recorded. Anything else is left to
@@ -7,82 +7,121 @@ of an FP8 parameter. Their places are sums of numbers that were recorded. Anythi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 import torch
 
-from ...config import Options
 from ...numerics.grid import granularity_of
-from ...numerics.write_table import DTYPES, SOURCES, Kind, Row
-from ..arrival.bucket import Bucket
-from ..model.parameters import Target
-from ..native.recording import RecordedPiece
+from ...numerics.write_table import DTYPES, ROW_FIELDS, SOURCES, Kind
+
+if TYPE_CHECKING:
+    from ...config import Options
+    from ..arrival.bucket import Bucket
+    from ..model.parameters import Target
+    from ..native.recording import Recording
 
 
-class TableRows:
-    """Rows for the writes of one bucket.
+@dataclass(frozen=True)
+class PlainRows:
+    """The writes that are numbers alone.
 
-    Args:
-        bucket: that was recorded.
-        options: of the model.
+    Attributes:
+        rows: int64 [writes, `ROW_FIELDS`], zeros where `is_plain` is not set.
+        is_plain: bool [writes].
     """
 
-    def __init__(self, bucket: Bucket, options: Options) -> None:
-        self._bucket = bucket
-        self._block_size = options.weight_block_size
-        self._targets: dict[int, _Target | None] = {}
-
-    def row(self, recorded: RecordedPiece) -> Row | None:
-        """The row of a write; None where it takes a closer look."""
-        target = self._target(recorded.target)
-        write, region = recorded.write, recorded.write.write.region
-        shape, stride = write.shape, write.stride
-        if target is None or region is None or len(shape) != 2:
-            return None
-        kind = self._bucket.kind(recorded.position)
-        known = SOURCES if kind.device.type == "cuda" else DTYPES
-        to_shape, to_stride = write.write.shape, write.write.stride
-        if (
-            kind.device != target.device
-            or kind.dtype not in known
-            or to_shape != shape
-            or not shape[0] * shape[1]
-            or stride[1] != 1
-            or to_stride[1] != 1
-        ):
-            return None
-        expert = region.start[0] if len(region.start) == 3 else 0
-        if len(region.start) != target.dim or (target.dim == 3 and region.shape[0] != 1):
-            return None
-        place = region.start[-2:]
-        if region.shape[-2:] != shape or not target.grid.is_whole(place, shape):
-            return None
-        (row, column), (block_n, block_k) = place, target.grid.block
-        stride_e, stride_n, stride_k = target.scale_strides
-        scales = expert * stride_e + row // block_n * stride_n + column // block_k * stride_k
-        first, start = self._bucket.place(recorded.position)
-        return (
-            Kind.CAST, known[kind.dtype], first, start + write.offset * kind.dtype.itemsize, stride[0],
-            target.address + write.write.offset, 0, to_stride[0],
-            target.scale_address + 4 * scales, stride_n, stride_k,
-            *shape, block_n, block_k,
-        )  # fmt: skip
-
-    def _target(self, target: Target) -> _Target | None:
-        if target.index not in self._targets:
-            made = _Target(target, self._block_size) if target.is_fp8 else None
-            self._targets[target.index] = made
-        return self._targets[target.index]
+    rows: np.ndarray
+    is_plain: np.ndarray
 
 
-class _Target:
-    """The numbers of one FP8 parameter and its scales."""
+def plain_rows(recording: Recording, targets: Mapping[int, Target], options: Options) -> PlainRows:
+    """Rows for the recorded writes of one bucket, in their order.
 
-    def __init__(self, target: Target, block_size: tuple[int, int]) -> None:
-        codes, scale = target.parameter.data, target.scale
-        assert scale is not None
-        self.device: torch.device = codes.device
-        self.dim = codes.dim()
-        self.grid = granularity_of(target.granularity, block_size).grid(codes.shape)
-        self.address = codes.data_ptr()  # one byte per element
-        self.scale_address = scale.data.data_ptr()
-        strides = scale.data.stride()
-        self.scale_strides = strides if len(strides) == 3 else (0, *strides)
+    Args:
+        targets: by index, of all writes.
+    """
+    bucket, columns = recording.bucket, recording.columns
+    position = columns.positions
+    places, dtype = bucket.places()[position], _dtypes_of(bucket)[position]
+    (
+        offset, stride, to_offset, to_stride, dims, matrix, row, column, height, width,
+    ) = columns.numbers.T  # fmt: skip
+    target = _target_columns(recording, targets, options)
+    bottom, right = row + height, column + width
+    is_plain = (
+        (dims > 0)
+        & (dims == target.dims)
+        & (dtype >= 0)
+        # whole blocks, as `BlockGrid.is_whole`
+        & (row % target.block_n == 0)
+        & (column % target.block_k == 0)
+        & ((bottom % target.block_n == 0) | (bottom == target.height))
+        & ((right % target.block_k == 0) | (right == target.width))
+    )
+    scale = (
+        matrix * target.scale_stride_e
+        + row // target.block_n * target.scale_stride_n
+        + column // target.block_k * target.scale_stride_k
+    )
+    rows = np.empty((len(position), ROW_FIELDS), np.int64)
+    fields = (
+        Kind.CAST, dtype, places[:, 0], places[:, 1] + offset * _ITEM_SIZES[dtype], stride,
+        target.address + to_offset, 0, to_stride,  # one byte per element
+        target.scale_address + 4 * scale, target.scale_stride_n, target.scale_stride_k,
+        height, width, target.block_n, target.block_k,
+    )  # fmt: skip
+    for at, values in enumerate(fields):
+        rows[:, at] = values
+    rows[~is_plain] = 0
+    return PlainRows(rows, is_plain)
+
+
+_ITEM_SIZES = np.array([dtype.itemsize for dtype in SOURCES])  # by `Dtype`
+assert list(SOURCES.values()) == list(range(len(SOURCES)))
+
+
+def _dtypes_of(bucket: Bucket) -> np.ndarray:
+    """`Dtype` of each tensor, -1 where the kernels of the bucket's device don't know it."""
+    is_on_gpu = all(device.type == "cuda" for device in bucket.devices)
+    known = SOURCES if is_on_gpu else DTYPES
+    dtypes = bucket.dtypes()
+    codes = {dtype: known.get(dtype, -1) for dtype in set(dtypes)}
+    return np.fromiter(map(codes.__getitem__, dtypes), np.int64, len(dtypes))
+
+
+class _TargetColumns:
+    """The numbers of the FP8 parameters that writes go to, one array for each number."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        (
+            self.dims, self.address, self.scale_address,
+            self.scale_stride_e, self.scale_stride_n, self.scale_stride_k,
+            self.block_n, self.block_k, self.height, self.width,
+        ) = rows.T  # fmt: skip
+
+
+def _target_columns(
+    recording: Recording, targets: Mapping[int, Target], options: Options
+) -> _TargetColumns:
+    found, inverse = np.unique(recording.columns.targets, return_inverse=True)
+    devices = recording.bucket.devices
+    rows = [_target_row(targets[index], devices, options) for index in found.tolist()]
+    return _TargetColumns(np.array(rows, np.int64).reshape(-1, 10)[inverse.reshape(-1)])
+
+
+_NO_TARGET = (0, 0, 0, 0, 0, 0, 1, 1, 1, 1)  # its dims are nobody's
+
+
+def _target_row(target: Target, devices: set[torch.device], options: Options) -> tuple[int, ...]:
+    codes, scale = target.parameter.data, target.scale
+    if scale is None or devices != {codes.device}:
+        return _NO_TARGET
+    grid = granularity_of(target.granularity, options.weight_block_size).grid(codes.shape)
+    strides = scale.data.stride()
+    return (
+        codes.dim(), codes.data_ptr(), scale.data.data_ptr(),
+        *(strides if len(strides) == 3 else (0, *strides)), *grid.block, *grid.shape,
+    )  # fmt: skip

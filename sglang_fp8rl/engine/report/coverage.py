@@ -45,6 +45,19 @@ class CoverageTable:
                 numbers[region] = self._add(parameter, region)
             return numbers[region]
 
+    def numbers_of(self, parameters: Sequence[int], regions: Sequence[Region]) -> np.ndarray:
+        """The numbers of many boxes."""
+        of_parameter = self._numbers
+        with self._lock:
+            found = [
+                of_parameter[parameter].get(region, -1)
+                for parameter, region in zip(parameters, regions, strict=True)
+            ]
+        numbers = np.array(found, np.int64)
+        for at in np.flatnonzero(numbers < 0).tolist():
+            numbers[at] = self.number_of(parameters[at], regions[at])
+        return numbers
+
     def _add(self, parameter: int, region: Region) -> int:
         number = len(self._regions)
         if number == len(self._refit):

@@ -5,7 +5,7 @@ Codes that come with their scales are copied, rows of scales first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..checks import FP8_DTYPE
-from ..write_table import CastTable, Dtype, Kind, Piece
+from ..write_table import CastTable, Dtype, Kind, Piece, Widths
 from . import table_kernels as kernels
 from .cast import LONGEST_ROW_READ_ONCE, WIDEST, _on_device
 from .hardware import has_packed_kernels, row_warps, tile_options
@@ -190,25 +190,40 @@ def _groups(pieces: np.ndarray) -> list[tuple[_Group, np.ndarray]]:
 
 
 def rehearsal(
-    device: torch.device, copied_widths: Iterable[int], **rounding: bool
+    device: torch.device, widths: Widths, **rounding: bool
 ) -> tuple[TritonTable, list[torch.Tensor]]:
-    """A table with a piece for every kernel that a refit in BF16 or FP32 is likely to launch, and
-    its sources: to be run once, so that no update waits for the compiler.
+    """A table with a piece for every kernel that a refit in BF16, FP32 or FP8 pairs is likely to
+    launch, and its sources: to be run once, so that no update waits for the compiler.
 
     Args:
-        copied_widths: columns of the parameters that stay in high precision; taken to be BF16.
+        widths: of the model; what stays in high precision is taken to be BF16.
         rounding: as of `TritonTable`.
     """
-    sent, pieces = [], []
+    sent: list[torch.Tensor] = []
+    pieces: list[Piece] = []
+
+    def new(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        bits = torch.uint8 if dtype == FP8_DTYPE else dtype
+        return torch.zeros(shape, dtype=bits, device=device).view(dtype)
+
+    def add(shape: tuple[int, int], dtype: torch.dtype, to: torch.dtype, **what: Any) -> None:
+        sent.append(new(shape, dtype))
+        pieces.append(Piece((len(sent) - 1, 0), sent[-1], new(shape, to), **what))
+
+    def add_cast(shape: tuple[int, int], dtype: torch.dtype, block: tuple[int, int]) -> None:
+        scales = torch.zeros(1, 1, device=device)
+        add(shape, dtype, FP8_DTYPE, scales=scales, block_size=block)
+
     for dtype in (torch.bfloat16, torch.float32):
         for rows in (_BLOCK, _BLOCK // 2):
-            sent.append(torch.zeros(rows, _BLOCK, dtype=dtype, device=device))
-            codes = torch.zeros(rows, _BLOCK, dtype=torch.uint8, device=device).view(FP8_DTYPE)
-            scales = torch.zeros(1, 1, device=device)
-            place = (len(sent) - 1, 0)
-            pieces.append(Piece(place, sent[-1], codes, scales, (_BLOCK, _BLOCK)))
-        for width in sorted(set(copied_widths)):
-            sent.append(torch.zeros(1, width, dtype=dtype, device=device))
-            out = torch.zeros(1, width, dtype=torch.bfloat16, device=device)
-            pieces.append(Piece((len(sent) - 1, 0), sent[-1], out))
+            add_cast((rows, _BLOCK), dtype, (_BLOCK, _BLOCK))
+        for width in sorted(widths.per_channel):
+            add_cast((1, width), dtype, (1, width))
+        for width in sorted(widths.copied):
+            add((1, width), dtype, torch.bfloat16)
+    pairs = [(width, -(-width // _BLOCK), _BLOCK) for width in sorted(widths.blockwise)]
+    pairs += [(width, 1, 1) for width in sorted(widths.per_channel)]
+    for width, scale_width, block_n in pairs:
+        add((1, scale_width), torch.float32, torch.float32, kind=Kind.SCALES)
+        add((1, width), FP8_DTYPE, FP8_DTYPE, kind=Kind.CODES, block_size=(block_n, 1))
     return TritonTable(CastTable.of(pieces), device, **rounding), sent

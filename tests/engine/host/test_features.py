@@ -6,10 +6,12 @@ import pytest
 import torch
 from _options import log_of_a_failed_start
 from commands import digests, model_of, status, update
-from engine_host import EngineHost
+from engine_host import EngineError, EngineHost
 from models import MODELS, Model, checkpoint
+from packaging.version import Version
 from pool import engine_key, on, runs_on
 
+from sglang_fp8rl.compat import host_version
 from sglang_fp8rl.testing.checkpoints import perturbed, save_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -54,6 +56,14 @@ def test_updates_reach_layers_that_lora_wrapped_after_they_were_loaded(host, eng
     plain = {name.replace(".base_layer.", "."): value for name, value in found.items()}
     assert [plain] == expected.digests
     assert host.say() == expected.said
+
+
+@pytest.mark.skipif(host_version() < Version("0.5.23"), reason="this SGLang has no such flag")
+def test_copies_of_q_proj_that_no_update_renews_are_refused_at_the_start(checkpoint_dir):
+    path = checkpoint(checkpoint_dir, MODELS["deepseek-v3"], "first")
+    flags = ("--dcp-size", "2", "--dcp-comm-backend", "a2a", "--dcp-replicate-q-proj")
+    with pytest.raises(EngineError, match=r"w_kc_qrep: --dcp-replicate-q-proj.*--no-dcp-repl"):
+        EngineHost(path, tp_size=2, args=flags).close()
 
 
 def test_the_memory_saver_is_refused_without_a_gpu(checkpoint_dir, tmp_path):

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.engine
 def compared(scheduler, named_tensors, load_format):
     """Writes of one recorded call, and those whose row was made of numbers; both rows are equal."""
     from sglang_fp8rl.engine.replay import recipe_pieces, recipe_store
-    from sglang_fp8rl.engine.replay.recipe_rows import TableRows
+    from sglang_fp8rl.engine.replay.recipe_rows import plain_rows
 
     recordings, recipe_of = [], recipe_store.recipe_of
 
@@ -25,14 +25,15 @@ def compared(scheduler, named_tensors, load_format):
         recipe_store.recipe_of = recipe_of
     (recording,) = recordings
     options = model_of(scheduler).fp8rl_refit.options
-    fast, found = TableRows(recording.bucket, options), []
-    for recorded in recording.pieces:
-        row = fast.row(recorded)
-        if row is not None:
+    pieces, found = recording.pieces, []
+    targets = {one.target.index: one.target for one in pieces}
+    plain = plain_rows(recording, targets, options)
+    for recorded, row, is_plain in zip(pieces, plain.rows, plain.is_plain.tolist(), strict=True):
+        if is_plain:
             (piece,) = recipe_pieces.pieces_of(recording.bucket, recorded, options)
             assert piece.fits()
             assert tuple(row) == tuple(piece.row()), recorded.target.name
-        found.append((recorded.target.is_fp8, row is not None))
+        found.append((recorded.target.is_fp8, is_plain))
     return found
 
 

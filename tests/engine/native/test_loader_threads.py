@@ -1,0 +1,55 @@
+"""Loaders that run in a thread pool work on the stream that the scheduler reads on."""
+
+import threading
+
+import pytest
+import torch
+from commands import update
+from pool import on
+
+pytestmark = pytest.mark.engine
+
+
+def streams_of_casts(scheduler, named_tensors):
+    """The stream of each cast of an update, and how many threads other than this one cast.
+
+    A CPU has no streams, so torch's are replaced by ones that are a thread's own, as a GPU's are.
+    """
+    from sglang_fp8rl.engine.native import loader_call
+
+    class Streams(threading.local):
+        current = "default"
+
+    streams, seen, here = Streams(), [], threading.get_ident()
+    quantize_write = loader_call.quantize_write
+
+    class stream:
+        def __init__(self, one):
+            self.one = one
+
+        def __enter__(self):
+            self.before, streams.current = streams.current, self.one
+
+        def __exit__(self, *_):
+            streams.current = self.before
+
+    def noted(*args):
+        seen.append((streams.current, threading.get_ident()))
+        return quantize_write(*args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cpu, "current_stream", lambda device=None: streams.current)
+        patched.setattr(torch.cpu, "stream", stream)
+        patched.setattr(loader_call, "quantize_write", noted)
+        with torch.cpu.stream("the scheduler's"):
+            assert update(scheduler, named_tensors)[0]
+    return {one for one, _ in seen}, len({thread for _, thread in seen} - {here})
+
+
+@on("deepseek-v3-tp1")
+def test_casts_in_loader_threads_go_to_the_stream_of_the_call(host):
+    # Not all of it, so that no other test's recipe fits.
+    named_tensors = list(host.model.second.items())[:-1]
+    streams, threads = host.call(streams_of_casts, named_tensors)
+    assert threads, "SGLang used no threads: this test shows nothing"
+    assert streams == {"the scheduler's"}
