@@ -129,9 +129,17 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
         """SGLang's choice of a runner, if it can read the scheme; called after `create_weights`.
 
         Raises:
-            ConfigError: experts with one scale a row, and a runner that would read them otherwise.
+            ConfigError: experts with one scale a row, and a runner that would read them otherwise;
+                or CUTLASS with expert parallelism, which SGLang refuses of `fp8` by its name.
         """
         super().create_moe_runner(layer, moe_runner_config)
+        if get_moe_runner_backend().is_cutlass() and getattr(layer, "moe_ep_size", 1) > 1:
+            raise ConfigError(
+                self.prefix,
+                f"--moe-runner-backend cutlass with {layer.moe_ep_size} expert-parallel ranks",
+                "SGLang's CUTLASS experts in FP8 are for one expert-parallel rank only",
+                "Leave --moe-runner-backend out, or use --ep-size 1.",
+            )
         runner = getattr(self, "runner", None)  # CUTLASS is called without one
         if self.block_quant or (runner is not None and runner.runner_backend.is_triton()):
             return

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from _options import log_of_a_failed_start
 from commands import digests, model_of, status, update
-from engine_host import EngineError, EngineHost
+from engine_host import EngineHost
 from models import MODELS, Model, checkpoint
 from packaging.version import Version
 from pool import engine_key, on, runs_on
@@ -58,12 +60,30 @@ def test_updates_reach_layers_that_lora_wrapped_after_they_were_loaded(host, eng
     assert host.say() == expected.said
 
 
+def refusal_of_copies(scheduler):
+    """What the start would say with `--dcp-replicate-q-proj`, which SGLang takes on a GPU only."""
+    from sglang.srt import runtime_context
+
+    from sglang_fp8rl.engine.modules.derivable import check_no_copies_of_the_start
+    from sglang_fp8rl.errors import ConfigError
+
+    check_no_copies_of_the_start(model_of(scheduler))
+    with pytest.MonkeyPatch.context() as patched:
+        flags = SimpleNamespace(dcp_replicate_q_proj=True)
+        patched.setattr(runtime_context, "get_parallel", lambda: flags)
+        try:
+            check_no_copies_of_the_start(model_of(scheduler))
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
 @pytest.mark.skipif(host_version() < Version("0.5.23"), reason="this SGLang has no such flag")
-def test_copies_of_q_proj_that_no_update_renews_are_refused_at_the_start(checkpoint_dir):
-    path = checkpoint(checkpoint_dir, MODELS["deepseek-v3"], "first")
-    flags = ("--dcp-size", "2", "--dcp-comm-backend", "a2a", "--dcp-replicate-q-proj")
-    with pytest.raises(EngineError, match=r"w_kc_qrep: --dcp-replicate-q-proj.*--no-dcp-repl"):
-        EngineHost(path, tp_size=2, args=flags).close()
+@on("deepseek-v3-tp1")
+def test_copies_of_q_proj_that_no_update_renews_are_refused(host):
+    said = host.call(refusal_of_copies)
+    for word in ("self_attn", "w_kc_qrep", "--dcp-replicate-q-proj", "--no-dcp-replicate-q-proj"):
+        assert word in said
 
 
 def test_the_memory_saver_is_refused_without_a_gpu(checkpoint_dir, tmp_path):

@@ -101,3 +101,16 @@ def test_runners_that_can_read_the_scales_are_taken(monkeypatch, scheme, name):
     monkeypatch.setattr(fp8, "MoeRunner", lambda chosen, _: SimpleNamespace(runner_backend=chosen))
     monkeypatch.setattr(method, "is_deepgemm_moe_runner_backend_enabled", lambda *_: False)
     method.create_moe_runner(layer, layer.moe_runner_config)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_cutlass_with_expert_parallelism_is_refused_as_sglang_refuses_it_of_fp8(monkeypatch, ranks):
+    method, layer = experts(monkeypatch, "blockwise", MoeRunnerBackend.TRITON)
+    layer.moe_ep_size = ranks
+    for module in (fp8, moe):
+        monkeypatch.setattr(module, "get_moe_runner_backend", lambda: MoeRunnerBackend.CUTLASS)
+    if ranks == 1:
+        method.create_moe_runner(layer, layer.moe_runner_config)
+        return
+    with pytest.raises(ConfigError, match=r"layers\.0\.experts.*cutlass.*--ep-size 1"):
+        method.create_moe_runner(layer, layer.moe_runner_config)
