@@ -91,9 +91,11 @@ fuzz: .venv/.ready  ## 10,000 random requests against a model of the bytes (ARGS
 soak: .venv/.ready  ## 1,000 refits under load and with faults: does anything grow? ten minutes (ARGS="--refits N")
 	.venv/bin/python benchmarks/soak.py --json benchmarks/results/soak.jsonl --plot benchmarks/results/soak.png $(ARGS)
 
-# docs/gpu_session.md; GPU_PYTHON is an interpreter that has torch and Triton already: no network needed,
-# and the checkout is in front of whatever package is installed.
-GPU_PYTHON ?= .venv/bin/python
+# docs/gpu_session.md; GPU_PYTHON (or PYTHON on the command line) is an interpreter that has torch and Triton
+# already, such as the offline bundle's: no network needed, and the checkout is in front of whatever package
+# is installed.
+GPU_PYTHON ?= $(if $(filter command%,$(origin PYTHON)),$(PYTHON),.venv/bin/python)
+ON_GPU_READY := $(if $(filter .venv/bin/python,$(GPU_PYTHON)),.venv/.ready)
 ON_GPU := PYTHONPATH=$(CURDIR) timeout 420 $(GPU_PYTHON)
 RESULTS := benchmarks/results
 gpu-session: gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4  ## the first 25 minutes on a GPU (docs/gpu_session.md)
@@ -110,12 +112,13 @@ gpu-session-4:
 	$(ON_GPU) benchmarks/bench_gpu_server.py --model qwen3-8b --budget-s 380 --json $(RESULTS)/server_gpu.jsonl
 
 # Most important first; the servers get what the cast leaves of 520 s, and skip what does not fit.
-bench-gpu: .venv/.ready  ## G1-G9, G11, G12 on a GPU, under 9 minutes (no numbers are committed yet; ARGS go to the servers' part)
+bench-gpu: $(ON_GPU_READY)  ## G1-G9, G11, G12 on a GPU, under 9 minutes (no numbers are committed yet; ARGS go to the servers' part)
 	@began=$$(date +%s); \
-	.venv/bin/python benchmarks/bench_gpu.py --json benchmarks/results/cast_gpu.jsonl || exit $$?; \
+	export PYTHONPATH=$(CURDIR); \
+	$(GPU_PYTHON) benchmarks/bench_gpu.py --json $(RESULTS)/cast_gpu.jsonl || exit $$?; \
 	left=$$((520 - $$(date +%s) + began)); [ $$left -gt 0 ] || left=0; \
-	.venv/bin/python benchmarks/bench_gpu_server.py --budget-s $$left \
-	    --json benchmarks/results/server_gpu.jsonl $(ARGS)
+	$(GPU_PYTHON) benchmarks/bench_gpu_server.py --budget-s $$left \
+	    --json $(RESULTS)/server_gpu.jsonl $(ARGS)
 
 lint: .venv/.ready  ## ruff, mypy and the layers (import-linter)
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports

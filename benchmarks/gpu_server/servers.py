@@ -13,7 +13,7 @@ import torch
 
 from sglang_fp8rl import RefitClient
 from sglang_fp8rl.config import QUANTIZATION_METHOD
-from sglang_fp8rl.testing.server import ServerProcess
+from sglang_fp8rl.testing.server import ServerProcess, attention_args
 from sglang_fp8rl.wire.bucket import NamedTensor
 
 from .budget import Budget
@@ -81,6 +81,8 @@ class Setting:
             found.append(f"--quantization={mode.quantization}")
             found.append(f"--fp8-gemm-backend={self.fp8_gemm_backend}")
         found += ["--cuda-graph-bs-decode", *map(str, batches(self.max_batch))]
+        if self.device.type == "cuda":
+            found += attention_args()
         return [*found, *self.more]
 
     def server(self, path: Path, mode: Mode, log: str, timeout: float, *more: str) -> ServerProcess:

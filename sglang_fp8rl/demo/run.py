@@ -19,7 +19,7 @@ from ..config import QUANTIZATION_METHOD
 from ..plan_table import plan_table
 from ..testing.checkpoints import make_checkpoint
 from ..testing.outputs import Output, ask, differences, make_prompts
-from ..testing.server import ServerProcess
+from ..testing.server import ServerProcess, attention_args
 from ..testing.weight_sets import Checkpoint, masters, updated, write_updated
 from ..wire.bucket import NamedTensor
 from .show import DemoReport, RefitFigures, Screen
@@ -161,6 +161,8 @@ def _server(options: DemoOptions, checkpoint: Checkpoint, name: str) -> ServerPr
     args = [f"--quantization={QUANTIZATION_METHOD}", "--disable-radix-cache"]
     log = options.directory / f"{name}-server.log"
     has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        args += attention_args()
     # On a CPU the workers are forked from the launcher: they share its imports and start sooner.
     server = _NotStarted(
         checkpoint.path,

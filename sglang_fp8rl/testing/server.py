@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import socket
@@ -29,6 +30,23 @@ BASE_ARGS = (
     "--sleep-on-idle",
     "--log-level=info",
 )
+
+
+def attention_args() -> tuple[str, ...]:
+    """Flags for a server on a GPU: the Triton backend where `sgl_kernel` came without FlashAttention-3.
+
+    On Hopper SGLang chooses FlashAttention-3 and finds out at the first request. The offline bundle
+    leaves it out.
+    """
+    spec = importlib.util.find_spec("sgl_kernel")
+    if spec is None or not spec.submodule_search_locations:
+        return ()
+    package = Path(next(iter(spec.submodule_search_locations)))
+    loader = package / "flash_attn.py"
+    wants_it = loader.exists() and "flash_ops" in loader.read_text()
+    if not wants_it or any(package.glob("flash_ops*")):
+        return ()
+    return ("--attention-backend=triton",)
 
 
 class ServerProcess:

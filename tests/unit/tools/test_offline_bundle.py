@@ -290,3 +290,53 @@ def test_a_folder_with_something_in_it_is_left_alone(bundle, tmp_path):
     (tmp_path / "target" / "mine").write_text("mine")
     assert install(bundle, tmp_path / "target", "--force").returncode == 2
     assert os.listdir(tmp_path / "target") == ["mine"]
+
+
+def path_of(folder, cwd, **env):
+    """PYTHONPATH of a shell that stands in `cwd` and has sourced the wrapper."""
+    text = (HOST / "wrappers" / "environment").read_text().replace("@FOLDER@", str(folder))
+    done = subprocess.run(
+        ["sh", "-c", f'{text}\nprintf %s "$PYTHONPATH"'],
+        cwd=cwd,
+        env={"PATH": os.environ["PATH"], **env},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split(":")
+
+
+def test_a_checkout_is_run_and_not_the_bundle_s_copy_of_it(tmp_path):
+    bundled = str(tmp_path / "site-packages")
+    assert path_of(tmp_path, tmp_path) == [bundled]
+    assert path_of(tmp_path, REPOSITORY) == [str(REPOSITORY), bundled]
+    assert path_of(tmp_path, tmp_path, PYTHONPATH="/mine") == ["/mine", bundled]
+
+
+@pytest.mark.parametrize("target", ["bench-gpu", "gpu-session-1", "gpu-session-3"])
+def test_a_gpu_host_s_interpreter_needs_no_environment_of_ours(target):
+    done = subprocess.run(
+        ["make", "--dry-run", target, "PYTHON=/offline/bin/python"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "/offline/bin/python benchmarks/bench_gpu" in done.stdout
+    assert f"PYTHONPATH={REPOSITORY}" in done.stdout
+    for word in ("pip install", "venv", ".ready"):
+        assert word not in done.stdout
+
+
+def test_a_server_takes_an_attention_backend_that_is_there(tmp_path, monkeypatch):
+    from sglang_fp8rl.testing.server import attention_args
+
+    package = tmp_path / "sgl_kernel"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "flash_attn.py").write_text("from sgl_kernel import flash_ops")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sgl_kernel", raising=False)
+    assert attention_args() == ("--attention-backend=triton",)
+    (package / "flash_ops.abi3.so").write_text("")
+    assert attention_args() == ()
+    (package / "flash_ops.abi3.so").unlink()
+    (package / "flash_attn.py").write_text("from elsewhere import kernels")  # newer versions
+    assert attention_args() == ()
