@@ -62,7 +62,7 @@ def measure(
         try:
             done = subprocess.run(
                 command,
-                env=served.server.env,
+                env=_environment(served.server.env),
                 stdout=log,
                 stderr=log,
                 timeout=budget.left(),
@@ -81,6 +81,13 @@ def measure(
             f"See {log_path} and {served.server.log_path}.",
         )
     return rows_of(what, output_tokens, found)
+
+
+def _environment(server: Mapping[str, str]) -> dict[str, str]:
+    """Of a client of that server: SGLang's benchmark reads a first digit in `CUDA_VISIBLE_DEVICES`, and
+    a CPU's server has none.
+    """
+    return {key: value for key, value in server.items() if value or key != "CUDA_VISIBLE_DEVICES"}
 
 
 def read_results(path: Path) -> list[tuple[int, float]]:
