@@ -10,13 +10,14 @@ export UV_LINK_MODE ?= hardlink
 # An interpreter that is not here is a clear error, not a download.
 export UV_PYTHON_DOWNLOADS ?= never
 PYTEST_ARGS ?=
+RESULTS := benchmarks/results
 # Two workers; tests that share an engine or a server stay on one (tests/conftest.py).
 PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu"
 # A fresh environment has no bytecode; without it every server start compiles SGLang again (20 s).
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4 bench-gpu accuracy accuracy-short offline-bundle
+.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4 bench-gpu accuracy accuracy-short verl verl-short offline-bundle
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,7 +29,7 @@ $(UV):
 define environment
 	$(UV) venv --quiet --clear --python $(1) $(@D)
 	$(UV) pip install --quiet --python $(@D)/bin/python -c $(2) -r constraints/requirements.txt
-	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps verl==0.9.1
+	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps verl==0.9.1 areal==1.0.4
 	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation -e .
 	@touch $@
 endef
@@ -66,6 +67,13 @@ accuracy: .venv/.ready  ## DAPO on a small model: five arms, three seeds, 60 ste
 accuracy-short: .venv/.ready  ## the same for CI: fails if FP8 does not train as BF16 does
 	.venv/bin/python benchmarks/accuracy/dapo_small.py --short $(ARGS)
 
+verl: .venv/.ready  ## veRL's own trainer on a CPU: FP8, BF16, and a wrong scale that has to show
+	PYTHONPATH=benchmarks .venv/bin/python -m verl_trainer --json $(RESULTS)/verl_trainer.jsonl \
+	    --plot $(RESULTS)/verl_trainer.png $(ARGS)
+
+verl-short: .venv/.ready  ## three steps of it with FP8, for CI
+	PYTHONPATH=benchmarks .venv/bin/python -m verl_trainer --short $(ARGS)
+
 offline-bundle: .venv/.ready  ## one archive for a GPU host without network, into dist/ (docs/offline.md)
 	@.venv/bin/python -m tools.offline_bundle $(ARGS)
 
@@ -97,7 +105,6 @@ soak: .venv/.ready  ## 1,000 refits under load and with faults: does anything gr
 GPU_PYTHON ?= $(if $(filter command%,$(origin PYTHON)),$(PYTHON),.venv/bin/python)
 ON_GPU_READY := $(if $(filter .venv/bin/python,$(GPU_PYTHON)),.venv/.ready)
 ON_GPU := PYTHONPATH=$(CURDIR) timeout 420 $(GPU_PYTHON)
-RESULTS := benchmarks/results
 gpu-session: gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4  ## the first 25 minutes on a GPU (docs/gpu_session.md)
 
 gpu-session-1:

@@ -20,7 +20,7 @@ from .compat import host_version
 from .errors import HostError
 from .host_symbols import find
 
-Kind = Literal["BEFORE", "AFTER", "AROUND", "REPLACE", "OPTIONAL"]
+Kind = Literal["BEFORE", "AFTER", "AROUND", "REPLACE", "WRAP"]
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Hook:
     """One hook: where, what kind, by which function, why, and when it can go.
 
     Attributes:
-        target: dotted path of a function or method of the host.
-        kind: as SGLang's `HookType`; or `OPTIONAL`, an abstract method that subclasses need not
-            have (`verl_plugin.py` applies those itself).
+        target: dotted path of a function or method of the host (or of veRL).
+        kind: as SGLang's `HookType`; or `WRAP`, a global name of a veRL module, which gets what
+            `function` makes of what stood there (`verl_rollout/hooks.py` applies those itself).
         function: what runs there.
         reason, until: why it is needed, and what has to happen for it to go.
         since: the first SGLang that has the target; None if every supported one does.

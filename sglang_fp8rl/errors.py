@@ -17,6 +17,10 @@ class Fp8RlError(ValueError):
         self.subject, self.value, self.rule, self.remedy = subject, value, rule, remedy
         super().__init__(f"{subject}: {value}; {rule}. {remedy}")
 
+    def __reduce__(self) -> tuple[type[Fp8RlError], tuple[str, str, str, str]]:
+        """Errors travel between processes: over Ray, and between the ranks of a trainer."""
+        return type(self), (self.subject, self.value, self.rule, self.remedy)
+
 
 class ConfigError(Fp8RlError):
     """An option that is unknown or has a value that can't be served."""

@@ -1,73 +1,126 @@
-"""The veRL entry point: make the method known where veRL builds `ServerArgs` itself.
+"""The veRL entry point: put this package's rollout where veRL looks for SGLang's.
 
 `import verl` imports this module, in every process that does, and calls nothing in it (veRL 0.9.1:
-`entry_point.load()`), so importing it is what registers.
+`entry_point.load()`), so importing it is what registers. veRL 0.8 has no such entry points;
+`VERL_USE_EXTERNAL_MODULES=sglang_fp8rl.verl_plugin` does the same there.
+
+Two registries of veRL are all that is touched here. Both are read when a rollout by SGLang is
+wanted, so a process that only imports veRL imports nothing of SGLang.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from .compat import SESSIONS_SINCE, host_version
+from packaging.version import Version
+
+from .compat import check_host
 from .config import QUANTIZATION_METHOD
-from .declared_hooks import Hook
-from .host_symbols import find
+from .errors import HostError
+from .platforms import is_requested
 
 logger = logging.getLogger(__name__)
 
-
-def _make_optional(owner: type, name: str) -> None:
-    """Subclasses of `owner` need not have the method any more."""
-    owner.__abstractmethods__ = owner.__abstractmethods__ - {name}  # type: ignore[attr-defined]
-
-
-VERL_HOOKS = tuple(
-    Hook(
-        f"sglang.srt.entrypoints.EngineBase.EngineBase.{name}",
-        "OPTIONAL",
-        _make_optional,
-        "veRL 0.9.1's HTTP adapter is an `EngineBase` and knows no sessions, so it could not be "
-        "created; its updates are served without them",
-        "veRL has sessions",
-        since=SESSIONS_SINCE,
-    )
-    for name in ("begin_weight_update", "end_weight_update")
-)
+OLDEST_VERL, NEWEST_VERL_EXCLUDED = Version("0.8"), Version("0.10")
+TESTED_VERL = "0.9.1"
+ROLLOUT = "sglang"
+ADAPTER = "sglang_fp8rl.verl_rollout.adapter.ServerAdapter"
 
 
 def register() -> None:
-    """Run SGLang's own plugin loader, which registers ours as everywhere else; idempotent.
+    """Register server and adapter of the rollout `sglang`; idempotent.
 
-    veRL builds SGLang's `ServerArgs` in a process that never calls `load_plugins()`, and SGLang then
-    refuses a quantization method it does not know.
+    On a veRL or SGLang outside the supported range it says so in the log (veRL writes what a plugin
+    raises to its debug log only), and a rollout that asks for this method is refused; others are
+    veRL's own.
 
-    Side effects on the host: two methods of `EngineBase` are no longer required of subclasses.
+    Side effects on the host: one entry of `RolloutReplicaRegistry`, one of `_ROLLOUT_REGISTRY`.
     """
-    if find_spec("sglang") is None:
-        return
-    from sglang.srt.plugins import load_plugins
+    problems = [*check_host(), *check_verl()]
+    if problems:
+        logger.error("fp8rl registers nothing with veRL: %s", "; ".join(problems))
+    try:
+        from verl.workers.rollout import base, replica
 
-    load_plugins()
-    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
-
-    if QUANTIZATION_METHOD not in QUANTIZATION_METHODS:
-        return
-    for hook in VERL_HOOKS:
-        if hook.is_for(host_version()):
-            _apply(hook)
-
-
-def _apply(hook: Hook) -> None:
-    owner_path, _, name = hook.target.rpartition(".")
-    owner = find(owner_path)
-    if not hasattr(owner, name):
-        # veRL swallows what a plugin raises, so this line is all that a reader would get.
+        registry = replica.RolloutReplicaRegistry
+        adapters = base._ROLLOUT_REGISTRY
+        verls_own = registry._registry[ROLLOUT]
+    except (ImportError, AttributeError, KeyError) as error:
         logger.error(
-            "fp8rl: %s is gone from SGLang %s: %s", hook.target, host_version(), hook.reason
+            "fp8rl: veRL keeps its rollouts elsewhere (%s); %s is tested", error, TESTED_VERL
         )
         return
-    hook.function(owner, name)
+    if isinstance(verls_own, _Loader):
+        return
+    if problems:
+        registry.register(ROLLOUT, RefusingLoader(verls_own, problems))
+        return
+    registry.register(ROLLOUT, ReplicaLoader(verls_own))
+    adapters[ROLLOUT, "async"] = ADAPTER
+
+
+def check_verl() -> list[str]:
+    """Why this veRL can't be trained with; empty if it can. Imports nothing of veRL."""
+    try:
+        version = Version(importlib.metadata.version("verl"))
+    except importlib.metadata.PackageNotFoundError:
+        return ["verl is not installed; pip install --no-deps verl==" + TESTED_VERL]
+    if not OLDEST_VERL <= version < NEWEST_VERL_EXCLUDED:
+        return [
+            f"verl {version} is outside the supported range >={OLDEST_VERL},<{NEWEST_VERL_EXCLUDED}"
+            f"; {TESTED_VERL} is tested"
+        ]
+    return []
+
+
+class _Loader:
+    """What veRL calls for the replica's class, when a rollout by SGLang is wanted."""
+
+    def __init__(self, load_verls_own: Callable[[], Any]) -> None:
+        self.load_verls_own = load_verls_own
+
+
+class ReplicaLoader(_Loader):
+    """Loads veRL's own replica first (it prepares imports that its modules need), then ours.
+
+    Not on the CPU platform: what veRL prepares is SGLang's CPU engine, whose kernels are not in the
+    released wheel.
+    """
+
+    def __call__(self) -> Any:
+        if not is_requested():
+            self.load_verls_own()
+        from .verl_rollout.server import Replica
+
+        return Replica
+
+
+class RefusingLoader(_Loader):
+    """veRL's own replica, but for a rollout that asks for a method which can't be served here."""
+
+    def __init__(self, load_verls_own: Callable[[], Any], problems: Sequence[str]) -> None:
+        super().__init__(load_verls_own)
+        self.problems = problems
+
+    def __call__(self) -> Any:
+        problems = "; ".join(self.problems)
+
+        class Replica(self.load_verls_own()):  # type: ignore[misc]
+            def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
+                asked_for = (config.get("engine_kwargs") or {}).get("sglang") or {}
+                if asked_for.get("quantization") == QUANTIZATION_METHOD:
+                    raise HostError(
+                        "engine_kwargs.sglang.quantization",
+                        QUANTIZATION_METHOD,
+                        problems,
+                        "docs/verl.md says which versions go together; or serve without it.",
+                    )
+                super().__init__(replica_rank, config, *args, **kwargs)
+
+        return Replica
 
 
 register()

@@ -1,8 +1,8 @@
 """One rank of a veRL trainer: an FSDP2 model on the CPU whose weights go out by veRL's own code.
 
-What `verl.workers.rollout.sglang_rollout.ServerAdapter.update_weights` does, with its parts: its
-device mesh, its adapter, its buckets, SGLang's `update_weights`. Not by `ServerAdapter` itself, for
-that looks its server up in Ray and moves every tensor to a GPU.
+Either by its parts, as a veRL without this package's adapter would: its device mesh, its HTTP
+adapter, its buckets, SGLang's `update_weights`. Or by the adapter that this package registers with
+it. Only the server is not looked up in Ray.
 
 Reads commands as JSON lines from stdin and answers each with a line `{"answers": …}` on stdout.
 Run with RANK and WORLD_SIZE as torchrun sets them.
@@ -15,20 +15,22 @@ import functools
 import json
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import verl  # noqa: F401  # its plugin entry point is all the set-up there is
+from omegaconf import OmegaConf
 from sglang.srt.weight_sync.utils import update_weights
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
-from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
-from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
+from verl.workers.rollout.sglang_rollout import sglang_rollout as verls
 
 from sglang_fp8rl import fetch_plan
 from sglang_fp8rl.trainer import quantize_for_refit
+from sglang_fp8rl.verl_rollout.adapter import ServerAdapter
+from sglang_fp8rl.verl_rollout.hooks import ADAPTER_HOOKS, apply_hooks
 
 NAMES = ("dp", "infer_tp", "infer_pp")
 
@@ -50,6 +52,32 @@ def full_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
+async def _answered(*_: Any) -> None:
+    """As Ray's actor would."""
+
+
+class Adapter(ServerAdapter):
+    """This package's adapter, its server given instead of looked up."""
+
+    def __init__(self, engine: Any, mesh: Any, bucket_bytes: int) -> None:
+        self._engine, self.device_mesh, self._pd_role = engine, mesh, None
+        self.model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3"))
+        self.bucket_bytes = bucket_bytes
+        megabytes = -(-bucket_bytes >> 20)  # what veRL's own way of sending reads
+        self.config: Any = OmegaConf.create(
+            {"checkpoint_engine": {"update_weights_bucket_megabytes": megabytes}}
+        )
+        set_steps = SimpleNamespace(remote=_answered)
+        self.server_actor = SimpleNamespace(set_global_steps=set_steps)
+
+    async def _init_server_adapter(self) -> None:
+        pass
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return self.bucket_bytes
+
+
 async def refit(command: dict[str, Any]) -> list[Any]:
     """One full update of one server; what it answered to each bucket.
 
@@ -63,23 +91,32 @@ async def refit(command: dict[str, Any]) -> list[Any]:
     is_leader = has_server and mesh["infer_tp"].get_local_rank() == 0
     engine: Any = None
     if is_leader:
-        engine = AsyncHttpServerAdapter(
+        engine = verls.AsyncHttpServerAdapter(
             model_path=command["path"],
             host="127.0.0.1",
             port=command["port"],
             launch_server=False,
             trust_remote_code=False,
         )
-    weights = full_tensors(sharded_model(command["path"], getattr(torch, command["dtype"])))
+    model = sharded_model(command["path"], getattr(torch, command["dtype"]))
+    suffix = command.get("suffix", "")
+    weights = ((name + suffix, tensor) for name, tensor in full_tensors(model))
     if command.get("is_quantized"):
         plan = fetch_plan(f"http://127.0.0.1:{command['port']}")
         weights = quantize_for_refit(weights, plan, pack_pairs=command.get("pack_pairs", False))
+    if command.get("by_adapter"):
+        if has_server:
+            step = command.get("step", 1)
+            await Adapter(engine, mesh, command["bucket_bytes"]).update_weights(weights, step)
+        else:
+            list(weights)
+        return []
     answers = []
-    async for bucket in get_named_tensor_buckets(weights, command["bucket_bytes"]):
+    async for bucket in verls.get_named_tensor_buckets(weights, command["bucket_bytes"]):
         if has_server:
             answer = await update_weights(
                 engine=engine,
-                params_batch=[(name + command.get("suffix", ""), t) for name, t in bucket],
+                params_batch=bucket,
                 device_mesh_key="infer_tp",
                 device_mesh=mesh,
             )
@@ -90,6 +127,7 @@ async def refit(command: dict[str, Any]) -> list[Any]:
 
 
 def main() -> None:
+    apply_hooks(ADAPTER_HOOKS)
     torch.distributed.init_process_group("gloo")
     for line in sys.stdin:
         try:

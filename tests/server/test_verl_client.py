@@ -1,6 +1,7 @@
-"""veRL 0.9.1's real code, unchanged, against real servers: two FSDP ranks, TP=1 and TP=2.
+"""veRL 0.9.1's real code against real servers: two FSDP ranks, TP=1 and TP=2.
 
-veRL knows no sessions, and flushes the cache with every bucket.
+Either by its parts, which know no sessions and flush the cache with every bucket; or by the adapter
+that this package registers with it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from _served import MODEL, ONE_THREAD, PROMPTS, QUANTIZED, Client, Served, kill_group, served
@@ -98,7 +100,9 @@ def refit(trainer, case, checkpoint_dir, which, dtype, bucket_bytes, tp_size, **
             trainer.close()  # the other rank may wait for this one for ever
             raise AssertionError((rank, said["error"], trainer.log(rank)))
         if rank == 0:
-            *answers, _flushed = said["answers"]
+            answers = said["answers"][:-1]  # the last is of the flush
+    if more.get("by_adapter"):
+        return
     assert all(answer["success"] for answer in answers), answers
     # The server sees what it is said to see: one bucket, or nearly a bucket for each tensor.
     assert len(answers) == 1 if bucket_bytes == LARGE else len(answers) > TENSORS // 2
@@ -126,6 +130,24 @@ def test_quantized_before_transfer_in_verl_equals_a_fresh_server(
     for which in ("second", "first"):
         refit(trainer, case, checkpoint_dir, which, "float32", bucket_bytes, 1, **more)
         case.check(which)
+
+
+@pytest.mark.parametrize("bucket_bytes", [SMALL, LARGE], ids=["small-buckets", "one-bucket"])
+def test_a_refit_by_this_package_s_adapter_equals_a_fresh_server(
+    server, trainer, checkpoint_dir, bucket_bytes
+):
+    """Flattened buckets in a session; the step is SGLang's weight version."""
+    case = served(server, checkpoint_dir)
+    for step, which in enumerate(("second", "first"), 7):
+        more = {"by_adapter": True, "step": step}
+        refit(trainer, case, checkpoint_dir, which, "float32", bucket_bytes, 1, **more)
+        case.check(which)
+    assert version_of(case.client) == "8"
+
+
+def version_of(client: Client) -> str:
+    """Which weights made a generated token."""
+    return client.generate([1, 2, 3])["meta_info"]["weight_version"]
 
 
 @pytest.fixture(scope="module")
@@ -161,12 +183,47 @@ def test_a_refit_by_verl_equals_a_fresh_server_at_tp2(
         at_tp2.check(which)
 
 
+@pytest.mark.slow
+def test_a_refit_by_this_package_s_adapter_equals_a_fresh_server_at_tp2(
+    at_tp2, trainer, checkpoint_dir
+):
+    for which in ("second", "first"):
+        refit(trainer, at_tp2, checkpoint_dir, which, "float32", SMALL, 2, by_adapter=True)
+        at_tp2.check(which)
+
+
+def refused(trainer, case, checkpoint_dir, tp_size, **more) -> list[str]:
+    """What each rank says of a refit that fails."""
+    path = checkpoint(checkpoint_dir, MODEL, "second")
+    trainer.start_refit(case, path, "float32", LARGE, tp_size=tp_size, **more)
+    return [trainer.answer(rank).get("error", "") for rank in range(WORLD_SIZE)]
+
+
 def test_verl_is_told_when_an_update_is_refused(server, trainer, checkpoint_dir):
     """Its adapter raises on HTTP 400: a trainer does not go on with weights nobody serves."""
     case = served(server, checkpoint_dir)
-    path = checkpoint(checkpoint_dir, MODEL, "second")
-    trainer.start_refit(case, path, "float32", LARGE, tp_size=1, suffix="_wrong")
-    said = [trainer.answer(rank) for rank in range(WORLD_SIZE)]
-    assert "400" in said[0]["error"], said
+    assert "400" in refused(trainer, case, checkpoint_dir, 1, suffix="_wrong")[0]
     refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1)
     case.check("first")
+
+
+@pytest.mark.slow
+def test_every_rank_is_told_why_when_the_server_has_another_model(at_tp2, trainer, checkpoint_dir):
+    """By this package's adapter: the server's own words, on both ranks; the server goes on."""
+    more = {"by_adapter": True, "step": 99}
+    for said in refused(trainer, at_tp2, checkpoint_dir, 2, suffix="_wrong", **more):
+        assert said.startswith("RefitError: POST /update_weights_from_tensor: HTTP 400"), said
+        assert "_wrong" in said
+        assert "/fp8rl/plan" in said
+    assert version_of(at_tp2.client) != "99"
+    refit(trainer, at_tp2, checkpoint_dir, "first", "float32", LARGE, 2, by_adapter=True)
+    at_tp2.check("first")
+
+
+def test_a_server_that_died_between_refits_is_named(trainer, checkpoint_dir):
+    case = SimpleNamespace(server=SimpleNamespace(port=free_port()))
+    said = refused(trainer, case, checkpoint_dir, 2, by_adapter=True)
+    for error in said:
+        assert f"127.0.0.1:{case.server.port}" in error
+        assert "no answer" in error
+        assert "last checkpoint" in error

@@ -23,9 +23,10 @@ def hook_targets() -> set[str]:
     pytest.importorskip("sglang")
     from sglang_fp8rl.engine.host.hooks import HOOKS
     from sglang_fp8rl.platforms.cpu_hooks import CPU_HOOKS
-    from sglang_fp8rl.verl_plugin import VERL_HOOKS
+    from sglang_fp8rl.verl_rollout.hooks import VERL_HOOKS
 
-    return {hook.target for hook in (*HOOKS, *CPU_HOOKS, *VERL_HOOKS)}
+    targets = {hook.target for hook in (*HOOKS, *CPU_HOOKS, *VERL_HOOKS)}
+    return {target for target in targets if target.startswith("sglang.")}
 
 
 def test_every_import_and_every_path_in_the_sources_is_listed():

@@ -1,0 +1,240 @@
+"""C5: what does veRL's refit of a model with 18,867 names cost, from `update_weights` on?
+
+    python benchmarks/bench_verl.py [--layers 48] [--json FILE]
+
+The model of `bench_replay.py` (names of Qwen3-30B-A3B, matrices of one block) on real servers, the sender
+in a process of its own as in a trainer of veRL: its `ServerAdapter`, its buckets, HTTP. Timed alternately
+from the call of `update_weights` in the trainer to its return, when the weights are ready:
+
+- `stock`: veRL's own code, which pickles every tensor by itself, to a server of this package
+- `flat`: this package's adapter, to the same server
+- `bf16`: veRL's own code to SGLang without quantization (in a session where SGLang wants one)
+
+Bytes first: after `stock` and after `flat` the server has the same fingerprint, or no number is printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sglang_fp8rl.client import RefitClient
+from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
+from sglang_fp8rl.testing.server import ServerProcess, cpu_env, free_port
+
+os.environ.update(cpu_env())  # before SGLang is imported
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server"))
+
+MIN_RATIO = 5.0
+BUCKET_BYTES = 2048 << 20  # veRL's default
+FULL_NAMES = 18_000
+
+
+class Sender:
+    """A trainer of one rank, and the seconds of its last refit by where they went."""
+
+    def __init__(self, url_port: int, path: Path) -> None:
+        from _verl_trainer import NAMES, Adapter
+        from torch.distributed.device_mesh import init_device_mesh
+        from verl.workers.rollout.sglang_rollout import sglang_rollout as verls
+
+        engine = verls.AsyncHttpServerAdapter(
+            model_path=str(path),
+            host="127.0.0.1",
+            port=url_port,
+            launch_server=False,
+            trust_remote_code=False,
+            timeout=600,
+        )
+        mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=NAMES)
+        self._verls, self._adapter = verls, Adapter(engine, mesh, BUCKET_BYTES)
+
+    def stock(self, weights: Any) -> None:
+        """By veRL's own code."""
+        with _takes_flat_buckets(self._adapter, False):
+            asyncio.run(self._adapter.update_weights(weights))
+
+    def flat(self, weights: Any) -> None:
+        """By this package's adapter."""
+        asyncio.run(self._adapter.update_weights(weights))
+
+
+@contextmanager
+def _takes_flat_buckets(adapter: Any, answer: bool) -> Iterator[None]:
+    before, adapter._is_ours = adapter._is_ours, answer
+    try:
+        yield
+    finally:
+        adapter._is_ours = before
+
+
+@contextmanager
+def _waiting() -> Iterator[list[float]]:
+    """Collects the seconds of every request that carries weights."""
+    from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
+
+    from sglang_fp8rl.verl_rollout.server_requests import Server
+
+    seconds: list[float] = []
+
+    def timed(function: Any, carries_weights: Any) -> Any:
+        async def call(self: Any, endpoint: str, *args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return await function(self, endpoint, *args, **kwargs)
+            finally:
+                if carries_weights(endpoint):
+                    seconds.append(time.perf_counter() - began)
+
+        return call
+
+    saved = AsyncHttpServerAdapter._make_async_request, Server.post
+
+    def carries(endpoint: str) -> bool:
+        return endpoint == "update_weights_from_tensor"
+
+    AsyncHttpServerAdapter._make_async_request = timed(saved[0], carries)
+    Server.post = timed(saved[1], carries)  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        AsyncHttpServerAdapter._make_async_request, Server.post = saved  # type: ignore[method-assign]
+
+
+def refit(
+    send: Any, state: dict[str, torch.Tensor], client: RefitClient | None
+) -> dict[str, float]:
+    """Seconds of one refit: `total`; `request` of it, and `load_weights` of that where it is told."""
+    # As `full_tensor()` makes them: memory of its own for each, nothing of it shared yet.
+    weights = [(name, weight.clone()) for name, weight in state.items()]
+    with _waiting() as requests:
+        began = time.perf_counter()
+        send(iter(weights))
+        total = time.perf_counter() - began
+    found = {"total": total, "request": sum(requests)}
+    if client is not None:
+        status = client.status()
+        assert status["consistent"], status["problems"]
+        assert status["last_refit"]["complete"], status["last_refit"]
+        found["load_weights"] = status["last_refit"]["seconds"]
+    return found
+
+
+def main(
+    layers: Annotated[int, typer.Option(help="decoder layers, 128 experts each")] = 48,
+    repetitions: Annotated[int, typer.Option(help="timed runs of each")] = 3,
+    guard: Annotated[bool, typer.Option("--guard", help="exit 1 if the ratio is missed")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="append a JSON line")] = None,
+) -> None:
+    """Time veRL's refit by its stock path and by flattened buckets; exit 1 if bytes differ."""
+    from sglang_fp8rl.verl_rollout.hooks import ADAPTER_HOOKS, apply_hooks
+
+    console = Console(width=None if Console().is_terminal else 100)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    apply_hooks(ADAPTER_HOOKS)
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+    config = make_config(
+        "qwen3_moe", num_experts=128, num_hidden_layers=layers, vocab_size=256, **sizes, **heads
+    )
+    states = [
+        {name: weight.bfloat16() for name, weight in make_state_dict(config, seed=seed).items()}
+        for seed in (1, 2)
+    ]
+    times: dict[str, list[dict[str, float]]] = {"stock": [], "flat": [], "bf16": []}
+    with tempfile.TemporaryDirectory() as directory:
+        path = save_checkpoint(Path(directory) / "model", config, {"nothing": torch.zeros(1)})
+        flags = ("--load-format=dummy",)
+        ours = ServerProcess(
+            path,
+            (*flags, "--quantization=fp8_blockwise_online"),
+            log_path=Path(directory) / "fp8.log",
+        )
+        plain = ServerProcess(path, flags, log_path=Path(directory) / "bf16.log")
+        with ours, plain:
+            client = RefitClient(ours.url)
+            fp8, bf16 = Sender(ours.port, path), Sender(plain.port, path)
+            fingerprints = []
+            for send in (fp8.stock, fp8.flat):  # the first of each is recorded
+                refit(send, states[1], client)
+                refit(send, states[0], client)
+                fingerprints.append(client.fingerprint())
+            if fingerprints[0] != fingerprints[1]:
+                console.print("[red]the two ways left different bytes: no number[/red]")
+                raise typer.Exit(1)
+            refit(bf16.stock, states[0], None)
+            for repetition in range(repetitions):
+                state = states[repetition % 2]
+                times["stock"].append(refit(fp8.stock, state, client))
+                times["flat"].append(refit(fp8.flat, state, client))
+                times["bf16"].append(refit(bf16.stock, state, None))
+    torch.distributed.destroy_process_group()
+    names, nbytes = len(states[0]), sum(weight.nbytes for weight in states[0].values())
+    report(console, times, names, nbytes, guard, json_path)
+
+
+def report(
+    console: Console,
+    times: dict[str, list[dict[str, float]]],
+    names: int,
+    nbytes: int,
+    guard: bool,
+    json_path: Path | None,
+) -> None:
+    median = {
+        way: {part: statistics.median(run[part] for run in runs) for part in runs[0]}
+        for way, runs in times.items()
+    }
+    table = Table(title=f"{names:,} names, {nbytes / 1e6:.0f} MB of BF16, veRL {version('verl')}")
+    for column in ("way", "update_weights s", "trainer s", "request s", "load_weights s"):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    for way, row in median.items():
+        load = f"{row['load_weights']:.2f}" if "load_weights" in row else "-"
+        trainer = row["total"] - row["request"]
+        table.add_row(way, f"{row['total']:.2f}", f"{trainer:.2f}", f"{row['request']:.2f}", load)
+    console.print(table)
+    ratios = {
+        "stock_to_flat": median["stock"]["total"] / median["flat"]["total"],
+        "bf16_to_flat": median["bf16"]["total"] / median["flat"]["total"],
+    }
+    console.print(
+        f"C5: stock / flat = {ratios['stock_to_flat']:.1f} (target {MIN_RATIO}), veRL's refit of "
+        f"SGLang's BF16 / flat = {ratios['bf16_to_flat']:.1f}; the same fingerprints"
+    )
+    if json_path:
+        record = {
+            "benchmark": "verl",
+            "names": names,
+            "bytes_bf16": nbytes,
+            "median_s": median,
+            "ratios": ratios,
+            "repetitions": len(times["flat"]),
+            "sglang": version("sglang"),
+            "verl": version("verl"),
+            "torch": torch.__version__,
+        }
+        with json_path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    if guard and ratios["stock_to_flat"] < MIN_RATIO:
+        console.print("[red]below target[/red]")
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""veRL's own trainer, `python -m verl.trainer.main_ppo`, on a CPU and with this package serving."""

@@ -1,0 +1,1 @@
+"""veRL's SGLang rollout where veRL and a supported SGLang disagree. Imported when it is used."""

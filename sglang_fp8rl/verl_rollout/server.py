@@ -1,0 +1,31 @@
+"""veRL's server actor, so that it starts on every supported SGLang and answers `/server_info`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
+
+from .hooks import SERVER_HOOKS, apply_hooks
+
+
+class HttpServer(SGLangHttpServer):
+    """The actor that runs SGLang's launcher and HTTP server."""
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        """As veRL's, with `SERVER_HOOKS` in force in this one process.
+
+        Raises:
+            HostError: see `apply_hooks`.
+        """
+        apply_hooks(SERVER_HOOKS)
+        await super().launch_server(*args, **kwargs)
+
+
+class Replica(SGLangReplica):
+    """Starts `HttpServer` where veRL would start its own actor."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(HttpServer)

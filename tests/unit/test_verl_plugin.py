@@ -1,0 +1,97 @@
+"""What importing veRL does to a process, and to which veRL this package answers."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_fp8rl import verl_plugin
+from sglang_fp8rl.errors import HostError
+from sglang_fp8rl.verl_rollout import hooks
+from sglang_fp8rl.verl_rollout.hooks import VERL_HOOKS
+
+pytest.importorskip("verl")
+
+SAID = """
+import json, sys
+import verl
+from verl.workers.rollout import base, replica
+print(json.dumps({
+    "sglang": "sglang" in sys.modules,
+    "adapter": base._ROLLOUT_REGISTRY["sglang", "async"],
+    "loader": type(replica.RolloutReplicaRegistry._registry["sglang"]).__module__,
+}))
+"""
+
+
+def said_by(code: str, **env: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(700)
+def test_importing_verl_registers_with_it_and_imports_nothing_of_sglang():
+    said = said_by(SAID)
+    assert not said["sglang"]
+    assert said["adapter"] == verl_plugin.ADAPTER
+    assert said["loader"] == "sglang_fp8rl.verl_plugin"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_fine"), [("0.7.1", False), ("0.9.1", True), ("0.10", False)]
+)
+def test_a_verl_outside_the_range_is_named(monkeypatch, version, is_fine):
+    monkeypatch.setattr(verl_plugin.importlib.metadata, "version", lambda _: version)
+    problems = verl_plugin.check_verl()
+    assert (problems == []) == is_fine
+    assert all(version in problem and verl_plugin.TESTED_VERL in problem for problem in problems)
+
+
+class VerlsOwn:
+    def __init__(self, replica_rank, config):
+        self.replica_rank = replica_rank
+
+
+def test_a_rollout_by_this_method_is_refused_on_versions_that_can_t_serve_it():
+    replica = verl_plugin.RefusingLoader(lambda: VerlsOwn, ["verl 0.7.1 is too old"])()
+    assert replica(3, {"engine_kwargs": {"sglang": {}}}).replica_rank == 3
+    with pytest.raises(HostError, match=r"0\.7\.1 is too old.*docs/verl\.md"):
+        replica(0, {"engine_kwargs": {"sglang": {"quantization": "fp8_blockwise_online"}}})
+
+
+@pytest.mark.parametrize("hook", [hook for hook in VERL_HOOKS if hook.kind == "WRAP"])
+def test_what_is_replaced_in_verl_is_there(hook):
+    """By its source: importing it imports SGLang."""
+    module, name = hook.target.rsplit(".", 1)
+    source = Path(str(importlib.util.find_spec(module).origin)).read_text()
+    names = {alias.asname or alias.name for node in ast.walk(ast.parse(source))
+             if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip
+    assert name in names
+
+
+def test_a_hook_on_verl_whose_target_is_gone_is_named():
+    gone = replace(VERL_HOOKS[0], target="sglang_fp8rl.errors.no_such_name")
+    with pytest.raises(HostError, match=r"no_such_name.*docs/verl"):
+        hooks._wrap(gone)
+
+
+def test_an_error_arrives_whole_in_another_process():
+    error = pickle.loads(pickle.dumps(HostError("what", "value", "rule", "remedy")))
+    assert isinstance(error, HostError)
+    assert (str(error), error.remedy) == ("what: value; rule. remedy", "remedy")
