@@ -7,6 +7,7 @@ from typing import Any
 
 from ... import __version__
 from ...wire.layout_text import VERSION as FLAT_LAYOUT_VERSION
+from ..kv_scales.status import kv_section
 from ..model.plan_document import module_rows
 from ..refit import ModelRefit
 from ..report.refit_record import State
@@ -47,6 +48,7 @@ def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
         "consistent": log.state is State.WHOLE,
         "problems": problems,
         "plan": module_rows(refit.schemes),
+        "kv_scales": kv_section(refit.kv),
     }
 
 
