@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .cast import is_there
 from .checks import FP8_DTYPE
 from .reference import FP8_MAX
 
@@ -122,9 +123,14 @@ def _energies(
     Args:
         gain: FP32 `[K]`, the squares of `g`.
     """
+    weight = weight.detach()
+    if weight.dtype == FP8_DTYPE and weight.device.type == "cpu" and is_there("numba"):
+        from .cpu.energies import row_energies
+
+        return row_energies(weight, gain, width)
     found = []
     by_group = gain.view(-1, width)
-    for chunk in weight.detach().split(_ROWS_AT_ONCE):
+    for chunk in weight.split(_ROWS_AT_ONCE):
         squares = chunk.to(torch.float32 if chunk.dtype == FP8_DTYPE else torch.float64).square_()
         groups = squares.view(len(chunk), -1, width)
         plain = groups.sum(2).double()

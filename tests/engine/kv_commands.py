@@ -185,3 +185,41 @@ def checksums(scheduler: Any) -> Any:
     result = scheduler.weight_updater.check_weights(CheckWeightsReqInput(action="checksum"))
     assert result.success, result.message
     return str(result.payload)
+
+
+def adversarial_codes(scheduler: Any) -> list[tuple[float, float, int]]:
+    """What the layers make of inputs that are aligned with their own weights.
+
+    Returns:
+        Per layer the largest magnitude of a key and of a value before the cast, and how many numbers
+        e4m3 has no code for.
+    """
+    from sglang_fp8rl.numerics import dequantize
+
+    found = []
+    model = model_of(scheduler)
+    for layer in kv_of(scheduler).layers:
+        decoder = model.get_submodule(layer.name.rpartition(".")[0])
+        attention: Any = model.get_submodule(layer.name)
+        gain = layer.input_norm.double()
+        hidden = []
+        for rows in (layer.key_rows, layer.value_rows):
+            held = dequantize(rows.weight, rows.scales, dtype=torch.float32).double() * gain
+            hidden += [held, held.sign() / gain]
+        with torch.no_grad():
+            x = decoder.input_layernorm(torch.cat(hidden).to(torch.bfloat16) * 64)
+            qkv = attention.qkv_proj(x)[0]
+            q, k, v = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+            if layer.key_norm is not None:
+                # One channel alone is what a norm over a head lets through at its largest.
+                alone = torch.eye(attention.head_dim, dtype=k.dtype) * 1e4
+                k = torch.cat([k.reshape(-1, attention.head_dim), alone])
+                k = attention.k_norm(k).view(-1, attention.head_dim)
+                k = k[: len(k) // attention.num_kv_heads * attention.num_kv_heads]
+                k = k.reshape(-1, attention.kv_size)
+                q = q.new_zeros(len(k), attention.q_size)
+            positions = torch.arange(len(k)) % 97
+            _, k = attention.rotary_emb(positions, q, k)
+        lost = sum(int((~(one.abs() <= 448)).sum()) for one in (k, v))
+        found.append((float(k.abs().max()), float(v.abs().max()), lost))
+    return found

@@ -11,7 +11,7 @@ from ..kv_scales.attention_layers import attention_layers, refused
 from .attach import refit_of
 
 # Server argument to why scales can't follow there; refused where it is set.
-_REFUSED = {
+REFUSED = {
     "speculative_algorithm": "a draft model writes into a cache of its own, without scales",
     "enable_hierarchical_cache": "a cache on the host or in a store outlives a change of scales",
     "enable_lmcache": "a cache on the host or in a store outlives a change of scales",
@@ -33,15 +33,15 @@ def start_kv_scales(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
     from sglang.srt.distributed.parallel_state import get_attn_tp_group
     from sglang.srt.runtime_context import get_server_args
 
-    _check_arguments(get_server_args())
+    check_arguments(get_server_args())
     if runner.dtype is not torch.bfloat16:
         raise refused("--dtype", str(runner.dtype), "powers of two commute with BF16's rounding")
     refit.kv.start(attention_layers(runner.model), get_attn_tp_group().cpu_group)
     return result
 
 
-def _check_arguments(args: Any) -> None:
-    for name, reason in _REFUSED.items():
+def check_arguments(args: Any) -> None:
+    for name, reason in REFUSED.items():
         value = getattr(args, name, None)
         if value:
             raise refused(f"--{name.replace('_', '-')}", str(value), reason)

@@ -51,6 +51,8 @@ LONGER = list(range(3, 43))
         "phi3-tp1",
         "qwen3-moe-tp1",
         "qwen2.5-vl-tp1",
+        engine_key("qwen3", "tp1", overridden(num_first_layers_in_bf16=1), "a-layer-in-bf16"),
+        engine_key("qwen2-bias", "tp1", overridden(granularity="per_channel"), "per-channel"),
     ),
 )
 def test_with_a_bf16_cache_folded_and_unfolded_say_the_same(host):
@@ -65,15 +67,15 @@ def test_with_a_bf16_cache_folded_and_unfolded_say_the_same(host):
 
 @on(with_fp8_cache("qwen3"), slow=(with_fp8_cache("qwen2-bias"), with_fp8_cache("qwen3", "tp2")))
 def test_a_refit_ends_with_the_exponents_the_bytes_and_the_words_of_a_fresh_start(host):
-    drifted = _drifted(host.model.second)
-    buckets = [list(drifted.items())[at::5] for at in range(5)]
+    far = drifted(host.model.second)
+    buckets = [list(far.items())[at::5] for at in range(5)]
     for which, bucket in enumerate(reversed(buckets)):
         host.send(bucket, None, which == 4)
     moved = host.call_all(exponents)
-    assert moved != [_exponents(one) for one in host.as_loaded.status]
+    assert moved != [exponents_of(one) for one in host.as_loaded.status]
     host.send(list(host.model.second.items()))
     fresh = host.fresh("second")
-    assert host.call_all(exponents) == [_exponents(one) for one in fresh.status]
+    assert host.call_all(exponents) == [exponents_of(one) for one in fresh.status]
     assert host.call_all(digests) == fresh.digests
     assert host.say() == fresh.said
     assert host.call(status)["kv_scales"]["certified"]
@@ -134,7 +136,7 @@ def test_no_prefix_survives_a_change_of_exponents(host):
     assert hit_again > 0
     assert again == first
     before = host.call(exponents)
-    host.send(list(_drifted(host.model.first).items()))
+    host.send(list(drifted(host.model.first).items()))
     assert host.call(exponents) != before
     host.call(poison)
     _, hit = host.call(generate_cached, LONGER, 4)
@@ -150,14 +152,14 @@ def test_one_rank_and_two_choose_the_same_exponents(engine_pool):
     keys = [with_fp8_cache("qwen3-one-kv-head", layout) for layout in ("tp1", "tp2")]
     with engine_pool.lent(keys[0]) as one, engine_pool.lent(keys[1]) as two:
         for drift in (0, 9):
-            items = list(_drifted(one.model.second, drift).items())
+            items = list(drifted(one.model.second, drift).items())
             one.send(items)
             two.send(items)
             first, second = two.call_all(exponents)
             assert one.call(exponents) == first == second
 
 
-def _drifted(weights, binades: int = 6):
+def drifted(weights, binades: int = 6):
     """Values of one layer that are `2**binades` as large: its exponent has to move."""
     return {
         name: tensor * 2.0**binades if "layers.0.self_attn.v_proj" in name else tensor
@@ -165,6 +167,6 @@ def _drifted(weights, binades: int = 6):
     }
 
 
-def _exponents(one):
+def exponents_of(one):
     layers = one["kv_scales"]["layers"]
     return [(layer["keys"]["exponent"], layer["values"]["exponent"]) for layer in layers]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang_fp8rl.numerics import dequantize, quantize_blockwise, quantize_per_channel
+from sglang_fp8rl.numerics.cpu.energies import row_energies
 from sglang_fp8rl.numerics.kv_bounds import Rotation, Rows, normed, projected, rotated
 from sglang_fp8rl.platforms.cpu_linear import apply_fp8_linear, block_fp8_linear
 
@@ -117,7 +118,7 @@ def test_no_input_exceeds_the_bound_of_a_projection_and_some_come_close(name, ki
     bias = torch.linspace(-3, 3, 128).to(BF16) if with_bias else None
     rows, run = layer(kind, weight, bias)
     bound = projected(rows, gain)
-    channels = list(range(0, 128, 9))
+    channels = list(range(0, 128, 25))
     found = largest_outputs(run, rows, gain, channels)
     assert (found <= bound[channels]).all()
     if not with_bias and name != "tiny gains":  # whose squares vanish beside RMSNorm's epsilon
@@ -187,3 +188,23 @@ def test_what_is_not_finite_has_no_finite_bound(spoiled):
         "bias": rows.bias,
     }[spoiled].view(-1)[0] = 0x7F if spoiled == "code" else math.nan
     assert not math.isfinite(float(projected(rows, gain).amax()))
+
+
+def test_the_cpu_kernel_sums_what_torch_sums_for_every_code_and_any_number_of_threads():
+    draw = torch.Generator().manual_seed(4)
+    every = torch.arange(256, dtype=torch.uint8)
+    every[every & 0x7F == 0x7F] = 5
+    codes = torch.stack([every.roll(n) for n in range(64)] * 40).view(torch.float8_e4m3fn)
+    gain = torch.rand(256, generator=draw)
+    squares = codes.double().square()
+    expected = [
+        (squares * gain).view(len(codes), -1, 64).sum(2), squares.view(len(codes), -1, 64).sum(2)
+    ]  # fmt: skip
+    one, several = (row_energies(codes, gain, 64, threads=n) for n in (1, 3))
+    for found, again, exact in zip(one, several, expected, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
+        assert torch.equal(found, again)
+    codes.view(torch.uint8)[3, 70] = 0xFF
+    for found in row_energies(codes, gain, 64):
+        assert found[3, 1].isnan()
+        assert found.isnan().sum() == 1
