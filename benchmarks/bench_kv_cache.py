@@ -51,7 +51,7 @@ from sglang_fp8rl.engine.kv_scales.kv_scales import KvScales
 from sglang_fp8rl.numerics.kv_bounds import Rotation, Rows
 from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 512, 8, 4, 64, 512
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 256, 4, 2, 64, 512
 RULES = ("unit", "certified", "calibrated", "amax * 1.05")
 CASES = ("undrifted", "V / 2^8", "V / 2^11", "K * 2^7", "K * 2^12", "K bias 30", "K bias 100")
 State = dict[str, torch.Tensor]
@@ -165,15 +165,15 @@ def measure_errors(console: Console) -> tuple[list[dict[str, Any]], dict[str, An
         "qwen2",
         num_hidden_layers=LAYERS,
         hidden_size=HIDDEN,
-        intermediate_size=1024,
+        intermediate_size=512,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         vocab_size=VOCABULARY,
     )
     weights = make_state_dict(config, seed=0)
     draw = torch.Generator().manual_seed(7)
-    texts = torch.randint(3, VOCABULARY, (12, 96), generator=draw).tolist()
-    prompts, others = texts[:8], texts[8:]
+    texts = torch.randint(3, VOCABULARY, (9, 64), generator=draw).tolist()
+    prompts, others = texts[:6], texts[6:]
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         path = save_checkpoint(Path(directory) / "model", config, weights)

@@ -182,7 +182,12 @@ def weights_by_name(scheduler: Any, name: str) -> Any:
 def checksums(scheduler: Any) -> Any:
     from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-    result = scheduler.weight_updater.check_weights(CheckWeightsReqInput(action="checksum"))
+    synchronize = torch.cuda.synchronize
+    torch.cuda.synchronize = lambda: None  # SGLang 0.5.16 calls it whatever the device
+    try:
+        result = scheduler.weight_updater.check_weights(CheckWeightsReqInput(action="checksum"))
+    finally:
+        torch.cuda.synchronize = synchronize
     assert result.success, result.message
     return str(result.payload)
 

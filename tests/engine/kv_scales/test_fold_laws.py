@@ -56,9 +56,11 @@ LONGER = list(range(3, 43))
     ),
 )
 def test_with_a_bf16_cache_folded_and_unfolded_say_the_same(host):
+    config = host.model.config
+    layers = getattr(config, "text_config", config).num_hidden_layers
     for seed in range(3):
         drawn = host.call_all(fold_at_random, seed)
-        assert len(drawn[0]) == MODELS[host.model.name].config.num_hidden_layers
+        assert len(drawn[0]) == layers
         assert host.call_all(digests) != host.as_loaded.digests
         assert host.say() == host.as_loaded.said, drawn[0]
         host.call_all(unfold)
