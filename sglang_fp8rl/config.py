@@ -15,6 +15,7 @@ QUANTIZATION_METHOD = "fp8_blockwise_online"
 GRANULARITY_CHOICES = ("blockwise", "per_channel")
 MISALIGNED_CHOICES = ("per_channel", "bf16", "error")
 UNKNOWN_NAME_CHOICES = ("error", "warn")
+KV_SCALE_CHOICES = ("certified", "unit")
 
 # What SGLang itself adds to, or Hugging Face configs carry in, `quantization_config`.
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -43,6 +44,7 @@ class Options:
             false casts FP32 to FP8 directly, for research.
         unknown_names: whether an update that names no parameter fails or warns.
         replay: record what a bucket's loaders write, and repeat it for the next such bucket.
+        kv_scales: how an FP8 KV cache is kept in range; nothing where the cache is not e4m3.
     """
 
     weight_block_size: tuple[int, int] = (128, 128)
@@ -57,6 +59,7 @@ class Options:
     round_to_bf16: bool = True
     unknown_names: str = "error"
     replay: bool = True
+    kv_scales: str = "certified"
 
     def __post_init__(self) -> None:
         if tuple(self.weight_block_size) != (128, 128):
@@ -69,6 +72,7 @@ class Options:
         _one_of("granularity", self.granularity, GRANULARITY_CHOICES)
         _one_of("misaligned", self.misaligned, MISALIGNED_CHOICES)
         _one_of("unknown_names", self.unknown_names, UNKNOWN_NAME_CHOICES)
+        _one_of("kv_scales", self.kv_scales, KV_SCALE_CHOICES)
         for name in ("num_first_layers_in_bf16", "num_last_layers_in_bf16"):
             _a_count(name, getattr(self, name))
         for name in (

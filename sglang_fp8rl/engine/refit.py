@@ -26,6 +26,7 @@ from .arrival.sender_memory import SenderMemory
 from .arrival.update_scope import PROBE, UpdateScope
 from .audit import Audit
 from .journal import Arrival, Journal, Update, outside_of_a_call
+from .kv_scales.kv_scales import KvScales
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
 from .model.parameters import Target, set_loader, targets_of, widths_of
@@ -69,6 +70,7 @@ class ModelRefit:
         self.report = RefitReport(self.targets.values(), self.names, self._learn_names)
         self.recipes = RecipeStore()
         self.sender_memory = SenderMemory()
+        self.kv = KvScales(options.kv_scales, self.derived.end_of_update)
         self._probe_names = probe_names
         self.audit = Audit(model, options, self.names, self.pairs, self.report, self._learn_names)
         self.journal = Journal(self.report, self.audit, self.derived)
@@ -122,7 +124,7 @@ class ModelRefit:
             RefitError: something that was sent was not stored. What was stored stays stored, and
                 the status section says so.
         """
-        with self.journal.call() as call:
+        with self.kv.unfolded(), self.journal.call() as call:
             arrival = self._classify(weights, may_replay=call.scope.may_replay and not (args or kw))
             self.journal.expect(arrival)
             if self._device is not None and self._device.type != "meta":

@@ -111,7 +111,7 @@ class ServerAdapter(verls.ServerAdapter):
         # What SGLang does before it pickles: handles of CUDA memory name the GPU, not its number.
         monkey_patch_torch_reductions()
         async for bucket in verls.get_named_tensor_buckets(weights, self._bucket_bytes):
-            flat, metadata = flatten([(_plain_name(name), _local(t)) for name, t in bucket])
+            flat, metadata, _ = flatten([(_plain_name(name), _local(t)) for name, t in bucket])
             layout = layout_text.to_text(metadata)
             payloads = self._gather(serialize({"flattened_tensor": flat, "metadata": layout}))
             body = {

@@ -42,6 +42,7 @@ class EngineHost:
         quantization: as on the command line; None serves unquantized.
         tp_size: ranks.
         args: further command-line arguments.
+        radix_cache: whether prompts may hit what earlier ones left in the cache.
         env: variables set in the schedulers. The fork server keeps its own copy of the environment,
             so one that a test sets does not reach them.
     """
@@ -53,10 +54,12 @@ class EngineHost:
         quantization: str | None = "fp8_blockwise_online",
         tp_size: int = 1,
         args: tuple[str, ...] = (),
+        radix_cache: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> None:
         argv = command_line(model_path, quantization)
-        argv += ["--tp-size", str(tp_size), "--disable-radix-cache", *args]
+        argv += ["--tp-size", str(tp_size), *args]
+        argv += [] if radix_cache else ["--disable-radix-cache"]
         self.tp_size = tp_size
         self._pipes: list[Any] = []
         self._processes: list[Any] = []

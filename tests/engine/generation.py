@@ -10,10 +10,13 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 NEW_TOKENS = 4
 
 
-def generate(scheduler: Any, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
+def generate(
+    scheduler: Any, prompt: list[int], new_tokens: int, *, may_hit: bool = False
+) -> tuple[list[int], list[float]]:
     """Tokens, and the log-probabilities of the prompt's and of theirs. Run on every rank at once.
 
-    The prompt's too: a model may say its next token with certainty, whatever its weights.
+    The prompt's too: a model may say its next token with certainty, whatever its weights. Not where
+    the prompt `may_hit` the prefix cache: SGLang computes anew what it gives log-probabilities of.
     """
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -30,7 +33,7 @@ def generate(scheduler: Any, prompt: list[int], new_tokens: int) -> tuple[list[i
         token_type_ids=None,
         sampling_params=sampling,
         return_logprob=True,
-        logprob_start_len=0,
+        logprob_start_len=-1 if may_hit else 0,
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,

@@ -34,17 +34,23 @@ class EngineKey:
     layout: Layout
     args: tuple[str, ...] = ()
     label: str = ""
+    radix_cache: bool = False
 
     def __str__(self) -> str:
         return "-".join(filter(None, (self.model.name, self.layout.name, self.label)))
 
 
 def engine_key(
-    model: str | Model, layout: str = "tp1", args: tuple[str, ...] = (), label: str = ""
+    model: str | Model,
+    layout: str = "tp1",
+    args: tuple[str, ...] = (),
+    label: str = "",
+    *,
+    radix_cache: bool = False,
 ) -> EngineKey:
     """By the names of `models.MODELS` and `contract.LAYOUTS`."""
     found = model if isinstance(model, Model) else MODELS[model]
-    return EngineKey(found, LAYOUTS[layout], args, label)
+    return EngineKey(found, LAYOUTS[layout], args, label, radix_cache)
 
 
 def on(*keys: EngineKey | str, slow: tuple[EngineKey | str, ...] = ()) -> pytest.MarkDecorator:
@@ -92,7 +98,12 @@ class Engine(EngineHost):
         self.key, self.model, self._pool = key, key.model, pool
         self.in_doubt = False
         path = pool.checkpoint(key.model, which)
-        super().__init__(path, tp_size=key.layout.tp_size, args=(*key.layout.args, *key.args))
+        super().__init__(
+            path,
+            tp_size=key.layout.tp_size,
+            args=(*key.layout.args, *key.args),
+            radix_cache=key.radix_cache,
+        )
         # Generates before it is updated, as a server does: SGLang keeps copies of some weights from
         # their first use on.
         said = None if no_forward_of(key.model.name, key.layout) else self.say()

@@ -58,7 +58,8 @@ def fingerprint_state(refit: ModelRefit, scheduler: Any, request: Any) -> dict[s
         return None
     try:
         _check_weights_are_there(scheduler.weight_updater)
-        found = fingerprint_of_model(refit, scheduler.weight_updater.tp_cpu_group)
+        with refit.kv.unfolded():
+            found = fingerprint_of_model(refit, scheduler.weight_updater.tp_cpu_group)
     except Exception as error:
         # The boundary of a request: a fingerprint that can't be made must not end the scheduler.
         logger.exception("fp8rl: no fingerprint")

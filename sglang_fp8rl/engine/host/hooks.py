@@ -10,6 +10,7 @@ from ...compat import SESSIONS_SINCE
 from ...declared_hooks import Hook
 from ..arrival.update_scope import Origin
 from .attach import attach_to_model
+from .kv_cache import after_flush, read_unfolded, start_kv_scales
 from .model_choice import choose_as_for_fp8, leave_draft_model
 from .routes import add_routes
 from .status import add_status
@@ -106,6 +107,35 @@ HOOKS = (
         note_released_weights,
         "memory that was released and resumed holds anything until a full update; the status says so",
         "SGLang tells the model that its weights are gone",
+    ),
+    Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner.configure_kv_cache_dtype",
+        "AFTER",
+        start_kv_scales,
+        "between the load and the first forward pass: the cache's dtype is known, its scales are folded",
+        "SGLang tells quantization methods the dtype of the KV cache",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.flush_cache",
+        "AFTER",
+        after_flush,
+        "scales of the KV cache may move at the moment in which it is empty, and at no other",
+        "SGLang tells the model that the cache is empty",
+    ),
+    *(
+        Hook(
+            f"{_MANAGER}.{name}",
+            "AROUND",
+            read_unfolded,
+            "who reads served weights gets them as they were sent, without the KV cache's scales",
+            "SGLang scales every KV cache by tensors that an update can change",
+        )
+        for name in (
+            "get_weights_by_name",
+            "check_weights",
+            "save_remote_model",
+            "save_sharded_model",
+        )
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",

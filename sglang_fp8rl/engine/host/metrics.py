@@ -85,6 +85,10 @@ class RefitMetrics:
             "replayed_share", "Share of all update calls so far that were replayed."
         )
         self.sqnr = gauge("sqnr_db", "SQNR of the last refit's samples, in dB.", "scheme")
+        self.kv_certified = gauge(
+            "kv_certified", "1 if no value of the FP8 KV cache can saturate, else 0."
+        )
+        self.kv_moves = gauge("kv_scale_moves", "Updates that moved a scale of the FP8 KV cache.")
         self._refit: int | None = None
 
     def count(
@@ -105,6 +109,9 @@ class RefitMetrics:
         calls = replay["calls"] + replay["native_calls"]
         if calls:
             self.replayed.labels(**labels).set(replay["calls"] / calls)
+        if status["kv_scales"] is not None:
+            self.kv_certified.labels(**labels).set(int(status["kv_scales"]["certified"]))
+            self.kv_moves.labels(**labels).set(status["kv_scales"]["moves"])
         refit = status["last_refit"]
         if refit is None:
             return

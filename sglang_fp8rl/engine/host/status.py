@@ -7,6 +7,8 @@ from typing import Any
 
 from ... import __version__
 from ...wire.layout_text import VERSION as FLAT_LAYOUT_VERSION
+from ..kv_scales.status import kv_section
+from ..kv_scales.stored_codes import stored_codes
 from ..model.plan_document import module_rows
 from ..refit import ModelRefit
 from ..report.refit_record import State
@@ -47,6 +49,7 @@ def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
         "consistent": log.state is State.WHOLE,
         "problems": problems,
         "plan": module_rows(refit.schemes),
+        "kv_scales": kv_section(refit.kv),
     }
 
 
@@ -64,5 +67,9 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
         result.internal_state = fingerprint
         return result
     session = getattr(scheduler.weight_updater, "_session", None)
-    result.internal_state["fp8rl"] = status_section(refit, session_open=session is not None)
+    section = status_section(refit, session_open=session is not None)
+    if refit.kv.is_active:
+        pool = scheduler.tp_worker.model_runner.token_to_kv_pool
+        section["kv_scales"]["stored"] = stored_codes(pool, refit.kv.layers)
+    result.internal_state["fp8rl"] = section
     return result

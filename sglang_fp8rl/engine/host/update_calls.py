@@ -57,6 +57,7 @@ def update_hook(origin: Origin) -> Callable[..., Any]:
             version=getattr(request, "weight_version", None),
         )
         session = _session_of_its_own(manager, request) if wants_session else nullcontext()
+        refit.kv.note_update()
         with refit.during(scope) as update, collector_paused(), session:
             try:
                 return _answer(original, manager, request, refit, update)
@@ -206,6 +207,7 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     if refit is None or not result.success or refit.is_updating:
         return result  # a session that was opened for one call ends within it
     end_session_of(manager, refit, result)
+    refit.kv.settle(manager.flush_cache)
     observe_refit(manager, refit)
     return result
 

@@ -14,6 +14,7 @@ def status(refit_id, *, consistent=True, replayed=0, native=1, seconds=0.5, nbyt
         "consistent": consistent,
         "replay": {"calls": replayed, "native_calls": native},
         "last_refit": refit,
+        "kv_scales": None,
     }
 
 
@@ -55,3 +56,11 @@ def test_gauges_say_what_the_status_says(exported):
     assert value("sqnr_db", scheme="blockwise") == 31.5
     metrics.observe(LABELS, status(1))
     assert value("consistent") == 1
+
+
+def test_scales_of_the_kv_cache_are_gauges_where_there_are_any(exported):
+    metrics, value = exported
+    metrics.observe(LABELS, status(1))
+    assert value("kv_certified") is None
+    metrics.observe(LABELS, status(1) | {"kv_scales": {"certified": False, "moves": 3}})
+    assert (value("kv_certified"), value("kv_scale_moves")) == (0, 3)

@@ -1,0 +1,174 @@
+"""The laws of folding, by bytes, on real engines (`docs/kv_cache.md`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from _options import overridden
+from commands import digests, status
+from kv_commands import (
+    FP8_CACHE,
+    checksums,
+    clear_pool,
+    exponents,
+    flush,
+    fold_at_random,
+    generate_cached,
+    poison,
+    saturated,
+    scale_around_attention,
+    stored_rows,
+    unfold,
+    unfolded_digests,
+    weights_by_name,
+)
+from models import MODELS
+from pool import engine_key, on, runs_on
+
+pytestmark = pytest.mark.engine
+
+
+def with_fp8_cache(model: str, layout: str = "tp1"):
+    return engine_key(model, layout, FP8_CACHE, "fp8-cache", radix_cache=True)
+
+
+UNIT = engine_key("qwen3", "tp1", (*FP8_CACHE, *overridden(kv_scales="unit")), "unit")
+LONGER = list(range(3, 43))
+
+
+@on(
+    "qwen3-tp1",
+    "llama-misaligned-tp2",
+    slow=(
+        "qwen2-bias-tp1",
+        "qwen3-tp2",
+        "qwen3-one-kv-head-tp2",
+        "qwen3-tied-tp1",
+        "llama-tp1",
+        "llama-misaligned-tp1",
+        "mistral-tp1",
+        "mixtral-tp1",
+        "phi3-tp1",
+        "qwen3-moe-tp1",
+        "qwen2.5-vl-tp1",
+        engine_key("qwen3", "tp1", overridden(num_first_layers_in_bf16=1), "a-layer-in-bf16"),
+        engine_key("qwen2-bias", "tp1", overridden(granularity="per_channel"), "per-channel"),
+    ),
+)
+def test_with_a_bf16_cache_folded_and_unfolded_say_the_same(host):
+    config = host.model.config
+    layers = getattr(config, "text_config", config).num_hidden_layers
+    for seed in range(3):
+        drawn = host.call_all(fold_at_random, seed)
+        assert len(drawn[0]) == layers
+        assert host.call_all(digests) != host.as_loaded.digests
+        assert host.say() == host.as_loaded.said, drawn[0]
+        host.call_all(unfold)
+        assert host.call_all(digests) == host.as_loaded.digests
+
+
+@on(with_fp8_cache("qwen3"), slow=(with_fp8_cache("qwen2-bias"), with_fp8_cache("qwen3", "tp2")))
+def test_a_refit_ends_with_the_exponents_the_bytes_and_the_words_of_a_fresh_start(host):
+    far = drifted(host.model.second)
+    buckets = [list(far.items())[at::5] for at in range(5)]
+    for which, bucket in enumerate(reversed(buckets)):
+        host.send(bucket, None, which == 4)
+    moved = host.call_all(exponents)
+    assert moved != [exponents_of(one) for one in host.as_loaded.status]
+    host.send(list(host.model.second.items()))
+    fresh = host.fresh("second")
+    assert host.call_all(exponents) == [exponents_of(one) for one in fresh.status]
+    assert host.call_all(digests) == fresh.digests
+    assert host.say() == fresh.said
+    assert host.call(status)["kv_scales"]["certified"]
+
+
+@runs_on("qwen3")
+def test_what_is_read_is_what_was_sent_whatever_happened_to_the_update(engine_pool):
+    model = MODELS["qwen3"]
+    spoiled = dict(model.second)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    spoiled[name] = torch.full_like(spoiled[name], float("nan"))
+    with (
+        engine_pool.lent(with_fp8_cache("qwen3")) as folded,
+        engine_pool.lent(engine_key("qwen3")) as plain,
+    ):
+        for items in (
+            [(key, model.second[key]) for key in model.second if "k_proj" in key],
+            [(key, model.second[key]) for key in model.second if "norm" in key],
+            list(spoiled.items()),
+        ):
+            from commands import update
+
+            answers = [one.call_all(update, items) for one in (folded, plain)]
+            assert answers[0] == answers[1]
+            assert folded.call(digests) != plain.call(digests)
+            assert folded.call(unfolded_digests) == plain.call(digests)
+            assert folded.call(checksums) == plain.call(checksums)
+            assert folded.call(weights_by_name, "model.layers.0.self_attn.k_norm.weight") == (
+                plain.call(weights_by_name, "model.layers.0.self_attn.k_norm.weight")
+            )
+
+
+@runs_on("qwen3")
+def test_the_fold_is_a_scale_around_attention_in_words_and_in_stored_rows(engine_pool):
+    with engine_pool.lent(with_fp8_cache("qwen3")) as folded:
+        powers = folded.call(exponents)
+        assert any(a and b for a, b in powers)
+        folded.call(flush)
+        folded.call(clear_pool)
+        said, rows = folded.say(), folded.call(stored_rows)
+        assert folded.call(saturated) == 0
+    with engine_pool.lent(UNIT) as reference:
+        assert reference.call(status)["kv_scales"] is None
+        assert reference.say() != said
+        reference.call(scale_around_attention, powers)
+        reference.call(flush)
+        reference.call(clear_pool)
+        reference.in_doubt = True
+        assert reference.say() == said
+        assert reference.call(stored_rows) == rows
+
+
+@on(with_fp8_cache("qwen3"))
+def test_no_prefix_survives_a_change_of_exponents(host):
+    first, hit = host.call(generate_cached, LONGER, 4)
+    again, hit_again = host.call(generate_cached, LONGER, 4)
+    assert hit == 0
+    assert hit_again > 0
+    assert again == first
+    before = host.call(exponents)
+    host.send(list(drifted(host.model.first).items()))
+    assert host.call(exponents) != before
+    host.call(poison)
+    _, hit = host.call(generate_cached, LONGER, 4)
+    assert hit == 0
+    host.send(list(host.model.first.items()))
+    host.call(poison)
+    assert host.call(generate_cached, LONGER, 4) == (first, 0)
+    assert host.call(status)["kv_scales"]["moves"] >= 2
+
+
+@runs_on("qwen3-one-kv-head")
+def test_one_rank_and_two_choose_the_same_exponents(engine_pool):
+    keys = [with_fp8_cache("qwen3-one-kv-head", layout) for layout in ("tp1", "tp2")]
+    with engine_pool.lent(keys[0]) as one, engine_pool.lent(keys[1]) as two:
+        for drift in (0, 9):
+            items = list(drifted(one.model.second, drift).items())
+            one.send(items)
+            two.send(items)
+            first, second = two.call_all(exponents)
+            assert one.call(exponents) == first == second
+
+
+def drifted(weights, binades: int = 6):
+    """Values of one layer that are `2**binades` as large: its exponent has to move."""
+    return {
+        name: tensor * 2.0**binades if "layers.0.self_attn.v_proj" in name else tensor
+        for name, tensor in weights.items()
+    }
+
+
+def exponents_of(one):
+    layers = one["kv_scales"]["layers"]
+    return [(layer["keys"]["exponent"], layer["values"]["exponent"]) for layer in layers]
