@@ -21,7 +21,7 @@ class Sample:
         server_mib: resident memory of the server's processes together, client_mib: of the client's.
         fds, sockets, threads: of the server's processes together.
         client_fds: of the client's.
-        shm_files, shm_mib: in `/dev/shm`, whoever's they are.
+        shm_files, shm_mib: tensors in `/dev/shm` that any of these processes put there.
     """
 
     seconds: float
@@ -43,7 +43,7 @@ ALLOWED = {
     "sockets": ("server, sockets", 3.0),
     "threads": ("server, threads", 3.0),
     "client_fds": ("client, file descriptors", 3.0),
-    "shm_files": ("files in /dev/shm", 3.0),
+    "shm_files": ("tensors in /dev/shm", 3.0),
     "shm_mib": ("MiB in /dev/shm", 8.0),
 }
 
@@ -61,7 +61,7 @@ class Watch:
     def sample(self, seconds: float) -> Sample:
         server = _family(self._server)
         client = [self._client]
-        shared = _shared_files()
+        shared = _shared_tensors({process.pid for process in (*server, *client)})
         return Sample(
             round(seconds, 3),
             _resident_mib(server),
@@ -110,11 +110,14 @@ def _sockets(processes: list[psutil.Process]) -> int:
     return total
 
 
-def _shared_files() -> list[int]:
+def _shared_tensors(pids: set[int]) -> list[int]:
+    """Bytes of each; torch calls the files of a process `torch_PID_…`."""
     sizes = []
-    for file in _SHARED_MEMORY.iterdir():
+    for file in _SHARED_MEMORY.glob("torch_*"):
+        maker = file.name.split("_")[1]
         try:
-            sizes.append(file.stat().st_blocks * 512)
-        except FileNotFoundError:
+            if maker.isdigit() and int(maker) in pids:
+                sizes.append(file.stat().st_blocks * 512)
+        except FileNotFoundError:  # let go of while we looked
             continue
     return sizes

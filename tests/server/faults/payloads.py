@@ -75,7 +75,7 @@ def names_without_tensors(trainer: Trainer) -> Answer:
     return trainer.payload([encoded(pickle.dumps([DOWN, UP]))])
 
 
-@row(*READ)
+@row("load_weights", "could not take it")
 def a_name_that_is_a_number(trainer: Trainer) -> Answer:
     return trainer.pickled([(7, trainer.new[DOWN])])
 
@@ -149,6 +149,6 @@ def a_flattened_bucket_without_its_layout(trainer: Trainer) -> Answer:
     return trainer.pickled({"flattened_tensor": flat}, "flattened_bucket")
 
 
-@row("elements in memory", about=DOWN)
+@row(*READ, "meta tensor")
 def a_tensor_without_memory(trainer: Trainer) -> Answer:
     return trainer.send((DOWN, torch.empty(256, 512, device="meta")))

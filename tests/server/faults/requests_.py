@@ -152,7 +152,7 @@ def an_update_in_mid_generation(trainer: ServerTrainer) -> Answer:
     return answer
 
 
-@row("not flushed", host=True, then=Then.MIXED, serves=[UP])
+@row("cache", "flush", host=True, then=Then.MIXED, serves=[UP])
 def an_update_of_paused_generations_that_flushes(trainer: ServerTrainer) -> Answer:
     """SGLang stores the weights and can't flush the cache under requests that stand still."""
     with generating(trainer, 64) as stream:
