@@ -96,7 +96,7 @@ proof: .venv/.ready  ## the GPU's arithmetic in every case there is, on a CPU: h
 fuzz: .venv/.ready  ## 10,000 random requests against a model of the bytes (ARGS="--steps N --seed N --layout tp2")
 	PYTHONPATH=tests/engine:tests/server .venv/bin/python tests/engine/fuzz.py $(ARGS)
 
-soak: .venv/.ready  ## 1,000 refits under load and with faults: does anything grow? ten minutes (ARGS="--refits N")
+soak: .venv/.ready  ## 1,000 refits under load and with faults: does anything grow? (ARGS="--refits N")
 	.venv/bin/python benchmarks/soak.py --json benchmarks/results/soak.jsonl --plot benchmarks/results/soak.png $(ARGS)
 
 # docs/gpu_session.md; GPU_PYTHON (or PYTHON on the command line) is an interpreter that has torch and Triton

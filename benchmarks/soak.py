@@ -99,6 +99,7 @@ def soak(
         },
         "counts": {
             "seconds": round(seconds, 1), "refits": counts.refits, "proven": counts.proven,
+            "cache not flushed": counts.unflushed,
             "faults": sum(counts.faults.values()), "kinds of faults": len(counts.faults),
             "answers": answers.asked, "tokens": answers.tokens, "lost answers": len(answers.lost),
             "median refit ms": round(1e3 * sorted(counts.seconds)[len(counts.seconds) // 2], 1),

@@ -15,6 +15,9 @@ from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.trainer import quantize_for_refit
 
 Tensors = dict[str, Any]
+FLUSH_SECONDS = (
+    0.2  # the clients never stop, so a server that waits for an idle moment waits for ever
+)
 
 
 @dataclass
@@ -22,12 +25,14 @@ class Counts:
     """Of the soak.
 
     Attributes:
+        unflushed: refits behind which SGLang kept its cache, because requests were running.
         faults: how often each was made.
         wrong: what was not as it has to be.
     """
 
     refits: int = 0
     proven: int = 0
+    unflushed: int = 0
     seconds: list[float] = field(default_factory=list)
     faults: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -72,13 +77,15 @@ class Refits:
             tensors = ((name, tensor.bfloat16()) for name, tensor in tensors)
         done = self._client.update(
             tensors,
-            bucket_bytes=self._draw.choice((1 << 18, 1 << 20, 1 << 26)),
+            bucket_bytes=self._draw.choice((1 << 20, 1 << 22, 1 << 26)),
             load_format=None if form == "list" else "flattened_bucket",
             plan=self._plan,
             verify=verify,
+            flush_timeout=FLUSH_SECONDS,
         )
         self.counts.refits += 1
         self.counts.proven += verify
+        self.counts.unflushed += not done.cache_flushed
         self.counts.seconds.append(done.seconds)
         status = self._client.status()
         if not status["consistent"]:
