@@ -75,7 +75,7 @@ class RefitClient:
         verify: bool = False,
         weight_version: str | None = None,
         partial: bool = False,
-        flush_timeout: float = 60,
+        flush_timeout: float = 10,
     ) -> UpdateResult:
         """Send tensors, full and unsharded, under their checkpoint names; return when served.
 
