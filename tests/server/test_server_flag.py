@@ -33,6 +33,11 @@ if sys.argv[2]:
     real = importlib.metadata.version
     importlib.metadata.version = lambda name: sys.argv[2] if name == "sglang" else real(name)
 import verl
+if not sys.argv[2]:  # what the server actor of ours does before veRL's own code
+    from verl.workers.rollout.replica import get_rollout_replica_class
+    print("replica:", get_rollout_replica_class("sglang").__module__)
+    from sglang_fp8rl.verl_rollout.hooks import SERVER_HOOKS, apply_hooks
+    apply_hooks(SERVER_HOOKS)
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.server_args import ServerArgs
@@ -46,15 +51,16 @@ print("model config:", ModelConfig.from_server_args(args).quantization)
 
 
 def verl_program(checkpoint_dir, pretended_version=""):
-    """A process that imported veRL, called no plugin loader, and builds `ServerArgs`."""
+    """A process that wants veRL's rollout by SGLang, and builds `ServerArgs` as its server actor."""
     path = str(checkpoint(checkpoint_dir, MODEL, "first"))
     return run_script(["-c", VERL_PROGRAM, path, pretended_version], env=cpu_env())
 
 
-def test_server_args_know_the_method_after_import_verl(checkpoint_dir):
+def test_server_args_know_the_method_where_verl_serves(checkpoint_dir):
     result = verl_program(checkpoint_dir)
     assert result.returncode == 0, result.stderr[-4000:]
     said = [line for line in result.stdout.splitlines() if ": " in line]
+    assert "replica: sglang_fp8rl.verl_rollout.server" in said
     assert "registered: True" in said
     assert "built: fp8_blockwise_online" in said
     assert "model config: fp8_blockwise_online" in said
@@ -66,7 +72,7 @@ def test_on_an_unsupported_sglang_nothing_is_registered_and_sglang_refuses_the_f
     assert result.returncode != 0
     assert "registered: False" in result.stdout
     assert "Unknown quantization method: fp8_blockwise_online" in result.stderr
-    assert "fp8rl registers nothing: sglang 0.5.99 is outside the supported range" in result.stderr
+    assert "fp8rl registers nothing with veRL: sglang 0.5.99 is outside" in result.stderr
     # 0.5.16 looks the method up while it builds ServerArgs; newer ones a moment later.
     assert ("built:" in result.stdout) == (Version(version("sglang")) > Version("0.5.16"))
 

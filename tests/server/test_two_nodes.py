@@ -31,9 +31,11 @@ def client(checkpoint_dir, tmp_path):
         for rank in range(NODES)
     ]
     try:
-        with ThreadPoolExecutor(NODES) as pool:  # neither is healthy without the other
+        # Neither is healthy without the other. SGLang's processes end with the thread that started
+        # them, so the threads stay.
+        with ThreadPoolExecutor(NODES) as pool:
             list(pool.map(ServerProcess.start, nodes))
-        yield Client(nodes[0].url)
+            yield Client(nodes[0].url)
     finally:
         for node in nodes:
             node.stop()

@@ -27,6 +27,16 @@ SMALL, LARGE = 100_000, 1 << 30  # bytes; the first is less than most tensors
 WORLD_SIZE = 2
 
 
+# veRL takes the trainer's device from its platform: the CPU's, as in `make verl`.
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+CPU_TRAINER = {
+    "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]),
+    "VERL_USE_EXTERNAL_MODULES": "verl_trainer.cpu_platform",
+    "VERL_PLATFORM": "fp8rl_cpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+}
+
+
 class Trainer:
     """Two ranks of `_verl_trainer.py`."""
 
@@ -38,6 +48,7 @@ class Trainer:
             env = {
                 **os.environ,
                 **cpu_env(),
+                **CPU_TRAINER,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(WORLD_SIZE),
                 "MASTER_ADDR": "127.0.0.1",

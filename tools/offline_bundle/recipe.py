@@ -91,7 +91,18 @@ _LEFT_OUT = {
         universal-pathlib wrapt zipp
     """,
     "the trainer (veRL)": """
-        hydra-core omegaconf codetiming tensordict accelerate peft pyvers msgpack
+        hydra-core omegaconf codetiming tensordict accelerate peft pyvers msgpack transferqueue
+        torchdata pylatexenc tensorboard tensorboard-data-server absl-py markdown werkzeug
+        cachetools
+    """,
+    "what Ray starts beside itself": """
+        aiohttp-cors colorful distlib google-api-core google-auth googleapis-common-protos opencensus
+        opencensus-context opentelemetry-exporter-prometheus opentelemetry-proto opentelemetry-sdk
+        opentelemetry-semantic-conventions proto-plus pyasn1 pyasn1-modules python-discovery
+        smart-open virtualenv
+    """,
+    "another trainer's client (AReaL)": """
+        colorlog flask blinker itsdangerous
     """,
     "IPython's prompt, which nobody sees": """
         ipython-pygments-lexers prompt-toolkit wcwidth stack-data executing asttokens pure-eval

@@ -200,7 +200,7 @@ def begin_session(original: Callable[..., Any], manager: Any, request: Any) -> A
 def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """`end_weight_update`: the refit ends; FP8 halves that never met fail it."""
     refit = refit_of(manager.tp_worker.model_runner.model)
-    if refit is not None:
+    if refit is not None and not refit.is_updating:
         refit.sender_memory.release()
     with refit.derived.in_place() if refit is not None else nullcontext():
         result = original(manager, request)
