@@ -37,7 +37,10 @@ from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 from sglang_fp8rl.testing.server import ServerProcess, cpu_env, free_port
 
-os.environ.update(cpu_env())  # before SGLang is imported
+# Before SGLang and veRL are imported, which take the device from their platforms.
+os.environ.update(
+    cpu_env(), VERL_PLATFORM="fp8rl_cpu", VERL_USE_EXTERNAL_MODULES="verl_trainer.cpu_platform"
+)
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server"))
 
 MIN_RATIO = 5.0
