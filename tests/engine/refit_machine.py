@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from contract import HOST
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from machine_commands import FAULTS, FP8_NAMES, MODEL, NAMES, VERSIONS, Look, Step, perform, version
@@ -15,7 +16,10 @@ from model_of_bytes import ModelOfBytes
 from model_of_refits import ModelOfRefits
 from pool import Engine
 
+from sglang_fp8rl.compat import SESSIONS_SINCE
 from sglang_fp8rl.testing.checkpoints import save_checkpoint
+
+HAS_SESSIONS = HOST >= SESSIONS_SINCE
 
 numbers = st.integers(0, VERSIONS - 1)
 forms = st.sampled_from(("list", "flat", "bf16", "pairs"))
@@ -69,7 +73,7 @@ class RefitMachine(RuleBasedStateMachine):
     )
     def full(self, number: int, form: str, parts: int, first: int, in_session: bool) -> None:
         """A whole refit, in any buckets, order and form; whatever came before, all is well after it."""
-        in_session = in_session and not self.refits.in_session
+        in_session = in_session and HAS_SESSIONS and not self.refits.in_session
         if in_session:
             self.begin()
         order = NAMES[first:] + NAMES[:first]
@@ -110,11 +114,13 @@ class RefitMachine(RuleBasedStateMachine):
             at = len(names) - 1
         self.call(Step("call", names, number, form, flush, fault, at))
 
+    @precondition(lambda self: HAS_SESSIONS)
     @rule()
     def begin(self) -> None:
         """Also inside a session that is open: refused, and the open one goes on."""
         self.step(Step("begin"), self.refits.begin())
 
+    @precondition(lambda self: HAS_SESSIONS)
     @rule()
     def end(self) -> None:
         """Also of a session that nobody opened: refused."""

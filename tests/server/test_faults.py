@@ -126,8 +126,9 @@ def missing_words(fault: Fault, text: str) -> list[str]:
 
 def check_status(case: Case, fault: Fault) -> None:
     status = case.client.status()
-    assert status["state"] == fault.then.value, status["problems"]
-    assert status["consistent"] == (fault.then is Then.WHOLE), status["problems"]
+    then = fault.then if HAS_SESSIONS else fault.then_without_sessions or fault.then
+    assert status["state"] == then.value, status["problems"]
+    assert status["consistent"] == (then is Then.WHOLE), status["problems"]
     assert bool(status["problems"]) != status["consistent"]
 
 

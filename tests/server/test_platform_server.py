@@ -140,6 +140,7 @@ def test_native_fp8_server_quantizes_activations(
     assert len(running.generate(PROMPT, 8)["output_ids"]) == 8
 
 
+@pytest.mark.slow
 def test_same_request_same_bits(server: Any, fp8_checkpoint: Path) -> None:
     running = server(fp8_checkpoint)
     assert torch.equal(prompt_logprobs(running), prompt_logprobs(running))

@@ -57,7 +57,7 @@ def a_file_that_is_no_checkpoint(trainer: Trainer) -> Answer:
     return trainer.disk(path)
 
 
-@row(host=True)
+@row(host=True, then_without_sessions=Then.MIXED)
 def a_shard_that_is_missing(trainer: Trainer) -> Answer:
     path = written(trainer, shards=2)
     (path / "model-00002-of-00002.safetensors").unlink()

@@ -175,7 +175,7 @@ def generating(trainer: ServerTrainer, tokens: int) -> Iterator[Iterator[bytes]]
         yield answer.iter_lines()
 
 
-@row("the iterator broke", code=0, serves=None)
+@row("the iterator broke", code=0, serves=None, then_without_sessions=Then.OPEN)
 def a_trainer_whose_iterator_raises(trainer: ServerTrainer) -> Answer:
     def weights():
         for number, item in enumerate(trainer.new.items()):
