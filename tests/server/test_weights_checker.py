@@ -13,6 +13,7 @@ from packaging.version import Version
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.xdist_group("server"),
     pytest.mark.skipif(
         Version(version("sglang")) < Version("0.5.20"),
         reason="its checksum asks for CUDA",
