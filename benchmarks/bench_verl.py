@@ -32,15 +32,14 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from verl_trainer.names import CPU_PLATFORM
 
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 from sglang_fp8rl.testing.server import ServerProcess, cpu_env, free_port
 
 # Before SGLang and veRL are imported, which take the device from their platforms.
-os.environ.update(
-    cpu_env(), VERL_PLATFORM="fp8rl_cpu", VERL_USE_EXTERNAL_MODULES="verl_trainer.cpu_platform"
-)
+os.environ.update(cpu_env() | CPU_PLATFORM)
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server"))
 
 MIN_RATIO = 5.0

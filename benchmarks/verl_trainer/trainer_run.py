@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from verl_trainer.names import PLATFORM, RECORD, WRONG_SCALE
+from verl_trainer.names import CPU_PLATFORM, RECORD, WRONG_SCALE
 from verl_trainer.task import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
 
 HERE = Path(__file__).parent
@@ -136,9 +136,8 @@ def environment(arm: Arm, out: Path) -> dict[str, str]:
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+        **CPU_PLATFORM,
         "VERL_USE_EXTERNAL_MODULES": MODULES,
-        "VERL_PLATFORM": PLATFORM,
-        "VERL_ENGINE_DEVICE": "cuda",
         "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
         "SGLANG_PLATFORM": "fp8rl_cpu",
         RECORD: str(out / "refits.jsonl"),

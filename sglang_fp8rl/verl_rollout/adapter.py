@@ -16,12 +16,13 @@ from verl.workers.rollout.sglang_rollout import sglang_rollout as verls
 from ..compat import SESSIONS_SINCE, host_version
 from ..errors import RefitError
 from ..wire import layout_text
-from ..wire.bucket import flatten, serialize
+from ..wire.bucket import payload_of
 from ..wire.plan import STATUS_PATH
 from .hooks import ADAPTER_HOOKS, apply_hooks
 from .server_requests import Server
 
 T = TypeVar("T")
+_FLATTENED = "flattened_bucket"
 
 
 class ServerAdapter(verls.ServerAdapter):
@@ -111,12 +112,11 @@ class ServerAdapter(verls.ServerAdapter):
         # What SGLang does before it pickles: handles of CUDA memory name the GPU, not its number.
         monkey_patch_torch_reductions()
         async for bucket in verls.get_named_tensor_buckets(weights, self._bucket_bytes):
-            flat, metadata, _ = flatten([(_plain_name(name), _local(t)) for name, t in bucket])
-            layout = layout_text.to_text(metadata)
-            payloads = self._gather(serialize({"flattened_tensor": flat, "metadata": layout}))
+            named = [(_plain_name(name), _local(tensor)) for name, tensor in bucket]
+            payload = payload_of(named, _FLATTENED, ranks=1, layout_as_text=True)
             body = {
-                "serialized_named_tensors": payloads,
-                "load_format": "flattened_bucket",
+                "serialized_named_tensors": self._gather(payload.texts[0]),
+                "load_format": _FLATTENED,
                 "flush_cache": False,
             }
             # The server has read every rank's memory when it answers; then it may go.

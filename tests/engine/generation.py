@@ -18,6 +18,19 @@ def generate(
     The prompt's too: a model may say its next token with certainty, whatever its weights. Not where
     the prompt `may_hit` the prefix cache: SGLang computes anew what it gives log-probabilities of.
     """
+    served = submit(scheduler, prompt, new_tokens, log_probabilities_from=-1 if may_hit else 0)
+    finish(scheduler)
+    assert served.finished(), "no end after so many steps"
+    holder = getattr(served, "logprob", served)
+    values = [*(holder.input_token_logprobs_val or ()), *holder.output_token_logprobs_val]
+    # Nobody predicted the first token.
+    return list(served.output_ids), [float(value) for value in values if value is not None]
+
+
+def submit(
+    scheduler: Any, prompt: list[int], new_tokens: int, log_probabilities_from: int = -1
+) -> Any:
+    """The request, waiting for its first batch. -1: log-probabilities of new tokens alone."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -33,7 +46,7 @@ def generate(
         token_type_ids=None,
         sampling_params=sampling,
         return_logprob=True,
-        logprob_start_len=-1 if may_hit else 0,
+        logprob_start_len=log_probabilities_from,
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,
@@ -41,20 +54,25 @@ def generate(
     scheduler.handle_generate_request(request)
     waiting = scheduler.waiting_queue
     assert len(waiting) == 1, "the request was refused"
-    served = waiting[0]
+    return waiting[0]
+
+
+def step(scheduler: Any) -> bool:
+    """One batch, as the event loop would; whether there was one."""
+    plan = scheduler.get_next_batch_to_run(
+        running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+    )
+    scheduler.running_batch = plan.running_batch
+    if plan.batch_to_run is None:
+        return False
+    scheduler.process_batch_result(plan.batch_to_run, scheduler.run_batch(plan.batch_to_run))
+    scheduler.last_batch = plan.batch_to_run
+    return True
+
+
+def finish(scheduler: Any) -> None:
+    """Batches until nothing runs."""
     for _ in range(MAX_STEPS):
-        plan = scheduler.get_next_batch_to_run(
-            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-        )
-        scheduler.running_batch = plan.running_batch
-        batch = plan.batch_to_run
-        if batch is None:
+        if not step(scheduler):
             break
-        scheduler.process_batch_result(batch, scheduler.run_batch(batch))
-        scheduler.last_batch = batch
     scheduler.last_batch = None
-    assert served.finished(), "no end after so many steps"
-    holder = getattr(served, "logprob", served)
-    values = [*(holder.input_token_logprobs_val or ()), *holder.output_token_logprobs_val]
-    # Nobody predicted the first token.
-    return list(served.output_ids), [float(value) for value in values if value is not None]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections import Counter
 from typing import Any
 
 import torch
 from commands import digests, model_of
-from generation import generate
+from generation import generate, step, submit
 
 FP8_CACHE = ("--kv-cache-dtype", "fp8_e4m3")
 
@@ -126,46 +125,8 @@ def scale_around_attention(scheduler: Any, powers: list[tuple[int, int]]) -> Non
 
 def start_request(scheduler: Any, prompt: list[int]) -> None:
     """A request that has its first token and wants more."""
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    sampling = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
-    sampling.normalize(None)
-    request = TokenizedGenerateReqInput(
-        rid="running",
-        input_text=None,
-        input_ids=array("q", prompt),
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=sampling,
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=None,
-        stream=False,
-    )
-    scheduler.handle_generate_request(request)
+    submit(scheduler, prompt, new_tokens=8)
     step(scheduler)
-
-
-def step(scheduler: Any) -> bool:
-    """One batch, as the event loop would; whether there was one."""
-    plan = scheduler.get_next_batch_to_run(
-        running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-    )
-    scheduler.running_batch = plan.running_batch
-    if plan.batch_to_run is None:
-        return False
-    scheduler.process_batch_result(plan.batch_to_run, scheduler.run_batch(plan.batch_to_run))
-    scheduler.last_batch = plan.batch_to_run
-    return True
-
-
-def finish_requests(scheduler: Any) -> None:
-    while step(scheduler):
-        pass
-    scheduler.last_batch = None
 
 
 def flush(scheduler: Any) -> bool:

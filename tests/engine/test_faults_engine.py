@@ -55,7 +55,7 @@ def rows() -> list[object]:
     possible = [
         fault
         for fault in FAULTS
-        if not (fault.needs_server or fault.pending) and (HAS_SESSIONS or not fault.needs_sessions)
+        if not fault.needs_server and (HAS_SESSIONS or not fault.needs_sessions)
     ]
     return [
         pytest.param(fault, id=fault.id, marks=[pytest.mark.slow] if at % EVERY else [])

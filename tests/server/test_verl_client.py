@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from _served import MODEL, ONE_THREAD, PROMPTS, QUANTIZED, Client, Served, kill_group, served
 from models import checkpoint
+from verl_trainer.names import CPU_PLATFORM
 
 from sglang_fp8rl.testing.outputs import ask, differences
 from sglang_fp8rl.testing.server import cpu_env, free_port
@@ -31,9 +32,7 @@ WORLD_SIZE = 2
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU_TRAINER = {
     "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]),
-    "VERL_USE_EXTERNAL_MODULES": "verl_trainer.cpu_platform",
-    "VERL_PLATFORM": "fp8rl_cpu",
-    "VERL_ENGINE_DEVICE": "cuda",
+    **CPU_PLATFORM,
 }
 
 

@@ -55,23 +55,12 @@ class LoaderCalls:
         Raises:
             Fp8RlError: the tensor does not fit; nothing of it was stored.
         """
-        with call.lane.entered() if call.lane is not None else nullcontext():
-            self._load(call, target, native, loaded, args, kwargs)
-
-    def _load(
-        self,
-        call: Call,
-        target: Target,
-        native: Any,
-        loaded: torch.Tensor,
-        args: tuple,
-        kwargs: dict,
-    ) -> None:
         source = call.sources.find(loaded)
         name = source.name if source else target.name
         call.touched[name] = (target.name, part_of(args, kwargs))
         try:
-            self._store(call, target, native, source, name, loaded, args, kwargs)
+            with call.lane.entered() if call.lane is not None else nullcontext():
+                self._store(call, target, native, source, name, loaded, args, kwargs)
         except Fp8RlError:
             call.stopped_at = name
             raise
@@ -176,7 +165,7 @@ class LoaderCalls:
         if target.is_fp8:
             for *arguments, bad in quantize_write(target, name, write, self.options):
                 call.not_finite.append((name, bad))
-                self.report.sample(target.granularity, *arguments)
+                self.report.refit.noise.add(target.granularity, *arguments)
         elif write.source.is_floating_point():
             destination = write.destination(target.parameter)
             source = write.source.to(destination.device)

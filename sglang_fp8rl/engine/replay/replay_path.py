@@ -56,14 +56,14 @@ class ReplayPath:
 
     def _sample(self, recipe: Recipe, bucket: Bucket) -> None:
         """Measure the SQNR of one write of each granularity that wants it."""
-        sampled = set()
+        noise, sampled = self._report.refit.noise, set()
         for source, piece in recipe.samples:
             granularity = source.target.granularity
-            if granularity not in sampled and self._report.wants_sample(granularity):
+            if granularity not in sampled and noise.wants(granularity):
                 sampled.add(granularity)
                 view = source.write.repeat(bucket.tensor(source.position)).source
                 assert view is not None
-                self._report.sample(granularity, view, *piece)
+                noise.add(granularity, view, *piece)
 
 
 def _note_bad_pieces(call: Call, recipe: Recipe, bucket: Bucket, flags: Any) -> None:

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from ...scheme import Granularity
 from ...wire.refit_note import RefitNote, digest_text
 from ..arrival.update_scope import Origin, UpdateScope
 from ..interception.region import Region
@@ -114,19 +112,6 @@ class RefitReport:
         """The one that is being written."""
         assert self.log.current is not None
         return self.log.current
-
-    def wants_sample(self, granularity: Granularity) -> bool:
-        return self.refit.noise.wants(granularity)
-
-    def sample(
-        self,
-        granularity: Granularity,
-        source: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-    ) -> None:
-        """Measure the cast on one corner block of a write; a few writes of each scheme per refit."""
-        self.refit.noise.add(granularity, source, codes, scales)
 
     def end_call(self, arrived: Arrived, errors: dict[str, str], scope: UpdateScope) -> None:
         """Add one call to its refit, which ends here if anything went wrong.

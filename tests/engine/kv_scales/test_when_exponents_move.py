@@ -8,12 +8,12 @@ import pytest
 import torch
 from _options import log_of_a_failed_start
 from commands import begin, end, status, update
+from generation import finish
 from kv_commands import (
     FP8_CACHE,
     adversarial_codes,
     clear_pool,
     exponents,
-    finish_requests,
     flush,
     kv_of,
     poison,
@@ -56,7 +56,7 @@ def test_a_request_that_runs_keeps_the_exponents_until_the_next_flush(host):
     assert host.call(exponents) == as_loaded
     found = kv_status(host)
     assert (found["certified"], found["follows_weights"]) == (False, False)
-    host.call(finish_requests)
+    host.call(finish)
     assert host.call(flush)
     assert host.call(exponents) != as_loaded
     found = kv_status(host)

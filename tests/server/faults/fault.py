@@ -38,7 +38,6 @@ class Fault:
         needs_sessions: there is nothing to do on a SGLang without them.
         then_without_sessions: what the status says on a SGLang without them, where it is something
             else: nobody told it that the refit was given up, or what the index of a checkpoint has.
-        pending: why the row does not hold yet.
     """
 
     act: Act
@@ -51,7 +50,6 @@ class Fault:
     needs_server: bool = False
     needs_sessions: bool = False
     then_without_sessions: Then | None = None
-    pending: str = ""
 
     @property
     def name(self) -> str:

@@ -36,8 +36,6 @@ def document() -> str:
 
 def _line(fault: Fault) -> str:
     cells = [fault.name, _told(fault), fault.then.value, _served(fault)]
-    if fault.pending:
-        cells[2] += f" (not yet: {fault.pending})"
     return "| " + " | ".join(cells) + " |"
 
 
