@@ -33,14 +33,21 @@ def problems(run: RunResult, steps: int) -> list[str]:
         found += [text for refit in run.refits for text in _refit_problems(refit)]
     if not any(KL in step for step in run.metrics):
         return [*found, f"no {KL} in the metrics"]
-    kl = mean_kl(run)
+    return found + _kl_problems(run)
+
+
+def _kl_problems(run: RunResult) -> list[str]:
+    """A run that is right stays inside of its bounds at every step; one that is wrong has to show."""
     low, high = FP8_KL if run.arm.quantization else BF16_KL
-    is_inside = low <= kl <= high
-    is_wrong = run.arm.wrong_scale != 1
-    if is_inside == is_wrong:
-        side = "inside" if is_inside else "outside"
-        found.append(f"mean k3 KL {kl:.2e} is {side} [{low:.0e}, {high:.0e}]")
-    return found
+    bounds = f"[{low:.0e}, {high:.0e}]"
+    if run.arm.wrong_scale != 1:
+        kl = mean_kl(run)
+        return [f"mean k3 KL {kl:.2e} is inside {bounds}"] if low <= kl <= high else []
+    return [
+        f"step {number}: k3 KL {step[KL]:.2e} is outside {bounds}"
+        for number, step in enumerate(run.metrics, 1)
+        if KL in step and not low <= step[KL] <= high
+    ]
 
 
 def _refit_problems(refit: dict) -> list[str]:

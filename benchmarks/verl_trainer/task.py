@@ -1,12 +1,14 @@
-"""The toy task: answer with the letter that was asked for. Checked exactly, and learned in few steps."""
+"""The toy task: answer in the kind of letters that was asked for. Checked exactly, learned in few steps."""
 
 from __future__ import annotations
 
 import random
+import string
 from pathlib import Path
 from typing import Any
 
-LETTERS = "abcdefgh"
+# A random model gets a tenth of it right, by chance: enough for a gradient from the first step on.
+KINDS = {"lower": string.ascii_lowercase, "upper": string.ascii_uppercase}
 DATA_SOURCE = "fp8rl/letters"
 MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 64, 16
 
@@ -14,10 +16,10 @@ MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 64, 16
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
 ) -> float:
-    """veRL's custom reward function: the share of the answer that is the letter asked for."""
+    """veRL's custom reward function: the share of the answer that is of the kind asked for."""
     if not solution_str:
         return 0.0
-    return solution_str.count(ground_truth) / len(solution_str)
+    return sum(one in KINDS[ground_truth] for one in solution_str) / len(solution_str)
 
 
 def write_problems(path: Path, count: int, *, seed: int = 0) -> Path:
@@ -27,13 +29,13 @@ def write_problems(path: Path, count: int, *, seed: int = 0) -> Path:
     draw = random.Random(seed)
     rows = []
     for number in range(count):
-        letter = draw.choice(LETTERS)
+        kind = draw.choice(sorted(KINDS))
         rows.append(
             {
                 "data_source": DATA_SOURCE,
-                "prompt": [{"role": "user", "content": f"say {letter}"}],
+                "prompt": [{"role": "user", "content": f"say {kind}"}],
                 "ability": "letters",
-                "reward_model": {"style": "rule", "ground_truth": letter},
+                "reward_model": {"style": "rule", "ground_truth": kind},
                 "extra_info": {"index": number},
             }
         )

@@ -24,6 +24,7 @@ def demo(directory: Path, *args: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_demo_runs_through_and_every_output_is_equal(tmp_path):
     report = demo(tmp_path)
     assert report["ok"]

@@ -116,6 +116,7 @@ def test_unquantized_server_computes_the_model(
     assert error(got, oracle_logprobs(served_weights(state_dict))) > 0.1
 
 
+@pytest.mark.slow
 def test_native_fp8_server_multiplies_by_the_dequantized_weights(
     server: Any, fp8_checkpoint: Path, state_dict: dict[str, torch.Tensor]
 ) -> None:

@@ -11,6 +11,7 @@ from sglang_fp8rl.testing.outputs import ask, differences
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.slow,
     pytest.mark.usefixtures("plans_in_forks"),
     pytest.mark.xdist_group("server"),
 ]

@@ -15,7 +15,7 @@ from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.trainer import Fingerprinter, quantize_for_refit
 from sglang_fp8rl.wire.fingerprint import FINGERPRINT_PATH
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]
 
 NAME = "model.layers.1.mlp.down_proj.weight"
 

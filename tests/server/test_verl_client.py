@@ -21,7 +21,7 @@ from verl_trainer.names import CPU_PLATFORM
 from sglang_fp8rl.testing.outputs import ask, differences
 from sglang_fp8rl.testing.server import cpu_env, free_port
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("verl")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 
 TENSORS = len(MODEL.first)
 SMALL, LARGE = 100_000, 1 << 30  # bytes; the first is less than most tensors

@@ -72,7 +72,8 @@ def build(options: BuildOptions, screen: Screen) -> Built:
         raise BundleError("staging", missing, "not unpacked", "Stage it again.")
 
     kept, dropped = _select(found, site)
-    paths = [path for files in kept.values() for path in files]
+    stand_ins = staging.copy_stand_ins(HERE / "stand_ins", site)
+    paths = [*(path for files in kept.values() for path in files), *stand_ins]
     native = [path for path in paths if elf.is_elf(site / path)]
     with screen.count_step(f"stripping {len(native)} libraries") as on_file:
         won = 0

@@ -52,6 +52,20 @@ def unpack_plugin(uv: Path, python: Path, repository: Path, target: Path, scratc
     )
 
 
+def copy_stand_ins(source: Path, target: Path) -> list[str]:
+    """Modules in the place of packages that were left out; their paths, relative to `target`.
+
+    Raises:
+        BundleError: the package is there too.
+    """
+    names = sorted(path.name for path in source.glob("*.py"))
+    for name in names:
+        if (target / name).exists() or (target / Path(name).stem).exists():
+            raise BundleError("stand-in", name, "its package was unpacked too", "Leave one out.")
+        shutil.copy2(source / name, target / name)
+    return names
+
+
 def distributions(target: Path) -> dict[str, Path]:
     """Canonical name → its dist-info folder, for all that is unpacked in `target`."""
     return {

@@ -17,7 +17,7 @@ def model(size: int) -> Model:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("load_format", ["dummy", pytest.param("auto", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.slow)])
 def test_the_first_full_update_leaves_nothing_old(checkpoint_dir, size, load_format, tp_size):
     case = model(size)
     path = checkpoint(checkpoint_dir, case, "first")

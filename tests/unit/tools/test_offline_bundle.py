@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 REPOSITORY = Path(__file__).parents[3]
 sys.path.insert(0, str(REPOSITORY))
 
-from tools.offline_bundle import archive, elf, recipe  # noqa: E402
+from tools.offline_bundle import archive, elf, recipe, staging  # noqa: E402
 from tools.offline_bundle.elf import unloadable_segments  # noqa: E402
 from tools.offline_bundle.errors import BundleError  # noqa: E402
 from tools.offline_bundle.pins import canonical, read_pins  # noqa: E402
@@ -26,6 +26,7 @@ from tools.offline_bundle.selection import Drop, select, undecided  # noqa: E402
 from tools.offline_bundle.wheel_tags import fits_host, wheel_file_tags  # noqa: E402
 
 HOST = REPOSITORY / "tools" / "offline_bundle" / "host"
+STAND_INS = HOST.with_name("stand_ins")
 
 segments = st.sampled_from(["a", "b", "tests", "lib.so", "x.py", "x.pyi", "with, comma.json"])
 paths = st.lists(segments, min_size=1, max_size=4).map("/".join)
@@ -340,3 +341,21 @@ def test_a_server_takes_an_attention_backend_that_is_there(tmp_path, monkeypatch
     (package / "flash_ops.abi3.so").unlink()
     (package / "flash_attn.py").write_text("from elsewhere import kernels")  # newer versions
     assert attention_args() == ()
+
+
+def test_a_stand_in_takes_the_place_of_no_package_that_is_there(tmp_path):
+    names = staging.copy_stand_ins(STAND_INS, tmp_path)
+    assert names == ["datasets.py"]
+    assert set(names) == {path.name for path in tmp_path.iterdir()}
+    (tmp_path / "datasets.py").unlink()
+    (tmp_path / "datasets").mkdir()
+    with pytest.raises(BundleError, match="unpacked too"):
+        staging.copy_stand_ins(STAND_INS, tmp_path)
+
+
+def test_a_stand_in_says_what_is_missing_when_it_is_asked(tmp_path):
+    code = "from datasets import load_dataset; load_dataset('any')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=STAND_INS, capture_output=True, text=True
+    )
+    assert "ModuleNotFoundError: This bundle has no `datasets`" in done.stderr
