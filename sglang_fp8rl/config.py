@@ -15,7 +15,7 @@ QUANTIZATION_METHOD = "fp8_blockwise_online"
 GRANULARITY_CHOICES = ("blockwise", "per_channel")
 MISALIGNED_CHOICES = ("per_channel", "bf16", "error")
 UNKNOWN_NAME_CHOICES = ("error", "warn")
-KV_SCALE_CHOICES = ("certified", "unit")
+KV_SCALE_CHOICES = ("certified", "sent", "unit")
 
 # What SGLang itself adds to, or Hugging Face configs carry in, `quantization_config`.
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -9,10 +9,16 @@ import torch
 
 from ..config import Options
 from .arrival.sent_tensors import weight_name_of
+from .kv_scales.sent_scales import SentScales
 from .model.landings import NameTable
 from .model.unneeded_names import skipped_by_design
 from .native.call import Call
-from .native.checks import listed, not_finite_errors, unknown_names_error
+from .native.checks import (
+    homeless_scales_error,
+    listed,
+    not_finite_errors,
+    unknown_names_error,
+)
 from .native.pairs import PairTable
 from .report.report import RefitReport
 
@@ -26,6 +32,7 @@ class Audit:
         names: that the model takes, and those of its checkpoint that it does not.
         pairs: FP8 halves that wait for their other half.
         learn_names: fills `names` where nothing was loaded at startup.
+        sent_scales: takes those of the KV cache.
     """
 
     def __init__(
@@ -36,9 +43,11 @@ class Audit:
         pairs: PairTable,
         report: RefitReport,
         learn_names: Callable[[], object],
+        sent_scales: SentScales,
     ) -> None:
         self._model, self._options, self._names = model, options, names
         self._pairs, self._report, self._learn_names = pairs, report, learn_names
+        self._sent_scales = sent_scales
 
     def finish(self, call: Call, tensors: int) -> None:
         """Of a call that came to its end: NaN, unknown names, open halves, nothing at all.
@@ -47,16 +56,17 @@ class Audit:
             tensors: that were sent.
         """
         call.errors.update(not_finite_errors(call.not_finite))
-        unknown = self._unknown(call)
+        passed = self._receive_scales(call)
+        unknown = [name for name in self._unknown(call) if name not in passed]
         if call.scope.learns_names:
             # A checkpoint may hold more than the model takes: SGLang loads it, so it may pass later.
             self._names.not_taken(unknown)
         elif unknown and self._options.unknown_names == "warn":
             logger.warning("fp8rl: no parameter takes %s", listed(unknown))
-        elif unknown:
-            text = str(unknown_names_error(unknown, self._report.known_names))
-            call.errors.update(dict.fromkeys(unknown, text))
-        call.unneeded = [name for name in call.sources.unused() if name not in unknown]
+        else:
+            self._refuse(call, unknown)
+        left = {*unknown, *call.kv_scales}
+        call.unneeded = [name for name in call.sources.unused() if name not in left]
         if call.scope.keeps_halves and not call.errors:
             self._pairs.detach()
         else:
@@ -66,6 +76,27 @@ class Audit:
                 "an update with an empty list of tensors; an update names at least one. "
                 "Check what the trainer's iterator yields"
             )
+
+    def _refuse(self, call: Call, unknown: list[str]) -> None:
+        homeless = [name for name in unknown if name in call.sources.set_aside]
+        if homeless:
+            call.errors.update(dict.fromkeys(homeless, str(homeless_scales_error(homeless))))
+        others = [name for name in unknown if name not in call.sources.set_aside]
+        if others:
+            text = str(unknown_names_error(others, self._report.known_names))
+            call.errors.update(dict.fromkeys(others, text))
+
+    def _receive_scales(self, call: Call) -> set[str]:
+        """Those of the KV cache; returns names that are no longer unknown."""
+        sent = call.sources.set_aside
+        if not sent or not call.scope.stores:
+            return set()
+        found = self._sent_scales.receive(sent, is_serving=call.scope.is_serving)
+        call.errors.update(found.errors)
+        call.kv_scales = found.taken
+        if not call.scope.is_serving:
+            return set()  # a checkpoint that has them may come again where nothing is scaled
+        return {*found.taken, *found.ignored, *found.errors}
 
     def note_names(self, call: Call) -> None:
         """Of a probe, which stores nothing: what the model does not take may pass later."""

@@ -27,6 +27,7 @@ from .arrival.update_scope import PROBE, UpdateScope
 from .audit import Audit
 from .journal import Arrival, Journal, Update, outside_of_a_call
 from .kv_scales.kv_scales import KvScales
+from .kv_scales.sent_scales import SentScales
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
 from .model.parameters import Target, set_loader, targets_of, widths_of
@@ -72,7 +73,16 @@ class ModelRefit:
         self.sender_memory = SenderMemory()
         self.kv = KvScales(options.kv_scales, self.derived.end_of_update)
         self._probe_names = probe_names
-        self.audit = Audit(model, options, self.names, self.pairs, self.report, self._learn_names)
+        self.sent_scales = SentScales(options.kv_scales, self._attention_of)
+        self.audit = Audit(
+            model,
+            options,
+            self.names,
+            self.pairs,
+            self.report,
+            self._learn_names,
+            self.sent_scales,
+        )
         self.journal = Journal(self.report, self.audit, self.derived)
         self._loaders = LoaderCalls(options, self.pairs, self.report, self.names)
         self._native = NativePath(model, self.derived)
@@ -173,6 +183,12 @@ class ModelRefit:
             self._learn_names()
         document = plan_document(self.model, self.names, self.targets, self.schemes, self.options)
         return RefitPlan.from_dict(document)
+
+    def _attention_of(self, sent_prefix: str) -> str | None:
+        """The served attention module whose weights are sent below that prefix."""
+        if not self.names.is_filled:
+            self._learn_names()
+        return self.names.attention_of(sent_prefix)
 
     def _learn_names(self) -> None:
         """Send every name of the checkpoint through the loaders, on `meta`; nothing is stored."""

@@ -20,6 +20,7 @@ import torch
 from ..errors import RefitError
 from ..numerics import FP8_DTYPE, quantize
 from ..numerics.grid import BlockGrid, ScaleGranularity, granularity_of
+from ..wire.kv_scale_names import kv_scale_name
 from ..wire.pair import PAIR_SUFFIX, pack_pair
 from ..wire.plan import RefitPlan, TensorPlan
 from .fused_experts import one_by_one
@@ -79,7 +80,7 @@ def quantize_for_refit(
         `(name, codes)` e4m3fn and `(name_scale_inv or name_scale, FP32 scales)` for what is FP8 on
         the wire; everything else untouched. Of the kind that came: a DTensor gives DTensors with
         its placements (`full_tensors` gathers them), a LocalShard gives LocalShards. Names that the
-        engine does without (a tied `lm_head`, rotary tables) are left out.
+        engine does without (a tied `lm_head`, rotary tables) are left out; scales of the KV cache pass.
 
     Raises:
         RefitError: a name that the plan doesn't know, a shape that is not the plan's, a shard that
@@ -100,6 +101,9 @@ def _quantized(
 ) -> Iterator[tuple[str, Any]]:
     singly = (item for name, sent in named_tensors for item in one_by_one(name, sent, plan))
     for name, tensor in singly:
+        if kv_scale_name(name) is not None:  # the server says what becomes of it
+            yield name, tensor
+            continue
         if plan.why_not_needed(name):
             continue
         entry = plan.of(name)

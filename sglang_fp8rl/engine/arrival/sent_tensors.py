@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...wire.kv_scale_names import kv_scale_name
+
 _SCALE = re.compile(r"\.weight_scale(_inv)?$")
 
 
@@ -72,6 +74,9 @@ class SourceIndex:
         keeps_tensors: hold every tensor until `forget_tensors`. A checkpoint is not held: a tensor
             is let go of when the next one is asked for, unless it may be fused experts that no
             loader has taken so far (`left`).
+
+    Attributes:
+        set_aside: scales of the KV cache, by name: no model is given them.
     """
 
     def __init__(self, keeps_tensors: bool = True) -> None:
@@ -79,6 +84,7 @@ class SourceIndex:
         self.names: list[str] = []
         self.nbytes = 0
         self.consumed: set[str] = set()
+        self.set_aside: dict[str, torch.Tensor] = {}
         self._current: Source | None = None
         self._starts: list[int] = []
         self._sources: list[Source] = []
@@ -97,9 +103,13 @@ class SourceIndex:
         """
         for name, tensor in weights:
             with self._lock:
-                source = Source(name, tensor, weight_name_of(name), len(self.names))
+                position = len(self.names)
                 self.names.append(name)
                 self.nbytes += tensor.numel() * tensor.element_size()
+                if kv_scale_name(name) is not None:
+                    self.set_aside[name] = tensor
+                    continue
+                source = Source(name, tensor, weight_name_of(name), position)
                 self._current = source
                 self._remember(source)
             yield source.weight_name, tensor
@@ -161,4 +171,4 @@ class SourceIndex:
     def forget_tensors(self) -> None:
         """Let go of the sender's memory; the names stay."""
         self._current, self._starts, self._sources = None, [], []
-        self._on_meta = {}
+        self._on_meta, self.set_aside = {}, {}

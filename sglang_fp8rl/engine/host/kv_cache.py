@@ -36,7 +36,10 @@ def start_kv_scales(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
     check_arguments(get_server_args())
     if runner.dtype is not torch.bfloat16:
         raise refused("--dtype", str(runner.dtype), "powers of two commute with BF16's rounding")
-    refit.kv.start(attention_layers(runner.model), get_attn_tp_group().cpu_group)
+    layers = attention_layers(runner.model)
+    source = refit.sent_scales if refit.options.kv_scales == "sent" else None
+    refit.sent_scales.is_active = True
+    refit.kv.start(layers, get_attn_tp_group().cpu_group, source)
     return result
 
 
@@ -54,7 +57,7 @@ def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
     """`Scheduler.flush_cache`: what it did, on every rank alike."""
     refit = refit_of(scheduler.tp_worker.model_runner.model)
     if is_empty and refit is not None:
-        refit.kv.cache_is_empty()
+        refit.kv.cache_is_empty(during_update=refit.is_updating)
     return is_empty
 
 

@@ -31,7 +31,11 @@ def end_request(manager: Any, refit: ModelRefit, update: Update, result: Any) ->
         update.refit = report.fail([message], scope)
     may_end = update.calls > 0 and report.log.may_end(scope)
     own = report.verdict(scope) if may_end else None
-    ranks = _gathered(manager, (message, own))
+    gathered = _gathered(manager, (message, own, update.cache_flushed))
+    if update.cache_flushed is None and any(flushed for *_, flushed in gathered):
+        # A rank that failed asked for no flush; its prefixes would not be those of the others.
+        update.cache_flushed = bool(manager.flush_cache())
+    ranks = [(text, verdict) for text, verdict, _ in gathered]
     failed = [text for text, _ in ranks if text is not None]
     if failed:
         _fail_together(manager, refit, update, ranks, result)
@@ -94,7 +98,7 @@ def _fail_together(
         result.success, result.message = False, " | ".join(texts)
 
 
-def _gathered(manager: Any, own: tuple[str | None, Verdict | None]) -> list[Any]:
+def _gathered(manager: Any, own: tuple[Any, ...]) -> list[Any]:
     """What every rank says, by rank."""
     group = manager.tp_cpu_group
     size = torch.distributed.get_world_size(group)

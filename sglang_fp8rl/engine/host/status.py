@@ -49,7 +49,7 @@ def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
         "consistent": log.state is State.WHOLE,
         "problems": problems,
         "plan": module_rows(refit.schemes),
-        "kv_scales": kv_section(refit.kv),
+        "kv_scales": kv_section(refit.kv, refit.sent_scales),
     }
 
 

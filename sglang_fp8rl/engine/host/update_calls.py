@@ -119,6 +119,7 @@ def _answer(
         if origin in _END_WITH_BARRIER:
             torch.distributed.barrier(group=manager.tp_cpu_group)
     end_request(manager, refit, update, result)
+    refit.kv.end_of_request()
     observe_refit(manager, refit, call=origin.value, success=result.success)
     return result
 

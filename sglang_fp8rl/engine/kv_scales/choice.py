@@ -1,4 +1,4 @@
-"""Exponents from weights alone: a pure function of what is served, the same on every rank."""
+"""Exponents from what has to fit into e4m3, within what weights can be moved by: the same on every rank."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ class Side:
 
     Attributes:
         exponent: `e`; `x * 2**-e` is stored.
-        bound: on `|x|`; inf where weights are not finite.
+        bound: on `|x|`, from the weights; inf where they are not finite.
+        largest: that was measured or announced, where the exponent is from that; NaN or inf if nothing was.
         is_certified: whether nothing that is stored can exceed e4m3's largest number.
     """
 
     exponent: int = 0
     bound: float = math.inf
+    largest: float | None = None
 
     @property
     def is_certified(self) -> bool:
@@ -45,31 +47,45 @@ class LayerChoice:
 
 
 def certified(layers: Sequence[AttentionLayer], group: Any) -> list[LayerChoice]:
-    """For each layer the smallest exponents with which nothing can saturate.
+    """For each layer the smallest exponents with which nothing can saturate: from weights alone."""
+    return chosen(layers, group)
+
+
+def chosen(
+    layers: Sequence[AttentionLayer],
+    group: Any,
+    largest: torch.Tensor | None = None,
+    room: float = 1.0,
+) -> list[LayerChoice]:
+    """For each layer the smallest exponents with which `largest * room` fits; 0 where it is not known.
 
     Unfolded weights are read. A collective over `group`: ranks hold different heads, and one exponent
     is for all of them.
 
     Args:
         group: the ranks that share a layer's heads, on a backend for CPU tensors; None for one rank.
+        largest: magnitudes, FP64 `[layers, 2]` on the CPU, keys and values; None for the bounds.
+        room: what a larger value than the largest may be of it.
     """
     if not layers:
         return []
     with torch.no_grad():
         bounds = torch.stack([torch.stack(_bounds(layer)) for layer in layers]).cpu()
         moved = torch.stack([torch.stack(_moved(layer)) for layer in layers]).cpu().tolist()
-    limits = [[_limits(of_keys), _limits(of_values)] for of_keys, of_values in moved]
-    table = torch.tensor(
-        [
-            [[bound, side.low, -side.high] for bound, side in zip(*one, strict=True)]
-            for one in zip(bounds.tolist(), limits, strict=True)
-        ],
+    limits = torch.tensor(
+        [[(side.low, -side.high) for side in map(_limits, both)] for both in moved],
         dtype=torch.float64,
-    )  # [layers, 2, 3]
+    )  # [layers, 2, 2]
+    fits = bounds if largest is None else largest
+    table = torch.cat([torch.stack([bounds, fits], -1), limits], -1)  # [layers, 2, 4]
     table = table.nan_to_num(nan=math.inf, posinf=math.inf)
     if group is not None and torch.distributed.get_world_size(group) > 1:
         torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX, group=group)
-    return [LayerChoice(_side(*keys), _side(*values)) for keys, values in table.tolist()]
+    has_largest = largest is not None
+    return [
+        LayerChoice(_side(keys, room, has_largest), _side(values, room, has_largest))
+        for keys, values in table.tolist()
+    ]
 
 
 def _bounds(layer: AttentionLayer) -> list[torch.Tensor]:
@@ -88,6 +104,8 @@ def _limits(moved: list[list[float]]) -> ExponentRange:
     return -down & up
 
 
-def _side(bound: float, low: float, minus_high: float) -> Side:
-    wanted = smallest_exponent(bound, FP8_MAX) if 0 < bound < math.inf else 0
-    return Side(ExponentRange(int(low), int(-minus_high)).nearest(wanted), bound)
+def _side(row: Sequence[float], room: float, has_largest: bool) -> Side:
+    bound, fits, low, minus_high = row
+    wanted = smallest_exponent(fits * room, FP8_MAX) if 0 < fits < math.inf else 0
+    exponent = ExponentRange(int(low), int(-minus_high)).nearest(wanted)
+    return Side(exponent, bound, fits if has_largest else None)

@@ -9,13 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ...numerics.powers_of_two import multiply_by_powers
 from .attention_layers import AttentionLayer
-from .choice import LayerChoice, certified
+from .choice import LayerChoice, chosen
+
+
+class Source(Protocol):
+    """What exponents are chosen from, where it is not the bounds.
+
+    Attributes:
+        room: what a larger value may be of the largest one.
+    """
+
+    room: float
+
+    def largest(self, layers: Sequence[AttentionLayer]) -> torch.Tensor:
+        """Magnitudes of keys and values, FP64 `[layers, 2]` on the CPU; NaN where nothing is known."""
+
+    def adopted(self, layers: Sequence[AttentionLayer]) -> None:
+        """The exponents are those of `largest` now."""
 
 
 class KvScales:
@@ -40,13 +56,22 @@ class KvScales:
         self.is_active = self.is_stale = self.is_frozen = False
         self.moves = 0
         self._group: Any = None
+        self._source: Source | None = None
         self._wanted: list[LayerChoice] | None = None
+        self._was_flushed = False
         self._depth = 0
 
-    def start(self, layers: Sequence[AttentionLayer], group: Any) -> None:
-        """Choose and fold for the first time, before anything is in the cache. A collective."""
-        self.layers, self._group, self.is_active = layers, group, True
-        self._adopt(certified(layers, group))
+    def start(
+        self, layers: Sequence[AttentionLayer], group: Any, source: Source | None = None
+    ) -> None:
+        """Choose and fold for the first time, before anything is in the cache. A collective.
+
+        Args:
+            source: of the magnitudes that have to fit; None for the bounds.
+        """
+        self.layers, self._group, self._source = layers, group, source
+        self.is_active = True
+        self._adopt(self._choose())
         self.moves = 0
 
     @contextmanager
@@ -66,10 +91,33 @@ class KvScales:
         """A request brings weights. Called on every rank, whatever becomes of the request there."""
         self.is_stale, self._wanted = True, None
 
-    def cache_is_empty(self) -> None:
-        """Right after a flush: choose again if an update came since. A collective then."""
-        if self.is_active and self.is_stale:
+    def cache_is_empty(self, *, during_update: bool = False) -> None:
+        """Right after a flush: choose again if an update came since. A collective then.
+
+        Args:
+            during_update: in the middle of a request, which other ranks may have failed; what follows
+                from the flush waits for `end_of_request`.
+        """
+        if during_update:
+            self._was_flushed = True
+        elif self.is_active and self.is_stale:
             self._adopt(self._choose())
+
+    def end_of_request(self) -> None:
+        """Behind an update request, whatever became of it: choose again if it emptied every rank's cache.
+
+        A collective where scales are folded.
+        """
+        was_flushed, self._was_flushed = self._was_flushed, False
+        if self.is_active and self.is_stale and self._holds_on_every_rank(was_flushed):
+            self._adopt(self._choose())
+
+    def _holds_on_every_rank(self, holds: bool) -> bool:
+        if self._group is None or torch.distributed.get_world_size(self._group) == 1:
+            return holds
+        all_hold = torch.tensor([int(holds)])
+        torch.distributed.all_reduce(all_hold, torch.distributed.ReduceOp.MIN, group=self._group)
+        return bool(all_hold.item())
 
     def settle(self, flush: Callable[[], bool]) -> None:
         """At the end of an update that flushed nothing: flush if an exponent has to move.
@@ -90,7 +138,10 @@ class KvScales:
         if self._wanted is not None:
             return self._wanted
         with self.unfolded():
-            return certified(self.layers, self._group)
+            if self._source is None:
+                return chosen(self.layers, self._group)
+            largest = self._source.largest(self.layers)
+            return chosen(self.layers, self._group, largest, self._source.room)
 
     def _adopt(self, choice: list[LayerChoice]) -> None:
         before, after = _exponents(self.chosen), _exponents(choice)
@@ -103,6 +154,8 @@ class KvScales:
         self.chosen = choice
         self.is_stale = self.is_frozen = False
         self._wanted = None
+        if self._source is not None:
+            self._source.adopted(self.layers)
 
     def _multiply(self, sign: int) -> None:
         """Fold (`sign` 1) or unfold (-1). No kernel may be running on these weights meanwhile."""

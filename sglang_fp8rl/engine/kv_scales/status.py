@@ -8,10 +8,15 @@ from typing import Any
 from ...numerics.reference import FP8_MAX
 from .choice import Side
 from .kv_scales import KvScales
+from .sent_scales import SentScales
 
 
-def kv_section(kv: KvScales) -> dict[str, Any] | None:
-    """None where the cache has no scales of ours."""
+def kv_section(kv: KvScales, sent: SentScales) -> dict[str, Any] | None:
+    """None where the cache has no scales of ours.
+
+    Args:
+        sent: scales that the trainer sends, used or not.
+    """
     if not kv.is_active:
         return None
     return {
@@ -21,6 +26,7 @@ def kv_section(kv: KvScales) -> dict[str, Any] | None:
         "follows_weights": not kv.is_stale,
         "frozen": kv.is_frozen,
         "moves": kv.moves,
+        "sent": sent.as_dict(kv.layers),
         "layers": [
             {"module": layer.name, "keys": _side(one.keys), "values": _side(one.values)}
             for layer, one in zip(kv.layers, kv.chosen, strict=True)
@@ -29,12 +35,19 @@ def kv_section(kv: KvScales) -> dict[str, Any] | None:
 
 
 def _side(side: Side) -> dict[str, Any]:
-    """`head_room`: binades between the bound and e4m3's largest number, below 1 unless limited."""
-    is_known = 0 < side.bound < math.inf
-    room = side.exponent + math.log2(FP8_MAX / side.bound) if is_known else None
+    """`head_room`: binades from the largest value (the bound, where none was given) to 448."""
+    bound = _known(side.bound)
+    largest = _known(side.largest)
+    fits = bound if side.largest is None else largest
+    room = None if fits is None else side.exponent + math.log2(FP8_MAX / fits)
     return {
         "exponent": side.exponent,
-        "bound": side.bound if is_known else None,
+        "bound": bound,
+        "largest": largest,
         "head_room": None if room is None else round(room, 3),
         "certified": side.is_certified,
     }
+
+
+def _known(value: float | None) -> float | None:
+    return value if value is not None and 0 < value < math.inf else None

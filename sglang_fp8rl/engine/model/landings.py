@@ -56,6 +56,14 @@ class NameTable:
     def is_filled(self) -> bool:
         return bool(self.known)
 
+    def attention_of(self, sent_prefix: str) -> str | None:
+        """The served attention module whose weights are sent below that prefix; None if none are."""
+        for leaf in ("k_proj", "qkv_proj"):
+            known = self.known.get(f"{sent_prefix}.{leaf}.weight")
+            if known is not None:
+                return known.landings[0].target.name.rsplit(".", 2)[0]
+        return None
+
     def landed(
         self,
         source: Source | None,

@@ -27,6 +27,7 @@ class Call:
         stopped_at: the name whose loader raised.
         not_finite: per write, the name and a bool tensor of blocks that kept their old bytes.
         unneeded: names that the model does without, and that may pass.
+        kv_scales: names of scales that were read, and are to be read again when the bucket comes again.
         lane: what the loaders' work is queued on, whichever thread they run in.
     """
 
@@ -38,6 +39,7 @@ class Call:
     stopped_at: str = ""
     not_finite: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     unneeded: list[str] = field(default_factory=list)
+    kv_scales: list[str] = field(default_factory=list)
     lane: StreamLane | None = None
 
     def __post_init__(self) -> None:

@@ -121,6 +121,17 @@ def not_finite_errors(found: list[tuple[str, torch.Tensor]]) -> dict[str, str]:
     return lines
 
 
+def homeless_scales_error(names: list[str]) -> RefitError:
+    """Scales of a KV cache that this server has not, or of a layer that this model has not."""
+    return RefitError(
+        listed(names),
+        f"{len(names)} scale(s) of a KV cache",
+        "this server has no layer of that name whose cache is scaled",
+        "Serve with --kv-cache-dtype fp8_e4m3 and kv_scales='sent' in quantization_config to use them; "
+        "otherwise leave them out of the update.",
+    )
+
+
 def listed(names: list[str]) -> str:
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     shown = [

@@ -66,7 +66,9 @@ class RecipeStore:
         """After a call that succeeded: keep its recipe, or count why there is none."""
         bucket = recording.bucket
         for position, name in enumerate(bucket.names):
-            if name not in call.touched and name not in call.unneeded:
+            if name in call.kv_scales:
+                recording.refuse(position, "a scale of the KV cache, read as it comes")
+            elif name not in call.touched and name not in call.unneeded:
                 recording.refuse(position, "no loader was called for it by name")
         recipe = recipe_of(recording, report, bool(call.touched), options)
         self.counts.native_calls += 1

@@ -81,6 +81,13 @@ def test_a_tied_head_is_left_out_and_everything_is_counted():
     assert (stats.tensors, stats.quantized) == (3, 2)
 
 
+def test_scales_of_the_kv_cache_pass_and_what_looks_like_one_is_refused():
+    scale = ("model.layers.0.self_attn.k_scale", torch.ones(1))
+    assert list(quantize_for_refit([scale], PLAN)) == [scale]
+    with pytest.raises(RefitError, match="not in the plan"):
+        list(quantize_for_refit([("model.layers.0.self_attn.k_scales", torch.ones(1))], PLAN))
+
+
 def test_fused_experts_go_one_by_one_where_the_plan_has_them_so():
     shapes = {
         f"experts.{expert}.{part}_proj.weight": (BLOCKWISE, (128, 256))

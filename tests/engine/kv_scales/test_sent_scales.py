@@ -1,0 +1,210 @@
+"""`kv_scales: sent`: scales that come with the weights, under the names of those who send them."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import pytest
+import torch
+from _options import overridden
+from commands import digests, status, update
+from kv_commands import (
+    FP8_CACHE,
+    exponents,
+    flush,
+    generate_cached,
+    kv_of,
+    poison,
+)
+from models import MODELS, Model
+from pool import engine_key, on, runs_on
+from test_fold_laws import LONGER, exponents_of, with_fp8_cache
+
+from sglang_fp8rl.wire.refit_note import RefitNote
+
+pytestmark = pytest.mark.engine
+
+SENT = (*FP8_CACHE, *overridden(kv_scales="sent"))
+UNIT = (*FP8_CACHE, *overridden(kv_scales="unit"))
+
+
+def as_nemo_rl(scales, shape=(1,)):
+    """Per layer the scales of k and v, under the names that NeMo-RL sends; q's too."""
+    found = {}
+    for layer, (k, v) in enumerate(scales):
+        attention = f"model.layers.{layer}.self_attn"
+        for name, value in (("attn.q_scale", k), ("k_scale", k), ("v_scale", v)):
+            found[f"{attention}.{name}"] = torch.tensor(value).reshape(shape)
+    return found
+
+
+class Scaled(Model):
+    """Weights with scales beside them, as NeMo-RL sends and compressed-tensors saves them."""
+
+    @cached_property
+    def first(self):
+        return MODELS[self.family].first | as_nemo_rl([(0.3, 2.0), (5.0, 0.01)])
+
+    @cached_property
+    def second(self):
+        return MODELS[self.family].second | as_nemo_rl([(0.6, 1e-3), (0.25, 0.2501)])
+
+
+EXPONENTS_OF_SECOND = [(0, -9), (-2, -1)]
+SCALED = Scaled("qwen3-scaled", "qwen3")
+
+
+def with_sent_scales(model, layout="tp1"):
+    return engine_key(model, layout, SENT, "sent", radix_cache=True)
+
+
+def kv_status(host):
+    return host.call(status)["kv_scales"]
+
+
+def unknown_and_kept(host):
+    sent = kv_status(host)["sent"]
+    return [name.split(".")[2] for name in sent["unknown"]], [
+        name.split(".")[2] for name in sent["kept"]
+    ]
+
+
+@on(with_sent_scales(SCALED), slow=(with_sent_scales(SCALED, "tp2"),))
+def test_a_refit_ends_with_the_exponents_the_bytes_and_the_words_of_a_fresh_start(host):
+    items = list(host.model.second.items())
+    scales = [item for item in items if item[0].endswith("_scale")]
+    weights = [item for item in items if not item[0].endswith("_scale")]
+    fresh = host.fresh("second")
+    assert host.call_all(exponents) != [exponents_of(one) for one in fresh.status]
+    for buckets in ([items[at::3] for at in range(3)], [weights, scales], [scales, weights]):
+        for _ in range(2):  # recorded, then replayed
+            host.send(list(host.model.first.items()))
+            for which, bucket in enumerate(buckets):
+                host.send(bucket, "flattened_bucket", which == len(buckets) - 1)
+            found = host.call_all(exponents)
+            assert found == [exponents_of(one) for one in fresh.status]
+            assert found[0] == EXPONENTS_OF_SECOND
+            assert host.call_all(digests) == fresh.digests
+    assert host.say() == fresh.said
+    assert host.call(status)["replay"]["calls"] > 0
+    assert unknown_and_kept(host) == ([], [])
+    assert host.call(status)["last_refit"]["outcome"] == "ok"
+
+
+@on(with_sent_scales("qwen3"))
+def test_a_layer_whose_scale_did_not_come_keeps_its_last_one_and_is_named(host):
+    assert host.call(exponents) == [(0, 0), (0, 0)]
+    assert unknown_and_kept(host) == (["0", "1"], [])
+    assert kv_status(host)["layers"][0]["keys"]["largest"] is None
+    scales = as_nemo_rl([(0.6, 1e-3), (0.25, 0.2501)], shape=())
+    host.send(list((host.model.second | scales).items()))
+    assert host.call(exponents) == EXPONENTS_OF_SECOND
+    side = kv_status(host)["layers"][0]["keys"]
+    assert side["largest"] == pytest.approx(0.6 * 448)
+    assert side["head_room"] == round(-math.log2(0.6), 3)
+    assert unknown_and_kept(host) == ([], [])
+    without = {name: one for name, one in scales.items() if ".1." not in name}
+    without["model.layers.0.self_attn.k_scale"] = torch.tensor([16.0])
+    host.send(list((host.model.first | without).items()))
+    assert host.call(exponents) == [(4, -9), EXPONENTS_OF_SECOND[1]]
+    assert unknown_and_kept(host) == ([], ["1"])
+    host.in_doubt = True  # what was sent stays known
+
+
+@on(with_sent_scales(SCALED))
+def test_scales_alone_move_exponents_and_no_prefix_survives_it(host):
+    assert host.call(generate_cached, LONGER, 4)[1] == 0
+    assert host.call(generate_cached, LONGER, 4)[1] > 0
+    host.send(list(as_nemo_rl([(8.0, 0.1), (3.0, 1.0)]).items()))
+    assert host.call(exponents) == [(3, -3), (2, 0)]
+    host.call(poison)
+    again, hit = host.call(generate_cached, LONGER, 4)
+    assert hit == 0
+    assert all(math.isfinite(value) for value in again[1])
+
+
+@on(with_sent_scales(SCALED))
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])
+def test_what_is_no_scale_is_refused_by_name_and_the_last_one_stays(host, value):
+    good = as_nemo_rl([(8.0, 0.1), (3.0, 1.0)])
+    host.send(list(good.items()))
+    name = "model.layers.1.self_attn.v_scale"
+    taken, message = host.call(update, [*list(good.items())[:3], (name, torch.tensor([value]))])
+    assert not taken
+    assert name in message
+    assert str(value) in message
+    assert "finite and larger than zero" in message
+    assert "Calibrate again" in message
+    host.call(flush)
+    assert host.call(exponents) == [(3, -3), (2, 0)]
+
+
+@on(with_sent_scales(SCALED))
+def test_scales_of_other_shapes_and_of_layers_that_are_not_there_are_refused(host):
+    name = "model.layers.1.self_attn.k_scale"
+    for tensor, words in (
+        (torch.ones(4), "shape (4,)"),
+        (torch.ones(1, dtype=torch.int32), "torch.int32"),
+    ):
+        taken, message = host.call(update, [(name, tensor)])
+        assert not taken
+        assert words in message
+    taken, message = host.call(update, [(name.replace(".1.", ".7."), torch.ones(1))])
+    assert not taken
+    assert "model.layers.7.self_attn.k_scale" in message
+    assert "no layer of that name" in message
+
+
+@on(with_sent_scales(SCALED))
+def test_a_manifest_may_announce_scales_and_one_that_is_missing_fails_the_refit(host):
+    scales = as_nemo_rl([(8.0, 0.1), (3.0, 1.0)])
+    both = MODELS["qwen3"].second | scales
+    note = RefitNote("announced", names=tuple(both)).to_text()
+    assert host.call(update, list(both.items()), rid=note)[0]
+    assert host.call(status)["last_refit"]["outcome"] == "ok"
+    again = RefitNote("again", names=tuple(both)).to_text()
+    without = [item for item in both.items() if item[0] != "model.layers.0.self_attn.v_scale"]
+    taken, message = host.call(update, without, rid=again)
+    assert not taken
+    assert "model.layers.0.self_attn.v_scale" in message
+
+
+@on(with_fp8_cache("qwen3"))
+def test_a_server_that_chooses_itself_does_without_them_and_says_so(host):
+    before = host.call(exponents)
+    assert kv_status(host)["sent"] is None
+    scales = as_nemo_rl([(8.0, 0.1), (3.0, math.nan)])
+    for _ in range(2):  # recorded, then replayed
+        host.send(list((host.model.first | scales).items()))
+    assert host.call(exponents) == before
+    assert kv_status(host)["sent"] == {
+        "ignored": 6,
+        "reason": "kv_scales is 'certified': this server chooses scales itself",
+    }
+    assert host.call(status)["last_refit"]["outcome"] == "ok"
+    taken, message = host.call(update, [("model.layers.0.self_attn.k_scales", torch.ones(1))])
+    assert not taken
+    assert "no parameter takes" in message
+
+
+@on(engine_key("qwen3"), engine_key("qwen3", "tp1", UNIT, "unit"))
+def test_a_server_that_scales_nothing_refuses_them_with_the_remedy(host):
+    items = list(as_nemo_rl([(8.0, 0.1), (3.0, 1.0)]).items())
+    taken, message = host.call(update, items)
+    assert not taken
+    assert "model.layers.0.self_attn.k_scale" in message
+    assert "kv_scales='sent'" in message
+
+
+@runs_on("qwen3")
+def test_a_checkpoint_with_scales_is_served_where_nothing_is_scaled(engine_pool):
+    with engine_pool.lent(engine_key(SCALED)) as host:
+        host.send(list(host.model.second.items()))
+        assert host.call(status)["last_refit"]["outcome"] == "ok"
+        assert host.call(status)["kv_scales"] is None
+        assert not host.call(_is_folded)
+
+
+def _is_folded(scheduler):
+    return bool(kv_of(scheduler).chosen)
