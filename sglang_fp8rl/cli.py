@@ -258,12 +258,14 @@ def _options(text: str) -> dict:
 
 
 def _register_evaluations() -> None:
-    """`eval-aime` and `mismatch`, from the evaluation folder. They import what they need later."""
+    """From the evaluation folder. They import what they need later."""
     from .eval.aime import eval_aime
     from .eval.mismatch import mismatch
+    from .eval.sensitivity.command import sensitivity
 
     app.command("eval-aime")(eval_aime)
     app.command("mismatch")(mismatch)
+    app.command("sensitivity")(sensitivity)
 
 
 _register_evaluations()

@@ -1,0 +1,117 @@
+"""KL(BF16 || a changed model) over the whole vocabulary, from the layer where they part.
+
+The clean model runs once, and what its layers gave is kept. A change in layer `i` is then measured by the
+layers from `i` on: those before give what they gave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from .samples import Batch
+
+_ROWS_AT_ONCE = 256
+
+
+class CleanRun:
+    """The unquantized model on all batches, and the divergence of changed models from it.
+
+    Holds `[tokens, vocabulary]` FP32 log-probabilities and every layer's output.
+
+    Args:
+        model: of `transformers`, without a change.
+        layers: its decoder layers.
+        observe: within it the model runs on the first batch, on the second, and so on.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[torch.nn.Module],
+        batches: Sequence[Batch],
+        observe: AbstractContextManager | None = None,
+    ) -> None:
+        self._model, self._layers, self._batches = model, layers, batches
+        self._outputs: list[list[Any]] = []
+        self._logprobs: list[list[torch.Tensor]] = []
+        for batch in batches:
+            outputs: list[Any] = []
+            with _keeping(layers, outputs), observe or contextlib.nullcontext():
+                logits = _logits(model, batch)
+            self._outputs.append(outputs)
+            self._logprobs.append([rows.float().log_softmax(-1) for rows in batch.rows(logits)])
+
+    def divergence(self, first_layer: int, change: AbstractContextManager) -> list[float]:
+        """KL(clean || changed) of each sample, summed over its counted positions, in nats.
+
+        Args:
+            first_layer: all layers before it are as in the clean run.
+            change: within it the model is another. Entered once for each batch.
+        """
+        sums: list[float] = []
+        for batch, outputs, logprobs in zip(
+            self._batches, self._outputs, self._logprobs, strict=True
+        ):
+            with _replaying(self._layers[:first_layer], outputs), change:
+                logits = _logits(self._model, batch)
+            pairs = zip(logprobs, batch.rows(logits), strict=True)
+            sums += [_kl_sum(clean, changed) for clean, changed in pairs]
+        return sums
+
+
+def _kl_sum(clean: torch.Tensor, logits: torch.Tensor) -> float:
+    """Sum over rows of KL(clean || softmax(logits)); `[n, V]` log-probabilities and logits."""
+    total = 0.0
+    for start in range(0, clean.shape[0], _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        ours = clean[rows]
+        gap = ours - logits[rows].float().log_softmax(-1)
+        # exp(-inf) * (-inf + inf) of a token that a model rules out is no number; it weighs nothing.
+        terms = torch.where(ours > -torch.inf, ours.exp() * gap, 0.0)
+        total += float(terms.sum(-1).double().sum())
+    return total
+
+
+@torch.inference_mode()
+def _logits(model: Any, batch: Batch) -> torch.Tensor:
+    return model(input_ids=batch.ids, use_cache=False).logits
+
+
+@contextlib.contextmanager
+def _keeping(layers: Sequence[torch.nn.Module], outputs: list[Any]) -> Iterator[None]:
+    """Within it, what each layer gives is appended to `outputs`."""
+
+    def keep(layer: Any, args: Any, output: Any) -> None:
+        outputs.append(output)
+
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _replaying(layers: Sequence[torch.nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
+    """Within it, these layers compute nothing and give what they gave in the clean run."""
+    for layer, output in zip(layers, outputs, strict=False):
+        layer.forward = _Gives(output)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+class _Gives:
+    def __init__(self, output: Any) -> None:
+        self._output = output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._output

@@ -1,0 +1,270 @@
+"""What the measurements say: each module's effect, the choice for a budget, and whether it keeps its promise."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ...config import Options
+from ...wire.plan import RefitPlan
+from .budget import Choice
+from .noise import Fit
+from .quantized_products import Operand
+from .results_file import Measurements
+from .samples import Sample
+from .served_modules import ServedModule, model_bytes, savings
+
+# Every so many prompts one has no say in the choice, and is what the choice is checked on.
+HELD_OUT = 4
+# The chosen set has to bring at least this part of the reduction that was predicted.
+KEPT_PROMISE = 0.5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A ratio of two sums over prompts, with its standard error (linearized, clustered by prompt)."""
+
+    value: float
+    error: float
+
+
+@dataclass(frozen=True)
+class ModuleFinding:
+    """One module's part.
+
+    Attributes:
+        kl: KL(BF16 || this module alone quantized), nats per token; on all prompts.
+        by_operand: the same for weights and activations alone, where they were measured.
+    """
+
+    module: ServedModule
+    kl: Measured
+    by_operand: Mapping[str, Measured]
+    fit: Fit
+    is_exempt: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "module": self.module.name,
+            "scheme": self.module.scheme,
+            "reason": self.module.reason,
+            "extra_bytes": self.module.extra_bytes,
+            "kl": asdict(self.kl),
+            **{f"kl_{name}": asdict(value) for name, value in self.by_operand.items()},
+            **self.fit.as_dict(),
+            "exempt": self.is_exempt,
+        }
+
+
+@dataclass(frozen=True)
+class Check:
+    """The prediction beside what was measured, on one group of prompts.
+
+    Attributes:
+        prompts, tokens: measured on.
+        sum_of_effects: KL if the modules' effects added up.
+        everything: KL with everything quantized.
+        chosen: KL with everything quantized but the choice.
+        predicted_share: of the divergence, what should be left.
+        share: what is.
+    """
+
+    prompts: int
+    tokens: int
+    sum_of_effects: Measured
+    everything: Measured
+    chosen: Measured
+    predicted_share: float
+    share: Measured
+
+    @property
+    def additivity(self) -> float:
+        """KL of everything over the sum of effects; 1 if they add."""
+        total = self.sum_of_effects.value
+        return self.everything.value / total if total else math.nan
+
+    @property
+    def holds(self) -> bool:
+        """Whether the choice brings at least `KEPT_PROMISE` of the reduction that was predicted."""
+        return 1 - self.share.value >= KEPT_PROMISE * (1 - self.predicted_share)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a run.
+
+    Attributes:
+        modules: in the order of the model.
+        effects: what the choice was made from: KL per token by module, on prompts that had a say.
+        checks: `chosen_on` and, if there were prompts to spare, `held_out`.
+        saved_bytes: what FP8 saves on this model.
+        served_bytes: of the weights that are served.
+        options: what to serve with: the plan's, with the choice in `ignored_layers`.
+    """
+
+    modules: tuple[ModuleFinding, ...]
+    effects: Mapping[str, float]
+    choice: Choice
+    checks: Mapping[str, Check]
+    saved_bytes: int
+    served_bytes: int
+    options: Mapping[str, Any]
+
+    @property
+    def holds(self) -> bool:
+        return self.checks.get("held_out", self.checks["chosen_on"]).holds
+
+    @property
+    def server_argument(self) -> str:
+        return "--json-model-override-args " + _quoted({"quantization_config": dict(self.options)})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "modules": [one.as_dict() for one in self.modules],
+            "choice": {
+                "ignored_layers": list(self.choice.names),
+                "extra_bytes": self.choice.extra_bytes,
+                "of_savings": self.choice.extra_bytes / self.saved_bytes,
+                "of_model": self.choice.extra_bytes / self.served_bytes,
+                "predicted_share": self.choice.predicted_share,
+            },
+            "checks": {
+                name: {**asdict(check), "additivity": check.additivity, "holds": check.holds}
+                for name, check in self.checks.items()
+            },
+            "holds": self.holds,
+            "quantization_config": dict(self.options),
+            "server_argument": self.server_argument,
+        }
+
+
+class Groups:
+    """Which samples have a say in the choice, and which it is checked on: whole prompts."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._tokens = [sample.tokens for sample in samples]
+        order: dict[tuple[int, ...], int] = {}
+        for sample in samples:
+            order.setdefault(sample.prompt, len(order))
+        self._prompts = [order[sample.prompt] for sample in samples]
+        self.held_out = {number for number in order.values() if number % HELD_OUT == HELD_OUT - 1}
+        self.chosen_on = set(order.values()) - self.held_out
+
+    @property
+    def all(self) -> set[int]:
+        return self.held_out | self.chosen_on
+
+    def tokens(self, prompts: set[int]) -> int:
+        return sum(self.by_prompt(self._tokens, prompts))
+
+    def by_prompt(self, values: Sequence[float], prompts: set[int]) -> list[Any]:
+        """Sums of per-sample values, for each of these prompts in order."""
+        sums = dict.fromkeys(sorted(prompts), 0)
+        for prompt, value in zip(self._prompts, values, strict=True):
+            if prompt in sums:
+                sums[prompt] += value  # type: ignore[assignment]
+        return list(sums.values())
+
+    def per_token(self, kl: Sequence[float], prompts: set[int]) -> Measured:
+        return ratio(self.by_prompt(kl, prompts), self.by_prompt(self._tokens, prompts))
+
+    def share(self, part: Sequence[float], whole: Sequence[float], prompts: set[int]) -> Measured:
+        return ratio(self.by_prompt(part, prompts), self.by_prompt(whole, prompts))
+
+
+def ratio(part: Sequence[float], whole: Sequence[float]) -> Measured:
+    """Sum over sum; the error of a ratio estimator (Cochran 1977, section 6.3). NaN for one prompt."""
+    value = sum(part) / sum(whole) if sum(whole) else math.nan
+    count = len(part)
+    if count < 2:
+        return Measured(value, math.nan)
+    squares = sum((one - value * other) ** 2 for one, other in zip(part, whole, strict=True))
+    return Measured(value, math.sqrt(squares * count / (count - 1)) / sum(whole))
+
+
+def effects_of(
+    modules: Sequence[ServedModule], known: Measurements, groups: Groups
+) -> dict[str, float]:
+    """Each module's KL per token on the prompts that have a say."""
+    return {
+        one.name: groups.per_token(known.effects[one.name, Operand.BOTH], groups.chosen_on).value
+        for one in modules
+    }
+
+
+def finding_of(
+    modules: Sequence[ServedModule],
+    plan: RefitPlan,
+    known: Measurements,
+    choice: Choice,
+) -> Finding:
+    """Put together what was measured, the choice's own divergence included."""
+    groups = Groups(known.samples)
+    exempt = frozenset(choice.names)
+    parts = {"chosen_on": groups.chosen_on, "held_out": groups.held_out}
+    return Finding(
+        modules=tuple(_module_finding(one, known, groups, one.name in exempt) for one in modules),
+        effects=effects_of(modules, known, groups),
+        choice=choice,
+        checks={
+            name: _check(prompts, modules, known, choice, groups)
+            for name, prompts in parts.items()
+            if prompts
+        },
+        saved_bytes=savings(modules),
+        served_bytes=model_bytes(plan, modules),
+        options=options_with(plan, choice.names),
+    )
+
+
+def options_with(plan: RefitPlan, ignored: Sequence[str]) -> dict[str, Any]:
+    """The plan's options that are not defaults, and these modules added to `ignored_layers`."""
+    given = plan.document["options"]
+    changed: dict[str, Any] = {}
+    for option in fields(Options):
+        default = json.loads(json.dumps(option.default))
+        if option.name in given and given[option.name] != default:
+            changed[option.name] = given[option.name]
+    return {**changed, "ignored_layers": [*changed.get("ignored_layers", []), *ignored]}
+
+
+def _module_finding(
+    module: ServedModule, known: Measurements, groups: Groups, is_exempt: bool
+) -> ModuleFinding:
+    by_operand = {
+        operand.value: groups.per_token(known.effects[module.name, operand], groups.all)
+        for operand in (Operand.WEIGHTS, Operand.ACTIVATIONS)
+        if (module.name, operand) in known.effects
+    }
+    kl = groups.per_token(known.effects[module.name, Operand.BOTH], groups.all)
+    return ModuleFinding(module, kl, by_operand, known.fits[module.name], is_exempt)
+
+
+def _check(
+    prompts: set[int],
+    modules: Sequence[ServedModule],
+    known: Measurements,
+    choice: Choice,
+    groups: Groups,
+) -> Check:
+    everything, rest = known.sets[()], known.sets[tuple(sorted(choice.names))]
+    single = [known.effects[one.name, Operand.BOTH] for one in modules]
+    total = [sum(values) for values in zip(*single, strict=True)]
+    return Check(
+        prompts=len(prompts),
+        tokens=groups.tokens(prompts),
+        sum_of_effects=groups.per_token(total, prompts),
+        everything=groups.per_token(everything, prompts),
+        chosen=groups.per_token(rest, prompts),
+        predicted_share=choice.predicted_share,
+        share=groups.share(rest, everything, prompts),
+    )
+
+
+def _quoted(value: Any) -> str:
+    return shlex.quote(json.dumps(value))

@@ -1,0 +1,131 @@
+"""What divergence is measured on: prompts, and answers that the unquantized model gives to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids of a prompt and of an answer to it; without an answer the prompt itself counts."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...] = ()
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.prompt + self.answer
+
+    @property
+    def counted(self) -> slice:
+        """Positions whose next-token distributions are compared: those that an answer comes from."""
+        if not self.answer:
+            return slice(0, len(self.prompt))
+        return slice(len(self.prompt) - 1, len(self.ids) - 1)
+
+    @property
+    def tokens(self) -> int:
+        """How many positions that is."""
+        return self.counted.stop - self.counted.start
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that go through the model together.
+
+    Attributes:
+        ids: `[samples, longest]`, filled up on the right: in a causal model no token sees what comes
+            behind it, so no mask is needed.
+        counted: of each sample.
+    """
+
+    ids: torch.Tensor
+    counted: tuple[slice, ...]
+
+    def rows(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Of `[samples, longest, …]`, each sample's counted positions."""
+        return [value[part] for value, part in zip(values, self.counted, strict=True)]
+
+
+@torch.inference_mode()
+def sample_answers(
+    model: Any, prompts: Sequence[Sequence[int]], *, new_tokens: int, samples: int, seed: int = 0
+) -> Iterator[Sample]:
+    """Answers as a rollout has them: at temperature 1, from the whole distribution, seeded.
+
+    Args:
+        new_tokens: of an answer, at most; 0 gives the prompts alone, once.
+        samples: answers to each prompt.
+    """
+    for prompt in prompts:
+        if not new_tokens:
+            yield Sample(tuple(prompt))
+            continue
+        yield from _answers(model, tuple(prompt), new_tokens, samples, seed)
+
+
+def batches(samples: Sequence[Sample], tokens_at_once: int, device: torch.device) -> list[Batch]:
+    """Samples in their order, as many together as fit `tokens_at_once`; always one."""
+    groups: list[list[Sample]] = []
+    for sample in samples:
+        if groups and _size([*groups[-1], sample]) <= tokens_at_once:
+            groups[-1].append(sample)
+        else:
+            groups.append([sample])
+    return [_batch(group, device) for group in groups]
+
+
+def _answers(
+    model: Any, prompt: tuple[int, ...], new_tokens: int, samples: int, seed: int
+) -> Iterator[Sample]:
+    from transformers import GenerationConfig
+
+    ends = model.generation_config.eos_token_id
+    # Nothing is taken over from the checkpoint's own settings but the end: no top-p, no penalty.
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=new_tokens,
+        num_return_sequences=samples,
+        eos_token_id=ends,
+        pad_token_id=_first(ends),
+    )
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.random.fork_rng(devices=[] if model.device.type == "cpu" else None):
+        torch.manual_seed(seed)
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    for row in made[:, len(prompt) :].tolist():
+        yield Sample(prompt, tuple(_up_to_end(row, ends)))
+
+
+def _first(ends: int | list[int] | None) -> int:
+    if ends is None:
+        return 0
+    return ends if isinstance(ends, int) else ends[0]
+
+
+def _up_to_end(row: list[int], ends: int | list[int] | None) -> list[int]:
+    """The answer and its first end token; the rest is filling."""
+    known = {ends} if isinstance(ends, int) else set(ends or ())
+    for at, token in enumerate(row):
+        if token in known:
+            return row[: at + 1]
+    return row
+
+
+def _size(group: Sequence[Sample]) -> int:
+    return len(group) * max(len(sample.ids) for sample in group)
+
+
+def _batch(group: Sequence[Sample], device: torch.device) -> Batch:
+    longest = max(len(sample.ids) for sample in group)
+    ids = torch.zeros(len(group), longest, dtype=torch.long)
+    for row, sample in zip(ids, group, strict=True):
+        row[: len(sample.ids)] = torch.tensor(sample.ids)
+    return Batch(ids.to(device), tuple(sample.counted for sample in group))
