@@ -105,11 +105,11 @@ def sensitivity(
 
 
 def _print(finding: Finding, as_json: bool) -> None:
-    from .show import print_finding
-
     if as_json:
         typer.echo(json.dumps(finding.as_dict()))
         return
+    from .show import print_finding
+
     console = Console()
     print_finding(finding, console if console.is_terminal else Console(width=120))
 

@@ -14,9 +14,10 @@ from ...wire.plan import RefitPlan
 from ..prompts import load_prompts
 from ..rescoring import load_tokenizer
 from .budget import budget_bytes, choose
-from .finding import Finding, Groups, effects_of, finding_of
+from .finding import Finding, effects_of, finding_of
 from .measure import Measurement, Settings, key_of
 from .memory import check_fits, free_bytes, needed_bytes
+from .prompt_groups import Groups
 from .reference import ComputeDtype, SensitivityError, load_reference
 from .results_file import ResultsFile
 from .served_modules import ServedModule, served_modules

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .finding import Check, Finding, Measured, ModuleFinding
+from .finding import Check, Finding, ModuleFinding
+from .prompt_groups import Measured
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -152,12 +152,30 @@ def test_neither_batches_nor_padding_nor_neighbours_change_a_sample(llama):
         assert apart == pytest.approx(together, rel=0.05)
 
 
-def test_only_what_predicts_the_answer_counts(llama):
-    whole = Sample((5, 9, 2, 33, 34))
-    parts = [Sample((5, 9), (2, 33, 34)), Sample((5, 9, 2, 33, 34))]
-    sums = llama.clean(64, [whole, *parts]).divergence(0, llama.quantized(QKV))
-    assert [sample.tokens for sample in parts] == [3, 5]
-    assert 0 < sums[1] < sums[0]
+def test_only_positions_that_predict_the_answer_count(llama):
+    ids, prompt = (5, 9, 2, 33, 34), 2
+    with torch.inference_mode():
+        clean = llama.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        with llama.quantized(QKV):
+            changed = llama.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    each = (clean.exp() * (clean - changed)).sum(-1).tolist()
+    samples = [Sample(ids[:prompt], ids[prompt:]), Sample(ids)]
+    # Position 1 gives the first token of the answer, position 3 its last; 4 is behind it.
+    answer, whole = llama.clean(64, samples).divergence(0, llama.quantized(QKV))
+    assert [sample.tokens for sample in samples] == [3, 5]
+    assert answer == pytest.approx(sum(each[1:4]), rel=1e-2)
+    assert whole == pytest.approx(sum(each), rel=1e-2)
+
+
+def test_the_fingerprint_is_of_every_value(llama):
+    before = reference_of(llama.model, llama.plan, llama.modules).fingerprint
+    assert before == llama.reference.fingerprint
+    weight = llama.model.get_parameter("model.norm.weight")
+    with torch.no_grad():
+        weight[3] += 0.5
+        changed = reference_of(llama.model, llama.plan, llama.modules).fingerprint
+        weight[3] -= 0.5
+    assert changed != before == reference_of(llama.model, llama.plan, llama.modules).fingerprint
 
 
 def test_measuring_leaves_the_model_as_it_was(llama):
