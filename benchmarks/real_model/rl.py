@@ -1,0 +1,144 @@
+"""RL on a pretrained model: `small_dapo`'s update and refit, rollouts from a real SGLang server."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .arms import ARMS, BASELINE, DEFAULT, Arm
+from .rl_policy import RealPolicy
+from .serving import ArmServer
+from .sums import Encode, Sum, draw_sums
+
+# Behind rl_policy, which puts the folder of small_dapo on the path.
+from small_dapo.dapo import Dapo  # isort: skip
+from small_dapo.dynamic_sampling import dynamic_sampling  # isort: skip
+from small_dapo.loop import rollout_figures  # isort: skip
+from small_dapo.refit import FullSender  # isort: skip
+from small_dapo.rollout import Group  # isort: skip
+from small_dapo.settings import Settings  # isort: skip
+
+Record = dict[str, Any]
+RESPONSE_TOKENS = 5
+SETTINGS = Settings(
+    prompts=16,
+    samples=8,
+    train_prompts=8,
+    max_generations=1,
+    minibatches=2,
+    learning_rate=2e-5,
+    warmup_updates=2,
+    validation=48,
+)
+
+
+@dataclass(frozen=True)
+class RlArm:
+    """How rollouts are served, and whether the loss corrects for it (token-level TIS, C = 2)."""
+
+    name: str
+    serving: Arm
+    tis: bool = True
+
+
+def rl_arms(ignored_layers: Sequence[str] = ()) -> dict[str, RlArm]:
+    """The arms; with `ignored_layers` (what `sglang-fp8rl sensitivity` chose) one more."""
+    arms = [
+        RlArm("bf16", ARMS[BASELINE]),
+        RlArm("fp8", ARMS[DEFAULT]),
+        RlArm("fp8_without_tis", ARMS[DEFAULT], tis=False),
+    ]
+    if ignored_layers:
+        chosen = Arm("fp8_chosen", "", options={"ignored_layers": list(ignored_layers)})
+        arms.append(RlArm("fp8_chosen", chosen))
+    return {arm.name: arm for arm in arms}
+
+
+@dataclass(frozen=True)
+class RlRun:
+    """What is run.
+
+    Attributes:
+        folder: the converted checkpoint.
+        encode: its tokenizer, from text to ids.
+        trained_layers: see `RealPolicy`.
+        work: takes the server's log.
+    """
+
+    arm: RlArm
+    folder: Path
+    encode: Encode
+    seed: int
+    steps: int
+    threads: int
+    work: Path
+    trained_layers: int | None = None
+
+
+def run_steps(run: RlRun) -> Iterator[Record]:
+    """Serve, then step by step: sample, train, refit, validate; a record per step, 0 the start."""
+    settings = SETTINGS if run.arm.tis else replace(SETTINGS, tis_cap=None)
+    end = run.encode("\n")
+    torch.manual_seed(run.seed)
+    policy = RealPolicy(run.folder, end[0], run.trained_layers)
+    trainer = Dapo(policy, settings)
+    draw = random.Random(f"sums {run.seed}")
+    held_out = draw_sums(
+        random.Random("validation"), settings.validation, run.encode, held_out=True
+    )
+    log = run.work / f"rl-{run.arm.name}-{run.seed}.log"
+    with ArmServer(
+        run.arm.serving, run.folder, run.threads, run.seed, log, remember=True
+    ) as server:
+        sender = FullSender(server.url)
+        yield {
+            "step": 0,
+            "val_accuracy": _validate(server, held_out, end),
+            "sglang": version("sglang"),
+            "torch": version("torch"),
+            "verl": version("verl"),
+            "threads": run.threads,
+            "trained_layers": run.trained_layers,
+            "settings": asdict(settings),
+        }
+        for step in range(1, run.steps + 1):
+            began = time.perf_counter()
+            sampled = dynamic_sampling(
+                lambda: _sample(server, draw_sums(draw, settings.prompts, run.encode), end),
+                settings,
+            )
+            record = {"step": step, **rollout_figures(policy, sampled)}
+            record["sample_seconds"] = time.perf_counter() - began
+            if sampled.used:
+                record |= asdict(trainer.update(sampled.used))
+            sent = sender.send(policy.masters)
+            record |= {"refit_bytes": sent.nbytes, "refit_seconds": sent.seconds}
+            record["val_accuracy"] = _validate(server, held_out, end)
+            record["step_seconds"] = time.perf_counter() - began
+            yield record
+
+
+def _sample(server: ArmServer, problems: Sequence[Sum], end: list[int]) -> list[Group]:
+    """Several answers to each problem; a first pass leaves the prompts in the server's cache."""
+    server.sample([p.prompt for p in problems], 1, end)
+    samples = SETTINGS.samples
+    repeated = [p.prompt for p in problems for _ in range(samples)]
+    answers = server.sample(repeated, RESPONSE_TOKENS, end)
+    groups = []
+    for number, problem in enumerate(problems):
+        own = answers[number * samples : (number + 1) * samples]
+        groups.append(Group(problem, [a.output_ids for a in own], [a.logprobs for a in own]))
+    return groups
+
+
+def _validate(server: ArmServer, problems: Sequence[Sum], end: list[int]) -> float:
+    answers = server.sample([p.prompt for p in problems], RESPONSE_TOKENS, end, temperature=0.0)
+    right = [a.output_ids == p.answer for a, p in zip(answers, problems, strict=True)]
+    return sum(right) / len(right)

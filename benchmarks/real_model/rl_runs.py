@@ -1,0 +1,113 @@
+"""Every RL run that is asked for and not there yet, a line a step, and a table of what they show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from sglang_fp8rl.errors import ConfigError
+
+from .fetch import fetch
+from .models import cache_folder
+from .rl import RlArm, RlRun, rl_arms, run_steps
+from .trainer_side import check_memory
+
+from small_dapo import records  # isort: skip  # behind rl, which puts its folder on the path
+
+_COPIES = 8.0  # in FP32: masters, gradients, two moments, casts; the server's while it loads
+_ENDS = 3  # steps that are averaged at either end
+
+
+def run_all(
+    model: str,
+    names: Sequence[str],
+    steps: int,
+    seeds: int,
+    path: Path,
+    console: Console,
+    *,
+    trained_layers: int | None = None,
+    ignored_layers: Sequence[str] = (),
+    threads: int = 2,
+) -> None:
+    """Run what is missing of `names` × `seeds`, and show it.
+
+    Raises:
+        ConfigError: an unknown arm, or a model that does not fit into memory.
+    """
+    from transformers import AutoTokenizer
+
+    known = rl_arms(ignored_layers)
+    arms = [_arm(known, name) for name in names]
+    folder = fetch(model, console)
+    check_memory(folder, _COPIES)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.set_num_threads(threads)
+    old = records.load(path)
+    records.keep(path, [key for key in old if len(old[key]) > steps])
+    wanted = [(arm, seed) for seed in range(seeds) for arm in arms]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        for arm, seed in wanted:
+            if (arm.name, seed) in old and len(old[arm.name, seed]) > steps:
+                continue
+            task = progress.add_task(f"{arm.name}, seed {seed}", total=steps + 1)
+            run = RlRun(
+                arm,
+                folder,
+                lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+                seed,
+                steps,
+                threads,
+                cache_folder() / "runs",
+                trained_layers,
+            )
+            for record in run_steps(run):
+                records.append(path, {"arm": arm.name, "seed": seed, **record})
+                progress.advance(task)
+    console.print(table(records.load(path)))
+
+
+def table(runs: dict[tuple[str, int], list[dict[str, Any]]]) -> Table:
+    """Accuracy at the start and at the end of each run, and its mean gap."""
+    found = Table(title=f"sums; ends are means of {_ENDS} steps")
+    for column in ("arm", "seed", "steps", "validation", "sampled", "k3 KL", "largest", "s/step"):
+        found.add_column(column, justify="left" if column == "arm" else "right")
+    for (arm, seed), lines in runs.items():
+        steps = lines[1:]
+        if not steps:
+            continue
+        found.add_row(
+            arm,
+            str(seed),
+            str(len(steps)),
+            f"{lines[0]['val_accuracy']:.2f} → {_mean(steps[-_ENDS:], 'val_accuracy'):.2f}",
+            f"{_mean(steps[:_ENDS], 'train_accuracy'):.2f} → "
+            f"{_mean(steps[-_ENDS:], 'train_accuracy'):.2f}",
+            f"{_mean(steps, 'kl_k3'):.2e}",
+            f"{max(line['ratio_max'] for line in steps):.2f}",
+            f"{_mean(steps, 'step_seconds'):.0f}",
+        )
+    return found
+
+
+def _arm(known: dict[str, RlArm], name: str) -> RlArm:
+    if name not in known:
+        raise ConfigError(
+            "--arms",
+            repr(name),
+            f"known: {', '.join(known)}",
+            "fp8_chosen comes with --ignored-layers.",
+        )
+    return known[name]
+
+
+def _mean(lines: Sequence[dict[str, Any]], key: str) -> float:
+    return mean(line[key] for line in lines)

@@ -1,0 +1,94 @@
+"""RL on a pretrained model: its task, the trainer's log-probabilities, and what TIS changes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from real_model.rl_policy import RealPolicy  # noqa: E402
+from real_model.sums import EXAMPLES, draw_sums, make_sum  # noqa: E402
+
+from sglang_fp8rl.eval.rescoring import load_model, rescore  # noqa: E402
+from sglang_fp8rl.eval.rollouts import Rollout  # noqa: E402
+from sglang_fp8rl.testing.checkpoints import (  # noqa: E402
+    make_config,
+    make_state_dict,
+    save_checkpoint,
+)
+
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12]]
+RESPONSES = [[13, 14], [15, 16, 17, 18], [19]]
+
+
+def encode(text):
+    return [ord(character) for character in text]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    config = make_config("llama", num_hidden_layers=3, vocab_size=128, tie_word_embeddings=True)
+    state = make_state_dict(config, seed=0)
+    return save_checkpoint(tmp_path_factory.mktemp("model"), config, state)
+
+
+def test_an_answer_is_the_sum_and_the_end_of_its_line():
+    problem = make_sum(7, 15, encode)
+    assert problem.prompt == encode(f"{EXAMPLES}7+15=")
+    assert problem.answer == encode("22\n")
+
+
+def test_validation_never_sees_a_sum_of_training():
+    seen = [
+        {(p.one, p.other) for p in draw_sums(random.Random(0), 300, encode, held_out=held_out)}
+        for held_out in (False, True)
+    ]
+    assert not seen[0] & seen[1]
+    assert len(seen[1]) > 40
+
+
+def test_the_trainers_logprobs_are_those_of_each_answer_alone(checkpoint):
+    found, mask = RealPolicy(checkpoint, pad=0).logprobs(PROMPTS, RESPONSES)
+    alone = load_model(str(checkpoint), "bfloat16", "cpu")
+    rollouts = [Rollout(p, r, []) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    for row, kept, expected in zip(found, mask, rescore(alone, rollouts), strict=True):
+        assert int(kept.sum()) == len(expected)
+        torch.testing.assert_close(row[: len(expected)], expected, atol=0.03, rtol=0)
+        assert not row[len(expected) :].any()
+
+
+def test_only_the_last_layers_are_trained_where_so_many_are_asked_for(checkpoint):
+    policy = RealPolicy(checkpoint, pad=0, trained_layers=1)
+    logprobs, _ = policy.logprobs(PROMPTS, RESPONSES)
+    logprobs.sum().backward()
+    trained = {name for name, weight in policy.masters.items() if weight.grad is not None}
+    assert trained == {name for name in policy.masters if ".layers.2." in name}
+
+
+@pytest.mark.slow  # imports veRL
+def test_without_tis_an_update_does_not_depend_on_the_rollouts_logprobs(checkpoint):
+    from small_dapo.dapo import Dapo
+    from small_dapo.rollout import Group
+    from small_dapo.settings import Settings
+
+    problems = [make_sum(1, 2, lambda text: [ord(c) % 100 for c in text]) for _ in range(2)]
+
+    def updated(cap, rollout_logprob):
+        policy = RealPolicy(checkpoint, pad=0)
+        settings = replace(Settings(), tis_cap=cap, warmup_updates=1, learning_rate=1e-3)
+        groups = [
+            Group(p, [p.answer, [5, 6]], [[rollout_logprob] * 2, [rollout_logprob] * 2])
+            for p in problems
+        ]
+        Dapo(policy, settings).update(groups)
+        return torch.cat([weight.detach().flatten() for weight in policy.masters.values()])
+
+    assert torch.equal(updated(None, -1.0), updated(None, -9.0))
+    assert not torch.equal(updated(2.0, -5.0), updated(2.0, -9.0))
