@@ -41,11 +41,13 @@ def needed_bytes(
 
 
 def free_bytes(device: str) -> int:
-    """What this process may still take: of the GPU, or of the machine and its control group."""
-    if not device.startswith("cpu"):
-        import torch
+    """What this process may still take: of the GPU, or of the machine and its control group.
 
-        return torch.cuda.mem_get_info(torch.device(device))[0]
+    Raises:
+        ConfigError: torch can't use the device.
+    """
+    if device != "cpu":
+        return _free_on_gpu(device)
     fields = dict(
         line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
     )
@@ -55,6 +57,17 @@ def free_bytes(device: str) -> int:
         # What is used counts files that can be dropped, so this is a cautious number.
         free = min(free, max(0, int(limit.read_text()) - int(used.read_text())))
     return free
+
+
+def _free_on_gpu(device: str) -> int:
+    import torch
+
+    try:
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    except (RuntimeError, AssertionError, ValueError) as error:  # torch's for an absent device
+        raise ConfigError(
+            "--device", f"{device!r}: {error}", "torch can use the device", "Use cpu or cuda."
+        ) from error
 
 
 def check_fits(model: str, needed: int, free: int, *, tokens: int, device: str) -> None:

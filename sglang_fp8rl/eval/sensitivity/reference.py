@@ -68,8 +68,7 @@ def load_reference(
     """
     as_stored = not plan.rounding["round_to_bf16"]
     model = load_model(path, "float32" if as_stored else "bfloat16", device)
-    model = model.float() if dtype == "float32" else model.bfloat16()
-    return reference_of(model, plan, modules)
+    return reference_of(model.float() if dtype == "float32" else model, plan, modules)
 
 
 def reference_of(model: Any, plan: RefitPlan, modules: Sequence[ServedModule]) -> ReferenceModel:

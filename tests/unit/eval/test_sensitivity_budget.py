@@ -99,6 +99,12 @@ def test_a_model_that_does_not_fit_is_refused_with_both_sizes():
         check_fits("m", 3 * 10**9, 2 * 10**9, tokens=9, device="cpu")
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "mps"])
+def test_a_device_that_is_not_there_is_named(device):
+    with pytest.raises(ConfigError, match=f"--device: '{device}'"):
+        free_bytes(device)
+
+
 def test_options_keep_what_the_plan_had_and_are_options():
     plan = small_plan(ignored_layers=["model.layers.2"], use_weight_pow2_scale=True)
     made = options_with(plan, ["model.layers.0.mlp.down_proj"])
