@@ -37,7 +37,9 @@ def test_means_are_those_of_the_packages_own_metrics(sides):
     found = measures.summarize(measures.gap(*sides), measures.Resamples(len(LENGTHS)))
     pad = torch.nn.utils.rnn.pad_sequence
     mask = pad([torch.ones(length) for length in LENGTHS], batch_first=True)
-    expected = mismatch_metrics(pad(rollout, batch_first=True), pad(trainer, batch_first=True), mask)
+    expected = mismatch_metrics(
+        pad(rollout, batch_first=True), pad(trainer, batch_first=True), mask
+    )
     assert found["tokens"] == expected.tokens
     assert found["kl_k3"]["value"] == pytest.approx(expected.kl_k3, rel=1e-5)
     assert found["mult_prob_error"]["value"] == pytest.approx(expected.mult_prob_error, rel=1e-5)
