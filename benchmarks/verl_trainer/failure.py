@@ -7,16 +7,17 @@ import re
 from verl_trainer.trainer_run import RunResult
 
 RAY_IS_UP = "Started a local Ray instance"
-_ERROR = re.compile(r"\b(\w+\.)*\w*(Error|Exception|Killed|OOM)\b.*")
+# The end of a traceback. Ray's own reports, further down, name its tasks and guess.
+_ERROR = re.compile(r"(?:^|\s)(?:\w+\.)*\w*(?:Error|Exception): .+")
 
 
 def why_it_never_began(run: RunResult) -> str:
-    """One paragraph: what happened, the last error of the log, the remedy."""
+    """One paragraph: what happened, the first error of the log, the remedy."""
     text = run.log.read_text(errors="replace")
     how = "was ended for time" if run.is_timeout else f"exited with {run.returncode}"
     what = f"{run.arm.name}: {how} after {run.seconds:.0f} s, before its first refit."
-    errors = [match.group(0) for match in map(_ERROR.search, text.splitlines()) if match]
-    said = f" Its last error: {errors[-1][:600]}." if errors else ""
+    error = _ERROR.search(text)
+    said = f" Its first error: {error.group(0).strip()[:600]}." if error else ""
     return f"{what}{said} {_remedy(text)} Log: {run.log}"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from sglang_fp8rl.testing.server import cpu_env
 from verl_trainer.names import CPU_PLATFORM, RECORD, WRONG_SCALE
 from verl_trainer.task import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
 
@@ -131,15 +132,15 @@ def overrides(
     return lines
 
 
-def environment(arm: Arm, out: Path) -> dict[str, str]:
+def environment(arm: Arm, out: Path, tp_size: int) -> dict[str, str]:
     """A CPU for veRL, SGLang and Ray; what the run writes, and where."""
     env = {
         **os.environ,
+        **cpu_env(tp_size),
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
         **CPU_PLATFORM,
         "VERL_USE_EXTERNAL_MODULES": MODULES,
         "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
-        "SGLANG_PLATFORM": "fp8rl_cpu",
         RECORD: str(out / "refits.jsonl"),
         "OMP_NUM_THREADS": "1",
         "RAY_worker_register_timeout_seconds": "600",
@@ -173,7 +174,11 @@ def run_trainer(
     ):
         command.append(f"+ray_kwargs.ray_init._temp_dir={folder}")
         process = subprocess.Popen(
-            command, env=environment(arm, out), stdout=file, stderr=file, start_new_session=True
+            command,
+            env=environment(arm, out, tp_size),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
         try:
             process.wait(timeout)

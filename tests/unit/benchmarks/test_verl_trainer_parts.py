@@ -90,6 +90,13 @@ def test_weights_without_the_step_s_version_are_told(tmp_path):
         ("", "Ray did not come up"),
         ("ConnectionError: Could not find any running Ray instance", "ConnectionError: Could not"),
         (f"{RAY_IS_UP}\nValueError: no such option", "Ray was up"),
+        (
+            "UserWarning: not here: ModuleNotFoundError(\"No module named 'megatron'\")\n"
+            "(HttpServer pid=8) AssertionError: no threads to bind\n"
+            "ray.exceptions.RayTaskError(ActorDiedError): ray::run()\n"
+            "ray.exceptions.ActorDiedError: causes include: (1) OOM killer",
+            "first error: AssertionError: no threads to bind.",
+        ),
     ],
 )
 def test_a_run_without_a_refit_says_why_and_what_to_do(tmp_path, log, word):
