@@ -146,6 +146,15 @@ def test_half_a_line_of_a_killed_run_is_measured_again(planted, whole, tmp_path,
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
+def test_a_run_killed_between_two_answers_to_a_prompt_keeps_the_first(planted, whole, tmp_path):
+    path = tmp_path / "results.jsonl"
+    lines = whole[0].read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:4]))  # the run, both answers to a prompt, one to the next
+    known, _ = measure(planted, path)
+    assert known == whole[1]
+    assert path.read_bytes().splitlines()[:4] == b"".join(lines[:4]).splitlines()
+
+
 def test_weights_and_inputs_alone_are_added_to_what_was_measured(planted, whole, tmp_path):
     path = tmp_path / "results.jsonl"
     path.write_text(whole[0].read_text())
