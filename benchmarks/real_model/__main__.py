@@ -61,7 +61,7 @@ def accuracy_command(
     from .collect import Sizes
     from .report import print_report, write_lines
 
-    console = Console(width=None if Console().is_terminal else 150)
+    console = Console(width=None if Console().is_terminal else 190)
     sizes = Sizes(answers, answer_tokens, windows, window_tokens)
     try:
         lines = measure(

@@ -80,7 +80,10 @@ def measure(
         collector = Collector(folder, inputs, sizes, kept, threads, progress)
         served = {arm.name: collector.arm(arm) for arm in arms}
         own = {arm: served[arm]["own"] for arm in OWN_SAMPLES if arm in served}
-        trainers = {precision: collector.trainer(precision, own) for precision in TRAINERS}
+        trainers = {
+            precision: collector.trainer(precision, own if precision == TRAINERS[0] else {})
+            for precision in TRAINERS
+        }
     lines = [{"kind": "conditions", **conditions}]
     lines += [_line(arm, served, trainers, collector, tokenizer) for arm in arms]
     return lines

@@ -67,4 +67,5 @@ def _bars(axis: Any, names: list[str], estimates: list[dict[str, float]], colors
 
 
 def _color(name: str, number: int) -> str:
-    return {BASELINE: "black", DEFAULT: "#c23b22"}.get(name, f"C{number % 10}")
+    others = ("C0", "C1", "C2", "C4", "C5", "C6", "C7", "C8", "C9")  # C3 is the default's red
+    return {BASELINE: "black", DEFAULT: "C3"}.get(name, others[number % len(others)])

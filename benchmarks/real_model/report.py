@@ -27,8 +27,8 @@ def print_report(lines: Sequence[Line], console: Console) -> None:
     for column in (
         "arm",
         "k3 KL",
-        "k3 / default's",
         "mult. error",
+        "error - 1, / default's",
         "99 %",
         "worst",
         "> C=2",
@@ -78,8 +78,10 @@ def _row(line: Line) -> list[str]:
     return [
         line["arm"],
         interval(gap["kl_k3"]),
-        interval(paired["kl_k3"], ".2f") if paired and line["arm"] != DEFAULT else "",
         interval(gap["mult_prob_error"], ".3f"),
+        interval(paired["mult_prob_error_less_one"], ".2f")
+        if paired and line["arm"] != DEFAULT
+        else "",
         f"{gap['quantiles']['0.99']:.2f}",
         f"{gap['worst']['abs_log_ratio']:.2f}",
         f"{gap['above_tis_cap']:.2%}",
