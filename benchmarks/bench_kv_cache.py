@@ -10,8 +10,12 @@ log-probabilities of the same prompts are compared with those of the BF16 cache 
 
 - `unit`: SGLang's FP8 cache without scales
 - `certified`: this package, from the weights
-- `calibrated`: a power of two per layer from the largest value on other prompts, one binade of room
-- `amax * 1.05`: the same maximum times 1.05 over 448, no power of two (NeMo-RL's rule), around attention
+- `calibrated`: this package, from the largest value on other prompts, one binade of room
+- `amax * 1.05`: the largest value times 1.05 over 448, no power of two (NeMo-RL's rule), around attention
+- `K - mean`: without scales, the mean key of other prompts subtracted before the store (K centering)
+- `... FP8 q`: as the first two, with queries and probabilities in e4m3 as FlashAttention-3 has them
+- `no bias`: a BF16 cache, and the bias of the slow channels left out of the weights: what it would cost to
+  take it out before the rotation instead
 
 Then the time to choose and to fold exponents for the attention layers of 8B models, bytes of a token in the
 cache, and operations of a decode step with and without scales, counted as torch dispatches them.
@@ -46,14 +50,26 @@ from generation import generate
 from host_log import host_log
 
 from sglang_fp8rl.engine.kv_scales.attention_layers import AttentionLayer
-from sglang_fp8rl.engine.kv_scales.choice import certified
+from sglang_fp8rl.engine.kv_scales.calibration import Calibration
+from sglang_fp8rl.engine.kv_scales.choice import certified, chosen
 from sglang_fp8rl.engine.kv_scales.kv_scales import KvScales
 from sglang_fp8rl.numerics.kv_bounds import Rotation, Rows
+from sglang_fp8rl.platforms.cpu_attention import SWITCH
 from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 256, 4, 2, 64, 512
-RULES = ("unit", "certified", "calibrated", "amax * 1.05")
+RULES = (
+    "unit",
+    "certified",
+    "calibrated",
+    "amax * 1.05",
+    "K - mean",
+    "unit, FP8 q",
+    "certified, FP8 q",
+    "no bias",
+)
 CASES = ("undrifted", "V / 2^8", "V / 2^11", "K * 2^7", "K * 2^12", "K bias 30", "K bias 100")
+TARGET_S = 0.2  # to choose and to fold, on two cores
 State = dict[str, torch.Tensor]
 
 
@@ -97,6 +113,39 @@ def largest(scheduler: Any, prompts: list[list[int]]) -> list[tuple[float, float
     score(scheduler, prompts)
     _around_attention(scheduler, None)
     return [tuple(found[number]) for number in sorted(found)]
+
+
+def calibrated(scheduler: Any, tokens: list[int]) -> list[tuple[int, int]]:
+    """What a server that calibrates with these tokens would choose."""
+    kv, source = kv_commands.kv_of(scheduler), Calibration(model_of(scheduler), tokens)
+    with kv.unfolded():
+        layers = chosen(kv.layers, None, source.largest(kv.layers), source.room)
+    return [one.exponents for one in layers]
+
+
+def center(scheduler: Any, prompts: list[list[int]]) -> None:
+    """From now on the mean key that these prompts make, by head and channel, is taken off every key."""
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def watching(module: Any) -> Callable[..., Any]:
+        def forward(q: Any, k: Any, v: Any, *args: Any, **kw: Any) -> Any:
+            seen.setdefault(module.layer_id, []).append(k.flatten(1).float())
+            return type(module).forward(module, q, k, v, *args, **kw)
+
+        return forward
+
+    _around_attention(scheduler, watching)
+    score(scheduler, prompts)
+    means = {number: torch.cat(rows).mean(0) for number, rows in seen.items()}
+
+    def without(module: Any) -> Callable[..., Any]:
+        def forward(q: Any, k: Any, v: Any, *args: Any, **kw: Any) -> Any:
+            k = (k.flatten(1).float() - means[module.layer_id]).to(k.dtype).view(k.shape)
+            return type(module).forward(module, q, k, v, *args, **kw)
+
+        return forward
+
+    _around_attention(scheduler, without)
 
 
 def scale_exactly(scheduler: Any, scales: list[tuple[float, float]] | None) -> None:
@@ -177,7 +226,11 @@ def measure_errors(console: Console) -> tuple[list[dict[str, Any]], dict[str, An
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         path = save_checkpoint(Path(directory) / "model", config, weights)
-        with EngineHost(path, args=kv_commands.FP8_CACHE) as fp8, EngineHost(path) as bf16:
+        with (
+            EngineHost(path, args=kv_commands.FP8_CACHE) as fp8,
+            EngineHost(path, args=kv_commands.FP8_CACHE, env={SWITCH: "1"}) as fp8_q,
+            EngineHost(path) as bf16,
+        ):
             facts = {
                 "bytes_per_token": fp8.call(bytes_per_token),
                 "bytes_per_token_bf16": bf16.call(bytes_per_token),
@@ -188,29 +241,41 @@ def measure_errors(console: Console) -> tuple[list[dict[str, Any]], dict[str, An
             facts["decode_operations"] = sum(operations.values())
             facts["decode_operations_added"] = sum(operations.values()) - sum(without.values())
             for case in CASES:
-                items = list(drifted(weights, case).items())
-                for host in (fp8, bf16):
-                    taken, message = host.call(update, items)
-                    assert taken, message
+                for host in (fp8, fp8_q, bf16):
+                    _send(host, drifted(weights, case))
                 exact = torch.tensor(bf16.call(score, prompts))
-                chosen = fp8.call(kv_commands.exponents)
                 seen = bf16.call(largest, others)
-                calibrated = [tuple(_exponent(2 * one) for one in layer) for layer in seen]
+                folded = {
+                    "certified": fp8.call(kv_commands.exponents),
+                    "calibrated": fp8.call(
+                        calibrated, [token for text in others for token in text]
+                    ),
+                }
+                folded["certified, FP8 q"] = folded["certified"]
                 for rule in RULES:
-                    folded = {"certified": chosen, "calibrated": calibrated}
-                    fp8.call(fold, folded.get(rule, [(0, 0)] * LAYERS))
+                    if rule == "no bias":
+                        if "bias" not in case:
+                            continue
+                        _send(bf16, weights)
+                        host = bf16
+                    else:
+                        host = fp8_q if rule.endswith("FP8 q") else fp8
+                        host.call(fold, folded.get(rule, [(0, 0)] * LAYERS))
                     if rule == "amax * 1.05":
                         scales = [tuple(1.05 * one / 448 for one in layer) for layer in seen]
-                        fp8.call(scale_exactly, scales)
-                    found = torch.tensor(fp8.call(score, prompts))
-                    fp8.call(scale_exactly, None)
+                        host.call(scale_exactly, scales)
+                    elif rule == "K - mean":
+                        host.call(center, others)
+                    found = torch.tensor(host.call(score, prompts))
+                    host.call(scale_exactly, None)
                     rows.append({"case": case, "rule": rule, **_errors(found, exact)})
                     console.print(rows[-1], highlight=False)
     return rows, facts
 
 
-def _exponent(value: float) -> int:
-    return math.ceil(math.log2(value / 448)) if value else 0
+def _send(host: EngineHost, weights: State) -> None:
+    taken, message = host.call(update, list(weights.items()))
+    assert taken, message
 
 
 def _errors(found: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
@@ -262,20 +327,23 @@ def measure_times(repetitions: int) -> list[dict[str, Any]]:
         kv = KvScales("certified", lambda: None)
         kv.start(layers, None)
         assert any(one.exponents != (0, 0) for one in kv.chosen)
-        choose, fold_back = [], []
+        choose, fold_back, both = [], [], []
         for _ in range(repetitions):
             started = time.perf_counter()
             certified(layers, None)
-            chosen = time.perf_counter()
+            found_at = time.perf_counter()
             with kv.unfolded():
                 pass
-            choose.append(chosen - started)
-            fold_back.append(time.perf_counter() - chosen)
+            choose.append(found_at - started)
+            fold_back.append(time.perf_counter() - found_at)
+            both.append(time.perf_counter() - started)
         rows.append(
             {
                 "model": name,
                 "choose_s": statistics.median(choose),
                 "unfold_and_fold_s": statistics.median(fold_back),
+                "choose_and_fold_s": statistics.median(both),
+                "target_s": TARGET_S,
                 "threads": torch.get_num_threads(),
             }
         )
@@ -316,13 +384,18 @@ def _show(
     table = Table("case", *RULES, title="mean |Δ log p| against a BF16 cache (k3)")
     for case in CASES:
         found = {row["rule"]: row for row in errors if row["case"] == case}
-        cells = [f"{found[r]['mean_abs_dlogp']:.4f} ({found[r]['k3']:.1e})" for r in RULES]
+        cells = [
+            f"{found[r]['mean_abs_dlogp']:.4f} ({found[r]['k3']:.1e})" if r in found else "–"
+            for r in RULES
+        ]
         table.add_row(case, *cells)
     console.print(table)
     for row in times:
         console.print(
             f"{row['model']}: choose {row['choose_s'] * 1e3:.1f} ms, "
-            f"unfold and fold {row['unfold_and_fold_s'] * 1e3:.1f} ms, {row['threads']} threads"
+            f"unfold and fold {row['unfold_and_fold_s'] * 1e3:.1f} ms, together "
+            f"{row['choose_and_fold_s'] * 1e3:.1f} of {row['target_s'] * 1e3:.0f} ms, "
+            f"{row['threads']} threads"
         )
     ratio = facts["bytes_per_token_bf16"] / facts["bytes_per_token"]
     console.print(f"tokens per GB: {ratio:.2f} x BF16")
@@ -341,9 +414,11 @@ def draw(errors: list[dict[str, Any]], path: Path) -> None:
     figure, axis = plt.subplots(figsize=(9, 4.5), constrained_layout=True)
     for number, rule in enumerate(RULES):
         found = {row["case"]: row["mean_abs_dlogp"] for row in errors if row["rule"] == rule}
-        at = [index + (number - 1.5) * 0.2 for index in range(len(CASES))]
-        heights = [found[case] if math.isfinite(found[case]) else math.nan for case in CASES]
-        axis.bar(at, heights, 0.18, label=rule)
+        middle, width = (len(RULES) - 1) / 2, 0.85 / len(RULES)
+        at = [index + (number - middle) * width for index in range(len(CASES))]
+        known = [found.get(case, 0.0) for case in CASES]
+        heights = [one if math.isfinite(one) else math.nan for one in known]
+        axis.bar(at, heights, width * 0.9, label=rule)
         for place, height in zip(at, heights, strict=True):
             if math.isnan(height):
                 axis.annotate("NaN", (place, axis.get_ylim()[0]), ha="center", rotation=90)

@@ -154,6 +154,9 @@ def plan(
     console.print(plan_table(made.modules, f"{model}, tensor parallel {tp}"))
     counts = ", ".join(f"{count} {scheme}" for scheme, count in made.schemes.items())
     console.print(f"{counts}; {made.fp8_bytes / 1e6:.1f} MB of FP8 weights on each rank")
+    kv = made.document["kv_scales"]
+    scaled = kv["refused"] or f"{kv['mode']}, {kv['layers']} layers scaled"
+    console.print(f"with --kv-cache-dtype fp8_e4m3: {scaled}", highlight=False)
 
 
 @app.command()

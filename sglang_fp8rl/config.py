@@ -15,7 +15,7 @@ QUANTIZATION_METHOD = "fp8_blockwise_online"
 GRANULARITY_CHOICES = ("blockwise", "per_channel")
 MISALIGNED_CHOICES = ("per_channel", "bf16", "error")
 UNKNOWN_NAME_CHOICES = ("error", "warn")
-KV_SCALE_CHOICES = ("certified", "sent", "unit")
+KV_SCALE_CHOICES = ("certified", "calibrated", "sent", "unit")
 
 # What SGLang itself adds to, or Hugging Face configs carry in, `quantization_config`.
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -45,6 +45,7 @@ class Options:
         unknown_names: whether an update that names no parameter fails or warns.
         replay: record what a bucket's loaders write, and repeat it for the next such bucket.
         kv_scales: how an FP8 KV cache is kept in range; nothing where the cache is not e4m3.
+        kv_calibration_tokens: what `calibrated` runs instead of its own text: ids of one sequence.
     """
 
     weight_block_size: tuple[int, int] = (128, 128)
@@ -60,6 +61,7 @@ class Options:
     unknown_names: str = "error"
     replay: bool = True
     kv_scales: str = "certified"
+    kv_calibration_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if tuple(self.weight_block_size) != (128, 128):
@@ -73,6 +75,7 @@ class Options:
         _one_of("misaligned", self.misaligned, MISALIGNED_CHOICES)
         _one_of("unknown_names", self.unknown_names, UNKNOWN_NAME_CHOICES)
         _one_of("kv_scales", self.kv_scales, KV_SCALE_CHOICES)
+        _token_ids("kv_calibration_tokens", self.kv_calibration_tokens)
         for name in ("num_first_layers_in_bf16", "num_last_layers_in_bf16"):
             _a_count(name, getattr(self, name))
         for name in (
@@ -135,6 +138,8 @@ class Options:
             )
         if "weight_block_size" in given:
             given["weight_block_size"] = _as_tuple("weight_block_size", given["weight_block_size"])
+        tokens = given.get("kv_calibration_tokens") or ()
+        given["kv_calibration_tokens"] = _as_tuple("kv_calibration_tokens", tokens)
         converted = given.get("modules_to_not_convert") or ()
         given["modules_to_not_convert"] = _as_tuple("modules_to_not_convert", converted)
         ignored = _as_tuple("ignored_layers", given.get("ignored_layers") or ())
@@ -211,6 +216,16 @@ def _check_pattern(pattern: object) -> None:
 def _a_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(name, repr(value), "a number of layers, 0 or more", "The default is 0.")
+
+
+def _token_ids(name: str, value: tuple) -> None:
+    if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in value):
+        raise ConfigError(
+            name,
+            repr(value)[:80],
+            "ids of tokens, 0 or more",
+            "Give what the server's tokenizer makes of a text; the default is a text of its own.",
+        )
 
 
 def _one_of(name: str, value: object, choices: tuple) -> None:

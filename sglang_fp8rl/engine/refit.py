@@ -26,6 +26,7 @@ from .arrival.sender_memory import SenderMemory
 from .arrival.update_scope import PROBE, UpdateScope
 from .audit import Audit
 from .journal import Arrival, Journal, Update, outside_of_a_call
+from .kv_scales.calibration import Calibration
 from .kv_scales.kv_scales import KvScales
 from .kv_scales.sent_scales import SentScales
 from .model.derived_weights import DerivedWeights
@@ -73,6 +74,7 @@ class ModelRefit:
         self.sender_memory = SenderMemory()
         self.kv = KvScales(options.kv_scales, self.derived.end_of_update)
         self._probe_names = probe_names
+        self.calibration: Calibration | None = None  # made where a server calibrates
         self.sent_scales = SentScales(options.kv_scales, self._attention_of)
         self.audit = Audit(
             model,

@@ -67,8 +67,10 @@ class Fp8RlCpuPlatform(SRTPlatform):
 
     def init_backend(self) -> None:
         """Called in each worker: share CPU tensors by file name (see `cpu_hooks`), and serve MLA."""
+        from .cpu_attention import offer_fp8_attention
         from .cpu_mla import use_absorbed_mla
 
+        offer_fp8_attention()
         torch.multiprocessing.set_sharing_strategy("file_system")
         use_absorbed_mla()
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from ..kv_scales.attention_layers import attention_layers, refused
+from ..kv_scales.kv_scales import Source
 from .attach import refit_of
+from .calibration_tokens import calibration_of
 
 # Server argument to why scales can't follow there; refused where it is set.
 REFUSED = {
@@ -17,6 +19,10 @@ REFUSED = {
     "enable_lmcache": "a cache on the host or in a store outlives a change of scales",
     "enable_lora": "an adapter on q, k, v or o is added beside the weights that carry the scales",
     "lora_paths": "an adapter on q, k, v or o is added beside the weights that carry the scales",
+}
+REFUSED_CALIBRATED = {
+    "pp_size": "a rank with a part of the layers can't run a text by itself",
+    "enable_dp_attention": "ranks with requests of their own can't run one text together",
 }
 
 
@@ -33,20 +39,27 @@ def start_kv_scales(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
     from sglang.srt.distributed.parallel_state import get_attn_tp_group
     from sglang.srt.runtime_context import get_server_args
 
-    check_arguments(get_server_args())
+    mode = refit.options.kv_scales
+    check_arguments(get_server_args(), mode)
     if runner.dtype is not torch.bfloat16:
         raise refused("--dtype", str(runner.dtype), "powers of two commute with BF16's rounding")
     layers = attention_layers(runner.model)
-    source = refit.sent_scales if refit.options.kv_scales == "sent" else None
+    source: Source | None = None
+    if mode == "sent":
+        source = refit.sent_scales
+    elif mode == "calibrated":
+        source = refit.calibration = calibration_of(runner, refit.options)
     refit.sent_scales.is_active = True
     refit.kv.start(layers, get_attn_tp_group().cpu_group, source)
     return result
 
 
-def check_arguments(args: Any) -> None:
-    for name, reason in REFUSED.items():
+def check_arguments(args: Any, mode: str) -> None:
+    """Raises `ConfigError` for a server whose cache the scales can't follow in that mode."""
+    both = {**REFUSED, **REFUSED_CALIBRATED} if mode == "calibrated" else REFUSED
+    for name, reason in both.items():
         value = getattr(args, name, None)
-        if value:
+        if value and not (name == "pp_size" and value == 1):
             raise refused(f"--{name.replace('_', '-')}", str(value), reason)
     if args.disaggregation_mode != "null":
         reason = "bytes of the cache go to another server, which has scales of its own"

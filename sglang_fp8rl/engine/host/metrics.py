@@ -9,8 +9,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from ..kv_scales.stored_codes import saturated_share
 from ..refit import ModelRefit
-from .status import status_section
+from .status import status_section, stored_section
 
 PREFIX = "sglang:fp8rl_"
 
@@ -36,6 +37,8 @@ def observe_refit(
         return
     metrics = _metrics(tuple(collector.labels))
     status = status_section(refit, session_open=False)
+    if status["kv_scales"] is not None:
+        status["kv_scales"]["stored"] = stored_section(manager, refit)
     if call is not None:
         metrics.count(collector.labels, status, call, success)
     metrics.observe(collector.labels, status)
@@ -89,6 +92,10 @@ class RefitMetrics:
             "kv_certified", "1 if no value of the FP8 KV cache can saturate, else 0."
         )
         self.kv_moves = gauge("kv_scale_moves", "Updates that moved a scale of the FP8 KV cache.")
+        self.kv_saturated = gauge(
+            "kv_saturated_share",
+            "Share of sampled codes in the FP8 KV cache that are as large as can be, at the last update.",
+        )
         self._refit: int | None = None
 
     def count(
@@ -112,6 +119,9 @@ class RefitMetrics:
         if status["kv_scales"] is not None:
             self.kv_certified.labels(**labels).set(int(status["kv_scales"]["certified"]))
             self.kv_moves.labels(**labels).set(status["kv_scales"]["moves"])
+            share = saturated_share(status["kv_scales"]["stored"])
+            if share is not None:
+                self.kv_saturated.labels(**labels).set(share)
         refit = status["last_refit"]
         if refit is None:
             return

@@ -49,8 +49,21 @@ def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
         "consistent": log.state is State.WHOLE,
         "problems": problems,
         "plan": module_rows(refit.schemes),
-        "kv_scales": kv_section(refit.kv, refit.sent_scales),
+        "kv_scales": kv_section(refit.kv, refit.sent_scales, refit.calibration),
     }
+
+
+def stored_section(manager: Any, refit: ModelRefit) -> list[dict[str, Any]] | None:
+    """What lies in the FP8 cache; None while its memory is released, when nothing of it may be read.
+
+    Args:
+        manager: SGLang's weight updater.
+    """
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    if GPU_MEMORY_TYPE_KV_CACHE in manager.offload_tags:
+        return None
+    return stored_codes(manager.tp_worker.model_runner.token_to_kv_pool, refit.kv.layers)
 
 
 def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
@@ -69,7 +82,6 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
     session = getattr(scheduler.weight_updater, "_session", None)
     section = status_section(refit, session_open=session is not None)
     if refit.kv.is_active:
-        pool = scheduler.tp_worker.model_runner.token_to_kv_pool
-        section["kv_scales"]["stored"] = stored_codes(pool, refit.kv.layers)
+        section["kv_scales"]["stored"] = stored_section(scheduler.weight_updater, refit)
     result.internal_state["fp8rl"] = section
     return result

@@ -164,7 +164,8 @@ def _rotation(name: str, attention: Any) -> Rotation:
     if cache is None or cache.shape[-1] != size or size > attention.head_dim:
         raise refused(name, _path(rotary), "no table of cosines and sines that bounds its rotation")
     pairs = cache.detach().double().view(-1, 2, size // 2)  # cosines, then sines
-    gain = max(1.0, float(pairs.square().sum(1).amax().sqrt()))
+    # A plan is made of a model without memory, whose bounds nobody asks for.
+    gain = 1.0 if pairs.is_meta else max(1.0, float(pairs.square().sum(1).amax().sqrt()))
     return Rotation(attention.head_dim, size, bool(rotary.is_neox_style), gain)
 
 

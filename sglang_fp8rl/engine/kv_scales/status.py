@@ -6,16 +6,20 @@ import math
 from typing import Any
 
 from ...numerics.reference import FP8_MAX
+from .calibration import Calibration
 from .choice import Side
 from .kv_scales import KvScales
 from .sent_scales import SentScales
 
 
-def kv_section(kv: KvScales, sent: SentScales) -> dict[str, Any] | None:
+def kv_section(
+    kv: KvScales, sent: SentScales, calibration: Calibration | None
+) -> dict[str, Any] | None:
     """None where the cache has no scales of ours.
 
     Args:
         sent: scales that the trainer sends, used or not.
+        calibration: where the server measures them.
     """
     if not kv.is_active:
         return None
@@ -26,6 +30,7 @@ def kv_section(kv: KvScales, sent: SentScales) -> dict[str, Any] | None:
         "follows_weights": not kv.is_stale,
         "frozen": kv.is_frozen,
         "moves": kv.moves,
+        "calibration": calibration.as_dict() if calibration is not None else None,
         "sent": sent.as_dict(kv.layers),
         "layers": [
             {"module": layer.name, "keys": _side(one.keys), "values": _side(one.values)}

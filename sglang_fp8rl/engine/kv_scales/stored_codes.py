@@ -34,6 +34,19 @@ def stored_codes(pool: Any, layers: Sequence[AttentionLayer]) -> list[dict[str, 
     ]
 
 
+def saturated_share(stored: Sequence[dict[str, Any]] | None) -> float | None:
+    """Of all sampled codes; None where there are none.
+
+    Args:
+        stored: as `stored_codes` gives it.
+    """
+    sides = [layer[side] for layer in stored or () for side in ("keys", "values")]
+    sampled = sum(side["sampled"] for side in sides)
+    if not sampled:
+        return None
+    return sum(side["sampled"] * (side["saturated"] or 0.0) for side in sides) / sampled
+
+
 def _counts(codes: torch.Tensor) -> torch.Tensor:
     magnitude = codes.view(torch.uint8) & _MAGNITUDE
     return torch.stack(

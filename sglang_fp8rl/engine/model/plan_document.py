@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from ...config import Options
+from ...errors import ConfigError
 from ...numerics.grid import PerChannel, ScaleGranularity, granularity_of
 from ...scheme import Scheme
 from ...wire.plan import FP8, PLAN_FORMAT, PLAN_VERSION, UNUSED, digest_of
+from ..kv_scales.attention_layers import attention_layers
 from .landings import Known, Landing, NameTable
 from .parameters import Target
 from .unneeded_names import left_out
@@ -48,6 +50,7 @@ def plan_document(
         "fp8_bytes": sum(target.parameter.numel() for target in targets.values() if target.is_fp8),
         "tensors": dict(sorted(tensors.items())),
         "left_out": left_out(model),
+        "kv_scales": _kv_scales(model, options),
     }
     document["digest"] = digest_of(document)
     return document
@@ -152,6 +155,18 @@ def _unused() -> dict[str, Any]:
         "reason": "in the checkpoint, but no parameter of rank 0 takes it",
         "wire": {"dtype": "any"},
     }
+
+
+def _kv_scales(model: Any, options: Options) -> dict[str, Any]:
+    """What `--kv-cache-dtype fp8_e4m3` would be here; the exponents are in the status."""
+    refused = ""
+    layers = 0
+    if options.kv_scales != "unit":
+        try:
+            layers = len(attention_layers(model))
+        except ConfigError as error:
+            refused = str(error)
+    return {"mode": options.kv_scales, "layers": layers, "refused": refused}
 
 
 def _model_summary(model: Any) -> dict[str, Any]:

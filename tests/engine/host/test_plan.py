@@ -55,6 +55,26 @@ def test_a_model_that_sglang_does_not_know_is_an_error_with_its_log(tmp_path):
 
 
 @in_forks
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("qwen3", {}, {"mode": "certified", "layers": 2, "refused": ""}),
+        ("qwen2-bias", {"kv_scales": "sent"}, {"mode": "sent", "layers": 2, "refused": ""}),
+        ("gemma3", {"kv_scales": "unit"}, {"mode": "unit", "layers": 0, "refused": ""}),
+        ("gemma3", {}, "no test shows this class served"),
+    ],
+)
+def test_the_plan_says_how_an_fp8_kv_cache_would_be_scaled(checkpoint_dir, name, options, expected):
+    path = checkpoint(checkpoint_dir, MODELS[name], "first")
+    found = make_plan(str(path), options=options).document["kv_scales"]
+    if isinstance(expected, str):
+        assert expected in found["refused"]
+        assert (found["mode"], found["layers"]) == ("certified", 0)
+    else:
+        assert found == expected
+
+
+@in_forks
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
 def test_per_channel_for_every_module_when_asked_for(checkpoint_dir, name):
     path = checkpoint(checkpoint_dir, MODELS[name], "first")

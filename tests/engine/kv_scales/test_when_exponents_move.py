@@ -148,22 +148,24 @@ def test_attention_that_was_not_proven_is_refused_at_the_start_by_name(
         ("enable_lora", True),
         ("lora_paths", ["adapter"]),
         ("disaggregation_mode", "prefill"),
+        ("pp_size", 2),
+        ("enable_dp_attention", True),
     ],
 )
 def test_a_server_whose_cache_outlives_or_leaves_its_scales_is_refused(name, value):
-    plain = SimpleNamespace(disaggregation_mode="null")
-    check_arguments(plain)
+    plain = SimpleNamespace(disaggregation_mode="null", pp_size=1)
+    check_arguments(plain, "calibrated")
     setattr(plain, name, value)
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}.*kv_scales"):
-        check_arguments(plain)
+        check_arguments(plain, "calibrated")
 
 
 def test_the_server_arguments_that_are_refused_exist():
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_fp8rl.engine.host.kv_cache import REFUSED
+    from sglang_fp8rl.engine.host.kv_cache import REFUSED, REFUSED_CALIBRATED
 
-    assert {*REFUSED, "disaggregation_mode"} <= set(ServerArgs.__annotations__)
+    assert {*REFUSED, *REFUSED_CALIBRATED, "disaggregation_mode"} <= set(ServerArgs.__annotations__)
 
 
 @on(with_fp8_cache("qwen3"))
@@ -181,6 +183,32 @@ def test_the_status_shows_what_lies_in_the_cache(host):
     host.call(poison)
     assert kv_status(host)["stored"][0]["keys"]["saturated"] == 1
     host.call(clear_pool)
+
+
+@on(with_fp8_cache("qwen3"))
+def test_nothing_of_a_cache_is_read_while_its_memory_is_released(host):
+    host.say()
+    assert kv_status(host)["stored"][0]["keys"]["sampled"] > 0
+    host.call(_release_cache)
+    assert kv_status(host)["stored"] is None
+    host.send(list(drifted(host.model.second).items()))
+    assert kv_status(host)["follows_weights"]
+    host.call(_resume_cache)
+    assert kv_status(host)["stored"] is not None
+
+
+def _release_cache(scheduler):
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+    request = ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
+    scheduler.weight_updater.release_memory_occupation(request)
+
+
+def _resume_cache(scheduler):
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+    request = ResumeMemoryOccupationReqInput(tags=["kv_cache"])
+    scheduler.weight_updater.resume_memory_occupation(request)
 
 
 def test_exponents_are_for_e4m3_and_nothing_is_folded_beside_it(engine_pool):

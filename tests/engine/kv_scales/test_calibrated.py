@@ -1,0 +1,208 @@
+"""`kv_scales: calibrated`: exponents from a text that the engine runs by itself."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+import torch
+from _options import log_of_a_failed_start, overridden
+from commands import begin, digests, end, model_of, status, update
+from engine_host import EngineHost
+from generation import generate
+from kv_commands import (
+    FP8_CACHE,
+    clear_pool,
+    exponents,
+    finish_requests,
+    flush,
+    generate_cached,
+    poison,
+    pool_codes,
+    saturated,
+    start_request,
+)
+from models import MODELS, checkpoint
+from pool import engine_key, on, runs_on
+from test_fold_laws import LONGER, drifted, exponents_of
+from test_when_exponents_move import HAS_SESSIONS, PROMPT, kv_status
+
+from sglang_fp8rl.engine.kv_scales.calibration import MAX_TOKENS
+from sglang_fp8rl.testing.tokenizer import save_tokenizer
+
+pytestmark = pytest.mark.engine
+
+TOKENS = torch.randint(3, 512, (96,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def calibrated(**options):
+    return (*FP8_CACHE, *overridden(kv_scales="calibrated", **options))
+
+
+def with_calibration(model, layout="tp1"):
+    args = calibrated(kv_calibration_tokens=TOKENS)
+    return engine_key(model, layout, args, "calibrated", radix_cache=True)
+
+
+def largest_of(found):
+    return [
+        (layer["keys"]["largest"], layer["values"]["largest"])
+        for layer in found["kv_scales"]["layers"]
+    ]
+
+
+@on(
+    with_calibration("qwen3"),
+    slow=(with_calibration("qwen2-bias"), with_calibration("qwen3", "tp2")),
+)
+def test_a_refit_ends_with_the_exponents_the_bytes_and_the_words_of_a_fresh_start(host):
+    far = list(drifted(host.model.second).items())
+    for which in range(5):
+        host.send(far[which::5], None, which == 4)
+    moved = host.call_all(exponents)
+    host.call(poison)  # whatever lies in the cache has no say
+    fresh = host.fresh("second")
+    assert moved != [exponents_of(one) for one in fresh.status]
+    host.send(list(host.model.second.items()))
+    assert host.call_all(exponents) == [exponents_of(one) for one in fresh.status]
+    assert largest_of(host.call(status)) == largest_of(fresh.status[0])
+    assert host.call_all(digests) == fresh.digests
+    assert host.say() == fresh.said
+    assert kv_status(host)["follows_weights"]
+
+
+@runs_on("qwen3")
+@pytest.mark.parametrize(
+    "model",
+    [
+        "qwen3",
+        *(
+            pytest.param(m, marks=pytest.mark.slow)
+            for m in ("qwen2-bias", "llama", "mixtral", "qwen3-moe", "phi3")
+        ),
+    ],
+)
+def test_what_is_measured_is_what_the_same_tokens_bring_to_the_cache(model, engine_pool):
+    with engine_pool.lent(engine_key(model)) as plain:
+        seen = plain.call(_largest_of_a_request, TOKENS)
+    with engine_pool.lent(with_calibration(model)) as host:
+        found = host.call(status)
+        for one, (key, value) in zip(largest_of(found), seen, strict=True):
+            assert one == pytest.approx((key, value), rel=0.02)
+        for (key, value), (a, b) in zip(largest_of(found), host.call(exponents), strict=True):
+            assert 448 / 4 < key * 2.0**-a <= 448 / 2
+            assert 448 / 4 < value * 2.0**-b <= 448 / 2
+        host.call(flush)
+        host.call(clear_pool)
+        host.call(generate, TOKENS, 4)
+        assert host.call(saturated) == 0
+
+
+def _largest_of_a_request(scheduler, tokens):
+    """Independent of how it is measured: what SGLang's own request brings to the attention layers."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    found = {}
+    layers = [one for one in model_of(scheduler).modules() if isinstance(one, RadixAttention)]
+    for layer in layers:
+
+        def forward(q, k, v, *args, layer=layer, **kw):
+            found.setdefault(layer.layer_id, (float(k.abs().max()), float(v.abs().max())))
+            return type(layer).forward(layer, q, k, v, *args, **kw)
+
+        layer.forward = forward
+    generate(scheduler, tokens, 1)
+    for layer in layers:
+        del layer.forward
+    return [found[number] for number in sorted(found)]
+
+
+@on(with_calibration("qwen3"))
+def test_measuring_takes_no_slot_and_touches_no_code(host):
+    host.call(flush)
+    host.call(clear_pool)
+    before = host.call(_free)
+    host.send(list(drifted(host.model.second).items()))
+    assert host.call(_free) == before
+    assert not host.call(_any_code)
+
+
+def _free(scheduler):
+    pools = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
+    return [one.available_size() for one in pools]
+
+
+def _any_code(scheduler):
+    return any(bool(codes.any()) for pair in pool_codes(scheduler) for codes in pair)
+
+
+@on(with_calibration("qwen3"))
+def test_no_prefix_survives_a_change_of_exponents(host):
+    first, hit = host.call(generate_cached, LONGER, 4)
+    again, hit_again = host.call(generate_cached, LONGER, 4)
+    assert hit == 0
+    assert hit_again > 0
+    assert again == first
+    before = host.call(exponents)
+    host.send(list(drifted(host.model.first).items()))
+    assert host.call(exponents) != before
+    host.call(poison)
+    host.send(list(host.model.first.items()))
+    assert host.call(generate_cached, LONGER, 4) == (first, 0)
+
+
+@on(with_calibration("qwen3"))
+@pytest.mark.skipif(not HAS_SESSIONS, reason="a session's end measures by itself")
+def test_a_request_that_runs_says_the_same_while_a_session_s_end_measures(host):
+    host.call(start_request, PROMPT)
+    host.call(begin)
+    assert host.call(update, list(drifted(host.model.first, 0).items()), None, False)[0]
+    codes = host.call(_all_codes)
+    assert host.call(end)[0]
+    assert host.call(_all_codes) == codes
+    assert kv_status(host)["follows_weights"]
+    host.call(finish_requests)
+
+
+def _all_codes(scheduler):
+    return [codes.numpy().tobytes() for pair in pool_codes(scheduler) for codes in pair]
+
+
+@runs_on("qwen3-one-kv-head")
+@pytest.mark.slow
+def test_one_rank_and_two_choose_the_same_exponents_where_no_binade_is_near(engine_pool):
+    keys = [with_calibration("qwen3-one-kv-head", layout) for layout in ("tp1", "tp2")]
+    with engine_pool.lent(keys[0]) as one, engine_pool.lent(keys[1]) as two:
+        first, second = two.call_all(status)
+        assert largest_of(first) == largest_of(second)
+        for here, there in zip(largest_of(first), largest_of(one.call(status)), strict=True):
+            assert here == pytest.approx(there, rel=0.02)
+        assert one.call(exponents) == two.call(exponents)
+
+
+@on(with_calibration("qwen3"))
+def test_a_nan_has_no_exponent(host):
+    name = "model.layers.1.self_attn.v_proj.weight"
+    host.send([(name, torch.full_like(host.model.first[name], 1e38))])
+    side = kv_status(host)["layers"][1]["values"]
+    assert (side["exponent"], side["largest"], side["certified"]) == (0, None, False)
+
+
+def test_without_tokens_the_server_s_tokenizer_reads_a_text_of_its_own(checkpoint_dir, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint(checkpoint_dir, MODELS["qwen3"], "first"), path)
+    log = log_of_a_failed_start(path, tmp_path / "log", calibrated())
+    assert "kv_calibration_tokens" in log
+    save_tokenizer(path)
+    with EngineHost(path, args=calibrated()) as one, EngineHost(path, args=calibrated()) as two:
+        found = one.call(status)["kv_scales"]
+        assert found["calibration"]["tokens"] == MAX_TOKENS
+        assert all(math.isfinite(x) for layer in largest_of({"kv_scales": found}) for x in layer)
+        assert two.call(status)["kv_scales"] == found
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(checkpoint_dir, tmp_path):
+    path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")
+    log = log_of_a_failed_start(path, tmp_path / "log", calibrated(kv_calibration_tokens=[3, 512]))
+    assert "kv_calibration_tokens: 2 tokens, the largest is 512" in log
