@@ -63,7 +63,7 @@ class Refits:
         self._faults = [
             fault
             for fault in FAULTS
-            if not fault.pending and (has_sessions or not fault.needs_sessions)
+            if has_sessions or not fault.needs_sessions
         ]
 
     def refit(self, verify: bool) -> None:
