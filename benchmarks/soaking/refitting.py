@@ -60,11 +60,7 @@ class Refits:
         self._plan = self._client.plan()
         self._draw = random.Random(seed)
         self._served = 0
-        self._faults = [
-            fault
-            for fault in FAULTS
-            if not fault.pending and (has_sessions or not fault.needs_sessions)
-        ]
+        self._faults = [fault for fault in FAULTS if has_sessions or not fault.needs_sessions]
 
     def refit(self, verify: bool) -> None:
         """One whole refit, in a form that is drawn."""

@@ -6,6 +6,7 @@ Takes the network, gigabytes and minutes: a part of `make test-all`, where there
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,19 @@ def run(*command: object, **env: str) -> str:
     return done.stdout
 
 
+def driver_without_a_device(folder: Path, site: Path) -> Path:
+    """A `libcuda.so.1` with every function that the bundle's libraries are linked with."""
+    libraries = [path for path in site.rglob("*.so*") if path.is_file() and not path.is_symlink()]
+    undefined = run("nm", "-D", "--undefined-only", *libraries)
+    names = sorted(set(re.findall(r" U (cu[A-Z]\w*)$", undefined, re.MULTILINE)))
+    assert "cuPointerGetAttribute" in names
+    folder.mkdir()
+    source = folder / "driver.c"
+    source.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in names))
+    run("gcc", "-shared", "-o", folder / "libcuda.so.1", source)
+    return folder
+
+
 @pytest.mark.skipif(python312() is None or uv() is None, reason="no Python 3.12, or no uv")
 def test_all_that_a_hopper_server_imports_is_there_after_install(tmp_path):
     host = tmp_path / "host" / "bin" / "python"
@@ -92,9 +106,7 @@ def test_all_that_a_hopper_server_imports_is_there_after_install(tmp_path):
     run("tar", "xf", archive, "-C", (tmp_path / "unpacked").mkdir() or tmp_path / "unpacked")
     folder = tmp_path / "offline"
     run(host, tmp_path / "unpacked" / "install.py", folder, "--no-compile")
-    driver = tmp_path / "driver"
-    driver.mkdir()
-    run("gcc", "-shared", "-o", driver / "libcuda.so.1", "-x", "c", "/dev/null")
+    driver = driver_without_a_device(tmp_path / "driver", folder / "site-packages")
     script = tmp_path / "import.py"
     script.write_text(_IMPORT)
     # From a folder that is no checkout: what is imported is the bundle's.
