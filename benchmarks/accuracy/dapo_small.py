@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -127,7 +128,7 @@ def _run_all(
             progress.update(task, description=f"seed {seed}: {name}")
             run = Run(
                 arm=ARMS[name],
-                settings=settings,
+                settings=settings if ARMS[name].tis else replace(settings, tis_cap=None),
                 seed=seed,
                 steps=steps,
                 start=start,

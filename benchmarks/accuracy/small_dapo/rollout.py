@@ -82,6 +82,7 @@ class RolloutServer:
             "--chunked-prefill-size=32768",
             "--max-prefill-tokens=32768",
             "--log-level=warning",
+            *arm.server_args,
         ]
         if arm.quantized_server:
             args.append(f"--quantization={QUANTIZATION}")

@@ -18,14 +18,19 @@ class Arm:
             (See `refit.py`.)
         quantized_server: whether the server runs with this package's quantization method.
         options: of the method.
+        server_args: more flags of the server.
+        tis: whether the trainer corrects for the rollout's probabilities.
     """
 
     name: str
     sender: str = "full"
     quantized_server: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    server_args: tuple[str, ...] = ()
+    tis: bool = True
 
 
+_FP8_CACHE = ("--kv-cache-dtype=fp8_e4m3",)
 ARMS = {
     arm.name: arm
     for arm in (
@@ -34,6 +39,8 @@ ARMS = {
         Arm("fp8_direct", options={"round_to_bf16": False}),
         Arm("fp8_per_channel", options={"granularity": "per_channel"}),
         Arm("quantized_before_transfer", sender="quantized"),
+        Arm("fp8_kv_cache", server_args=_FP8_CACHE),
+        Arm("fp8_kv_cache_without_tis", server_args=_FP8_CACHE, tis=False),
     )
 }
 QUANTIZATION = QUANTIZATION_METHOD
