@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 import kv_commands
 from commands import model_of, update
 from engine_host import EngineHost
-from generation import generate
+from generation import finish, generate
 from host_log import host_log
 
 from sglang_fp8rl.engine.kv_scales.attention_layers import AttentionLayer
@@ -202,7 +202,7 @@ def decode_operations(scheduler: Any) -> dict[str, int]:
     kv_commands.start_request(scheduler, list(range(9, 29)))
     with Count():
         kv_commands.step(scheduler)
-    kv_commands.finish_requests(scheduler)
+    finish(scheduler)
     return dict(counted)
 
 
