@@ -10,12 +10,11 @@ import torch
 from _options import log_of_a_failed_start, overridden
 from commands import begin, digests, end, model_of, status, update
 from engine_host import EngineHost
-from generation import generate
+from generation import finish, generate
 from kv_commands import (
     FP8_CACHE,
     clear_pool,
     exponents,
-    finish_requests,
     flush,
     generate_cached,
     poison,
@@ -162,7 +161,7 @@ def test_a_request_that_runs_says_the_same_while_a_session_s_end_measures(host):
     assert host.call(end)[0]
     assert host.call(_all_codes) == codes
     assert kv_status(host)["follows_weights"]
-    host.call(finish_requests)
+    host.call(finish)
 
 
 def _all_codes(scheduler):
