@@ -22,12 +22,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from forked import CONTEXT
 
 _START_SECONDS = 240
+_OTHERS_SECONDS = 20  # for what the other ranks say of a call that one rank has failed
 
 
 class EngineError(RuntimeError):
@@ -91,7 +93,7 @@ class EngineHost:
             function = functools.partial(function, **options)
         for pipe in self._pipes:
             pipe.send((function, args))
-        return [self._receive(pipe) for pipe in self._pipes]
+        return self._receive_all()
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -111,16 +113,33 @@ class EngineHost:
 
     def _receive(self, pipe: Any) -> Any:
         if not pipe.poll(_START_SECONDS):
-            raise EngineError(
-                f"no answer from the scheduler after {_START_SECONDS} s{self._where()}"
-            )
-        try:
-            failed, value = pipe.recv()
-        except EOFError as error:
-            raise EngineError("the scheduler process ended") from error
+            raise self._no_answer()
+        failed, value = _read(pipe)
         if failed:
             raise EngineError(value)
         return value
+
+    def _receive_all(self) -> list[Any]:
+        """Every rank's answer; a rank's failure, though the others may wait for that rank for ever."""
+        answers: dict[Any, tuple[bool, Any]] = {}
+        waiting = list(self._pipes)
+        while waiting:
+            has_failed = any(failed for failed, _ in answers.values())
+            ready = connection.wait(waiting, _OTHERS_SECONDS if has_failed else _START_SECONDS)
+            if not ready:
+                break
+            for pipe in ready:
+                waiting.remove(pipe)
+                answers[pipe] = _read(pipe)
+        for failed, value in answers.values():
+            if failed:
+                raise EngineError(value)
+        if waiting:
+            raise self._no_answer()
+        return [answers[pipe][1] for pipe in self._pipes]
+
+    def _no_answer(self) -> EngineError:
+        return EngineError(f"no answer from the scheduler after {_START_SECONDS} s{self._where()}")
 
     def _where(self) -> str:
         """What every rank is doing, for a person who reads why a test failed."""
@@ -129,6 +148,14 @@ class EngineHost:
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(1)  # nothing tells when they have written it
         return "\n" + Path(self._stacks.name).read_text()
+
+
+def _read(pipe: Any) -> tuple[bool, Any]:
+    """Whether the rank failed, and its result or traceback."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return True, "the scheduler process ended"
 
 
 def command_line(model_path: Path | str, quantization: str | None) -> list[str]:
