@@ -51,7 +51,7 @@ from host_log import host_log
 
 from sglang_fp8rl.engine.kv_scales.attention_layers import AttentionLayer
 from sglang_fp8rl.engine.kv_scales.calibration import Calibration
-from sglang_fp8rl.engine.kv_scales.choice import certified, chosen
+from sglang_fp8rl.engine.kv_scales.choice import chosen
 from sglang_fp8rl.engine.kv_scales.kv_scales import KvScales
 from sglang_fp8rl.numerics.kv_bounds import Rotation, Rows
 from sglang_fp8rl.platforms.cpu_attention import SWITCH
@@ -330,7 +330,7 @@ def measure_times(repetitions: int) -> list[dict[str, Any]]:
         choose, fold_back, both = [], [], []
         for _ in range(repetitions):
             started = time.perf_counter()
-            certified(layers, None)
+            chosen(layers, None)
             found_at = time.perf_counter()
             with kv.unfolded():
                 pass

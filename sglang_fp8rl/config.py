@@ -17,8 +17,10 @@ MISALIGNED_CHOICES = ("per_channel", "bf16", "error")
 UNKNOWN_NAME_CHOICES = ("error", "warn")
 KV_SCALE_CHOICES = ("certified", "calibrated", "sent", "unit")
 
+# A decoder layer's number in the name of a module or a tensor.
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
 # What SGLang itself adds to, or Hugging Face configs carry in, `quantization_config`.
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _HOST_KEYS = frozenset(
     {"quant_method", "packed_modules_mapping", "hf_config", "requantization_method"}
 )
@@ -99,7 +101,7 @@ class Options:
         Raises:
             ConfigError: the last layers are asked for and the model's depth is not known.
         """
-        found = _LAYER.search(prefix)
+        found = LAYER.search(prefix)
         if found is None or not (self.num_first_layers_in_bf16 or self.num_last_layers_in_bf16):
             return ""
         layer = int(found.group(1))

@@ -91,6 +91,17 @@ def host(request: pytest.FixtureRequest, engine_pool: EnginePool) -> Iterator[En
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """So small a model is slower on several."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def plans_in_forks() -> Iterator[None]:
     """Plans are made in forks of the fork server instead of new interpreters."""
     from forked import run_plan

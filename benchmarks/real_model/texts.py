@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.eval.prompts import PromptError
+from sglang_fp8rl.eval.prompts import PromptError, prompt_lines
 
 # Name to the file below site-packages and the characters to skip (title pages, lists of editions).
 TEXTS = {
@@ -57,17 +57,7 @@ def prompts(path: Path, tokenizer: Any, count: int) -> list[list[int]]:
     Raises:
         PromptError: no such file, no prompt in it, or one that becomes no token.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(
-            "--prompts", f"{path}: {error}", "it is a UTF-8 text file", "Check the path."
-        ) from error
-    encoded = [
-        _encode(f"{path}:{number}", line, tokenizer)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    encoded = [_encode(where, line, tokenizer) for where, line in prompt_lines(path)]
     if not encoded:
         raise PromptError("--prompts", str(path), "it holds no prompt", "Add at least one line.")
     return [encoded[number % len(encoded)] for number in range(count)]

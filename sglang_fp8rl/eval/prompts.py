@@ -52,18 +52,24 @@ def load_prompts(path: Path | None, tokenizer: Any | None, vocabulary: int) -> l
     return prompts
 
 
-def _read(path: Path) -> list[tuple[str, Any]]:
+def prompt_lines(path: Path) -> list[tuple[str, str]]:
+    """The lines that are not blank, each behind where it stands.
+
+    Raises:
+        PromptError: an unreadable file.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(
             "--prompts", f"{path}: {error}", "it is a UTF-8 text file", "Check the path."
         ) from error
+    return [(f"{path}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _read(path: Path) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        where = f"{path}:{number}"
-        if not line.strip():
-            continue
+    for where, line in prompt_lines(path):
         if path.suffix != ".jsonl":
             found.append((where, line))
             continue

@@ -46,11 +46,6 @@ class LayerChoice:
         return self.keys.exponent, self.values.exponent
 
 
-def certified(layers: Sequence[AttentionLayer], group: Any) -> list[LayerChoice]:
-    """For each layer the smallest exponents with which nothing can saturate: from weights alone."""
-    return chosen(layers, group)
-
-
 def chosen(
     layers: Sequence[AttentionLayer],
     group: Any,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ...config import LAYER
+
 # Tables that the engine computes for itself; some trainers keep them as buffers.
 _ROTARY_TABLES = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-_LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
 def left_out(model: Any) -> list[dict[str, str]]:
@@ -39,10 +40,10 @@ def skipped_by_design(name: str, model: Any) -> str:
     text_config = _text_config(model)
     inner = getattr(model, "model", None)
     start, end = getattr(inner, "start_layer", None), getattr(inner, "end_layer", None)
-    found = _LAYER.search(name)
+    found = LAYER.search(name)
     total = getattr(text_config, "num_hidden_layers", None)
     if found and isinstance(start, int) and isinstance(end, int) and total:
-        layer = int(found.group(2))
+        layer = int(found.group(1))
         if layer < total and not start <= layer < end:
             return f"layer {layer} is on another pipeline rank"
     return ""

@@ -104,6 +104,13 @@ class Finding:
     served_bytes: int
     options: Mapping[str, Any]
 
+    def by_kind(self) -> dict[str, list[ModuleFinding]]:
+        """The modules that have the same name but for the layer's number, over depth."""
+        kinds: dict[str, list[ModuleFinding]] = {}
+        for one in self.modules:
+            kinds.setdefault(one.module.kind, []).append(one)
+        return kinds
+
     @property
     def holds(self) -> bool:
         return self.checks.get("held_out", self.checks["chosen_on"]).holds

@@ -25,10 +25,7 @@ def plot_finding(finding: Finding, path: Path) -> None:
 
     figure = Figure(figsize=(15, 4.4), layout="constrained")
     effect, noise, memory = figure.subplots(1, 3)
-    kinds: dict[str, list[ModuleFinding]] = {}
-    for one in finding.modules:
-        kinds.setdefault(one.module.kind, []).append(one)
-    for number, (kind, members) in enumerate(kinds.items()):
+    for number, (kind, members) in enumerate(finding.by_kind().items()):
         colour = _COLOURS[number % len(_COLOURS)]
         style: dict[str, Any] = {"color": colour, "linewidth": 1.2, "markersize": 3}
         layers = [one.module.layer or 0 for one in members]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ...config import LAYER
 from ...numerics.grid import BlockGrid
 from ...wire.plan import RefitPlan, TensorPlan
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SCALE_BYTES = 4
 
 
@@ -40,13 +39,13 @@ class ServedModule:
     @property
     def layer(self) -> int | None:
         """Number of its decoder layer; None outside of them."""
-        found = _LAYER.search(self.name)
+        found = LAYER.search(self.name)
         return int(found.group(1)) if found else None
 
     @property
     def kind(self) -> str:
         """Its name without what comes before the number: `self_attn.qkv_proj`."""
-        return _LAYER.split(self.name)[-1]
+        return LAYER.split(self.name)[-1]
 
     @property
     def fp8_bytes(self) -> int:

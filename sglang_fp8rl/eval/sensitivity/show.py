@@ -20,7 +20,7 @@ def print_finding(finding: Finding, console: Console) -> None:
 
     kinds = Table("kind", "modules", "KL", "of the sum", "memory", "weight dB", "input dB")
     total = sum(one.kl.value for one in finding.modules)
-    for kind, members in _by_kind(finding.modules).items():
+    for kind, members in finding.by_kind().items():
         effect = sum(one.kl.value for one in members)
         memory = sum(one.module.extra_bytes for one in members) / finding.saved_bytes
         kinds.add_row(
@@ -83,13 +83,6 @@ def _sentence(check: Check) -> str:
 
 def _text(measured: Measured) -> str:
     return f"{measured.value:.2e} ± {measured.error:.0e}"
-
-
-def _by_kind(modules: Sequence[ModuleFinding]) -> dict[str, list[ModuleFinding]]:
-    kinds: dict[str, list[ModuleFinding]] = {}
-    for one in modules:
-        kinds.setdefault(one.module.kind, []).append(one)
-    return kinds
 
 
 def _per_byte(one: ModuleFinding) -> float:

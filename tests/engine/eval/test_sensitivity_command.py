@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from forked import run_plan
 from rich.progress import Progress
 from typer.testing import CliRunner
@@ -17,19 +16,10 @@ from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.engine.host.plan_offline import make_plan, plans_run_by
 from sglang_fp8rl.testing.checkpoints import make_checkpoint
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("plans_made_once")]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("plans_made_once", "one_thread")]
 
 _SLOW = ("mixtral", "phi3", "qwen2_moe", "gemma3_text", "glm4_moe", "deepseek_v3")
 FAMILIES = ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """So small a model is slower on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

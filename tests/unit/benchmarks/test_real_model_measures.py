@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from real_model import measures
+from real_model.report import read_lines, write_lines
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from real_model import measures  # noqa: E402
-from real_model.report import read_lines, write_lines  # noqa: E402
-
-from sglang_fp8rl.errors import ConfigError  # noqa: E402
-from sglang_fp8rl.trainer import mismatch_metrics  # noqa: E402
+from sglang_fp8rl.errors import ConfigError
+from sglang_fp8rl.trainer import mismatch_metrics
 
 LENGTHS = (5, 9, 1, 17, 12)
 

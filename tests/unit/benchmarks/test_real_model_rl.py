@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from real_model.rl_policy import RealPolicy
+from real_model.sums import EXAMPLES, draw_sums, make_sum
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from real_model.rl_policy import RealPolicy  # noqa: E402
-from real_model.sums import EXAMPLES, draw_sums, make_sum  # noqa: E402
-
-from sglang_fp8rl.eval.rescoring import load_model, rescore  # noqa: E402
-from sglang_fp8rl.eval.rollouts import Rollout  # noqa: E402
-from sglang_fp8rl.testing.checkpoints import (  # noqa: E402
+from sglang_fp8rl.eval.rescoring import load_model, rescore
+from sglang_fp8rl.eval.rollouts import Rollout
+from sglang_fp8rl.testing.checkpoints import (
     make_config,
     make_state_dict,
     save_checkpoint,

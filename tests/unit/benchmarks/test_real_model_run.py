@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from real_model import texts
+from real_model.arms import ARMS, BASELINE, chosen
+from real_model.collect import Collector, Inputs, Sizes
+from real_model.kept import Kept, digest
+from real_model.models import CACHE_VARIABLE
+from real_model.serving import last_logprobs
+from real_model.trainer_side import check_memory
 from rich.progress import Progress
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from real_model import texts  # noqa: E402
-from real_model.arms import ARMS, BASELINE, chosen  # noqa: E402
-from real_model.collect import Collector, Inputs, Sizes  # noqa: E402
-from real_model.kept import Kept, digest  # noqa: E402
-from real_model.models import CACHE_VARIABLE  # noqa: E402
-from real_model.serving import last_logprobs  # noqa: E402
-from real_model.trainer_side import check_memory  # noqa: E402
-
-from sglang_fp8rl.config import Options  # noqa: E402
-from sglang_fp8rl.errors import ConfigError, HostError  # noqa: E402
-from sglang_fp8rl.eval.prompts import PromptError  # noqa: E402
+from sglang_fp8rl.config import Options
+from sglang_fp8rl.errors import ConfigError, HostError
+from sglang_fp8rl.eval.prompts import PromptError
 
 
 class WordTokenizer:

@@ -19,18 +19,11 @@ from sglang_fp8rl.eval.sensitivity.reference import SensitivityError, reference_
 from sglang_fp8rl.eval.sensitivity.results_file import ResultsFile
 from sglang_fp8rl.eval.sensitivity.served_modules import savings, served_modules
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PLANTED = "model.layers.1.mlp.down_proj"
 SETTINGS = Settings(new_tokens=6, samples=2)
 KEY = {"model": "m"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """So small a model is slower on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,8 @@
 """What the GPU kernels become: wide loads and stores, few instructions, IEEE arithmetic; no GPU."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 from sass import compile_kernel
 
