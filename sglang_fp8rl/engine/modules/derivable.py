@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError, HostError
 from ...scheme import Granularity
+
+_DSPARK_HEAD = "SGLANG_ROCM_OPT_DSPARK_FP8_LM_HEAD"
 
 
 def check_derivable(model: torch.nn.Module) -> None:
@@ -34,15 +37,26 @@ def check_derivable(model: torch.nn.Module) -> None:
 
 
 def check_no_copies_of_the_start(model: torch.nn.Module) -> None:
-    """Refuse `--dcp-replicate-q-proj`, which models of DeepSeek's family take by default under DCP.
+    """Refuse the options with which SGLang keeps copies of weights that no update path renews.
 
-    SGLang gathers `q_b_proj` and `w_kc` of all ranks once, before it captures graphs, and no update
-    path of it (nor ours) gathers them again: decoding would go on with the first policy's queries.
+    `--dcp-replicate-q-proj` (models of DeepSeek's family take it by default under DCP): `q_b_proj` and
+    `w_kc` of all ranks are gathered once, before graphs are captured, and decoding would go on with the
+    first policy's queries. `SGLANG_ROCM_OPT_DSPARK_FP8_LM_HEAD`: DSpark quantizes `lm_head` at its first
+    verification and keeps the result, so drafts would be judged by the first policy's head.
 
     Raises:
-        ConfigError: the flag is on and the model has such copies.
+        ConfigError: such an option is on, and the model has such copies or will make them.
     """
     from sglang.srt.runtime_context import get_parallel
+
+    if os.environ.get(_DSPARK_HEAD, "").lower() in ("true", "1", "yes", "y"):
+        raise ConfigError(
+            _DSPARK_HEAD,
+            repr(os.environ[_DSPARK_HEAD]),
+            "DSpark's FP8 copy of lm_head is made once; after an update, it would verify drafts with the "
+            "old one",
+            "Unset it.",
+        )
 
     if not getattr(get_parallel(), "dcp_replicate_q_proj", False):
         return

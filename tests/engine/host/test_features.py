@@ -86,6 +86,18 @@ def test_copies_of_q_proj_that_no_update_renews_are_refused(host):
         assert word in said
 
 
+@pytest.mark.parametrize("value", ["1", "True"])
+def test_an_fp8_copy_of_the_head_that_no_update_renews_is_refused(value, monkeypatch):
+    import torch
+
+    from sglang_fp8rl.engine.modules.derivable import check_no_copies_of_the_start
+    from sglang_fp8rl.errors import ConfigError
+
+    monkeypatch.setenv("SGLANG_ROCM_OPT_DSPARK_FP8_LM_HEAD", value)
+    with pytest.raises(ConfigError, match=r"DSPARK_FP8_LM_HEAD.*lm_head.*Unset it"):
+        check_no_copies_of_the_start(torch.nn.Linear(1, 1))
+
+
 def test_the_memory_saver_is_refused_without_a_gpu(checkpoint_dir, tmp_path):
     path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")
     log = log_of_a_failed_start(path, tmp_path / "log", ("--enable-memory-saver",))
