@@ -9,6 +9,7 @@ a number of its own. Runs are interleaved; GB/s of bytes read, median with p10 a
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import time
@@ -40,9 +41,9 @@ def main(
         torch.set_num_threads(threads)
         for dtype in (torch.float8_e4m3fn, torch.bfloat16):
             tensor = data.view(dtype)
-            tasks = {
-                "fingerprint": lambda tensor=tensor: tensor_number(tensor, SEED),
-                "copy": lambda: other.copy_(data),
+            tasks: dict[str, Callable[[], object]] = {
+                "fingerprint": functools.partial(tensor_number, tensor, SEED),
+                "copy": functools.partial(other.copy_, data),
             }
             print(json.dumps(_row(tasks, data.nbytes, device, runs, threads, str(dtype))))
 

@@ -86,7 +86,9 @@ def gate(device: torch.device) -> None:
     """Exit 1 unless single casts and the table give the reference's bytes."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(1, 1), (127, 257), (576, 1368), (256, 384)]
-    sources, pieces, expected = [], [], []
+    sources: list[torch.Tensor] = []
+    pieces: list[Piece] = []
+    expected = []
     for shape in shapes:
         for dtype in (torch.float32, torch.bfloat16):
             for block in (BLOCK, (1, shape[1])):
@@ -95,15 +97,17 @@ def gate(device: torch.device) -> None:
                 codes, scales = destination(*shape, block, torch.device("cpu"))
                 reference.cast_into(x, codes, scales, block, False, True)
                 expected.append((codes, scales))
-                mine = destination(*shape, block, device)
+                own_codes, own_scales = destination(*shape, block, device)
                 sources.append(x.to(device))
-                pieces.append(Piece((len(pieces), 0), sources[-1], *mine, block))
+                place = (len(pieces), 0)
+                pieces.append(Piece(place, sources[-1], own_codes, own_scales, block))
     runner = make_runner(CastTable.of(pieces), device, pow2_scale=False, round_to_bf16=True)
     if runner is None:
         raise SystemExit(f"no kernels for {device}")
     runner.run([x.data_ptr() for x in sources])
     for (codes, scales), piece in zip(expected, pieces, strict=True):
         same = torch.equal(codes.view(torch.uint8), piece.destination.cpu().view(torch.uint8))
+        assert piece.scales is not None
         if not same or not torch.equal(scales, piece.scales.cpu()):
             raise SystemExit(f"bytes differ from the reference: {tuple(codes.shape)}; no numbers")
 

@@ -46,7 +46,7 @@ from rich.progress import Progress
 
 from sglang_fp8rl.errors import Fp8RlError, HostError
 
-ModelName = Enum("ModelName", {name: name for name in REAL}, type=str)
+ModelName = Enum("ModelName", {name: name for name in REAL}, type=str)  # type: ignore[misc]
 REFIT_COLUMNS = (
     "id", "what", "median_s", "p10_s", "p90_s", "server_median_s", "request_floor_s", "buckets",
 )  # fmt: skip

@@ -112,7 +112,7 @@ def largest(scheduler: Any, prompts: list[list[int]]) -> list[tuple[float, float
     _around_attention(scheduler, around)
     score(scheduler, prompts)
     _around_attention(scheduler, None)
-    return [tuple(found[number]) for number in sorted(found)]
+    return [(keys, values) for _, (keys, values) in sorted(found.items())]
 
 
 def calibrated(scheduler: Any, tokens: list[int]) -> list[tuple[int, int]]:
@@ -152,6 +152,7 @@ def scale_exactly(scheduler: Any, scales: list[tuple[float, float]] | None) -> N
     """SGLang's own scales, as a reference: what is stored is divided, in BF16."""
 
     def around(module: Any) -> Callable[..., Any]:
+        assert scales is not None
         a, b = scales[module.layer_id]
 
         def forward(q: Any, k: Any, v: Any, *args: Any, **kw: Any) -> Any:
@@ -195,7 +196,7 @@ def decode_operations(scheduler: Any) -> dict[str, int]:
     counted: Counter[str] = Counter()
 
     class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             counted[str(function)] += 1
             return function(*args, **(kwargs or {}))
 

@@ -126,7 +126,7 @@ def host_only(scheduler: Any, how: str) -> float:
     from sglang_fp8rl.numerics.cpu.table import CpuTable
 
     run = CpuTable.run
-    CpuTable.run = lambda self, addresses: self._flags  # type: ignore[method-assign]
+    CpuTable.run = lambda self, addresses: self._flags  # type: ignore[method-assign, assignment, misc]
     try:
         return load_separate(scheduler) if how == "separate" else load(scheduler, how == "text")
     finally:
@@ -166,7 +166,7 @@ def build_plan(scheduler: Any) -> float:
         seconds.append(time.perf_counter() - began)
         return plan
 
-    recipe_store.recipe_of = timed
+    recipe_store.recipe_of = timed  # type: ignore[assignment]
     try:
         load(scheduler)
     finally:
@@ -294,7 +294,7 @@ def main(
 
 def far_off(ratios: dict[str, float], names: int) -> list[str]:
     """The ratios that miss what is wanted by more than `GUARD`."""
-    wanted = (
+    wanted: tuple[tuple[str, float], ...] = (
         ("scan_to_text", MIN_SCAN_RATIO),
         ("scan_to_flat", MIN_SCAN_RATIO),
         ("native_to_replayed", MIN_NATIVE_RATIO),

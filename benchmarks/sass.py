@@ -98,11 +98,9 @@ def compile_kernel(
     resources = _cuobjdump("-res-usage", cubin)
     registers = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", resources)
     assert registers is not None, resources
-    return MachineCode(
-        _executed(_instructions(_cuobjdump("-sass", cubin))),
-        *map(int, registers.groups()),
-        compiled.asm["ptx"],
-    )
+    count, spilled, shared = map(int, registers.groups())
+    executed = _executed(_instructions(_cuobjdump("-sass", cubin)))
+    return MachineCode(executed, count, spilled, shared, compiled.asm["ptx"])
 
 
 def _cuobjdump(option: str, cubin: bytes) -> str:

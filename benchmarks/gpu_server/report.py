@@ -67,10 +67,10 @@ def against_targets(model: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         target = f"target ≤ {milliseconds:.0f} ms" if milliseconds else "no target"
         shown = f"{ours['server_median_s'] * 1e3:.1f} ms"
         lines.append(f"{number}: load_weights, as the server reports it: {shown} ({target})")
-    for other, target in ((NATIVE, f"≥ {times:g} ×" if times else None), (BF16, "> 1 ×")):
+    for other, wanted in ((NATIVE, f"≥ {times:g} ×" if times else None), (BF16, "> 1 ×")):
         if other.what in request:
             ratio = request[other.what] / request[OURS.what]
-            text = f"target {target}" if target else "no target"
+            text = f"target {wanted}" if wanted else "no target"
             lines.append(
                 f"{number}: {other.what} over ours, whole requests: {ratio:.2f} × ({text})"
             )

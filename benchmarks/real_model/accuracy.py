@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sglang_fp8rl.eval.rescoring import Precision
 
 from . import measures, texts
 from .arms import BASELINE, DEFAULT, Arm
@@ -92,7 +95,7 @@ def measure(
 def _line(
     arm: Arm,
     served: dict[str, dict[str, Any]],
-    trainers: dict[str, dict[str, Any]],
+    trainers: Mapping[Precision, dict[str, Any]],
     collector: Collector,
     tokenizer: Any,
 ) -> Line:

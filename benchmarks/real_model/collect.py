@@ -7,6 +7,7 @@ answers of their own, token by token, to see whether that makes a difference.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -134,7 +135,7 @@ class Collector:
             if found is None:
                 total = sum(len(rest) for _, rest in sequences)
                 task = self._progress.add_task(f"trainer {precision}: {part}", total=total)
-                scored = side.score(sequences, lambda n, t=task: self._progress.advance(t, n))
+                scored = side.score(sequences, functools.partial(self._progress.advance, task))
                 found = _plain(scored)
                 self._kept.write(piece, found)
             result[part] = found

@@ -50,7 +50,7 @@ class CpuPlatform(PlatformBase):
 
     device_name = "cpu"
     vendor_name = "cpu"
-    device_module = _MODULE  # type: ignore[assignment]
+    device_module = _MODULE
 
     def is_available(self) -> bool:
         return True

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from ..testing.server import ServerProcess, attention_args
 from ..testing.weight_sets import Checkpoint, masters, updated, write_updated
 from ..wire.bucket import NamedTensor
 from .show import DemoReport, RefitFigures, Screen
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # The demo's own model: small enough for two cores, large enough to have every kind of module.
 # 24 × 56 = 1344 rows of gate and up are no multiple of 128: that module goes per channel.
@@ -180,7 +183,7 @@ def _server(options: DemoOptions, checkpoint: Checkpoint, name: str) -> ServerPr
 class _NotStarted(ServerProcess):
     """A server that `with` does not start, so that starting is a step of its own."""
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         return self
 
 

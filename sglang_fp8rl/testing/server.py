@@ -13,12 +13,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import requests
 
 from ..errors import HostError
 from ..platforms import PLATFORM_NAME
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # The smallest set that starts. --skip-server-warmup saves a generation of SGLang's own,
 # --skip-tokenizer-init lets checkpoints have no tokenizer (requests carry input_ids), and without
@@ -87,7 +90,7 @@ class ServerProcess:
         self.start_seconds = float("nan")
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> ServerProcess:
+    def start(self) -> Self:
         """Start and wait until `/health` answers; a process that dies is an error with its log."""
         began = time.monotonic()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +166,7 @@ class ServerProcess:
         response.raise_for_status()
         return response.json()
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(

@@ -26,7 +26,7 @@ def digests(scheduler: Any) -> dict[str, str]:
     """Name of a parameter or derived tensor to a hash of its bytes."""
     return {
         name: hashlib.sha256(
-            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         ).hexdigest()
         for name, tensor in served_tensors(scheduler).items()
     }

@@ -34,6 +34,7 @@ def run_forked(
     process.start()
     process.join(timeout)
     if process.exitcode is None:
+        assert process.pid is not None
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
         return f"not done after {timeout} s"

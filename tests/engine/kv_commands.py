@@ -93,7 +93,7 @@ def clear_pool(scheduler: Any) -> None:
 
 def stored_rows(scheduler: Any) -> list[tuple[Counter, Counter]]:
     """The rows in the cache as multisets: which slot a token gets differs between runs."""
-    return [tuple(_rows(codes) for codes in pair) for pair in pool_codes(scheduler)]
+    return [(_rows(keys), _rows(values)) for keys, values in pool_codes(scheduler)]
 
 
 def _rows(codes: torch.Tensor) -> Counter:
@@ -140,11 +140,15 @@ def weights_by_name(scheduler: Any, name: str) -> Any:
     return scheduler.weight_updater.get_weights_by_name(request).parameter
 
 
+def _nothing(device: object = None) -> None:
+    """Instead of a synchronization."""
+
+
 def checksums(scheduler: Any) -> Any:
     from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
     synchronize = torch.cuda.synchronize
-    torch.cuda.synchronize = lambda: None  # SGLang 0.5.16 calls it whatever the device
+    torch.cuda.synchronize = _nothing  # SGLang 0.5.16 calls it whatever the device
     try:
         result = scheduler.weight_updater.check_weights(CheckWeightsReqInput(action="checksum"))
     finally:

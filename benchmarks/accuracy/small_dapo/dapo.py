@@ -90,7 +90,7 @@ class Dapo:
             figures.append((loss.item(), norm.item(), metrics["actor/pg_clipfrac"]))
         loss_mean, norm_mean, clipped = np.mean(figures, axis=0)
         capped = 0.0
-        if weights is not None:
+        if weights is not None and self._settings.tis_cap is not None:
             capped = (weights[mask.bool()] >= self._settings.tis_cap).float().mean().item()
         return UpdateFigures(float(loss_mean), float(norm_mean), float(clipped), capped)
 

@@ -17,7 +17,7 @@ from typing import Any
 from sglang_fp8rl.testing.server import ServerProcess
 
 from .settings import QUANTIZATION, Arm, Settings
-from .task import EOS, MAX_RESPONSE_TOKENS, Problem, is_correct, reward
+from .task import EOS, MAX_RESPONSE_TOKENS, Problem, Task, is_correct, reward
 
 _TIMEOUT = 300.0
 
@@ -26,7 +26,7 @@ _TIMEOUT = 300.0
 class Group:
     """A problem's sampled responses, and the rollout engine's log-probability of each token."""
 
-    problem: Problem
+    problem: Task
     responses: list[list[int]]
     logprobs: list[list[float]]
 

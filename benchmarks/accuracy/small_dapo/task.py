@@ -9,6 +9,7 @@ import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 PAD, BOS, EOS, SEP, FIRST_DIGIT = 0, 1, 2, 3, 4
 VOCAB_SIZE = 64  # what SGLang pads a vocabulary to; 14 of the ids are used
@@ -20,6 +21,16 @@ MAX_RESPONSE_TOKENS = 12
 OVERLONG_BUFFER = 3
 
 _HELD_OUT_PERCENT = 10
+
+
+class Task(Protocol):
+    """What is asked, and the one right answer, as token ids."""
+
+    @property
+    def prompt(self) -> list[int]: ...
+
+    @property
+    def answer(self) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ def draw_problems(draw: random.Random, count: int, *, held_out: bool = False) ->
     return problems
 
 
-def is_correct(problem: Problem, response: Sequence[int]) -> bool:
+def is_correct(problem: Task, response: Sequence[int]) -> bool:
     """Whether the response is the answer, its `EOS` included."""
     return list(response) == problem.answer
 
@@ -73,6 +84,6 @@ def overlong_penalty(response_tokens: int) -> float:
     return min(0.0, -excess / OVERLONG_BUFFER)
 
 
-def reward(problem: Problem, response: Sequence[int]) -> float:
+def reward(problem: Task, response: Sequence[int]) -> float:
     """DAPO's rule-based reward: 1 or −1, less the overlong penalty."""
     return (1.0 if is_correct(problem, response) else -1.0) + overlong_penalty(len(response))

@@ -18,7 +18,7 @@ def widen_products(model: torch.nn.Module) -> None:
         return
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.forward = _Wide(module)  # type: ignore[method-assign]
+            module.forward = _Wide(module)  # type: ignore[method-assign, assignment]
 
 
 class _Wide:
