@@ -18,6 +18,9 @@ from .models import DEFAULT, MODELS
 BAD_INPUT, INTERRUPTED = 2, 130
 RL_RESULTS = Path(__file__).parents[1] / "results" / "real_model_rl.jsonl"
 app = typer.Typer(add_completion=False, no_args_is_help=True)
+IgnoredLayers = Annotated[
+    str, typer.Option(help="one arm more, fp8_chosen, leaves these in BF16; separated by commas")
+]
 ModelName = Annotated[str, typer.Option("--model", help=f"one of {', '.join(MODELS)}")]
 
 
@@ -45,6 +48,7 @@ def fetch_command(
 def accuracy_command(
     model: ModelName = DEFAULT,
     arms: Annotated[str | None, typer.Option(help="names, separated by commas")] = None,
+    ignored_layers: IgnoredLayers = "",
     answers: Annotated[int, typer.Option(min=2, help="sampled answers")] = 128,
     answer_tokens: Annotated[int, typer.Option(min=1, help="at most, of each")] = 96,
     windows: Annotated[int, typer.Option(min=1, help="of each text")] = 16,
@@ -66,7 +70,7 @@ def accuracy_command(
     try:
         lines = measure(
             model,
-            chosen(arms),
+            chosen(arms, _names(ignored_layers)),
             sizes,
             console,
             prompts=prompts or texts.PROMPTS,
@@ -95,9 +99,7 @@ def rl_command(
     steps: Annotated[int, typer.Option(min=1)] = 40,
     seeds: Annotated[int, typer.Option(min=1)] = 1,
     trained_layers: Annotated[int | None, typer.Option(help="only so many last layers")] = None,
-    ignored_layers: Annotated[
-        str, typer.Option(help="of the arm fp8_chosen, separated by commas")
-    ] = "",
+    ignored_layers: IgnoredLayers = "",
     out: Annotated[Path, typer.Option(help="JSON lines; whole runs in it are kept")] = RL_RESULTS,
     threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
 ) -> None:
@@ -114,7 +116,7 @@ def rl_command(
             out,
             console,
             trained_layers=trained_layers,
-            ignored_layers=tuple(filter(None, ignored_layers.split(","))),
+            ignored_layers=_names(ignored_layers),
             threads=threads,
         )
     except Fp8RlError as error:
@@ -123,6 +125,10 @@ def rl_command(
     except KeyboardInterrupt as error:
         console.print(f"interrupted; {out} has the steps so far")
         raise typer.Exit(INTERRUPTED) from error
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,8 +59,17 @@ ARMS = {
 }
 
 
-def chosen(names: str | None) -> list[Arm]:
+def with_exemptions(ignored_layers: Sequence[str]) -> Arm:
+    """What `sglang-fp8rl sensitivity` chose, stays in BF16."""
+    options = {"ignored_layers": list(ignored_layers)}
+    return Arm("fp8_chosen", f"{len(ignored_layers)} chosen modules in BF16", options=options)
+
+
+def chosen(names: str | None, ignored_layers: Sequence[str] = ()) -> list[Arm]:
     """The arms of a comma-separated list, the baseline always among them and first.
+
+    Args:
+        ignored_layers: of one arm more, `fp8_chosen`, the last.
 
     Raises:
         ConfigError: there is no such arm.
@@ -69,4 +78,5 @@ def chosen(names: str | None) -> list[Arm]:
     unknown = [name for name in wanted if name not in ARMS]
     if unknown:
         raise ConfigError("--arms", repr(unknown[0]), f"known: {', '.join(ARMS)}", "Choose some.")
-    return [arm for name, arm in ARMS.items() if name == BASELINE or name in wanted]
+    arms = [arm for name, arm in ARMS.items() if name == BASELINE or name in wanted]
+    return [*arms, with_exemptions(ignored_layers)] if ignored_layers else arms

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .arms import ARMS, BASELINE, DEFAULT, Arm
+from .arms import ARMS, BASELINE, DEFAULT, Arm, with_exemptions
 from .rl_policy import RealPolicy
 from .serving import ArmServer
 from .sums import Encode, Sum, draw_sums
@@ -56,8 +56,7 @@ def rl_arms(ignored_layers: Sequence[str] = ()) -> dict[str, RlArm]:
         RlArm("fp8_without_tis", ARMS[DEFAULT], tis=False),
     ]
     if ignored_layers:
-        chosen = Arm("fp8_chosen", "", options={"ignored_layers": list(ignored_layers)})
-        arms.append(RlArm("fp8_chosen", chosen))
+        arms.append(RlArm("fp8_chosen", with_exemptions(ignored_layers)))
     return {arm.name: arm for arm in arms}
 
 

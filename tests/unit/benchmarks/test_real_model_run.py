@@ -81,6 +81,13 @@ def test_arms_are_options_that_the_method_knows_and_the_baseline_comes_first():
         chosen("bf16,fp8_indirect")
 
 
+def test_a_chosen_set_is_one_arm_more_and_leaves_exactly_these_modules():
+    names = ("model.layers.0.mlp.down_proj", "model.layers.1.self_attn.qkv_proj")
+    *others, last = chosen("fp8_blockwise", names)
+    assert others == chosen("fp8_blockwise")
+    assert Options.from_dict(last.options).ignored_layers == names
+
+
 def test_what_was_measured_is_not_measured_again(kept):
     """No server could start here: there is no model."""
     arm = ARMS["fp8_direct"]
