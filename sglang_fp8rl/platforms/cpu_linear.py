@@ -22,6 +22,7 @@ import functools
 import os
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import ConfigError
@@ -151,7 +152,7 @@ def block_scaled_matmul(
     """`[M, K]`, `[M, KB]`, `[N, K]`, `[NB, KB]` → `[M, N]` FP32, summed as the module says."""
     block_n, block_k = block_size
     n, k = weight.shape
-    x64, w64 = x.double(), weight.double()
+    x64, w64 = as_fp64(x), as_fp64(weight)
     w_scale = weight_scale.float().repeat_interleave(block_n, dim=0)[:n]  # [N, KB]
     output = torch.zeros(x.shape[0], n)
     for block, start in enumerate(range(0, k, block_k)):
@@ -165,8 +166,21 @@ def channel_scaled_matmul(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
 ) -> torch.Tensor:
     """`[M, K]`, `[M, 1]` (or `[1, 1]`), `[N, K]`, N scales (or one) → `[M, N]` FP32."""
-    dot = (x.double() @ weight.double().t()).float()  # exact, rounded once
+    dot = (as_fp64(x) @ as_fp64(weight).t()).float()  # exact, rounded once
     return (dot * x_scale) * weight_scale.float().reshape(-1)
+
+
+def as_fp64(values: torch.Tensor) -> torch.Tensor:
+    """Exact values. Of e4m3 by table, as torch's own conversion takes one element at a time."""
+    if values.dtype != torch.float8_e4m3fn:
+        return values.double()
+    codes = values.detach().view(torch.uint8).numpy()
+    return torch.from_numpy(np.take(_fp64_of_codes(), codes))
+
+
+@functools.cache
+def _fp64_of_codes() -> np.ndarray:
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
 
 
 def _maybe_quantized(

@@ -169,3 +169,12 @@ def test_activation_quantization_can_be_turned_off(monkeypatch: pytest.MonkeyPat
     exact = x.double() @ oracle_block_weight(weight, scale).t()
     bound = 1e-6 * (x.double().abs() @ oracle_block_weight(weight, scale).abs().t())
     assert ((block_fp8_linear(x, weight, BLOCK, scale).double() - exact).abs() <= bound).all()
+
+
+def test_codes_become_their_exact_values_whatever_the_strides():
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(torch.float8_e4m3fn)
+    for one in (codes, codes.t(), codes[3:, ::2]):
+        values = cpu_linear.as_fp64(one)
+        assert values.dtype == torch.float64
+        torch.testing.assert_close(values, one.double(), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(values.signbit(), one.double().signbit())  # -0.0 too
