@@ -32,6 +32,7 @@ _SUBNORMAL = 2 * 2.0**-10 / FP8_MAX
 _AMAX_FLOOR = 1e-10
 GROUP = 128  # channels of one activation scale beside a blockwise weight
 _ROWS_AT_ONCE = 128
+_LEAST = 2.0**-100  # what a gain's square counts at least, beside the largest: FP32 has its products
 
 
 @dataclass(frozen=True)
@@ -77,39 +78,56 @@ def projected(rows: Rows, gain: torch.Tensor) -> torch.Tensor:
     """
     columns = rows.weight.shape[1]
     g = gain.detach().double().abs()
-    largest = g.amax().clamp_min(torch.finfo(torch.float64).tiny)
-    relative = (g / largest).square().float()  # a square that underflows here is nothing beside 1
+    weight = rows.weight.detach()
     if rows.scales is None:
-        bound = largest * _energies(rows.weight, relative, columns)[0].sum(1).sqrt()
+        bound = _norms(weight, g, columns)[0]
     else:
-        bound = _quantized(rows.weight, rows.scales, g, relative, largest)
+        bound = _quantized(weight, rows.scales.detach().double().abs(), g)
     bound = math.sqrt(columns) * bound
     if rows.bias is not None:
         bound = bound + rows.bias.detach().double().abs()
     return bound * _SLACK
 
 
-def _quantized(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    g: torch.Tensor,
-    relative: torch.Tensor,
-    largest: torch.Tensor,
-) -> torch.Tensor:
+def _quantized(codes: torch.Tensor, scales: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """As `projected`, over `sqrt(K)`, with the activations quantized in front of it."""
     rows, columns = codes.shape
     is_blockwise = scales.shape[1] > 1 or scales.shape[0] < rows
-    width = GROUP if is_blockwise else columns
-    of_scales = scales.detach().double().abs()
     if is_blockwise:
-        of_scales = of_scales.repeat_interleave(GROUP, 0)[:rows]  # [R, K / 128]
-    behind_norm, plain = _energies(codes, relative, width)  # [R, groups]
-    squares = of_scales.square()
-    exact = largest * (behind_norm * squares).sum(1).sqrt()
-    # In a group of `width` an activation is at most its largest gain times the norm of `n` in the group.
-    largest_of = g.view(-1, width).amax(1).clamp_min(_AMAX_FLOOR)  # [groups]
-    off = (plain * squares * largest_of.square()).sum(1).sqrt()
+        width = GROUP
+        exact, off = _norms(codes, g, width, scales)
+    else:
+        width = columns
+        exact, off = (scales[:, 0] * norm for norm in _norms(codes, g, width))
     return exact * (1 + _E4M3) + off * _SUBNORMAL * math.sqrt(width)
+
+
+def _norms(
+    weight: torch.Tensor, g: torch.Tensor, width: int, scales: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`|w * s * g|_2` of each row, and `|w * s * G|_2`: in a group of `width` columns an activation is at
+    most its largest gain `G` times the norm of `n` in the group. FP64 `[R]` each.
+
+    Rows don't meet, so a shard's numbers are those of the whole.
+
+    Args:
+        g: FP64 `[K]`.
+        scales: FP64 `[R / 128, K / 128]`; None for 1.
+    """
+    largest = g.view(-1, width).amax(1).clamp_min(_AMAX_FLOOR)  # [groups]
+    if weight.dtype == FP8_DTYPE and weight.device.type == "cpu" and is_there("numba"):
+        from .cpu.row_norms import row_norms
+
+        if scales is None:
+            return row_norms(weight, largest.new_ones(1, len(largest)), len(weight), g, largest)
+        return row_norms(weight, scales, GROUP, g, largest)
+    top = g.amax().clamp_min(torch.finfo(torch.float64).tiny)
+    relative = (g / top).square().clamp_min(_LEAST).float()
+    behind_norm, plain = _energies(weight, relative, width)  # [R, groups]
+    if scales is not None:
+        squares = scales.repeat_interleave(GROUP, 0)[: len(weight)].square()  # [R, K / 128]
+        behind_norm, plain = behind_norm * squares, plain * squares
+    return top * behind_norm.sum(1).sqrt(), (plain * largest.square()).sum(1).sqrt()
 
 
 def _energies(
@@ -117,17 +135,11 @@ def _energies(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of `(w * g)**2` and of `w**2` over groups of `width` columns: each FP64 `[R, K / width]`.
 
-    A few rows at a time, so that nothing of the weight's size is allocated. Rows don't meet, so a
-    shard's numbers are those of the whole.
+    A few rows at a time, so that nothing of the weight's size is allocated.
 
     Args:
         gain: FP32 `[K]`, the squares of `g`.
     """
-    weight = weight.detach()
-    if weight.dtype == FP8_DTYPE and weight.device.type == "cpu" and is_there("numba"):
-        from .cpu.energies import row_energies
-
-        return row_energies(weight, gain, width)
     found = []
     by_group = gain.view(-1, width)
     for chunk in weight.split(_ROWS_AT_ONCE):

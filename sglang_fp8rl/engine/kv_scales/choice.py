@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +65,8 @@ def chosen(
     """
     if not layers:
         return []
-    with torch.no_grad():
-        bounds = torch.stack([torch.stack(_bounds(layer)) for layer in layers]).cpu()
-        moved = torch.stack([torch.stack(_moved(layer)) for layer in layers]).cpu().tolist()
+    seen = torch.stack(_of_each(layers)).cpu()  # [layers, 2, 5]
+    bounds, moved = seen[..., 0], seen[..., 1:].unflatten(-1, (2, 2)).tolist()
     limits = torch.tensor(
         [[(side.low, -side.high) for side in map(_limits, both)] for both in moved],
         dtype=torch.float64,
@@ -83,15 +83,24 @@ def chosen(
     ]
 
 
-def _bounds(layer: AttentionLayer) -> list[torch.Tensor]:
-    return [layer.key_bound(), layer.value_bound()]
+def _of_each(layers: Sequence[AttentionLayer]) -> list[torch.Tensor]:
+    """`_bounds_and_moved` of each; on a CPU by as many threads as torch has."""
+    if layers[0].input_norm.device.type != "cpu":
+        return [_bounds_and_moved(layer) for layer in layers]
+    # A pool per call: one that is kept would hang in a forked child.
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return list(pool.map(_bounds_and_moved, layers))
 
 
-def _moved(layer: AttentionLayer) -> list[torch.Tensor]:
-    """Magnitudes of what goes down and what goes up, of keys and of values: each `[2, 2]`."""
-    device = layer.input_norm.device
-    pairs = ((layer.keys_down, layer.queries_up), (layer.values_down, layer.output_up))
-    return [torch.stack([magnitudes(one).to(device) for one in pair]) for pair in pairs]
+@torch.no_grad()
+def _bounds_and_moved(layer: AttentionLayer) -> torch.Tensor:
+    """Of keys and of values: the bound, then smallest and largest magnitude (`magnitudes`) of what goes
+    down and of what goes up. FP64 `[2, 5]`, on the device of the weights.
+    """
+    bounds = torch.stack([layer.key_bound(), layer.value_bound()])
+    parts = (layer.keys_down, layer.queries_up, layer.values_down, layer.output_up)
+    moved = torch.stack([magnitudes(one).to(bounds.device) for one in parts])  # [4, 2]
+    return torch.cat([bounds[:, None], moved.view(2, 4)], 1)
 
 
 def _limits(moved: list[list[float]]) -> ExponentRange:

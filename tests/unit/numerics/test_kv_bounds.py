@@ -10,8 +10,8 @@ import math
 import pytest
 import torch
 
-from sglang_fp8rl.numerics import dequantize, quantize_blockwise, quantize_per_channel
-from sglang_fp8rl.numerics.cpu.energies import row_energies
+from sglang_fp8rl.numerics import dequantize, kv_bounds, quantize_blockwise, quantize_per_channel
+from sglang_fp8rl.numerics.cpu.row_norms import row_norms
 from sglang_fp8rl.numerics.kv_bounds import Rotation, Rows, normed, projected, rotated
 from sglang_fp8rl.platforms.cpu_linear import apply_fp8_linear, block_fp8_linear
 
@@ -193,21 +193,49 @@ def test_what_is_not_finite_has_no_finite_bound(spoiled):
     assert not math.isfinite(float(projected(rows, gain).amax()))
 
 
-def test_the_cpu_kernel_sums_what_torch_sums_for_every_code_and_any_number_of_threads():
+def test_the_cpu_kernel_norms_rows_of_every_code_as_fp64_does_and_tells_nan():
     draw = torch.Generator().manual_seed(4)
     every = torch.arange(256, dtype=torch.uint8)
     every[every & 0x7F == 0x7F] = 5
-    codes = torch.stack([every.roll(n) for n in range(64)] * 40).view(torch.float8_e4m3fn)
-    gain = torch.rand(256, generator=draw)
-    squares = codes.double().square()
-    expected = [
-        (squares * gain).view(len(codes), -1, 64).sum(2), squares.view(len(codes), -1, 64).sum(2)
-    ]  # fmt: skip
-    one, several = (row_energies(codes, gain, 64, threads=n) for n in (1, 3))
-    for found, again, exact in zip(one, several, expected, strict=True):
-        torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
-        assert torch.equal(found, again)
+    codes = torch.stack([every.roll(n) for n in range(64)] * 5).view(torch.float8_e4m3fn)
+    scales = torch.rand(3, 4, generator=draw).double() * 2.0 ** torch.tensor([[-60], [0], [60]])
+    gain = torch.rand(256, generator=draw).double()
+    largest = gain.view(4, 64).amax(1)
+    held = codes.double() * scales.repeat_interleave(64, 1).repeat_interleave(120, 0)[:320]
+    expected = [(held * one).norm(dim=1) for one in (gain, largest.repeat_interleave(64))]
+    for found, exact in zip(row_norms(codes, scales, 120, gain, largest), expected, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-6, atol=0)
     codes.view(torch.uint8)[3, 70] = 0xFF
-    for found in row_energies(codes, gain, 64):
-        assert found[3, 1].isnan()
-        assert found.isnan().sum() == 1
+    for found in row_norms(codes, scales, 120, gain, largest):
+        assert found.isnan().nonzero().tolist() == [[3]]
+
+
+@pytest.mark.parametrize("kind", ["blockwise", "per_channel"])
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_and_the_cpu_kernel_find_the_same_bound(name, kind, monkeypatch):
+    weight, gain = weights(name)
+    weight = torch.cat([weight, weight * 2.0**-9, weight[:70] * 2.0**9])
+    rows, _ = layer(kind, weight)
+    by_kernel = projected(rows, gain)
+    monkeypatch.setattr(kv_bounds, "is_there", lambda _: False)
+    torch.testing.assert_close(by_kernel, projected(rows, gain), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["blockwise", "per_channel", "bf16"])
+@pytest.mark.parametrize("with_kernel", [True, False], ids=["kernel", "torch"])
+def test_what_vanishes_in_fp32_beside_the_largest_is_rounded_up(kind, with_kernel, monkeypatch):
+    if not with_kernel:
+        monkeypatch.setattr(kv_bounds, "is_there", lambda _: False)
+    weight, gain = weights("plain")
+    gain *= 2.0**-80  # its square is 0 in FP32
+    gain[:128], weight[:, :128] = 1.0, 0.0  # the largest gains meet no weight
+    weight[64:, 0] = 1.0  # ... in these rows
+    rows, run = layer(kind, weight)
+    hidden = values_of(rows)[:64].sign()
+    hidden[:, :128] = 0
+    found = run(rms_norm(hidden, gain)).double().abs().diagonal()
+    bound = projected(rows, gain)[:64]
+    assert (bound >= math.sqrt(HIDDEN) * (values_of(rows)[:64] * gain.double()).norm(dim=1)).all()
+    assert (found <= bound).all()
+    if kind != "per_channel":  # where activations share one scale, that is as large as its largest
+        assert (bound < 1e-6).all()
