@@ -1,6 +1,6 @@
 """What an FP8 KV cache costs in log-probabilities, by the rule that scales it, and what the scales cost.
 
-    python benchmarks/bench_kv_cache.py [--json FILE] [--plot FILE]
+    python benchmarks/bench_kv_cache.py [--json FILE] [--plot FILE] [--only-times]
 
 One seeded Qwen2 (biases, no norms behind the projections) of four layers on two real CPU engines, one with a
 BF16 cache. Every case changes the weights and not the function: values down and `o_proj` up, keys up and
@@ -328,9 +328,9 @@ def measure_times(repetitions: int) -> list[dict[str, Any]]:
         kv = KvScales("certified", lambda: None)
         kv.start(layers, None)
         assert any(one.exponents != (0, 0) for one in kv.chosen)
-        choose, fold_back, both = [], [], []
+        choose, fold_back, both, cpu = [], [], [], []
         for _ in range(repetitions):
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             chosen(layers, None)
             found_at = time.perf_counter()
             with kv.unfolded():
@@ -338,12 +338,14 @@ def measure_times(repetitions: int) -> list[dict[str, Any]]:
             choose.append(found_at - started)
             fold_back.append(time.perf_counter() - found_at)
             both.append(time.perf_counter() - started)
+            cpu.append(time.process_time() - cpu_started)  # of all threads
         rows.append(
             {
                 "model": name,
                 "choose_s": statistics.median(choose),
                 "unfold_and_fold_s": statistics.median(fold_back),
                 "choose_and_fold_s": statistics.median(both),
+                "choose_and_fold_cpu_s": statistics.median(cpu),
                 "target_s": TARGET_S,
                 "threads": torch.get_num_threads(),
             }
@@ -355,14 +357,19 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Append JSON lines.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     repetitions: int = 15,
+    only_times: Annotated[bool, typer.Option(help="Serve no model.")] = False,
 ) -> None:
     """Print both tables."""
     from importlib.metadata import version
 
+    errors: list[dict[str, Any]] = []
+    facts: dict[str, Any] = {}
     with host_log("bench-kv-cache") as console:
         times = measure_times(repetitions)
-        errors, facts = measure_errors(console)
-        _show(console, errors, times, facts)
+        _show_times(console, times)
+        if not only_times:
+            errors, facts = measure_errors(console)
+            _show(console, errors, facts)
     conditions = {
         "sglang": version("sglang"),
         "torch": torch.__version__,
@@ -370,18 +377,23 @@ def main(
     }
     if json_path is not None:
         with json_path.open("a") as file:
-            for row in [*errors, *times, facts]:
+            for row in [*errors, *times, *([facts] if facts else [])]:
                 file.write(json.dumps({**row, **conditions}) + "\n")
-    if plot is not None:
+    if plot is not None and errors:
         draw(errors, plot)
 
 
-def _show(
-    console: Console,
-    errors: list[dict[str, Any]],
-    times: list[dict[str, Any]],
-    facts: dict[str, Any],
-) -> None:
+def _show_times(console: Console, times: list[dict[str, Any]]) -> None:
+    for row in times:
+        console.print(
+            f"{row['model']}: choose {row['choose_s'] * 1e3:.1f} ms, "
+            f"unfold and fold {row['unfold_and_fold_s'] * 1e3:.1f} ms, together "
+            f"{row['choose_and_fold_s'] * 1e3:.1f} of {row['target_s'] * 1e3:.0f} ms "
+            f"({row['choose_and_fold_cpu_s'] * 1e3:.1f} ms of CPU time), {row['threads']} threads"
+        )
+
+
+def _show(console: Console, errors: list[dict[str, Any]], facts: dict[str, Any]) -> None:
     table = Table("case", *RULES, title="mean |Δ log p| against a BF16 cache (k3)")
     for case in CASES:
         found = {row["rule"]: row for row in errors if row["case"] == case}
@@ -391,13 +403,6 @@ def _show(
         ]
         table.add_row(case, *cells)
     console.print(table)
-    for row in times:
-        console.print(
-            f"{row['model']}: choose {row['choose_s'] * 1e3:.1f} ms, "
-            f"unfold and fold {row['unfold_and_fold_s'] * 1e3:.1f} ms, together "
-            f"{row['choose_and_fold_s'] * 1e3:.1f} of {row['target_s'] * 1e3:.0f} ms, "
-            f"{row['threads']} threads"
-        )
     ratio = facts["bytes_per_token_bf16"] / facts["bytes_per_token"]
     console.print(f"tokens per GB: {ratio:.2f} x BF16")
     console.print(

@@ -6,7 +6,7 @@ embedding turns pairs of channels, so the norm of a pair bounds either of them. 
 behind the projection (`q_norm`, `k_norm`) a head is `n * g` again, with `|n|_2 <= sqrt(d)`.
 
 Between that and the number that is stored lie roundings, and each of them has its factor here; the proof
-is in `docs/kv_cache.md`. Everything is FP64, one number per channel.
+is in `docs/kv_cache.md`. One number per channel, FP64 but for sums of squares of codes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .checks import FP8_DTYPE
 from .reference import FP8_MAX
 
 _BF16, _E4M3 = 2.0**-8, 2.0**-4  # largest relative error of rounding to nearest
-# Roundings to BF16 on the way: norm (2), projection, bias, cosine and sine, product, sum, one to spare.
+# Roundings to BF16 on the way: norm (2), projection, bias, cosine and sine, product, sum. The eighth is
+# for what is computed here: an FP32 sum of K squares is off by K * 2**-25 of itself, behind its root.
 _ROUNDINGS = (1 + _BF16) ** 8
 # Sums of FP8 products: tensor cores keep fewer bits than FP32 while they add (Hopper: 13 behind the point).
 _ACCUMULATION = 1 + 2.0**-7
@@ -32,7 +33,9 @@ _SUBNORMAL = 2 * 2.0**-10 / FP8_MAX
 _AMAX_FLOOR = 1e-10
 GROUP = 128  # channels of one activation scale beside a blockwise weight
 _ROWS_AT_ONCE = 128
-_LEAST = 2.0**-100  # what a gain's square counts at least, beside the largest: FP32 has its products
+_LEAST = (
+    2.0**-100
+)  # what a gain's square counts at least, beside the largest: FP32 has its products
 
 
 @dataclass(frozen=True)
