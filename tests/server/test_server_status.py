@@ -9,6 +9,8 @@ import requests
 from _served import MODEL, ONE_THREAD, QUANTIZED, Client, weights
 from models import checkpoint
 
+from sglang_fp8rl.testing.server import ServerProcess
+
 pytestmark = pytest.mark.engine
 
 KEYS = {"api_key": "key", "admin_api_key": "admin"}
@@ -16,16 +18,26 @@ KEYS = {"api_key": "key", "admin_api_key": "admin"}
 
 @pytest.fixture
 def guarded(server, checkpoint_dir):
-    """A server that wants two keys and counts."""
-    flags = ("--api-key=key", "--admin-api-key=admin", "--enable-metrics")
+    """A server that wants two keys and counts, with an FP8 KV cache."""
+    keys = ("--api-key=key", "--admin-api-key=admin")
+    flags = (*keys, "--enable-metrics", "--kv-cache-dtype=fp8_e4m3")
     path = checkpoint(checkpoint_dir, MODEL, "first")
     return server(path, QUANTIZED, *flags, env=ONE_THREAD)
 
 
-def metric(text: str, name: str) -> float:
+def metrics_of(server: ServerProcess) -> str:
+    return requests.get(server.url + "/metrics", timeout=60).text
+
+
+def sample(text: str, name: str) -> float | None:
     found = re.search(rf"^sglang:fp8rl_{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-    assert found, f"{name} is not in {text[-2000:]}"
-    return float(found.group(1))
+    return float(found.group(1)) if found else None
+
+
+def metric(text: str, name: str) -> float:
+    value = sample(text, name)
+    assert value is not None, f"{name} is not in {text[-2000:]}"
+    return value
 
 
 def version_of(client: Client) -> str:
@@ -39,13 +51,25 @@ def test_an_update_with_both_keys_a_version_and_metrics(guarded):
     with pytest.raises(Exception, match="admin"):
         Client(guarded.url, api_key="key").update(weights("second"), weight_version="wrong")
     assert version_of(client) == before
-    client.update(weights("second"), weight_version="step-2")
+    seen: list[tuple[float, float | None]] = []
+
+    def look(*_: int) -> None:
+        text = metrics_of(guarded)
+        seen.append((metric(text, "kv_certified"), sample(text, "kv_saturated_share")))
+
+    second = weights("second")
+    client.update(second, bucket_bytes=1 << 16, on_bucket=look, weight_version="step-2")
+    assert len(seen) > 6
+    # The cache is sampled when a refit has ended. Buckets are told of while the next is on its way.
+    assert set(seen[:-2]) == {(0.0, None)}
     client.update(weights("first"), weight_version="step-3")
     assert version_of(client) == "step-3"
     section = client.server_info()["internal_states"][0]["fp8rl"]
     assert client.status() == section
-    text = requests.get(guarded.url + "/metrics", timeout=60).text
+    text = metrics_of(guarded)
     assert metric(text, "refits_total") == 2
     assert metric(text, "consistent") == 1
     assert metric(text, "refit_bytes") == section["last_refit"]["bytes"]
     assert metric(text, "sqnr_db") > 25
+    assert metric(text, "kv_certified") == 1
+    assert metric(text, "kv_saturated_share") == 0

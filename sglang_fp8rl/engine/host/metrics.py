@@ -38,7 +38,9 @@ def observe_refit(
     metrics = _metrics(tuple(collector.labels))
     status = status_section(refit, session_open=False)
     if status["kv_scales"] is not None:
-        status["kv_scales"]["stored"] = stored_section(manager, refit)
+        # Kernels and a transfer: once a refit, behind its last call.
+        stored = stored_section(manager, refit) if refit.report.log.is_idle else None
+        status["kv_scales"]["stored"] = stored
     if call is not None:
         metrics.count(collector.labels, status, call, success)
     metrics.observe(collector.labels, status)
@@ -94,7 +96,7 @@ class RefitMetrics:
         self.kv_moves = gauge("kv_scale_moves", "Updates that moved a scale of the FP8 KV cache.")
         self.kv_saturated = gauge(
             "kv_saturated_share",
-            "Share of sampled codes in the FP8 KV cache that are as large as can be, at the last update.",
+            "Share of sampled codes in the FP8 KV cache that are as large as can be, at the end of the last refit.",
         )
         self._refit: int | None = None
 

@@ -55,6 +55,11 @@ class RefitLog:
             return State.OPEN
         return State.WHOLE
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no refit runs and no session is open."""
+        return self.current is None and self.session is None
+
     # -- where a refit begins ----------------------------------------------------------------------
 
     def why_another(self, scope: UpdateScope, repeated: str | None) -> str:
