@@ -118,6 +118,11 @@ class Audit:
             text = f"{listed(left)}: not reached, an error ended the call before; send again"
             call.errors.update(dict.fromkeys(left, text))
 
+    @property
+    def halves_wait(self) -> bool:
+        """Whether halves of FP8 pairs wait for their other half."""
+        return bool(self._pairs.open_halves())
+
     def give_up_halves(self) -> dict[str, str]:
         """Drop FP8 halves that are still waiting; returns their names and what is missing."""
         halves = self._pairs.open_halves()

@@ -114,7 +114,8 @@ class Journal:
                 numbers = self._report.brought.numbers_of(bucket.names)
             case Stream():
                 numbers = np.empty(0, np.int64)
-        if self._report.start_call(self.update.scope, numbers):
+        halves_wait = self._audit.halves_wait
+        if self._report.start_call(self.update.scope, numbers, halves_wait=halves_wait):
             self._audit.drop_halves()
         self.update.refit = self._report.refit
 

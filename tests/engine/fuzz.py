@@ -20,7 +20,8 @@ from pool import EnginePool, engine_key
 from refit_machine import machine_on
 from rich.console import Console
 
-STEPS_A_RUN = 60
+RULES_A_RUN = 40
+STEPS_A_RUN = 60  # at least: a rule is one request, or up to six
 
 
 def main(
@@ -33,7 +34,7 @@ def main(
     console.print(f"seed {number}, {steps} steps on qwen3-{layout}")
     options = settings(
         max_examples=-(-steps // STEPS_A_RUN),
-        stateful_step_count=STEPS_A_RUN,
+        stateful_step_count=RULES_A_RUN,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),

@@ -102,6 +102,19 @@ def _call(scheduler: Any, step: Step) -> tuple[bool, str]:
     return send(scheduler, [payload], "flattened_bucket", step.flush)
 
 
+def names_sent(step: Step) -> tuple[str, ...]:
+    """Of `_tensors`, in order."""
+    if step.fault == "empty":
+        return ()
+    sent: list[str] = []
+    for at, name in enumerate(step.names):
+        fault = step.fault if at == step.at else ""
+        has_scale = step.form == "pairs" and name in FP8_NAMES and fault != "half"
+        before = [UNKNOWN] if fault == "unknown" else []
+        sent += [*before, name, *([f"{name}_scale_inv"] if has_scale else [])]
+    return tuple(sent)
+
+
 def _tensors(step: Step) -> list[tuple[str, torch.Tensor]]:
     weights = version(step.version)
     tensors: list[tuple[str, torch.Tensor]] = []
@@ -121,4 +134,5 @@ def _tensors(step: Step) -> list[tuple[str, torch.Tensor]]:
                 tensors.append((f"{name}_scale_inv", scale))
         else:
             tensors.append((name, weight.bfloat16() if step.form == "bf16" else weight))
+    assert tuple(name for name, _ in tensors) == names_sent(step)
     return tensors

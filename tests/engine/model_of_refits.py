@@ -6,21 +6,50 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
-@dataclass
-class Running:
-    """A refit that has not ended.
+@dataclass(frozen=True)
+class Came:
+    """One call of a refit.
 
     Attributes:
-        names: that came; it is complete once all have.
-        has_waited: whether a call of it did not ask for the flush.
-        was_flushed: whether its last call did, so that it may end there or go on.
-        halves: FP8 weights whose scale has not come.
+        names: that came.
+        halves: FP8 weights among them whose scale did not.
+        has_waited: whether it did not ask for the flush.
+        sent: everything that was sent, in order.
     """
 
-    names: set[str] = field(default_factory=set)
-    has_waited: bool = False
+    names: set[str]
+    halves: set[str]
+    has_waited: bool
+    sent: tuple[str, ...]
+
+
+@dataclass
+class Running:
+    """A refit that has not ended; it is complete once all names have come.
+
+    Attributes:
+        was_flushed: whether its last call asked for the flush, so that it may end there or go on.
+    """
+
+    calls: list[Came] = field(default_factory=list)
     was_flushed: bool = False
-    halves: set[str] = field(default_factory=set)
+
+    @property
+    def names(self) -> set[str]:
+        return set().union(*(call.names for call in self.calls))
+
+    @property
+    def halves(self) -> set[str]:
+        return set().union(*(call.halves for call in self.calls))
+
+    @property
+    def has_waited(self) -> bool:
+        return any(call.has_waited for call in self.calls)
+
+    def behind(self, names: set[str]) -> list[Came]:
+        """Its calls behind the last one that brought any of these names."""
+        hits = [at for at, call in enumerate(self.calls) if call.names & names]
+        return self.calls[hits[-1] + 1 :]
 
 
 class ModelOfRefits:
@@ -32,6 +61,7 @@ class ModelOfRefits:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = set(names)
+        self._opening: tuple[str, ...] = ()  # how a client opens that flushes with every call
         self.running: Running | None = None
         self.has_failed = self.has_mixed = self.in_session = self._session_failed = False
 
@@ -61,67 +91,79 @@ class ModelOfRefits:
         if running.halves:
             self.has_failed = True
             return False
-        self._conclude(running)
+        self._conclude(running, is_bare=False)
         return True
 
     def disk(self) -> bool:
         self._give_up()
-        self._conclude(Running(set(self._names)))
+        self.has_failed = self.has_mixed = False
         return True
 
     def unreadable(self, flush: bool) -> bool:
         """A call whose tensors nobody could look at fails the refit that it belongs to."""
-        if not self._goes_on(set(), flush):
-            self.has_failed = True
-            return False
-        return self.call(set(), flush, is_refused=True)
+        if self.running is None or not self._is_of_another(flush):
+            self.running, self._session_failed = None, True
+        self.has_failed = True
+        return False
 
     def call(
         self,
         names: set[str],
         flush: bool,
+        sent: tuple[str, ...],
         *,
         is_refused: bool = False,
         halves: frozenset[str] = frozenset(),
     ) -> bool:
-        """A call that brings these names; of `halves` the scale is not among them."""
-        if not self._goes_on(names, flush):
-            self._give_up()
+        """A call that brings these names, `sent` in this order; of `halves` the scale is not there."""
+        self._make_room(names, flush, sent)
         if self.running is None:
+            is_known = self._opening or self.has_failed or self.has_mixed
+            if flush and not self.in_session and not is_known:
+                self._opening = sent
             self.running, self._session_failed = Running(), False
         running = self.running
-        running.was_flushed = False
-        running.has_waited |= not flush
-        running.names |= names - halves
-        running.halves |= halves
+        running.calls.append(Came(names, set(halves), not flush, sent))
         if is_refused or (flush and not self.in_session and running.halves):
             self.running, self.has_failed, self._session_failed = None, True, True
             return False
+        running.was_flushed = flush and not self.in_session
         if not self.in_session:
             is_complete = running.names == self._names and not running.halves
             if is_complete or (flush and running.has_waited):
                 self._conclude(running)
                 self.running = None
-            else:
-                running.was_flushed = flush
         return True
 
-    def _goes_on(self, names: set[str], flush: bool) -> bool:
-        """Whether a call belongs to the running refit, or there is none."""
+    def _make_room(self, names: set[str], flush: bool, sent: tuple[str, ...]) -> None:
+        """Give the running refit up where this call is of another one."""
         running = self.running
         if running is None:
-            return True
-        came_again = bool(names & (running.names | running.halves))
-        return not came_again and not (running.was_flushed and not flush)
+            return
+        opens_again = flush and not self.in_session and not running.has_waited
+        if self._is_of_another(flush) or (opens_again and sent and sent == self._opening):
+            self._give_up()
+        elif names & running.names:
+            is_bare = not self.in_session and not running.halves
+            kept = running.behind(names) if is_bare else []
+            del running.calls[len(running.calls) - len(kept) :]
+            self._give_up()
+            self.running = Running(kept) if kept else None
+
+    def _is_of_another(self, flush: bool) -> bool:
+        """A client that flushes with every call was there, and this one does not."""
+        return self.running is not None and self.running.was_flushed and not flush
 
     def _give_up(self) -> None:
         """It ended, though nobody ended it: it is not complete, whatever came."""
         running, self.running = self.running, None
-        if running is not None and running.names:
+        if running is not None and running.names - running.halves:
             self.has_mixed = True
 
-    def _conclude(self, running: Running) -> None:
-        if running.names == self._names:
+    def _conclude(self, running: Running, *, is_bare: bool = True) -> None:
+        if running.names == self._names and not running.halves:
             self.has_failed = self.has_mixed = False
-        elif running.names:
+            if is_bare and len(running.calls) > 1 and not running.has_waited:
+                self._opening = running.calls[0].sent
+        elif running.names - running.halves:
             self.has_mixed = True

@@ -8,10 +8,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from commands import status
 from contract import HOST
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from machine_commands import FAULTS, FP8_NAMES, MODEL, NAMES, VERSIONS, Look, Step, perform, version
+from machine_commands import (
+    FAULTS,
+    FP8_NAMES,
+    MODEL,
+    NAMES,
+    VERSIONS,
+    Look,
+    Step,
+    names_sent,
+    perform,
+    version,
+)
 from model_of_bytes import ModelOfBytes
 from model_of_refits import ModelOfRefits
 from pool import Engine
@@ -38,6 +50,7 @@ class RefitMachine(RuleBasedStateMachine):
         """From the first weights, whole."""
         self.bytes, self.refits = ModelOfBytes(), ModelOfRefits(NAMES)
         self.full(0, "flat", 1, 0, in_session=False)
+        self.flushing(0, "flat")  # whatever opened refits in an earlier run
 
     def step(self, step: Step, is_expected_to_succeed: bool) -> Look:
         type(self).steps += 1
@@ -61,7 +74,9 @@ class RefitMachine(RuleBasedStateMachine):
             names = set()
         halves = frozenset([wrong] if step.fault == "half" else [])
         is_refused = step.fault in ("empty", "nan", "shape", "unknown")
-        succeeds = self.refits.call(names, step.flush, is_refused=is_refused, halves=halves)
+        succeeds = self.refits.call(
+            names, step.flush, names_sent(step), is_refused=is_refused, halves=halves
+        )
         return self.step(step, succeeds)
 
     @rule(
@@ -74,20 +89,45 @@ class RefitMachine(RuleBasedStateMachine):
     def full(self, number: int, form: str, parts: int, first: int, in_session: bool) -> None:
         """A whole refit, in any buckets, order and form; whatever came before, all is well after it."""
         in_session = in_session and HAS_SESSIONS and not self.refits.in_session
+        running = self.refits.running
+        had_halves = running is not None and bool(running.halves)
         if in_session:
             self.begin()
         order = NAMES[first:] + NAMES[:first]
+        self.send_all(order, parts, number, form, always=False)
+        if in_session:
+            self.step(Step("end"), self.refits.end())
+        elif had_halves and self.refits.state != "whole":  # and of this one all behind a half
+            self.send_all(order, parts, number, form, always=False)
+        self.is_whole()
+
+    @rule(number=numbers, form=st.sampled_from(("list", "flat", "bf16")))
+    def flushing(self, number: int, form: str) -> None:
+        """A client that asks for the flush with every call, in the order it always has: what came
+        before may cost it one refit."""
+        self.send_all(NAMES, 3, number, form, always=True)
+        if self.refits.state != "whole":
+            self.send_all(NAMES, 3, number, form, always=True)
+        self.is_whole()
+
+    def send_all(
+        self, order: tuple[str, ...], parts: int, number: int, form: str, *, always: bool
+    ) -> None:
+        """Of one version, in so many calls. Half of one is never said to be whole."""
         size = -(-len(order) // parts)
         for at in range(0, len(order), size):
             is_last = at + size >= len(order)
-            step = Step("call", order[at : at + size], number, form, flush=is_last)
+            step = Step("call", order[at : at + size], number, form, flush=always or is_last)
             look = self.call(step)
-        if in_session:
-            look = self.step(Step("end"), self.refits.end())
+            assert is_last or look.status["state"] != "whole", step
+
+    def is_whole(self) -> None:
+        """It was a whole refit, unless it belongs to a session that goes on."""
         if not self.refits.in_session:
-            assert look.status["state"] == "whole", look.status["problems"]
-            assert look.status["last_refit"]["outcome"] == "ok"
-            assert look.status["last_refit"]["complete"]
+            said = self.engine.call(status)
+            assert said["state"] == "whole", said["problems"]
+            assert said["last_refit"]["outcome"] == "ok"
+            assert said["last_refit"]["complete"]
 
     @rule(names=some_names, number=numbers, form=forms, flush=st.booleans())
     def part(self, names: tuple[str, ...], number: int, form: str, flush: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which parts of which parameters were written by which refit. Integers and boxes, no tensors."""
+"""Which parts of which parameters were written by which call. Integers and boxes, no tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NEVER = -1
 
 
 class CoverageTable:
-    """Boxes of all parameters of a model, each with the id of the refit that wrote it last.
+    """Boxes of all parameters of a model, each with the stamp of the call that wrote it last: these grow.
 
     A box has a number of its own, so that a bucket that is replayed is written down in one
     assignment, and the state of 18,000 boxes is one pass over an array.
@@ -33,7 +33,7 @@ class CoverageTable:
         self._overlapping: dict[int, list[int]] = {}
         self._parameter = np.empty(0, np.int64)
         self._numel = np.empty(0, np.int64)
-        self._refit = np.empty(0, np.int64)
+        self._stamp = np.empty(0, np.int64)
         self._overlaps = np.empty(0, bool)
         self._lock = threading.Lock()
 
@@ -60,7 +60,7 @@ class CoverageTable:
 
     def _add(self, parameter: int, region: Region) -> int:
         number = len(self._regions)
-        if number == len(self._refit):
+        if number == len(self._stamp):
             self._grow(max(64, 2 * number))
         self._regions.append(region)
         self._parameter[number], self._numel[number] = parameter, region.numel
@@ -81,7 +81,7 @@ class CoverageTable:
         for name, fill in (
             ("_parameter", 0),
             ("_numel", 0),
-            ("_refit", _NEVER),
+            ("_stamp", _NEVER),
             ("_overlaps", False),
         ):
             old = getattr(self, name)
@@ -89,8 +89,8 @@ class CoverageTable:
             new[: len(old)] = old
             setattr(self, name, new)
 
-    def write(self, numbers: np.ndarray | list[int], refit: int) -> None:
-        """These boxes were written by refit `refit`.
+    def write(self, numbers: np.ndarray | list[int], stamp: int) -> None:
+        """These boxes were written by the call of that stamp, which is larger than any before.
 
         Boxes that merely overlap with one of them are forgotten, so that never more is called new
         than is.
@@ -98,35 +98,40 @@ class CoverageTable:
         with self._lock:
             if self._overlaps[numbers].any():
                 for number in np.asarray(numbers).tolist():
-                    self._refit[self._overlapping.get(number, [])] = _NEVER
-                    self._refit[number] = refit
+                    self._stamp[self._overlapping.get(number, [])] = _NEVER
+                    self._stamp[number] = stamp
             else:
-                self._refit[numbers] = refit
+                self._stamp[numbers] = stamp
 
     def forget(self) -> None:
         """No box is written any more."""
         with self._lock:
-            self._refit[:] = _NEVER
+            self._stamp[:] = _NEVER
+
+    def restamp(self, since: int, by: int) -> None:
+        """Add `by` to all stamps from `since` on."""
+        with self._lock:
+            self._stamp[self._stamp >= since] += by
 
     def new_elements(self, since: int) -> np.ndarray:
-        """Per parameter, how many elements were written by refit `since` or later."""
+        """Per parameter, how many elements were written at stamp `since` or later."""
         with self._lock:
             used = len(self._regions)
-            is_new = self._refit[:used] >= since
+            is_new = self._stamp[:used] >= since
             weights = self._numel[:used] * is_new
             return np.bincount(self._parameter[:used], weights, len(self.sizes)).astype(np.int64)
 
     def oldest(self) -> np.ndarray:
-        """Per parameter, the refit that its oldest box is of; a large number if it has none."""
+        """Per parameter, the stamp of its oldest box; a large number if it has none."""
         with self._lock:
             used = len(self._regions)
             found = np.full(len(self.sizes), np.iinfo(np.int64).max)
-            is_written = self._refit[:used] != _NEVER
-            np.minimum.at(found, self._parameter[:used][is_written], self._refit[:used][is_written])
+            is_written = self._stamp[:used] != _NEVER
+            np.minimum.at(found, self._parameter[:used][is_written], self._stamp[:used][is_written])
             return found
 
     def new_fraction(self, since: int) -> np.ndarray:
-        """Per parameter, the share of it that was written by refit `since` or later."""
+        """Per parameter, the share of it that was written at stamp `since` or later."""
         return self.new_elements(since) / np.maximum(self.sizes, 1)
 
     def is_mixed(self, since: int) -> np.ndarray:
@@ -139,6 +144,6 @@ class CoverageTable:
         return len(np.unique(numbers)) < len(numbers) or bool(self._overlaps[numbers].any())
 
     def new_regions(self, parameter: int, since: int) -> list[Region]:
-        """Boxes of one parameter written by refit `since` or later."""
+        """Boxes of one parameter written at stamp `since` or later."""
         numbers = self._numbers[parameter]
-        return [region for region, number in numbers.items() if self._refit[number] >= since]
+        return [region for region, number in numbers.items() if self._stamp[number] >= since]

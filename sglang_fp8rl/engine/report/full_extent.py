@@ -43,17 +43,17 @@ class FullExtent:
         self._elements = np.zeros(0, np.int64)
         self._is_reached = np.zeros(0, bool)
 
-    def lacking(self, refit: int, reached_by: np.ndarray) -> np.ndarray:
-        """Per parameter, whether that refit (the latest) left some of it out.
+    def lacking(self, since: int, reached_at: np.ndarray) -> np.ndarray:
+        """Per parameter, whether some of it was left out since that stamp.
 
         Args:
-            reached_by: per parameter, the refit that wrote it last.
+            reached_at: per parameter, the stamp of the call that wrote it last.
         """
         self._count()
-        written = self._coverage.new_elements(refit)
-        return (written < self._elements) | (self._is_reached & (reached_by != refit))
+        written = self._coverage.new_elements(since)
+        return (written < self._elements) | (self._is_reached & (reached_at < since))
 
-    def names_of(self, lacking: np.ndarray, brought: NamesBrought, refit: int) -> list[str]:
+    def names_of(self, lacking: np.ndarray, brought: NamesBrought, since: int) -> list[str]:
         """What would have brought these parameters: names, or a parameter's own where all came."""
         wanted = set(np.flatnonzero(lacking).tolist())
         names = [
@@ -61,7 +61,7 @@ class FullExtent:
             for name, known in self._names.known.items()
             if any(landing.target.index in wanted for landing in known.landings)
         ]
-        found = brought.not_brought(names, refit)
+        found = brought.not_brought(names, since)
         led_to = {
             landing.target.index for name in found for landing in self._names.known[name].landings
         }

@@ -12,6 +12,14 @@ from ...wire.refit_note import RefitNote
 from ..arrival.update_scope import Origin
 from .noise import Noise
 
+ALONE = (Origin.DISK, Origin.STARTUP)  # one request is one refit
+_CALL_BITS = 20  # of a stamp: the call's place in its refit; above them is the refit's id
+
+
+def refit_of_stamp(stamps: np.ndarray) -> np.ndarray:
+    """Ids of the refits that wrote with these stamps. Int64, negative where nobody did."""
+    return stamps >> _CALL_BITS
+
 
 class Outcome(str, Enum):
     """How a refit ended."""
@@ -74,6 +82,27 @@ class Session:
     failed: Refit | None = None
 
 
+@dataclass(frozen=True)
+class Part:
+    """One call of a refit.
+
+    Attributes:
+        numbers: of the names that came.
+        has_taken: whether any of its tensors reached a parameter.
+        has_waited: whether it did not ask for the flush.
+        sender: that it came from, where that can be told.
+        layout: sum of the `layout_number`s of what came, if the note has a digest.
+    """
+
+    numbers: np.ndarray
+    nbytes: int
+    seconds: float
+    has_taken: bool
+    has_waited: bool
+    sender: str | None
+    layout: int = 0
+
+
 @dataclass
 class Refit:
     """One refit: what came, and how it ended.
@@ -82,12 +111,9 @@ class Refit:
         id: counts from 1, the same on every rank.
         note: what the client says of it.
         session: that it belongs to.
-        senders: of its calls, where they can be told; `ousted`: those that it took over from.
-        has_waited: whether a call of it did not ask for the flush.
-        has_taken: whether any of its tensors reached a parameter.
+        ousted: senders that it took over from.
+        parts: its calls, in order.
         given_up: why it ended, if nobody ended it.
-        numbers: of the names that came, call by call.
-        layout: sum of the `layout_number`s of what came, if the note has a digest.
         cache_flushed: whether SGLang flushed its cache behind it; None if it was not asked to.
     """
 
@@ -96,27 +122,75 @@ class Refit:
     note: RefitNote | None = None
     version: str | None = None
     session: Session | None = None
-    senders: set[str] = field(default_factory=set)
     ousted: set[str] = field(default_factory=set)
-    has_waited: bool = False
-    has_taken: bool = False
+    parts: list[Part] = field(default_factory=list)
     outcome: Outcome = Outcome.OPEN
     is_complete: bool = False
     lacking: int = 0
     lacking_names: tuple[str, ...] = ()
     errors: list[str] = field(default_factory=list)
     given_up: str = ""
-    seconds: float = 0.0
-    nbytes: int = 0
-    calls: int = 0
-    numbers: list[np.ndarray] = field(default_factory=list)
-    layout: int = 0
     noise: Noise = field(default_factory=Noise)
     cache_flushed: bool | None = None
 
     @property
+    def since(self) -> int:
+        """The stamp of its first call: a larger one is of it, or of a later refit."""
+        return self.id << _CALL_BITS
+
+    @property
+    def stamp(self) -> int:
+        """Of what its next call writes: larger than that of anything written before."""
+        return self.since + min(len(self.parts), (1 << _CALL_BITS) - 1)
+
+    def parted(self, latest: int, sender: str | None) -> list[Part]:
+        """Its calls behind the one of stamp `latest`, which it loses, if all came from that sender.
+
+        Nothing of a session, or of a refit with a name: what is sent there is of one client and one refit.
+        """
+        at = latest - self.since + 1
+        kept = self.parts[at:]
+        if not self.is_bare or any(part.sender != sender for part in kept):
+            return []
+        del self.parts[at:]
+        return kept
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether a call of it did not ask for the flush."""
+        return any(part.has_waited for part in self.parts)
+
+    @property
+    def has_taken(self) -> bool:
+        """Whether any of its tensors reached a parameter."""
+        return any(part.has_taken for part in self.parts)
+
+    @property
+    def senders(self) -> set[str]:
+        """Of its calls, where they can be told."""
+        return {part.sender for part in self.parts if part.sender is not None}
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing but its calls tells where it begins: no session, no name, no checkpoint."""
+        return self.session is None and self.note is None and self.origin not in ALONE
+
+    @property
+    def seconds(self) -> float:
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def layout(self) -> int:
+        return sum(part.layout for part in self.parts)
+
+    @property
     def tensors(self) -> int:
-        return len(np.unique(np.concatenate(self.numbers))) if self.numbers else 0
+        parts = [part.numbers for part in self.parts]
+        return len(np.unique(np.concatenate(parts))) if parts else 0
 
     @property
     def is_partial(self) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from ...wire.refit_note import RefitNote
 from ..arrival.update_scope import Origin, UpdateScope
-from .refit_record import Outcome, Refit, Session, State, Verdict
+from .refit_record import ALONE, Outcome, Refit, Session, State, Verdict
 
 _MAX_VERSIONS = 64
 _MAX_FAILURES = 16
-_ALONE = (Origin.DISK, Origin.STARTUP)
 
 
 class RefitLog:
@@ -41,6 +42,8 @@ class RefitLog:
         self.session: Session | None = None
         self.versions: dict[int, str | None] = {}
         self._count = 0
+        # Of a client that flushes with every call: how it opens its refits, and who it is.
+        self._opening: tuple[np.ndarray, str | None] | None = None
 
     @property
     def state(self) -> State:
@@ -62,18 +65,21 @@ class RefitLog:
 
     # -- where a refit begins ----------------------------------------------------------------------
 
-    def why_another(self, scope: UpdateScope, repeated: str | None) -> str:
+    def why_another(
+        self, scope: UpdateScope, repeated: str | None, numbers: np.ndarray | None = None
+    ) -> str:
         """Why a call can't belong to the running refit, in words; empty if it does.
 
         Args:
             repeated: a name of the call that came in the running refit already.
+            numbers: of the call's names, where they are known.
         """
         current, note = self.current, self._note(scope)
         if current is None:
             return ""
         rules = (
             (
-                current.origin is not scope.origin and scope.origin in _ALONE,
+                current.origin is not scope.origin and scope.origin in ALONE,
                 f"an update from {scope.origin.value} came before its end",
             ),
             (
@@ -85,6 +91,10 @@ class RefitLog:
                 current.outcome is Outcome.MIXED and not scope.is_last_call,
                 "it had asked for the flush, and a client began that asks for it once",
             ),
+            (
+                self._opens_again(scope, numbers),
+                "the call came again that opened the last complete refit",
+            ),
             (repeated is not None, f"{repeated} came again"),
             (
                 scope.sender is not None and scope.sender in current.ousted,
@@ -92,6 +102,16 @@ class RefitLog:
             ),
         )
         return next((reason for holds, reason in rules if holds), "")
+
+    def _opens_again(self, scope: UpdateScope, numbers: np.ndarray | None) -> bool:
+        """Whether a client that flushes with every call begins anew: its flushes don't say so."""
+        current = self.current
+        if current is None or self._opening is None or numbers is None:
+            return False
+        if not (current.is_bare and scope.is_last_call) or current.has_waited:
+            return False
+        first, sender = self._opening
+        return scope.sender == sender and np.array_equal(numbers, first)
 
     def resumable(self, scope: UpdateScope) -> Refit | None:
         """The refit that a call may belong to though every parameter had come, if it repeats nothing.
@@ -104,12 +124,18 @@ class RefitLog:
             return None
         is_named = last.note is not None or self._note(scope) is not None
         in_session = last.session is not None or self._session(scope) is not None
-        is_alone = last.origin in _ALONE or scope.origin in _ALONE
+        is_alone = last.origin in ALONE or scope.origin in ALONE
         return None if is_named or in_session or is_alone else last
 
-    def begin(self, scope: UpdateScope, ousted: set[str]) -> Refit:
-        """The refit of a call that belongs to no running one."""
+    def begin(
+        self, scope: UpdateScope, ousted: set[str], numbers: np.ndarray | None = None
+    ) -> Refit:
+        """The refit of a call that belongs to no running one; of its names, where they are known."""
         self.current = self._new(scope)
+        is_known = self._opening is not None or self.failures or self.left_out
+        flushes = self.current.is_bare and scope.is_last_call
+        if numbers is not None and len(numbers) and flushes and not is_known:
+            self._opening = numbers, scope.sender  # may be refused, and be followed all the same
         self.current.ousted = ousted - {scope.sender or ""}
         if self.current.session is not None:
             self.current.session.failed = None
@@ -178,6 +204,8 @@ class RefitLog:
         elif verdict.is_complete:
             refit.outcome, self.complete = Outcome.OK, refit
             self.failures, self.left_out, self.is_unloaded = [], [], False
+            if refit.is_bare and not refit.has_waited and len(refit.parts) > 1:
+                self._opening = refit.parts[0].numbers, refit.parts[0].sender
         elif refit.is_partial and not refit.given_up:
             refit.outcome = Outcome.OK
         else:

@@ -17,7 +17,7 @@ from ..model.parameters import Target
 from .coverage import CoverageTable
 from .full_extent import FullExtent
 from .names_brought import NamesBrought
-from .refit_record import Outcome, Refit, Session, State, Verdict, left_out
+from .refit_record import Outcome, Part, Refit, Session, State, Verdict, left_out, refit_of_stamp
 from .refits import RefitLog
 
 _MAX_LISTED = 16
@@ -66,46 +66,60 @@ class RefitReport:
         self.log = RefitLog()
         self.known_names: dict[str, None] = {}
         self._extent = FullExtent(self._targets, self.coverage, names, learn_names)
-        self._reached_by = np.full(len(self._targets), _NEVER, np.int64)
+        self._reached_at = np.full(len(self._targets), _NEVER, np.int64)
         self._started = 0.0
 
     # -- filled during an update -----------------------------------------------------------------
 
-    def start_call(self, scope: UpdateScope, numbers: np.ndarray) -> bool:
+    def start_call(
+        self, scope: UpdateScope, numbers: np.ndarray, *, halves_wait: bool = False
+    ) -> bool:
         """A call begins. Returns whether another refit does.
 
         Args:
             numbers: of the names to come; empty where they are not known (a checkpoint).
+            halves_wait: whether halves of FP8 pairs do; then nothing of one refit goes on in the next.
         """
         self._started = time.perf_counter()
         log = self.log
         resumable = log.resumable(scope) if len(numbers) else None
-        if resumable is not None and not self.brought.repeated(numbers, resumable.id):
+        if resumable is not None and not self.brought.repeated(numbers, resumable.since):
             log.current = resumable
         before = log.current
-        repeated = self.brought.repeated(numbers, before.id) if before else None
-        reason = log.why_another(scope, repeated)
+        repeated = self.brought.repeated(numbers, before.since) if before else None
+        reason = log.why_another(scope, repeated, numbers)
         ousted: set[str] = set()
+        kept: list[Part] = []
         if before is not None and reason:
             ousted = before.senders | before.ousted
+            if repeated is not None and not (halves_wait or log.why_another(scope, None, numbers)):
+                kept = before.parted(self.brought.latest(numbers), scope.sender)
             self.give_up(reason)
-        refit = log.current or log.begin(scope, ousted)
+        refit = log.current or log.begin(scope, ousted, numbers)
+        if before is not None and kept:
+            self._move(before, kept, refit)
         refit.outcome, refit.version = Outcome.OPEN, scope.version or refit.version
-        refit.has_waited |= not scope.is_last_call
-        if scope.sender is not None:
-            refit.senders.add(scope.sender)
         return refit is not before
 
+    def _move(self, before: Refit, kept: list[Part], refit: Refit) -> None:
+        """What came behind a stray call is of the refit that goes on, not of the one given up with it."""
+        first = before.stamp
+        for table in (self.brought, self.coverage):
+            table.restamp(first, refit.since - first)
+        self._reached_at[self._reached_at >= first] += refit.since - first
+        refit.parts = kept
+
     def written(self, target: Target, region: Region | None) -> None:
-        refit = self.refit.id
+        stamp = self.refit.stamp
         if region is not None:
-            self.coverage.write([self.coverage.number_of(target.index, region)], refit)
-        self._reached_by[target.index] = refit
+            self.coverage.write([self.coverage.number_of(target.index, region)], stamp)
+        self._reached_at[target.index] = stamp
 
     def written_again(self, targets: np.ndarray, regions: np.ndarray) -> None:
         """As `written` for many at once: the targets' indices, and the regions' numbers."""
-        self.coverage.write(regions, self.refit.id)
-        self._reached_by[targets] = self.refit.id
+        stamp = self.refit.stamp
+        self.coverage.write(regions, stamp)
+        self._reached_at[targets] = stamp
 
     @property
     def refit(self) -> Refit:
@@ -120,13 +134,17 @@ class RefitReport:
             errors: name (or "") to what went wrong.
         """
         refit = self.refit
-        refit.seconds += time.perf_counter() - self._started
-        refit.nbytes += arrived.nbytes
-        refit.numbers.append(arrived.numbers)
-        refit.calls += 1
-        refit.layout += arrived.layout
-        refit.has_taken |= arrived.has_taken
-        self.brought.bring(arrived.numbers, refit.id)
+        self.brought.bring(arrived.numbers, refit.stamp)
+        part = Part(
+            arrived.numbers,
+            arrived.nbytes,
+            time.perf_counter() - self._started,
+            arrived.has_taken,
+            has_waited=not scope.is_last_call,
+            sender=scope.sender,
+            layout=arrived.layout,
+        )
+        refit.parts.append(part)
         self.known_names.update(dict.fromkeys(n for n in arrived.taken if n not in errors))
         if errors:
             self.fail(errors.values(), scope)
@@ -157,7 +175,7 @@ class RefitReport:
         found = Verdict(is_complete, int(lacking.sum()), (), failures, refit.has_taken)
         if is_complete or not (scope is None or self.log.is_over(scope, found)):
             return found
-        names = self._extent.names_of(lacking, self.brought, refit.id)
+        names = self._extent.names_of(lacking, self.brought, refit.since)
         found = replace(found, names=tuple(names[:_MAX_LISTED]))
         if refit.note is not None and refit.note.wants_all:
             found = replace(found, failures=(*failures, left_out(found.lacking, found.names)))
@@ -195,16 +213,16 @@ class RefitReport:
         """Their memory was given back: nothing of what was written is there any more."""
         self.log.unload()
         self.coverage.forget()
-        self._reached_by[:] = _NEVER
+        self._reached_at[:] = _NEVER
 
     def _lacking(self) -> np.ndarray:
-        return self._extent.lacking(self.refit.id, self._reached_by)
+        return self._extent.lacking(self.refit.since, self._reached_at)
 
     def _not_as_announced(self, refit: Refit) -> list[str]:
         note = refit.note
         if note is None or note.names is None:
             return []
-        missing = self.brought.not_brought(note.names, refit.id)
+        missing = self.brought.not_brought(note.names, refit.since)
         if missing:
             return [
                 f"{len(missing)} of {len(note.names)} announced tensors did not come: "
@@ -234,10 +252,10 @@ class RefitReport:
         if log.current is not None:
             found.append(f"{log.current.describe()} has not ended: {self._lacking().sum()} of "
                          f"{len(self._targets)} parameters have not come in it")  # fmt: skip
-        return found + (self._partly_new(shown.id) if shown is not None else [])
+        return found + (self._partly_new(shown.since) if shown is not None else [])
 
     def _unloaded(self) -> str:
-        never = np.flatnonzero(self._is_fp8 & (self._reached_by == _NEVER))
+        never = np.flatnonzero(self._is_fp8 & (self._reached_at == _NEVER))
         if not len(never):
             return "no complete refit since dummy weights were loaded or their memory was released"
         return (
@@ -246,7 +264,7 @@ class RefitReport:
         )
 
     def _partly_new(self, since: int) -> list[str]:
-        mixed = np.flatnonzero(self.coverage.is_mixed(since) & (self._reached_by >= since))
+        mixed = np.flatnonzero(self.coverage.is_mixed(since) & (self._reached_at >= since))
         fraction = self.coverage.new_fraction(since)
         found = []
         for index in mixed[:_MAX_LISTED].tolist():
@@ -261,10 +279,11 @@ class RefitReport:
 
     def served(self) -> list[dict[str, Any]]:
         """Which refits the parameters come from, the latest first; a parameter by its oldest part."""
-        oldest = np.minimum(self.coverage.oldest(), self._reached_by)
-        oldest = oldest[self._reached_by != _NEVER]
-        names = [one.name for one in self._targets if self._reached_by[one.index] != _NEVER]
-        refits, first, counts = np.unique(oldest, return_index=True, return_counts=True)
+        oldest = np.minimum(self.coverage.oldest(), self._reached_at)
+        oldest = oldest[self._reached_at != _NEVER]
+        names = [one.name for one in self._targets if self._reached_at[one.index] != _NEVER]
+        found = np.unique(refit_of_stamp(oldest), return_index=True, return_counts=True)
+        refits, first, counts = found
         rows = zip(refits.tolist(), first.tolist(), counts.tolist(), strict=True)
         return [
             {
@@ -279,7 +298,7 @@ class RefitReport:
     def last_refit(self) -> dict[str, Any] | None:
         """The refit that runs, or else the one that ended last."""
         current = self.log.current
-        refit = current if current is not None and current.calls else self.log.last
+        refit = current if current is not None and current.parts else self.log.last
         if refit is None:
             return None
         if refit is current:
@@ -300,7 +319,7 @@ class RefitReport:
             "bytes": refit.nbytes,
             "gb_per_s": round(refit.nbytes / refit.seconds / 1e9, 3) if refit.seconds else None,
             "tensors": refit.tensors,
-            "calls": refit.calls,
+            "calls": len(refit.parts),
             **refit.noise.as_dict(),
         }
 

@@ -3,56 +3,62 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
-from sglang_fp8rl.engine.report.refit_record import Outcome, Session, State, Verdict
-from sglang_fp8rl.engine.report.refits import RefitLog
+from sglang_fp8rl.engine.interception.region import Region
+from sglang_fp8rl.engine.model.landings import Known, Landing, NameTable
+from sglang_fp8rl.engine.model.parameters import Target
+from sglang_fp8rl.engine.report.refit_record import Outcome, State
+from sglang_fp8rl.engine.report.report import Arrived, RefitReport
+from sglang_fp8rl.scheme import Granularity
 from sglang_fp8rl.wire.refit_note import RefitNote
 
-NAMES = {"embed", "layer 0", "layer 1", "norm"}
-HALVES = ({"embed", "layer 0"}, {"layer 1", "norm"})
+NAMES = ("embed", "layer 0", "layer 1", "norm")
+HALVES = (NAMES[:2], NAMES[2:])
+ALL = Region((0,), (1,))
 
 
 class Server:
-    """What `RefitReport` does with the log, for a model of four parameters."""
+    """A report of four parameters of one element each, and calls as `Journal` and the hooks make them."""
 
     def __init__(self):
-        self.log, self.came = RefitLog(), {}
-        self.call(*NAMES, scope=UpdateScope(Origin.STARTUP), flush=None)
+        names = NameTable()
+        self.targets = {}
+        for index, name in enumerate(NAMES):
+            parameter = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+            target = Target(name, parameter, Granularity.HIGH_PRECISION, None, index=index)
+            names.known[name] = Known((1,), [Landing(target, (), (ALL,), (ALL,))])
+            self.targets[name] = target
+        self.halves_wait = False
+        self.report = RefitReport(self.targets.values(), names, lambda: None)
+        self.log = self.report.log
+        self.call(*NAMES, scope=UpdateScope(Origin.STARTUP))
 
-    def call(self, *names, flush=False, failed=False, scope=None, **more):
+    def call(self, *names, flush=False, failed=False, halves=(), scope=None, **more):
+        """Of `halves` nothing is stored yet. Returns the state behind it."""
         scope = scope or UpdateScope(Origin.TENSOR, is_last_call=flush, **more)
-        log = self.log
-        resumable = log.resumable(scope)
-        if resumable and not any(self.came.get(name) == resumable.id for name in names):
-            log.current = resumable
-        current = log.current
-        repeated = current and next((n for n in names if self.came.get(n) == current.id), None)
-        ousted = set()
-        if current and log.why_another(scope, repeated):
-            ousted = current.senders | current.ousted
-            log.conclude(self.verdict())
-        refit = log.current or log.begin(scope, ousted)
-        refit.outcome = Outcome.OPEN
-        refit.has_waited |= not scope.is_last_call
-        refit.senders |= {scope.sender} - {None}
-        self.came.update(dict.fromkeys(names, refit.id))
-        if failed:
-            log.conclude(self.verdict("a NaN"))
-        elif scope.origin is Origin.STARTUP or log.may_end(scope):
-            verdict = self.verdict()
-            if scope.origin is Origin.STARTUP or log.is_over(scope, verdict):
-                log.conclude(verdict)
-            elif scope.is_last_call:
-                refit.outcome = Outcome.MIXED
+        report, log = self.report, self.log
+        numbers = report.brought.numbers_of(names)
+        report.start_call(scope, numbers, halves_wait=self.halves_wait)
+        self.halves_wait = bool(halves)
+        stored = [name for name in names if name in self.targets and name not in halves]
+        for name in stored:
+            report.written(self.targets[name], ALL)
+        errors = {names[0]: "a NaN"} if failed else {}
+        report.end_call(Arrived(numbers, len(numbers), bool(stored)), errors, scope)
+        if scope.origin is not Origin.STARTUP and log.may_end(scope):
+            report.end_request(report.verdict(scope), scope)
         return log.state
 
-    def verdict(self, *failures):
-        refit = self.log.current
-        taken = {name for name in NAMES if self.came.get(name) == refit.id}
-        if refit.note and refit.note.wants_all and taken != NAMES:
-            failures = (*failures, "left out")
-        return Verdict(taken == NAMES, 4 - len(taken), (), failures, bool(taken))
+    def flushing(self, *calls):
+        """A whole refit that asks for the flush with every call; the states behind them."""
+        return [self.call(*names, flush=True) for names in calls]
+
+    @property
+    def served(self):
+        """Refits that the parameters come from."""
+        return [row["refit"] for row in self.report.served()]
 
     def full(self):
         self.call(*HALVES[0])
@@ -117,6 +123,91 @@ def test_what_comes_behind_a_failure_belongs_to_the_next_refit(server):
     assert server.log.last.outcome is Outcome.MIXED
 
 
+# -- calls that are of no full refit, and full refits behind them ----------------------------------
+
+STRAYS = [*((name,) for name in NAMES), ("layer 0", "norm"), NAMES[:3], NAMES[1:]]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("stray", STRAYS, ids="-".join)
+def test_behind_a_stray_call_a_full_update_is_whole_at_its_end(server, stray, flush, failed):
+    server.call(*stray, flush=flush, failed=failed)
+    assert server.call(*HALVES[0]) is not State.WHOLE
+    assert server.call(*HALVES[1], flush=True) is State.WHOLE
+    assert server.served == [server.log.complete.id]
+    assert server.report.problems() == []
+
+
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize(
+    ("stray", "refits"),
+    [
+        *((stray, 0) for stray in [*STRAYS, HALVES[0]]),
+        *((stray, 1) for stray in [*STRAYS, *HALVES]),
+    ],
+    ids=lambda value: value if isinstance(value, int) else "-".join(value),
+)
+def test_behind_a_stray_call_a_client_that_flushes_always_is_whole_with_the_last_call(
+    server, stray, refits, failed
+):
+    """After so many refits of its own. The first of them opens as it likes: with the half that came."""
+    for _ in range(refits):
+        server.flushing(*HALVES)
+    server.call(*stray, flush=True, failed=failed)
+    for _ in range(2):
+        first, last = server.flushing(*HALVES)
+        assert first is not State.WHOLE
+        assert last is State.WHOLE
+        assert server.served == [server.log.complete.id]
+    assert server.report.problems() == []
+
+
+@pytest.mark.parametrize("stray", [*STRAYS, HALVES[1]], ids="-".join)
+def test_a_stray_call_between_two_of_a_refit_costs_one_refit(server, stray):
+    server.flushing(*HALVES)
+    server.call(*HALVES[0], flush=True)
+    server.call(*stray, flush=True)
+    server.call(*HALVES[1], flush=True)
+    first, last = server.flushing(*HALVES)
+    assert first is not State.WHOLE
+    assert last is State.WHOLE
+
+
+def test_a_client_that_goes_on_behind_a_refused_call_is_whole_one_refit_later(server):
+    assert server.call(*HALVES[0], flush=True, failed=True) is State.FAILED
+    assert server.call(*HALVES[1], flush=True) is State.FAILED
+    for _ in range(2):
+        first, last = server.flushing(*HALVES)
+        assert first is not State.WHOLE
+        assert last is State.WHOLE
+
+
+def test_a_bucket_that_is_sent_again_costs_no_later_refit(server):
+    """As by a client that waited in vain for the answer."""
+    server.flushing(*HALVES)
+    assert server.call(*HALVES[1], flush=True) is State.MIXED
+    first, last = server.flushing(*HALVES)
+    assert (first, last) == (State.MIXED, State.WHOLE)
+
+
+def test_a_name_given_up_with_its_half_is_no_part_of_the_refit_before_it(server):
+    """Its half was dropped with the session that came between; it is not of the last complete refit."""
+    server.call(*NAMES, flush=True)
+    server.call("norm", halves=["norm"])
+    server.report.begin_session(None)
+    server.report.end_session()
+    assert server.call("norm", flush=True) is State.MIXED
+
+
+def test_behind_halves_that_wait_nothing_goes_on_in_another_refit(server):
+    server.call("norm")
+    server.call("embed", "layer 0", halves=["embed"])
+    server.call("layer 1", "norm", flush=True)
+    assert server.log.state is State.MIXED
+    assert server.report.last_refit()["missing"] == 2
+
+
 def test_two_clients_that_take_turns_are_mixed(server):
     """By their processes; without those, by what the second one left out."""
     for first, second in (("process 1", "process 2"), (None, None)):
@@ -133,7 +224,7 @@ def test_two_clients_that_take_turns_are_mixed(server):
 def test_two_named_refits_do_not_add_up_to_one(server):
     one, other = RefitNote("one", wants_all=True), RefitNote("other", wants_all=True)
     server.call("embed", note=one)
-    assert server.call(*NAMES - {"embed"}, note=other, flush=True) is State.FAILED
+    assert server.call(*NAMES[1:], note=other, flush=True) is State.FAILED
     assert server.full() is State.WHOLE
 
 
@@ -147,11 +238,11 @@ def test_a_partial_refit_leaves_the_state_as_it_was(server):
 
 
 def test_a_session_is_a_refit_and_its_flushes_end_nothing(server):
-    server.log.session = Session()
+    server.report.begin_session(None)
     assert server.call(*HALVES[0], flush=True, in_session=True) is State.OPEN
     server.call("layer 1", flush=True, in_session=True)
-    server.log.conclude(server.verdict())
-    server.log.session = None
+    server.log.conclude(server.report.verdict())
+    server.report.end_session()
     assert server.log.state is State.MIXED
 
 
