@@ -144,16 +144,23 @@ class Refit:
         return self.since + min(len(self.parts), (1 << _CALL_BITS) - 1)
 
     def parted(self, latest: int, sender: str | None) -> list[Part]:
-        """Its calls behind the one of stamp `latest`, which it loses, if all came from that sender.
+        """Its calls behind the one of stamp `latest`, which it loses, if they are of that sender's refit:
+        all of its own, or all of clients that had no part in what came before.
 
         Nothing of a session, or of a refit with a name: what is sent there is of one client and one refit.
         """
         at = latest - self.since + 1
-        kept = self.parts[at:]
-        if not self.is_bare or any(part.sender != sender for part in kept):
+        before, kept = self.parts[:at], self.parts[at:]
+        senders = {sender, *(part.sender for part in kept)}
+        is_one = len(senders) == 1 or senders.isdisjoint(part.sender for part in before)
+        if not (self.is_bare and is_one):
             return []
-        del self.parts[at:]
+        self.parts = before
         return kept
+
+    def sender_of(self, stamp: int) -> str | None:
+        """Of the call of that stamp."""
+        return self.parts[min(stamp - self.since, len(self.parts) - 1)].sender
 
     @property
     def has_waited(self) -> bool:

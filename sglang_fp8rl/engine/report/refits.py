@@ -92,7 +92,7 @@ class RefitLog:
                 "it had asked for the flush, and a client began that asks for it once",
             ),
             (
-                self._opens_again(scope, numbers),
+                self.opens_again(scope, numbers),
                 "the call came again that opened the last complete refit",
             ),
             (repeated is not None, f"{repeated} came again"),
@@ -103,7 +103,7 @@ class RefitLog:
         )
         return next((reason for holds, reason in rules if holds), "")
 
-    def _opens_again(self, scope: UpdateScope, numbers: np.ndarray | None) -> bool:
+    def opens_again(self, scope: UpdateScope, numbers: np.ndarray | None) -> bool:
         """Whether a client that flushes with every call begins anew: its flushes don't say so."""
         current = self.current
         if current is None or self._opening is None or numbers is None:
@@ -112,6 +112,17 @@ class RefitLog:
             return False
         first, sender = self._opening
         return scope.sender == sender and np.array_equal(numbers, first)
+
+    def taken_over(self, before: Refit, scope: UpdateScope, *, is_own: bool) -> set[str]:
+        """Senders that may not go on with the refit that comes behind `before`.
+
+        Args:
+            is_own: whether this sender sends again what it had sent: then it is alone in beginning anew.
+        """
+        ousted = before.ousted if is_own else before.ousted | before.senders
+        complete = self.complete
+        team = complete.senders if complete is not None and complete.is_bare else set()
+        return ousted - team if scope.sender in team else ousted
 
     def resumable(self, scope: UpdateScope) -> Refit | None:
         """The refit that a call may belong to though every parameter had come, if it repeats nothing.

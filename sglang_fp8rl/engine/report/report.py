@@ -91,9 +91,13 @@ class RefitReport:
         ousted: set[str] = set()
         kept: list[Part] = []
         if before is not None and reason:
-            ousted = before.senders | before.ousted
-            if repeated is not None and not (halves_wait or log.why_another(scope, None, numbers)):
-                kept = before.parted(self.brought.latest(numbers), scope.sender)
+            is_own = log.opens_again(scope, numbers)
+            if repeated is not None:
+                latest = self.brought.latest(numbers)
+                is_own |= before.sender_of(latest) == scope.sender
+                if not (halves_wait or log.why_another(scope, None, numbers)):
+                    kept = before.parted(latest, scope.sender)
+            ousted = log.taken_over(before, scope, is_own=is_own)
             self.give_up(reason)
         refit = log.current or log.begin(scope, ousted, numbers)
         if before is not None and kept:

@@ -191,6 +191,40 @@ def test_a_bucket_that_is_sent_again_costs_no_later_refit(server):
     assert (first, last) == (State.MIXED, State.WHOLE)
 
 
+@pytest.mark.parametrize("always", [False, True], ids=["flushes last", "flushes always"])
+@pytest.mark.parametrize("stray", [*STRAYS, HALVES[0]], ids="-".join)
+@pytest.mark.parametrize("sender", ["tool", "rank 0", "rank 1"])
+@pytest.mark.parametrize("at", [0, 1], ids=["before", "between"])
+def test_a_stray_call_parts_no_client_of_two_processes(server, always, stray, sender, at):
+    """It costs two refits at most, whoever sent it."""
+
+    def refit():
+        states = []
+        for half, (names, rank) in enumerate(zip(HALVES, ["rank 0", "rank 1"], strict=True)):
+            if half == at and stray is not None:
+                server.call(*stray, flush=always, sender=sender)
+            states.append(server.call(*names, flush=always or half == 1, sender=rank))
+        return states
+
+    stray, sent = None, stray
+    assert refit()[1] is State.WHOLE
+    stray = sent
+    refit()
+    stray = None
+    first, last = refit()
+    assert first is not State.WHOLE
+    assert last is State.WHOLE
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["flushes last", "flushes always"])
+def test_a_first_refit_of_two_processes_that_breaks_off_costs_no_other(server, always):
+    server.call("embed", flush=always, sender="rank 0")
+    server.call("layer 0", flush=always, sender="rank 1")
+    server.call("embed", flush=always, sender="rank 0")
+    server.call("layer 0", flush=always, sender="rank 1")
+    assert server.call(*HALVES[1], flush=True, sender="rank 0") is State.WHOLE
+
+
 def test_a_name_given_up_with_its_half_is_no_part_of_the_refit_before_it(server):
     """Its half was dropped with the session that came between; it is not of the last complete refit."""
     server.call(*NAMES, flush=True)
