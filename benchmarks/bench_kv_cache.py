@@ -26,12 +26,8 @@ from __future__ import annotations
 import json
 import math
 import platform
-import statistics
 import sys
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,21 +35,26 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 
 import kv_commands
-from commands import model_of, update
+from commands import update
 from engine_host import EngineHost
-from generation import finish, generate
 from host_log import host_log
+from kv_cache.choice_time import measure_times
+from kv_cache.in_engine import (
+    bytes_per_token,
+    calibrated,
+    center,
+    decode_operations,
+    errors_of,
+    fold,
+    largest,
+    scale_exactly,
+    score,
+)
 
-from sglang_fp8rl.engine.kv_scales.attention_layers import AttentionLayer
-from sglang_fp8rl.engine.kv_scales.calibration import Calibration
-from sglang_fp8rl.engine.kv_scales.choice import chosen
-from sglang_fp8rl.engine.kv_scales.kv_scales import KvScales
-from sglang_fp8rl.numerics.kv_bounds import Rotation, Rows
 from sglang_fp8rl.platforms.cpu_attention import SWITCH
 from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 
@@ -69,7 +70,6 @@ RULES = (
     "no bias",
 )
 CASES = ("undrifted", "V / 2^8", "V / 2^11", "K * 2^7", "K * 2^12", "K bias 30", "K bias 100")
-TARGET_S = 0.2  # to choose and to fold, on two cores
 State = dict[str, torch.Tensor]
 
 
@@ -92,122 +92,6 @@ def drifted(weights: State, case: str) -> State:
             elif f".{up}." in name:
                 result[name] = tensor / factor
     return result
-
-
-# -- inside a scheduler ----------------------------------------------------------------------------
-
-
-def largest(scheduler: Any, prompts: list[list[int]]) -> list[tuple[float, float]]:
-    """Per layer the largest key and value that the prompts make, before anything is scaled."""
-    found: dict[int, list[float]] = {}
-
-    def around(module: Any) -> Callable[..., Any]:
-        def forward(q: Any, k: Any, v: Any, *args: Any, **kw: Any) -> Any:
-            seen = found.setdefault(module.layer_id, [0.0, 0.0])
-            seen[:] = [max(seen[0], float(k.abs().max())), max(seen[1], float(v.abs().max()))]
-            return type(module).forward(module, q, k, v, *args, **kw)
-
-        return forward
-
-    _around_attention(scheduler, around)
-    score(scheduler, prompts)
-    _around_attention(scheduler, None)
-    return [(keys, values) for _, (keys, values) in sorted(found.items())]
-
-
-def calibrated(scheduler: Any, tokens: list[int]) -> list[tuple[int, int]]:
-    """What a server that calibrates with these tokens would choose."""
-    kv, source = kv_commands.kv_of(scheduler), Calibration(model_of(scheduler), tokens)
-    with kv.unfolded():
-        layers = chosen(kv.layers, None, source.largest(kv.layers), source.room)
-    return [one.exponents for one in layers]
-
-
-def center(scheduler: Any, prompts: list[list[int]]) -> None:
-    """From now on the mean key that these prompts make, by head and channel, is taken off every key."""
-    seen: dict[int, list[torch.Tensor]] = {}
-
-    def watching(module: Any) -> Callable[..., Any]:
-        def forward(q: Any, k: Any, v: Any, *args: Any, **kw: Any) -> Any:
-            seen.setdefault(module.layer_id, []).append(k.flatten(1).float())
-            return type(module).forward(module, q, k, v, *args, **kw)
-
-        return forward
-
-    _around_attention(scheduler, watching)
-    score(scheduler, prompts)
-    means = {number: torch.cat(rows).mean(0) for number, rows in seen.items()}
-
-    def without(module: Any) -> Callable[..., Any]:
-        def forward(q: Any, k: Any, v: Any, *args: Any, **kw: Any) -> Any:
-            k = (k.flatten(1).float() - means[module.layer_id]).to(k.dtype).view(k.shape)
-            return type(module).forward(module, q, k, v, *args, **kw)
-
-        return forward
-
-    _around_attention(scheduler, without)
-
-
-def scale_exactly(scheduler: Any, scales: list[tuple[float, float]] | None) -> None:
-    """SGLang's own scales, as a reference: what is stored is divided, in BF16."""
-
-    def around(module: Any) -> Callable[..., Any]:
-        assert scales is not None
-        a, b = scales[module.layer_id]
-
-        def forward(q: Any, k: Any, v: Any, *args: Any, **kw: Any) -> Any:
-            return type(module).forward(module, q * a, k / a, v / b, *args, **kw) * b
-
-        return forward
-
-    _around_attention(scheduler, around if scales else None)
-
-
-def _around_attention(scheduler: Any, around: Callable[[Any], Any] | None) -> None:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    for module in model_of(scheduler).modules():
-        if isinstance(module, RadixAttention):
-            vars(module).pop("forward", None)
-            if around is not None:
-                module.forward = around(module)
-
-
-def fold(scheduler: Any, exponents: list[tuple[int, int]]) -> None:
-    from sglang_fp8rl.engine.kv_scales.choice import LayerChoice, Side
-
-    kv_commands.kv_of(scheduler)._adopt([LayerChoice(Side(a), Side(b)) for a, b in exponents])
-
-
-def score(scheduler: Any, prompts: list[list[int]]) -> list[float]:
-    """Log-probabilities of the prompts' tokens."""
-    assert scheduler.flush_cache()
-    return [value for prompt in prompts for value in generate(scheduler, prompt, 1)[1][:-1]]
-
-
-def bytes_per_token(scheduler: Any) -> float:
-    pool = scheduler.tp_worker.model_runner.token_to_kv_pool
-    sizes = [buffer.nbytes for buffer in (*pool.k_buffer, *pool.v_buffer)]
-    return sum(sizes) / len(pool.k_buffer[0])
-
-
-def decode_operations(scheduler: Any) -> dict[str, int]:
-    """What torch dispatches in the decode steps of one request."""
-    counted: Counter[str] = Counter()
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            counted[str(function)] += 1
-            return function(*args, **(kwargs or {}))
-
-    kv_commands.start_request(scheduler, list(range(9, 29)))
-    with Count():
-        kv_commands.step(scheduler)
-    finish(scheduler)
-    return dict(counted)
-
-
-# -- what is compared ------------------------------------------------------------------------------
 
 
 def measure_errors(console: Console) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -269,7 +153,7 @@ def measure_errors(console: Console) -> tuple[list[dict[str, Any]], dict[str, An
                         host.call(center, others)
                     found = torch.tensor(host.call(score, prompts))
                     host.call(scale_exactly, None)
-                    rows.append({"case": case, "rule": rule, **_errors(found, exact)})
+                    rows.append({"case": case, "rule": rule, **errors_of(found, exact)})
                     console.print(rows[-1], highlight=False)
     return rows, facts
 
@@ -277,80 +161,6 @@ def measure_errors(console: Console) -> tuple[list[dict[str, Any]], dict[str, An
 def _send(host: EngineHost, weights: State) -> None:
     taken, message = host.call(update, list(weights.items()))
     assert taken, message
-
-
-def _errors(found: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
-    difference = found.double() - exact.double()
-    ratio = -difference
-    return {
-        "mean_abs_dlogp": float(difference.abs().mean()),
-        "k3": float((ratio.exp() - 1 - ratio).mean()),
-    }
-
-
-def layers_of(name: str) -> list[AttentionLayer]:
-    """Attention of an 8B model, each layer in memory of its own; what a choice and a fold touch."""
-    count, has_norms = (36, True) if name == "Qwen3-8B" else (32, False)
-    hidden, q, kv, head_dim = 4096, 4096, 1024, 128
-    draw = torch.Generator().manual_seed(0)
-    found = []
-    for number in range(count):
-        codes = torch.randint(0, 256, (q + 2 * kv, hidden), dtype=torch.uint8, generator=draw)
-        codes[(codes & 0x7F) == 0x7F] = 0
-        weight = codes.view(torch.float8_e4m3fn)
-        scale = torch.rand((q + 2 * kv) // 128, hidden // 128, generator=draw) / 1000 + 1e-5
-        out = torch.rand(hidden // 128, q // 128, generator=draw) / 1000 + 1e-5
-        norm = torch.rand(hidden, generator=draw).bfloat16() + 0.5
-        heads = [torch.rand(head_dim, generator=draw).bfloat16() + 0.5 for _ in range(2)]
-        at = [slice(0, q // 128), slice(q // 128, (q + kv) // 128), slice((q + kv) // 128, None)]
-        found.append(
-            AttentionLayer(
-                f"layer {number}",
-                number,
-                keys_down=(heads[0] if has_norms else scale[at[1]],),
-                queries_up=(heads[1] if has_norms else scale[at[0]],),
-                values_down=(scale[at[2]],),
-                output_up=(out,),
-                input_norm=norm,
-                key_norm=heads[0] if has_norms else None,
-                key_rows=Rows(weight[q : q + kv], scale[at[1]]),
-                value_rows=Rows(weight[q + kv :], scale[at[2]]),
-                rotation=Rotation(head_dim, head_dim, True),
-            )
-        )
-    return found
-
-
-def measure_times(repetitions: int) -> list[dict[str, Any]]:
-    rows = []
-    for name in ("Qwen3-8B", "Llama-3.1-8B"):
-        layers = layers_of(name)
-        kv = KvScales("certified", lambda: None)
-        kv.start(layers, None)
-        assert any(one.exponents != (0, 0) for one in kv.chosen)
-        choose, fold_back, both, cpu = [], [], [], []
-        for _ in range(repetitions):
-            started, cpu_started = time.perf_counter(), time.process_time()
-            chosen(layers, None)
-            found_at = time.perf_counter()
-            with kv.unfolded():
-                pass
-            choose.append(found_at - started)
-            fold_back.append(time.perf_counter() - found_at)
-            both.append(time.perf_counter() - started)
-            cpu.append(time.process_time() - cpu_started)  # of all threads
-        rows.append(
-            {
-                "model": name,
-                "choose_s": statistics.median(choose),
-                "unfold_and_fold_s": statistics.median(fold_back),
-                "choose_and_fold_s": statistics.median(both),
-                "choose_and_fold_cpu_s": statistics.median(cpu),
-                "target_s": TARGET_S,
-                "threads": torch.get_num_threads(),
-            }
-        )
-    return rows
 
 
 def main(

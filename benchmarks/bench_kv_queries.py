@@ -24,9 +24,10 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 
 import kv_commands
-from bench_kv_cache import LAYERS, VOCABULARY, _around_attention, _errors, fold, score
+from bench_kv_cache import LAYERS, VOCABULARY
 from engine_host import EngineHost
 from host_log import host_log
+from kv_cache.in_engine import around_attention, errors_of, fold, score
 
 from sglang_fp8rl.platforms.cpu_attention import SWITCH
 from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
@@ -50,9 +51,9 @@ def score_and_count(
 
         return forward
 
-    _around_attention(scheduler, around)
+    around_attention(scheduler, around)
     found = score(scheduler, prompts)
-    _around_attention(scheduler, None)
+    around_attention(scheduler, None)
     shares = {f"subnormal_{name}": below / count for name, (count, below) in seen.items()}
     return found, shares
 
@@ -89,7 +90,7 @@ def main(
                     "model": "qwen3",
                     "moved": moved,
                     "exponents_of_keys": [keys for keys, _ in exponents],
-                    **_errors(torch.tensor(found), exact),
+                    **errors_of(torch.tensor(found), exact),
                     **shares,
                     "sglang": version("sglang"),
                     "torch": torch.__version__,

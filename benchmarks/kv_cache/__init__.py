@@ -1,0 +1,1 @@
+"""Parts of the benchmarks of an FP8 KV cache."""
