@@ -29,6 +29,11 @@ class EngineTrainer(Trainer):
 
     host: EngineHost | None = None
 
+    @property
+    def ranks(self) -> int:
+        assert self.host is not None
+        return self.host.tp_size
+
     def payload(
         self, payloads: list[str], load_format: str | None = None, flush: bool = True
     ) -> Answer:

@@ -59,6 +59,11 @@ class Trainer(ABC):
 
     # -- what a server and an engine do in ways of their own ---------------------------------------
 
+    @property
+    def ranks(self) -> int:
+        """Each reads a payload of its own."""
+        return 1
+
     @abstractmethod
     def payload(
         self, payloads: list[str], load_format: str | None = None, flush: bool = True
@@ -80,7 +85,8 @@ class Trainer(ABC):
     def pickled(self, value: Any, load_format: str | None = None, flush: bool = True) -> Answer:
         """Any value, as SGLang's serializer would send it."""
         self.memory.append(value)
-        return self.payload([serialize(value)], load_format, flush)
+        payloads = [serialize(value) for _ in range(self.ranks)]  # a handle is for one reader
+        return self.payload(payloads, load_format, flush)
 
     def send(self, *named_tensors: NamedTensor, flush: bool = True) -> Answer:
         """Tensors in one call."""
