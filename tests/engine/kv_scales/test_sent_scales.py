@@ -76,11 +76,12 @@ def test_a_refit_ends_with_the_exponents_the_bytes_and_the_words_of_a_fresh_star
     items = list(host.model.second.items())
     scales = [item for item in items if item[0].endswith("_scale")]
     weights = [item for item in items if not item[0].endswith("_scale")]
-    fresh = host.fresh("second")
-    assert host.call_all(exponents) != [exponents_of(one) for one in fresh.status]
+    fresh, first = host.fresh("second"), host.call_all(exponents)
+    assert first != [exponents_of(one) for one in fresh.status]
     for buckets in ([items[at::3] for at in range(3)], [weights, scales], [scales, weights]):
         for _ in range(2):  # recorded, then replayed
             host.send(list(host.model.first.items()))
+            assert host.call_all(exponents) == first
             for which, bucket in enumerate(buckets):
                 host.send(bucket, "flattened_bucket", which == len(buckets) - 1)
             found = host.call_all(exponents)
