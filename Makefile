@@ -121,6 +121,7 @@ gpu-session: gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4  ## the fir
 gpu-session-1:
 	$(ON_GPU) -m pytest -m gpu tests/unit/numerics
 	$(ON_GPU) benchmarks/bench_gpu.py --json $(RESULTS)/cast_gpu.jsonl
+	$(ON_GPU) benchmarks/bench_fingerprint.py --device cuda | tee $(RESULTS)/fingerprint_gpu.jsonl
 gpu-session-2:
 	$(ON_GPU) benchmarks/bench_sass.py --json $(RESULTS)/sass.jsonl
 gpu-session-3:

@@ -104,11 +104,11 @@ def _matrices(
 def _matrix_number(matrix: torch.Tensor, row: int, column: int, seed: int) -> int:
     if matrix.stride(1) != 1 or (matrix.shape[0] > 1 and matrix.stride(0) < matrix.shape[1]):
         matrix = matrix.contiguous()
-    kernel = _cpu_kernel() if matrix.device.type == "cpu" else None
+    kernel = _kernel(matrix.device.type)
     first_byte = column * matrix.element_size()
     words = (first_byte + matrix.shape[1] * matrix.element_size() + 1) // 2
-    if kernel is not None:
-        return kernel.matrix_number(matrix, row, first_byte, seed, _column_keys(words))
+    if kernel is not None and kernel.reads(matrix, first_byte):
+        return int(kernel.matrix_number(matrix, row, first_byte, seed, _column_keys(words)))
     return _by_torch(matrix, row, first_byte, seed, _column_keys(words))
 
 
@@ -148,10 +148,13 @@ def _column_table(bits: int) -> np.ndarray:
     return keys(_COLUMN_SEED, 0, 1 << bits)
 
 
-def _cpu_kernel() -> ModuleType | None:
-    if not is_there("numba"):
-        return None
-    return importlib.import_module(".cpu.fingerprint", __package__)
+@functools.cache
+def _kernel(device: str) -> ModuleType | None:
+    library, module = {
+        "cpu": ("numba", ".cpu.fingerprint"),
+        "cuda": ("triton", ".triton.fingerprint"),
+    }.get(device, ("reference", ""))
+    return importlib.import_module(module, __package__) if module and is_there(library) else None
 
 
 def plain_number(

@@ -22,6 +22,11 @@ _ONE, _EIGHT = np.uint64(1), np.uint64(8)
 _30, _27, _31 = (np.uint64(n) for n in (30, 27, 31))
 
 
+def reads(matrix: torch.Tensor, first_byte: int) -> bool:
+    """Whether this kernel takes it: any."""
+    return True
+
+
 def matrix_number(
     matrix: torch.Tensor,
     row: int,

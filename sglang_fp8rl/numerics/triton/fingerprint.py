@@ -1,0 +1,129 @@
+"""The fingerprint of `numerics/fingerprint.py` on a GPU: one read of the bytes, a sum per program.
+
+A row is read four bytes, that is two words, at a time. What the rows of a program have in one column is
+added up first, each times its row's key, so that a column's keys are read and multiplied once per program:
+three instructions for a word. Row keys are made by a kernel of their own.
+"""
+
+# Triton reads these functions, not their annotations.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from .tiles import known_multiple
+
+UNIT = 4  # bytes of a load's element: two words
+ROWS, ROWS_AT_ONCE = 64, 8  # of a program; of which so many are read together
+CHUNK, WARPS = 512, 4  # units of a program: 16 bytes a thread and row
+KEYS = 1024  # row keys of a program
+
+
+@triton.jit
+def _mixed(x):
+    x = (x ^ (x >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
+    return (x ^ (x >> 31)) | 1
+
+
+@triton.jit(do_not_specialize=["seed", "first", "rows"])
+def row_keys_kernel(out, seed, first, rows, BLOCK: tl.constexpr):
+    """`keys(seed, first, rows)`: SplitMix64."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    count = (at + first + 1).to(tl.uint64)
+    key = _mixed(count * tl.full((), 0x9E3779B97F4A7C15, tl.uint64) + seed.to(tl.uint64))
+    tl.store(out + at, key.to(tl.int64, bitcast=True), mask=at < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "width", "stride"])
+def rows_number_kernel(
+    units,
+    row_keys,
+    column_keys,
+    partial,
+    rows,
+    width,
+    stride,
+    ROWS: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """The sum over `ROWS` rows and `CHUNK` units; strides and widths in units."""
+    column = tl.program_id(1).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    is_column = column < known_multiple(width.to(tl.int64), ALIGN)
+    step = known_multiple(stride.to(tl.int64), ALIGN)
+    even = tl.zeros((CHUNK,), tl.uint64)
+    odd = tl.zeros((CHUNK,), tl.uint64)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    for more in range(0, ROWS, ROWS_AT_ONCE):
+        row = first + more + tl.arange(0, ROWS_AT_ONCE)
+        is_row = row < rows
+        key = tl.load(row_keys + row, mask=is_row, other=0).to(tl.uint64, bitcast=True)
+        at = row[:, None] * step + column[None, :]
+        unit = tl.load(units + at, mask=is_row[:, None] & is_column[None, :], other=0)
+        unit = unit.to(tl.uint32, bitcast=True)
+        even += tl.sum((unit & 0xFFFF).to(tl.uint64) * key[:, None], 0)
+        odd += tl.sum((unit >> 16).to(tl.uint64) * key[:, None], 0)
+    keys = column_keys + 2 * column
+    across = tl.load(keys, mask=is_column, other=0).to(tl.uint64, bitcast=True)
+    across_odd = tl.load(keys + 1, mask=is_column, other=0).to(tl.uint64, bitcast=True)
+    total = tl.sum(even * across + odd * across_odd, 0)
+    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(partial + place, total.to(tl.int64, bitcast=True))
+
+
+def reads(matrix: torch.Tensor, first_byte: int) -> bool:
+    """Whether these kernels take it: whole units from a unit's beginning, in every row."""
+    size = matrix.element_size()
+    numbers = (matrix.data_ptr(), first_byte, matrix.shape[1] * size, _row_bytes(matrix))
+    return not any(number % UNIT for number in numbers)
+
+
+def matrix_number(
+    matrix: torch.Tensor, row: int, first_byte: int, seed: int, column_keys: np.ndarray
+) -> torch.Tensor:
+    """The sum over a matrix whose rows are contiguous and that `reads` is true of.
+
+    Args:
+        row, first_byte: where it starts in the full tensor.
+
+    Returns:
+        int64 `[]` on the matrix's device, modulo 2^64; nothing waits for it here.
+    """
+    rows, stride = matrix.shape[0], _row_bytes(matrix) // UNIT
+    width = matrix.shape[1] * matrix.element_size() // UNIT
+    down = torch.empty(rows, dtype=torch.int64, device=matrix.device)
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(width, CHUNK))
+    partial = torch.empty(grid, dtype=torch.int64, device=matrix.device)
+    across = _on_device(column_keys, matrix.device)[first_byte // 2 :]
+    units = matrix.view(torch.int32) if rows > 1 else matrix[0].view(torch.int32)
+    is_aligned = not any(number % 4 for number in (matrix.data_ptr() // UNIT, stride, width))
+    row_keys_kernel[(triton.cdiv(rows, KEYS),)](down, seed, row, rows, BLOCK=KEYS)
+    rows_number_kernel[grid](
+        units, down, across, partial, rows, width, stride,
+        ROWS=ROWS, ROWS_AT_ONCE=ROWS_AT_ONCE, CHUNK=CHUNK, ALIGN=4 if is_aligned else 1,
+        num_warps=WARPS,
+    )  # fmt: skip
+    return partial.sum()
+
+
+def _row_bytes(matrix: torch.Tensor) -> int:
+    """From one row to the next; of a single row its width, whatever its stride."""
+    elements = matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
+    return elements * matrix.element_size()
+
+
+def _on_device(column_keys: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A table's copy, kept: all tables are the beginning of one sequence, so size is identity."""
+    place = (column_keys.size, device)
+    if place not in _TABLES:
+        _TABLES[place] = torch.from_numpy(column_keys.view(np.int64).copy()).to(device)
+    return _TABLES[place]
+
+
+_TABLES: dict[tuple[int, torch.device], torch.Tensor] = {}
