@@ -47,7 +47,11 @@ class EngineHost:
         radix_cache: whether prompts may hit what earlier ones left in the cache.
         env: variables set in the schedulers. The fork server keeps its own copy of the environment,
             so one that a test sets does not reach them.
+
+    `is_stuck` says that a rank did not answer the last call: it can't be asked again.
     """
+
+    is_stuck = False
 
     def __init__(
         self,
@@ -131,6 +135,7 @@ class EngineHost:
             for pipe in ready:
                 waiting.remove(pipe)
                 answers[pipe] = _read(pipe)
+        self.is_stuck = bool(waiting)
         for failed, value in answers.values():
             if failed:
                 raise EngineError(value)

@@ -61,7 +61,9 @@ class ModelOfRefits:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = set(names)
-        self._opening: tuple[str, ...] = ()  # how a client opens that flushes with every call
+        # A client that flushes with every call: how its last whole refit was opened, and twice in a row.
+        self._last_opening: tuple[str, ...] = ()
+        self._habit: tuple[str, ...] = ()
         self.running: Running | None = None
         self.has_failed = self.has_mixed = self.in_session = self._session_failed = False
 
@@ -118,9 +120,9 @@ class ModelOfRefits:
         """A call that brings these names, `sent` in this order; of `halves` the scale is not there."""
         self._make_room(names, flush, sent)
         if self.running is None:
-            is_known = self._opening or self.has_failed or self.has_mixed
+            is_known = self._habit or self._last_opening or self.has_failed or self.has_mixed
             if flush and not self.in_session and not is_known:
-                self._opening = sent
+                self._habit = sent
             self.running, self._session_failed = Running(), False
         running = self.running
         running.calls.append(Came(names, set(halves), not flush, sent))
@@ -141,7 +143,7 @@ class ModelOfRefits:
         if running is None:
             return
         opens_again = flush and not self.in_session and not running.has_waited
-        if self._is_of_another(flush) or (opens_again and sent and sent == self._opening):
+        if self._is_of_another(flush) or (opens_again and sent and sent == self._habit):
             self._give_up()
         elif names & running.names:
             is_bare = not self.in_session and not running.halves
@@ -164,6 +166,10 @@ class ModelOfRefits:
         if running.names == self._names and not running.halves:
             self.has_failed = self.has_mixed = False
             if is_bare and len(running.calls) > 1 and not running.has_waited:
-                self._opening = running.calls[0].sent
+                last, self._last_opening = self._last_opening, running.calls[0].sent
+                if not last:
+                    self._habit = ()
+                elif last == self._last_opening:
+                    self._habit = last
         elif running.names - running.halves:
             self.has_mixed = True

@@ -167,6 +167,7 @@ class EnginePool:
         try:
             engine.call_all(forget_buckets)
             yield engine
+            engine.in_doubt |= engine.is_stuck
             if not engine.in_doubt:
                 engine.restore()
         except BaseException:

@@ -51,6 +51,7 @@ class RefitMachine(RuleBasedStateMachine):
         self.bytes, self.refits = ModelOfBytes(), ModelOfRefits(NAMES)
         self.full(0, "flat", 1, 0, in_session=False)
         self.flushing(0, "flat")  # whatever opened refits in an earlier run
+        self.flushing(0, "flat")
 
     def step(self, step: Step, is_expected_to_succeed: bool) -> Look:
         type(self).steps += 1

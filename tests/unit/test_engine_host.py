@@ -31,6 +31,7 @@ def test_the_failure_of_a_rank_is_told_though_the_other_waits_for_it(ranks):
     one.send((True, "no shared memory"))
     with pytest.raises(EngineError, match="no shared memory"):
         host._receive_all()
+    assert host.is_stuck  # asked again, it would give the other rank's late answer
 
 
 def test_an_answer_beside_a_failure_is_no_answer_to_the_next_call(ranks):
@@ -39,6 +40,7 @@ def test_an_answer_beside_a_failure_is_no_answer_to_the_next_call(ranks):
     one.send((False, "stored"))
     with pytest.raises(EngineError, match="refused"):
         host._receive_all()
+    assert not host.is_stuck
     assert not any(pipe.poll(0) for pipe in host._pipes)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...wire.refit_note import RefitNote
 from ..arrival.update_scope import Origin, UpdateScope
-from .refit_record import ALONE, Outcome, Refit, Session, State, Verdict
+from .refit_record import ALONE, Outcome, Part, Refit, Session, State, Verdict
 
 _MAX_VERSIONS = 64
 _MAX_FAILURES = 16
@@ -42,8 +42,11 @@ class RefitLog:
         self.session: Session | None = None
         self.versions: dict[int, str | None] = {}
         self._count = 0
-        # Of a client that flushes with every call: how it opens its refits, and who it is.
-        self._opening: tuple[np.ndarray, str | None] | None = None
+        # Of a client that flushes with every call: the call that opened its last complete refit, and the one
+        # that opened two in a row (one says nothing: buckets may come in any order). Before there is any, its
+        # very first call is taken for that.
+        self._last_opening: Part | None = None
+        self._habit: Part | None = None
 
     @property
     def state(self) -> State:
@@ -93,7 +96,7 @@ class RefitLog:
             ),
             (
                 self.opens_again(scope, numbers),
-                "the call came again that opened the last complete refit",
+                "the call came again that opens this client's refits",
             ),
             (repeated is not None, f"{repeated} came again"),
             (
@@ -106,12 +109,11 @@ class RefitLog:
     def opens_again(self, scope: UpdateScope, numbers: np.ndarray | None) -> bool:
         """Whether a client that flushes with every call begins anew: its flushes don't say so."""
         current = self.current
-        if current is None or self._opening is None or numbers is None:
+        if current is None or self._habit is None or numbers is None:
             return False
         if not (current.is_bare and scope.is_last_call) or current.has_waited:
             return False
-        first, sender = self._opening
-        return scope.sender == sender and np.array_equal(numbers, first)
+        return scope.sender == self._habit.sender and np.array_equal(numbers, self._habit.numbers)
 
     def taken_over(self, before: Refit, scope: UpdateScope, *, is_own: bool) -> set[str]:
         """Senders that may not go on with the refit that comes behind `before`.
@@ -143,10 +145,11 @@ class RefitLog:
     ) -> Refit:
         """The refit of a call that belongs to no running one; of its names, where they are known."""
         self.current = self._new(scope)
-        is_known = self._opening is not None or self.failures or self.left_out
+        is_known = self._habit or self._last_opening or self.failures or self.left_out
         flushes = self.current.is_bare and scope.is_last_call
         if numbers is not None and len(numbers) and flushes and not is_known:
-            self._opening = numbers, scope.sender  # may be refused, and be followed all the same
+            # It may be refused, and be followed all the same.
+            self._habit = Part(numbers, 0, 0.0, False, False, scope.sender)
         self.current.ousted = ousted - {scope.sender or ""}
         if self.current.session is not None:
             self.current.session.failed = None
@@ -216,13 +219,20 @@ class RefitLog:
             refit.outcome, self.complete = Outcome.OK, refit
             self.failures, self.left_out, self.is_unloaded = [], [], False
             if refit.is_bare and not refit.has_waited and len(refit.parts) > 1:
-                self._opening = refit.parts[0].numbers, refit.parts[0].sender
+                self._opened_by(refit.parts[0])
         elif refit.is_partial and not refit.given_up:
             refit.outcome = Outcome.OK
         else:
             refit.outcome = Outcome.MIXED
             self.left_out.append(refit)
         return refit
+
+    def _opened_by(self, part: Part) -> None:
+        last, self._last_opening = self._last_opening, part
+        if last is None:
+            self._habit = None
+        elif last.sender == part.sender and np.array_equal(last.numbers, part.numbers):
+            self._habit = part
 
     def failed(self, refit: Refit, texts: Sequence[str]) -> None:
         """It ended, and these things are wrong with it."""
