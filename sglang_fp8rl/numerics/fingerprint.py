@@ -39,6 +39,8 @@ _STEP, _MIX1, _MIX2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x
 _COLUMN_SEED = 0x6670386C72306B31
 # Of a tensor without a kernel for its device: this much is widened to int64 at a time.
 _CHUNK_ELEMENTS = 2 * 1024 * 1024
+# By the kind of device: the library that a kernel needs, and its module.
+_KERNELS = {"cpu": ("numba", ".cpu.fingerprint"), "cuda": ("triton", ".triton.fingerprint")}
 
 
 def seed_of(name: str, part: str = "") -> int:
@@ -150,10 +152,8 @@ def _column_table(bits: int) -> np.ndarray:
 
 @functools.cache
 def _kernel(device: str) -> ModuleType | None:
-    library, module = {
-        "cpu": ("numba", ".cpu.fingerprint"),
-        "cuda": ("triton", ".triton.fingerprint"),
-    }.get(device, ("reference", ""))
+    """The module of the kernel for a kind of device; None leaves it to torch."""
+    library, module = _KERNELS.get(device, ("", ""))
     return importlib.import_module(module, __package__) if module and is_there(library) else None
 
 

@@ -33,9 +33,8 @@ _SUBNORMAL = 2 * 2.0**-10 / FP8_MAX
 _AMAX_FLOOR = 1e-10
 GROUP = 128  # channels of one activation scale beside a blockwise weight
 _ROWS_AT_ONCE = 128
-_LEAST = (
-    2.0**-100
-)  # what a gain's square counts at least, beside the largest: FP32 has its products
+# What a gain's square counts at least, beside the largest: FP32 has its products.
+_LEAST = 2.0**-100
 
 
 @dataclass(frozen=True)
