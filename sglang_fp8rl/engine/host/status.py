@@ -11,6 +11,7 @@ from ..kv_scales.status import kv_section
 from ..kv_scales.stored_codes import stored_codes
 from ..model.plan_document import module_rows
 from ..refit import ModelRefit
+from ..report import report_fields
 from ..report.refit_record import State
 from .attach import refit_of
 from .fingerprint_route import fingerprint_state
@@ -25,7 +26,7 @@ def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
         session_open: whether `begin_weight_update` was called and `end_weight_update` was not.
     """
     report = refit.report
-    log, problems = report.log, report.problems()
+    log, problems = report.log, report_fields.problems(report)
     problems += list(refit.pairs.open_halves().values())
     if session_open:
         problems.append("a weight-update session is open: call end_weight_update()")
@@ -39,10 +40,10 @@ def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
         "bf16_bytes_replaced": sum(
             2 * target.parameter.numel() for target in refit.targets.values() if target.is_fp8
         ),
-        "last_refit": report.last_refit(),
+        "last_refit": report_fields.last_refit(report),
         "last_complete_refit": log.complete
         and {"id": log.complete.id, "version": log.complete.version},
-        "served": report.served(),
+        "served": report_fields.served(report),
         "flat_layout": FLAT_LAYOUT_VERSION,
         "replay": refit.recipes.as_dict(),
         "state": log.state.value,

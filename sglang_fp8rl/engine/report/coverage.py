@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..interception.region import Region
-
-_NEVER = -1
+from .stamps import NEVER, Stamps
 
 
 class CoverageTable:
@@ -33,7 +32,7 @@ class CoverageTable:
         self._overlapping: dict[int, list[int]] = {}
         self._parameter = np.empty(0, np.int64)
         self._numel = np.empty(0, np.int64)
-        self._stamp = np.empty(0, np.int64)
+        self._stamps = Stamps()
         self._overlaps = np.empty(0, bool)
         self._lock = threading.Lock()
 
@@ -60,7 +59,7 @@ class CoverageTable:
 
     def _add(self, parameter: int, region: Region) -> int:
         number = len(self._regions)
-        if number == len(self._stamp):
+        if number == len(self._stamps.of):
             self._grow(max(64, 2 * number))
         self._regions.append(region)
         self._parameter[number], self._numel[number] = parameter, region.numel
@@ -78,16 +77,12 @@ class CoverageTable:
         return number
 
     def _grow(self, size: int) -> None:
-        for name, fill in (
-            ("_parameter", 0),
-            ("_numel", 0),
-            ("_stamp", _NEVER),
-            ("_overlaps", False),
-        ):
+        for name in ("_parameter", "_numel", "_overlaps"):
             old = getattr(self, name)
-            new = np.full(size, fill, old.dtype)
+            new = np.zeros(size, old.dtype)
             new[: len(old)] = old
             setattr(self, name, new)
+        self._stamps.grow(size)
 
     def write(self, numbers: np.ndarray | list[int], stamp: int) -> None:
         """These boxes were written by the call of that stamp, which is larger than any before.
@@ -98,26 +93,26 @@ class CoverageTable:
         with self._lock:
             if self._overlaps[numbers].any():
                 for number in np.asarray(numbers).tolist():
-                    self._stamp[self._overlapping.get(number, [])] = _NEVER
-                    self._stamp[number] = stamp
+                    self._stamps.of[self._overlapping.get(number, [])] = NEVER
+                    self._stamps.of[number] = stamp
             else:
-                self._stamp[numbers] = stamp
+                self._stamps.of[numbers] = stamp
 
     def forget(self) -> None:
         """No box is written any more."""
         with self._lock:
-            self._stamp[:] = _NEVER
+            self._stamps.forget()
 
-    def restamp(self, since: int, by: int) -> None:
+    def shift(self, since: int, by: int) -> None:
         """Add `by` to all stamps from `since` on."""
         with self._lock:
-            self._stamp[self._stamp >= since] += by
+            self._stamps.shift(since, by)
 
     def new_elements(self, since: int) -> np.ndarray:
         """Per parameter, how many elements were written at stamp `since` or later."""
         with self._lock:
             used = len(self._regions)
-            is_new = self._stamp[:used] >= since
+            is_new = self._stamps.of[:used] >= since
             weights = self._numel[:used] * is_new
             return np.bincount(self._parameter[:used], weights, len(self.sizes)).astype(np.int64)
 
@@ -126,8 +121,10 @@ class CoverageTable:
         with self._lock:
             used = len(self._regions)
             found = np.full(len(self.sizes), np.iinfo(np.int64).max)
-            is_written = self._stamp[:used] != _NEVER
-            np.minimum.at(found, self._parameter[:used][is_written], self._stamp[:used][is_written])
+            is_written = self._stamps.of[:used] != NEVER
+            np.minimum.at(
+                found, self._parameter[:used][is_written], self._stamps.of[:used][is_written]
+            )
             return found
 
     def new_fraction(self, since: int) -> np.ndarray:
@@ -146,4 +143,4 @@ class CoverageTable:
     def new_regions(self, parameter: int, since: int) -> list[Region]:
         """Boxes of one parameter written at stamp `since` or later."""
         numbers = self._numbers[parameter]
-        return [region for region, number in numbers.items() if self._stamp[number] >= since]
+        return [region for region, number in numbers.items() if self._stamps.of[number] >= since]

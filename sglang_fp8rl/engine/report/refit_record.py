@@ -112,7 +112,8 @@ class Refit:
         note: what the client says of it.
         session: that it belongs to.
         ousted: senders that it took over from.
-        parts: its calls, in order.
+        parts: its calls, in order; `add` takes one more.
+        has_waited: whether a call of it did not ask for the flush.
         given_up: why it ended, if nobody ended it.
         cache_flushed: whether SGLang flushed its cache behind it; None if it was not asked to.
     """
@@ -124,6 +125,7 @@ class Refit:
     session: Session | None = None
     ousted: set[str] = field(default_factory=set)
     parts: list[Part] = field(default_factory=list)
+    has_waited: bool = False
     outcome: Outcome = Outcome.OPEN
     is_complete: bool = False
     lacking: int = 0
@@ -143,6 +145,11 @@ class Refit:
         """Of what its next call writes: larger than that of anything written before."""
         return self.since + min(len(self.parts), (1 << _CALL_BITS) - 1)
 
+    def add(self, *parts: Part) -> None:
+        """These calls came."""
+        self.parts += parts
+        self.has_waited = self.has_waited or any(part.has_waited for part in parts)
+
     def parted(self, latest: int, sender: str | None) -> list[Part]:
         """Its calls behind the one of stamp `latest`, which it loses, if they are of that sender's refit:
         all of its own, or all of clients that had no part in what came before.
@@ -155,17 +162,13 @@ class Refit:
         is_one = len(senders) == 1 or senders.isdisjoint(part.sender for part in before)
         if not (self.is_bare and is_one):
             return []
-        self.parts = before
+        self.parts, self.has_waited = [], False
+        self.add(*before)
         return kept
 
     def sender_of(self, stamp: int) -> str | None:
         """Of the call of that stamp."""
         return self.parts[min(stamp - self.since, len(self.parts) - 1)].sender
-
-    @property
-    def has_waited(self) -> bool:
-        """Whether a call of it did not ask for the flush."""
-        return any(part.has_waited for part in self.parts)
 
     @property
     def has_taken(self) -> bool:

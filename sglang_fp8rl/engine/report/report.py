@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -17,12 +16,11 @@ from ..model.parameters import Target
 from .coverage import CoverageTable
 from .full_extent import FullExtent
 from .names_brought import NamesBrought
-from .refit_record import Outcome, Part, Refit, Session, State, Verdict, left_out, refit_of_stamp
+from .refit_record import Outcome, Part, Refit, Session, Verdict, left_out
 from .refits import RefitLog
+from .stamps import Stamps
 
-_MAX_LISTED = 16
-_MAX_TEXT = 500
-_NEVER = -1
+MAX_LISTED = 16
 
 
 @dataclass(frozen=True)
@@ -53,21 +51,27 @@ class RefitReport:
 
     Attributes:
         log: which refits there were.
+        brought, coverage: when each name, and each part of a parameter, came last.
+        targets: every parameter.
         known_names: every name that was ever stored.
     """
 
     def __init__(
         self, targets: Iterable[Target], names: NameTable, learn_names: Callable[[], object]
     ) -> None:
-        self._targets = list(targets)
-        self._is_fp8 = np.array([target.is_fp8 for target in self._targets], bool)
-        self.coverage = CoverageTable([tuple(target.parameter.shape) for target in self._targets])
+        self.targets = list(targets)
+        self.coverage = CoverageTable([tuple(target.parameter.shape) for target in self.targets])
         self.brought = NamesBrought()
         self.log = RefitLog()
         self.known_names: dict[str, None] = {}
-        self._extent = FullExtent(self._targets, self.coverage, names, learn_names)
-        self._reached_at = np.full(len(self._targets), _NEVER, np.int64)
+        self._extent = FullExtent(self.targets, self.coverage, names, learn_names)
+        self._reached = Stamps(len(self.targets))
         self._started = 0.0
+
+    @property
+    def reached_at(self) -> np.ndarray:
+        """Per parameter, the stamp of the call that reached it last."""
+        return self._reached.of
 
     # -- filled during an update -----------------------------------------------------------------
 
@@ -108,22 +112,21 @@ class RefitReport:
     def _move(self, before: Refit, kept: list[Part], refit: Refit) -> None:
         """What came behind a stray call is of the refit that goes on, not of the one given up with it."""
         first = before.stamp
-        for table in (self.brought, self.coverage):
-            table.restamp(first, refit.since - first)
-        self._reached_at[self._reached_at >= first] += refit.since - first
-        refit.parts = kept
+        for table in (self.brought.stamps, self.coverage, self._reached):
+            table.shift(first, refit.since - first)
+        refit.add(*kept)
 
     def written(self, target: Target, region: Region | None) -> None:
         stamp = self.refit.stamp
         if region is not None:
             self.coverage.write([self.coverage.number_of(target.index, region)], stamp)
-        self._reached_at[target.index] = stamp
+        self.reached_at[target.index] = stamp
 
     def written_again(self, targets: np.ndarray, regions: np.ndarray) -> None:
         """As `written` for many at once: the targets' indices, and the regions' numbers."""
         stamp = self.refit.stamp
         self.coverage.write(regions, stamp)
-        self._reached_at[targets] = stamp
+        self.reached_at[targets] = stamp
 
     @property
     def refit(self) -> Refit:
@@ -148,7 +151,7 @@ class RefitReport:
             sender=scope.sender,
             layout=arrived.layout,
         )
-        refit.parts.append(part)
+        refit.add(part)
         self.known_names.update(dict.fromkeys(n for n in arrived.taken if n not in errors))
         if errors:
             self.fail(errors.values(), scope)
@@ -173,14 +176,14 @@ class RefitReport:
             scope: of a request behind which it may go on; then names are looked for only if it does not.
         """
         refit = self.refit
-        lacking = self._lacking()
+        lacking = self.lacking()
         is_complete = not lacking.any()
         failures = tuple(self._not_as_announced(refit))
         found = Verdict(is_complete, int(lacking.sum()), (), failures, refit.has_taken)
         if is_complete or not (scope is None or self.log.is_over(scope, found)):
             return found
         names = self._extent.names_of(lacking, self.brought, refit.since)
-        found = replace(found, names=tuple(names[:_MAX_LISTED]))
+        found = replace(found, names=tuple(names[:MAX_LISTED]))
         if refit.note is not None and refit.note.wants_all:
             found = replace(found, failures=(*failures, left_out(found.lacking, found.names)))
         return found
@@ -217,10 +220,11 @@ class RefitReport:
         """Their memory was given back: nothing of what was written is there any more."""
         self.log.unload()
         self.coverage.forget()
-        self._reached_at[:] = _NEVER
+        self._reached.forget()
 
-    def _lacking(self) -> np.ndarray:
-        return self._extent.lacking(self.refit.since, self._reached_at)
+    def lacking(self) -> np.ndarray:
+        """Per parameter, whether the running refit left some of it out until now."""
+        return self._extent.lacking(self.refit.since, self.reached_at)
 
     def _not_as_announced(self, refit: Refit) -> list[str]:
         note = refit.note
@@ -239,95 +243,7 @@ class RefitReport:
             ]
         return []
 
-    # -- read by the status section --------------------------------------------------------------
-
-    def problems(self) -> list[str]:
-        """Why the served weights are not of one piece; empty if they are."""
-        log = self.log
-        if log.state is State.WHOLE:
-            return []
-        found = [self._unloaded()] if log.is_unloaded else []
-        found += [text[:_MAX_TEXT] for text in log.failures]
-        found += [
-            f"{refit.describe()} is mixed: {refit.left_out()}"
-            for refit in log.left_out[-_MAX_LISTED:]
-        ]
-        shown = log.current or log.last
-        if log.current is not None:
-            found.append(f"{log.current.describe()} has not ended: {self._lacking().sum()} of "
-                         f"{len(self._targets)} parameters have not come in it")  # fmt: skip
-        return found + (self._partly_new(shown.since) if shown is not None else [])
-
-    def _unloaded(self) -> str:
-        never = np.flatnonzero(self._is_fp8 & (self._reached_at == _NEVER))
-        if not len(never):
-            return "no complete refit since dummy weights were loaded or their memory was released"
-        return (
-            f"{len(never)} of {self._is_fp8.sum()} FP8 weights were never loaded "
-            f"(dummy weights, or memory that was released?), for example {self._targets[never[0]].name}"
-        )
-
-    def _partly_new(self, since: int) -> list[str]:
-        mixed = np.flatnonzero(self.coverage.is_mixed(since) & (self._reached_at >= since))
-        fraction = self.coverage.new_fraction(since)
-        found = []
-        for index in mixed[:_MAX_LISTED].tolist():
-            boxes = ", ".join(map(str, self.coverage.new_regions(index, since)[:4]))
-            found.append(
-                f"{self._targets[index].name}: only {fraction[index]:.0%} is new ({boxes}), "
-                "the rest is older"
-            )
-        if len(mixed) > _MAX_LISTED:
-            found.append(f"{len(mixed) - _MAX_LISTED} more parameters are partly new")
-        return found
-
-    def served(self) -> list[dict[str, Any]]:
-        """Which refits the parameters come from, the latest first; a parameter by its oldest part."""
-        oldest = np.minimum(self.coverage.oldest(), self._reached_at)
-        oldest = oldest[self._reached_at != _NEVER]
-        names = [one.name for one in self._targets if self._reached_at[one.index] != _NEVER]
-        found = np.unique(refit_of_stamp(oldest), return_index=True, return_counts=True)
-        refits, first, counts = found
-        rows = zip(refits.tolist(), first.tolist(), counts.tolist(), strict=True)
-        return [
-            {
-                "refit": refit,
-                "version": self.log.versions.get(refit),
-                "parameters": count,
-                "example": names[at],
-            }
-            for refit, at, count in reversed(list(rows))
-        ][:_MAX_LISTED]
-
-    def last_refit(self) -> dict[str, Any] | None:
-        """The refit that runs, or else the one that ended last."""
-        current = self.log.current
-        refit = current if current is not None and current.parts else self.log.last
-        if refit is None:
-            return None
-        if refit is current:
-            found = self.verdict()
-            refit.lacking, refit.lacking_names = found.lacking, found.names
-        return {
-            "id": refit.id,
-            "version": refit.version,
-            "origin": refit.origin.value,
-            "partial": refit.is_partial,
-            "outcome": refit.outcome.value,
-            "complete": refit.is_complete,
-            "missing": refit.lacking,
-            "missing_names": list(refit.lacking_names),
-            "errors": refit.errors[:_MAX_LISTED],
-            "cache_flushed": refit.cache_flushed,
-            "seconds": round(refit.seconds, 6),
-            "bytes": refit.nbytes,
-            "gb_per_s": round(refit.nbytes / refit.seconds / 1e9, 3) if refit.seconds else None,
-            "tensors": refit.tensors,
-            "calls": len(refit.parts),
-            **refit.noise.as_dict(),
-        }
-
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more

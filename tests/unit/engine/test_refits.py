@@ -11,6 +11,7 @@ from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
 from sglang_fp8rl.engine.interception.region import Region
 from sglang_fp8rl.engine.model.landings import Known, Landing, NameTable
 from sglang_fp8rl.engine.model.parameters import Target
+from sglang_fp8rl.engine.report import report_fields
 from sglang_fp8rl.engine.report.refit_record import Outcome, State
 from sglang_fp8rl.engine.report.report import Arrived, RefitReport
 from sglang_fp8rl.scheme import Granularity
@@ -60,7 +61,7 @@ class Server:
     @property
     def served(self):
         """Refits that the parameters come from."""
-        return [row["refit"] for row in self.report.served()]
+        return [row["refit"] for row in report_fields.served(self.report)]
 
     def full(self):
         self.call(*HALVES[0])
@@ -138,7 +139,7 @@ def test_behind_a_stray_call_a_full_update_is_whole_at_its_end(server, stray, fl
     assert server.call(*HALVES[0]) is not State.WHOLE
     assert server.call(*HALVES[1], flush=True) is State.WHOLE
     assert server.served == [server.log.complete.id]
-    assert server.report.problems() == []
+    assert report_fields.problems(server.report) == []
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -162,7 +163,7 @@ def test_behind_a_stray_call_a_client_that_flushes_always_is_whole_with_the_last
         assert first is not State.WHOLE
         assert last is State.WHOLE
         assert server.served == [server.log.complete.id]
-    assert server.report.problems() == []
+    assert report_fields.problems(server.report) == []
 
 
 @pytest.mark.parametrize("stray", [*STRAYS, HALVES[1]], ids="-".join)
@@ -255,7 +256,7 @@ def test_behind_halves_that_wait_nothing_goes_on_in_another_refit(server):
     server.call("embed", "layer 0", halves=["embed"])
     server.call("layer 1", "norm", flush=True)
     assert server.log.state is State.MIXED
-    assert server.report.last_refit()["missing"] == 2
+    assert report_fields.last_refit(server.report)["missing"] == 2
 
 
 def test_two_clients_that_take_turns_are_mixed(server):

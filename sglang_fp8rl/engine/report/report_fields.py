@@ -1,0 +1,104 @@
+"""What the status section says of the refits. Reads a report, changes nothing in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .refit_record import State, refit_of_stamp
+from .report import MAX_LISTED, RefitReport
+from .stamps import NEVER
+
+_MAX_TEXT = 500
+
+
+def problems(report: RefitReport) -> list[str]:
+    """Why the served weights are not of one piece; empty if they are."""
+    log = report.log
+    if log.state is State.WHOLE:
+        return []
+    found = [_unloaded(report)] if log.is_unloaded else []
+    found += [text[:_MAX_TEXT] for text in log.failures]
+    found += [
+        f"{refit.describe()} is mixed: {refit.left_out()}" for refit in log.left_out[-MAX_LISTED:]
+    ]
+    shown = log.current or log.last
+    if log.current is not None:
+        found.append(f"{log.current.describe()} has not ended: {report.lacking().sum()} of "
+                     f"{len(report.targets)} parameters have not come in it")  # fmt: skip
+    return found + (_partly_new(report, shown.since) if shown is not None else [])
+
+
+def _unloaded(report: RefitReport) -> str:
+    is_fp8 = np.array([target.is_fp8 for target in report.targets], bool)
+    never = np.flatnonzero(is_fp8 & (report.reached_at == NEVER))
+    if not len(never):
+        return "no complete refit since dummy weights were loaded or their memory was released"
+    return (
+        f"{len(never)} of {is_fp8.sum()} FP8 weights were never loaded "
+        f"(dummy weights, or memory that was released?), for example {report.targets[never[0]].name}"
+    )
+
+
+def _partly_new(report: RefitReport, since: int) -> list[str]:
+    mixed = np.flatnonzero(report.coverage.is_mixed(since) & (report.reached_at >= since))
+    fraction = report.coverage.new_fraction(since)
+    found = []
+    for index in mixed[:MAX_LISTED].tolist():
+        boxes = ", ".join(map(str, report.coverage.new_regions(index, since)[:4]))
+        found.append(
+            f"{report.targets[index].name}: only {fraction[index]:.0%} is new ({boxes}), "
+            "the rest is older"
+        )
+    if len(mixed) > MAX_LISTED:
+        found.append(f"{len(mixed) - MAX_LISTED} more parameters are partly new")
+    return found
+
+
+def served(report: RefitReport) -> list[dict[str, Any]]:
+    """Which refits the parameters come from, the latest first; a parameter by its oldest part."""
+    oldest = np.minimum(report.coverage.oldest(), report.reached_at)
+    oldest = oldest[report.reached_at != NEVER]
+    names = [one.name for one in report.targets if report.reached_at[one.index] != NEVER]
+    found = np.unique(refit_of_stamp(oldest), return_index=True, return_counts=True)
+    refits, first, counts = found
+    rows = zip(refits.tolist(), first.tolist(), counts.tolist(), strict=True)
+    return [
+        {
+            "refit": refit,
+            "version": report.log.versions.get(refit),
+            "parameters": count,
+            "example": names[at],
+        }
+        for refit, at, count in reversed(list(rows))
+    ][:MAX_LISTED]
+
+
+def last_refit(report: RefitReport) -> dict[str, Any] | None:
+    """The refit that runs, or else the one that ended last."""
+    current = report.log.current
+    refit = current if current is not None and current.parts else report.log.last
+    if refit is None:
+        return None
+    if refit is current:
+        found = report.verdict()
+        refit.lacking, refit.lacking_names = found.lacking, found.names
+    return {
+        "id": refit.id,
+        "version": refit.version,
+        "origin": refit.origin.value,
+        "partial": refit.is_partial,
+        "outcome": refit.outcome.value,
+        "complete": refit.is_complete,
+        "missing": refit.lacking,
+        "missing_names": list(refit.lacking_names),
+        "errors": refit.errors[:MAX_LISTED],
+        "cache_flushed": refit.cache_flushed,
+        "seconds": round(refit.seconds, 6),
+        "bytes": refit.nbytes,
+        "gb_per_s": round(refit.nbytes / refit.seconds / 1e9, 3) if refit.seconds else None,
+        "tensors": refit.tensors,
+        "calls": len(refit.parts),
+        **refit.noise.as_dict(),
+    }
