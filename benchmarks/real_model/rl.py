@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from sglang_fp8rl.platforms.cpu_linear import FP32_SUMS_VARIABLE
+
 from .arms import ARMS, BASELINE, DEFAULT, Arm, with_exemptions
 from .rl_policy import RealPolicy
 from .serving import ArmServer
@@ -27,8 +29,9 @@ from small_dapo.settings import Settings  # isort: skip
 
 Record = dict[str, Any]
 RESPONSE_TOKENS = 5
+_BATCH = 128
 SETTINGS = Settings(
-    prompts=16,
+    prompts=12,
     samples=8,
     train_prompts=8,
     max_generations=1,
@@ -50,14 +53,20 @@ class RlArm:
 
 def rl_arms(ignored_layers: Sequence[str] = ()) -> dict[str, RlArm]:
     """The arms; with `ignored_layers` (what `sglang-fp8rl sensitivity` chose) one more."""
+    fp8 = _in_fp32(ARMS[DEFAULT])
     arms = [
         RlArm("bf16", ARMS[BASELINE]),
-        RlArm("fp8", ARMS[DEFAULT]),
-        RlArm("fp8_without_tis", ARMS[DEFAULT], tis=False),
+        RlArm("fp8", fp8),
+        RlArm("fp8_without_tis", fp8, tis=False),
     ]
     if ignored_layers:
-        arms.append(RlArm("fp8_chosen", with_exemptions(ignored_layers)))
+        arms.append(RlArm("fp8_chosen", _in_fp32(with_exemptions(ignored_layers))))
     return {arm.name: arm for arm in arms}
+
+
+def _in_fp32(arm: Arm) -> Arm:
+    """Products summed in FP32, as those of BF16 are here (`launch.py`): half the time of exact ones."""
+    return replace(arm, env={**arm.env, FP32_SUMS_VARIABLE: "1"})
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ class RlRun:
         folder: the converted checkpoint.
         encode: its tokenizer, from text to ids.
         trained_layers: see `RealPolicy`.
+        validate_every: so many steps; after the last one always.
         work: takes the server's log.
     """
 
@@ -79,6 +89,7 @@ class RlRun:
     threads: int
     work: Path
     trained_layers: int | None = None
+    validate_every: int = 4
 
 
 def run_steps(run: RlRun) -> Iterator[Record]:
@@ -94,7 +105,7 @@ def run_steps(run: RlRun) -> Iterator[Record]:
     )
     log = run.work / f"rl-{run.arm.name}-{run.seed}.log"
     with ArmServer(
-        run.arm.serving, run.folder, run.threads, run.seed, log, remember=True
+        run.arm.serving, run.folder, run.threads, run.seed, log, remember=True, batch=_BATCH
     ) as server:
         sender = FullSender(server.url)
         yield {
@@ -113,13 +124,16 @@ def run_steps(run: RlRun) -> Iterator[Record]:
                 lambda: _sample(server, draw_sums(draw, settings.prompts, run.encode), end),
                 settings,
             )
+            seconds = time.perf_counter() - began
             record = {"step": step, **rollout_figures(policy, sampled)}
-            record["sample_seconds"] = time.perf_counter() - began
+            record["figures_seconds"] = time.perf_counter() - began - seconds
+            record["sample_seconds"] = seconds
             if sampled.used:
                 record |= asdict(trainer.update(sampled.used))
             sent = sender.send(policy.masters)
             record |= {"refit_bytes": sent.nbytes, "refit_seconds": sent.seconds}
-            record["val_accuracy"] = _validate(server, held_out, end)
+            if step % run.validate_every == 0 or step == run.steps:
+                record["val_accuracy"] = _validate(server, held_out, end)
             record["step_seconds"] = time.perf_counter() - began
             yield record
 

@@ -6,8 +6,11 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from .frozen_front import FrozenFront, only
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "accuracy"))
 
@@ -24,7 +27,8 @@ class RealPolicy(Policy):
     Args:
         folder: the checkpoint.
         pad: a token id for what lies behind a response; it is never seen.
-        trained_layers: only so many last layers are trained; all of the model if None.
+        trained_layers: only so many last layers are trained, and what is in front of them is
+            computed once for each sequence; all of the model is trained if None.
     """
 
     def __init__(self, folder: Path, pad: int, trained_layers: int | None = None) -> None:
@@ -36,11 +40,17 @@ class RealPolicy(Policy):
         self.config, self._pad = self._model.config, pad
         widen_products(self._model)
         self.masters = dict(self._model.named_parameters())
+        self._first = 0
         if trained_layers is not None:
-            first = self.config.num_hidden_layers - trained_layers
+            self._first = self.config.num_hidden_layers - trained_layers
             for name, weight in self.masters.items():
-                layer = _LAYER.search(name)
-                weight.requires_grad_(layer is not None and int(layer.group(1)) >= first)
+                weight.requires_grad_(_layer(name) >= self._first)
+            in_front = {
+                name.removeprefix("model."): weight.detach().bfloat16()
+                for name, weight in self.masters.items()
+                if "embed_tokens" in name or _layer(name) in range(self._first)
+            }
+            self._front = FrozenFront(self._model.model, self._first, in_front)
 
     def logprobs(
         self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
@@ -58,9 +68,33 @@ class RealPolicy(Policy):
             begin = len(prompt) - 1 - first
             where[number, : len(response)] = torch.arange(begin, begin + len(response))
             mask[number, : len(response)] = 1
-        bf16 = {name: weight.bfloat16() for name, weight in self.masters.items()}
         kept = {"use_cache": False, "logits_to_keep": width - first}
-        output = torch.func.functional_call(self._model, bf16, (ids,), kept)
+        if self._first:
+            output = self._tail(self._front.hidden(rows, width), kept)
+        else:
+            output = torch.func.functional_call(self._model, self._bf16(), (ids,), kept)
         everywhere = output.logits[:, :-1].float().log_softmax(-1)  # [batch, width - first - 1, V]
         taken = everywhere.gather(-1, ids[:, first + 1 :, None])[..., 0]
         return taken.gather(1, where) * mask, mask
+
+    def _bf16(self) -> dict[str, torch.Tensor]:
+        return {name: weight.bfloat16() for name, weight in self.masters.items()}
+
+    def _tail(self, hidden: torch.Tensor, kept: dict[str, Any]) -> Any:
+        """The trained layers, the norm and the head."""
+        body: Any = self._model.model
+        weights = {
+            _LAYER.sub(lambda layer: f".layers.{int(layer[1]) - self._first}.", name): weight
+            for name, weight in self._bf16().items()
+            if _layer(name) not in range(self._first)
+        }
+        with only(body, body.layers[self._first :], body.norm):
+            return torch.func.functional_call(
+                self._model, weights, (), {"inputs_embeds": hidden, **kept}
+            )
+
+
+def _layer(name: str) -> int:
+    """-1 for what is in no layer."""
+    found = _LAYER.search(name)
+    return -1 if found is None else int(found.group(1))

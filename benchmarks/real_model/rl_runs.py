@@ -82,13 +82,14 @@ def table(runs: dict[tuple[str, int], list[dict[str, Any]]]) -> Table:
         found.add_column(column, justify="left" if column == "arm" else "right")
     for (arm, seed), lines in runs.items():
         steps = lines[1:]
-        if not steps:
+        validated = [line for line in steps if "val_accuracy" in line]
+        if not validated:
             continue
         found.add_row(
             arm,
             str(seed),
             str(len(steps)),
-            f"{lines[0]['val_accuracy']:.2f} → {_mean(steps[-_ENDS:], 'val_accuracy'):.2f}",
+            f"{lines[0]['val_accuracy']:.2f} → {_mean(validated[-_ENDS:], 'val_accuracy'):.2f}",
             f"{_mean(steps[:_ENDS], 'train_accuracy'):.2f} → "
             f"{_mean(steps[-_ENDS:], 'train_accuracy'):.2f}",
             f"{_mean(steps, 'kl_k3'):.2e}",

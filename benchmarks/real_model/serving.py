@@ -36,6 +36,7 @@ class ArmServer(ServerProcess):
         seed: of its sampling.
         log_path: takes its output.
         remember: keep prompts in the radix cache; else every token is computed each time.
+        batch: requests at once.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class ArmServer(ServerProcess):
         log_path: Path,
         *,
         remember: bool = False,
+        batch: int = BATCH,
     ) -> None:
+        self._batch = batch
         args = [
             f"--random-seed={seed}",
-            f"--max-running-requests={BATCH}",
+            f"--max-running-requests={batch}",
             "--max-total-tokens=32768",
             "--mem-fraction-static=0.5",
             "--chunked-prefill-size=2048",
@@ -91,8 +94,8 @@ class ArmServer(ServerProcess):
     ) -> list[Rollout]:
         """One answer to each prompt, over the whole vocabulary; greedy at temperature 0."""
         answers: list[Rollout] = []
-        for start in range(0, len(prompts), BATCH):
-            batch = list(prompts[start : start + BATCH])
+        for start in range(0, len(prompts), self._batch):
+            batch = list(prompts[start : start + self._batch])
             found = self._generate(
                 batch,
                 {"temperature": temperature, "max_new_tokens": tokens, "stop_token_ids": stop},
@@ -112,8 +115,8 @@ class ArmServer(ServerProcess):
             sequences: (prefix, continuation) token ids; a prefix has at least one.
         """
         scored: list[torch.Tensor] = []
-        for start in range(0, len(sequences), BATCH):
-            batch = sequences[start : start + BATCH]
+        for start in range(0, len(sequences), self._batch):
+            batch = sequences[start : start + self._batch]
             found = self._generate(
                 [prefix + rest for prefix, rest in batch],
                 {"temperature": 1.0, "max_new_tokens": 1},

@@ -58,6 +58,23 @@ def test_the_trainers_logprobs_are_those_of_each_answer_alone(checkpoint):
         assert not row[len(expected) :].any()
 
 
+def test_what_is_in_front_of_the_trained_layers_is_kept_and_gives_the_same(checkpoint):
+    whole = RealPolicy(checkpoint, pad=0)
+    policy = RealPolicy(checkpoint, pad=0, trained_layers=1)
+    for count in (3, 2, 3):  # a shorter batch in between, and one that was seen
+        expected, _ = whole.logprobs(PROMPTS[:count], RESPONSES[:count])
+        found, _ = policy.logprobs(PROMPTS[:count], RESPONSES[:count])
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
+    with torch.no_grad():
+        for model in (whole, policy):
+            model.masters["model.layers.2.self_attn.q_proj.weight"].mul_(-1.5)
+    before = expected
+    expected, _ = whole.logprobs(PROMPTS, RESPONSES)
+    found, _ = policy.logprobs(PROMPTS, RESPONSES)
+    assert (expected - before).abs().max() > 0.05
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
+
+
 def test_only_the_last_layers_are_trained_where_so_many_are_asked_for(checkpoint):
     policy = RealPolicy(checkpoint, pad=0, trained_layers=1)
     logprobs, _ = policy.logprobs(PROMPTS, RESPONSES)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.platforms import cpu_linear
 from sglang_fp8rl.platforms.cpu_linear import (
     apply_fp8_linear,
@@ -171,10 +172,48 @@ def test_activation_quantization_can_be_turned_off(monkeypatch: pytest.MonkeyPat
     assert ((block_fp8_linear(x, weight, BLOCK, scale).double() - exact).abs() <= bound).all()
 
 
-def test_codes_become_their_exact_values_whatever_the_strides():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_codes_become_their_exact_values_whatever_the_strides(monkeypatch, dtype):
+    monkeypatch.setattr(cpu_linear, "sum_dtype", lambda: dtype)
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(torch.float8_e4m3fn)
     for one in (codes, codes.t(), codes[3:, ::2]):
-        values = cpu_linear.as_fp64(one)
-        assert values.dtype == torch.float64
-        torch.testing.assert_close(values, one.double(), rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(values.signbit(), one.double().signbit())  # -0.0 too
+        values = cpu_linear.as_summed(one)
+        assert values.dtype == dtype
+        torch.testing.assert_close(values, one.to(dtype), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(values.signbit(), one.to(dtype).signbit())  # -0.0 too
+
+
+def test_sums_in_fp32_are_near_the_exact_ones_and_not_them(monkeypatch):
+    """The switch changes the order and the roundings of a sum, and nothing else."""
+    x = activations("magnitudes_apart", 64, 1024)
+    weight, scale = weights(256, 1024)
+    rows = torch.full((256, 1), 0.01)
+    exact = [block_fp8_linear(x.float(), weight, BLOCK, scale)]
+    exact.append(apply_fp8_linear(x.float(), weight.t(), rows))
+    monkeypatch.setattr(cpu_linear, "sum_dtype", lambda: torch.float32)
+    fast = [block_fp8_linear(x.float(), weight, BLOCK, scale)]
+    fast.append(apply_fp8_linear(x.float(), weight.t(), rows))
+    for one, other in zip(fast, exact, strict=True):
+        assert not torch.equal(one, other)
+        # Not of each element: where terms cancel, an FP32 sum keeps the error of the terms.
+        assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize(
+    ("variable", "read"),
+    [
+        (cpu_linear.ACTIVATION_QUANT_VARIABLE, cpu_linear.activation_quant_enabled),
+        (cpu_linear.FP32_SUMS_VARIABLE, cpu_linear.sum_dtype),
+    ],
+)
+def test_a_switch_that_is_neither_0_nor_1_is_an_error_that_names_it(monkeypatch, variable, read):
+    monkeypatch.setenv(variable, "yes")
+    with pytest.raises(ConfigError, match=f"{variable}.*'yes'"):
+        read.__wrapped__()
+
+
+def test_sums_are_exact_unless_fp32_is_asked_for(monkeypatch):
+    monkeypatch.delenv(cpu_linear.FP32_SUMS_VARIABLE, raising=False)
+    assert cpu_linear.sum_dtype.__wrapped__() is torch.float64
+    monkeypatch.setenv(cpu_linear.FP32_SUMS_VARIABLE, "1")
+    assert cpu_linear.sum_dtype.__wrapped__() is torch.float32
