@@ -127,7 +127,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., S
     A test that changes weights puts them back, or gives a flag of its own (`--random-seed=…`).
     The server longest unused is stopped when there would be more than `MAX_SERVERS`.
     """
-    from sglang_fp8rl.testing.server import ServerProcess
+    from forked_server import ForkedServer
 
     alive: dict[tuple[str, ...], ServerProcess] = {}
     logs = tmp_path_factory.mktemp("servers")
@@ -142,7 +142,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., S
             alive.pop(next(iter(alive))).stop()
         if found is None:
             log = logs / f"server-{len(list(logs.iterdir()))}.log"
-            found = ServerProcess(checkpoint, args, log_path=log, env=env).start()
+            found = ForkedServer(checkpoint, args, log_path=log, env=env).start()
         alive[key] = found
         return found
 

@@ -19,13 +19,19 @@ def _fork_from_now_on(result: Any, *args: Any, **kwargs: Any) -> None:
     multiprocessing.set_start_method("fork", force=True)
 
 
+def fork_workers() -> None:
+    """Side effect: an engine that this process launches forks its workers."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(START_METHOD_SETTER, _fork_from_now_on, HookType.AFTER)
+
+
 def main() -> None:
     """Run SGLang's own launcher with this process's command line; it dies with its parent."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import kill_itself_when_parent_died
 
     kill_itself_when_parent_died()
-    HookRegistry.register(START_METHOD_SETTER, _fork_from_now_on, HookType.AFTER)
+    fork_workers()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 

@@ -4,6 +4,7 @@ It has to be in an installed package: in Python 3.11 a fork server does not see 
 `sys.path`, and a preload that it can't import is skipped in silence.
 """
 
+from sglang.srt.entrypoints import http_server  # noqa: F401
 from sglang.srt.models.registry import ModelRegistry
 
 from ..engine.host import hooks  # noqa: F401

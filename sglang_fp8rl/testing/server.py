@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import requests
 
@@ -52,6 +52,17 @@ def attention_args() -> tuple[str, ...]:
     return ("--attention-backend=triton",)
 
 
+class Launched(Protocol):
+    """What is asked of a launcher's process; `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+
+
 class ServerProcess:
     """`python -m sglang.launch_server` on the CPU platform; a context manager.
 
@@ -88,16 +99,13 @@ class ServerProcess:
         self.env = {**os.environ, **cpu_env(self._tp_size()), **(env or {})}
         self.timeout = timeout
         self.start_seconds = float("nan")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Launched | None = None
 
     def start(self) -> Self:
         """Start and wait until `/health` answers; a process that dies is an error with its log."""
         began = time.monotonic()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self.command, env=self.env, stdout=log, stderr=log, start_new_session=True
-            )
+        self._process = self._launch()
         while not self._healthy():
             if not self.alive():
                 self._fail(f"exited with {self._process.returncode} before it was healthy")
@@ -106,6 +114,13 @@ class ServerProcess:
             time.sleep(0.2)
         self.start_seconds = time.monotonic() - began
         return self
+
+    def _launch(self) -> Launched:
+        """The launcher, leader of a process group of its own, its output in the log."""
+        with self.log_path.open("wb") as log:
+            return subprocess.Popen(
+                self.command, env=self.env, stdout=log, stderr=log, start_new_session=True
+            )
 
     def stop(self) -> None:
         """Kill the whole process group: launcher, schedulers, detokenizer."""

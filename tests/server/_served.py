@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked import run_forked
 from models import MODELS, Model, checkpoint
 from packaging.version import Version
 
@@ -66,17 +67,32 @@ class EngineRun:
 
 
 @functools.cache
-def _engine_process(checkpoint_dir: Path) -> subprocess.CompletedProcess[str]:
-    script = Path(__file__).with_name("_engine_script.py")
-    paths = [str(checkpoint(checkpoint_dir, MODEL, which)) for which in ("second", "first")]
-    return run_script([str(script), *paths], env={**cpu_env(), **ONE_THREAD})
-
-
 def engine_run(checkpoint_dir: Path) -> EngineRun:
     """An `sglang.Engine` started on the second weights: the oracle of every refit to them."""
-    result = _engine_process(checkpoint_dir)
-    assert result.returncode == 0, result.stderr[-4000:]
-    said = json.loads(result.stdout.splitlines()[-1])
+    log = checkpoint_dir / "engine.log"
+    how = run_forked(_engine_in_a_fork, engine_paths(checkpoint_dir), log, env=cpu_env())
+    assert how == "exit status 0", log.read_text()[-4000:]
+    return read_engine_run(log.read_text())
+
+
+def engine_paths(checkpoint_dir: Path) -> list[str]:
+    """Arguments of `_engine_script.py`."""
+    return [str(checkpoint(checkpoint_dir, MODEL, which)) for which in ("second", "first")]
+
+
+def _engine_in_a_fork(*paths: str) -> None:
+    """The script in a process that has SGLang imported, and so have its workers."""
+    import _engine_script
+
+    from sglang_fp8rl.testing.launch import fork_workers
+
+    fork_workers()
+    _engine_script.main(*paths)
+
+
+def read_engine_run(output: str) -> EngineRun:
+    """What the script printed."""
+    said = json.loads(output.splitlines()[-1])
     for key in ("fresh", "updated"):
         said[key] = [Output(tuple(tokens), tuple(logprobs)) for tokens, logprobs in said[key]]
     return EngineRun(**said)

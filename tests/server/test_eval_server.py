@@ -3,12 +3,12 @@
 import json
 
 import pytest
+from forked_server import ForkedServer
 from inspect_ai.log import list_eval_logs, read_eval_log
 from typer.testing import CliRunner
 
 from sglang_fp8rl.cli import app
 from sglang_fp8rl.testing.checkpoints import make_checkpoint
-from sglang_fp8rl.testing.server import ServerProcess
 from sglang_fp8rl.testing.tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.engine
@@ -27,7 +27,7 @@ def served(tmp_path_factory):
     save_tokenizer(checkpoint)
     args = ("--quantization=fp8_blockwise_online",)
     log = directory / "server.log"
-    with ServerProcess(checkpoint, args, log_path=log, tokenizer=True) as server:
+    with ForkedServer(checkpoint, args, log_path=log, tokenizer=True) as server:
         yield server, checkpoint, directory
 
 

@@ -7,16 +7,13 @@ controls show that it is below what quantizing the weights changes.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
 
-from sglang_fp8rl.platforms import PLATFORM_NAME
 from sglang_fp8rl.platforms.cpu_linear import ACTIVATION_QUANT_VARIABLE
 from sglang_fp8rl.testing.checkpoints import (
     BLOCK_FP8_CONFIG,
@@ -154,14 +151,18 @@ def test_two_ranks_generate_what_one_does(server: Any, dense_checkpoint: Path) -
     assert two["output_ids"] == one["output_ids"]
 
 
-def test_every_hook_is_applied() -> None:
-    code = (
-        "from sglang.srt.plugins import load_plugins; load_plugins();"
-        "from sglang_fp8rl.declared_hooks import hooks_not_in_force as m, _registered;"
-        "print(len(_registered) > 15, m());"
-        "import torch; print(torch.multiprocessing.get_sharing_strategy())"
-    )
-    env = {**os.environ, "SGLANG_PLATFORM": PLATFORM_NAME}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-2:] == ["True []", "file_system"]
+def _say_what_is_hooked() -> None:
+    import torch
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang_fp8rl.declared_hooks import _registered, hooks_not_in_force
+
+    print(len(_registered) > 15, hooks_not_in_force())
+    print(torch.multiprocessing.get_sharing_strategy())
+
+
+def test_every_hook_is_applied(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert run_forked(_say_what_is_hooked, (), log) == "exit status 0", log.read_text()
+    assert log.read_text().splitlines()[-2:] == ["True []", "file_system"]

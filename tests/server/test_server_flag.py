@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
-from _served import MODEL, PROMPTS, QUANTIZED, engine_run, run_script, served
+from _served import (
+    MODEL,
+    ONE_THREAD,
+    PROMPTS,
+    QUANTIZED,
+    engine_paths,
+    engine_run,
+    read_engine_run,
+    run_script,
+    served,
+)
+from forked import run_forked
 from models import checkpoint
 from packaging.version import Version
 
@@ -25,6 +38,19 @@ def test_the_python_engine_serves_and_refits(server, checkpoint_dir):
     assert engine.status[1]["last_refit"]["complete"]
     assert differences(engine.updated, served(server, checkpoint_dir).expected["first"]) == []
     assert len(differences(engine.fresh, engine.updated)) == len(PROMPTS)
+
+
+@pytest.mark.slow
+def test_in_an_interpreter_of_its_own_that_imports_nothing_of_ours_it_is_the_same(checkpoint_dir):
+    """And its workers are spawned, as a user's are."""
+    script = Path(__file__).with_name("_engine_script.py")
+    env = {**cpu_env(), **ONE_THREAD}
+    result = run_script([str(script), *engine_paths(checkpoint_dir)], env=env)
+    assert result.returncode == 0, result.stderr[-4000:]
+    spawned, forked = read_engine_run(result.stdout), engine_run(checkpoint_dir)
+    assert differences(spawned.fresh, forked.fresh) == []
+    assert differences(spawned.updated, forked.updated) == []
+    assert [success for success, _ in spawned.answers] == [True, True]
 
 
 VERL_PROGRAM = """
@@ -50,16 +76,28 @@ print("model config:", ModelConfig.from_server_args(args).quantization)
 """
 
 
+def run_verl_program(*args):
+    """In a fork that has SGLang imported; `make verl-short` has veRL's own processes."""
+    sys.argv[1:] = args
+    exec(compile(VERL_PROGRAM, "verl_program", "exec"), {"__name__": "__main__"})
+
+
 def verl_program(checkpoint_dir, pretended_version=""):
-    """A process that wants veRL's rollout by SGLang, and builds `ServerArgs` as its server actor."""
+    """A process that wants veRL's rollout by SGLang, and builds `ServerArgs` as its server actor.
+
+    Returns:
+        how it ended, and what it said.
+    """
     path = str(checkpoint(checkpoint_dir, MODEL, "first"))
-    return run_script(["-c", VERL_PROGRAM, path, pretended_version], env=cpu_env())
+    log = checkpoint_dir / f"verl{pretended_version}.log"
+    how = run_forked(run_verl_program, [path, pretended_version], log, env=cpu_env())
+    return how, log.read_text()
 
 
 def test_server_args_know_the_method_where_verl_serves(checkpoint_dir):
-    result = verl_program(checkpoint_dir)
-    assert result.returncode == 0, result.stderr[-4000:]
-    said = [line for line in result.stdout.splitlines() if ": " in line]
+    how, output = verl_program(checkpoint_dir)
+    assert how == "exit status 0", output[-4000:]
+    said = [line for line in output.splitlines() if ": " in line]
     assert "replica: sglang_fp8rl.verl_rollout.server" in said
     assert "registered: True" in said
     assert "built: fp8_blockwise_online" in said
@@ -68,13 +106,13 @@ def test_server_args_know_the_method_where_verl_serves(checkpoint_dir):
 
 def test_on_an_unsupported_sglang_nothing_is_registered_and_sglang_refuses_the_flag(checkpoint_dir):
     """The same program as above, so the test above can fail."""
-    result = verl_program(checkpoint_dir, "0.5.99")
-    assert result.returncode != 0
-    assert "registered: False" in result.stdout
-    assert "Unknown quantization method: fp8_blockwise_online" in result.stderr
-    assert "fp8rl registers nothing with veRL: sglang 0.5.99 is outside" in result.stderr
+    how, output = verl_program(checkpoint_dir, "0.5.99")
+    assert how == "exit status 1", output[-4000:]
+    assert "registered: False" in output
+    assert "Unknown quantization method: fp8_blockwise_online" in output
+    assert "fp8rl registers nothing with veRL: sglang 0.5.99 is outside" in output
     # 0.5.16 looks the method up while it builds ServerArgs; newer ones a moment later.
-    assert ("built:" in result.stdout) == (Version(version("sglang")) > Version("0.5.16"))
+    assert ("built:" in output) == (Version(version("sglang")) > Version("0.5.16"))
 
 
 @pytest.mark.slow
