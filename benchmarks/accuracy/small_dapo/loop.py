@@ -55,7 +55,7 @@ def run_steps(run: Run) -> Iterator[Record]:
     """
     settings = run.settings
     policy = Policy(settings, run.seed)
-    policy.load(run.start)
+    policy.load(nudged(run.start) if run.arm.nudged else run.start)
     checkpoint = save_checkpoint(run.work / "checkpoint", policy.config, policy.state_dict())
     trainer = Dapo(policy, settings)
     draw = random.Random(f"train {run.seed}")
@@ -92,6 +92,14 @@ def run_steps(run: Run) -> Iterator[Record]:
                 FullSender(server.process.url).send(policy.masters)
                 record["equals_full"] = server.validate(held_out) == served
             yield record
+
+
+def nudged(start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same weights, one of them about one step of BF16 larger."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    weight = start[name].clone()
+    weight.view(-1)[weight.argmax()] *= 1 + 2**-7
+    return {**start, name: weight}
 
 
 def conditions(run: Run) -> Record:

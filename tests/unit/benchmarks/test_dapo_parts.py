@@ -26,6 +26,7 @@ from small_dapo.check import (  # noqa: E402
     load_bounds,
 )
 from small_dapo.dynamic_sampling import dynamic_sampling  # noqa: E402
+from small_dapo.loop import nudged  # noqa: E402
 from small_dapo.rollout import Group  # noqa: E402
 from small_dapo.settings import Settings  # noqa: E402
 from small_dapo.summary import equal_rollouts  # noqa: E402
@@ -257,3 +258,13 @@ def test_a_widened_product_and_its_gradients_are_bf16_s_but_for_one_rounding():
     for one, other in zip(native, wide, strict=True):
         assert one.dtype == other.dtype == torch.bfloat16
         torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-6)
+
+
+def test_a_nudged_start_differs_in_one_weight_and_bf16_sees_it():
+    generator = torch.Generator().manual_seed(0)
+    names = ("model.layers.0.mlp.down_proj.weight", "model.norm.weight")
+    start = {name: torch.randn(4, 8, generator=generator) for name in names}
+    found = nudged(start)
+    for name, expected in ((names[0], 1), (names[1], 0)):
+        assert int((found[name].bfloat16() != start[name].bfloat16()).sum()) == expected
+        assert int((found[name] != start[name]).sum()) == expected
