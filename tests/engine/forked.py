@@ -41,6 +41,47 @@ def run_forked(
     return f"exit status {process.exitcode}"
 
 
+class Forked:
+    """A process of its own group that goes on beside the test; has what is asked of `subprocess.Popen`.
+
+    Args:
+        target: called in the process.
+        log: takes its output; stdout too, unless `target` puts it elsewhere.
+        env: all of its environment. What libraries read while they are imported comes too late.
+    """
+
+    def __init__(
+        self, target: Callable[..., Any], args: Sequence[Any], log: Path, env: Mapping[str, str]
+    ) -> None:
+        self._process: Any = CONTEXT.Process(target=_alone, args=(target, args, log, dict(env)))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        self._process.join()
+        return self._process.exitcode
+
+
+def _alone(target: Callable[..., Any], args: Sequence[Any], log: Path, env: dict[str, str]) -> None:
+    os.setsid()
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(env)
+    target(*args)
+
+
 def run_plan(args: Sequence[str], env: Mapping[str, str], log: Path) -> str:
     """A `plan_offline.Runner`: what a new interpreter does, without importing SGLang again."""
     return run_forked(_plan, (list(args),), log, env=env)

@@ -23,7 +23,7 @@ from packaging.version import Version
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.compat import SESSIONS_SINCE
 from sglang_fp8rl.testing.outputs import Output, ask, differences, make_prompts
-from sglang_fp8rl.testing.server import ServerProcess, cpu_env
+from sglang_fp8rl.testing.server import Launched, ServerProcess, cpu_env
 
 MODEL: Model = MODELS["qwen3"]
 PROMPTS = make_prompts(MODEL.config.vocab_size)[1::2]
@@ -177,7 +177,7 @@ def run_script(
     return subprocess.CompletedProcess(args, process.returncode, out, err)
 
 
-def kill_group(process: subprocess.Popen[str]) -> None:
+def kill_group(process: Launched) -> None:
     with contextlib.suppress(ProcessLookupError):  # gone already
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

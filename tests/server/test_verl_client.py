@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from _served import MODEL, ONE_THREAD, PROMPTS, QUANTIZED, Client, Served, kill_group, served
+from forked import CONTEXT, Forked
 from models import checkpoint
 from verl_trainer.names import CPU_PLATFORM
 
@@ -30,41 +31,47 @@ WORLD_SIZE = 2
 
 # veRL takes the trainer's device from its platform: the CPU's, as in `make verl`.
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-CPU_TRAINER = {
-    "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]),
-    **CPU_PLATFORM,
-}
+
+
+class Rank:
+    """`_verl_trainer.py` in a process that has SGLang imported; lines go in and come out."""
+
+    def __init__(self, log: Path, env: dict[str, str]) -> None:
+        self.log = log
+        read, tell = CONTEXT.Pipe(duplex=False)
+        hear, answer = CONTEXT.Pipe(duplex=False)
+        self.process = Forked(run_rank, (read, answer), log, {**os.environ, **cpu_env(), **env})
+        self.stdin = os.fdopen(os.dup(tell.fileno()), "w")
+        self.stdout = os.fdopen(os.dup(hear.fileno()))
+        for end in (read, tell, hear, answer):
+            end.close()
+
+
+def run_rank(commands, answers) -> None:
+    os.dup2(answers.fileno(), 1)
+    sys.stdin = os.fdopen(os.dup(commands.fileno()))
+    sys.stdout = os.fdopen(os.dup(answers.fileno()), "w")
+    for end in (commands, answers):
+        end.close()
+    sys.path.insert(0, str(BENCHMARKS))
+    runpy.run_path(str(Path(__file__).with_name("_verl_trainer.py")), run_name="__main__")
 
 
 class Trainer:
-    """Two ranks of `_verl_trainer.py`."""
+    """Two ranks of veRL's trainer."""
 
     def __init__(self, logs: Path) -> None:
-        port = str(free_port())
-        self.logs = [logs / f"trainer-{rank}.log" for rank in range(WORLD_SIZE)]
-        self.ranks = []
-        for rank, log in enumerate(self.logs):
-            env = {
-                **os.environ,
-                **cpu_env(),
-                **CPU_TRAINER,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(WORLD_SIZE),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1",
-            }
-            with log.open("w") as errors:
-                process = subprocess.Popen(
-                    [sys.executable, str(Path(__file__).with_name("_verl_trainer.py"))],
-                    env=env,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                    start_new_session=True,
-                )
-            self.ranks.append(process)
+        env = {
+            **CPU_PLATFORM,
+            "WORLD_SIZE": str(WORLD_SIZE),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.ranks = [
+            Rank(logs / f"trainer-{rank}.log", {**env, "RANK": str(rank)})
+            for rank in range(WORLD_SIZE)
+        ]
 
     def start_refit(self, case: Served, path: Path, dtype: str, bucket_bytes: int, **more) -> None:
         """Have all ranks make one full update."""
@@ -75,9 +82,9 @@ class Trainer:
             "bucket_bytes": bucket_bytes,
             **more,
         }
-        for process in self.ranks:
-            process.stdin.write(json.dumps(command) + "\n")
-            process.stdin.flush()
+        for rank in self.ranks:
+            rank.stdin.write(json.dumps(command) + "\n")
+            rank.stdin.flush()
 
     def answer(self, rank: int) -> dict:
         """What one rank has to say of it: the server's answers, or the error."""
@@ -87,11 +94,11 @@ class Trainer:
         raise AssertionError(self.log(rank))
 
     def log(self, rank: int) -> str:
-        return self.logs[rank].read_text()[-4000:]
+        return self.ranks[rank].log.read_text()[-4000:]
 
     def close(self) -> None:
-        for process in self.ranks:
-            kill_group(process)
+        for rank in self.ranks:
+            kill_group(rank.process)
 
 
 @pytest.fixture(scope="module")
