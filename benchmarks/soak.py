@@ -60,6 +60,7 @@ def main(
     if plot is not None:
         verdict.plot(samples, warm_up, plot)
     found["lines"] = [{**asdict(line), "is_flat": line.is_flat} for line in lines]
+    found["resident"] = [sample.resident for sample in samples[:: max(1, len(samples) // 20)]]
     found["ok"] = all(line.is_flat for line in lines) and not found["lost"] and not found["wrong"]
     for problem in [*found["lost"], *found["wrong"]][:20]:
         console.print(f"[red]{problem}[/]")

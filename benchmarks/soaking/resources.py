@@ -22,6 +22,7 @@ class Sample:
         fds, sockets, threads: of the server's processes together.
         client_fds: of the client's.
         shm_files, shm_mib: tensors in `/dev/shm` that any of these processes put there.
+        resident: MiB of each of the server's processes, by name.
     """
 
     seconds: float
@@ -33,6 +34,7 @@ class Sample:
     client_fds: int
     shm_files: int
     shm_mib: float
+    resident: dict[str, float]
 
 
 # Quantity to its name in the report and what the last tenth may have more than the first.
@@ -61,17 +63,19 @@ class Watch:
     def sample(self, seconds: float) -> Sample:
         server = _family(self._server)
         client = [self._client]
+        by_process = {f"{_name(one)} {one.pid}": _resident_mib(one) for one in server}
         shared = _shared_tensors({process.pid for process in (*server, *client)})
         return Sample(
             round(seconds, 3),
-            _resident_mib(server),
-            _resident_mib(client),
+            round(sum(by_process.values()), 2),
+            _resident_mib(self._client),
             _sum(server, "num_fds"),
             _sockets(server),
             _sum(server, "num_threads"),
             _sum(client, "num_fds"),
             len(shared),
             round(sum(shared) / MIB, 2),
+            by_process,
         )
 
 
@@ -89,14 +93,18 @@ def _sum(processes: list[psutil.Process], what: str) -> int:
     return total
 
 
-def _resident_mib(processes: list[psutil.Process]) -> float:
-    total = 0
-    for process in processes:
-        try:
-            total += process.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    return round(total / MIB, 2)
+def _resident_mib(process: psutil.Process) -> float:
+    try:
+        return round(process.memory_info().rss / MIB, 2)
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return "ended"
 
 
 def _sockets(processes: list[psutil.Process]) -> int:

@@ -112,7 +112,9 @@ def shared(trainer: Trainer) -> tuple[bytes, bytes]:
 @row("shared memory")
 def shared_memory_that_is_gone(trainer: Trainer) -> Answer:
     content, handle = shared(trainer)
-    return trainer.payload([encoded(content.replace(handle, handle[:-4] + b"gone"))])
+    answer = trainer.payload([encoded(content.replace(handle, handle[:-4] + b"gone"))])
+    os.unlink("/dev/shm" + handle.decode())  # it waits for a reader who never comes
+    return answer
 
 
 @row("shared memory")
