@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 from commands import begin, digests, send, status, update
+from forked import CONTEXT
 from models import MODELS
 from pool import on
 
@@ -81,9 +81,9 @@ def _short_lived_trainer(pipe, weight):
 def test_senders_leave_no_socket_behind(host):
     found = []
     for _ in range(3):
-        ours, theirs = get_context("spawn").Pipe()
+        ours, theirs = CONTEXT.Pipe()
         args = (theirs, MODEL.first[DOWN].numpy())
-        process = get_context("spawn").Process(target=_short_lived_trainer, args=args)
+        process = CONTEXT.Process(target=_short_lived_trainer, args=args)
         process.start()
         assert host.call(send, [ours.recv()])[0]
         ours.send(None)

@@ -1,4 +1,4 @@
-"""`torchrun dtensor_ranks.py`: what `test_trainer_quantize` checks on two ranks."""
+"""`python dtensor_ranks.py` with RANK and WORLD_SIZE: what `test_trainer_quantize` checks on two ranks."""
 
 from __future__ import annotations
 

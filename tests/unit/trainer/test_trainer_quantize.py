@@ -17,6 +17,7 @@ from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
 from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
+from sglang_fp8rl.testing.server import free_port
 from sglang_fp8rl.trainer import LocalShard, WireStats, assemble, quantize_for_refit
 from sglang_fp8rl.wire.plan import RefitPlan, plan_schema
 
@@ -197,12 +198,29 @@ def test_a_shard_outside_of_its_tensor_is_refused():
 def test_dtensors_of_two_ranks_make_the_bytes_of_the_whole():
     """Two real processes over gloo: shards, replicas, and the gather of FP8."""
     script = Path(__file__).with_name("dtensor_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(script)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env["PYTHONPATH"] = os.pathsep.join([str(script.parents[1]), env.get("PYTHONPATH", "")])
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=env, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert json.loads(ended.stdout.splitlines()[-1]) == "as the whole"
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**env, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], [errors[-3000:] for _, errors in said]
+    assert json.loads(said[0][0].splitlines()[-1]) == "as the whole"
