@@ -20,6 +20,7 @@ from .rl import RlArm, RlRun, rl_arms, run_steps
 from .trainer_side import check_memory
 
 from small_dapo import records  # isort: skip  # behind rl, which puts its folder on the path
+from small_dapo.plot import draw  # isort: skip
 
 _COPIES = 8.0  # in FP32: masters, gradients, two moments, casts; the server's while it loads
 _ENDS = 3  # steps that are averaged at either end
@@ -72,7 +73,11 @@ def run_all(
             for record in run_steps(run):
                 records.append(path, {"arm": arm.name, "seed": seed, **record})
                 progress.advance(task)
-    console.print(table(records.load(path)))
+    runs = records.load(path)
+    console.print(table(runs))
+    picture = path.with_suffix(".png")
+    draw(runs, picture, f"{model}, sums")
+    console.print(f"picture: {picture.name}")
 
 
 def table(runs: dict[tuple[str, int], list[dict[str, Any]]]) -> Table:

@@ -16,7 +16,7 @@ from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.trainer import quantize_for_refit
 
 Tensors = dict[str, Any]
-UNFLUSHED = "but the cache was not flushed"  # SGLang's words
+UNFLUSHED = "then call /flush_cache."  # SGLang's last words; behind them this package says what else is wrong
 FLUSH_SECONDS = (
     0.2  # the clients never stop, so a server that waits for an idle moment waits for ever
 )
@@ -37,7 +37,8 @@ class BusyServersTrainer(ServerTrainer):
 
     def http(self, method: str, path: str, **options: Any) -> Answer:
         answer = self.last = super().http(method, path, **options)
-        if self.wants_refusal or answer.code != 400 or UNFLUSHED not in answer.text:
+        is_unflushed = answer.code == 400 and answer.text.endswith(UNFLUSHED)
+        if self.wants_refusal or not is_unflushed:
             return answer
         self.unflushed += 1
         return Answer(200, answer.text)

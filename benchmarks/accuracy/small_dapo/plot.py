@@ -22,8 +22,14 @@ PANELS = (
 SMOOTHED = 5  # steps of the moving mean; the band is of the smoothed curves
 
 
-def draw(runs: Runs, path: Path) -> None:
-    """Write the picture of every arm in `runs` to `path`."""
+def draw(
+    runs: Runs, path: Path, what: str = "2-layer Qwen3, SGLang on the CPU reference platform"
+) -> None:
+    """Write the picture of every arm in `runs` to `path`.
+
+    Args:
+        what: was run, for the title.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -47,10 +53,8 @@ def draw(runs: Runs, path: Path) -> None:
             axis.set_ylim(bottom=0)
     axes.flat[0].legend(fontsize=8)
     seeds = len({seed for _, seed in runs})
-    figure.suptitle(
-        f"DAPO, 2-layer Qwen3, SGLang on the CPU reference platform: mean and range of {seeds} "
-        f"seeds, moving mean over {SMOOTHED} steps"
-    )
+    over = f"mean and range of {seeds} seeds, " if seeds > 1 else ""
+    figure.suptitle(f"DAPO, {what}: {over}moving mean over {SMOOTHED} steps")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
