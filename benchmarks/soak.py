@@ -38,6 +38,10 @@ from soaking.resources import Sample, Watch
 
 from sglang_fp8rl.testing.server import ServerProcess
 
+# glibc raises these by itself and then keeps what is freed, so that resident memory creeps up in steps with
+# nothing held: a server that only generates gains 13 MiB over 6,000 answers, and then no more. Fixed, what is
+# freed goes back, and what grows is held.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": str(128 << 10)}
 WARM_UP = 0.1  # of the refits: recipes, caches and pools fill
 
 
@@ -75,7 +79,7 @@ def soak(
 ) -> dict[str, Any]:
     """Run it; what was counted, with the conditions, and the samples."""
     model = checkpoint(directory, MODEL, "first")
-    environment = {"OMP_NUM_THREADS": "1"}
+    environment = {"OMP_NUM_THREADS": "1", **MALLOC}
     server = ServerProcess(model, [QUANTIZED], log_path=directory / "log", env=environment)
     samples: list[Sample] = []
     with server:
