@@ -30,7 +30,7 @@ def run(engine, directory, steps: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "steps", [200, pytest.param(2000, marks=pytest.mark.slow)], ids="{}-steps".format
+    "steps", [400, pytest.param(2000, marks=pytest.mark.slow)], ids="{}-steps".format
 )
 def test_after_any_run_of_requests_bytes_and_status_are_those_of_a_simple_model(
     host, tmp_path, steps
