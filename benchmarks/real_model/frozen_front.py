@@ -27,6 +27,9 @@ class FrozenFront:
 
     def hidden(self, rows: Sequence[Sequence[int]], width: int) -> torch.Tensor:
         """`[rows, width, hidden]` BF16; zeros behind a row's end, which nothing in front of it sees."""
+        if self._bytes > _KEPT_BYTES:
+            self._seen.clear()
+            self._bytes = 0
         keys = [tuple(row) for row in rows]
         self._compute([key for key in dict.fromkeys(keys) if key not in self._seen])
         size = self._seen[keys[0]].shape[1]
@@ -38,9 +41,6 @@ class FrozenFront:
     def _compute(self, keys: Sequence[tuple[int, ...]]) -> None:
         if not keys:
             return
-        if self._bytes > _KEPT_BYTES:
-            self._seen.clear()
-            self._bytes = 0
         ids = torch.zeros(len(keys), max(map(len, keys)), dtype=torch.long)
         for number, key in enumerate(keys):
             ids[number, : len(key)] = torch.tensor(key)

@@ -72,20 +72,20 @@ class RealPolicy(Policy):
         if self._first:
             output = self._tail(self._front.hidden(rows, width), kept)
         else:
-            output = torch.func.functional_call(self._model, self._bf16(), (ids,), kept)
+            bf16 = {name: weight.bfloat16() for name, weight in self.masters.items()}
+            output = torch.func.functional_call(self._model, bf16, (ids,), kept)
         everywhere = output.logits[:, :-1].float().log_softmax(-1)  # [batch, width - first - 1, V]
         taken = everywhere.gather(-1, ids[:, first + 1 :, None])[..., 0]
         return taken.gather(1, where) * mask, mask
-
-    def _bf16(self) -> dict[str, torch.Tensor]:
-        return {name: weight.bfloat16() for name, weight in self.masters.items()}
 
     def _tail(self, hidden: torch.Tensor, kept: dict[str, Any]) -> Any:
         """The trained layers, the norm and the head."""
         body: Any = self._model.model
         weights = {
-            _LAYER.sub(lambda layer: f".layers.{int(layer[1]) - self._first}.", name): weight
-            for name, weight in self._bf16().items()
+            _LAYER.sub(
+                lambda layer: f".layers.{int(layer[1]) - self._first}.", name
+            ): weight.bfloat16()
+            for name, weight in self.masters.items()
             if _layer(name) not in range(self._first)
         }
         with only(body, body.layers[self._first :], body.norm):

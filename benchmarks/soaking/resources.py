@@ -63,12 +63,12 @@ class Watch:
     def sample(self, seconds: float) -> Sample:
         server = _family(self._server)
         client = [self._client]
-        by_process = {f"{_name(one)} {one.pid}": _resident_mib(one) for one in server}
+        by_process = _resident_mib(server)
         shared = _shared_tensors({process.pid for process in (*server, *client)})
         return Sample(
             round(seconds, 3),
             round(sum(by_process.values()), 2),
-            _resident_mib(self._client),
+            sum(_resident_mib(client).values()),
             _sum(server, "num_fds"),
             _sockets(server),
             _sum(server, "num_threads"),
@@ -93,18 +93,15 @@ def _sum(processes: list[psutil.Process], what: str) -> int:
     return total
 
 
-def _resident_mib(process: psutil.Process) -> float:
-    try:
-        return round(process.memory_info().rss / MIB, 2)
-    except psutil.NoSuchProcess:
-        return 0.0
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.NoSuchProcess:
-        return "ended"
+def _resident_mib(processes: list[psutil.Process]) -> dict[str, float]:
+    """Of each that has not ended meanwhile."""
+    found = {}
+    for process in processes:
+        try:
+            found[f"{process.name()} {process.pid}"] = process.memory_info().rss / MIB
+        except psutil.NoSuchProcess:
+            continue
+    return {name: round(mib, 2) for name, mib in found.items()}
 
 
 def _sockets(processes: list[psutil.Process]) -> int:

@@ -73,10 +73,7 @@ class Forked:
 
 
 def _alone(target: Callable[..., Any], args: Sequence[Any], log: Path, env: dict[str, str]) -> None:
-    os.setsid()
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    _lead_a_group(log)
     os.environ.clear()
     os.environ.update(env)
     target(*args)
@@ -96,11 +93,8 @@ def _plan(args: list[str]) -> None:
 def _between(
     target: Callable[..., Any], args: Sequence[Any], log: Path, env: dict[str, str]
 ) -> None:
-    os.setsid()
+    _lead_a_group(log)
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
     os.environ.update(env)
     child = os.fork()
     if not child:
@@ -113,3 +107,11 @@ def _between(
         finally:
             os._exit(status)
     os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+
+
+def _lead_a_group(log: Path) -> None:
+    """A process group of its own, its output in `log`."""
+    os.setsid()
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)

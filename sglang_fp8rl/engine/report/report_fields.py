@@ -1,4 +1,4 @@
-"""What the status section says of the refits. Reads a report, changes nothing in it."""
+"""What the status section says of the refits. Reads a report; what the running refit lacks is counted anew."""
 
 from __future__ import annotations
 
