@@ -61,7 +61,7 @@ unit: .venv/.ready  ## what needs no server: under two minutes
 unit-312: .venv-312/.ready  ## the same on Python 3.12, which SGLang's images have
 	.venv-312/bin/python $(PYTEST) tests/unit $(PYTEST_ARGS)
 
-accuracy: .venv/.ready  ## DAPO on a small model: eight arms, three seeds, 60 steps; two hours
+accuracy: .venv/.ready  ## DAPO on a small model: eight arms, three seeds, 60 steps; three hours
 	.venv/bin/python benchmarks/accuracy/dapo_small.py $(ARGS)
 
 accuracy-short: .venv/.ready  ## the same for CI: fails if FP8 does not train as BF16 does
@@ -116,7 +116,7 @@ soak: .venv/.ready  ## 1,000 refits under load and with faults: does anything gr
 GPU_PYTHON ?= $(if $(filter command%,$(origin PYTHON)),$(PYTHON),.venv/bin/python)
 ON_GPU_READY := $(if $(filter .venv/bin/python,$(GPU_PYTHON)),.venv/.ready)
 ON_GPU := PYTHONPATH=$(CURDIR) timeout 420 $(GPU_PYTHON)
-gpu-session: gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4  ## the first 25 minutes on a GPU (docs/gpu_session.md)
+gpu-session: gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4  ## the first session on a GPU (docs/gpu_session.md)
 
 gpu-session-1:
 	$(ON_GPU) -m pytest -m gpu tests/unit/numerics

@@ -6,7 +6,7 @@
 
 Our bytes are compared with the reference cast first; if one differs, it exits 1 without a number.
 
-- `in place` is `numerics.cast_blockwise_into`, what the engine calls; `quantize_…` are the public
+- `in place` is `numerics.cast_into`, what the engine calls; `quantize_…` are the public
   functions, which allocate what they return.
 - `eager` is the same cast in whole-matrix torch operations, its bytes compared too.
 - `verl` is `scaled_fp8_blockwise` without Triton, called as veRL calls it, on `v.to(bfloat16)`.
@@ -102,7 +102,7 @@ def gate() -> None:
             x = torch.randn(shape, generator=generator).to(dtype)
             blocks, rows = reference.quantize_blockwise(x), reference.quantize_per_channel(x)
             codes, scales = torch.empty_like(blocks[0]), torch.empty_like(blocks[1])
-            flags = numerics.cast_blockwise_into(x, codes, scales)
+            flags = numerics.cast_into(x, codes, scales, numerics.Blockwise())
             is_same = (
                 same((codes, scales), blocks)
                 and not flags.any()
@@ -119,7 +119,7 @@ def gate() -> None:
     x = torch.ones(200, 200)
     x[150, 10] = float("nan")
     codes, scales = Destination(x.numel()).view((200, 200))
-    flags = numerics.cast_blockwise_into(x, codes, scales)
+    flags = numerics.cast_into(x, codes, scales, numerics.Blockwise())
     written = codes.view(torch.uint8) != 0
     if flags.tolist() != [[False, False], [True, False]] or written.sum() != 200 * 200 - 72 * 128:
         typer.echo("a block with a NaN was written, or another was not; no numbers", err=True)
@@ -152,7 +152,7 @@ def c1(dtype: torch.dtype, rows: int, repetitions: int) -> Iterator[dict[str, An
     source = torch.randn(rows, 4096, generator=torch.Generator().manual_seed(0)).to(dtype)
     codes, scales = Destination(source.numel()).view((rows, 4096))
     blockwise: dict[str, Callable[[], Any]] = {
-        "in place": lambda: numerics.cast_blockwise_into(source, codes, scales),
+        "in place": lambda: numerics.cast_into(source, codes, scales, numerics.Blockwise()),
         "quantize_blockwise": lambda: sglang_fp8rl.quantize_blockwise(source),
         "eager": lambda: eager(source, BLOCK),
     }
@@ -193,7 +193,9 @@ def c2(layers: int, repetitions: int) -> Iterator[dict[str, Any]]:
                 source = buffer[: n * k].view(n, k).normal_(generator=generator)
                 codes, scales = destination.view((n, k))
                 runs: dict[str, Callable[[], Any]] = {
-                    "in place": partial(numerics.cast_blockwise_into, source, codes, scales)
+                    "in place": partial(
+                        numerics.cast_into, source, codes, scales, numerics.Blockwise()
+                    )
                 }
                 if verl:
                     runs["verl"] = partial(verl, source)

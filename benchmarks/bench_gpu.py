@@ -154,14 +154,16 @@ def single(
     device = clock.device
     block = (1, shape[1]) if number == "G9" else BLOCK
     floor = shape[0] * shape[1] * (dtype.itemsize + 1)
-    cast = numerics.cast_per_channel_into if number == "G9" else numerics.cast_blockwise_into
+    granularity = numerics.PerChannel() if number == "G9" else numerics.Blockwise()
     sets: list[dict[str, Run]] = []
     for _ in range(1 + _CACHES * cache_bytes(device) // floor):
         source = torch.randn(shape, device=device).to(dtype)
         half = torch.empty(floor // 2, dtype=torch.uint8, device=device)
         runs: dict[str, Run] = {
             "copy": partial(torch.empty_like(half).copy_, half),
-            "sglang_fp8rl": partial(cast, source, *destination(*shape, block, device)),
+            "sglang_fp8rl": partial(
+                numerics.cast_into, source, *destination(*shape, block, device), granularity
+            ),
         }
         sets.append(runs if number == "G9" else runs | competitors(source))
     runs = {what: rotated([one[what] for one in sets]) for what in sets[0]}

@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -151,9 +152,11 @@ def plan(
         typer.echo(json.dumps(made.document))
         return
     console = _console()
-    console.print(plan_table(made.modules, f"{model}, tensor parallel {tp}"))
-    counts = ", ".join(f"{count} {scheme}" for scheme, count in made.schemes.items())
-    console.print(f"{counts}; {made.fp8_bytes / 1e6:.1f} MB of FP8 weights on each rank")
+    console.print(plan_table(made.document["modules"], f"{model}, tensor parallel {tp}"))
+    schemes = Counter(module.scheme for module in made.modules.values())
+    counts = ", ".join(f"{count} {scheme}" for scheme, count in schemes.items())
+    fp8_bytes = made.document["fp8_bytes"]
+    console.print(f"{counts}; {fp8_bytes / 1e6:.1f} MB of FP8 weights on each rank")
     kv = made.document["kv_scales"]
     scaled = kv["refused"] or f"{kv['mode']}, {kv['layers']} layers scaled"
     console.print(f"with --kv-cache-dtype fp8_e4m3: {scaled}", highlight=False)
@@ -217,6 +220,9 @@ def verify(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Directory of the weights that they should serve.")
     ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="SGLANG_API_KEY", help="Bearer token of the servers.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Prove what servers hold: against themselves, each other, and a checkpoint. Sends no weights.
@@ -228,7 +234,7 @@ def verify(
 
     try:
         with _console(stderr=True).status("reading what is served"):
-            comparisons = verify_servers(urls, checkpoint)
+            comparisons = verify_servers(urls, checkpoint, api_key=api_key)
     except Fp8RlError as error:
         _fail(error)
     if as_json:

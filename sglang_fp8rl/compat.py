@@ -23,7 +23,7 @@ def check_host() -> list[str]:
     """Why this SGLang can't be served with; empty if it can. Cheap: imports no SGLang."""
     version = host_version()
     if version is None:
-        return ["sglang is not installed; pip install 'sglang-fp8rl[sglang]'"]
+        return [f"sglang is not installed; install a version in >={OLDEST},<{NEWEST_EXCLUDED}"]
     if not OLDEST <= version < NEWEST_EXCLUDED:
         return [
             f"sglang {version} is outside the supported range >={OLDEST},<{NEWEST_EXCLUDED}; "

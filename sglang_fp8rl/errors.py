@@ -34,5 +34,9 @@ class RefitError(Fp8RlError):
     """A weight update that did not do what was asked of it."""
 
 
+class NoAnswerError(RefitError):
+    """A request that no answer came to: whether the server did what it was asked is not known."""
+
+
 class HostError(Fp8RlError):
     """An SGLang (or driver, or GPU) that this version does not support."""

@@ -94,8 +94,7 @@ def export_checkpoint(
             "only an unquantized checkpoint is quantized",
             "Start from the BF16 or FP32 one.",
         )
-    made = make_plan(model, tp_size=tp_size, options=options, trust_remote_code=trust_remote_code)
-    plan = RefitPlan.from_dict(made.document)
+    plan = make_plan(model, tp_size=tp_size, options=options, trust_remote_code=trust_remote_code)
     out.mkdir(parents=True, exist_ok=True)
     on_start(sum(path.stat().st_size for path in files))
     report, weight_map = ExportReport(), {}

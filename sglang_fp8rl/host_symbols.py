@@ -167,7 +167,6 @@ _TABLE: dict[str, tuple[_Row, ...]] = {
         ("layers.quantization.fp8", "class", "Fp8Config Fp8LinearMethod Fp8MoEMethod"),
         ("layers.quantization.fp8", "function", "Fp8Config.get_name Fp8Config.from_config"),
         ("layers.quantization.fp8", "function", "Fp8Config.get_min_capability"),
-        ("layers.quantization.fp8", "function", "Fp8Config.override_quantization_method"),
         ("layers.quantization.fp8", "function", "Fp8Config.get_quant_method"),
         *(
             ("layers.quantization.fp8", "function", f"{method}.{name}")
@@ -202,9 +201,7 @@ _TABLE: dict[str, tuple[_Row, ...]] = {
                 "get_device_name",
                 "get_device_total_memory",
                 "get_device_uuid",
-                "get_dispatch_key_name",
                 "get_paged_allocator_cls",
-                "get_torch_distributed_backend_str",
                 "get_torch_profiler_activity",
                 "get_torch_profiler_activity_str",
                 "init_backend",

@@ -102,14 +102,13 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def plans_in_forks() -> Iterator[None]:
+def plans_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made in forks of the fork server instead of new interpreters."""
     from forked import run_plan
 
-    from sglang_fp8rl.engine.host.plan_offline import plans_run_by
+    from sglang_fp8rl.engine.host import plan_offline
 
-    with plans_run_by(run_plan):
-        yield
+    monkeypatch.setattr(plan_offline, "run_in_new_interpreter", run_plan)
 
 
 @pytest.fixture(scope="session")

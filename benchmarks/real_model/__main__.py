@@ -102,6 +102,9 @@ def rl_command(
     ignored_layers: IgnoredLayers = "",
     out: Annotated[Path, typer.Option(help="JSON lines; whole runs in it are kept")] = RL_RESULTS,
     threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="keep what was trained, for `growth`")
+    ] = False,
 ) -> None:
     """Train on sums of small numbers, rollouts from a real server. Runs that are whole are kept."""
     from .rl_runs import run_all
@@ -118,6 +121,7 @@ def rl_command(
             trained_layers=trained_layers,
             ignored_layers=_names(ignored_layers),
             threads=threads,
+            keep=keep,
         )
     except Fp8RlError as error:
         console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
@@ -125,6 +129,36 @@ def rl_command(
     except KeyboardInterrupt as error:
         console.print(f"interrupted; {out} has the steps so far")
         raise typer.Exit(INTERRUPTED) from error
+
+
+@app.command("growth")
+def growth_command(
+    model: ModelName = DEFAULT,
+    arm: Annotated[str, typer.Option(help="whose kept policy")] = "fp8",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    trained_layers: Annotated[int, typer.Option(min=1, help="so many last layers")] = 8,
+    problems: Annotated[int, typer.Option(min=1)] = 32,
+    samples: Annotated[int, typer.Option(min=1, help="answers to each")] = 8,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write a line per row")] = None,
+) -> None:
+    """Why the gap grows: the start and what `rl --keep` trained, on each other's answers."""
+    from .gap_growth import run_growth
+
+    console = Console(width=None if Console().is_terminal else 140)
+    try:
+        run_growth(
+            model,
+            arm,
+            seed,
+            console,
+            trained_layers=trained_layers,
+            problems=problems,
+            samples=samples,
+            path=json_path,
+        )
+    except Fp8RlError as error:
+        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(BAD_INPUT) from error
 
 
 def _names(text: str) -> tuple[str, ...]:

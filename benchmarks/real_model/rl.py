@@ -77,8 +77,9 @@ class RlRun:
         folder: the converted checkpoint.
         encode: its tokenizer, from text to ids.
         trained_layers: see `RealPolicy`.
-        validate_every: so many steps; after the last one always.
         work: takes the server's log.
+        validate_every: so many steps; after the last one always.
+        keep: takes the trained policy, as a checkpoint.
     """
 
     arm: RlArm
@@ -90,6 +91,7 @@ class RlRun:
     work: Path
     trained_layers: int | None = None
     validate_every: int = 4
+    keep: Path | None = None
 
 
 def run_steps(run: RlRun) -> Iterator[Record]:
@@ -136,6 +138,8 @@ def run_steps(run: RlRun) -> Iterator[Record]:
                 record["val_accuracy"] = _validate(server, held_out, end)
             record["step_seconds"] = time.perf_counter() - began
             yield record
+    if run.keep is not None:
+        policy.save(run.keep)
 
 
 def _sample(server: ArmServer, problems: Sequence[Sum], end: list[int]) -> list[Group]:

@@ -52,6 +52,10 @@ class RealPolicy(Policy):
             }
             self._front = FrozenFront(self._model.model, self._first, in_front)
 
+    def save(self, folder: Path) -> None:
+        """Write the masters as a checkpoint in FP32, without a tokenizer."""
+        self._model.save_pretrained(folder)
+
     def logprobs(
         self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:

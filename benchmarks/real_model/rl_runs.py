@@ -37,8 +37,12 @@ def run_all(
     trained_layers: int | None = None,
     ignored_layers: Sequence[str] = (),
     threads: int = 2,
+    keep: bool = False,
 ) -> None:
     """Run what is missing of `names` × `seeds`, and show it.
+
+    Args:
+        keep: write each trained policy into `kept_policy`.
 
     Raises:
         ConfigError: an unknown arm, or a model that does not fit into memory.
@@ -69,6 +73,7 @@ def run_all(
                 threads,
                 cache_folder() / "runs",
                 trained_layers,
+                keep=kept_policy(model, arm.name, seed) if keep else None,
             )
             for record in run_steps(run):
                 records.append(path, {"arm": arm.name, "seed": seed, **record})
@@ -78,6 +83,11 @@ def run_all(
     picture = path.with_suffix(".png")
     draw(runs, picture, f"{model}, sums")
     console.print(f"picture: {picture.name}")
+
+
+def kept_policy(model: str, arm: str, seed: int) -> Path:
+    """Folder of a policy that a run has trained."""
+    return cache_folder() / "trained" / f"{model}-{arm}-{seed}"
 
 
 def table(runs: dict[tuple[str, int], list[dict[str, Any]]]) -> Table:

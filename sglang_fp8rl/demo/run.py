@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +170,6 @@ def _server(options: DemoOptions, checkpoint: Checkpoint, name: str) -> ServerPr
         checkpoint.path,
         args,
         log_path=log,
-        python=sys.executable,
         timeout=START_TIMEOUT,
         fork=not has_gpu,
     )

@@ -11,6 +11,7 @@ import requests
 from .server import ServerError, normalize_url
 
 _BATCH = 32  # prompts per request
+_CONNECT_S, _ANSWER_S = 10.0, 600.0
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,6 @@ def sample_rollouts(
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
-    timeout: float = 600.0,
 ) -> list[Rollout]:
     """Sample one completion of each prompt (token ids) over the whole vocabulary.
 
@@ -54,7 +54,7 @@ def sample_rollouts(
                 },
                 "return_logprob": True,
             }
-            replies = _post(session, url, body, timeout)
+            replies = _post(session, url, body)
             if len(replies) != len(batch):
                 raise _strange(url, f"{len(replies)} completions of {len(batch)} prompts")
             pairs = zip(batch, replies, strict=True)
@@ -62,9 +62,9 @@ def sample_rollouts(
     return rollouts
 
 
-def _post(session: requests.Session, url: str, body: dict, timeout: float) -> list[Any]:
+def _post(session: requests.Session, url: str, body: dict) -> list[Any]:
     try:
-        reply = session.post(f"{url}/generate", json=body, timeout=(10.0, timeout))
+        reply = session.post(f"{url}/generate", json=body, timeout=(_CONNECT_S, _ANSWER_S))
     except requests.RequestException as error:
         raise ServerError(
             url,

@@ -1,6 +1,6 @@
 """Casts and splits: torch only, no host. Numba and Triton are optional and imported on first use."""
 
-from .cast import Backend, cast_blockwise_into, cast_into, cast_per_channel_into, warmup
+from .cast import Backend, cast_into, warmup
 from .checks import FP8_DTYPE
 from .grid import BlockGrid, Blockwise, PerChannel, granularity_of
 from .quantize import quantize, quantize_blockwise, quantize_per_channel
@@ -14,9 +14,7 @@ __all__ = [
     "BlockGrid",
     "Blockwise",
     "PerChannel",
-    "cast_blockwise_into",
     "cast_into",
-    "cast_per_channel_into",
     "dequantize",
     "granularity_of",
     "quantize",

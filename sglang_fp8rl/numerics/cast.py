@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 
 from .checks import check_destination, check_scale, check_source
-from .grid import Blockwise, PerChannel, ScaleGranularity
+from .grid import ScaleGranularity
 
 Backend = Literal["auto", "reference", "numba", "triton"]
-# Module of each backend (it has a `cast_into`), and the library that it needs.
+# Module of each backend; it has a `cast_into`.
 _MODULES = {"reference": ".reference", "numba": ".cpu.cast", "triton": ".triton.cast"}
 _FASTEST = {"cpu": "numba", "cuda": "triton"}
 
@@ -40,6 +40,7 @@ def cast_into(
         source: [N, K] FP32, BF16 or FP16; any strides and offset.
         qweight: [N, K] e4m3fn; rows contiguous, any row stride and offset.
         weight_scale: FP32 of the granularity's scale shape; any strides and offset.
+        granularity: `Blockwise()`, one scale for each block, or `PerChannel()`, one for each row.
         name: what errors call the tensor.
         backend: "auto" is Triton on CUDA, Numba on CPU, else plain PyTorch ("reference"), which
             streams one row of blocks at a time.
@@ -57,54 +58,6 @@ def cast_into(
     check_scale(source, weight_scale, grid.scale_shape, name)
     module = _module(_fastest(source.device) if backend == "auto" else backend)
     return module.cast_into(source, qweight, weight_scale, grid.block, pow2_scale, round_to_bf16)
-
-
-def cast_blockwise_into(
-    source: torch.Tensor,
-    qweight: torch.Tensor,
-    weight_scale_inv: torch.Tensor,
-    *,
-    block_size: tuple[int, int] = (128, 128),
-    pow2_scale: bool = False,
-    round_to_bf16: bool = True,
-    name: str = "weight",
-    backend: Backend = "auto",
-) -> torch.Tensor:
-    """`cast_into` with one scale for each block: scales and flags [⌈N / block_n⌉, ⌈K / block_k⌉]."""
-    return cast_into(
-        source,
-        qweight,
-        weight_scale_inv,
-        Blockwise.of(block_size),
-        pow2_scale=pow2_scale,
-        round_to_bf16=round_to_bf16,
-        name=name,
-        backend=backend,
-    )
-
-
-def cast_per_channel_into(
-    source: torch.Tensor,
-    qweight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    *,
-    pow2_scale: bool = False,
-    round_to_bf16: bool = True,
-    name: str = "weight",
-    backend: Backend = "auto",
-) -> torch.Tensor:
-    """`cast_into` with one scale for each row: scales [N, 1] or [N], flags [N]."""
-    flags = cast_into(
-        source,
-        qweight,
-        weight_scale.unsqueeze(1) if weight_scale.dim() == 1 else weight_scale,
-        PerChannel(),
-        pow2_scale=pow2_scale,
-        round_to_bf16=round_to_bf16,
-        name=name,
-        backend=backend,
-    )
-    return flags.squeeze(1)
 
 
 def warmup() -> None:

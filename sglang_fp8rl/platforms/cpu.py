@@ -62,9 +62,6 @@ class Fp8RlCpuPlatform(SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
-    def get_dispatch_key_name(self) -> str:
-        return "native"
-
     def init_backend(self) -> None:
         """Called in each worker: share CPU tensors by file name (see `cpu_hooks`), and serve MLA."""
         from .cpu_attention import offer_fp8_attention
@@ -104,9 +101,6 @@ class Fp8RlCpuPlatform(SRTPlatform):
 
     def empty_cache(self) -> None:
         gc.collect()
-
-    def get_torch_distributed_backend_str(self) -> str:
-        return "gloo"
 
     def get_torch_profiler_activity_str(self) -> str:
         return "CPU"

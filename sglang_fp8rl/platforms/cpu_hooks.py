@@ -17,40 +17,17 @@ from typing import Any
 import torch
 
 from ..declared_hooks import Hook, register_hooks
+from .cpu_linear import apply_fp8_linear, block_fp8_linear
+from .cpu_mla import blocks_as_bf16
+from .cpu_moe import fused_experts, moe_forward_native
 
 
 def _dispatch_w8a8_block_fp8_linear(
     weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False
 ) -> Callable[..., torch.Tensor]:
-    from .cpu_linear import block_fp8_linear
-
     if act_scale_ue8m0:
         return functools.partial(block_fp8_linear, act_scale_ue8m0=True)
     return block_fp8_linear
-
-
-def _apply_fp8_linear(*args: Any, **kwargs: Any) -> torch.Tensor:
-    from .cpu_linear import apply_fp8_linear
-
-    return apply_fp8_linear(*args, **kwargs)
-
-
-def _fused_experts(*args: Any, **kwargs: Any) -> torch.Tensor:
-    from .cpu_moe import fused_experts
-
-    return fused_experts(*args, **kwargs)
-
-
-def _moe_forward_native(*args: Any, **kwargs: Any) -> torch.Tensor:
-    from .cpu_moe import moe_forward_native
-
-    return moe_forward_native(*args, **kwargs)
-
-
-def _blocks_as_bf16(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, float]:
-    from .cpu_mla import blocks_as_bf16
-
-    return blocks_as_bf16(*args, **kwargs)
 
 
 def _nothing() -> None:
@@ -90,28 +67,28 @@ CPU_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.layers.quantization.fp8_utils.apply_fp8_linear",
         "REPLACE",
-        _apply_fp8_linear,
+        apply_fp8_linear,
         reason="quantizes activations with a Triton or CUDA kernel",
         until="as above",
     ),
     Hook(
         "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts",
         "REPLACE",
-        _fused_experts,
+        fused_experts,
         reason="Fp8MoEMethod runs its experts with the Triton runner, whatever the device",
         until="an out-of-tree platform can name its MoE runner on every supported version",
     ),
     Hook(
         "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
         "REPLACE",
-        _moe_forward_native,
+        moe_forward_native,
         reason="SGLang's torch experts fail on id −1, so there is no expert parallelism with them",
         until="SGLang's version skips ids of other ranks",
     ),
     Hook(
         "sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant",
         "REPLACE",
-        _blocks_as_bf16,
+        blocks_as_bf16,
         reason="MLA's w_kc and w_vc are BF16 on a GPU; elsewhere SGLang quantizes them again, per tensor, "
         "for a kernel that no CPU has",
         until="SGLang derives alike on every device",

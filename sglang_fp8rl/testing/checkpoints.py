@@ -43,14 +43,12 @@ def make_state_dict(config: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def perturbed(
-    state_dict: dict[str, torch.Tensor], seed: int, *, relative: float = 0.05
-) -> dict[str, torch.Tensor]:
-    """A second weight set, as after a training step: each value moves by about `relative`."""
+def perturbed(state_dict: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """A second weight set, as after a training step: each value moves by about a twentieth."""
     result = {}
     for name, weight in state_dict.items():
         noise = torch.randn(weight.shape, generator=_generator(name, seed))
-        result[name] = (weight.float() * (1 + relative * noise)).to(weight.dtype)
+        result[name] = (weight.float() * (1 + 0.05 * noise)).to(weight.dtype)
     return result
 
 

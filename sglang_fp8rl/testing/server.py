@@ -71,7 +71,6 @@ class ServerProcess:
         args: more flags of `launch_server`, e.g. `("--tp-size=2",)`.
         log_path: file that takes stdout and stderr.
         env: variables added to the environment.
-        python: interpreter with SGLang installed.
         timeout: seconds until the server must be healthy.
         fork: workers share the launcher's imports (see `launch`), which starts much faster.
         tokenizer: the checkpoint has one (`testing.tokenizer`), and requests may carry text.
@@ -84,7 +83,6 @@ class ServerProcess:
         *,
         log_path: str | Path,
         env: dict[str, str] | None = None,
-        python: str = sys.executable,
         timeout: float = 420,
         fork: bool = True,
         tokenizer: bool = False,
@@ -93,7 +91,7 @@ class ServerProcess:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         launcher = "sglang_fp8rl.testing.launch" if fork else "sglang.launch_server"
-        self.command = [python, "-m", launcher, f"--model-path={self.model_path}"]
+        self.command = [sys.executable, "-m", launcher, f"--model-path={self.model_path}"]
         base = [arg for arg in BASE_ARGS if not (tokenizer and arg == "--skip-tokenizer-init")]
         self.command += [*base, f"--port={self.port}", *self.args]
         self.env = {**os.environ, **cpu_env(self._tp_size()), **(env or {})}
@@ -175,11 +173,6 @@ class ServerProcess:
             )
         is_json = "json" in response.headers.get("content-type", "")
         return response.json() if is_json else response.text
-
-    def server_info(self) -> dict[str, Any]:
-        response = requests.get(self.url + "/server_info", timeout=30)
-        response.raise_for_status()
-        return response.json()
 
     def __enter__(self) -> Self:
         return self.start()

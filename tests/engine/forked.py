@@ -80,7 +80,7 @@ def _alone(target: Callable[..., Any], args: Sequence[Any], log: Path, env: dict
 
 
 def run_plan(args: Sequence[str], env: Mapping[str, str], log: Path) -> str:
-    """A `plan_offline.Runner`: what a new interpreter does, without importing SGLang again."""
+    """As `plan_offline.run_in_new_interpreter`, without importing SGLang again."""
     return run_forked(_plan, (list(args),), log, env=env)
 
 

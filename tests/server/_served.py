@@ -21,6 +21,7 @@ from models import MODELS, Model, checkpoint
 from packaging.version import Version
 
 from sglang_fp8rl.client import RefitClient
+from sglang_fp8rl.client.connection import Connection
 from sglang_fp8rl.compat import SESSIONS_SINCE
 from sglang_fp8rl.testing.outputs import Output, ask, differences, make_prompts
 from sglang_fp8rl.testing.server import Launched, ServerProcess, cpu_env
@@ -45,8 +46,14 @@ class Client(RefitClient):
 class ClientWithoutSessions(Client):
     """A trainer that knows no sessions, as veRL: every call stands for itself."""
 
-    def _session(self, _: Any) -> Any:
-        return contextlib.nullcontext(False)
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._connection = _WithoutSessions(url, timeout=600, api_key=None, admin_api_key=None)
+
+
+class _WithoutSessions(Connection):
+    def post_admin_if_known(self, path: str, body: dict[str, Any]) -> bool:
+        return False
 
 
 @dataclass(frozen=True)

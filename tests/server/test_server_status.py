@@ -8,7 +8,9 @@ import pytest
 import requests
 from _served import MODEL, ONE_THREAD, QUANTIZED, Client, weights
 from models import checkpoint
+from typer.testing import CliRunner
 
+from sglang_fp8rl import cli
 from sglang_fp8rl.testing.server import ServerProcess
 
 pytestmark = pytest.mark.engine
@@ -73,3 +75,11 @@ def test_an_update_with_both_keys_a_version_and_metrics(guarded):
     assert metric(text, "sqnr_db") > 25
     assert metric(text, "kv_certified") == 1
     assert metric(text, "kv_saturated_share") == 0
+
+
+def test_verify_takes_the_key_of_a_guarded_server(guarded):
+    without = CliRunner().invoke(cli.app, ["verify", guarded.url])
+    assert without.exit_code == 2
+    assert "api_key" in without.stderr
+    with_key = CliRunner().invoke(cli.app, ["verify", guarded.url, "--api-key=key"])
+    assert (with_key.exit_code, with_key.stderr) == (0, "")

@@ -22,11 +22,14 @@ def attach_to_model(model: Any, model_config: Any, *_: Any, **__: Any) -> None:
     for module in model.modules():
         config = getattr(getattr(module, "quant_method", None), "quant_config", None)
         if isinstance(config, Fp8BlockwiseOnlineConfig):
-            config.settle(model)
-            probe_names = functools.partial(
-                meta_tensors, model_config.model_path, model_config.hf_config
-            )
-            refit = ModelRefit(model, config.options, config.schemes, probe_names)
-            refit.attach()
-            setattr(model, _ATTRIBUTE, refit)
+            setattr(model, _ATTRIBUTE, attached(model, model_config, config))
             return
+
+
+def attached(model: Any, model_config: Any, config: Fp8BlockwiseOnlineConfig) -> ModelRefit:
+    """The refit of a model whose loaders it wraps from now on."""
+    config.settle(model)
+    probe_names = functools.partial(meta_tensors, model_config.model_path, model_config.hf_config)
+    refit = ModelRefit(model, config.options, config.schemes, probe_names)
+    refit.attach()
+    return refit

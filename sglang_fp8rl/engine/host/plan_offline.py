@@ -9,56 +9,22 @@ weights, no GPU and no memory to speak of.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...config import QUANTIZATION_METHOD
 from ...errors import Fp8RlError, HostError
 from ...platforms import PLATFORM_NAME
+from ...wire.plan import RefitPlan
 
 _TIMEOUT_SECONDS = 600
-
-# Runs `child_main` on these arguments, with these variables added to its environment and its output
-# in this file, in a process that it may end and change as it likes. Returns how it ended, in words.
-Runner = Callable[[Sequence[str], Mapping[str, str], Path], str]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a server would serve, on each of its ranks.
-
-    Attributes:
-        document: as from `GET /fp8rl/plan` (`plan_schema.json`).
-    """
-
-    model: str
-    document: dict[str, Any]
-
-    @property
-    def modules(self) -> list[dict[str, str]]:
-        """`module`, `scheme`, `reason`, as in the status section of a running server."""
-        return self.document["modules"]
-
-    @property
-    def fp8_bytes(self) -> int:
-        """Of the weights that are FP8, on one rank."""
-        return self.document["fp8_bytes"]
-
-    @property
-    def schemes(self) -> dict[str, int]:
-        return dict(Counter(row["scheme"] for row in self.modules))
 
 
 def make_plan(
@@ -68,8 +34,8 @@ def make_plan(
     ep_size: int = 1,
     options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
-) -> Plan:
-    """Plan a model in a process of its own; imports no SGLang here.
+) -> RefitPlan:
+    """What a server would serve, on each of its ranks; imports no SGLang here.
 
     Args:
         model: a directory with `config.json`, or a name that SGLang resolves.
@@ -92,8 +58,8 @@ def make_plan(
         argv.append("--trust-remote-code")
     with tempfile.TemporaryDirectory(prefix="sglang-fp8rl-plan-") as directory:
         answer_path, log_path = Path(directory, "answer.json"), Path(directory, "log")
-        run = _runner.get()
-        outcome = run([str(answer_path), str(tp_size), *argv], _child_env(tp_size), log_path)
+        args = [str(answer_path), str(tp_size), *argv]
+        outcome = run_in_new_interpreter(args, _child_env(tp_size), log_path)
         if not answer_path.exists():
             tail = log_path.read_text(errors="replace")[-2000:]
             raise HostError(
@@ -107,17 +73,7 @@ def make_plan(
         raise HostError(
             model, answer["error"], f"{QUANTIZATION_METHOD} can't serve it at tp {tp_size}", ""
         )
-    return Plan(model, answer["document"])
-
-
-@contextlib.contextmanager
-def plans_run_by(runner: Runner) -> Iterator[None]:
-    """Within it, plans are made by `runner`, e.g. in a fork of a process that has SGLang already."""
-    token = _runner.set(runner)
-    try:
-        yield
-    finally:
-        _runner.reset(token)
+    return RefitPlan.from_dict(answer["document"])
 
 
 def _child_env(tp_size: int) -> dict[str, str]:
@@ -131,7 +87,16 @@ def _child_env(tp_size: int) -> dict[str, str]:
 
 
 def run_in_new_interpreter(args: Sequence[str], env: Mapping[str, str], log_path: Path) -> str:
-    """The `Runner` of users; it imports SGLang, which takes seconds."""
+    """Run `child_main`, in a process that it may end and change as it likes.
+
+    Args:
+        args: of `child_main`.
+        env: is added to this process's environment.
+        log_path: takes what it prints.
+
+    Returns:
+        How it ended, in words.
+    """
     # SGLang's scheduler sends SIGQUIT to its parent when it fails. The parent is this process.
     before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     try:
@@ -149,9 +114,6 @@ def run_in_new_interpreter(args: Sequence[str], env: Mapping[str, str], log_path
         return f"not done after {_TIMEOUT_SECONDS} s"
     finally:
         signal.signal(signal.SIGQUIT, before)
-
-
-_runner: ContextVar[Runner] = ContextVar("runner", default=run_in_new_interpreter)
 
 
 # -- in the child ------------------------------------------------------------------------------
@@ -177,11 +139,12 @@ def child_main(args: Sequence[str]) -> None:
     ) -> None:
         import torch
 
+        from .attach import attached
+
         try:
             with torch.device("meta"):
                 model = original(model_config, load_config, quant_config)
-            quant_config.settle(model)
-            answer["document"] = _document(model, model_config, quant_config)
+            answer["document"] = attached(model, model_config, quant_config).plan().as_dict()
         except Fp8RlError as error:
             answer["error"] = str(error) or type(error).__name__
             raise _Built from error
@@ -197,16 +160,6 @@ def child_main(args: Sequence[str]) -> None:
     except _Built:
         answer_path.write_text(json.dumps(answer))
         os._exit(0)  # SGLang's threads and sockets are of no use any more
-
-
-def _document(model: Any, model_config: Any, quant_config: Any) -> dict[str, Any]:
-    from ..model.checkpoint_names import meta_tensors
-    from ..refit import ModelRefit
-
-    probe_names = functools.partial(meta_tensors, model_config.model_path, model_config.hf_config)
-    refit = ModelRefit(model, quant_config.options, quant_config.schemes, probe_names)
-    refit.attach()
-    return refit.plan().as_dict()
 
 
 def _fake_other_ranks(tp_size: int) -> None:

@@ -84,10 +84,6 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         return 89
 
     @classmethod
-    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None) -> str | None:
-        return None
-
-    @classmethod
     def from_config(cls, config: dict[str, Any]) -> Fp8BlockwiseOnlineConfig:
         """Read the model's `quantization_config`.
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import ConfigError
 from ...wire.plan import RefitPlan
-from .served_modules import ServedModule
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def needed_bytes(
     plan: RefitPlan,
-    modules: Sequence[ServedModule],
     *,
     value_bytes: int,
     tokens: int,

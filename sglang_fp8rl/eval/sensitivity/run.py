@@ -66,8 +66,7 @@ def run_sensitivity(
             results file of another run.
     """
     _check_dtype(settings.dtype, wish.options)
-    made = make_plan(wish.model, tp_size=wish.tp_size, ep_size=wish.ep_size, options=wish.options)
-    plan = RefitPlan.from_dict(made.document)
+    plan = make_plan(wish.model, tp_size=wish.tp_size, ep_size=wish.ep_size, options=wish.options)
     modules = _candidates(wish.model, plan)
     allowed = budget_bytes(wish.budget, modules)
     vocabulary = plan.document["model"]["vocab_size"] or 1
@@ -127,7 +126,6 @@ def _check_memory(
     tokens = each * sum(lengths)
     needed = needed_bytes(
         plan,
-        modules,
         value_bytes=_VALUE_BYTES[settings.dtype],
         tokens=tokens,
         tokens_at_once=min(tokens, max(settings.tokens_at_once, *lengths)),

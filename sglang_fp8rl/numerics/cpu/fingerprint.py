@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .intrinsics import pointer
-from .kernels import _jit
+from .jit import jit
 
 # Below this, starting a thread costs more than it saves.
 _BYTES_PER_THREAD = 4 * 1024 * 1024
@@ -63,7 +63,7 @@ def matrix_number(
         return int(work(edges[0], edges[1])) + sum(int(other.result()) for other in others)
 
 
-@_jit
+@jit()
 def rows_number(address, stride, rows, nbytes, in_words, first_row, first_byte, seed, column_keys):
     """Of each row the sum over its words, times the row's key; releases the GIL."""
     total = np.uint64(0)

@@ -18,13 +18,12 @@ Numba widens `uint32 + uint32` to 64: hence the many `np.uint32(...)`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
 from numba.extending import overload
 
 from .intrinsics import fma, pointer, prefetch
+from .jit import jit
 
 # Below it a remainder may have no exact FP32 number.
 SMALLEST_FMA_SCALE = np.float32(2.0**-92)
@@ -40,15 +39,6 @@ _HOW[list(RECIPROCAL_UP)], _HOW[list(RECIPROCAL_DOWN)], _HOW[list(NO_RECIPROCAL)
 CACHE_LINE = 64
 
 
-def _jit(function: Any) -> Any:
-    """`njit`, cached on disk where that is possible: servers start often, on read-only images too."""
-    options = {"nogil": True, "fastmath": False, "error_model": "numpy", "boundscheck": False}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # "cannot cache function: no locator available"
-        return numba.njit(**options)(function)
-
-
 def _fp32_bits(x):
     """FP32 bits of a source element: uint32 is FP32 already, uint16 is BF16."""
 
@@ -60,7 +50,7 @@ def _overload_fp32_bits(x):
     return lambda x: np.uint32(np.uint32(x) << np.uint32(16))
 
 
-@_jit
+@jit()
 def _round(bits, half, odd, keep):
     carry = np.uint32(np.uint32(bits >> np.uint32(16)) & odd)
     return np.uint32(np.uint32(np.uint32(bits + half) + carry) & keep)
@@ -77,17 +67,17 @@ def _overload_magnitude(x, half, odd, keep):
     return lambda x, half, odd, keep: _float(_fp32_bits(x) & np.uint32(0x7FFFFFFF))
 
 
-@_jit
+@jit()
 def _bits(x):
     return np.float32(x).view(np.uint32)
 
 
-@_jit
+@jit()
 def _float(bits):
     return np.uint32(bits).view(np.float32)
 
 
-@_jit
+@jit()
 def _amax(x, amax):
     amax = np.uint32(amax)
     for c in range(x.size):
@@ -96,7 +86,7 @@ def _amax(x, amax):
     return amax
 
 
-@_jit
+@jit()
 def _code(y, x):
     """e4m3 of `y`, from 0 to 448 but for rounding, with the sign of the source element `x`.
 
@@ -113,7 +103,7 @@ def _code(y, x):
     return np.uint8(np.uint32(ulps + np.uint32(exponent >> np.uint32(20))) | sign)
 
 
-@_jit
+@jit()
 def _reciprocal(amax, scale, round_keep, pow2_scale):
     """What `_encode` multiplies by instead of dividing by `scale`, or 0 where it has to divide.
 
@@ -135,7 +125,7 @@ def _reciprocal(amax, scale, round_keep, pow2_scale):
     return _float(np.uint32(np.int64(_bits(reciprocal)) + how))
 
 
-@_jit
+@jit()
 def _encode(x, out, scale, reciprocal, round_half, round_odd, round_keep):
     """Codes of a row of one block: those of `x / scale`, IEEE."""
     if reciprocal > np.float32(0.0):
@@ -154,7 +144,7 @@ def _encode(x, out, scale, reciprocal, round_half, round_odd, round_keep):
             out[c] = _code(value / scale, x[c])
 
 
-@_jit
+@jit()
 def _scale(amax, pow2_scale):
     """Stored scale from the bits of a finite amax; as `reference.amax_to_scale_inv`."""
     if amax == np.uint32(0):
@@ -165,7 +155,7 @@ def _scale(amax, pow2_scale):
     return scale
 
 
-@_jit
+@jit()
 def cast_tiles(
     source,
     source_stride,
@@ -238,7 +228,7 @@ def cast_tiles(
         row, first, height, count = next_row, next_first, next_height, next_count
 
 
-@_jit
+@jit()
 def cast_region(
     source, wide, source_stride, codes, codes_stride, scales, scales_stride0, scales_stride1,
     nonfinite, rows, cols, block_n, block_k, strip_bytes, half, odd, keep, pow2_scale,

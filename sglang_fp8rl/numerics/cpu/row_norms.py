@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from .intrinsics import pointer
+from .jit import jit
 
 _MAGNITUDE, _NORMAL, _UP = (np.uint32(n) for n in (0x7F, 8, 20))
 _BIAS = np.uint32((127 - 7) << 23)
@@ -26,6 +27,8 @@ _MAGNITUDE_BYTE = _NAN = np.uint8(0x7F)
 # A factor is this much of the largest, or more: with the smallest code its product is a normal FP32 number.
 _LEAST = 2.0**-100
 _TINY = 2.0**-1000
+# Sums in another order than written, so that they become vector instructions; one order for good.
+_compiled = jit(fastmath=("reassoc", "contract"))
 
 
 def row_norms(
@@ -55,15 +58,6 @@ def row_norms(
     arrays = [one.contiguous().numpy() for one in (scales, gain, largest)]
     _row_norms(codes.data_ptr(), codes.stride(0), share, *arrays, found)
     return torch.from_numpy(found[0]), torch.from_numpy(found[1])
-
-
-def _compiled(function):
-    # Sums in another order than written, so that they become vector instructions; one order for good.
-    options = {"nogil": True, "fastmath": {"reassoc", "contract"}, "boundscheck": False}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # "cannot cache function: no locator available"
-        return numba.njit(**options)(function)
 
 
 @_compiled

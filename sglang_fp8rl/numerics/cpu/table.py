@@ -18,7 +18,8 @@ from ..grid import ceil_div
 from ..write_table import BAD_SCALE, NAN_CODE, PIECE, CastTable, Dtype, Kind
 from .cast import BF16_STEP, ELEMENTS_PER_THREAD, NO_STEP, STRIP_BYTES
 from .intrinsics import pointer
-from .kernels import _amax, _fp32_bits, _jit, _round, cast_region
+from .jit import jit
+from .kernels import _amax, _fp32_bits, _round, cast_region
 
 # A unit of work for a thread: rows of blocks of one piece, about this many elements.
 _ELEMENTS_PER_ITEM = 256 * 1024
@@ -34,7 +35,7 @@ class CpuTable:
     """A table with its work cut into items for threads.
 
     Args:
-        pow2_scale, round_to_bf16: as in `cast_blockwise_into`; copies take no notice of them.
+        pow2_scale, round_to_bf16: as in `cast_into`; copies take no notice of them.
     """
 
     def __init__(self, table: CastTable, *, pow2_scale: bool, round_to_bf16: bool) -> None:
@@ -103,7 +104,7 @@ def _items_of(pieces: np.ndarray) -> tuple[np.ndarray, int]:
     return items, int(count[: np.count_nonzero(is_scales)].sum())
 
 
-@_jit
+@jit()
 def copy_rows(
     source, source_stride, destination, destination_stride, nonfinite, cols, narrow, step,
     row_start, row_stop,
@@ -126,7 +127,7 @@ def copy_rows(
                 out[c] = out.dtype.type(_fp32_bits(x[c]))
 
 
-@_jit
+@jit()
 def copy_scales(
     source, source_stride, destination, destination_stride, bad, cols, row_start, row_stop
 ):
@@ -142,7 +143,7 @@ def copy_scales(
                 destination[row * destination_stride + c] = x[c]
 
 
-@_jit
+@jit()
 def copy_codes(source, source_stride, destination, destination_stride, bad, piece, start, stop):
     """Copy rows of codes whose scales were copied and none of which is NaN."""
     cols, block_n = piece["cols"], piece["block_n"]
@@ -161,7 +162,7 @@ def copy_codes(source, source_stride, destination, destination_stride, bad, piec
             out[c] = x[c]
 
 
-@_jit
+@jit()
 def run_items(
     pieces, items, addresses, flags, strip_bytes, half, odd, keep, half16, odd16, keep16,
     pow2_scale, first, last,

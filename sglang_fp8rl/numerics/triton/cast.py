@@ -1,7 +1,7 @@
 """The GPU cast of one tensor: one Triton program per block, or per row; no padding, no cropping.
 
-128×128 blocks and rows run the functions of the tables (`tiles.py`). Blocks of another size are cast
-in integers.
+128×128 blocks and rows run the functions of the tables (`tiles.py`). Blocks of another size, which no
+server has, are cast by PyTorch.
 
 Importing this module imports Triton; `numerics/cast.py` does so on first use.
 """
@@ -19,13 +19,12 @@ import triton
 import triton.language as tl
 
 from .. import reference
-from .arithmetic import BF16, FP16, FP32, codes_of, scale_of
+from .arithmetic import BF16, FP16, FP32
 from .hardware import has_packed_kernels, row_warps, tile_options
 from .tiles import cast_row, cast_tile
 
 # Longest row that one program keeps in registers between its two passes.
 LONGEST_ROW_READ_ONCE = 16384
-LARGEST_BLOCK = 32768
 BLOCK = (128, 128)
 WIDEST = 16  # bytes of a load or store
 
@@ -135,47 +134,6 @@ def cast_row_kernel(
     tl.store(nonfinite + n, 1 - finite.to(tl.int8))
 
 
-@triton.jit
-def cast_block_kernel(
-    source,
-    codes,
-    scales,
-    nonfinite,
-    rows,
-    cols,
-    source_stride_n,
-    source_stride_k,
-    codes_stride_n,
-    scales_stride_n,
-    scales_stride_k,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PADDED_N: tl.constexpr,
-    PADDED_K: tl.constexpr,
-    KIND: tl.constexpr,
-    POW2: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """One block of any size per program. PADDED_* are BLOCK_* rounded up to powers of two."""
-    pid = tl.program_id(0)
-    blocks_k = tl.cdiv(cols, BLOCK_K)
-    block_n = (pid // blocks_k).to(tl.int64)
-    block_k = (pid % blocks_k).to(tl.int64)
-    in_n = tl.arange(0, PADDED_N)
-    in_k = tl.arange(0, PADDED_K)
-    n = block_n * BLOCK_N + in_n
-    k = block_k * BLOCK_K + in_k
-    inside = ((in_n < BLOCK_N) & (n < rows))[:, None] & ((in_k < BLOCK_K) & (k < cols))[None, :]
-
-    where = n[:, None] * source_stride_n + k[None, :] * source_stride_k
-    x = tl.load(source + where, mask=inside, other=0)
-    scale, finite = scale_of(x, KIND, POW2, ROUND, False)
-    where = n[:, None] * codes_stride_n + k[None, :]
-    tl.store(codes + where, codes_of(x, scale, KIND, ROUND, False), mask=inside & finite)
-    tl.store(scales + block_n * scales_stride_n + block_k * scales_stride_k, scale, mask=finite)
-    tl.store(nonfinite + pid, 1 - finite.to(tl.int8))
-
-
 def cast_into(
     source: torch.Tensor,
     qweight: torch.Tensor,
@@ -187,13 +145,12 @@ def cast_into(
     """Cast a checked [N, K] source into codes [N, K] and scales [row blocks, column blocks].
 
     Blocks of (1, K) are channels. Returns bool [row blocks, column blocks], True where a block is
-    not finite and was left alone; on the source's device, without waiting for it. A block too large
-    for one program goes to the PyTorch cast.
+    not finite and was left alone; on the source's device, without waiting for it. Blocks of another
+    size than 128×128 go to the PyTorch cast.
     """
     rows, cols = source.shape
-    padded_n, padded_k = (triton.next_power_of_2(size) for size in block_size)
     channels = block_size == (1, cols)
-    if padded_n * padded_k > LARGEST_BLOCK and not channels:
+    if not channels and block_size != BLOCK:
         return reference.cast_into(
             source, qweight, weight_scale_inv, block_size, pow2_scale, round_to_bf16
         )
@@ -209,37 +166,27 @@ def cast_into(
         qweight.stride(0),
         *weight_scale_inv.stride(),
     )
+    contiguous = source.stride(1) == 1 or cols == 1
+    size = source.element_size()
+    source_bytes = (source.data_ptr(), source.stride(0) * size)
     options: dict[str, Any] = {
-        "KIND": _KIND[source.dtype], "POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16),
-    }  # fmt: skip
-    if channels or block_size == BLOCK:
-        contiguous = source.stride(1) == 1 or cols == 1
-        size = source.element_size()
-        source_bytes = (source.data_ptr(), source.stride(0) * size)
-        options |= {
-            "CONTIGUOUS": contiguous,
-            "SOURCE_ALIGN": common_alignment(*source_bytes) if contiguous else size,
-            "TARGET_ALIGN": common_alignment(qweight.data_ptr(), qweight.stride(0), cols),
-            "PACKED": round_to_bf16 and has_packed_kernels(source.device),
-        }
+        "CONTIGUOUS": contiguous,
+        "SOURCE_ALIGN": common_alignment(*source_bytes) if contiguous else size,
+        "TARGET_ALIGN": common_alignment(qweight.data_ptr(), qweight.stride(0), cols),
+        "KIND": _KIND[source.dtype],
+        "POW2": bool(pow2_scale),
+        "ROUND": bool(round_to_bf16),
+        "PACKED": round_to_bf16 and has_packed_kernels(source.device),
+    }
     with _on_device(source.device):
         if channels:
             chunk = min(triton.next_power_of_2(cols), LONGEST_ROW_READ_ONCE)
             options |= {"CHUNK": max(16, chunk), "ONE_CHUNK": cols <= chunk}
             cast_row_kernel[(rows,)](*arguments, **options, num_warps=row_warps(chunk))
-        elif block_size == BLOCK:
+        else:
             options["RAGGED"] = bool(rows % BLOCK[0] or cols % BLOCK[1])
             launch = tile_options(options["TARGET_ALIGN"])
             cast_tile_kernel[(weight_scale_inv.numel(),)](*arguments, **options, **launch)
-        else:
-            options |= dict(zip(("BLOCK_N", "BLOCK_K"), block_size, strict=True))
-            cast_block_kernel[(weight_scale_inv.numel(),)](
-                *arguments,
-                **options,
-                PADDED_N=padded_n,
-                PADDED_K=padded_k,
-                num_warps=max(1, min(8, padded_n * padded_k // 1024)),
-            )
     return nonfinite
 
 

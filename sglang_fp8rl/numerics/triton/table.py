@@ -47,7 +47,7 @@ class TritonTable:
 
     Args:
         device: of the destinations; "cpu" only works in Triton's interpreter.
-        pow2_scale, round_to_bf16: as in `cast_blockwise_into`; copies take no notice of them.
+        pow2_scale, round_to_bf16: as in `cast_into`; copies take no notice of them.
     """
 
     def __init__(

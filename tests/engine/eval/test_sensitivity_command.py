@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from sglang_fp8rl.cli import app
 from sglang_fp8rl.client import RefitClient
-from sglang_fp8rl.engine.host.plan_offline import make_plan, plans_run_by
+from sglang_fp8rl.engine.host import plan_offline
+from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.testing.checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("plans_made_once", "one_thread")]
@@ -28,7 +29,7 @@ def answers():
 
 
 @pytest.fixture
-def plans_made_once(answers):
+def plans_made_once(answers, monkeypatch):
     """Plans are made in forks, and one that was asked for before is not made again."""
 
     def run(args, env, log):
@@ -41,8 +42,7 @@ def plans_made_once(answers):
             answers[wanted] = path.read_text()
         return outcome
 
-    with plans_run_by(run):
-        yield
+    monkeypatch.setattr(plan_offline, "run_in_new_interpreter", run)
 
 
 def invoke(*args):
@@ -50,7 +50,8 @@ def invoke(*args):
 
 
 def schemes(model, **options):
-    return {row["module"]: row["scheme"] for row in make_plan(str(model), options=options).modules}
+    plan = make_plan(str(model), options=options)
+    return {one.module: one.scheme for one in plan.modules.values()}
 
 
 @pytest.fixture

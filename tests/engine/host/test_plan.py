@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 
 import commands
 import pytest
@@ -23,9 +24,9 @@ def test_the_plan_is_the_server_s(checkpoint_dir, host):
     path = checkpoint(checkpoint_dir, host.model, "first")
     status = host.call(commands.status)
     plan = make_plan(str(path), tp_size=host.tp_size)
-    assert plan.modules == status["plan"]
-    assert plan.schemes == status["schemes"]
-    assert plan.fp8_bytes == status["fp8_bytes"]
+    assert plan.document["modules"] == status["plan"]
+    assert Counter(one.scheme for one in plan.modules.values()) == status["schemes"]
+    assert plan.document["fp8_bytes"] == status["fp8_bytes"]
 
 
 def test_no_weights_are_needed_and_options_count(checkpoint_dir, tmp_path):
@@ -33,9 +34,8 @@ def test_no_weights_are_needed_and_options_count(checkpoint_dir, tmp_path):
     path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")
     shutil.copy(path / "config.json", tmp_path)
     plan = make_plan(str(tmp_path), tp_size=2, options={"misaligned": "bf16"})
-    schemes = {row["module"]: row["scheme"] for row in plan.modules}
-    assert schemes["model.layers.0.self_attn.qkv_proj"] == "high_precision"
-    assert schemes["model.layers.0.mlp.down_proj"] == "blockwise"
+    assert plan.modules["model.layers.0.self_attn.qkv_proj"].scheme == "high_precision"
+    assert plan.modules["model.layers.0.mlp.down_proj"].scheme == "blockwise"
 
 
 @in_forks
@@ -79,5 +79,5 @@ def test_the_plan_says_how_an_fp8_kv_cache_would_be_scaled(checkpoint_dir, name,
 def test_per_channel_for_every_module_when_asked_for(checkpoint_dir, name):
     path = checkpoint(checkpoint_dir, MODELS[name], "first")
     plan = make_plan(str(path), options={"granularity": "per_channel", "misaligned": "error"})
-    assert set(plan.schemes) == {"per_channel"}
-    assert {row["reason"] for row in plan.modules} == {"granularity='per_channel'"}
+    found = {(one.scheme, one.reason) for one in plan.modules.values()}
+    assert found == {("per_channel", "granularity='per_channel'")}

@@ -11,9 +11,11 @@ from urllib.parse import urlsplit
 
 import requests
 
-from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.client import RefitClient
+from sglang_fp8rl.errors import NoAnswerError, RefitError
 from sglang_fp8rl.wire.bucket import serialize
 
+from .bad_network import network_that_loses_answers
 from .fault import Group, Then
 from .trainer import DOWN, NORM, QUERY, UP, Answer, ServerTrainer
 
@@ -173,6 +175,17 @@ def generating(trainer: ServerTrainer, tokens: int) -> Iterator[Iterator[bytes]]
     with requests.post(trainer.url + "/generate", json=body, stream=True, timeout=120) as answer:
         assert answer.ok
         yield answer.iter_lines()
+
+
+@row("no answer", "not known", code=0, serves=None, then_without_sessions=Then.OPEN)
+def a_network_that_loses_the_answer(trainer: ServerTrainer) -> Answer:
+    """The first bucket is stored; nobody hears of it."""
+    with network_that_loses_answers(trainer.url, UPDATE) as url:
+        try:
+            RefitClient(url).update(trainer.new.items(), bucket_bytes=400_000)
+        except NoAnswerError as error:
+            return Answer(0, str(error))
+    return Answer(200, "")
 
 
 @row("the iterator broke", code=0, serves=None, then_without_sessions=Then.OPEN)

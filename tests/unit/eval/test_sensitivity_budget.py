@@ -88,8 +88,8 @@ def test_a_budget_that_nothing_fits_names_the_cheapest_module():
 def test_a_model_that_does_not_fit_is_refused_with_both_sizes():
     plan = small_plan()
     arguments = {"tokens": 1000, "tokens_at_once": 100}
-    wide = needed_bytes(plan, MODULES, value_bytes=4, **arguments)
-    narrow = needed_bytes(plan, MODULES, value_bytes=2, **arguments)
+    wide = needed_bytes(plan, value_bytes=4, **arguments)
+    narrow = needed_bytes(plan, value_bytes=2, **arguments)
     elements = sum(torch.Size(one.shape).numel() for one in plan.tensors.values())
     assert wide > 4 * elements + 1000 * 4 * 64
     assert wide - narrow >= 2 * elements

@@ -8,7 +8,7 @@ import sys
 import torch
 from numerics_cases import destination, outside_is_untouched, scale_shape
 
-from sglang_fp8rl.numerics import cast_blockwise_into, cast_per_channel_into
+from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
 
 
 def run(jobs: list[dict]) -> list[tuple]:
@@ -16,10 +16,10 @@ def run(jobs: list[dict]) -> list[tuple]:
     results = []
     for job in jobs:
         source = job["source"]
-        into = cast_per_channel_into if job["per_channel"] else cast_blockwise_into
+        granularity = PerChannel() if job["per_channel"] else Blockwise()
         shape = scale_shape(source, job["per_channel"])
         outer, qweight, rim, scales = destination(*source.shape, shape, source.device)
-        flags = into(source, qweight, scales, backend="triton", **job["options"])
+        flags = cast_into(source, qweight, scales, granularity, backend="triton", **job["options"])
         intact = outside_is_untouched(outer, rim, *source.shape)
         results.append((qweight.clone(), scales.clone(), flags, intact))
     return results

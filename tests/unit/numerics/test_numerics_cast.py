@@ -21,8 +21,9 @@ from sglang_fp8rl.errors import QuantizationError
 from sglang_fp8rl.numerics import (
     FP8_DTYPE,
     FP8_MAX,
-    cast_blockwise_into,
-    cast_per_channel_into,
+    Blockwise,
+    PerChannel,
+    cast_into,
 )
 from sglang_fp8rl.numerics.cpu import cast as cpu_cast
 from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
@@ -41,11 +42,12 @@ def backend(request):
 
 
 def _cast(source, per_channel, **options):
-    into = cast_per_channel_into if per_channel else cast_blockwise_into
     rows, cols = source.shape
     outer, qweight, rim, scales = destination(rows, cols, scale_shape(source, per_channel))
     addresses = qweight.data_ptr(), scales.data_ptr()
-    nonfinite = into(source, qweight, scales, **options)
+    nonfinite = cast_into(
+        source, qweight, scales, PerChannel() if per_channel else Blockwise(), **options
+    )
     assert addresses == (qweight.data_ptr(), scales.data_ptr())
     assert outside_is_untouched(outer, rim, rows, cols)
     return qweight, scales, nonfinite
@@ -85,7 +87,7 @@ def test_a_block_that_is_not_finite_keeps_its_old_bytes(dtype, per_channel, back
         keep = wanted if per_channel else wanted.repeat_interleave(128, 0)[:300]
         keep = keep.expand(-1, 400) if per_channel else keep.repeat_interleave(128, 1)[:, :400]
         qweight, scales, nonfinite = _cast(source, per_channel, backend=backend)
-        assert torch.equal(nonfinite, wanted[:, 0] if per_channel else wanted)
+        assert torch.equal(nonfinite, wanted)
         assert torch.equal(bits(qweight), bits(expected).masked_fill(keep, POISON_CODE))
         assert torch.equal(scales, scale.masked_fill(wanted, -7.0))
 
@@ -123,18 +125,18 @@ def test_any_block_size(block_size, backend):
         source = CASES[name]
         expected, scale = quantize_blockwise(source, block_size)
         qweight, scales = torch.empty_like(expected), torch.empty_like(scale)
-        cast_blockwise_into(source, qweight, scales, block_size=block_size, backend=backend)
+        cast_into(source, qweight, scales, Blockwise.of(block_size), backend=backend)
         assert same_bits(qweight, expected)
         assert same_bits(scales, scale)
 
 
-def test_scales_may_be_a_vector_or_strided(backend):
+def test_scales_may_be_strided(backend):
     source = CASES["127x257"]
     expected, scale = quantize_per_channel(source)
-    for scales in (torch.empty(127), torch.empty(127, 4)[:, 1], torch.empty(4, 127).t()[:, 2:3]):
+    for scales in (torch.empty(127, 4)[:, 1:2], torch.empty(4, 127).t()[:, 2:3]):
         qweight = torch.empty_like(expected)
-        nonfinite = cast_per_channel_into(source, qweight, scales, backend=backend)
-        assert nonfinite.shape == (127,)
+        nonfinite = cast_into(source, qweight, scales, PerChannel(), backend=backend)
+        assert nonfinite.shape == (127, 1)
         assert same_bits(qweight, expected)
         assert torch.equal(scales.reshape(-1), scale[:, 0])
 
@@ -159,7 +161,7 @@ def test_parameters_and_inference_tensors_can_be_written(backend):
     with torch.inference_mode():
         qweight = torch.empty(1, 129, dtype=FP8_DTYPE)
         scales = torch.empty(1, 2)
-        cast_blockwise_into(source, qweight, scales, backend=backend)
+        cast_into(source, qweight, scales, Blockwise(), backend=backend)
     assert same_bits(qweight, quantize_blockwise(source)[0])
 
 
@@ -180,14 +182,14 @@ def test_parameters_and_inference_tensors_can_be_written(backend):
 )
 def test_refuses_destinations_that_do_not_fit(source, qweight, scales, said):
     with pytest.raises(QuantizationError, match=said) as error:
-        cast_blockwise_into(torch.ones(source), qweight, scales, name="model.q_proj.weight")
+        cast_into(torch.ones(source), qweight, scales, Blockwise(), name="model.q_proj.weight")
     assert error.value.subject == "model.q_proj.weight"
 
 
 def test_an_unknown_backend_is_an_error():
     args = torch.ones(1, 1), torch.empty(1, 1, dtype=FP8_DTYPE), torch.empty(1, 1)
     with pytest.raises(ValueError, match="'cuda': one of"):
-        cast_blockwise_into(*args, backend="cuda")
+        cast_into(*args, Blockwise(), backend="cuda")
 
 
 def _python(code: str) -> str:
@@ -218,7 +220,7 @@ def test_without_numba_the_bytes_are_the_same():
         x = torch.randn(300, 500)
         expected, scale = numerics.reference.quantize_blockwise(x)
         q, s = torch.empty_like(expected), torch.empty_like(scale)
-        numerics.cast_blockwise_into(x, q, s)
+        numerics.cast_into(x, q, s, numerics.Blockwise())
         print(torch.equal(q.view(torch.uint8), expected.view(torch.uint8)), torch.equal(s, scale))
     """)
     assert said.split() == ["True", "True"]
@@ -241,16 +243,16 @@ def test_nothing_tensor_sized_is_allocated():
         x = torch.randn(4096, 4096)
         half = x.half()
         q = torch.ones(4096, 4096, dtype=torch.uint8).view(numerics.FP8_DTYPE)
-        s = torch.ones(32, 32)
+        s, blocks = torch.ones(32, 32), numerics.Blockwise()
         for backend in ("numba", "reference"):
             if backend == "numba" and not importlib.util.find_spec("numba"):
                 continue
             for source in (x, x.t(), half) if backend == "numba" else (x,):
                 # Code pages and allocator arenas of a first call are not what is measured.
-                numerics.cast_blockwise_into(source[:512], q[:512], s[:4], backend=backend)
+                numerics.cast_into(source[:512], q[:512], s[:4], blocks, backend=backend)
                 pathlib.Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
                 before = peak()
-                numerics.cast_blockwise_into(source, q, s, backend=backend)
+                numerics.cast_into(source, q, s, blocks, backend=backend)
                 print(backend, peak() - before)
     """)
     for line in grown.splitlines():

@@ -14,7 +14,8 @@ from numerics_cases import CASES, bits, same_bits
 from sglang_fp8rl.errors import QuantizationError
 from sglang_fp8rl.numerics import (
     FP8_DTYPE,
-    cast_blockwise_into,
+    Blockwise,
+    cast_into,
     dequantize,
     sqnr_db,
 )
@@ -57,7 +58,7 @@ def test_equals_exact_arithmetic(backend, matrix, block_size, pow2_scale, round_
     block_n, block_k = block_size
     qweight = torch.full((rows, cols), 0x7F, dtype=torch.uint8).view(FP8_DTYPE)
     scales = torch.full((-(-rows // block_n), -(-cols // block_k)), -7.0)
-    cast_blockwise_into(source, qweight, scales, block_size=block_size, backend=backend, **options)
+    cast_into(source, qweight, scales, Blockwise.of(block_size), backend=backend, **options)
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
             region = (

@@ -101,19 +101,17 @@ def test_hardware_gives_the_reference_bytes():
 @pytest.mark.gpu
 def test_hardware_by_default_uses_triton_and_does_not_wait():
     source = torch.randn(4096, 4096, device="cuda")
-    from sglang_fp8rl.numerics import cast_blockwise_into
+    from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
 
     qweight = torch.empty_like(source, dtype=torch.float8_e4m3fn)
     scales = torch.empty(32, 32, device="cuda")
-    cast_blockwise_into(source, qweight, scales)  # compiles
+    cast_into(source, qweight, scales, Blockwise())  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        flags = cast_blockwise_into(source, qweight, scales)
+        flags = cast_into(source, qweight, scales, Blockwise())
         row_scales = torch.empty(4096, 1, device="cuda")
         row_codes = torch.empty_like(qweight)
-        from sglang_fp8rl.numerics import cast_per_channel_into
-
-        cast_per_channel_into(source, row_codes, row_scales)
+        cast_into(source, row_codes, row_scales, PerChannel())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not flags.any()

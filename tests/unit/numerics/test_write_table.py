@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_fp8rl.numerics import cast_blockwise_into, cast_per_channel_into
+from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
 from sglang_fp8rl.numerics.cpu import table as cpu_table
 from sglang_fp8rl.numerics.cpu.table import CpuTable
 from sglang_fp8rl.numerics.finite_copy import copy_finite_into
@@ -52,9 +52,9 @@ class Case:
             if isinstance(kind, torch.dtype):
                 flags.append(copy_finite_into(view, out).reshape(-1, 1))
             elif kind == "per_channel":
-                flags.append(cast_per_channel_into(view, out, scales, **rounding).reshape(-1, 1))
+                flags.append(cast_into(view, out, scales, PerChannel(), **rounding))
             else:
-                flags.append(cast_blockwise_into(view, out, scales, **rounding))
+                flags.append(cast_into(view, out, scales, Blockwise(), **rounding))
             out, scales = self.found[number]
             block = {"blockwise": (128, 128), "per_channel": (1, view.shape[1])}.get(kind, (1, 1))
             offset = view.data_ptr() - self.sent[number].data_ptr()

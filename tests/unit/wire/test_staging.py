@@ -10,7 +10,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from sglang_fp8rl.pipelined_send import PipelinedSender
+from sglang_fp8rl.client.pipelined_send import PipelinedSender
 from sglang_fp8rl.wire.bucket import allocate, payload_of
 from sglang_fp8rl.wire.staging import COUNT, StagingBuffers
 

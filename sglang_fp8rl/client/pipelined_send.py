@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from .wire.bucket import Payload
+from ..wire.bucket import Payload
 
 Progress = Callable[[int, int], None]
 

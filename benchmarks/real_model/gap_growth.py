@@ -1,0 +1,240 @@
+"""Why the gap of FP8 grows while a policy learns: two models on each other's answers.
+
+The start and a trained policy each answer the same problems, and each model's next-token distributions on
+either's answers are compared with its own in FP8. If a model's gap is the same on both answers, the weights
+make it; if both models' gaps are larger on the trained one's answers, the texts do.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from statistics import mean
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from sglang_fp8rl.engine.host.plan_offline import make_plan
+from sglang_fp8rl.errors import ConfigError
+from sglang_fp8rl.eval.sensitivity.quantized_products import Products, ServedArithmetic
+from sglang_fp8rl.eval.sensitivity.reference import ReferenceModel, load_reference
+from sglang_fp8rl.eval.sensitivity.samples import Sample, batches, sample_answers
+from sglang_fp8rl.eval.sensitivity.served_modules import served_modules
+from sglang_fp8rl.wire.plan import RefitPlan
+
+from .fetch import fetch
+from .rl import RESPONSE_TOKENS
+from .rl_runs import kept_policy
+from .sums import Encode, draw_sums
+
+_TOKENS_AT_ONCE = 1024
+PARTS = ("all", "front", "trained")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Means over the positions that an answer comes from; logits and divergences in nats.
+
+    Attributes:
+        entropy: of the unquantized model.
+        kl: KL(unquantized || FP8), over the vocabulary.
+        noise: standard deviation over the vocabulary of what FP8 adds to the logits.
+        spread: standard deviation over the vocabulary of the unquantized logits.
+        noise_of_likely: as `noise`, each token weighted by its probability.
+    """
+
+    entropy: float
+    kl: float
+    noise: float
+    spread: float
+    noise_of_likely: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table.
+
+    Attributes:
+        model, answers: whose; `start` or `trained`.
+        part: which modules are quantized; one of `PARTS`.
+    """
+
+    model: str
+    answers: str
+    part: str
+    positions: int
+    gap: Gap
+
+
+class Served:
+    """One model, clean and with FP8 products.
+
+    Args:
+        folder: of its checkpoint.
+        plan: of the server.
+        trained_layers: so many last layers are the part `trained`, all others `front`.
+    """
+
+    def __init__(self, folder: Path, plan: RefitPlan, trained_layers: int) -> None:
+        self._modules = served_modules(plan)
+        self._plan = plan
+        self._reference: ReferenceModel = load_reference(str(folder), plan, self._modules)
+        self._first = len(self._reference.layers) - trained_layers
+
+    def answers(self, prompts: Sequence[Sequence[int]], samples: int, seed: int) -> list[Sample]:
+        return list(
+            sample_answers(
+                self._reference.model,
+                prompts,
+                new_tokens=RESPONSE_TOKENS,
+                samples=samples,
+                seed=seed,
+            )
+        )
+
+    def gap(self, samples: Sequence[Sample], part: str) -> tuple[int, Gap]:
+        """Positions that were compared, and what FP8 in that part of the model changes there."""
+        rows: list[Gap] = []
+        for clean, changed in self._logits(samples, self._quantized(part)):
+            rows += [
+                gap_of(one, other)
+                for one, other in zip(clean.double(), changed.double(), strict=True)
+            ]
+        means = {one.name: mean(getattr(row, one.name) for row in rows) for one in fields(Gap)}
+        return len(rows), Gap(**means)
+
+    @torch.inference_mode()
+    def _logits(
+        self, samples: Sequence[Sample], change: Products
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        model = self._reference.model
+        for batch in batches(samples, _TOKENS_AT_ONCE, self._reference.device):
+            clean = batch.rows(model(input_ids=batch.ids, use_cache=False).logits)
+            with change:
+                changed = batch.rows(model(input_ids=batch.ids, use_cache=False).logits)
+            yield from zip(clean, changed, strict=True)
+
+    def _quantized(self, part: str) -> Products:
+        names = [
+            module.name
+            for module in self._modules
+            if part == "all" or ((module.layer or 0) >= self._first) is (part == "trained")
+        ]
+        return Products(self._reference.weights, ServedArithmetic(names, self._plan.rounding))
+
+
+def gap_of(clean: torch.Tensor, changed: torch.Tensor) -> Gap:
+    """What lies between two rows of logits `[V]`."""
+    ours, theirs = clean.log_softmax(-1), changed.log_softmax(-1)
+    likely = ours.exp()
+    added = changed - clean
+    around = added - (likely * added).sum()
+    return Gap(
+        entropy=float(-(likely * ours).sum()),
+        kl=float((likely * (ours - theirs)).sum()),
+        noise=float(added.std(correction=0)),
+        spread=float(clean.std(correction=0)),
+        noise_of_likely=float((likely * around.square()).sum().sqrt()),
+    )
+
+
+def measure_growth(
+    start: Path,
+    trained: Path,
+    encode: Encode,
+    *,
+    trained_layers: int,
+    problems: int = 32,
+    samples: int = 8,
+    seed: int = 0,
+    on_line: Callable[[], None] = lambda: None,
+) -> list[Line]:
+    """Each model on each model's answers to held-out sums, quantized whole and in parts."""
+    plan = make_plan(str(start))
+    folders = {"start": start, "trained": trained}
+    models = {name: Served(folder, plan, trained_layers) for name, folder in folders.items()}
+    drawn = draw_sums(random.Random(f"growth {seed}"), problems, encode, held_out=True)
+    prompts = [one.prompt for one in drawn]
+    texts = {name: model.answers(prompts, samples, seed) for name, model in models.items()}
+    lines = []
+    for name, model in models.items():
+        for whose, answers in texts.items():
+            for part in PARTS:
+                lines.append(Line(name, whose, part, *model.gap(answers, part)))
+                on_line()
+    return lines
+
+
+def run_growth(
+    model: str,
+    arm: str,
+    seed: int,
+    console: Console,
+    *,
+    trained_layers: int,
+    problems: int,
+    samples: int,
+    path: Path | None,
+) -> None:
+    """Measure, show, and write what `python -m real_model rl --keep` left.
+
+    Raises:
+        ConfigError: it left nothing.
+    """
+    from transformers import AutoTokenizer
+
+    start, trained = fetch(model, console), kept_policy(model, arm, seed)
+    if not trained.is_dir():
+        raise ConfigError(
+            "--arm",
+            f"{arm!r}, seed {seed}",
+            "no trained policy was kept",
+            "Run `python -m real_model rl --keep` with this arm; a run that is whole is not run again.",
+        )
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    with Progress(console=console) as progress:
+        task = progress.add_task("gaps", total=4 * len(PARTS))
+        lines = measure_growth(
+            start,
+            trained,
+            lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            trained_layers=trained_layers,
+            problems=problems,
+            samples=samples,
+            seed=seed,
+            on_line=lambda: progress.advance(task),
+        )
+    show(lines, console)
+    if path is not None:
+        made_with = {
+            "arm": arm,
+            "seed": seed,
+            "trained_layers": trained_layers,
+            "torch": version("torch"),
+            "transformers": version("transformers"),
+        }
+        path.write_text("".join(json.dumps(asdict(one) | made_with) + "\n" for one in lines))
+
+
+def show(lines: Sequence[Line], console: Console) -> None:
+    """A table; the last column is what FP8 adds, relative to what it is added to."""
+    table = Table(title="FP8's gap by model, answers and quantized layers")
+    for name in ("model", "answers of", "quantized"):
+        table.add_column(name)
+    columns = ("positions", "entropy", "KL", "noise", "spread", "noise / spread", "of likely")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for line in lines:
+        gap = line.gap
+        table.add_row(
+            *(line.model, line.answers, line.part, str(line.positions)),
+            *(f"{gap.entropy:.3f}", f"{gap.kl:.4f}", f"{gap.noise:.3f}", f"{gap.spread:.3f}"),
+            *(f"{gap.noise / gap.spread:.4f}", f"{gap.noise_of_likely:.3f}"),
+        )
+    console.print(table)

@@ -1,0 +1,226 @@
+"""The public face of one server: update it, and ask it what it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from http import HTTPStatus
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+from ..errors import RefitError
+from ..wire.bucket import NamedTensor
+from ..wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Verification, compare
+from ..wire.plan import PLAN_PATH, STATUS_PATH, RefitPlan
+from ..wire.refit_note import RefitNote
+from .connection import Connection
+from .pipelined_send import Progress, UpdateResult
+from .tensor_update import SERVER_INFO_PATH, Receiver, TensorUpdate, end_session
+
+LOAD_FORMATS = ("flattened_bucket", None)
+
+
+class RefitClient:
+    """Updates, and asks, one server.
+
+    Args:
+        url: of the server, e.g. `http://127.0.0.1:30000`.
+        timeout: seconds for one request.
+        api_key: of `--api-key`, if the server was started with one: for plan, status, generation,
+            and for updates too where there is no admin key.
+        admin_api_key: of `--admin-api-key`: SGLang asks for it (and takes no other) at every
+            endpoint that changes the server, updates and sessions among them.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 600,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+    ) -> None:
+        self._connection = Connection(url, timeout, api_key, admin_api_key)
+        self.url = self._connection.url
+
+    def update(
+        self,
+        named_tensors: Iterable[NamedTensor],
+        *,
+        bucket_bytes: int = 512 << 20,
+        load_format: str | None = "flattened_bucket",
+        tp_size: int | None = None,
+        on_bucket: Progress | None = None,
+        plan: RefitPlan | None = None,
+        verify: bool = False,
+        weight_version: str | None = None,
+        partial: bool = False,
+        flush_timeout: float = 10,
+    ) -> UpdateResult:
+        """Send tensors, full and unsharded, under their checkpoint names; return when served.
+
+        Opens a weight-update session where the server knows them (SGLang 0.5.21 and newer).
+
+        Args:
+            named_tensors: consumed lazily; two buckets of them are held at a time, the next one
+                being made while the server casts the one before, in two buffers that take turns.
+            bucket_bytes: a bucket ends before the tensor that would pass this size. A single
+                larger tensor is a bucket of its own.
+            load_format: "flattened_bucket" (one shared buffer a bucket), or None (one each).
+            tp_size: ranks of the server; asked from it if None.
+            on_bucket: called after each bucket with the tensors and bytes sent so far.
+            plan: that `named_tensors` were quantized by; compared with the server's first.
+            verify: prove afterwards that the server holds what was sent, byte for byte, wherever it
+                lies. Each tensor is cast here too as it goes by.
+            weight_version: what SGLang calls the new weights (`weight_version` in `/model_info` and
+                in each answer's `meta_info`). Set when all of the update succeeded; before that,
+                and after a failure, the old one stays.
+            partial: what is not among `named_tensors` is declared still right (frozen layers,
+                adapters). Otherwise the server refuses an update that leaves anything out.
+            flush_timeout: seconds to wait for running requests, where they keep the server from
+                flushing its cache behind the last bucket.
+
+        Raises:
+            RefitError: the server refused; the message is its own. What was sent before stays, and
+                the status says so until all of an update came.
+                Or `plan` is not the server's: nothing was sent. Or what is served differs (`verify`).
+        """
+        if load_format not in LOAD_FORMATS:
+            raise RefitError("load_format", repr(load_format), f"one of {LOAD_FORMATS}", "")
+        if plan is not None:
+            self.check_plan(plan)
+        numbers = None
+        if verify:
+            from ..trainer.fingerprint import Fingerprinter
+
+            numbers = Fingerprinter(plan or self.plan())
+            named_tensors = numbers.watch(named_tensors)
+        receiver = Receiver.of(self.server_info())
+        if tp_size is not None:
+            receiver = replace(receiver, tp_size=tp_size)
+        note = RefitNote(uuid4().hex, weight_version, wants_all=not partial, is_partial=partial)
+        refit = TensorUpdate(self._connection, receiver, note)
+        began, waited_before = perf_counter(), self._connection.seconds_waited
+        sent = refit.send(
+            named_tensors, bucket_bytes=bucket_bytes, load_format=load_format, on_bucket=on_bucket
+        )
+        if numbers is not None:
+            expected = numbers.fingerprint("the trainer")
+            compare(self.fingerprint(), expected, partial=True).check(f"what {self.url} serves")
+        if weight_version is not None:
+            version = {"new_version": weight_version, "abort_all_requests": False}
+            self._connection.post_admin("/update_weight_version", version)
+        is_flushed = refit.flush(flush_timeout)
+        seconds = perf_counter() - began
+        waited = self._connection.seconds_waited - waited_before
+        return UpdateResult(sent.tensors, sent.nbytes, sent.buckets, seconds, waited, is_flushed)
+
+    def plan(self) -> RefitPlan:
+        """The server's plan: how each tensor is stored, and how it may be sent.
+
+        Raises:
+            RefitError: the server can't be reached, or does not serve with this method.
+        """
+        return RefitPlan.from_dict(self._connection.get(PLAN_PATH, "the plan").json())
+
+    def check_plan(self, plan: RefitPlan) -> None:
+        """Ask the server whether `plan` is its own; only the digest goes over the wire.
+
+        Raises:
+            RefitError: it is not, with both digests; or as `plan`.
+        """
+        answer = self._connection.get(
+            PLAN_PATH, "the plan", **{"If-None-Match": f'"{plan.digest}"'}
+        )
+        if answer.status_code == HTTPStatus.NOT_MODIFIED:
+            return
+        model, sizes = plan.document["model"]["architecture"], dict(plan.parallel)
+        theirs = answer.json()
+        raise RefitError(
+            f"plan {plan.digest}",
+            f"made for {model} {sizes}; {self.url} serves {theirs['model']['architecture']} "
+            f"{theirs['parallel']} with {theirs['digest']}",
+            "tensors quantized by one server's plan are not what another one holds; nothing was "
+            "sent",
+            "Call fetch_plan(url) again and quantize with what it returns.",
+        )
+
+    def verify(
+        self,
+        named_tensors: Iterable[NamedTensor],
+        *,
+        plan: RefitPlan | None = None,
+        partial: bool = False,
+    ) -> Verification:
+        """Compare what is served with these weights, byte for byte, without sending them.
+
+        Args:
+            named_tensors: as in `update`.
+            plan: of the server; asked from it if None.
+            partial: a name that is not among them is not missing.
+
+        Raises:
+            RefitError, QuantizationError: as `trainer.fingerprint_of`.
+        """
+        from ..trainer.fingerprint import fingerprint_of
+
+        expected = fingerprint_of(named_tensors, plan or self.plan())
+        return compare(self.fingerprint(), expected, partial=partial)
+
+    def fingerprint(self) -> Fingerprint:
+        """`GET /fp8rl/fingerprint`: one number for each name, over all ranks.
+
+        Raises:
+            RefitError: the server can't be reached, does not serve with this method, or its weights'
+                memory is released.
+        """
+        answer = self._connection.get(FINGERPRINT_PATH, "the fingerprint")
+        return Fingerprint.from_dict(answer.json(), self.url)
+
+    def generate(
+        self,
+        input_ids: Sequence[int],
+        max_new_tokens: int = 16,
+        *,
+        temperature: float = 0.0,
+        logprob_start_len: int | None = 0,
+    ) -> dict[str, Any]:
+        """One `/generate` response with log-probabilities, as SGLang returns it."""
+        body: dict[str, Any] = {
+            "input_ids": list(input_ids),
+            "sampling_params": {
+                "max_new_tokens": max_new_tokens,
+                "temperature": temperature,
+                "ignore_eos": True,
+            },
+            "return_logprob": True,
+        }
+        if logprob_start_len is not None:
+            body["logprob_start_len"] = logprob_start_len
+        return self._connection.post("/generate", body)
+
+    def server_info(self) -> dict[str, Any]:
+        """`GET /server_info`."""
+        return self._connection.get(SERVER_INFO_PATH, "/server_info").json()
+
+    def status(self) -> dict[str, Any]:
+        """`GET /fp8rl/status`: the section `fp8rl` of the server's first internal state.
+
+        Raises:
+            RefitError: the server was not started with `fp8_blockwise_online`.
+        """
+        return self._connection.get(STATUS_PATH, "the status").json()
+
+    def close_session(self) -> None:
+        """End a session that a client which is gone left open; what it sent stays.
+
+        Raises:
+            RefitError: there is none.
+        """
+        end_session(self._connection)
+
+
+def fetch_plan(url: str, *, timeout: float = 600, api_key: str | None = None) -> RefitPlan:
+    """The plan of the server at `url`, as `RefitClient.plan`."""
+    return RefitClient(url, timeout=timeout, api_key=api_key).plan()

@@ -1,0 +1,67 @@
+"""Why the gap grows: what is measured is the model's, whoever wrote the answers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from real_model.gap_growth import PARTS, gap_of, measure_growth
+from real_model.rl_policy import RealPolicy
+
+from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
+
+
+def encode(text):
+    return [ord(character) for character in text]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    config = make_config("llama", num_hidden_layers=3, vocab_size=128)
+    state = make_state_dict(config, seed=0)
+    return save_checkpoint(tmp_path_factory.mktemp("start"), config, state)
+
+
+def measured(start, trained):
+    lines = measure_growth(start, trained, encode, trained_layers=1, problems=3, samples=2)
+    return {(line.model, line.answers, line.part): line for line in lines}
+
+
+def test_a_shift_of_all_logits_is_no_gap():
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0)).double()
+    gap = gap_of(logits, logits + 3.0)
+    assert max(abs(gap.kl), gap.noise, gap.noise_of_likely) < 1e-12
+    assert gap.spread == pytest.approx(float(logits.std(correction=0)))
+
+
+def test_the_figures_of_two_tokens_are_those_of_the_formulas():
+    clean = torch.tensor([math.log(0.9), math.log(0.1)], dtype=torch.float64)
+    gap = gap_of(clean, clean + torch.tensor([0.0, 1.0], dtype=torch.float64))
+    other = 0.1 * math.e / (0.9 + 0.1 * math.e)
+    expected = 0.9 * math.log(0.9 / (1 - other)) + 0.1 * math.log(0.1 / other)
+    assert gap.kl == pytest.approx(expected)
+    assert gap.entropy == pytest.approx(-0.9 * math.log(0.9) - 0.1 * math.log(0.1))
+    assert gap.noise == pytest.approx(0.5)
+    assert gap.noise_of_likely == pytest.approx(0.3)  # a coin of 0.1: sqrt(0.1 * 0.9)
+
+
+def test_a_model_that_was_not_trained_has_its_own_gap_on_either_answers(start):
+    found = measured(start, start)
+    assert len(found) == 4 * len(PARTS)
+    for (_, _, part), line in found.items():
+        assert line.gap == found["start", "start", part].gap
+        assert line.gap.kl > 0
+    parts = [found["start", "start", part].gap.kl for part in PARTS]
+    assert len(set(parts)) == len(PARTS)
+
+
+def test_a_policy_that_is_kept_is_measured_as_it_was_trained(start, tmp_path):
+    policy = RealPolicy(start, pad=0, trained_layers=1)
+    with torch.no_grad():
+        policy.masters["model.layers.2.mlp.down_proj.weight"].mul_(3.0)
+    policy.save(tmp_path / "kept")
+    found = measured(start, tmp_path / "kept")
+    same = found["start", "start", "front"].gap
+    assert found["trained", "start", "front"].gap.spread != same.spread
+    assert found["trained", "trained", "trained"].gap != found["start", "trained", "trained"].gap
