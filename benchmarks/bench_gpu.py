@@ -162,7 +162,10 @@ def single(
         runs: dict[str, Run] = {
             "copy": partial(torch.empty_like(half).copy_, half),
             "sglang_fp8rl": partial(
-                numerics.cast_into, source, *destination(*shape, block, device), granularity
+                numerics.cast_into,
+                source,
+                *destination(*shape, block, device),
+                granularity=granularity,
             ),
         }
         sets.append(runs if number == "G9" else runs | competitors(source))
