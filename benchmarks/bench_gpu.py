@@ -159,14 +159,10 @@ def single(
     for _ in range(1 + _CACHES * cache_bytes(device) // floor):
         source = torch.randn(shape, device=device).to(dtype)
         half = torch.empty(floor // 2, dtype=torch.uint8, device=device)
+        codes, scales = destination(*shape, block, device)
         runs: dict[str, Run] = {
             "copy": partial(torch.empty_like(half).copy_, half),
-            "sglang_fp8rl": partial(
-                numerics.cast_into,
-                source,
-                *destination(*shape, block, device),
-                granularity=granularity,
-            ),
+            "sglang_fp8rl": partial(numerics.cast_into, source, codes, scales, granularity),
         }
         sets.append(runs if number == "G9" else runs | competitors(source))
     runs = {what: rotated([one[what] for one in sets]) for what in sets[0]}
