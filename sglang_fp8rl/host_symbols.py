@@ -119,6 +119,7 @@ _TABLE: dict[str, tuple[_Row, ...]] = {
         ("managers.io_struct", "class", "UpdateWeightsFromIPCReqOutput"),
         ("managers.io_struct", "class", "BeginWeightUpdateReqInput", SESSIONS_SINCE, None),
         ("managers.io_struct", "class", "EndWeightUpdateReqInput", SESSIONS_SINCE, None),
+        ("managers.io_struct", "class", "EndWeightUpdateReqOutput", SESSIONS_SINCE, None),
     ),
     "building and loading a model": (
         ("model_loader.loader", "function", "_initialize_model"),

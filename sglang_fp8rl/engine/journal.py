@@ -31,12 +31,14 @@ class Update:
         calls: of `load_weights` that belong to it.
         refit: that its last call belongs to.
         cache_flushed: whether SGLang flushed its cache; None if it was not asked to.
+        error: what ended it, if that was an exception; not of a refused flush.
     """
 
     scope: UpdateScope
     calls: int = 0
     refit: Refit | None = None
     cache_flushed: bool | None = None
+    error: str | None = None
 
 
 class Journal:
@@ -124,7 +126,8 @@ class Journal:
         call.errors.setdefault(call.stopped_at, str(error))
         if self._arrival is None:  # refused before anything was looked at
             self.update.refit = self._report.fail(call.errors.values(), call.scope)
-            self._audit.drop_halves()
+            if self._report.log.current is None:  # else it was another client's, who goes on
+                self._audit.drop_halves()
             return
         self._derived.refresh(call.touched)
         sent = () if isinstance(self._arrival, Stream) else self._arrival.bucket.names

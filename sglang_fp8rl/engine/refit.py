@@ -64,9 +64,9 @@ class ModelRefit:
     ) -> None:
         self.model, self.options, self.schemes = model, options, schemes
         self.targets = targets_of(model)
-        devices = {target.parameter.device for target in self.targets.values()}
+        self._devices = {target.parameter.device for target in self.targets.values()}
         # None for a model that is spread over several: its loaders copy tensor by tensor.
-        self._device = devices.pop() if len(devices) == 1 else None
+        self._device = next(iter(self._devices)) if len(self._devices) == 1 else None
         self.names, self.pairs = NameTable(), PairTable()
         self.derived = DerivedWeights(model)
         self.report = RefitReport(self.targets.values(), self.names, self._learn_names)
@@ -96,7 +96,7 @@ class ModelRefit:
         for target in self.targets.values():
             self._wrap_loader(target)
         self.model.load_weights = self.load_weights  # type: ignore[assignment]
-        for device in {target.parameter.device for target in self.targets.values()}:
+        for device in self._devices:
             warm_up(
                 device,
                 widths_of(self.targets.values()),
@@ -120,6 +120,12 @@ class ModelRefit:
     def during(self, scope: UpdateScope) -> AbstractContextManager[Update]:
         """Every `load_weights` in here belongs to one request of an update."""
         return self.journal.during(scope)
+
+    def wait_for_device(self) -> None:
+        """A forward pass that SGLang overlaps with requests reads old codes with old scales to its end."""
+        for device in self._devices:
+            if device.type not in ("cpu", "meta"):
+                torch.get_device_module(device).synchronize(device)
 
     @property
     def is_updating(self) -> bool:

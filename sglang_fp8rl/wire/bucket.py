@@ -60,6 +60,9 @@ def flatten(
     flat = lease.memory if lease is not None else allocate(end, device)
     for (_, tensor), meta in zip(named_tensors, metadata, strict=True):
         flat[meta.start_idx : meta.end_idx].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    if lease is not None and device.type != "cpu":
+        # A receiver waits for the sender's stream when it opens a handle; these stay open.
+        torch.get_device_module(device).current_stream(device).synchronize()
     return flat, metadata, lease
 
 

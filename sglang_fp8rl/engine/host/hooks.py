@@ -13,14 +13,9 @@ from .attach import attach_to_model
 from .kv_cache import after_flush, read_unfolded, start_kv_scales
 from .model_choice import choose_as_for_fp8, leave_draft_model
 from .routes import add_routes
+from .session_calls import begin_session, end_session
 from .status import add_status
-from .update_calls import (
-    begin_session,
-    end_session,
-    flattened_bucket,
-    note_released_weights,
-    update_hook,
-)
+from .update_calls import flattened_bucket, note_released_weights, update_hook
 
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
@@ -37,7 +32,7 @@ HOOKS = (
         "sglang.srt.model_loader.loader._initialize_model",
         "BEFORE",
         leave_draft_model,
-        "a draft model inherits its target's quantization; it stays in high precision unless asked for",
+        "a draft model inherits its target's quantization; it stays in high precision",
         "SGLang leaves drafts alone by default",
     ),
     Hook(

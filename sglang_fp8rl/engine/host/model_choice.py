@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...config import QUANTIZATION_METHOD
+from ...errors import ConfigError
 from ..modules.config import Fp8BlockwiseOnlineConfig
 
 logger = logging.getLogger(__name__)
@@ -29,16 +30,24 @@ def choose_as_for_fp8(original: Callable[..., Any], model_config: Any) -> Any:
 def leave_draft_model(
     model_config: Any, load_config: Any, quant_config: Any = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `_initialize_model`: a draft model is built unquantized unless that was asked for.
+    """Arguments of `_initialize_model`: a draft model is built unquantized.
 
-    SGLang hands a draft (an embedded MTP layer too) its target's quantization. Asked for is what
-    `--speculative-draft-model-quantization` says; SGLang before 0.5.23 does not tell whether it did.
+    SGLang hands a draft (an embedded MTP layer too) its target's quantization.
+
+    Raises:
+        ConfigError: `--speculative-draft-model-quantization` asks for this method; SGLang before 0.5.23
+            does not tell whether it did.
     """
-    if (
-        isinstance(quant_config, Fp8BlockwiseOnlineConfig)
-        and getattr(model_config, "is_draft_model", False)
-        and not _draft_was_asked_for()
-    ):
+    is_draft = getattr(model_config, "is_draft_model", False)
+    if is_draft and isinstance(quant_config, Fp8BlockwiseOnlineConfig):
+        if _draft_was_asked_for():
+            raise ConfigError(
+                "--speculative-draft-model-quantization",
+                repr(QUANTIZATION_METHOD),
+                "what an update brought is written down for the target alone, so nothing would say that "
+                "a draft in FP8 was left old",
+                "Leave it out: the draft is served in high precision, and updates reach it.",
+            )
         logger.info("fp8rl: the draft model stays in high precision")
         quant_config = None
     return (model_config, load_config, quant_config), {}

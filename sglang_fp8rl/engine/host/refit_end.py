@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..arrival.update_scope import Origin
+from ..arrival.update_scope import Origin, UpdateScope
 from ..journal import Update
 from ..refit import ModelRefit
 from ..report.refit_record import Outcome, Refit, Verdict
@@ -24,9 +24,10 @@ def end_request(manager: Any, refit: ModelRefit, update: Update, result: Any) ->
         result: of this rank; it tells the client of all ranks' failures afterwards.
     """
     report, scope = refit.report, update.scope
+    message = update.error
     # A cache that could not be flushed behind weights that are stored is no failure of the refit.
-    is_stored = update.cache_flushed is False
-    message = None if result.success or is_stored else result.message
+    if message is None and not result.success and update.cache_flushed is not False:
+        message = result.message
     if message is not None and not update.calls:  # refused before any weight was looked at
         update.refit = report.fail([message], scope)
     may_end = update.calls > 0 and report.log.may_end(scope)
@@ -50,15 +51,24 @@ def end_request(manager: Any, refit: ModelRefit, update: Update, result: Any) ->
         _tell(ended, result, needs_all=scope.origin is Origin.DISK)
 
 
-def end_session_of(manager: Any, refit: ModelRefit, result: Any) -> None:
-    """Behind `end_weight_update`: the running refit ends here; halves that never met fail it."""
+def end_session_of(manager: Any, refit: ModelRefit, result: Any, error: str | None = None) -> None:
+    """Behind `end_weight_update`: the running refit ends here; halves that never met fail it.
+
+    Args:
+        error: why SGLang's own end of the session failed on this rank.
+    """
     report, log = refit.report, refit.report.log
     missing = tuple(refit.audit.give_up_halves().values())
     own = None
     if log.current is not None:
         own = report.verdict()
-        own = replace(own, failures=(*missing, *own.failures))
-    verdicts = [one for _, one in _gathered(manager, (None, own)) if one is not None]
+        failures = (*([error] if error else ()), *missing, *own.failures)
+        own = replace(own, failures=failures)
+    gathered = _gathered(manager, (error, own))
+    verdicts = [one for _, one in gathered if one is not None]
+    errors = [text for text, _ in gathered if text is not None]
+    if errors and log.current is None:
+        log.refuse(UpdateScope(Origin.TENSOR, in_session=True), errors)
     failed = report.end_session()
     if verdicts and log.current is not None:
         ended = log.conclude(Verdict.of_all(verdicts))
@@ -82,19 +92,20 @@ def _tell(refit: Refit, result: Any, *, needs_all: bool = False) -> None:
 def _fail_together(
     manager: Any, refit: ModelRefit, update: Update, ranks: list[Any], result: Any
 ) -> None:
-    """One rank failed, so all did."""
+    """One rank failed, so all did. What this rank's own calls found is written down already."""
     own = torch.distributed.get_rank(manager.tp_cpu_group)
+    is_known = update.refit is not None and update.refit.outcome is Outcome.FAILED
     texts = [
-        f"tp_rank {rank}: {text}"
+        text if rank == own else f"tp_rank {rank}: {text}"
         for rank, (text, _) in enumerate(ranks)
-        if text is not None and rank != own
+        if text is not None and not (rank == own and is_known)
     ]
     report = refit.report
     if update.refit is None or update.refit is report.log.current:
         update.refit = report.fail(texts, update.scope)
     else:
         report.log.failed(update.refit, texts)
-    if result.success:
+    if ranks[own][0] is None:
         result.success, result.message = False, " | ".join(texts)
 
 

@@ -12,7 +12,6 @@ import torch
 
 from ...errors import Fp8RlError, RefitError
 from ...wire.layout_text import from_text
-from ...wire.refit_note import note_of
 from ..arrival.bucket import FlatBucket
 from ..arrival.sender import sender_of
 from ..arrival.update_scope import Origin, UpdateScope
@@ -20,8 +19,9 @@ from ..journal import Update
 from ..refit import ModelRefit
 from .attach import refit_of
 from .metrics import observe_refit
-from .refit_end import end_request, end_session_of
-from .request_checks import check_request, check_selector, readable_note
+from .refit_end import end_request
+from .request_checks import check_request, readable_note
+from .session_calls import in_a_session
 from .shared_memory import checked_shared_memory
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,14 @@ _OUTPUTS = {
     Origin.IPC: "UpdateWeightsFromIPCReqOutput",
 }
 _NEED_SESSIONS = (Origin.TENSOR, Origin.DISTRIBUTED)
+_FLUSH_REFUSED = RefitError(
+    "the cache",
+    "not flushed, for requests are running or queued",
+    "the weights of this update are stored, what the old ones had computed is still used",
+    "Retract or finish the requests, then call /flush_cache.",
+)
 _END_WITH_BARRIER = (Origin.TENSOR, Origin.IPC)
+_PROCESS_AFTER_LOADING = (Origin.DISK, Origin.IPC)
 
 
 def update_hook(origin: Origin) -> Callable[..., Any]:
@@ -56,28 +63,17 @@ def update_hook(origin: Origin) -> Callable[..., Any]:
             sender=sender_of(request, torch.distributed.get_rank(manager.tp_cpu_group)),
             version=getattr(request, "weight_version", None),
         )
-        session = _session_of_its_own(manager, request) if wants_session else nullcontext()
         refit.kv.note_update()
-        with refit.during(scope) as update, collector_paused(), session:
+        refit.wait_for_device()
+        with refit.during(scope) as update, collector_paused():
+            served = in_a_session(original, update) if wants_session else original
             try:
-                return _answer(original, manager, request, refit, update)
+                return _answer(served, manager, request, refit, update)
             finally:
-                if scope.is_last_call:
+                if scope.is_last_call or update.error is not None:
                     refit.sender_memory.release()
 
     return hook
-
-
-@contextmanager
-def _session_of_its_own(manager: Any, request: Any) -> Iterator[None]:
-    from sglang.srt.managers import io_struct
-
-    selector = getattr(request, "selector", "all")
-    manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=selector))
-    try:
-        yield
-    finally:
-        manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
 
 
 @contextmanager
@@ -96,27 +92,33 @@ def _answer(
     original: Callable[..., Any], manager: Any, request: Any, refit: ModelRefit, update: Update
 ) -> Any:
     origin = update.scope.origin
+    is_through = False
     try:
         check_request(manager, request)
         try:
-            # Reloading from disk processes weights after it loaded them; all else only loads.
-            in_place = refit.derived.in_place() if origin is Origin.DISK else nullcontext()
+            # From disk and from checkpoint-engine, SGLang processes weights after it loaded them.
+            processes = origin in _PROCESS_AFTER_LOADING
             with (
                 _default_dtype_kept(),
                 _flush_watched(manager, update),
                 checked_shared_memory(),
-                in_place,
+                refit.derived.in_place() if processes else nullcontext(),
             ):
                 result = original(manager, request)
+                is_through = True
         finally:  # what was stored before an update failed is served too
             refit.derived.end_of_update()
     except Exception as error:
         # The boundary of a request: today this ends the scheduler and with it the server. It is
         # answered instead, and nothing goes on as if it had worked.
         logger.exception("fp8rl: update_weights_from_%s failed", origin.value)
-        told = error if isinstance(error, Fp8RlError) else _foreign(update, error)
+        is_ours = isinstance(error, Fp8RlError)
+        # Before sessions, SGLang said by an error that it could not flush.
+        is_flush = update.cache_flushed is False and not (is_ours or is_through)
+        told = _FLUSH_REFUSED if is_flush else error if is_ours else _foreign(origin, error)
         result = _failed(origin, str(told))
-        if origin in _END_WITH_BARRIER:
+        update.error = None if is_flush else result.message
+        if origin in _END_WITH_BARRIER and not is_through:
             torch.distributed.barrier(group=manager.tp_cpu_group)
     end_request(manager, refit, update, result)
     refit.kv.end_of_request()
@@ -154,17 +156,10 @@ def _default_dtype_kept() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _foreign(update: Update, error: Exception) -> RefitError:
+def _foreign(origin: Origin, error: Exception) -> RefitError:
     """What SGLang raised by itself, in words that say what to do."""
-    if update.cache_flushed is False:
-        return RefitError(
-            "the cache",
-            "not flushed, for requests are running or queued",
-            "the weights of this update are stored, what the old ones had computed is still used",
-            "Retract or finish the requests, then call /flush_cache.",
-        )
     return RefitError(
-        f"update_weights_from_{update.scope.origin.value}",
+        f"update_weights_from_{origin.value}",
         f"{type(error).__name__}: {error}",
         "what is sent is read as SGLang's serializer writes it, a checkpoint as safetensors does",
         "Send with RefitClient or SGLang's MultiprocessingSerializer; nothing of this call is known to "
@@ -178,39 +173,6 @@ def _failed(origin: Origin, message: str) -> Any:
     output_class = getattr(io_struct, _OUTPUTS[origin])
     extra = {"num_paused_requests": 0} if origin is Origin.DISK else {}
     return output_class(success=False, message=message, **extra)
-
-
-def begin_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """`begin_weight_update`: what comes until its end is one refit, with the note that it brings."""
-    refit = refit_of(manager.tp_worker.model_runner.model)
-    if refit is None or refit.is_updating:  # a session that is opened for one call
-        return original(manager, request)
-    try:
-        note = note_of(request.rid)
-        check_selector(manager, request)
-    except RefitError as error:
-        from sglang.srt.managers import io_struct
-
-        return io_struct.BeginWeightUpdateReqOutput(success=False, message=str(error))
-    result = original(manager, request)
-    if result.success:
-        refit.report.begin_session(note)
-    return result
-
-
-def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """`end_weight_update`: the refit ends; FP8 halves that never met fail it."""
-    refit = refit_of(manager.tp_worker.model_runner.model)
-    if refit is not None and not refit.is_updating:
-        refit.sender_memory.release()
-    with refit.derived.in_place() if refit is not None else nullcontext():
-        result = original(manager, request)
-    if refit is None or not result.success or refit.is_updating:
-        return result  # a session that was opened for one call ends within it
-    end_session_of(manager, refit, result)
-    refit.kv.settle(manager.flush_cache)
-    observe_refit(manager, refit)
-    return result
 
 
 def note_released_weights(result: Any, manager: Any, request: Any) -> Any:

@@ -35,3 +35,29 @@ def test_two_buffers_stay_open_until_the_last_bucket_of_an_update(host):
     for _ in range(2):  # recorded, then replayed
         assert host.call(staged_update, buckets) == [1, 2, 2, 2, 0]
         assert host.call_all(digests) == host.fresh("second").digests
+
+
+def staged_until_it_fails(scheduler, bucket):
+    """One bucket, and then one that can't be stored: a trainer without sessions stops there."""
+    import torch
+
+    from sglang_fp8rl.wire.bucket import allocate, payload_of
+    from sglang_fp8rl.wire.staging import StagingBuffers
+
+    size = torch.distributed.get_world_size(scheduler.weight_updater.tp_cpu_group)
+    staging, found = StagingBuffers(allocate, least=1 << 22), []
+    for named in (bucket, [(name + ".wrong", tensor) for name, tensor in bucket]):
+        payload = payload_of(named, "flattened_bucket", size, True, staging)
+        texts = [base64.b64decode(text) for text in payload.texts]
+        success, _ = send(scheduler, texts, "flattened_bucket", False)
+        payload.lease.end()
+        found.append((success, len(model_of(scheduler).fp8rl_refit.sender_memory)))
+    return found
+
+
+@on("qwen3-tp1")
+def test_a_failed_update_gives_the_buffers_back(host):
+    assert host.call(staged_until_it_fails, list(host.model.second.items())[:5]) == [
+        (True, 1),
+        (False, 0),
+    ]

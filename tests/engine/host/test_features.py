@@ -14,6 +14,7 @@ from packaging.version import Version
 from pool import engine_key, on, runs_on
 
 from sglang_fp8rl.compat import host_version
+from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.testing.checkpoints import perturbed, save_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -193,6 +194,25 @@ def test_an_embedded_draft_stays_in_high_precision_and_follows_the_same_tensors(
         found = host.call(draft_values)
     assert found.keys() == expected_draft.keys()
     assert all(torch.equal(found[key], expected_draft[key]) for key in found)
+
+
+def build_draft_in_fp8(scheduler):
+    """As with `--speculative-draft-model-quantization fp8_blockwise_online`."""
+    from sglang.srt.runtime_context import get_server_args
+
+    args = get_server_args()
+    args._speculative_draft_quantization_explicitly_set = True
+    try:
+        build_draft(scheduler)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        args._speculative_draft_quantization_explicitly_set = False
+
+
+@on("deepseek-v3-tp1")
+def test_a_draft_in_fp8_is_refused_for_nothing_would_say_that_it_is_old(host):
+    assert "--speculative-draft-model-quantization" in host.call(build_draft_in_fp8)
 
 
 @on("deepseek-v3-tp1")

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from commands import begin, digests, end, model_of, status, update, update_from_disk
+from commands import (
+    begin,
+    digests,
+    end,
+    model_of,
+    parameter,
+    status,
+    update,
+    update_from_disk,
+)
 from models import MODELS
 from pool import on
 
@@ -125,6 +134,19 @@ def test_a_note_that_cannot_be_read_is_refused_and_nothing_is_stored(host):
     assert "a note is" in message
     assert host.call(digests) == before
     assert host.call(status)["state"] == "failed"
+
+
+def test_another_client_s_unreadable_request_leaves_waiting_halves_alone(host):
+    """Two halves of a pair under one name, and between them somebody's call that names a tensor twice."""
+    mine = {"rid": note(is_partial=True)}
+    codes, scale = quantize_blockwise(MODEL.second[DOWN])
+    ok, message = host.call(update, [(DOWN, codes)], flush_cache=False, **mine)
+    assert ok, message
+    assert not host.call(update, [(NORM, MODEL.second[NORM])] * 2)[0]
+    ok, message = host.call(update, [(f"{DOWN}_scale_inv", scale)], **mine)
+    assert ok, message
+    served = host.call(parameter, DOWN)
+    assert torch.equal(served, codes.view(torch.uint8))
 
 
 # -- sessions --------------------------------------------------------------------------------------

@@ -6,12 +6,13 @@ import base64
 import pickle
 import time
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_fp8rl.client.pipelined_send import PipelinedSender
-from sglang_fp8rl.wire.bucket import allocate, payload_of
+from sglang_fp8rl.wire.bucket import allocate, flatten, payload_of
 from sglang_fp8rl.wire.staging import COUNT, StagingBuffers
 
 CPU = torch.device("cpu")
@@ -83,3 +84,18 @@ def test_each_rank_has_a_handle_of_its_own_to_open_and_close():
 def _first_of(text):
     payload = pickle.loads(base64.b64decode(text))
     return float(payload["flattened_tensor"].view(torch.float32)[0])
+
+
+def test_a_buffer_on_a_device_is_sent_when_it_is_filled(monkeypatch):
+    """The receiver keeps handles open, and waits for the sender's stream only where it opens one."""
+    done = []
+    stream = SimpleNamespace(synchronize=lambda: done.append("filled"))
+    module = SimpleNamespace(current_stream=lambda device: stream)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    staging = StagingBuffers(allocate)
+    _, _, lease = flatten([("a", torch.ones(4, device="meta"))], staging)
+    assert done == ["filled"]
+    lease.end()
+    flatten([("a", torch.ones(4, device="meta"))])  # a handle of its own: opened, so waited for
+    flatten([("a", torch.ones(4))], staging)
+    assert done == ["filled"]

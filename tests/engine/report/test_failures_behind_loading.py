@@ -1,0 +1,151 @@
+"""What fails behind the loading of an update: told, in the status, and mended by the next full one."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from commands import begin, digests, end, model_of, status, update
+from models import MODELS
+from pool import on
+
+pytestmark = [pytest.mark.engine, on("qwen3-tp1", "qwen3-tp2")]
+
+MODEL = MODELS["qwen3"]
+FIRST, SECOND = list(MODEL.first.items()), list(MODEL.second.items())
+BREAKS = "packing broke"
+
+
+@pytest.fixture(autouse=True)
+def _a_full_update_mends_it(host):
+    yield
+    assert host.call(update, FIRST)[0]
+    assert host.call_all(digests) == host.as_loaded.digests
+    assert host.call(status)["state"] == "whole"
+
+
+@contextlib.contextmanager
+def broken(owner, name):
+    """A function that raises, on the last rank alone."""
+    native = getattr(owner, name)
+
+    def raises(*args, **kwargs):
+        raise RuntimeError(BREAKS)
+
+    is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    setattr(owner, name, raises if is_last else native)
+    try:
+        yield
+    finally:
+        setattr(owner, name, native)
+
+
+def update_that_breaks_behind_it(scheduler, named_tensors, busy=False, **more):
+    updater = scheduler.weight_updater
+    flush = updater.flush_cache
+    with broken(model_of(scheduler).fp8rl_refit.derived, "end_of_update"):
+        updater.flush_cache = (lambda **_: False) if busy else flush
+        try:
+            return update(scheduler, named_tensors, **more)
+        finally:
+            updater.flush_cache = flush
+
+
+def end_that_breaks(scheduler):
+    with broken(type(scheduler.tp_worker.model_runner.weight_updater), "end_weight_update"):
+        return end(scheduler)
+
+
+def update_whose_session_breaks(scheduler, named_tensors):
+    with broken(type(scheduler.tp_worker.model_runner.weight_updater), "end_weight_update"):
+        return update(scheduler, named_tensors)
+
+
+def has_sessions(scheduler):
+    return hasattr(scheduler.weight_updater, "begin_weight_update")
+
+
+def assert_failed(host, answer):
+    success, message = answer
+    assert not success
+    assert BREAKS in message
+    for found in host.call_all(status):
+        assert found["state"] == "failed"
+        assert found["last_refit"]["outcome"] == "failed"
+        assert any(BREAKS in text for text in found["last_refit"]["errors"])
+
+
+def test_a_complete_update_that_fails_behind_its_loading_is_no_success(host):
+    assert_failed(host, host.call(update_that_breaks_behind_it, SECOND))
+
+
+def test_so_does_one_whose_flush_was_refused_too(host):
+    assert_failed(host, host.call(update_that_breaks_behind_it, SECOND, busy=True))
+
+
+def test_a_bucket_in_the_middle_of_an_update_fails_it_with_its_reason(host):
+    assert host.call(update, SECOND[:9], flush_cache=False)[0]
+    assert_failed(host, host.call(update_that_breaks_behind_it, SECOND[9:20], flush_cache=False))
+
+
+def test_a_session_whose_end_breaks_is_over_and_failed(host):
+    if not host.call(has_sessions):
+        pytest.skip("this SGLang has no sessions")
+    assert host.call(begin)[0]
+    assert host.call(update, SECOND)[0]
+    assert_failed(host, host.call(end_that_breaks))
+    assert host.call(begin)[0]
+    assert host.call(update, SECOND)[0]
+    assert host.call(end)[0]
+    assert host.call(status)["state"] == "whole"
+
+
+def test_an_empty_session_whose_end_breaks_is_failed_too(host):
+    if not host.call(has_sessions):
+        pytest.skip("this SGLang has no sessions")
+    assert host.call(begin)[0]
+    assert_failed(host, host.call(end_that_breaks))
+
+
+def test_so_is_a_call_without_a_session_of_its_own(host):
+    if not host.call(has_sessions):
+        pytest.skip("this SGLang has no sessions")
+    assert_failed(host, host.call(update_whose_session_breaks, SECOND))
+
+
+# -- what checkpoint-engine's update binds anew ------------------------------------------------------
+
+
+def update_by_ipc(scheduler, named_tensors):
+    """The hook around SGLang's own, whose worker loads and then lets the model derive."""
+    from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqOutput
+
+    from sglang_fp8rl.engine.arrival.update_scope import Origin
+    from sglang_fp8rl.engine.host.update_calls import update_hook
+
+    model = model_of(scheduler)
+    model.derived_in_test = torch.zeros(3)
+    before = model.derived_in_test.data_ptr()
+
+    def original(manager, request):
+        model.load_weights(named_tensors)
+        model.derived_in_test = torch.full((3,), 7.0)
+        torch.distributed.barrier(group=manager.tp_cpu_group)
+        return UpdateWeightsFromIPCReqOutput(success=True, message="")
+
+    request = SimpleNamespace(flush_cache=True, rid=None)
+    try:
+        result = update_hook(Origin.IPC)(original, scheduler.weight_updater, request)
+        return result.success, before == model.derived_in_test.data_ptr(), model.derived_in_test
+    finally:
+        del model.derived_in_test
+
+
+def test_what_a_worker_binds_anew_behind_ipc_keeps_its_address(host):
+    success, is_in_place, value = host.call(update_by_ipc, SECOND)
+    assert success
+    assert is_in_place
+    assert value.tolist() == [7.0] * 3
+    assert host.call_all(digests) == host.fresh("second").digests
