@@ -198,16 +198,15 @@ def test_an_embedded_draft_stays_in_high_precision_and_follows_the_same_tensors(
 
 def build_draft_in_fp8(scheduler):
     """As with `--speculative-draft-model-quantization fp8_blockwise_online`."""
-    from sglang.srt.runtime_context import get_server_args
+    from sglang_fp8rl.engine.host import model_choice
 
-    args = get_server_args()
-    args._speculative_draft_quantization_explicitly_set = True
+    native, model_choice._draft_was_asked_for = model_choice._draft_was_asked_for, lambda: True
     try:
         build_draft(scheduler)
     except ConfigError as error:
         return str(error)
     finally:
-        args._speculative_draft_quantization_explicitly_set = False
+        model_choice._draft_was_asked_for = native
 
 
 @on("deepseek-v3-tp1")
