@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,6 +52,11 @@ class Target:
     @property
     def is_fp8(self) -> bool:
         return self.scale is not None
+
+    @cached_property
+    def takes_packed_scales(self) -> bool:
+        """Whether its scales are served as exponents: scales that are sent have to be powers of two."""
+        return self.is_fp8 and self.module.quant_method.reads_packed_scales(self.module)
 
 
 def _experts_may_move() -> bool:
@@ -128,13 +134,24 @@ def full_shape_of(target: Target, args: tuple, kwargs: dict) -> tuple[int, ...] 
 
 
 def _full_expert_shape(target: Target, given: tuple) -> tuple[int, ...] | None:
-    layer = target.module
-    intermediate = layer.intermediate_size_per_partition * layer.moe_tp_size
-    if not target.is_fp8 or getattr(layer, "use_presharded_weights", False):
+    """Of one expert's matrix, or of all experts together (`w13`: gate rows first).
+
+    The parameter's own shape says neither: runners pad and transpose it.
+    """
+    layer, parameter = target.module, target.parameter
+    leaf = target.name.rpartition(".")[2]
+    is_weight = leaf in ("w13_weight", "w2_weight")
+    if not is_weight or getattr(layer, "use_presharded_weights", False):
         return None
-    hidden = target.parameter.shape[2 if "w13" in target.name else 1]
+    hidden = layer.hidden_size
+    intermediate = parameter.moe_intermediate_size  # type: ignore[attr-defined]  # all ranks', unpadded
+    is_together = not any(type(one) is int for one in given)  # no expert's number
+    experts = parameter.shape[:1] if is_together else ()
     if "w2" in given:
-        return (hidden, intermediate)
+        return (*experts, hidden, intermediate)
+    if "w13" in given:
+        rows = 2 * intermediate if layer.moe_runner_config.is_gated else intermediate
+        return (*experts, rows, hidden)
     return (intermediate, hidden) if "w1" in given or "w3" in given else None
 
 

@@ -136,12 +136,15 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
         """Idempotent: SGLang calls it after the first load and at the end of every session."""
         if not self.block_quant:
             return
-        if self._reads_packed_scales(layer):
+        if self.reads_packed_scales(layer):
             self.derive(layer)
         else:
             super().process_weights_after_loading(layer)
 
-    def _reads_packed_scales(self, layer: Any) -> bool:
+    def reads_packed_scales(self, layer: Any) -> bool:
+        """Whether this layer's kernel takes its scales as exponents; only powers of two are any."""
+        if not self.block_quant:
+            return False
         runner: Any = self.w8a8_block_fp8_linear
         is_deepgemm = (
             getattr(runner, "func", runner) is deepgemm_w8a8_block_fp8_linear_with_fallback
@@ -152,7 +155,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
         """At the end of every update: what the kernels read beside the canonical scales."""
         if self.served is not None:
             self.served.derive()
-        elif self.block_quant and self._reads_packed_scales(layer):
+        elif self.reads_packed_scales(layer):
             leaves = [("weight", "weight_scale_inv")]
             self.served = ServedWithPackedScales(layer, leaves, self.prefix)
 

@@ -157,7 +157,7 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Idempotent: SGLang calls it after the first load and at the end of every session."""
-        if self.block_quant and not self._reads_packed_scales(layer):
+        if self.block_quant and not self.reads_packed_scales(layer):
             super().process_weights_after_loading(layer)
             return
         self.derive(layer)
@@ -167,7 +167,10 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
                 {"weight_dtype": layer.w13_weight.dtype, "use_mxfp8": self.use_mxfp8}
             )
 
-    def _reads_packed_scales(self, layer: Any) -> bool:
+    def reads_packed_scales(self, layer: Any) -> bool:
+        """Whether these experts' kernel takes their scales as exponents; only powers of two are any."""
+        if not self.block_quant:
+            return False
         is_deepgemm = self.is_deepgemm_moe_runner_backend_enabled()
         return is_deepgemm and takes_packed_scales(layer, layer.w13_weight, is_moe=True)
 
@@ -175,7 +178,7 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
         """At the end of every update: what the kernels read beside the canonical scales."""
         if self.served is not None:
             self.served.derive()
-        elif self.block_quant and self._reads_packed_scales(layer):
+        elif self.reads_packed_scales(layer):
             leaves = [(name, f"{name}_scale_inv") for name in ("w13_weight", "w2_weight")]
             self.served = ServedWithPackedScales(layer, leaves, self.prefix)
 

@@ -70,6 +70,11 @@ class ServedWithPackedScales:
                 kept.copy_(packed)
 
 
+def are_no_exponents(scale: torch.Tensor) -> torch.Tensor:
+    """Which FP32 scales packing would change, bool of their shape: those with a mantissa, and NaN."""
+    return (scale.view(torch.int32) & 0x007FFFFF) != 0
+
+
 def pack(scale: torch.Tensor, rows: int, name: str) -> torch.Tensor:
     """FP32 scales of 128×128 blocks as DeepGEMM reads them.
 
@@ -85,8 +90,7 @@ def pack(scale: torch.Tensor, rows: int, name: str) -> torch.Tensor:
     """
     from sglang.srt.layers.quantization.fp8_utils import transform_scale_ue8m0
 
-    mantissa = scale.view(torch.int32) & 0x007FFFFF
-    if bool(((mantissa != 0) & ~scale.isnan()).any()):
+    if bool((are_no_exponents(scale) & ~scale.isnan()).any()):
         raise HostError(
             name,
             "a scale that is not a power of two",

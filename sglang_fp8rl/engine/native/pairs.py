@@ -13,6 +13,7 @@ from ...numerics.grid import PerChannel, granularity_of
 from ..arrival.sent_tensors import Source
 from ..interception.writes import Write
 from ..model.parameters import Target
+from ..modules.packed_scales import are_no_exponents
 
 
 @dataclass
@@ -128,8 +129,9 @@ def store_pair(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
         what was copied.
 
     Raises:
-        RefitError: the scale has the wrong shape or a value that is no scale, a code is NaN, or the
-            loader did not take a plain view. Nothing was copied.
+        RefitError: the scale has the wrong shape or a value that is no scale (or no power of two,
+            where it is served as an exponent), a code is NaN, or the loader did not take a plain view.
+            Nothing was copied.
         QuantizationError: this rank's part starts inside a block.
     """
     copies = _copies_of(pair, block_size)
@@ -160,6 +162,24 @@ def nan_code_error(name: str) -> RefitError:
         "Quantize with sglang_fp8rl.quantize_blockwise / quantize_per_channel, which refuse NaN; rows "
         "with such a code, or the whole tensor, keep their old codes.",
     )
+
+
+def check_exponents(scale: torch.Tensor, scale_name: str) -> None:
+    """Scales for a parameter whose kernel reads exponents are powers of two. Waits for a GPU.
+
+    Raises:
+        RefitError: by name, if not.
+    """
+    wrong = are_no_exponents(scale)
+    if bool(wrong.any()):
+        raise RefitError(
+            scale_name,
+            f"{float(scale[wrong][0])!r}, a scale that is not a power of two",
+            "DeepGEMM on this GPU reads scales as exponents, and rounding them now would change the "
+            "weight; nothing of the pair was stored",
+            "Set use_weight_pow2_scale to true in quantization_config and quantize by the server's plan "
+            "(pow2_scale=True of quantize_blockwise), or send BF16.",
+        )
 
 
 def check_numbers(codes: torch.Tensor, scale: torch.Tensor, name: str, scale_name: str) -> None:
@@ -197,6 +217,8 @@ def _copies_of(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
         )
     scale = scale.reshape(sent.scale_shape)
     check_numbers(weight, scale, pair.weight_name, pair.scale_name)
+    if target.takes_packed_scales:
+        check_exponents(scale, pair.scale_name)
     copies = []
     for write in pair.writes:
         region = write.region

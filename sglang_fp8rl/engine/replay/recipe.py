@@ -44,6 +44,7 @@ class Recipe:
         native: positions that take the native path, with the reason.
         samples: writes to measure the SQNR on, with their codes and scales.
         owners: parameters, and where they were.
+        exponents: positions of scales that have to be powers of two.
         metadata: of a flattened bucket.
     """
 
@@ -60,6 +61,7 @@ class Recipe:
     targets: np.ndarray
     samples: list[Sample]
     owners: list[tuple[torch.nn.Parameter, int]]
+    exponents: tuple[int, ...] = ()
     metadata: Sequence[Any] = ()
 
     def fits(self, bucket: Bucket) -> bool:
@@ -212,5 +214,10 @@ def recipe_of(
         targets=np.array(sorted(built.owners), np.int64),
         samples=built.samples,
         owners=[(parameter, parameter.data_ptr()) for parameter in parameters],
+        exponents=tuple(
+            pair.scale
+            for pair, made in built.pairs
+            if made and pair.weight not in built.native and pair.target.takes_packed_scales
+        ),
         metadata=bucket.metadata if isinstance(bucket, FlatBucket) else (),
     )

@@ -10,6 +10,7 @@ from ...numerics.write_table import BAD_SCALE, NAN_CODE, Kind
 from ..arrival.bucket import Bucket
 from ..arrival.kinds import KnownBucket, Stream
 from ..model.derived_weights import DerivedWeights
+from ..modules.packed_scales import are_no_exponents
 from ..native.call import Call
 from ..native.loader_call import LoaderCalls
 from ..native.native_path import NativePath
@@ -36,6 +37,8 @@ class ReplayPath:
     def write(self, call: Call, arrival: KnownBucket[Recipe]) -> Any:
         """Returns what SGLang's `load_weights` returns, where it was needed."""
         bucket, recipe = arrival.bucket, arrival.recipe
+        if not _are_exponents(bucket, recipe.exponents):
+            return self._rest.write(call, Stream(bucket))  # refuses the pair by name
         flags = recipe.runner.run(bucket.addresses())
         if flags.any():
             _note_bad_pieces(call, recipe, bucket, flags)
@@ -64,6 +67,14 @@ class ReplayPath:
                 view = source.write.repeat(bucket.tensor(source.position)).source
                 assert view is not None
                 noise.add(granularity, view, *piece)
+
+
+def _are_exponents(bucket: Bucket, positions: tuple[int, ...]) -> bool:
+    """Whether these scales of a bucket are powers of two: the table would copy any. Waits for a GPU."""
+    if not positions:
+        return True
+    scales = torch.cat([bucket.tensor(position).reshape(-1) for position in positions])
+    return not bool(are_no_exponents(scales).any())
 
 
 def _note_bad_pieces(call: Call, recipe: Recipe, bucket: Bucket, flags: Any) -> None:

@@ -1,0 +1,116 @@
+"""Where scales are served as exponents, a pair whose scales are none is refused before it is stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from _options import plain_experts
+from commands import begin, digests, end, model_of, status, update
+from contract import HOST
+from packaging.version import Version
+from pool import on
+
+from sglang_fp8rl.numerics.reference import quantize_blockwise
+
+pytestmark = [pytest.mark.engine, on(plain_experts("tp1"))]
+
+LINEAR = "model.layers.1.self_attn.o_proj.weight"
+EXPERT = "model.layers.1.mlp.experts.1.down_proj.weight"
+STORED_IN = {LINEAR: LINEAR, EXPERT: "model.layers.1.mlp.experts.w2_weight"}
+
+
+def blockwise_of(scheduler: Any) -> list[Any]:
+    targets = model_of(scheduler).fp8rl_refit.targets.values()
+    return [one for one in targets if one.is_fp8]
+
+
+def serve_packed(scheduler: Any) -> None:
+    """As on a GPU whose DeepGEMM reads exponents; the CPU's kernels could not run on them."""
+    for target in blockwise_of(scheduler):
+        vars(target).pop("takes_packed_scales", None)
+        method = target.module.quant_method
+        method.reads_packed_scales = lambda _: True
+        method.derive(target.module)
+
+
+def serve_plain(scheduler: Any) -> None:
+    for target in blockwise_of(scheduler):
+        vars(target).pop("takes_packed_scales", None)
+        method = target.module.quant_method
+        vars(method).pop("reads_packed_scales", None)
+        method.served = None
+
+
+def is_packed_as_stored(scheduler: Any) -> bool:
+    """Whether the packed scales are those of the scales that are stored, in every layer."""
+    from sglang_fp8rl.engine.modules.packed_scales import pack
+
+    return all(
+        torch.equal(
+            getattr(one.module.quant_method.served, f"{one.name.rpartition('.')[2]}_scale_inv"),
+            pack(one.scale.data, one.parameter.shape[-2], one.name),
+        )
+        for one in blockwise_of(scheduler)
+    )
+
+
+@pytest.fixture
+def packed_host(host):
+    host.call(serve_packed)
+    yield host
+    host.call(serve_plain)
+
+
+def pairs(model, factor, plain=""):
+    """FP8 weights with scales that are powers of two, but for one."""
+    sent = []
+    for name in STORED_IN:
+        codes, scale = quantize_blockwise(factor * model.second[name], pow2_scale=name != plain)
+        sent += [(name, codes), (f"{name}_scale_inv", scale)]
+    return sent
+
+
+@pytest.mark.parametrize("name", [LINEAR, EXPERT])
+@pytest.mark.parametrize("is_replayed", [False, True], ids=["native", "replayed"])
+def test_a_scale_that_is_no_power_of_two_is_refused_with_its_codes(packed_host, name, is_replayed):
+    host = packed_host
+    if is_replayed:
+        for _ in range(2):
+            host.send(pairs(host.model, 1))
+        assert host.call(status)["replay"]["calls"] == 1
+    before = host.call(digests)
+    ok, message = host.call(update, pairs(host.model, 8, plain=name))
+    assert not ok
+    for word in (f"{name}_scale_inv", "power of two", "use_weight_pow2_scale"):
+        assert word in message, message
+    after = host.call(digests)
+    for leaf in (STORED_IN[name], f"{STORED_IN[name]}_scale_inv"):
+        assert after[leaf] == before[leaf]
+    assert host.call(is_packed_as_stored)
+    state = host.call(status)
+    assert state["state"] == "failed"
+    assert any(name in line for line in state["last_refit"]["errors"])
+    host.send(pairs(host.model, 8))  # it goes on
+    assert (
+        host.call(digests)[STORED_IN[name] + "_scale_inv"] != before[f"{STORED_IN[name]}_scale_inv"]
+    )
+    assert host.call(is_packed_as_stored)
+
+
+def test_the_next_session_ends_after_a_scale_that_is_no_power_of_two(packed_host):
+    """The end of a session processes all weights again."""
+    host = packed_host
+    if Version("0.5.21") > HOST:
+        pytest.skip("this SGLang has no sessions")
+    host.call(begin)
+    assert not host.call(update, pairs(host.model, 8, plain=LINEAR))[0]
+    host.call(end)
+    assert host.call(status)["state"] == "failed"
+    host.call(begin)
+    host.send(list(host.model.first.items()))
+    assert host.call(end)[0]
+    state = host.call(status)
+    assert state["consistent"], state["problems"]
+    assert host.call(is_packed_as_stored)

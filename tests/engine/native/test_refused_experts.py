@@ -1,0 +1,50 @@
+"""Experts in high precision are as sharply looked at as those in FP8."""
+
+from __future__ import annotations
+
+import pytest
+from _options import EXPERTS, plain_experts
+from commands import digests, status, update
+from pool import on
+
+from sglang_fp8rl.testing.checkpoints import with_fused_experts
+
+pytestmark = [
+    pytest.mark.engine,
+    on(plain_experts("tp1"), slow=(plain_experts("tp2"), plain_experts("ep2"))),
+]
+
+
+def half_of(weight, dim):
+    return weight.narrow(dim, 0, weight.shape[dim] // 2).contiguous()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("leaf", ["gate_proj", "up_proj", "down_proj"])
+def test_a_shard_of_an_expert_in_bf16_is_refused_by_name(host, leaf, dim):
+    name = f"{EXPERTS}.0.{leaf}.weight"
+    whole = host.model.second[name]
+    before = host.call_all(digests)
+    ok, message = host.call_all(update, [(name, half_of(whole, dim))])[0]
+    assert not ok
+    assert name in message
+    assert f"the full, unsharded {tuple(whole.shape)}" in message
+    assert host.call_all(digests) == before
+    assert host.call(status)["state"] == "failed"
+
+
+@pytest.mark.parametrize("leaf", ["gate_up_proj", "down_proj"])
+def test_a_shard_of_all_experts_together_is_refused_by_name(host, leaf):
+    name = f"{EXPERTS}.{leaf}"
+    half = half_of(with_fused_experts(host.model.second)[name], 1)
+    before = host.call_all(digests)
+    ok, message = host.call_all(update, [(name, half)])[0]
+    assert not ok
+    assert name in message
+    assert host.call_all(digests) == before
+
+
+def test_whole_experts_of_every_kind_equal_a_fresh_load(host):
+    for weights in (host.model.second, host.model.first, with_fused_experts(host.model.second)):
+        host.send(list(weights.items()))
+    assert host.call_all(digests) == host.fresh("second").digests
