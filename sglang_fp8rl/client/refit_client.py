@@ -205,7 +205,7 @@ class RefitClient:
         return self._connection.get(SERVER_INFO_PATH, "/server_info").json()
 
     def status(self) -> dict[str, Any]:
-        """`GET /fp8rl/status`: the section `fp8rl` of the server's first internal state.
+        """`GET /fp8rl/status`: of a server's data-parallel replicas, that of the worst.
 
         Raises:
             RefitError: the server was not started with `fp8_blockwise_online`.

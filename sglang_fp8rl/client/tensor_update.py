@@ -39,7 +39,7 @@ class Receiver:
 
     @classmethod
     def of(cls, server_info: dict[str, Any]) -> Receiver:
-        """From what `GET /server_info` answers."""
+        """From what `GET /server_info` answers; replicas of one server all read alike."""
         section = (server_info.get("internal_states") or [{}])[0].get("fp8rl") or {}
         return cls(
             int(server_info["tp_size"]),

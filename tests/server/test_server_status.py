@@ -6,7 +6,7 @@ import re
 
 import pytest
 import requests
-from _served import MODEL, ONE_THREAD, QUANTIZED, Client, weights
+from _served import HAS_SESSIONS, MODEL, ONE_THREAD, QUANTIZED, Client, weights
 from models import checkpoint
 from typer.testing import CliRunner
 
@@ -67,7 +67,7 @@ def test_an_update_with_both_keys_a_version_and_metrics(guarded):
     client.update(weights("first"), weight_version="step-3")
     assert version_of(client) == "step-3"
     section = client.server_info()["internal_states"][0]["fp8rl"]
-    assert client.status() == section
+    assert client.status() == {**section, "replicas": 1}
     text = metrics_of(guarded)
     assert metric(text, "refits_total") == 2
     assert metric(text, "consistent") == 1
@@ -83,3 +83,15 @@ def test_verify_takes_the_key_of_a_guarded_server(guarded):
     assert "api_key" in without.stderr
     with_key = CliRunner().invoke(cli.app, ["verify", guarded.url, "--api-key=key"])
     assert (with_key.exit_code, with_key.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_the_replicas_of_a_server_are_counted_and_each_says_which_it_is(server, checkpoint_dir):
+    path = checkpoint(checkpoint_dir, MODEL, "first")
+    cores = "0|1" if HAS_SESSIONS else "0"  # SGLang 0.5.16 wants those of one replica
+    env = {**ONE_THREAD, "SGLANG_CPU_OMP_THREADS_BIND": cores}
+    client = Client(server(path, QUANTIZED, "--dp-size=2", env=env).url)
+    states = client.server_info()["internal_states"]
+    assert sorted(state["fp8rl"]["replica"] for state in states) == [0, 1]
+    status = client.status()
+    assert (status["replicas"], status["replica"], status["state"]) == (2, 0, "whole")

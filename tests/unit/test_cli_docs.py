@@ -85,6 +85,7 @@ class OneWeight(torch.nn.Module):
 
 def test_the_status_table_has_every_field_of_a_server_s_status():
     pytest.importorskip("sglang")
+    from sglang_fp8rl.engine.host.replicas import status_of_replicas
     from sglang_fp8rl.engine.host.status import status_section
     from sglang_fp8rl.engine.refit import ModelRefit
 
@@ -92,7 +93,7 @@ def test_the_status_table_has_every_field_of_a_server_s_status():
     refit = ModelRefit(model, Options(), {}, list)
     refit.attach()
     model.load_weights([("weight", torch.ones(4))])
-    status = status_section(refit, session_open=False)
+    status = status_of_replicas([status_section(refit, session_open=False)])
     assert status["last_refit"]["tensors"] == 1
     found = set()
     for key, value in status.items():

@@ -21,7 +21,6 @@ REFUSED = {
     "lora_paths": "an adapter on q, k, v or o is added beside the weights that carry the scales",
 }
 REFUSED_CALIBRATED = {
-    "pp_size": "a rank with a part of the layers can't run a text by itself",
     "enable_dp_attention": "ranks with requests of their own can't run one text together",
 }
 
@@ -59,7 +58,7 @@ def check_arguments(args: Any, mode: str) -> None:
     both = {**REFUSED, **REFUSED_CALIBRATED} if mode == "calibrated" else REFUSED
     for name, reason in both.items():
         value = getattr(args, name, None)
-        if value and not (name == "pp_size" and value == 1):
+        if value:
             raise refused(f"--{name.replace('_', '-')}", str(value), reason)
     if args.disaggregation_mode != "null":
         reason = "bytes of the cache go to another server, which has scales of its own"

@@ -13,6 +13,7 @@ from ...wire.plan import PLAN_PATH, STATUS_PATH
 from .fingerprint_route import serve_fingerprint
 from .internal_state import SERVER_MODULE, internal_states, not_served
 from .plan_route import serve_plan
+from .replicas import status_of_replicas
 
 
 def add_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
@@ -31,11 +32,13 @@ def add_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
 
 
 async def serve_status(request: Any) -> Any:
-    """The section `fp8rl` of `/server_info`, alone; 404 from a server without this method."""
+    """`status_of_replicas` of the sections in `/server_info`; 404 from a server without this method."""
     from starlette.responses import JSONResponse
 
-    section = (await internal_states())[0].get("fp8rl")
-    return not_served() if section is None else JSONResponse(section)
+    states = await internal_states()
+    if any("fp8rl" not in state for state in states):
+        return not_served()
+    return JSONResponse(status_of_replicas([state["fp8rl"] for state in states]))
 
 
 _ROUTES = {

@@ -18,12 +18,13 @@ from .fingerprint_route import fingerprint_state
 from .plan_route import plan_state
 
 
-def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
+def status_section(refit: ModelRefit, *, session_open: bool, replica: int = 0) -> dict[str, Any]:
     """What a user wants to know of a running server, as JSON types.
 
     Args:
         refit: of the served model.
         session_open: whether `begin_weight_update` was called and `end_weight_update` was not.
+        replica: data-parallel rank of the scheduler that says it.
     """
     report = refit.report
     log, problems = report.log, report_fields.problems(report)
@@ -33,6 +34,7 @@ def status_section(refit: ModelRefit, *, session_open: bool) -> dict[str, Any]:
     schemes = Counter(scheme.granularity.value for scheme in refit.schemes.values())
     return {
         "version": __version__,
+        "replica": replica,
         "schemes": dict(schemes),
         "fp8_bytes": sum(
             target.parameter.numel() for target in refit.targets.values() if target.is_fp8
@@ -81,8 +83,19 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
         result.internal_state = fingerprint
         return result
     session = getattr(scheduler.weight_updater, "_session", None)
-    section = status_section(refit, session_open=session is not None)
+    section = status_section(
+        refit, session_open=session is not None, replica=_replica_of(scheduler)
+    )
     if refit.kv.is_active:
         section["kv_scales"]["stored"] = stored_section(scheduler.weight_updater, refit)
     result.internal_state["fp8rl"] = section
     return result
+
+
+def _replica_of(scheduler: Any) -> int:
+    """Its data-parallel rank; 0 without data parallelism."""
+    from sglang.srt.runtime_context import get_parallel
+
+    # SGLang before 0.5.23 may keep it in the scheduler's own `ps`.
+    parallel = getattr(scheduler, "ps", None) or get_parallel()
+    return parallel.dp_rank or 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ...config import LAYER
-
 # Tables that the engine computes for itself; some trainers keep them as buffers.
 _ROTARY_TABLES = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
@@ -37,15 +35,6 @@ def skipped_by_design(name: str, model: Any) -> str:
     for row in left_out(model):
         if re.search(row["pattern"], name):
             return row["reason"]
-    text_config = _text_config(model)
-    inner = getattr(model, "model", None)
-    start, end = getattr(inner, "start_layer", None), getattr(inner, "end_layer", None)
-    found = LAYER.search(name)
-    total = getattr(text_config, "num_hidden_layers", None)
-    if found and isinstance(start, int) and isinstance(end, int) and total:
-        layer = int(found.group(1))
-        if layer < total and not start <= layer < end:
-            return f"layer {layer} is on another pipeline rank"
     return ""
 
 

@@ -17,6 +17,7 @@ from ...errors import ConfigError, HostError
 from ...scheme import Cause, Granularity, Scheme
 from .decisions import Decisions
 from .derivable import check_derivable, check_no_copies_of_the_start
+from .layouts import check_layout
 from .linear import Fp8BlockwiseOnlineLinearMethod
 from .moe import Fp8BlockwiseOnlineMoEMethod, unquantized_experts
 from .vision_towers import leave_vision_towers
@@ -123,6 +124,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         Raises:
             ConfigError, HostError: a module that can't be served as asked, a pattern without one.
         """
+        check_layout()
         leave_vision_towers(model)
         self.decisions.raise_refused()
         check_derivable(model)

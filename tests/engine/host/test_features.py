@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from _options import log_of_a_failed_start
 from commands import digests, model_of, status, update
-from engine_host import EngineHost
+from engine_host import EngineHost, command_line
+from forked import run_forked
 from models import MODELS, Model, checkpoint
 from packaging.version import Version
 from pool import engine_key, on, runs_on
 
 from sglang_fp8rl.compat import host_version
+from sglang_fp8rl.engine.host import plan_offline
 from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.testing.checkpoints import perturbed, save_checkpoint
 
@@ -85,6 +88,26 @@ def test_copies_of_q_proj_that_no_update_renews_are_refused(host):
     said = host.call(refusal_of_copies)
     for word in ("self_attn", "w_kc_qrep", "--dcp-replicate-q-proj", "--no-dcp-replicate-q-proj"):
         assert word in said
+
+
+def start_first_stage(argv):
+    """SGLang's own start of the first of two stages, up to its model; the other one stays silent."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    plan_offline._fake_other_ranks(2)
+    plan_offline._start_scheduler(argv)
+
+
+def test_pipeline_parallelism_is_refused_with_value_rule_and_remedy(checkpoint_dir, tmp_path):
+    path, log = checkpoint(checkpoint_dir, MODELS["qwen3"], "first"), tmp_path / "log"
+    argv = [*command_line(path, "fp8_blockwise_online"), "--pp-size=2"]
+    ended = run_forked(start_first_stage, (argv,), log, env=plan_offline._child_env(1))
+    assert "exit status" in ended, log.read_text()
+    error = re.search(r"ConfigError: --pp-size: 2; (.*)", log.read_text())
+    assert error, log.read_text()
+    assert "a stage behind the first would be answered as a success" in error[1]
+    assert error[1].endswith("a larger --tp-size.")
 
 
 @pytest.mark.parametrize("value", ["1", "True"])

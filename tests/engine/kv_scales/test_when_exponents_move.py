@@ -148,12 +148,11 @@ def test_attention_that_was_not_proven_is_refused_at_the_start_by_name(
         ("enable_lora", True),
         ("lora_paths", ["adapter"]),
         ("disaggregation_mode", "prefill"),
-        ("pp_size", 2),
         ("enable_dp_attention", True),
     ],
 )
 def test_a_server_whose_cache_outlives_or_leaves_its_scales_is_refused(name, value):
-    plain = SimpleNamespace(disaggregation_mode="null", pp_size=1)
+    plain = SimpleNamespace(disaggregation_mode="null")
     check_arguments(plain, "calibrated")
     setattr(plain, name, value)
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}.*kv_scales"):

@@ -1,0 +1,54 @@
+"""The status of a server with replicas is that of the worst."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang_fp8rl.engine.host.replicas import status_of_replicas
+from sglang_fp8rl.engine.report.refit_record import State
+
+WORST_FIRST = ["failed", "unloaded", "mixed", "open", "whole"]
+
+
+def section(replica: int, state: str, *, cache_flushed: bool | None = None) -> dict:
+    last = {"outcome": "ok", "cache_flushed": cache_flushed}
+    return {
+        "replica": replica,
+        "state": state,
+        "consistent": state == "whole",
+        "last_refit": last,
+    }
+
+
+def test_every_state_has_its_place():
+    assert set(WORST_FIRST) == {state.value for state in State}
+
+
+@pytest.mark.parametrize(("worse", "better"), itertools.combinations(WORST_FIRST, 2))
+@pytest.mark.parametrize("worse_is", [0, 1])
+def test_one_replica_that_is_worse_is_told_whichever_answers_first(worse, better, worse_is):
+    bad, good = section(worse_is, worse), section(1 - worse_is, better)
+    for answers in ([bad, good], [good, bad]):
+        assert status_of_replicas(answers) == {**bad, "replicas": 2}
+        assert not status_of_replicas(answers)["consistent"]
+
+
+def test_where_all_are_whole_it_is_the_first_s():
+    answers = [section(2, "whole"), section(0, "whole"), section(1, "whole")]
+    assert status_of_replicas(answers) == {**answers[1], "replicas": 3}
+
+
+@pytest.mark.parametrize("refused_at", [0, 1])
+def test_a_flush_that_one_replica_refused_is_not_hidden_by_another(refused_at):
+    answers = [section(rank, "whole", cache_flushed=rank != refused_at) for rank in range(2)]
+    for order in (answers, answers[::-1]):
+        assert status_of_replicas(order)["last_refit"]["cache_flushed"] is False
+
+
+def test_a_single_replica_s_status_is_its_own():
+    alone = {**section(0, "whole"), "last_refit": None}
+    assert status_of_replicas([alone]) == {**alone, "replicas": 1}
