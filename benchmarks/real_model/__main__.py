@@ -137,8 +137,8 @@ def growth_command(
     arm: Annotated[str, typer.Option(help="whose kept policy")] = "fp8",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     trained_layers: Annotated[int, typer.Option(min=1, help="so many last layers")] = 8,
-    problems: Annotated[int, typer.Option(min=1)] = 32,
-    samples: Annotated[int, typer.Option(min=1, help="answers to each")] = 8,
+    problems: Annotated[int, typer.Option(min=1)] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="answers to each")] = 4,
     json_path: Annotated[Path | None, typer.Option("--json", help="write a line per row")] = None,
 ) -> None:
     """Why the gap grows: the start and what `rl --keep` trained, on each other's answers."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -98,27 +99,26 @@ class Served:
             )
         )
 
-    def gap(self, samples: Sequence[Sample], part: str) -> tuple[int, Gap]:
-        """Positions that were compared, and what FP8 in that part of the model changes there."""
-        rows: list[Gap] = []
-        for clean, changed in self._logits(samples, self._quantized(part)):
-            rows += [
-                gap_of(one, other)
-                for one, other in zip(clean.double(), changed.double(), strict=True)
-            ]
-        means = {one.name: mean(getattr(row, one.name) for row in rows) for one in fields(Gap)}
-        return len(rows), Gap(**means)
+    def gaps(self, samples: Sequence[Sample]) -> Iterator[tuple[str, int, Gap]]:
+        """For each part: positions that were compared, and what FP8 in it changes there."""
+        clean = self._logits(samples, nullcontext())
+        for part in PARTS:
+            changed = self._logits(samples, self._quantized(part))
+            rows = [gap_of(*pair) for pair in zip(clean, changed, strict=True)]
+            means = {one.name: mean(getattr(row, one.name) for row in rows) for one in fields(Gap)}
+            yield part, len(rows), Gap(**means)
 
     @torch.inference_mode()
     def _logits(
-        self, samples: Sequence[Sample], change: Products
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        model = self._reference.model
+        self, samples: Sequence[Sample], change: AbstractContextManager
+    ) -> list[torch.Tensor]:
+        """`[V]` FP64 of every position that an answer comes from."""
+        rows: list[torch.Tensor] = []
         for batch in batches(samples, _TOKENS_AT_ONCE, self._reference.device):
-            clean = batch.rows(model(input_ids=batch.ids, use_cache=False).logits)
             with change:
-                changed = batch.rows(model(input_ids=batch.ids, use_cache=False).logits)
-            yield from zip(clean, changed, strict=True)
+                logits = self._reference.model(input_ids=batch.ids, use_cache=False).logits
+            rows += [row.double() for sample in batch.rows(logits) for row in sample]
+        return rows
 
     def _quantized(self, part: str) -> Products:
         names = [
@@ -150,8 +150,8 @@ def measure_growth(
     encode: Encode,
     *,
     trained_layers: int,
-    problems: int = 32,
-    samples: int = 8,
+    problems: int = 16,
+    samples: int = 4,
     seed: int = 0,
     on_line: Callable[[], None] = lambda: None,
 ) -> list[Line]:
@@ -165,8 +165,8 @@ def measure_growth(
     lines = []
     for name, model in models.items():
         for whose, answers in texts.items():
-            for part in PARTS:
-                lines.append(Line(name, whose, part, *model.gap(answers, part)))
+            for part, positions, gap in model.gaps(answers):
+                lines.append(Line(name, whose, part, positions, gap))
                 on_line()
     return lines
 

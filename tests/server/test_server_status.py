@@ -7,6 +7,7 @@ import re
 import pytest
 import requests
 from _served import HAS_SESSIONS, MODEL, ONE_THREAD, QUANTIZED, Client, weights
+from forked_server import ForkedServer
 from models import checkpoint
 from typer.testing import CliRunner
 
@@ -86,12 +87,15 @@ def test_verify_takes_the_key_of_a_guarded_server(guarded):
 
 
 @pytest.mark.slow
-def test_the_replicas_of_a_server_are_counted_and_each_says_which_it_is(server, checkpoint_dir):
+def test_the_replicas_of_a_server_are_counted_and_each_says_which_it_is(checkpoint_dir, tmp_path):
+    """A server of its own, and no longer than this: SGLang's controller of replicas takes a core to wait."""
     path = checkpoint(checkpoint_dir, MODEL, "first")
     cores = "0|1" if HAS_SESSIONS else "0"  # SGLang 0.5.16 wants those of one replica
     env = {**ONE_THREAD, "SGLANG_CPU_OMP_THREADS_BIND": cores}
-    client = Client(server(path, QUANTIZED, "--dp-size=2", env=env).url)
-    states = client.server_info()["internal_states"]
+    args, log = [QUANTIZED, "--dp-size=2"], tmp_path / "server.log"
+    with ForkedServer(path, args, log_path=log, env=env) as server:
+        client = Client(server.url)
+        states = client.server_info()["internal_states"]
+        status = client.status()
     assert sorted(state["fp8rl"]["replica"] for state in states) == [0, 1]
-    status = client.status()
     assert (status["replicas"], status["replica"], status["state"]) == (2, 0, "whole")
