@@ -11,7 +11,6 @@ from real_model.rl_policy import RealPolicy
 
 from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 
-
 pytestmark = pytest.mark.usefixtures("plans_in_forks")
 
 
