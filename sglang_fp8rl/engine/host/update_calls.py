@@ -107,7 +107,7 @@ def _answer(
                 result = original(manager, request)
                 is_through = True
         finally:  # what was stored before an update failed is served too
-            refit.derived.end_of_update()
+            _renew_derived(refit, origin)
     except Exception as error:
         # The boundary of a request: today this ends the scheduler and with it the server. It is
         # answered instead, and nothing goes on as if it had worked.
@@ -124,6 +124,16 @@ def _answer(
     refit.kv.end_of_request()
     observe_refit(manager, refit, call=origin.value, success=result.success)
     return result
+
+
+def _renew_derived(refit: ModelRefit, origin: Origin) -> None:
+    """Raises an error of ours, which is never taken for a flush that SGLang refused before it."""
+    try:
+        refit.derived.end_of_update()
+    except Fp8RlError:
+        raise
+    except Exception as error:
+        raise _foreign(origin, error) from error
 
 
 @contextmanager

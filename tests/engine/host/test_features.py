@@ -224,12 +224,14 @@ def build_draft_in_fp8(scheduler):
     from sglang_fp8rl.engine.host import model_choice
 
     native, model_choice._draft_was_asked_for = model_choice._draft_was_asked_for, lambda: True
+    dtype = torch.get_default_dtype()  # SGLang 0.5.16 leaves the model's behind an error
     try:
         build_draft(scheduler)
     except ConfigError as error:
         return str(error)
     finally:
         model_choice._draft_was_asked_for = native
+        torch.set_default_dtype(dtype)
 
 
 @on("deepseek-v3-tp1")
