@@ -11,8 +11,9 @@ export UV_LINK_MODE ?= hardlink
 export UV_PYTHON_DOWNLOADS ?= never
 PYTEST_ARGS ?=
 RESULTS := benchmarks/results
-# Two workers; tests that share an engine or a server stay on one (tests/conftest.py).
-PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu"
+# Two workers; tests that share an engine or a server stay on one (tests/conftest.py). If one dies, the run
+# ends with its summary: xdist waits for ever for the group of a worker that it replaced.
+PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart=0 -m "not gpu"
 # A fresh environment has no bytecode; without it every server start compiles SGLang again (20 s).
 unexport PYTHONDONTWRITEBYTECODE
 

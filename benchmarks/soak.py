@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch.multiprocessing
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -85,6 +86,11 @@ def soak(
     with server:
         watch = Watch(server.pid)
         weights = (MODEL.first, MODEL.second)
+        # Faults pickle them one by one, by which torch moves them to shared memory: all now, so that
+        # what grows later is something else.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        for tensor in (*MODEL.first.values(), *MODEL.second.values()):
+            tensor.share_memory_()
         sender = Refits(server.url, weights, directory, HAS_SESSIONS, seed)
         began = time.monotonic()
         with Generators(server.url, MODEL.config.vocab_size, clients, seed) as generators:

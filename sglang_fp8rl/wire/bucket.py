@@ -14,9 +14,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import os
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +31,7 @@ from . import layout_text
 from .staging import Lease, StagingBuffers
 
 NamedTensor = tuple[str, torch.Tensor]
+_FILES = Path("/dev/shm")  # where Linux keeps what torch shares by file name
 _ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
 
 
@@ -66,13 +70,41 @@ def flatten(
     return flat, metadata, lease
 
 
+def in_shared_memory(named_tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
+    """The same tensors; those of a CPU are copied into one file of shared memory.
+
+    Without that, torch moves each into a file of its own when it is pickled, and the trainer's weights
+    stay there for good.
+    """
+    positions = [at for at, (_, one) in enumerate(named_tensors) if one.device.type == "cpu"]
+    copied = list(named_tensors)
+    if positions:
+        flat, metadata, _ = flatten([named_tensors[at] for at in positions])
+        for at, meta in zip(positions, metadata, strict=True):
+            copy = flat[meta.start_idx : meta.end_idx].view(meta.dtype).view(meta.shape)
+            copied[at] = (meta.name, copy)
+    return copied
+
+
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 memory that other processes can be given a handle of."""
+    """uint8 memory that other processes can be given a handle of.
+
+    On a CPU its file is deleted with it, read or not. torch deletes a file when nobody reads it any more,
+    and aborts the process if it is gone by then, so one reader more is counted than there are.
+    """
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     with _shared_by_file_name():
         shared = torch.UntypedStorage._new_shared(nbytes, device="cpu")
+        handle = shared._share_filename_cpu_()[1]
+    shared._shared_incref()
+    weakref.finalize(shared, _delete, _FILES / os.fsdecode(handle).removeprefix("/"), os.getpid())
     return torch.empty(0, dtype=torch.uint8).set_(shared)
+
+
+def _delete(file: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a process that it forked ends too
+        file.unlink(missing_ok=True)
 
 
 def serialize(value: Any) -> str:
@@ -115,7 +147,7 @@ def payload_of(
             answers, and knows by `is_staged` that it will see the memory again.
     """
     if load_format is None:
-        plain = [(name, tensor.detach()) for name, tensor in bucket]
+        plain = in_shared_memory([(name, tensor.detach()) for name, tensor in bucket])
         return Payload([serialize(plain) for _ in range(ranks)], plain)
     flat, metadata, lease = flatten([(name, one.detach()) for name, one in bucket], staging)
     layout = layout_text.to_text(metadata) if layout_as_text else metadata

@@ -1,13 +1,20 @@
-"""CPU tensors of a request: their memory is as long as it says, and costs no socket for each sender.
+"""CPU tensors of a request: mapped to the last byte that they say, without a helper process.
 
-torch extends a file of shared memory that is too short with zeros, which would be served. It also
-connects to the manager process of every sender and keeps that socket for good. The file says how long it
-is, and any manager can keep the count; so torch is given an empty handle, by which it takes its own.
+torch opens a handle through a manager process: the sender's, whose socket then stays open for good, or one
+of its own. At its end a manager deletes every file that was ever opened through it, and a sender that lets
+go of such a file later is aborted: "could not unlink the shared memory file". torch also extends a file that
+is too short with zeros, which would be served. So files are mapped here, and only the count of readers that
+torch keeps in them is kept.
+
+A file of torch's (`MapInfo`, `map_alloc_alignment` in ATen/MapAllocator.cpp): int32 readers, padding up to
+64 bytes, the tensors.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +26,8 @@ from torch.multiprocessing import reductions
 from ...errors import RefitError
 
 _FILES = Path("/dev/shm")  # where Linux keeps what `shm_open` names
+_HEADER = 64
+_READERS = struct.Struct("=i")
 
 
 @contextmanager
@@ -28,7 +37,7 @@ def checked_shared_memory() -> Iterator[None]:
     Side effects: two functions of `torch.multiprocessing.reductions` are replaced until the end.
     """
     by_name, by_descriptor = reductions.rebuild_storage_filename, reductions.rebuild_storage_fd
-    reductions.rebuild_storage_filename = _checked_by_name(by_name)
+    reductions.rebuild_storage_filename = _mapped_by_name
     reductions.rebuild_storage_fd = _checked_by_descriptor(by_descriptor)
     try:
         yield
@@ -37,17 +46,80 @@ def checked_shared_memory() -> Iterator[None]:
         reductions.rebuild_storage_fd = by_descriptor
 
 
-def _checked_by_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    def rebuild_storage_filename(
-        cls: Any, manager: bytes, handle: bytes, size: int, dtype: torch.dtype | None = None
-    ) -> Any:
-        file = _FILES / os.fsdecode(handle).lstrip("/")
-        if not file.exists():  # gone, or kept elsewhere: torch says so
-            return original(cls, manager, handle, size, dtype)
-        _check_length(file.name, file.stat().st_size, size * (dtype.itemsize if dtype else 1))
-        return original(cls, b"", handle, size, dtype)
+def _mapped_by_name(
+    cls: Any, manager: bytes, handle: bytes, size: int, dtype: torch.dtype | None = None
+) -> Any:
+    """As `reductions.rebuild_storage_filename`; the sender counted one reader more for each call.
 
-    return rebuild_storage_filename
+    Args:
+        manager: not asked.
+        size: elements of `dtype`, bytes without one.
+    """
+    name = os.fsdecode(handle)
+    nbytes = size if dtype is None else size * dtype.itemsize
+    storage = reductions.storage_from_cache(torch.UntypedStorage, handle)
+    with _opened(name) as descriptor:
+        if storage is None:
+            storage = _mapped(name, descriptor, nbytes)
+            reductions.shared_cache[handle] = reductions.StorageWeakRef(storage)
+        _count_one_reader_less(name, descriptor)
+    if dtype is None:
+        return storage
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+@contextmanager
+def _opened(name: str) -> Iterator[int]:
+    """A descriptor of torch's file, which nobody else counts readers in meanwhile."""
+    plain = name.removeprefix("/")
+    if not plain.startswith("torch_") or "/" in plain:
+        raise RefitError(
+            f"shared memory {name!r}",
+            "not a file that torch made",
+            "tensors are read from /dev/shm/torch_* only",
+            "Send what torch's reductions write; RefitClient does.",
+        )
+    try:
+        descriptor = os.open(_FILES / plain, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise RefitError(
+            f"shared memory {plain}",
+            "not there",
+            "a tensor is read from its sender's memory",
+            "Keep the tensors alive until the server answers, and let server and sender share /dev/shm; "
+            "nothing of this request was stored.",
+        ) from error
+    except OSError as error:  # a link, or somebody else's
+        raise RefitError(
+            f"shared memory {plain}",
+            f"can't be opened: {error.strerror}",
+            "a tensor is read from its sender's memory",
+            "Run server and sender as one user; nothing of this request was stored.",
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # against the other ranks of this server
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(name: str, descriptor: int, nbytes: int) -> torch.UntypedStorage:
+    _check_length(name.removeprefix("/"), os.fstat(descriptor).st_size - _HEADER, nbytes)
+    if not nbytes:
+        return torch.UntypedStorage(0)
+    # Python's own mmap keeps a descriptor for each mapping, and with it the lock.
+    path = f"/proc/self/fd/{descriptor}"
+    memory = torch.from_file(path, shared=True, size=_HEADER + nbytes, dtype=torch.uint8)
+    # The storage starts behind the header, and keeps what it lies in.
+    return torch.from_numpy(memory.numpy()[_HEADER:]).untyped_storage()
+
+
+def _count_one_reader_less(name: str, descriptor: int) -> None:
+    """The last one deletes the file, as with torch."""
+    (readers,) = _READERS.unpack(os.pread(descriptor, _READERS.size, 0))
+    os.pwrite(descriptor, _READERS.pack(readers - 1), 0)
+    if readers == 1:
+        (_FILES / name.removeprefix("/")).unlink(missing_ok=True)
 
 
 def _checked_by_descriptor(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +149,7 @@ def _check_length(name: str, found: int, wanted: int) -> None:
     if found < wanted:
         raise RefitError(
             f"shared memory {name}",
-            f"{found} bytes",
+            f"{max(found, 0)} bytes",
             f"the tensors in it take {wanted}, and what is not there would be served as zeros",
             "Keep the tensors alive until the server answers; nothing of this request was stored.",
         )

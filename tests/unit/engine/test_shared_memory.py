@@ -1,0 +1,193 @@
+"""Tensors of another process are mapped whole, and no file is deleted that its sender still counts on."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from forked import CONTEXT
+from torch.multiprocessing import reductions
+
+from sglang_fp8rl.engine.host.shared_memory import checked_shared_memory
+from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.wire.bucket import serialize
+
+HEADER = 64
+
+
+@pytest.fixture(autouse=True)
+def as_another_process(monkeypatch):
+    """torch hands a process its own storage back; here all is read as if somebody else had sent it."""
+    monkeypatch.setattr(reductions, "shared_cache", reductions.SharedCache())
+
+
+def sent(tensor: torch.Tensor) -> tuple[bytes, Path]:
+    """Its pickle, and its file."""
+    content = base64.b64decode(serialize(tensor))
+    handle = tensor.untyped_storage()._share_filename_cpu_()[1]
+    reductions.shared_cache.clear()
+    return content, Path("/dev/shm" + handle.decode())
+
+
+def read(content: bytes) -> torch.Tensor:
+    with checked_shared_memory():
+        return pickle.loads(content)
+
+
+def readers(file: Path) -> int:
+    return struct.unpack("=i", file.read_bytes()[:4])[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(3, 5), (), (1,), (0, 4), (129, 257)])
+def test_what_is_read_is_what_was_sent(dtype, shape):
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    content, _ = sent(tensor)
+    found = read(content)
+    assert found.dtype == dtype
+    assert (
+        torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)) if shape else found == tensor
+    )
+
+
+def test_views_keep_their_strides_and_offsets():
+    whole = torch.arange(48.0).reshape(6, 8)
+    content, _ = sent(whole)
+    part = base64.b64decode(serialize([whole[1:4, 2:7].t(), whole[5]]))
+    first, second = read(part)
+    assert torch.equal(first, whole[1:4, 2:7].t())
+    assert first.stride() == (1, 8)
+    assert torch.equal(second, whole[5])
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert read(content).untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+
+
+def test_a_typed_storage_is_read_too():
+    storage = torch.arange(7, dtype=torch.int16).storage()
+    metadata = storage._share_filename_cpu_()
+    storage._shared_incref()
+    with checked_shared_memory():
+        found = reductions.rebuild_storage_filename(torch.TypedStorage, *metadata, torch.int16)
+    assert found.tolist() == list(range(7))
+
+
+def test_a_thousand_tensors_keep_no_descriptor_open():
+    sent_tensors = [torch.full((3,), float(at)) for at in range(1000)]
+    content = base64.b64decode(serialize(sent_tensors))
+    reductions.shared_cache.clear()
+    before = len(os.listdir("/proc/self/fd"))
+    found = read(content)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert all(map(torch.equal, found, sent_tensors))
+
+
+def by_torch(pipe, content):
+    found = pickle.loads(content)
+    pipe.send(float(found.sum()))
+
+
+def test_readers_are_counted_as_torch_counts_them():
+    tensor = torch.ones(100)
+    content, file = sent(tensor)
+    more, _ = sent(tensor)
+    assert readers(file) == 3  # the sender, and two that it was sent to
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=by_torch, args=(theirs, content))
+    process.start()
+    assert ours.recv() == 100
+    process.join()
+    assert readers(file) == 2
+    found = read(more)
+    assert readers(file) == 1
+    del found
+    assert readers(file) == 1
+
+
+def test_the_last_reader_of_a_sender_that_let_go_deletes_the_file():
+    tensor = torch.full((1000,), 3.0)
+    content, file = sent(tensor)
+    more, _ = sent(tensor)
+    del tensor
+    assert readers(file) == 2
+    first = read(content)
+    assert file.exists()
+    second = read(more)
+    assert not file.exists()
+    assert first.sum() == second.sum() == 3000
+
+
+@pytest.mark.parametrize("missing", [1, HEADER, HEADER + 1, 4000, 4000 + HEADER])
+def test_a_file_that_is_a_byte_too_short_is_refused(missing):
+    content, file = sent(torch.ones(1000))
+    os.truncate(file, 4000 + HEADER - missing)
+    with pytest.raises(RefitError, match="served as zeros"):
+        read(content)
+    assert file.stat().st_size == 4000 + HEADER - missing  # torch makes it longer
+
+
+def test_a_file_that_is_gone_is_refused():
+    content, file = sent(torch.ones(10))
+    renamed = content.replace(file.name.encode(), file.name[:-2].encode() + b"zz")
+    with pytest.raises(RefitError, match="not there"):
+        read(renamed)
+    assert readers(file) == 1
+
+
+@pytest.mark.parametrize(
+    "name", [b"/../../etc/passwd", b"/etc/passwd", b"/torch_/../x", b"/sem.x", b""]
+)
+def test_only_files_that_torch_made_are_opened(name):
+    with checked_shared_memory(), pytest.raises(RefitError, match="not a file that torch made"):
+        reductions.rebuild_storage_filename(torch.UntypedStorage, b"", name, 8)
+
+
+def test_a_link_is_not_followed(tmp_path):
+    target = tmp_path / "secret"
+    target.write_bytes(bytes(200))
+    link = Path("/dev/shm/torch_link_of_a_test")
+    link.symlink_to(target)
+    try:
+        with checked_shared_memory(), pytest.raises(RefitError, match="can't be opened"):
+            reductions.rebuild_storage_filename(
+                torch.UntypedStorage, b"", b"/" + os.fsencode(link.name), 8
+            )
+    finally:
+        link.unlink()
+    assert target.read_bytes() == bytes(200)
+
+
+def a_reader(pipe, content):
+    found = read(content)
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    pipe.send((float(found.sum()), children))
+
+
+def a_sender(pipe):
+    """Sends a weight, and lets go of it after its reader has ended."""
+    weight = torch.ones(5000)
+    pipe.send(base64.b64decode(serialize(weight)))
+    pipe.recv()
+    del weight
+    pipe.send("alive")
+
+
+def test_a_sender_outlives_its_reader():
+    """A manager of the reader's own would delete the file at its end, and torch abort the sender."""
+    ours, theirs = CONTEXT.Pipe()
+    sender = CONTEXT.Process(target=a_sender, args=(theirs,))
+    sender.start()
+    content = ours.recv()
+    told, tells = CONTEXT.Pipe()
+    reader = CONTEXT.Process(target=a_reader, args=(tells, content))
+    reader.start()
+    assert told.recv() == (5000, [])
+    reader.join()
+    ours.send("let go")
+    sender.join()
+    assert sender.exitcode == 0
+    assert ours.recv() == "alive"

@@ -1,0 +1,117 @@
+"""Memory that buckets are sent in: it is there until its sender lets go, and not a moment longer."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_fp8rl.wire.bucket import allocate, in_shared_memory, payload_of
+
+CPU = torch.device("cpu")
+
+
+def file_of(tensor: torch.Tensor) -> Path:
+    return Path("/dev/shm" + os.fsdecode(tensor.untyped_storage()._share_filename_cpu_()[1]))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5000])
+def test_a_file_goes_with_the_last_view_of_it(nbytes):
+    memory = allocate(nbytes, CPU)
+    file, view = file_of(memory), memory[: nbytes // 2]
+    del memory
+    assert file.exists()
+    del view
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+def test_a_bucket_that_nobody_read_leaves_no_file(load_format):
+    payload = payload_of([("w", torch.ones(100))], load_format, 2, True)
+    memory = payload.memory if load_format else payload.memory[0][1]
+    file = file_of(memory)
+    del memory
+    assert file.exists()
+    del payload
+    assert not file.exists()
+
+
+def test_a_bucket_that_was_read_leaves_no_file():
+    payload = payload_of([("w", torch.ones(100))], None, 2, True)
+    file = file_of(payload.memory[0][1])
+    with get_context("spawn").Pool(1) as pool:
+        assert pool.map(total_of, payload.texts) == [100, 100]
+    assert file.exists()  # whoever reads it, it is the sender's
+    del payload
+    assert not file.exists()
+
+
+def total_of(text):
+    return sum(float(tensor.sum()) for _, tensor in pickle.loads(base64.b64decode(text)))
+
+
+def lets_go_of_a_deleted_file():
+    memory = allocate(100, CPU)
+    file_of(memory).unlink()
+    del memory
+
+
+def test_a_file_that_somebody_deleted_aborts_no_trainer():
+    process = get_context("spawn").Process(target=lets_go_of_a_deleted_file)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_a_fork_that_ends_deletes_nothing():
+    memory = allocate(100, CPU)
+    file = file_of(memory)
+    child = os.fork()
+    if not child:
+        from weakref import finalize
+
+        for one in [
+            f for f in list(finalize._registry) if f.peek() and f.peek()[1].__name__ == "_delete"
+        ]:
+            one()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert file.exists()
+
+
+def test_plain_tensors_are_copied_into_one_file_and_the_trainers_stay_where_they_are():
+    weights = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(5, dtype=torch.bfloat16))]
+    weights += [
+        ("transposed", weights[0][1].t()),
+        ("scalar", torch.tensor(2)),
+        ("empty", torch.zeros(0, 3)),
+    ]
+    addresses = [one.data_ptr() for _, one in weights]
+    copied = in_shared_memory(weights)
+    assert [name for name, _ in copied] == [name for name, _ in weights]
+    for (_, before), (_, after) in zip(weights, copied, strict=True):
+        assert torch.equal(before, after)
+        assert before.dtype == after.dtype
+        assert not before.is_shared()
+    assert len({one.untyped_storage().data_ptr() for _, one in copied}) == 1
+    assert [one.data_ptr() for _, one in weights] == addresses
+    weights[0][1].fill_(9)
+    assert copied[0][1].max() == 5
+
+
+def test_tensors_of_a_device_are_sent_as_they_are():
+    weights = [
+        ("m", torch.ones(3, device="meta")),
+        ("c", torch.ones(3)),
+        ("n", torch.ones(2, device="meta")),
+    ]
+    copied = in_shared_memory(weights)
+    assert [name for name, _ in copied] == ["m", "c", "n"]
+    assert copied[0][1] is weights[0][1]
+    assert copied[2][1] is weights[2][1]
+    assert copied[1][1].is_shared()
