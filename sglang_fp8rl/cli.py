@@ -12,7 +12,15 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .terminal import FOUND_WRONG, JsonFlag, OptionsText, console, errors_told, parsed_options
+from .terminal import (
+    FOUND_WRONG,
+    INTERRUPTED,
+    JsonFlag,
+    OptionsText,
+    console,
+    errors_told,
+    parsed_options,
+)
 
 app = typer.Typer(
     help="FP8 rollout for RL on SGLang: every weight update is re-quantized in place, exactly.",
@@ -59,14 +67,20 @@ def demo(
 
     shown = console(stderr=as_json)
     directory = Path(tempfile.mkdtemp(prefix="sglang-fp8rl-demo-"))
-    files = f"Files of this run: {directory}"
-    with errors_told(files, interrupted=files):
-        report = run_demo(DemoOptions(model, directory), Screen(shown))
-        print_report(report, shown)
+    delete = not keep
+    try:
+        with errors_told(f"Files of this run: {directory}"):
+            report = run_demo(DemoOptions(model, directory), Screen(shown))
+            print_report(report, shown)
+        delete = delete and report.ok
+    except typer.Exit as left:
+        delete = delete and left.exit_code == INTERRUPTED
+        raise
+    finally:
+        if delete:
+            shutil.rmtree(directory)
     if keep:
         shown.print(f"Kept: {directory}", markup=False)
-    elif report.ok:
-        shutil.rmtree(directory)
     if as_json:
         typer.echo(json.dumps(report.as_dict()))
     if not report.ok:

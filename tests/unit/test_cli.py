@@ -86,11 +86,15 @@ def test_options_that_are_no_json_object_are_told(command, options, rule):
     assert f"error: --options: {options!r}; {rule}" in result.stderr
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), Fp8RlError("a", "b", "c", "d")])
-def test_demo_keeps_and_names_its_files_when_it_is_stopped(run_into, tmp_path, error):
-    result = run_into("demo", error)
+def test_demo_keeps_and_names_its_files_when_it_fails(run_into, tmp_path):
+    result = run_into("demo", Fp8RlError("a", "b", "c", "d"))
     [kept] = tmp_path.iterdir()
     assert f"Files of this run: {kept}\n" in result.stderr
+
+
+def test_demo_leaves_nothing_behind_when_it_is_stopped(run_into, tmp_path):
+    run_into("demo", KeyboardInterrupt())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
