@@ -1,28 +1,26 @@
-"""`sglang-fp8rl`: demo, doctor, plan, export, verify, and the evaluations. Imports torch and SGLang when needed.
-
-Exit status of every command: 0 as it should be; 1 it ran and found something wrong (an output that
-differs, an unsupported host); 2 bad input, or a server that failed; 130 interrupted.
-"""
+"""`sglang-fp8rl`: demo, doctor, plan, export, verify, and the evaluations. Imports torch and SGLang when needed."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from . import __version__
-from .errors import Fp8RlError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-FOUND_WRONG, BAD_INPUT, INTERRUPTED = 1, 2, 130
+from .terminal import (
+    FOUND_WRONG,
+    INTERRUPTED,
+    JsonFlag,
+    OptionsText,
+    console,
+    errors_told,
+    parsed_options,
+)
 
 app = typer.Typer(
     help="FP8 rollout for RL on SGLang: every weight update is re-quantized in place, exactly.",
@@ -32,8 +30,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
 
 
 def _print_version(value: bool) -> None:
@@ -69,23 +65,22 @@ def demo(
     from .demo.run import DemoOptions, run_demo
     from .demo.show import Screen, print_report
 
-    console = _console(stderr=as_json)
+    shown = console(stderr=as_json)
     directory = Path(tempfile.mkdtemp(prefix="sglang-fp8rl-demo-"))
     delete = not keep
     try:
-        report = run_demo(DemoOptions(model, directory), Screen(console))
+        with errors_told(f"Files of this run: {directory}"):
+            report = run_demo(DemoOptions(model, directory), Screen(shown))
+            print_report(report, shown)
         delete = delete and report.ok
-        print_report(report, console)
-    except Fp8RlError as error:
-        delete = False
-        _fail(error, f"Files of this run: {directory}")
-    except KeyboardInterrupt as error:
-        raise typer.Exit(INTERRUPTED) from error
+    except typer.Exit as left:
+        delete = delete and left.exit_code == INTERRUPTED
+        raise
     finally:
         if delete:
             shutil.rmtree(directory)
     if keep:
-        console.print(f"Kept: {directory}", markup=False)
+        shown.print(f"Kept: {directory}", markup=False)
     if as_json:
         typer.echo(json.dumps(report.as_dict()))
     if not report.ok:
@@ -102,8 +97,7 @@ def doctor(as_json: JsonFlag = False) -> None:
 
     from .doctor import PROBLEM, as_dict, examine
 
-    messages = _console(stderr=True)
-    with messages.status("looking") as status:
+    with errors_told(), console(stderr=True).status("looking") as status:
         findings = examine(lambda name: status.update(f"looking at: {name}"))
     if as_json:
         typer.echo(json.dumps(as_dict(findings)))
@@ -113,7 +107,7 @@ def doctor(as_json: JsonFlag = False) -> None:
         for finding in findings:
             style = styles[finding.state]
             table.add_row(f"[{style}]{finding.state}[/]", finding.check, finding.detail)
-        _console().print(table)
+        console().print(table)
     if any(finding.state == PROBLEM for finding in findings):
         raise typer.Exit(FOUND_WRONG)
 
@@ -123,9 +117,7 @@ def plan(
     model: Annotated[str, typer.Argument(help="Directory with config.json, or a model's name.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel size.")] = 1,
-    options: Annotated[
-        str, typer.Option(help='As in quantization_config, e.g. \'{"misaligned": "bf16"}\'.')
-    ] = "{}",
+    options: OptionsText = "{}",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -136,30 +128,26 @@ def plan(
     from .engine.host.plan_offline import make_plan
     from .plan_table import plan_table
 
-    wanted = _options(options)
-    try:
-        with _console(stderr=True).status("SGLang builds the model without memory"):
-            made = make_plan(
-                model,
-                tp_size=tp,
-                ep_size=ep,
-                options=wanted,
-                trust_remote_code=trust_remote_code,
-            )
-    except Fp8RlError as error:
-        _fail(error)
+    with errors_told(), console(stderr=True).status("SGLang builds the model without memory"):
+        made = make_plan(
+            model,
+            tp_size=tp,
+            ep_size=ep,
+            options=parsed_options(options),
+            trust_remote_code=trust_remote_code,
+        )
     if as_json:
         typer.echo(json.dumps(made.document))
         return
-    console = _console()
-    console.print(plan_table(made.document["modules"], f"{model}, tensor parallel {tp}"))
+    shown = console()
+    shown.print(plan_table(made.document["modules"], f"{model}, tensor parallel {tp}"))
     schemes = Counter(module.scheme for module in made.modules.values())
     counts = ", ".join(f"{count} {scheme}" for scheme, count in schemes.items())
     fp8_bytes = made.document["fp8_bytes"]
-    console.print(f"{counts}; {fp8_bytes / 1e6:.1f} MB of FP8 weights on each rank")
+    shown.print(f"{counts}; {fp8_bytes / 1e6:.1f} MB of FP8 weights on each rank")
     kv = made.document["kv_scales"]
     scaled = kv["refused"] or f"{kv['mode']}, {kv['layers']} layers scaled"
-    console.print(f"with --kv-cache-dtype fp8_e4m3: {scaled}", highlight=False)
+    shown.print(f"with --kv-cache-dtype fp8_e4m3: {scaled}", highlight=False)
 
 
 @app.command()
@@ -169,9 +157,7 @@ def export(
     tp: Annotated[
         int, typer.Option(min=1, help="Tensor-parallel size it will be served with.")
     ] = 1,
-    options: Annotated[
-        str, typer.Option(help='As in quantization_config, e.g. \'{"misaligned": "bf16"}\'.')
-    ] = "{}",
+    options: OptionsText = "{}",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -187,9 +173,9 @@ def export(
 
     from .export import export_checkpoint
 
-    wanted = _options(options)
-    try:
-        with Progress(console=_console(stderr=True)) as progress:
+    with errors_told():
+        wanted = parsed_options(options)
+        with Progress(console=console(stderr=True)) as progress:
             task = progress.add_task("SGLang builds the model without memory", total=None)
             report = export_checkpoint(
                 model,
@@ -200,15 +186,13 @@ def export(
                 on_start=lambda total: progress.update(task, description="quantize", total=total),
                 on_bytes=lambda done: progress.advance(task, done),
             )
-    except Fp8RlError as error:
-        _fail(error)
     if as_json:
         typer.echo(json.dumps(asdict(report)))
         return
-    console = _console()
+    shown = console()
     for name, reason in report.misaligned.items():
-        console.print(f"stays in BF16: {name}: {reason}", markup=False)
-    console.print(
+        shown.print(f"stays in BF16: {name}: {reason}", markup=False)
+    shown.print(
         f"{report.quantized} weights in FP8, {report.kept} tensors as they are; "
         f"{report.nbytes_before / 1e6:.1f} MB to {report.nbytes / 1e6:.1f} MB in {out}"
     )
@@ -232,19 +216,16 @@ def verify(
     """
     from .verify import verify_servers
 
-    try:
-        with _console(stderr=True).status("reading what is served"):
-            comparisons = verify_servers(urls, checkpoint, api_key=api_key)
-    except Fp8RlError as error:
-        _fail(error)
+    with errors_told(), console(stderr=True).status("reading what is served"):
+        comparisons = verify_servers(urls, checkpoint, api_key=api_key)
     if as_json:
         typer.echo(json.dumps([one.as_dict() for one in comparisons]))
     else:
-        console = _console()
+        shown = console()
         for one in comparisons:
             found = one.found
             verdict = "the same bytes" if found.ok else "DIFFERENT"
-            console.print(
+            shown.print(
                 f"{one.server} and {one.other}: {verdict} ({found.compared} tensors compared)",
                 markup=False,
             )
@@ -254,16 +235,9 @@ def verify(
                 ("not proven", found.unproven),
             ):
                 for name, text in rows.items():
-                    console.print(f"  {kind}: {name}: {text}", markup=False)
+                    shown.print(f"  {kind}: {name}: {text}", markup=False)
     if not all(one.found.ok for one in comparisons):
         raise typer.Exit(FOUND_WRONG)
-
-
-def _options(text: str) -> dict:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        _fail(error, f"--options is JSON, not {text!r}")
 
 
 def _register_evaluations() -> None:
@@ -278,18 +252,3 @@ def _register_evaluations() -> None:
 
 
 _register_evaluations()
-
-
-def _console(*, stderr: bool = False) -> Console:
-    """A console; one that is no terminal gets room for tables."""
-    from rich.console import Console
-
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=120)
-
-
-def _fail(error: Exception, *more: str) -> NoReturn:
-    """Say what is wrong and leave with BAD_INPUT."""
-    for line in (f"error: {error}", *more):
-        print(line, file=sys.stderr)
-    raise typer.Exit(BAD_INPUT) from error

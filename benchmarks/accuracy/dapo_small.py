@@ -22,7 +22,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -40,13 +39,13 @@ from small_dapo.plot import draw
 from small_dapo.settings import ARMS, Settings
 from small_dapo.summary import equal_rollouts, equal_to_full, summary
 
-from sglang_fp8rl.errors import Fp8RlError
+from sglang_fp8rl import terminal
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "dapo_small.jsonl"
 BOUNDS = HERE / "bounds.json"
 SHORT_STEPS, SHORT_SEEDS = 20, 2
-console = Console(width=None if sys.stdout.isatty() else 150)
+console = terminal.console(width=150)
 
 
 def main(
@@ -69,22 +68,16 @@ def main(
     if fault and not short:
         raise typer.BadParameter("--fault is a test of the check: it goes with --short")
     torch.set_num_threads(threads)
-    try:
-        with _scratch(cache) as (work, starts):
-            if short:
-                bounds = load_bounds(BOUNDS)
-                path = out or work / "short.jsonl"
-                _run_all(
-                    names, bounds.seeds, bounds.steps, path, work, starts, threads, fault=fault
-                )
-                raise typer.Exit(0 if _verdict(path) else 1)
-            path = out or RESULTS
-            if not report:
-                _run_all(names, seeds, steps, path, work, starts, threads, resume=resume)
-            _report(path)
-    except Fp8RlError as error:
-        console.print(f"[red]{error}[/red]", soft_wrap=True)
-        raise typer.Exit(2) from error
+    with terminal.errors_told(), _scratch(cache) as (work, starts):
+        if short:
+            bounds = load_bounds(BOUNDS)
+            path = out or work / "short.jsonl"
+            _run_all(names, bounds.seeds, bounds.steps, path, work, starts, threads, fault=fault)
+            raise typer.Exit(terminal.FINE if _verdict(path) else terminal.FOUND_WRONG)
+        path = out or RESULTS
+        if not report:
+            _run_all(names, seeds, steps, path, work, starts, threads, resume=resume)
+        _report(path)
 
 
 def _run_all(

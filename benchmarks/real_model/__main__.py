@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from sglang_fp8rl.errors import Fp8RlError
+from sglang_fp8rl.terminal import console, errors_told
 
 from .arms import chosen
 from .fetch import fetch
 from .models import DEFAULT, MODELS
 
-BAD_INPUT, INTERRUPTED = 2, 130
 RL_RESULTS = Path(__file__).parents[1] / "results" / "real_model_rl.jsonl"
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 IgnoredLayers = Annotated[
@@ -35,12 +33,8 @@ def fetch_command(
     again: Annotated[bool, typer.Option("--again", help="convert it anew")] = False,
 ) -> None:
     """Fetch and convert a model into the cache folder; its path goes to stdout."""
-    messages = Console(stderr=True)
-    try:
-        folder = fetch(model, messages, again=again)
-    except Fp8RlError as error:
-        messages.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(BAD_INPUT) from error
+    with errors_told():
+        folder = fetch(model, console(stderr=True), again=again)
     typer.echo(folder)
 
 
@@ -65,25 +59,20 @@ def accuracy_command(
     from .collect import Sizes
     from .report import print_report, write_lines
 
-    console = Console(width=None if Console().is_terminal else 190)
+    shown = console(width=190)
     sizes = Sizes(answers, answer_tokens, windows, window_tokens)
-    try:
+    kept = "interrupted; what was measured is kept, the same command goes on"
+    with errors_told(interrupted=kept):
         lines = measure(
             model,
             chosen(arms, _names(ignored_layers)),
             sizes,
-            console,
+            shown,
             prompts=prompts or texts.PROMPTS,
             threads=threads,
             fresh=fresh,
         )
-    except Fp8RlError as error:
-        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(BAD_INPUT) from error
-    except KeyboardInterrupt as error:
-        console.print("interrupted; what was measured is kept, the same command goes on")
-        raise typer.Exit(INTERRUPTED) from error
-    print_report(lines, console)
+    print_report(lines, shown)
     if json_path is not None:
         write_lines(lines, json_path)
     if plot_path is not None:
@@ -109,26 +98,19 @@ def rl_command(
     """Train on sums of small numbers, rollouts from a real server. Runs that are whole are kept."""
     from .rl_runs import run_all
 
-    console = Console(width=None if Console().is_terminal else 120)
-    try:
+    with errors_told(interrupted=f"interrupted; {out} has the steps so far"):
         run_all(
             model,
             [name.strip() for name in arms.split(",")],
             steps,
             seeds,
             out,
-            console,
+            console(),
             trained_layers=trained_layers,
             ignored_layers=_names(ignored_layers),
             threads=threads,
             keep=keep,
         )
-    except Fp8RlError as error:
-        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(BAD_INPUT) from error
-    except KeyboardInterrupt as error:
-        console.print(f"interrupted; {out} has the steps so far")
-        raise typer.Exit(INTERRUPTED) from error
 
 
 @app.command("growth")
@@ -144,21 +126,17 @@ def growth_command(
     """Why the gap grows: the start and what `rl --keep` trained, on each other's answers."""
     from .gap_growth import run_growth
 
-    console = Console(width=None if Console().is_terminal else 140)
-    try:
+    with errors_told():
         run_growth(
             model,
             arm,
             seed,
-            console,
+            console(width=140),
             trained_layers=trained_layers,
             problems=problems,
             samples=samples,
             path=json_path,
         )
-    except Fp8RlError as error:
-        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(BAD_INPUT) from error
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from ..errors import ConfigError, Fp8RlError
+from ..errors import ConfigError
+from ..terminal import FOUND_WRONG, JsonFlag, console, errors_told
 from .grading import Grader
 from .problems import PROMPT_TEMPLATE, check_template, load_problems
 from .server import identify, normalize_url
 
 if TYPE_CHECKING:
     from .report import EvalReport
-
-WORSE, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ def eval_aime(
     out: Annotated[
         Path, typer.Option(help="Folder of Inspect's logs; what it holds is continued.")
     ] = Path("aime-logs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Report as JSON on stdout.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Score a served model on AIME-style problems, with n samples each.
 
@@ -151,8 +149,8 @@ def eval_aime(
     Exit status: 0; 1 if the verdict against the baseline is "worse"; 2 for bad input or a server
     that fails; 130 if interrupted.
     """
-    messages = Console(stderr=True)
-    try:
+    kept = f"interrupted; {out} keeps what was sampled, the same command resumes"
+    with errors_told(interrupted=kept):
         options = EvalOptions(
             url=url,
             problems=problems,
@@ -170,17 +168,11 @@ def eval_aime(
             api_key=api_key,
         )
         report = run_eval(options)
-    except Fp8RlError as error:
-        messages.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(BAD_INPUT) from error
-    except KeyboardInterrupt as error:
-        messages.print(f"interrupted; {out} keeps what was sampled, the same command resumes")
-        raise typer.Exit(INTERRUPTED) from error
     if as_json:
         typer.echo(json.dumps(report.as_dict()))
     else:
         from .report import print_report
 
-        print_report(report, Console())
+        print_report(report, console())
     if report.comparison is not None and report.comparison.verdict == "worse":
-        raise typer.Exit(WORSE)
+        raise typer.Exit(FOUND_WRONG)

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from ..errors import Fp8RlError
+from ..terminal import JsonFlag, console, errors_told
 from .mismatch_plot import check_plot_path, plot_mismatch
 
 if TYPE_CHECKING:
-    from .gap import MismatchReport
+    from rich.console import Console
 
-BAD_INPUT = 2
+    from .gap import MismatchReport
 
 # What is shown, in this order, with the value of two equal engines.
 _ROWS = (
@@ -47,16 +46,15 @@ def mismatch(
     dtype: Annotated[str, typer.Option(help="Of the reference: float32, bfloat16.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="Of the reference: cpu, cuda.")] = "cpu",
     plot: Annotated[Path | None, typer.Option(help="Also draw the gap: .png, .pdf, .svg.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Report as JSON on stdout.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Measure the gap between a served model and its trainer-side twin.
 
-    Exit status: 0, or 2 for bad input or a server that fails.
+    Exit status: 0; 2 for bad input or a server that fails; 130 if interrupted.
     """
     from .gap import run_mismatch  # torch and transformers: not for `--help`
 
-    messages = Console(stderr=True)
-    try:
+    with errors_told():
         if plot is not None:
             check_plot_path(plot)
         report = run_mismatch(
@@ -70,13 +68,10 @@ def mismatch(
         )
         if plot is not None:
             plot_mismatch(report.rollout_logprobs, report.trainer_logprobs, report.metrics, plot)
-    except Fp8RlError as error:
-        messages.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(BAD_INPUT) from error
     if as_json:
         typer.echo(json.dumps(report.as_dict()))
     else:
-        print_mismatch(report, Console())
+        print_mismatch(report, console())
 
 
 def print_mismatch(report: MismatchReport, console: Console) -> None:

@@ -5,23 +5,115 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from sglang_fp8rl import __version__, cli, doctor
 from sglang_fp8rl.demo.show import DemoReport
+from sglang_fp8rl.errors import Fp8RlError
 from sglang_fp8rl.plan_table import grouped
+from sglang_fp8rl.terminal import BAD_INPUT, INTERRUPTED, errors_told
 from sglang_fp8rl.testing.checkpoints import make_checkpoint
 from sglang_fp8rl.testing.outputs import Output, differences, make_prompts
 from sglang_fp8rl.testing.weight_sets import Checkpoint, masters, updated, write_updated
 
 RUNNER = CliRunner()
 
+URL = "http://127.0.0.1:9"
+# Of each command: arguments that it takes, and the function that does its work.
+COMMANDS = {
+    "demo": ("sglang_fp8rl.demo.run.run_demo", []),
+    "doctor": ("sglang_fp8rl.doctor.examine", []),
+    "plan": ("sglang_fp8rl.engine.host.plan_offline.make_plan", ["model"]),
+    "export": ("sglang_fp8rl.export.export_checkpoint", ["model", "out"]),
+    "verify": ("sglang_fp8rl.verify.verify_servers", [URL]),
+    "eval-aime": ("sglang_fp8rl.eval.aime.run_eval", ["--url", URL, "--problems", "problems"]),
+    "mismatch": ("sglang_fp8rl.eval.gap.run_mismatch", ["--url", URL, "--model", "model"]),
+    "sensitivity": ("sglang_fp8rl.eval.sensitivity.run.run_sensitivity", ["model"]),
+}
+
 
 def run(*args: str):
     return RUNNER.invoke(cli.app, list(args), env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+@pytest.fixture
+def run_into(monkeypatch, tmp_path):
+    """Runs a command whose work ends in the error; its temporary files go to `tmp_path`."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def run_command(command: str, error: BaseException):
+        def work(*args, **kwargs):
+            raise error
+
+        function, args = COMMANDS[command]
+        monkeypatch.setattr(function, work)
+        return run(command, *args)
+
+    return run_command
+
+
+def test_every_command_is_among_those_that_are_run_into_errors():
+    registered = cli.app.registered_commands
+    assert {one.name or one.callback.__name__ for one in registered} == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_ends_every_command_with_its_own_status(run_into, command):
+    result = run_into(command, KeyboardInterrupt())
+    assert (result.exit_code, result.stdout) == (INTERRUPTED, "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_tells_an_error_on_stderr_letter_by_letter(run_into, command):
+    result = run_into(command, Fp8RlError("[red]w[/red]", "a:100:b " * 40, "a rule", "A remedy."))
+    assert (result.exit_code, result.stdout) == (BAD_INPUT, "")
+    told = f"error: [red]w[/red]: {'a:100:b ' * 40}; a rule. A remedy.\n"
+    assert told in result.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "export", "sensitivity"])
+@pytest.mark.parametrize(
+    ("options", "rule"), [("{misaligned: bf16}", "it is JSON"), ("[1]", "it is a JSON object")]
+)
+def test_options_that_are_no_json_object_are_told(command, options, rule):
+    result = run(command, *COMMANDS[command][1], "--options", options)
+    assert (result.exit_code, result.stdout) == (BAD_INPUT, "")
+    assert f"error: --options: {options!r}; {rule}" in result.stderr
+
+
+def test_demo_keeps_and_names_its_files_when_it_fails(run_into, tmp_path):
+    result = run_into("demo", Fp8RlError("a", "b", "c", "d"))
+    [kept] = tmp_path.iterdir()
+    assert f"Files of this run: {kept}\n" in result.stderr
+
+
+def test_demo_leaves_nothing_behind_when_it_is_stopped(run_into, tmp_path):
+    run_into("demo", KeyboardInterrupt())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (Fp8RlError("a", "b", "c", "d"), BAD_INPUT, "error: a: b; c. d\nlook there\n"),
+        (KeyboardInterrupt(), INTERRUPTED, "go on\n"),
+    ],
+)
+def test_what_is_said_fits_how_a_command_ended(capsys, error, status, told):
+    with pytest.raises(typer.Exit) as left, errors_told("look there", interrupted="go on"):
+        raise error
+    assert left.value.exit_code == status
+    assert capsys.readouterr().err == told
+
+
+def test_errors_that_nobody_raised_on_purpose_keep_their_traceback():
+    with pytest.raises(ZeroDivisionError), errors_told():
+        1 / 0  # noqa: B018
 
 
 @pytest.mark.parametrize("args", [["--help"], ["demo", "--help"], ["--version"]])
@@ -44,14 +136,14 @@ def test_the_version_is_the_package_s():
 
 def test_every_command_is_listed_and_has_its_exit_status_documented():
     listed = run("--help").stdout
-    for command in ("demo", "doctor", "plan", "export", "verify", "eval-aime", "mismatch"):
+    for command in COMMANDS:
         assert command in listed
         assert "Exit status" in run(command, "--help").stdout
 
 
 def test_demo_refuses_a_directory_that_is_no_checkpoint(tmp_path):
     result = run("demo", "--model", str(tmp_path))
-    assert result.exit_code == cli.BAD_INPUT
+    assert result.exit_code == BAD_INPUT
     assert "config.json" in result.output
 
 
@@ -59,14 +151,8 @@ def test_demo_refuses_a_checkpoint_that_is_quantized_already(tmp_path):
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
     (tmp_path / "model.safetensors").touch()
     result = run("demo", "--model", str(tmp_path))
-    assert result.exit_code == cli.BAD_INPUT
+    assert result.exit_code == BAD_INPUT
     assert "awq" in result.output
-
-
-def test_plan_refuses_options_that_are_not_json():
-    result = run("plan", "somewhere", "--options", "{misaligned: bf16}")
-    assert result.exit_code == cli.BAD_INPUT
-    assert "--options" in result.output
 
 
 @pytest.mark.parametrize(("state", "status"), [(doctor.OK, 0), (doctor.PROBLEM, 1)])
@@ -173,8 +259,8 @@ def test_demo_leaves_with_1_and_keeps_its_files_if_an_output_differs(monkeypatch
 
 def test_verify_says_which_server_does_not_answer_and_which_directory_is_no_checkpoint(tmp_path):
     result = run("verify", "http://127.0.0.1:9")
-    assert result.exit_code == cli.BAD_INPUT
+    assert result.exit_code == BAD_INPUT
     assert "127.0.0.1:9" in result.output
     result = run("verify", "http://127.0.0.1:9", "--checkpoint", str(tmp_path))
-    assert result.exit_code == cli.BAD_INPUT
+    assert result.exit_code == BAD_INPUT
     assert "no safetensors" in result.output

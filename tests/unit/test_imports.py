@@ -29,5 +29,6 @@ def test_the_trainer_side_never_imports_sglang(name):
     assert not loaded & {"sglang", "transformers", "verl", "sgl_kernel", "flashinfer"}
 
 
-def test_the_package_itself_imports_neither_torch_nor_sglang():
-    assert "torch" not in modules_after_importing("sglang_fp8rl")
+def test_the_package_itself_imports_neither_torch_nor_sglang_nor_its_command_line():
+    loaded = modules_after_importing("sglang_fp8rl")
+    assert not loaded & {"torch", "sglang", "typer", "rich"}

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ...errors import Fp8RlError
-
-if TYPE_CHECKING:
-    from .finding import Finding
-
-FOUND_WRONG, BAD_INPUT, INTERRUPTED = 1, 2, 130
+from ...terminal import FOUND_WRONG, JsonFlag, OptionsText, console, errors_told, parsed_options
 
 
 def sensitivity(
@@ -32,9 +26,7 @@ def sensitivity(
     samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt.")] = 1,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the server.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel size of the server.")] = 1,
-    options: Annotated[
-        str, typer.Option(help='As in quantization_config, e.g. \'{"misaligned": "bf16"}\'.')
-    ] = "{}",
+    options: OptionsText = "{}",
     results: Annotated[
         Path, typer.Option(help="Measurements, written as they come; a run goes on from them.")
     ] = Path("sensitivity.jsonl"),
@@ -45,7 +37,7 @@ def sensitivity(
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a forward pass.")] = 2048,
     plot: Annotated[Path | None, typer.Option(help="Also draw it: .png, .pdf, .svg.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Measure what each module's quantization costs, and choose what to leave in BF16.
 
@@ -56,17 +48,16 @@ def sensitivity(
     from .measure import Settings
     from .run import Wish, run_sensitivity  # torch and transformers: not for `--help`
 
-    messages = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    try:
+    with errors_told(interrupted=f"Interrupted. The same command goes on from {results}."):
         if plot is not None:
             check_plot_path(plot)
-        with Progress(*columns, console=messages) as progress:
+        with Progress(*columns, console=console(stderr=True)) as progress:
             task = progress.add_task("plan", total=None)
             finding = run_sensitivity(
                 Wish(
@@ -75,7 +66,7 @@ def sensitivity(
                     prompts=prompts,
                     tp_size=tp,
                     ep_size=ep,
-                    options=_parsed(options),
+                    options=parsed_options(options),
                     results=results,
                     device=device,
                 ),
@@ -93,38 +84,11 @@ def sensitivity(
             from .plot import plot_finding
 
             plot_finding(finding, plot)
-    except Fp8RlError as error:
-        messages.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(BAD_INPUT) from error
-    except KeyboardInterrupt as error:
-        messages.print(f"Interrupted. The same command goes on from {results}.", markup=False)
-        raise typer.Exit(INTERRUPTED) from error
-    _print(finding, as_json)
-    if not finding.holds:
-        raise typer.Exit(FOUND_WRONG)
-
-
-def _print(finding: Finding, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(finding.as_dict()))
-        return
-    from .show import print_finding
+    else:
+        from .show import print_finding
 
-    console = Console()
-    print_finding(finding, console if console.is_terminal else Console(width=120))
-
-
-def _parsed(options: str) -> dict:
-    from ...errors import ConfigError
-
-    try:
-        parsed = json.loads(options)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            "--options", repr(options), f"it is JSON: {error}", "Correct it."
-        ) from error
-    if not isinstance(parsed, dict):
-        raise ConfigError(
-            "--options", repr(options), "it is a JSON object", 'Write {"key": value}.'
-        )
-    return parsed
+        print_finding(finding, console())
+    if not finding.holds:
+        raise typer.Exit(FOUND_WRONG)

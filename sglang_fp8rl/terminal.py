@@ -1,0 +1,78 @@
+"""What every command has in common: its exit statuses, consoles, told errors and shared options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .errors import ConfigError, Fp8RlError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# FOUND_WRONG: it ran, and an output differs, a host is unsupported, a model is worse, …
+# BAD_INPUT: the input is bad, or a server failed. INTERRUPTED: Ctrl-C, as shells count it.
+FINE, FOUND_WRONG, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
+OptionsText = Annotated[
+    str, typer.Option(help='As in quantization_config, e.g. \'{"misaligned": "bf16"}\'.')
+]
+
+
+def console(*, stderr: bool = False, width: int = 120) -> Console:
+    """A console on stdout, or on stderr; one that is no terminal gets `width` columns for tables."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr)
+    return made if made.is_terminal else Console(stderr=stderr, width=width)
+
+
+@contextmanager
+def errors_told(*more_lines: str, interrupted: str | None = None) -> Iterator[None]:
+    """What goes wrong within is said on stderr, and the command leaves with the status for it.
+
+    Args:
+        more_lines: said behind an error: what helps to look into it.
+        interrupted: said after Ctrl-C: what is kept, and how to go on.
+
+    Raises:
+        typer.Exit: with BAD_INPUT after a `Fp8RlError`, with INTERRUPTED after Ctrl-C.
+    """
+    try:
+        yield
+    except Fp8RlError as error:
+        _say(f"error: {error}", style="red")
+        for line in more_lines:
+            _say(line)
+        raise typer.Exit(BAD_INPUT) from error
+    except KeyboardInterrupt as error:
+        if interrupted is not None:
+            _say(interrupted)
+        raise typer.Exit(INTERRUPTED) from error
+
+
+def parsed_options(text: str) -> dict[str, Any]:
+    """The value of `--options`.
+
+    Raises:
+        ConfigError: it is no JSON object.
+    """
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError("--options", repr(text), f"it is JSON: {error}", "Correct it.") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError("--options", repr(text), "it is a JSON object", 'Write {"key": value}.')
+    return parsed
+
+
+def _say(line: str, style: str | None = None) -> None:
+    """One line on stderr, letter by letter: paths and addresses in it hold no markup."""
+    console(stderr=True).print(
+        line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True
+    )
