@@ -96,6 +96,8 @@ def test_the_replicas_of_a_server_are_counted_and_each_says_which_it_is(checkpoi
     with ForkedServer(path, args, log_path=log, env=env) as server:
         client = Client(server.url)
         states = client.server_info()["internal_states"]
-        status = client.status()
+        status, fingerprint = client.status(), client.fingerprint()
     assert sorted(state["fp8rl"]["replica"] for state in states) == [0, 1]
     assert (status["replicas"], status["replica"], status["state"]) == (2, 0, "whole")
+    assert not fingerprint.differing
+    assert fingerprint.numbers

@@ -16,6 +16,7 @@ from ...wire.fingerprint import Fingerprint, compare
 from ..proof.all_ranks import fingerprint_of_model
 from ..refit import ModelRefit
 from .internal_state import internal_states, not_served, refused
+from .replicas import replica_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +32,20 @@ async def serve_fingerprint(request: Any) -> Any:
             return refused(state["fp8rl_fingerprint_error"], HTTPStatus.CONFLICT)
         if "fp8rl_fingerprint" not in state:
             return not_served()
-    return JSONResponse(of_replicas([json.loads(state["fp8rl_fingerprint"]) for state in states]))
+    return JSONResponse(
+        of_replicas({state["replica"]: json.loads(state["fp8rl_fingerprint"]) for state in states})
+    )
 
 
-def of_replicas(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    """One document of a server's data-parallel replicas: the first one's, with what others differ in."""
+def of_replicas(documents: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """One document of a server's data-parallel replicas: that of rank 0, with what others differ in.
+
+    Args:
+        documents: by data-parallel rank; they answer in any order.
+    """
     found = [
         Fingerprint.from_dict(document, f"dp_rank {rank}")
-        for rank, document in enumerate(documents)
+        for rank, document in sorted(documents.items())
     ]
     first = found[0]
     differing = dict(first.differing)
@@ -64,7 +71,7 @@ def fingerprint_state(refit: ModelRefit, scheduler: Any, request: Any) -> dict[s
         # The boundary of a request: a fingerprint that can't be made must not end the scheduler.
         logger.exception("fp8rl: no fingerprint")
         return {"fp8rl_fingerprint_error": str(error) or type(error).__name__}
-    return {"fp8rl_fingerprint": json.dumps(found.as_dict())}
+    return {"fp8rl_fingerprint": json.dumps(found.as_dict()), "replica": replica_of(scheduler)}
 
 
 def _check_weights_are_there(manager: Any) -> None:

@@ -1,4 +1,4 @@
-"""One status for a server of data-parallel replicas: that of the worst."""
+"""Data-parallel replicas: which one a scheduler is, and one status for all: that of the worst."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from ..report.refit_record import State
 _BEST_TO_WORST = [
     one.value for one in (State.WHOLE, State.OPEN, State.MIXED, State.UNLOADED, State.FAILED)
 ]
+
+
+def replica_of(scheduler: Any) -> int:
+    """Its data-parallel rank; 0 without data parallelism."""
+    from sglang.srt.runtime_context import get_parallel
+
+    # SGLang before 0.5.23 may keep it in the scheduler's own `ps`.
+    parallel = getattr(scheduler, "ps", None) or get_parallel()
+    return parallel.dp_rank or 0
 
 
 def status_of_replicas(sections: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ..report.refit_record import State
 from .attach import refit_of
 from .fingerprint_route import fingerprint_state
 from .plan_route import plan_state
+from .replicas import replica_of
 
 
 def status_section(refit: ModelRefit, *, session_open: bool, replica: int = 0) -> dict[str, Any]:
@@ -83,19 +84,8 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
         result.internal_state = fingerprint
         return result
     session = getattr(scheduler.weight_updater, "_session", None)
-    section = status_section(
-        refit, session_open=session is not None, replica=_replica_of(scheduler)
-    )
+    section = status_section(refit, session_open=session is not None, replica=replica_of(scheduler))
     if refit.kv.is_active:
         section["kv_scales"]["stored"] = stored_section(scheduler.weight_updater, refit)
     result.internal_state["fp8rl"] = section
     return result
-
-
-def _replica_of(scheduler: Any) -> int:
-    """Its data-parallel rank; 0 without data parallelism."""
-    from sglang.srt.runtime_context import get_parallel
-
-    # SGLang before 0.5.23 may keep it in the scheduler's own `ps`.
-    parallel = getattr(scheduler, "ps", None) or get_parallel()
-    return parallel.dp_rank or 0

@@ -1,4 +1,4 @@
-"""The status of a server with replicas is that of the worst."""
+"""A server with replicas: its status is that of the worst, its fingerprint names the one that differs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sglang_fp8rl.engine.host.fingerprint_route import of_replicas
 from sglang_fp8rl.engine.host.replicas import status_of_replicas
 from sglang_fp8rl.engine.report.refit_record import State
+from sglang_fp8rl.wire.fingerprint import Fingerprint, Number
 
 WORST_FIRST = ["failed", "unloaded", "mixed", "open", "whole"]
 
@@ -52,3 +54,16 @@ def test_a_flush_that_one_replica_refused_is_not_hidden_by_another(refused_at):
 def test_a_single_replica_s_status_is_its_own():
     alone = {**section(0, "whole"), "last_refit": None}
     assert status_of_replicas([alone]) == {**alone, "replicas": 1}
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_a_replica_that_differs_is_named_by_its_rank_whichever_answers_first(order):
+    def document(rank: int) -> dict:
+        weight = Number("bfloat16", 7 + (rank == 2))
+        return Fingerprint("", {"w": weight, "v": Number("bfloat16", 1)}).as_dict()
+
+    found = of_replicas({rank: document(rank) for rank in order})
+    assert found["tensors"] == document(0)["tensors"]
+    assert list(found["differing"]) == ["w"]
+    assert "dp_rank 2" in found["differing"]["w"]
+    assert "dp_rank 1" not in found["differing"]["w"]
