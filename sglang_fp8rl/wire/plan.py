@@ -35,7 +35,7 @@ class TensorPlan:
     Attributes:
         name: as trainers and checkpoints write it (`k_proj`, not `qkv_proj`).
         shape: full and unsharded; None if no parameter takes it.
-        module: the module of the served model that holds it (`qkv_proj`).
+        module: the module of the served model that holds it (`qkv_proj`), as `ignored_layers` names it.
         scheme: `blockwise`, `per_channel`, `high_precision` or `unused`.
         dtype: on the wire, if quantized by the trainer: `float8_e4m3fn`, or the dtype of high
             precision that loses nothing.

@@ -144,6 +144,14 @@ def test_the_scheme_is_decided_once(case):
     case.send("first")
 
 
+def test_every_quantized_tensor_is_of_a_module_of_the_plan(case):
+    plan = case.host.call(plan_document)
+    schemes = {row["module"]: row["scheme"] for row in plan["modules"]}
+    found = {one["module"]: one["scheme"] for one in plan["tensors"].values() if one["block_size"]}
+    quantized = {name for name, scheme in schemes.items() if scheme != "high_precision"}
+    assert found == {name: schemes[name] for name in quantized}
+
+
 def test_bf16_and_fp16_sources_give_the_bytes_of_their_values(case):
     for dtype in (torch.bfloat16, torch.float16):
         rounded = {name: weight.to(dtype) for name, weight in case.model.first.items()}

@@ -85,7 +85,7 @@ class _Maker:
         landings = [self._likes.get(_kind_of(known, one), one) for one in known.landings]
         # Of several (tied) parameters the quantized one has the say.
         target = max((one.target for one in known.landings), key=lambda target: target.is_fp8)
-        module = target.name.rpartition(".")[0]
+        module = getattr(target.module, "fp8rl_prefix", "") or target.name.rpartition(".")[0]
         scheme = target.granularity
         entry: dict[str, Any] = {
             "shape": list(known.shape),

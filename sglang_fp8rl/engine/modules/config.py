@@ -105,6 +105,9 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
 
         if not isinstance(layer, (LinearBase, FusedMoE)):
             return None
+        # SGLang's prefix is not the path in the model everywhere (Mixtral's lacks `model.`), and
+        # `ignored_layers` names the prefix: so does the plan.
+        layer.fp8rl_prefix = prefix
         is_linear = isinstance(layer, LinearBase)
         patterns = self._ignored.match(prefix)
         self._patterns_used.update(patterns)
