@@ -47,10 +47,10 @@ endef
 demo: .venv/.ready  ## serve, refit and check a small model on real parts (ARGS="--model PATH" for yours)
 	.venv/bin/sglang-fp8rl demo $(ARGS)
 
-test: .venv/.ready  ## the suite on the newest supported SGLang; 8 minutes on two slow cores
+test: .venv/.ready  ## the suite on the newest supported SGLang; 7 to 12 minutes on two slow cores
 	.venv/bin/python $(PYTEST) $(PYTEST_ARGS)
 
-test-all: .venv/.ready  ## every case of it: all models and layouts of the contract, DAPO, large shapes
+test-all: .venv/.ready  ## every case of it: all models and layouts of the contract, DAPO, large shapes; 25 minutes
 	.venv/bin/python $(PYTEST) --all $(PYTEST_ARGS)
 
 test-oldest: .venv-oldest/.ready  ## as `test`, on the oldest supported SGLang
