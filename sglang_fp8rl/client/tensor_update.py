@@ -39,7 +39,20 @@ class Receiver:
 
     @classmethod
     def of(cls, server_info: dict[str, Any]) -> Receiver:
-        """From what `GET /server_info` answers; replicas of one server all read alike."""
+        """From what `GET /server_info` answers; replicas of one server all read alike.
+
+        Raises:
+            RefitError: SGLang updates no such server from tensors, and says so by HTTP 500.
+        """
+        replicas = server_info.get("dp_size") or 1
+        if replicas > 1 and not server_info.get("enable_dp_attention"):
+            raise RefitError(
+                "the server",
+                f"{replicas} data-parallel replicas",
+                "SGLang takes tensors for a server of one replica, or with DP attention",
+                "Start a server for each replica (sglang_router balances them), or use "
+                "--enable-dp-attention, or update_weights_from_disk.",
+            )
         section = (server_info.get("internal_states") or [{}])[0].get("fp8rl") or {}
         return cls(
             int(server_info["tp_size"]),

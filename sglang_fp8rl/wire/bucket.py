@@ -15,6 +15,7 @@ import base64
 import contextlib
 import io
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ from .staging import Lease, StagingBuffers
 
 NamedTensor = tuple[str, torch.Tensor]
 _FILES = Path("/dev/shm")  # where Linux keeps what torch shares by file name
+# torch's file begins with the count of its readers, an int32. Replicas of a server read what was counted
+# for one, bucket after bucket in the same memory.
+_NEVER_THE_LAST_READER = (1 << 30).to_bytes(4, sys.byteorder)
 _ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
 
 
@@ -90,15 +94,17 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """uint8 memory that other processes can be given a handle of.
 
     On a CPU its file is deleted with it, read or not. torch deletes a file when nobody reads it any more,
-    and aborts the process if it is gone by then, so one reader more is counted than there are.
+    and aborts the process if it is gone by then; so more readers are counted than there will be.
     """
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     with _shared_by_file_name():
         shared = torch.UntypedStorage._new_shared(nbytes, device="cpu")
         handle = shared._share_filename_cpu_()[1]
-    shared._shared_incref()
-    weakref.finalize(shared, _delete, _FILES / os.fsdecode(handle).removeprefix("/"), os.getpid())
+    file = _FILES / os.fsdecode(handle).removeprefix("/")
+    with file.open("r+b") as header:
+        header.write(_NEVER_THE_LAST_READER)
+    weakref.finalize(shared, _delete, file, os.getpid())
     return torch.empty(0, dtype=torch.uint8).set_(shared)
 
 

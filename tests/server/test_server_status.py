@@ -12,6 +12,7 @@ from models import checkpoint
 from typer.testing import CliRunner
 
 from sglang_fp8rl import cli
+from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.testing.server import ServerProcess
 
 pytestmark = pytest.mark.engine
@@ -87,7 +88,9 @@ def test_verify_takes_the_key_of_a_guarded_server(guarded):
 
 
 @pytest.mark.slow
-def test_the_replicas_of_a_server_are_counted_and_each_says_which_it_is(checkpoint_dir, tmp_path):
+def test_replicas_say_which_they_are_are_updated_from_disk_and_refused_from_tensors(
+    checkpoint_dir, tmp_path
+):
     """A server of its own, and no longer than this: SGLang's controller of replicas takes a core to wait."""
     path = checkpoint(checkpoint_dir, MODEL, "first")
     cores = "0|1" if HAS_SESSIONS else "0"  # SGLang 0.5.16 wants those of one replica
@@ -97,7 +100,18 @@ def test_the_replicas_of_a_server_are_counted_and_each_says_which_it_is(checkpoi
         client = Client(server.url)
         states = client.server_info()["internal_states"]
         status, fingerprint = client.status(), client.fingerprint()
+        with pytest.raises(RefitError, match="2 data-parallel replicas"):
+            client.update(weights("second"))
+        second = checkpoint(checkpoint_dir, MODEL, "second")
+        body = {"model_path": str(second)}
+        answer = requests.post(server.url + "/update_weights_from_disk", json=body, timeout=60)
+        assert answer.ok, answer.text
+        updated, whole = client.fingerprint(), client.status()
     assert sorted(state["fp8rl"]["replica"] for state in states) == [0, 1]
     assert (status["replicas"], status["replica"], status["state"]) == (2, 0, "whole")
     assert not fingerprint.differing
-    assert fingerprint.numbers
+    assert (whole["replicas"], whole["state"]) == (2, "whole")
+    assert not updated.differing
+    same = {name for name, number in updated.numbers.items() if number == fingerprint.numbers[name]}
+    assert updated.numbers.keys() == fingerprint.numbers.keys()
+    assert not same

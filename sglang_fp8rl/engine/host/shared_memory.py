@@ -115,11 +115,26 @@ def _mapped(name: str, descriptor: int, nbytes: int) -> torch.UntypedStorage:
 
 
 def _count_one_reader_less(name: str, descriptor: int) -> None:
-    """The last one deletes the file, as with torch."""
+    """The last one deletes the file, as with torch, but never its sender's.
+
+    A handle is counted for one reader, and each data-parallel replica reads it: they would count the
+    sender out, whose next update would then be of a file that is gone.
+    """
     (readers,) = _READERS.unpack(os.pread(descriptor, _READERS.size, 0))
-    os.pwrite(descriptor, _READERS.pack(readers - 1), 0)
-    if readers == 1:
+    if readers > 1:
+        os.pwrite(descriptor, _READERS.pack(readers - 1), 0)
+    elif not _is_mapped_by_its_sender(name):
         (_FILES / name.removeprefix("/")).unlink(missing_ok=True)
+
+
+def _is_mapped_by_its_sender(name: str) -> bool:
+    """torch names a file `torch_PID_…`; False of a sender that ended, or that is not to be seen from here."""
+    sender = name.removeprefix("/").split("_")[1]
+    try:
+        maps = (Path("/proc") / sender / "maps").read_text()
+    except OSError:
+        return False
+    return f"{_FILES}/{name.removeprefix('/')}\n" in maps
 
 
 def _checked_by_descriptor(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -108,17 +108,41 @@ def test_readers_are_counted_as_torch_counts_them():
     assert readers(file) == 1
 
 
-def test_the_last_reader_of_a_sender_that_let_go_deletes_the_file():
+def lets_go_at_once(pipe):
     tensor = torch.full((1000,), 3.0)
-    content, file = sent(tensor)
-    more, _ = sent(tensor)
+    pickles = [sent(tensor) for _ in range(2)]
     del tensor
+    pipe.send(pickles)
+    pipe.recv()
+
+
+def test_the_last_reader_of_a_sender_that_let_go_deletes_the_file():
+    ours, theirs = CONTEXT.Pipe()
+    sender = CONTEXT.Process(target=lets_go_at_once, args=(theirs,))
+    sender.start()
+    (content, file), (more, _) = ours.recv()
     assert readers(file) == 2
     first = read(content)
     assert file.exists()
     second = read(more)
     assert not file.exists()
     assert first.sum() == second.sum() == 3000
+    ours.send("enough")
+    sender.join()
+    assert sender.exitcode == 0
+
+
+def test_replicas_that_read_one_handle_never_delete_their_sender_s_file():
+    tensor = torch.full((1000,), 3.0)
+    for value in (3.0, 4.0):  # a second update in the same memory
+        tensor.fill_(value)
+        content, file = sent(tensor)
+        for _ in range(3):
+            reductions.shared_cache.clear()
+            assert read(content).sum() == 1000 * value
+        assert readers(file) == 1
+    del tensor
+    assert not file.exists()
 
 
 @pytest.mark.parametrize("missing", [1, HEADER, HEADER + 1, 4000, 4000 + HEADER])

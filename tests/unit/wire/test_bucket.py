@@ -41,11 +41,12 @@ def test_a_bucket_that_nobody_read_leaves_no_file(load_format):
     assert not file.exists()
 
 
-def test_a_bucket_that_was_read_leaves_no_file():
+@pytest.mark.parametrize("replicas", [1, 5])
+def test_a_bucket_that_was_read_leaves_no_file(replicas):
     payload = payload_of([("w", torch.ones(100))], None, 2, True)
     file = file_of(payload.memory[0][1])
     with get_context("spawn").Pool(1) as pool:
-        assert pool.map(total_of, payload.texts) == [100, 100]
+        assert pool.map(total_of, payload.texts * replicas) == [100] * 2 * replicas
     assert file.exists()  # whoever reads it, it is the sender's
     del payload
     assert not file.exists()
