@@ -66,9 +66,12 @@ def test_every_rank_gives_one_document_and_it_is_what_the_parameters_are(host):
     assert set(found.tensors) == needed
     for name, entry in found.tensors.items():
         assert entry.shape == tuple(model.first[name].shape)
-        # SGLang's own prefix, which `ignored_layers` takes: Mixtral's lacks `model.`.
-        paths = (f"{entry.module}.", f"model.{entry.module}.")
-        held = {leaf: dtype for leaf, (dtype, _) in parameters.items() if leaf.startswith(paths)}
+        # SGLang's own prefix, as `ignored_layers` takes it: Mixtral's and Qwen3-VL's begin otherwise
+        # than the path of the parameter.
+        inner = entry.module[max(entry.module.find("layers."), 0) :]
+        held = {
+            leaf: dtype for leaf, (dtype, _) in parameters.items() if f".{inner}." in f".{leaf}"
+        }
         blocks = any(leaf.endswith("weight_scale_inv") for leaf in held)
         rows = any(leaf.endswith("weight_scale") for leaf in held)
         if not name.endswith(".weight") or not (blocks or rows):
