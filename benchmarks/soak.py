@@ -89,8 +89,9 @@ def soak(
         # Faults pickle them one by one, by which torch moves them to shared memory: all now, so that
         # what grows later is something else.
         torch.multiprocessing.set_sharing_strategy("file_system")
-        for tensor in (*MODEL.first.values(), *MODEL.second.values()):
-            tensor.share_memory_()
+        for tensors in weights:
+            for tensor in tensors.values():
+                tensor.share_memory_()
         sender = Refits(server.url, weights, directory, HAS_SESSIONS, seed)
         began = time.monotonic()
         with Generators(server.url, MODEL.config.vocab_size, clients, seed) as generators:

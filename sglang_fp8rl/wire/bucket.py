@@ -15,7 +15,6 @@ import base64
 import contextlib
 import io
 import os
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,13 +28,12 @@ import torch.multiprocessing  # registers the reductions of tensors with Forking
 
 from ..errors import RefitError
 from . import layout_text
+from .shared_file import READERS, file_of
 from .staging import Lease, StagingBuffers
 
 NamedTensor = tuple[str, torch.Tensor]
-_FILES = Path("/dev/shm")  # where Linux keeps what torch shares by file name
-# torch's file begins with the count of its readers, an int32. Replicas of a server read what was counted
-# for one, bucket after bucket in the same memory.
-_NEVER_THE_LAST_READER = (1 << 30).to_bytes(4, sys.byteorder)
+# Replicas of a server read what was counted for one, bucket after bucket in the same memory.
+_NEVER_THE_LAST_READER = READERS.pack(1 << 30)
 _ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
 
 
@@ -67,7 +65,7 @@ def flatten(
     lease = into.take(end, device) if into is not None else None
     flat = lease.memory if lease is not None else allocate(end, device)
     for (_, tensor), meta in zip(named_tensors, metadata, strict=True):
-        flat[meta.start_idx : meta.end_idx].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        _place_in(flat, meta).copy_(tensor)
     if lease is not None and device.type != "cpu":
         # A receiver waits for the sender's stream when it opens a handle; these stay open.
         torch.get_device_module(device).current_stream(device).synchronize()
@@ -85,9 +83,12 @@ def in_shared_memory(named_tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
     if positions:
         flat, metadata, _ = flatten([named_tensors[at] for at in positions])
         for at, meta in zip(positions, metadata, strict=True):
-            copy = flat[meta.start_idx : meta.end_idx].view(meta.dtype).view(meta.shape)
-            copied[at] = (meta.name, copy)
+            copied[at] = (meta.name, _place_in(flat, meta))
     return copied
+
+
+def _place_in(flat: torch.Tensor, meta: SimpleNamespace) -> torch.Tensor:
+    return flat[meta.start_idx : meta.end_idx].view(meta.dtype).view(meta.shape)
 
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -101,7 +102,7 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     with _shared_by_file_name():
         shared = torch.UntypedStorage._new_shared(nbytes, device="cpu")
         handle = shared._share_filename_cpu_()[1]
-    file = _FILES / os.fsdecode(handle).removeprefix("/")
+    file = file_of(handle)
     with file.open("r+b") as header:
         header.write(_NEVER_THE_LAST_READER)
     weakref.finalize(shared, _delete, file, os.getpid())

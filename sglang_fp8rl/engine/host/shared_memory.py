@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +23,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from ...errors import RefitError
-
-_FILES = Path("/dev/shm")  # where Linux keeps what `shm_open` names
-_HEADER = 64
-_READERS = struct.Struct("=i")
+from ...wire.shared_file import FILES, HEADER, READERS, file_of
 
 
 @contextmanager
@@ -55,35 +51,39 @@ def _mapped_by_name(
         manager: not asked.
         size: elements of `dtype`, bytes without one.
     """
-    name = os.fsdecode(handle)
+    file = _checked_file_of(handle)
     nbytes = size if dtype is None else size * dtype.itemsize
     storage = reductions.storage_from_cache(torch.UntypedStorage, handle)
-    with _opened(name) as descriptor:
+    with _opened(file) as descriptor:
         if storage is None:
-            storage = _mapped(name, descriptor, nbytes)
+            storage = _mapped(file, descriptor, nbytes)
             reductions.shared_cache[handle] = reductions.StorageWeakRef(storage)
-        _count_one_reader_less(name, descriptor)
+        _count_one_reader_less(file, descriptor)
     if dtype is None:
         return storage
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-@contextmanager
-def _opened(name: str) -> Iterator[int]:
-    """A descriptor of torch's file, which nobody else counts readers in meanwhile."""
-    plain = name.removeprefix("/")
-    if not plain.startswith("torch_") or "/" in plain:
+def _checked_file_of(handle: bytes) -> Path:
+    file = file_of(handle)
+    if file.parent != FILES or not file.name.startswith("torch_"):
         raise RefitError(
-            f"shared memory {name!r}",
+            f"shared memory {os.fsdecode(handle)!r}",
             "not a file that torch made",
             "tensors are read from /dev/shm/torch_* only",
             "Send what torch's reductions write; RefitClient does.",
         )
+    return file
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[int]:
+    """A descriptor of torch's file, which nobody else counts readers in meanwhile."""
     try:
-        descriptor = os.open(_FILES / plain, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise RefitError(
-            f"shared memory {plain}",
+            f"shared memory {file.name}",
             "not there",
             "a tensor is read from its sender's memory",
             "Keep the tensors alive until the server answers, and let server and sender share /dev/shm; "
@@ -91,7 +91,7 @@ def _opened(name: str) -> Iterator[int]:
         ) from error
     except OSError as error:  # a link, or somebody else's
         raise RefitError(
-            f"shared memory {plain}",
+            f"shared memory {file.name}",
             f"can't be opened: {error.strerror}",
             "a tensor is read from its sender's memory",
             "Run server and sender as one user; nothing of this request was stored.",
@@ -103,38 +103,38 @@ def _opened(name: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _mapped(name: str, descriptor: int, nbytes: int) -> torch.UntypedStorage:
-    _check_length(name.removeprefix("/"), os.fstat(descriptor).st_size - _HEADER, nbytes)
+def _mapped(file: Path, descriptor: int, nbytes: int) -> torch.UntypedStorage:
+    _check_length(file.name, os.fstat(descriptor).st_size - HEADER, nbytes)
     if not nbytes:
         return torch.UntypedStorage(0)
     # Python's own mmap keeps a descriptor for each mapping, and with it the lock.
     path = f"/proc/self/fd/{descriptor}"
-    memory = torch.from_file(path, shared=True, size=_HEADER + nbytes, dtype=torch.uint8)
+    memory = torch.from_file(path, shared=True, size=HEADER + nbytes, dtype=torch.uint8)
     # The storage starts behind the header, and keeps what it lies in.
-    return torch.from_numpy(memory.numpy()[_HEADER:]).untyped_storage()
+    return torch.from_numpy(memory.numpy()[HEADER:]).untyped_storage()
 
 
-def _count_one_reader_less(name: str, descriptor: int) -> None:
+def _count_one_reader_less(file: Path, descriptor: int) -> None:
     """The last one deletes the file, as with torch, but never its sender's.
 
     A handle is counted for one reader, and each data-parallel replica reads it: they would count the
     sender out, whose next update would then be of a file that is gone.
     """
-    (readers,) = _READERS.unpack(os.pread(descriptor, _READERS.size, 0))
+    (readers,) = READERS.unpack(os.pread(descriptor, READERS.size, 0))
     if readers > 1:
-        os.pwrite(descriptor, _READERS.pack(readers - 1), 0)
-    elif not _is_mapped_by_its_sender(name):
-        (_FILES / name.removeprefix("/")).unlink(missing_ok=True)
+        os.pwrite(descriptor, READERS.pack(readers - 1), 0)
+    elif not _is_mapped_by_its_sender(file):
+        file.unlink(missing_ok=True)
 
 
-def _is_mapped_by_its_sender(name: str) -> bool:
+def _is_mapped_by_its_sender(file: Path) -> bool:
     """torch names a file `torch_PID_…`; False of a sender that ended, or that is not to be seen from here."""
-    sender = name.removeprefix("/").split("_")[1]
+    sender = file.name.split("_")[1]
     try:
         maps = (Path("/proc") / sender / "maps").read_text()
     except OSError:
         return False
-    return f"{_FILES}/{name.removeprefix('/')}\n" in maps
+    return f"{file}\n" in maps
 
 
 def _checked_by_descriptor(original: Callable[..., Any]) -> Callable[..., Any]:
