@@ -13,12 +13,12 @@ PYTEST_ARGS ?=
 RESULTS := benchmarks/results
 # Two workers; tests that share an engine or a server stay on one (tests/conftest.py). If one dies, the run
 # ends with its summary: xdist waits for ever for the group of a worker that it replaced.
-PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart=0 -m "not gpu"
+PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart=0 --all-packages -m "not gpu"
 # A fresh environment has no bytecode; without it every server start compiles SGLang again (20 s).
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real verl verl-short offline-bundle
+.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real verl verl-short census census-oldest offline-bundle
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,6 +51,7 @@ test: .venv/.ready  ## the suite on the newest supported SGLang; 7 to 12 minutes
 	.venv/bin/python $(PYTEST) $(PYTEST_ARGS)
 
 test-all: .venv/.ready  ## every case of it: all models and layouts of the contract, DAPO, large shapes; 25 minutes
+	.venv/bin/python -m tools.census
 	.venv/bin/python $(PYTEST) --all $(PYTEST_ARGS)
 
 test-oldest: .venv-oldest/.ready  ## as `test`, on the oldest supported SGLang
@@ -86,21 +87,20 @@ verl: .venv/.ready  ## veRL's own trainer on a CPU: FP8, BF16, and a wrong scale
 verl-short: .venv/.ready  ## three steps of it with FP8, for CI
 	PYTHONPATH=benchmarks .venv/bin/python -m verl_trainer --short $(ARGS)
 
+census: .venv/.ready  ## every model class SGLang has: is a replayed refit a fresh load? (ARGS="--only REGEX" or "--write")
+	@.venv/bin/python -m tools.census $(ARGS)
+
+census-oldest: .venv-oldest/.ready  ## the same on the oldest supported SGLang
+	@.venv-oldest/bin/python -m tools.census $(ARGS)
+
 offline-bundle: .venv/.ready  ## one archive for a GPU host without network, into dist/ (docs/offline.md)
 	@.venv/bin/python -m tools.offline_bundle $(ARGS)
 
 bench: .venv/.ready  ## what needs no GPU: C1-C4, refit time and memory, bytes on the wire; minutes
-	.venv/bin/python benchmarks/bench_cast_cpu.py --json benchmarks/results/cast_cpu.jsonl
-	.venv/bin/python benchmarks/bench_replay.py --json benchmarks/results/replay_cpu.jsonl
-	.venv/bin/python benchmarks/bench_refit.py --json benchmarks/results/refit_cpu.jsonl
-	.venv/bin/python benchmarks/bench_wire.py
-	.venv/bin/python benchmarks/bench_sass.py --json benchmarks/results/sass.jsonl
+	.venv/bin/python benchmarks/run.py
 
 bench-guard: .venv/.ready  ## the ratios of C1-C4, refit time and memory, with wide margins: for CI
-	.venv/bin/python benchmarks/bench_cast_cpu.py --repetitions 5 --guard
-	.venv/bin/python benchmarks/bench_replay.py --layers 6 --repetitions 5 --guard
-	.venv/bin/python benchmarks/bench_refit.py --repetitions 5 --guard
-	.venv/bin/python benchmarks/bench_sass.py --guard
+	.venv/bin/python benchmarks/run.py --guard
 
 proof: .venv/.ready  ## the GPU's arithmetic in every case there is, on a CPU: half a minute
 	.venv/bin/python tests/unit/numerics/packed_quotient.py

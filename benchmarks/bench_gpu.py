@@ -31,7 +31,7 @@ from rich.table import Table
 from shapes import MISALIGNED, MODELS
 
 from sglang_fp8rl import numerics
-from sglang_fp8rl.numerics import reference
+from sglang_fp8rl.numerics import Blockwise, PerChannel, reference
 from sglang_fp8rl.numerics.runners import make_runner
 from sglang_fp8rl.numerics.write_table import CastTable, Piece
 
@@ -91,11 +91,12 @@ def gate(device: torch.device) -> None:
     expected = []
     for shape in shapes:
         for dtype in (torch.float32, torch.bfloat16):
-            for block in (BLOCK, (1, shape[1])):
+            for granularity in (Blockwise(*BLOCK), PerChannel()):
+                block = granularity.block(shape)
                 x = torch.randn(shape, generator=generator).to(dtype)
                 x[shape[0] - 1, 0] = float("nan")
                 codes, scales = destination(*shape, block, torch.device("cpu"))
-                reference.cast_into(x, codes, scales, block, False, True)
+                reference.cast_into(x, codes, scales, granularity, False, True)
                 expected.append((codes, scales))
                 own_codes, own_scales = destination(*shape, block, device)
                 sources.append(x.to(device))

@@ -43,6 +43,7 @@ from commands import update
 from engine_host import EngineHost
 from host_log import host_log
 from kv_cache.choice_time import measure_times
+from kv_cache.cpu_attention import ON
 from kv_cache.in_engine import (
     bytes_per_token,
     calibrated,
@@ -55,8 +56,7 @@ from kv_cache.in_engine import (
     score,
 )
 
-from sglang_fp8rl.platforms.cpu_attention import SWITCH
-from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
+from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 256, 4, 2, 64, 512
 RULES = (
@@ -113,7 +113,7 @@ def measure_errors(console: Console) -> tuple[list[dict[str, Any]], dict[str, An
         path = save_checkpoint(Path(directory) / "model", config, weights)
         with (
             EngineHost(path, args=kv_commands.FP8_CACHE) as fp8,
-            EngineHost(path, args=kv_commands.FP8_CACHE, env={SWITCH: "1"}) as fp8_q,
+            EngineHost(path, args=kv_commands.FP8_CACHE, env=ON) as fp8_q,
             EngineHost(path) as bf16,
         ):
             facts = {

@@ -27,10 +27,10 @@ import kv_commands
 from bench_kv_cache import LAYERS, VOCABULARY
 from engine_host import EngineHost
 from host_log import host_log
+from kv_cache.cpu_attention import ON
 from kv_cache.in_engine import around_attention, errors_of, fold, score
 
-from sglang_fp8rl.platforms.cpu_attention import SWITCH
-from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
+from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 
 MOVED = (-2, 0, 2, 5, 8)  # binades above the certified exponent
 SMALLEST_NORMAL = 2.0**-6
@@ -80,7 +80,7 @@ def main(
         path = save_checkpoint(Path(directory) / "model", config, make_state_dict(config, seed=0))
         with EngineHost(path) as bf16:
             exact = torch.tensor(bf16.call(score, prompts))
-        with EngineHost(path, args=kv_commands.FP8_CACHE, env={SWITCH: "1"}) as host:
+        with EngineHost(path, args=kv_commands.FP8_CACHE, env=ON) as host:
             certified = host.call(kv_commands.exponents)
             for moved in MOVED:
                 exponents = [(keys + moved, values) for keys, values in certified]

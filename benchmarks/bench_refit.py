@@ -34,7 +34,7 @@ import commands
 from engine_host import EngineHost
 from host_log import host_log
 
-from sglang_fp8rl.testing.checkpoints import (
+from sglang_fp8rl.lab.testing.checkpoints import (
     make_config,
     make_state_dict,
     perturbed,

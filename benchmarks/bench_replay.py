@@ -44,7 +44,7 @@ import commands
 from engine_host import EngineHost
 from host_log import host_log
 
-from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
+from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 from sglang_fp8rl.wire import layout_text
 
 MS = 1e3

@@ -35,8 +35,9 @@ from rich.table import Table
 from verl_trainer.names import CPU_PLATFORM
 
 from sglang_fp8rl.client import RefitClient
-from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
-from sglang_fp8rl.testing.server import ServerProcess, cpu_env, free_port
+from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
+from sglang_fp8rl.lab.testing.ports import free_port
+from sglang_fp8rl.lab.testing.server import ServerProcess, cpu_env
 
 # Before SGLang and veRL are imported, which take the device from their platforms.
 os.environ.update(cpu_env() | CPU_PLATFORM)

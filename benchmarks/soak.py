@@ -37,7 +37,7 @@ from soaking.generating import Generators
 from soaking.refitting import Refits
 from soaking.resources import Sample, Watch
 
-from sglang_fp8rl.testing.server import ServerProcess
+from sglang_fp8rl.lab.testing.server import ServerProcess
 
 # glibc raises these by itself and then keeps what is freed, so that resident memory creeps up in steps with
 # nothing held: a server that only generates gains 13 MiB over 6,000 answers, and then no more. Fixed, what is

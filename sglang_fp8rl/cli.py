@@ -1,10 +1,8 @@
-"""`sglang-fp8rl`: demo, doctor, plan, export, verify, and the evaluations. Imports torch and SGLang when needed."""
+"""`sglang-fp8rl`: doctor, plan, verify, and the lab's commands. Imports torch and SGLang when needed."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -12,9 +10,9 @@ from typing import Annotated
 import typer
 
 from . import __version__
+from .lab.commands import add_commands
 from .terminal import (
     FOUND_WRONG,
-    INTERRUPTED,
     JsonFlag,
     OptionsText,
     console,
@@ -48,43 +46,6 @@ def main(
     ] = False,
 ) -> None:
     """FP8 rollout for RL on SGLang."""
-
-
-@app.command()
-def demo(
-    model: Annotated[
-        Path | None, typer.Option(help="Your checkpoint's directory; default: a small Qwen3.")
-    ] = None,
-    as_json: JsonFlag = False,
-    keep: Annotated[bool, typer.Option(help="Keep the checkpoints and server logs.")] = False,
-) -> None:
-    """Serve, refit over HTTP, refit back; check every output against servers started fresh.
-
-    Exit status: 0 if every output is bitwise equal; 1 if one differs; 2 if it could not be run.
-    """
-    from .demo.run import DemoOptions, run_demo
-    from .demo.show import Screen, print_report
-
-    shown = console(stderr=as_json)
-    directory = Path(tempfile.mkdtemp(prefix="sglang-fp8rl-demo-"))
-    delete = not keep
-    try:
-        with errors_told(f"Files of this run: {directory}"):
-            report = run_demo(DemoOptions(model, directory), Screen(shown))
-            print_report(report, shown)
-        delete = delete and report.ok
-    except typer.Exit as left:
-        delete = delete and left.exit_code == INTERRUPTED
-        raise
-    finally:
-        if delete:
-            shutil.rmtree(directory)
-    if keep:
-        shown.print(f"Kept: {directory}", markup=False)
-    if as_json:
-        typer.echo(json.dumps(report.as_dict()))
-    if not report.ok:
-        raise typer.Exit(FOUND_WRONG)
 
 
 @app.command()
@@ -145,57 +106,10 @@ def plan(
     counts = ", ".join(f"{count} {scheme}" for scheme, count in schemes.items())
     fp8_bytes = made.document["fp8_bytes"]
     shown.print(f"{counts}; {fp8_bytes / 1e6:.1f} MB of FP8 weights on each rank")
-    kv = made.document["kv_scales"]
-    scaled = kv["refused"] or f"{kv['mode']}, {kv['layers']} layers scaled"
-    shown.print(f"with --kv-cache-dtype fp8_e4m3: {scaled}", highlight=False)
-
-
-@app.command()
-def export(
-    model: Annotated[str, typer.Argument(help="Directory of a BF16 or FP32 checkpoint.")],
-    out: Annotated[Path, typer.Argument(help="Where to write; empty or not there.")],
-    tp: Annotated[
-        int, typer.Option(min=1, help="Tensor-parallel size it will be served with.")
-    ] = 1,
-    options: OptionsText = "{}",
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Write a block-FP8 checkpoint, as DeepSeek and Qwen publish them, with the served bytes.
-
-    What can't be cut into blocks stays in BF16 and is listed in modules_to_not_convert.
-
-    Exit status: 0; 2 if it can't be exported, with the reason.
-    """
-    from dataclasses import asdict
-
-    from rich.progress import Progress
-
-    from .export import export_checkpoint
-
-    with errors_told():
-        wanted = parsed_options(options)
-        with Progress(console=console(stderr=True)) as progress:
-            task = progress.add_task("SGLang builds the model without memory", total=None)
-            report = export_checkpoint(
-                model,
-                out,
-                tp_size=tp,
-                options=wanted,
-                trust_remote_code=trust_remote_code,
-                on_start=lambda total: progress.update(task, description="quantize", total=total),
-                on_bytes=lambda done: progress.advance(task, done),
-            )
-    if as_json:
-        typer.echo(json.dumps(asdict(report)))
-        return
-    shown = console()
-    for name, reason in report.misaligned.items():
-        shown.print(f"stays in BF16: {name}: {reason}", markup=False)
-    shown.print(
-        f"{report.quantized} weights in FP8, {report.kept} tensors as they are; "
-        f"{report.nbytes_before / 1e6:.1f} MB to {report.nbytes / 1e6:.1f} MB in {out}"
-    )
+    kv = made.document.get("kv_scales")
+    if kv is not None:
+        scaled = kv["refused"] or f"{kv['mode']}, {kv['layers']} layers scaled"
+        shown.print(f"with --kv-cache-dtype fp8_e4m3: {scaled}", highlight=False)
 
 
 @app.command()
@@ -207,6 +121,10 @@ def verify(
     api_key: Annotated[
         str | None, typer.Option(envvar="SGLANG_API_KEY", help="Bearer token of the servers.")
     ] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(envvar="SGLANG_ADMIN_API_KEY", help="Of servers that have an admin key."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Prove what servers hold: against themselves, each other, and a checkpoint. Sends no weights.
@@ -217,38 +135,25 @@ def verify(
     from .verify import verify_servers
 
     with errors_told(), console(stderr=True).status("reading what is served"):
-        comparisons = verify_servers(urls, checkpoint, api_key=api_key)
+        comparisons = verify_servers(urls, checkpoint, api_key=api_key, admin_api_key=admin_api_key)
     if as_json:
-        typer.echo(json.dumps([one.as_dict() for one in comparisons]))
+        rows = [{"server": one, "with": other, **how.as_dict()} for one, other, how in comparisons]
+        typer.echo(json.dumps(rows))
     else:
         shown = console()
-        for one in comparisons:
-            found = one.found
+        for server, other, found in comparisons:
             verdict = "the same bytes" if found.ok else "DIFFERENT"
-            shown.print(
-                f"{one.server} and {one.other}: {verdict} ({found.compared} tensors compared)",
-                markup=False,
-            )
-            for kind, rows in (
+            counts = f"{found.compared} tensors compared, {len(found.unproven)} not proven"
+            shown.print(f"{server} and {other}: {verdict} ({counts})", markup=False)
+            for kind, names in (
                 ("differs", found.differing),
                 ("missing", found.missing),
                 ("not proven", found.unproven),
             ):
-                for name, text in rows.items():
+                for name, text in names.items():
                     shown.print(f"  {kind}: {name}: {text}", markup=False)
-    if not all(one.found.ok for one in comparisons):
+    if not all(found.ok for _, _, found in comparisons):
         raise typer.Exit(FOUND_WRONG)
 
 
-def _register_evaluations() -> None:
-    """From the evaluation folder. They import what they need later."""
-    from .eval.aime import eval_aime
-    from .eval.mismatch import mismatch
-    from .eval.sensitivity.command import sensitivity
-
-    app.command("eval-aime")(eval_aime)
-    app.command("mismatch")(mismatch)
-    app.command("sensitivity")(sensitivity)
-
-
-_register_evaluations()
+add_commands(app)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 
 from packaging.version import Version
 
 OLDEST, NEWEST_EXCLUDED = Version("0.5.16"), Version("0.5.24")
 TESTED = ("0.5.16", "0.5.23")
 SESSIONS_SINCE = Version("0.5.21")
+
+# SGLang on a CPU, for checking: an out-of-tree platform that the lab registers with SGLang.
+CPU_PLATFORM = "fp8rl_cpu"
+
+
+def on_cpu_platform() -> bool:
+    """Whether this process was started with `SGLANG_PLATFORM=fp8rl_cpu`."""
+    return os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM
 
 
 def host_version() -> Version | None:

@@ -10,6 +10,7 @@ Importing this imports no host.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -67,13 +68,13 @@ def register_hooks(hooks: Iterable[Hook]) -> None:
         _registered.append(hook)
 
 
-def hooks_not_in_force() -> list[Hook]:
-    """Of the hooks that were registered, those that a call of their target would not meet.
+def targets_not_hooked() -> dict[str, Hook]:
+    """Targets of registered hooks whose calls would not meet them; of a class, the methods that are gone.
 
     Looked up where SGLang calls it, not in the registry's own notes: a target that was replaced
     after it was hooked counts as missing too.
     """
-    return [hook for hook in _registered if not _is_in_force(hook)]
+    return {target: hook for hook in _registered for target in _not_met(hook)}
 
 
 def check_hooks_in_force() -> None:
@@ -82,25 +83,34 @@ def check_hooks_in_force() -> None:
     Raises:
         HostError: naming the targets that are gone.
     """
-    missing = hooks_not_in_force()
+    missing = targets_not_hooked()
     if missing:
+        reason = next(iter(missing.values())).reason
         raise HostError(
-            ", ".join(dict.fromkeys(hook.target for hook in missing)),
+            ", ".join(missing),
             f"not hooked in SGLang {host_version()}",
-            f"without it weights could be served that were never quantized ({missing[0].reason})",
+            f"without it weights could be served that were never quantized ({reason})",
             "SGLang's log says why ('Failed to apply hooks'); `sglang-fp8rl doctor` lists all such "
             "symbols. Install a tested version of SGLang.",
         )
 
 
-def _is_in_force(hook: Hook) -> bool:
+def _not_met(hook: Hook) -> list[str]:
     function: Any = find(hook.target)
+    if isinstance(
+        hook.function, type
+    ):  # a class in place of SGLang's, which has all that it overrides
+        if not (isinstance(function, type) and issubclass(function, hook.function)):
+            return [hook.target]
+        base = hook.function.__mro__[1]
+        methods = [name for name, value in vars(hook.function).items() if inspect.isfunction(value)]
+        return [f"{hook.target}.{name}" for name in methods if not hasattr(base, name)]
     # SGLang wraps once per hook, and each wrapper holds its hook in its closure.
     while function is not None:
         if any(value is hook.function for value in _closure_of(function)):
-            return True
+            return []
         function = getattr(function, "__wrapped__", None)
-    return False
+    return [hook.target]
 
 
 def _closure_of(function: Any) -> Iterator[Any]:

@@ -14,11 +14,10 @@ from typing import Any
 from packaging.version import Version
 
 from . import __version__
-from .compat import NEWEST_EXCLUDED, OLDEST, TESTED, check_host, host_version
+from .compat import CPU_PLATFORM, NEWEST_EXCLUDED, OLDEST, TESTED, check_host, host_version
 from .config import QUANTIZATION_METHOD
-from .declared_hooks import hooks_not_in_force
+from .declared_hooks import targets_not_hooked
 from .host_symbols import check_symbols
-from .platforms import PLATFORM_NAME
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 MIN_CAPABILITY = (8, 9)
@@ -106,10 +105,10 @@ def _device() -> Lines:
     import torch
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("SGLANG_PLATFORM", PLATFORM_NAME)
+        os.environ.setdefault("SGLANG_PLATFORM", CPU_PLATFORM)
         yield (
             NOTE,
-            f"no GPU seen by torch {torch.__version__}: serve with SGLANG_PLATFORM={PLATFORM_NAME} "
+            f"no GPU seen by torch {torch.__version__}: serve with SGLANG_PLATFORM={CPU_PLATFORM} "
             "(the CPU reference platform: exact, not fast)",
         )
         return
@@ -128,7 +127,7 @@ def _symbols() -> Lines:
     problems = check_symbols()
     yield from ((PROBLEM, text) for text in problems)
     if not problems:
-        yield OK, "every host symbol that is used is there, and of the expected kind"
+        yield OK, "every host symbol that is used is there"
 
 
 def _plugin() -> Lines:
@@ -149,8 +148,9 @@ def _plugin() -> Lines:
         why = f"SGLANG_PLUGINS={only} leaves it out" if only else "see the log lines above"
         yield PROBLEM, f"SGLang did not take it: {why}"
         return
-    unhooked = hooks_not_in_force()
-    yield from ((PROBLEM, f"hook not applied: {hook.target} ({hook.reason})") for hook in unhooked)
+    unhooked = targets_not_hooked()
+    for target, hook in unhooked.items():
+        yield PROBLEM, f"hook not applied: {target} ({hook.reason})"
     if not unhooked:
         yield OK, f"--quantization {QUANTIZATION_METHOD} is registered, every hook is applied"
 

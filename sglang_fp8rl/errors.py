@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+
+def as_text(text: str) -> str:
+    """`text` as any encoder takes it: names that are sent may hold lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def near_matches(name: str, known: Iterable[str]) -> str:
+    """`Near matches: a, b. `, to begin a remedy with; empty if nothing is near."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f"Near matches: {', '.join(near)}. " if near else ""
+
 
 class Fp8RlError(ValueError):
     """Base of every error this package raises on purpose.
@@ -15,7 +29,7 @@ class Fp8RlError(ValueError):
 
     def __init__(self, subject: str, value: str, rule: str, remedy: str) -> None:
         self.subject, self.value, self.rule, self.remedy = subject, value, rule, remedy
-        super().__init__(f"{subject}: {value}; {rule}. {remedy}")
+        super().__init__(as_text(f"{subject}: {value}; {rule}. {remedy}"))
 
     def __reduce__(self) -> tuple[type[Fp8RlError], tuple[str, str, str, str]]:
         """Errors travel between processes: over Ray, and between the ranks of a trainer."""

@@ -19,12 +19,6 @@ def register() -> None:
     if problems:
         logger.error("fp8rl registers nothing: %s", "; ".join(problems))
         return
-    from .engine.host.register import register_method
-    from .platforms import is_requested
+    from .engine.host.hooks import register_method
 
-    # The method last: what fails before it leaves SGLang without it, and SGLang refuses the flag.
-    if is_requested():
-        from .platforms.cpu_hooks import register_cpu_hooks
-
-        register_cpu_hooks()
     register_method()

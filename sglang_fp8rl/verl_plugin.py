@@ -17,10 +17,9 @@ from typing import Any
 
 from packaging.version import Version
 
-from .compat import check_host
+from .compat import check_host, on_cpu_platform
 from .config import QUANTIZATION_METHOD
 from .errors import HostError
-from .platforms import is_requested
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ class ReplicaLoader(_Loader):
     """
 
     def __call__(self) -> Any:
-        if not is_requested():
+        if not on_cpu_platform():
             self.load_verls_own()
         from .verl_rollout.server import Replica
 

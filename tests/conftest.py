@@ -16,7 +16,9 @@ import pytest
 if TYPE_CHECKING:
     from pool import Engine, EnginePool
 
-    from sglang_fp8rl.testing.server import ServerProcess
+    from sglang_fp8rl.lab.testing.server import ServerProcess
+
+pytest_plugins = ["missing_packages"]
 
 MAX_SERVERS = 2  # alive at a time; each takes about 1.5 GiB
 HERE = Path(__file__).parent
@@ -114,7 +116,7 @@ def plans_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def dense_checkpoint(checkpoint_dir: Path) -> Path:
     """A small Qwen3 in FP32, in two shards."""
-    from sglang_fp8rl.testing.checkpoints import make_checkpoint
+    from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
 
     return make_checkpoint(checkpoint_dir / "qwen3", "qwen3", shards=2)
 

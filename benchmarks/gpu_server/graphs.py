@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_fp8rl import RefitClient
-from sglang_fp8rl.testing.checkpoints import (
+from sglang_fp8rl.lab.testing.checkpoints import (
     make_config,
     make_state_dict,
     perturbed,
     save_checkpoint,
 )
-from sglang_fp8rl.testing.outputs import ask, make_prompts
-from sglang_fp8rl.testing.server import ServerProcess
+from sglang_fp8rl.lab.testing.outputs import ask, make_prompts
+from sglang_fp8rl.lab.testing.server import ServerProcess
 
 from .budget import Budget
 from .refit import GateError

@@ -14,8 +14,8 @@ import torch
 from shapes import MODELS, Dense
 
 from sglang_fp8rl import quantize_blockwise
-from sglang_fp8rl.testing.checkpoints import BLOCK_FP8_CONFIG, quantized_names
-from sglang_fp8rl.testing.families import hub_config, hub_shapes, make_config
+from sglang_fp8rl.lab.testing.checkpoints import BLOCK_FP8_CONFIG, quantized_names
+from sglang_fp8rl.lab.testing.families import hub_config, hub_shapes, make_config
 from sglang_fp8rl.wire.bucket import NamedTensor, buckets_of
 
 _QWEN3: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_fp8rl.errors import Fp8RlError
-from sglang_fp8rl.testing.outputs import ask, make_prompts
+from sglang_fp8rl.lab.testing.outputs import ask, make_prompts
 
 from .budget import Budget
 from .models import Layout, Values, bucket_count

@@ -13,7 +13,7 @@ import torch
 
 from sglang_fp8rl import RefitClient
 from sglang_fp8rl.config import QUANTIZATION_METHOD
-from sglang_fp8rl.testing.server import ServerProcess, attention_args
+from sglang_fp8rl.lab.testing.server import ServerProcess, attention_args
 from sglang_fp8rl.wire.bucket import NamedTensor
 
 from .budget import Budget

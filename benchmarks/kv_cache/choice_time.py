@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_fp8rl.engine.kv_scales.attention_layers import AttentionLayer
-from sglang_fp8rl.engine.kv_scales.choice import chosen
+from sglang_fp8rl.engine.kv_scales.choice import chosen, table_of
 from sglang_fp8rl.engine.kv_scales.kv_scales import KvScales
 from sglang_fp8rl.numerics.kv_bounds import Rotation, Rows
 
@@ -59,7 +60,7 @@ def measure_times(repetitions: int) -> list[dict[str, Any]]:
         choose, fold_back, both, cpu = [], [], [], []
         for _ in range(repetitions):
             started, cpu_started = time.perf_counter(), time.process_time()
-            chosen(layers, None)
+            chosen(layers, None, functools.partial(table_of, layers))
             found_at = time.perf_counter()
             with kv.unfolded():
                 pass

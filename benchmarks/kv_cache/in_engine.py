@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from generation import finish, generate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_fp8rl.engine.kv_scales.calibration import Calibration
-from sglang_fp8rl.engine.kv_scales.choice import chosen
+from sglang_fp8rl.engine.kv_scales.choice import chosen, table_of
 
 
 def largest(scheduler: Any, prompts: list[list[int]]) -> list[tuple[float, float]]:
@@ -38,7 +39,10 @@ def calibrated(scheduler: Any, tokens: list[int]) -> list[tuple[int, int]]:
     """What a server that calibrates with these tokens would choose."""
     kv, source = kv_commands.kv_of(scheduler), Calibration(model_of(scheduler), tokens)
     with kv.unfolded():
-        layers = chosen(kv.layers, None, source.largest(kv.layers), source.room)
+        largest = source.largest(kv.layers)
+        layers = chosen(
+            kv.layers, None, functools.partial(table_of, kv.layers, largest), source.room
+        )
     return [one.exponents for one in layers]
 
 

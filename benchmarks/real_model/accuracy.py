@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sglang_fp8rl.eval.rescoring import Precision
+from sglang_fp8rl.lab.eval.rescoring import Precision
 
 from . import measures, texts
 from .arms import BASELINE, DEFAULT, Arm

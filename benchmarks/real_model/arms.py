@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.platforms.cpu_linear import ACTIVATION_QUANT_VARIABLE
+from sglang_fp8rl.lab.cpu_platform.cpu_linear import ACTIVATION_QUANT_VARIABLE
 
 BASELINE, DEFAULT = "bf16", "fp8_blockwise"
 

@@ -23,10 +23,10 @@ from rich.table import Table
 
 from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.eval.sensitivity.quantized_products import Products, ServedArithmetic
-from sglang_fp8rl.eval.sensitivity.reference import ReferenceModel, load_reference
-from sglang_fp8rl.eval.sensitivity.samples import Sample, batches, sample_answers
-from sglang_fp8rl.eval.sensitivity.served_modules import served_modules
+from sglang_fp8rl.lab.sensitivity.quantized_products import Products, ServedArithmetic
+from sglang_fp8rl.lab.sensitivity.reference import ReferenceModel, load_reference
+from sglang_fp8rl.lab.sensitivity.samples import Sample, batches, sample_answers
+from sglang_fp8rl.lab.sensitivity.served_modules import served_modules
 from sglang_fp8rl.wire.plan import RefitPlan
 
 from .fetch import fetch

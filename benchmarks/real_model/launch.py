@@ -35,7 +35,7 @@ def main() -> None:
     """Run the server with this process's command line."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_fp8rl.testing.launch import main as launch
+    from sglang_fp8rl.lab.testing.launch import main as launch
 
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         HookRegistry.register(LINEAR, wide_linear, HookType.REPLACE)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.eval.stats import Estimate
+from sglang_fp8rl.lab.eval.stats import Estimate
 
 RESAMPLES = 4000
 QUANTILES = (0.5, 0.9, 0.99, 0.999)

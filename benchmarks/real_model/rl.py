@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.platforms.cpu_linear import FP32_SUMS_VARIABLE
+from sglang_fp8rl.lab.cpu_platform.cpu_linear import FP32_SUMS_VARIABLE
 
 from .arms import ARMS, BASELINE, DEFAULT, Arm, with_exemptions
 from .rl_policy import RealPolicy

@@ -12,8 +12,8 @@ import torch
 
 from sglang_fp8rl.config import QUANTIZATION_METHOD
 from sglang_fp8rl.errors import HostError
-from sglang_fp8rl.eval.rollouts import Rollout
-from sglang_fp8rl.testing.server import ServerProcess
+from sglang_fp8rl.lab.eval.rollouts import Rollout
+from sglang_fp8rl.lab.testing.server import ServerProcess
 
 from .arms import Arm
 
@@ -81,7 +81,7 @@ class ArmServer(ServerProcess):
                 **arm.env,
             },
         )
-        self.command[self.command.index("sglang_fp8rl.testing.launch")] = "real_model.launch"
+        self.command[self.command.index("sglang_fp8rl.lab.testing.launch")] = "real_model.launch"
 
     def sample(
         self,

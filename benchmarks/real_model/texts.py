@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.eval.prompts import PromptError, prompt_lines
+from sglang_fp8rl.lab.eval.prompts import PromptError, prompt_lines
 
 # Name to the file below site-packages and the characters to skip (title pages, lists of editions).
 TEXTS = {

@@ -11,8 +11,8 @@ import psutil
 import torch
 
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.eval.rescoring import Precision, load_model, rescore
-from sglang_fp8rl.eval.rollouts import Rollout
+from sglang_fp8rl.lab.eval.rescoring import Precision, load_model, rescore
+from sglang_fp8rl.lab.eval.rollouts import Rollout
 
 from .serving import Advance
 

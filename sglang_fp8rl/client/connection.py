@@ -60,6 +60,10 @@ class Connection:
             "Start it with --quantization fp8_blockwise_online and this version of sglang-fp8rl.",
         )
 
+    def get_admin(self, path: str, what: str) -> requests.Response:
+        """As `get`, from an endpoint that may change the server."""
+        return self.get(path, what, **self._admin)
+
     def post(
         self, path: str, body: dict[str, Any], *, headers: dict[str, str] | None = None
     ) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..wire.bucket import Payload
@@ -21,6 +21,7 @@ class UpdateResult:
         server_seconds: of it, waiting for the server: requests of buckets and of the session.
         cache_flushed: whether the server let go of what the old weights had computed. False where
             requests kept it busy: the weights are stored, and `/flush_cache` is still to be called.
+        unproven: names that `verify` could not compare, each with the reason; empty without it.
     """
 
     tensors: int
@@ -29,6 +30,7 @@ class UpdateResult:
     seconds: float
     server_seconds: float
     cache_flushed: bool = True
+    unproven: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

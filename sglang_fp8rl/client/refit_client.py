@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from time import perf_counter
@@ -30,7 +30,7 @@ class RefitClient:
         api_key: of `--api-key`, if the server was started with one: for plan, status, generation,
             and for updates too where there is no admin key.
         admin_api_key: of `--admin-api-key`: SGLang asks for it (and takes no other) at every
-            endpoint that changes the server, updates and sessions among them.
+            endpoint that changes the server, updates and sessions among them, and the fingerprint.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class RefitClient:
             on_bucket: called after each bucket with the tensors and bytes sent so far.
             plan: that `named_tensors` were quantized by; compared with the server's first.
             verify: prove afterwards that the server holds what was sent, byte for byte, wherever it
-                lies. Each tensor is cast here too as it goes by.
+                lies. Each tensor is cast here too as it goes by. What can't be proven is `unproven` in
+                the result.
             weight_version: what SGLang calls the new weights (`weight_version` in `/model_info` and
                 in each answer's `meta_info`). Set when all of the update succeeded; before that,
                 and after a failure, the old one stays.
@@ -105,16 +106,21 @@ class RefitClient:
         sent = refit.send(
             named_tensors, bucket_bytes=bucket_bytes, load_format=load_format, on_bucket=on_bucket
         )
+        unproven: Mapping[str, str] = {}
         if numbers is not None:
             expected = numbers.fingerprint("the trainer")
-            compare(self.fingerprint(), expected, partial=True).check(f"what {self.url} serves")
+            found = compare(self.fingerprint(), expected, partial=True)
+            found.check(f"what {self.url} serves")
+            unproven = found.unproven
         if weight_version is not None:
             version = {"new_version": weight_version, "abort_all_requests": False}
             self._connection.post_admin("/update_weight_version", version)
         is_flushed = refit.flush(flush_timeout)
         seconds = perf_counter() - began
         waited = self._connection.seconds_waited - waited_before
-        return UpdateResult(sent.tensors, sent.nbytes, sent.buckets, seconds, waited, is_flushed)
+        return UpdateResult(
+            sent.tensors, sent.nbytes, sent.buckets, seconds, waited, is_flushed, unproven
+        )
 
     def plan(self) -> RefitPlan:
         """The server's plan: how each tensor is stored, and how it may be sent.
@@ -175,7 +181,7 @@ class RefitClient:
             RefitError: the server can't be reached, does not serve with this method, or its weights'
                 memory is released.
         """
-        answer = self._connection.get(FINGERPRINT_PATH, "the fingerprint")
+        answer = self._connection.get_admin(FINGERPRINT_PATH, "the fingerprint")
         return Fingerprint.from_dict(answer.json(), self.url)
 
     def generate(

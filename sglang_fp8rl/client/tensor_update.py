@@ -6,6 +6,7 @@ What a bucket looks like on the wire is `wire.bucket`'s business.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -90,11 +91,20 @@ class TensorUpdate:
         """
         reads_text = self._receiver.reads_text
         staging = StagingBuffers(allocate) if reads_text else None
+        buckets = buckets_of(each_once(named_tensors), bucket_bytes)
+        first = next(buckets, None)
+        if first is None:  # no session is opened for nothing
+            raise RefitError(
+                "an update",
+                "an empty iterable",
+                "it names at least one tensor",
+                "Check the source.",
+            )
         with (
             self._session() as in_session,
             PipelinedSender(self._post_bucket, on_bucket) as sender,
         ):
-            for bucket, is_last in buckets_of(each_once(named_tensors), bucket_bytes):
+            for bucket, is_last in itertools.chain([first], buckets):
                 if staging is not None:
                     staging.least = 0 if is_last else bucket_bytes
                 payload = payload_of(
@@ -108,13 +118,6 @@ class TensorUpdate:
                 }
                 sender.send(body, payload, len(bucket), sum(nbytes_of(t) for _, t in bucket))
             sender.finish()
-        if not sender.tensors:
-            raise RefitError(
-                "an update",
-                "an empty iterable",
-                "it names at least one tensor",
-                "Check the source.",
-            )
         return sender
 
     def flush(self, timeout: float) -> bool:

@@ -8,40 +8,42 @@ IPC, disk, custom loaders) go through both.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from ..config import Options
+from ..errors import Fp8RlError, HostError
+from ..numerics.fingerprint import MASK
 from ..numerics.runners import warm_up
 from ..scheme import Scheme
 from ..wire.plan import RefitPlan
-from .arrival.bucket import TensorBucket, bucket_of
-from .arrival.kinds import KnownBucket, NewBucket, Stream, has_packed_pairs
+from .arrival.bucket import Bucket, TensorBucket, bucket_of
 from .arrival.on_device import on_device
-from .arrival.packed_pairs import split_pairs
+from .arrival.packed_pairs import has_packed_pairs, split_pairs
 from .arrival.sender_memory import SenderMemory
 from .arrival.update_scope import PROBE, UpdateScope
-from .audit import Audit
-from .journal import Arrival, Journal, Update, outside_of_a_call
-from .kv_scales.calibration import Calibration
-from .kv_scales.kv_scales import KvScales
-from .kv_scales.sent_scales import SentScales
 from .model.derived_weights import DerivedWeights
+from .model.fused_experts import load_left_experts
 from .model.landings import NameTable
+from .model.memory import ModelMemory
+from .model.mla_parts import load_parts_singly
 from .model.parameters import Target, set_loader, targets_of, widths_of
 from .model.plan_document import plan_document
-from .native.call import Call
-from .native.checks import check_dense, check_named_once
+from .native.call import Call, Update
+from .native.calls import Calls
+from .native.checks import check_dense, check_names, outside_of_a_call
 from .native.loader_call import LoaderCalls
-from .native.native_path import NativePath
+from .native.observer import Observer, refusing_writes
 from .native.pairs import PairTable
 from .native.recording import Recording
 from .native.stream_lane import StreamLane
+from .registered import extensions
+from .replay.recipe import Recipe
 from .replay.recipe_store import RecipeStore
-from .replay.replay_path import ReplayPath
+from .replay.replay_path import replay
 from .report.report import RefitReport
 
 
@@ -72,29 +74,26 @@ class ModelRefit:
         self.report = RefitReport(self.targets.values(), self.names, self._learn_names)
         self.recipes = RecipeStore()
         self.sender_memory = SenderMemory()
-        self.kv = KvScales(options.kv_scales, self.derived.end_of_update)
         self._probe_names = probe_names
-        self.calibration: Calibration | None = None  # made where a server calibrates
-        self.sent_scales = SentScales(options.kv_scales, self._attention_of)
-        self.audit = Audit(
+        self.extensions = [kind(self) for kind in extensions()]
+        self.calls = Calls(
             model,
             options,
             self.names,
             self.pairs,
             self.report,
+            self.derived,
             self._learn_names,
-            self.sent_scales,
+            self.extensions,
         )
-        self.journal = Journal(self.report, self.audit, self.derived)
         self._loaders = LoaderCalls(options, self.pairs, self.report, self.names)
-        self._native = NativePath(model, self.derived)
-        self._replayed = ReplayPath(
-            self._loaders, self.report, self.recipes, self.derived, self._native
-        )
+        self._load_weights = load_parts_singly(model)  # before its loaders are wrapped
 
     def attach(self) -> None:
         for target in self.targets.values():
-            self._wrap_loader(target)
+            if isinstance(target.parameter, torch.nn.Parameter):
+                self._wrap_loader(target)
+        self.derived.attach()
         self.model.load_weights = self.load_weights  # type: ignore[assignment]
         for device in self._devices:
             warm_up(
@@ -111,15 +110,29 @@ class ModelRefit:
         native = getattr(parameter, "weight_loader", None) or default_weight_loader
 
         def weight_loader(_: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            if self.journal.running is None:
+            if self.calls.running is None:
                 raise outside_of_a_call(target.name)
-            self._loaders.load(self.journal.running, target, native, loaded_weight, args, kwargs)
+            self._loaders.load(self.calls.running, target, native, loaded_weight, args, kwargs)
 
         set_loader(parameter, weight_loader)
 
     def during(self, scope: UpdateScope) -> AbstractContextManager[Update]:
         """Every `load_weights` in here belongs to one request of an update."""
-        return self.journal.during(scope)
+        return self.calls.during(scope)
+
+    def only_through_load_weights(self) -> AbstractContextManager[Any]:
+        """In here, nothing else writes into the model: a loader of the client's choice runs."""
+        memory = ModelMemory(self.model, self.targets.values())
+        return refusing_writes(memory, lambda: self.calls.running is not None)
+
+    def memory_number(self) -> int:
+        """One number for all that updates write: the same as long as no byte of it changes."""
+        numbers = (
+            (index + 1) * _sum_of_bytes(target.parameter.data)
+            for index, target in enumerate(self._written())
+            if target.parameter.device.type != "meta"
+        )
+        return sum(numbers) & MASK
 
     def wait_for_device(self) -> None:
         """A forward pass that SGLang overlaps with requests reads old codes with old scales to its end."""
@@ -127,10 +140,29 @@ class ModelRefit:
             if device.type not in ("cpu", "meta"):
                 torch.get_device_module(device).synchronize(device)
 
+    def note_loaded(self) -> None:
+        """SGLang has loaded and processed the model; nothing has run on it yet."""
+        self.derived.kept_copies.note_loaded(self._written())
+
+    def _written(self) -> list[Target]:
+        """Targets that updates write; every one, where nothing was loaded."""
+        landings = [one for known in self.names.known.values() for one in known.landings]
+        landed = {id(one.target.parameter) for one in landings} or set(self.targets)
+        scales = {id(one.scale) for one in self.targets.values() if one.scale is not None}
+        return [target for key, target in self.targets.items() if key in landed | scales]
+
+    @contextmanager
+    def unfolded(self) -> Iterator[None]:
+        """The weights are as they were sent in here."""
+        with ExitStack() as stack:
+            for extension in self.extensions:
+                stack.enter_context(extension.unfolded())
+            yield
+
     @property
     def is_updating(self) -> bool:
         """Whether a request of an update is being served."""
-        return self.journal.update.scope.is_serving
+        return self.calls.update.scope.is_serving
 
     def load_weights(self, weights: Any, *args: Any, **kw: Any) -> Any:
         """`model.load_weights`, with every write quantized and every name accounted for.
@@ -142,42 +174,69 @@ class ModelRefit:
             RefitError: something that was sent was not stored. What was stored stays stored, and
                 the status section says so.
         """
-        with self.kv.unfolded(), self.journal.call() as call:
-            arrival = self._classify(weights, may_replay=call.scope.may_replay and not (args or kw))
-            self.journal.expect(arrival)
+        with self.unfolded(), self.calls.one() as call:
+            may_replay = call.scope.may_replay and self.options.replay and not (args or kw)
+            bucket, recipe = self._arrived(weights, may_replay=may_replay)
+            self.calls.expect(call, bucket, recipe.brings if recipe is not None else None)
+            if call.scope.is_serving:
+                self.derived.kept_copies.look(self._written())
             if self._device is not None and self._device.type != "meta":
                 call.lane = StreamLane(self._device)
-            result = self._write(call, arrival, *args, **kw)
+            if bucket is None:
+                result = self._load_natively(call, weights, *args, **kw)
+            elif recipe is None:
+                call.recording = (
+                    Recording(bucket, self.options.weight_block_size) if may_replay else None
+                )
+                # Of a bucket the tensors are made before anything is watched.
+                result = self._load_natively(call, list(bucket), *args, **kw)
+            else:
+                native = functools.partial(self._load_natively, call)
+                result = replay(call, bucket, recipe, self.recipes, self._loaders, native)
+                if self.derived.is_needed:
+                    self.derived.refresh(bucket.names)
         if call.recording is not None:
             self.recipes.learn(call.recording, self.report, call, self.options)
         return result
 
-    def _classify(self, weights: Any, *, may_replay: bool) -> Arrival:
-        """What arrived; a packed pair is two tensors from here on."""
+    def _arrived(self, weights: Any, *, may_replay: bool) -> tuple[Bucket | None, Recipe | None]:
+        """What arrived, and how it is written without loaders; a packed pair is two tensors from here on."""
         bucket = bucket_of(weights)
         if bucket is None:
-            return Stream(weights)
+            return None, None
         if self._device is not None:
             bucket = on_device(bucket, self._device)
-        may_replay = may_replay and self.options.replay
         recipe = self.recipes.find(bucket) if may_replay else None
         if recipe is None and has_packed_pairs(bucket):
             bucket = TensorBucket(split_pairs(bucket, self.plan().tensors))
             recipe = self.recipes.find(bucket) if may_replay else None
-        if recipe is not None:
-            return KnownBucket(bucket, recipe)
-        check_named_once(bucket.names)
-        if isinstance(bucket, TensorBucket):
-            check_dense(bucket)
-        return NewBucket(bucket, is_recorded=may_replay)
+        if recipe is None:
+            check_names(bucket.names)
+            if isinstance(bucket, TensorBucket):
+                check_dense(bucket)
+        return bucket, recipe
 
-    def _write(self, call: Call, arrival: Arrival, *args: Any, **kw: Any) -> Any:
-        match arrival:
-            case KnownBucket():
-                return self._replayed.write(call, arrival)
-            case NewBucket(is_recorded=True):
-                call.recording = Recording(arrival.bucket)
-        return self._native.write(call, arrival, *args, **kw)
+    def _load_natively(self, call: Call, weights: Any, *args: Any, **kw: Any) -> Any:
+        """SGLang's own `load_weights`, and whatever it does watched; returns what that returns."""
+        call.observer = observer = Observer(
+            call.sources,
+            ModelMemory(self.model, self.targets.values()),
+            functools.partial(self._loaders.store, call),
+            stores=call.scope.stores,
+        )
+        with (
+            self.derived.in_place(from_now_on=call.scope.is_serving) as moved,
+            observer.watching(),
+        ):
+            result = self._load_weights(call.sources.watch(weights), *args, **kw)
+            load_left_experts(self.model, call.sources.left(), self._load_weights)
+        for place, made_anew in moved:
+            sources = call.made_of(made_anew).sources
+            observer.leave_native(sources, f"SGLang makes {place} anew while loading")
+            call.touch(sources, place, ())
+        if call.scope.learns_names:
+            self.names.made_into(observer.native, call.sources.consumed)
+        return result
 
     # -- the plan ----------------------------------------------------------------------------------
 
@@ -187,20 +246,43 @@ class ModelRefit:
 
     @functools.cached_property
     def _plan(self) -> RefitPlan:
-        if not self.names.is_filled:
-            self._learn_names()
-        document = plan_document(self.model, self.names, self.targets, self.schemes, self.options)
+        names = self.learned_names()
+        more: dict[str, Any] = {}
+        for extension in self.extensions:
+            more |= extension.plan()
+        document = plan_document(self.model, names, self.targets, self.schemes, self.options, more)
         return RefitPlan.from_dict(document)
 
-    def _attention_of(self, sent_prefix: str) -> str | None:
-        """The served attention module whose weights are sent below that prefix."""
+    def learned_names(self) -> NameTable:
+        """The checkpoint's; without a load at startup it is probed."""
         if not self.names.is_filled:
             self._learn_names()
-        return self.names.attention_of(sent_prefix)
+        return self.names
 
     def _learn_names(self) -> None:
         """Send every name of the checkpoint through the loaders, on `meta`; nothing is stored."""
         call = Call(PROBE)
-        with torch.no_grad(), self.derived.held_back(), self.journal.probing(call):
-            self._native.write(call, Stream(self._probe_names()))
-        self.audit.note_names(call)
+        try:
+            with torch.no_grad(), self.derived.held_back(), self.calls.probing(call):
+                self._load_natively(call, self._probe_names())
+            self.calls.note_names(call)
+        except Exception as error:
+            # SGLang's loaders, on tensors without values: half of the names would be worse than none.
+            self.names.forget()
+            if isinstance(error, Fp8RlError):
+                raise
+            raise HostError(
+                call.sources.latest_name or "the names of the checkpoint",
+                f"{type(error).__name__}: {error}",
+                "what a full refit writes is learnt from a load; SGLang's load_weights of this model "
+                "can't be run without values",
+                "Start the server on a checkpoint, not with --load-format dummy.",
+            ) from error
+
+
+def _sum_of_bytes(tensor: torch.Tensor) -> int:
+    """Of its eight-byte words and what is left behind them: at the speed of memory, at every session's start."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    whole = 0 if data.storage_offset() % 8 else len(data) // 8 * 8
+    words = data[:whole].view(torch.int64).sum() if whole else 0
+    return int(words) + int(data[whole:].sum())

@@ -54,10 +54,9 @@ def cast_into(
     """
     check_source(source, name)
     check_destination(source, qweight, name)
-    grid = granularity.grid(source.shape)
-    check_scale(source, weight_scale, grid.scale_shape, name)
+    check_scale(source, weight_scale, granularity.grid(source.shape).scale_shape, name)
     module = _module(_fastest(source.device) if backend == "auto" else backend)
-    return module.cast_into(source, qweight, weight_scale, grid.block, pow2_scale, round_to_bf16)
+    return module.cast_into(source, qweight, weight_scale, granularity, pow2_scale, round_to_bf16)
 
 
 def warmup() -> None:

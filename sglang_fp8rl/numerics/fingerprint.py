@@ -175,7 +175,8 @@ def scaled_number(
     """Of a box that is served in FP8: its codes, and the scales of its blocks, each at its position.
 
     Args:
-        codes: `[N, K]` e4m3fn at `start` of the full tensor; `[E, N, K]` if that holds experts.
+        codes: `[N, K]` e4m3fn at `start` of the full tensor, of which it is one matrix if that holds experts;
+            or `[E, N, K]`.
         scales: `[ceil(N / block_n), ceil(K / block_k)]` FP32, with the codes' leading dimension.
         block: `[block_n, block_k]`. Per channel it is one row of the shard, `[1, columns]`: each rank's
             rows have scales of their own, and rank r's is column r of the tensor's scales.
@@ -185,6 +186,8 @@ def scaled_number(
     """
     if not is_on_blocks(start, block):
         raise ValueError(f"{name}: a box at {start} starts inside a block of {block}")
+    if codes.dim() < len(start):
+        codes, scales = codes.unsqueeze(0), scales.unsqueeze(0)
     grid = BlockGrid((full_shape[-2], full_shape[-1]), block).scale_shape
     at = tuple(first // step for first, step in zip(start[-2:], block, strict=True))
     return MASK & (

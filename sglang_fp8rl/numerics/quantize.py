@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from .cast import cast_into
+from .cast import Backend, cast_into
 from .checks import FP8_DTYPE, check_source, raise_not_finite
 from .grid import Blockwise, PerChannel, ScaleGranularity
 
@@ -20,16 +21,16 @@ def quantize(
     pow2_scale: bool = False,
     round_to_bf16: bool = True,
     name: str = "weight",
+    backend: Backend = "auto",
 ) -> Quantized:
     """Quantize `weight` [N, K] (FP32, BF16 or FP16, any strides); the bytes of `reference.py`.
-
-    Triton on CUDA, Numba on CPU, else plain PyTorch.
 
     Args:
         pow2_scale: round every scale up to a power of two (`use_weight_pow2_scale`).
         round_to_bf16: False casts FP32 without the step to BF16, for research: other codes than a
             BF16 trainer's.
         name: what errors call the tensor.
+        backend: as of `cast_into`.
 
     Returns:
         `qweight` [N, K] e4m3fn, contiguous, and the FP32 scales of the granularity's shape, on the
@@ -51,6 +52,7 @@ def quantize(
         pow2_scale=pow2_scale,
         round_to_bf16=round_to_bf16,
         name=name,
+        backend=backend,
     )
     if bool(nonfinite.any()):
         raise_not_finite(nonfinite, grid, name)
@@ -70,7 +72,7 @@ def quantize_blockwise(
     Returns:
         `qweight` [N, K] e4m3fn and `weight_scale_inv` [ceil(N / block_n), ceil(K / block_k)] FP32.
     """
-    options = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+    options: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
     return quantize(weight, Blockwise.of(block_size), name=name, **options)
 
 
@@ -87,5 +89,5 @@ def quantize_per_channel(
         `qweight` [N, K] e4m3fn and `weight_scale` [N, 1] FP32, a multiplier like
         `weight_scale_inv`: both names are SGLang's.
     """
-    options = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+    options: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
     return quantize(weight, PerChannel(), name=name, **options)

@@ -15,11 +15,14 @@ Nothing here is fast, and nothing here holds more than a few blocks of rows besi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..errors import QuantizationError
-from .checks import FP8_DTYPE, check_source, raise_not_finite
-from .grid import Blockwise, PerChannel, ceil_div
+from .checks import FP8_DTYPE
+from .grid import Blockwise, PerChannel, ScaleGranularity, ceil_div
+from .quantize import Quantized, quantize
 
 FP8_MAX = 448.0
 SMALLEST_NORMAL_FP32 = torch.finfo(torch.float32).tiny
@@ -31,68 +34,15 @@ BlockSize = tuple[int, int]
 
 
 def quantize_blockwise(
-    weight: torch.Tensor,
-    block_size: BlockSize = (128, 128),
-    *,
-    pow2_scale: bool = False,
-    round_to_bf16: bool = True,
-    name: str = "weight",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize `weight` [N, K] (FP32, BF16 or FP16) block by block; the last block is smaller.
-
-    Args:
-        pow2_scale: round every scale up to a power of two (`use_weight_pow2_scale`).
-        round_to_bf16: False skips step 1, for research: other codes than a BF16 trainer's.
-        name: what errors call the tensor.
-
-    Returns:
-        `qweight` [N, K] e4m3fn and `weight_scale_inv` [ceil(N / block_n), ceil(K / block_k)] FP32.
-
-    Raises:
-        QuantizationError: wrong dtype, rank or block size, or a NaN or Inf; names the block.
-    """
-    check_source(weight, name)
-    grid = Blockwise.of(block_size).grid(weight.shape)
-    block_n, block_k = grid.block
-    qweight = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
-    weight_scale_inv = torch.empty(grid.scale_shape, dtype=torch.float32, device=weight.device)
-    nonfinite = torch.empty(grid.scale_shape, dtype=torch.bool, device=weight.device)
-    for i, rows in enumerate(weight.detach().split(block_n)):
-        codes, scale_inv, bad = quantize_block_row(rows, block_k, pow2_scale, round_to_bf16)
-        qweight[i * block_n : (i + 1) * block_n] = codes
-        weight_scale_inv[i], nonfinite[i] = scale_inv, bad
-    if nonfinite.any():
-        raise_not_finite(nonfinite, grid, name)
-    return qweight, weight_scale_inv
+    weight: torch.Tensor, block_size: BlockSize = (128, 128), **options: Any
+) -> Quantized:
+    """As `numerics.quantize_blockwise`, with this definition."""
+    return quantize(weight, Blockwise.of(block_size), backend="reference", **options)
 
 
-def quantize_per_channel(
-    weight: torch.Tensor,
-    *,
-    pow2_scale: bool = False,
-    round_to_bf16: bool = True,
-    name: str = "weight",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize `weight` [N, K] with one scale per row of this (local) shard.
-
-    Returns:
-        `qweight` [N, K] e4m3fn and `weight_scale` [N, 1] FP32, a multiplier like
-        `weight_scale_inv`: both names are SGLang's.
-
-    Raises:
-        QuantizationError: as `quantize_blockwise`.
-    """
-    check_source(weight, name)
-    qweight = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
-    weight_scale = torch.empty(weight.shape[0], 1, dtype=torch.float32, device=weight.device)
-    nonfinite = torch.empty(weight.shape[0], 1, dtype=torch.bool, device=weight.device)
-    for i in range(0, weight.shape[0], ROWS_AT_ONCE):
-        part = slice(i, i + ROWS_AT_ONCE)
-        codes, scale, bad = quantize_channels(weight.detach()[part], pow2_scale, round_to_bf16)
-        qweight[part], weight_scale[part, 0], nonfinite[part, 0] = codes, scale, bad
-    if nonfinite.any():
-        raise_not_finite(nonfinite, PerChannel().grid(weight.shape), name)
-    return qweight, weight_scale
+def quantize_per_channel(weight: torch.Tensor, **options: Any) -> Quantized:
+    """As `numerics.quantize_per_channel`, with this definition."""
+    return quantize(weight, PerChannel(), backend="reference", **options)
 
 
 def dequantize(
@@ -138,35 +88,32 @@ def dequantize(
 def cast_into(
     source: torch.Tensor,
     qweight: torch.Tensor,
-    weight_scale_inv: torch.Tensor,
-    block_size: BlockSize,
+    weight_scale: torch.Tensor,
+    granularity: ScaleGranularity,
     pow2_scale: bool,
     round_to_bf16: bool,
 ) -> torch.Tensor:
-    """Cast a checked source into codes [N, K] and scales [row blocks, column blocks], in place.
+    """Cast a checked source into codes [N, K] and scales of the granularity's shape, in place.
 
-    Returns bool [row blocks, column blocks]: True where a block is not finite; its old bytes stay.
-    Blocks that are rows are done many at a time. Never waits for a GPU.
+    Returns bool of that shape: True where a block is not finite; its old bytes stay. Never waits for a GPU.
     """
     cols = source.shape[1]
-    block_n, block_k = block_size
-    channels = block_size == (1, cols)
-    step = ROWS_AT_ONCE if channels else block_n
-    nonfinite = torch.empty(weight_scale_inv.shape, dtype=torch.bool, device=source.device)
+    block_n, block_k = granularity.block(source.shape)
+    is_per_channel = isinstance(granularity, PerChannel)
+    step = ROWS_AT_ONCE if is_per_channel else block_n
+    nonfinite = torch.empty(weight_scale.shape, dtype=torch.bool, device=source.device)
     # FP8 has no `where`; bytes do.
-    source, out, scales = (
-        source.detach(),
-        qweight.detach().view(torch.uint8),
-        weight_scale_inv.detach(),
-    )
+    out = qweight.detach().view(torch.uint8)
+    source, scales = source.detach(), weight_scale.detach()
     for start in range(0, source.shape[0], step):
         rows = slice(start, start + step)
-        blocks = slice(start // block_n, start // block_n + (step if channels else 1))
-        if channels:
+        if is_per_channel:
+            blocks = rows
             codes, scale, bad = quantize_channels(source[rows], pow2_scale, round_to_bf16)
             scale, bad = scale[:, None], bad[:, None]  # [n, 1]
             keep = bad
         else:
+            blocks = slice(start // block_n, start // block_n + 1)
             codes, scale, bad = quantize_block_row(source[rows], block_k, pow2_scale, round_to_bf16)
             keep = bad.repeat_interleave(block_k)[:cols]  # [K]
         out[rows] = torch.where(keep, out[rows], codes.view(torch.uint8))

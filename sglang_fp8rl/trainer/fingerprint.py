@@ -26,9 +26,9 @@ from ..numerics.fingerprint import (
 )
 from ..numerics.grid import BlockGrid, Blockwise
 from ..wire.fingerprint import Fingerprint, Number, form_of
+from ..wire.fused_experts import one_by_one
 from ..wire.pair import PAIR_SUFFIX, unpack_pair
 from ..wire.plan import FP8, UNUSED, RefitPlan, TensorPlan
-from .fused_experts import one_by_one
 from .shards import Piece, piece_of
 
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
@@ -180,8 +180,6 @@ def _number_of(entry: TensorPlan, piece: Piece, plan: RefitPlan) -> tuple[str, i
     value = 0
     for start, matrix in _matrices(piece) if local.numel() else ():
         codes, scales = quantize(matrix, Blockwise.of(block), name=name, **plan.rounding)
-        if local.dim() == 3:
-            codes, scales = codes.unsqueeze(0), scales.unsqueeze(0)
         value += scaled_number(name, codes, scales, piece.full_shape, start, block)
     return form, value & MASK
 

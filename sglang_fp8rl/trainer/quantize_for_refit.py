@@ -20,10 +20,10 @@ import torch
 from ..errors import RefitError
 from ..numerics import FP8_DTYPE, quantize
 from ..numerics.grid import BlockGrid, ScaleGranularity, granularity_of
+from ..wire.fused_experts import one_by_one
 from ..wire.kv_scale_names import kv_scale_name
 from ..wire.pair import PAIR_SUFFIX, pack_pair
 from ..wire.plan import RefitPlan, TensorPlan
-from .fused_experts import one_by_one
 from .shards import Piece, piece_of
 
 

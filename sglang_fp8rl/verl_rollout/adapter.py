@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
+from uuid import uuid4
 
 import torch
-import torch.distributed as dist
 from sglang.srt.weight_sync.utils import _preprocess_tensor_for_update_weights
-from verl.utils.device import get_device_id
 from verl.workers.rollout.sglang_rollout import sglang_rollout as verls
+from verl.workers.rollout.utils import ensure_async_iterator
 
 from ..compat import SESSIONS_SINCE, host_version
 from ..errors import RefitError
 from ..wire import layout_text
-from ..wire.bucket import payload_of
 from ..wire.plan import STATUS_PATH
+from ..wire.refit_note import ALL, PARTIAL, RefitNote
+from ..wire.verl_deltas import WIRE_FORMAT, deltas_refused
+from .flat_buckets import FLATTENED, FlatBuckets, is_the_end
 from .hooks import ADAPTER_HOOKS, apply_hooks
+from .rank_group import FirstFailure, RankGroup, outcome_of
 from .server_requests import Server
 
-T = TypeVar("T")
-_FLATTENED = "flattened_bucket"
+EXTENT_KEY = "fp8rl_extent"
 
 
 class ServerAdapter(verls.ServerAdapter):
@@ -37,6 +39,7 @@ class ServerAdapter(verls.ServerAdapter):
     Side effects on the host, once per process: those of `apply_hooks(ADAPTER_HOOKS)`.
     """
 
+    _engine: Any
     _is_ours: bool | None = None  # not asked yet
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,55 +50,92 @@ class ServerAdapter(verls.ServerAdapter):
         """As veRL's: iterate `weights` on every rank, send them, flush the cache.
 
         Raises:
-            RefitError: the server refused, or does not answer any more; on every rank of its group.
-            aiohttp.ClientResponseError: as veRL's, where its own way of sending is used.
+            RefitError: what any rank of the server's group met, on all of them: the server refused,
+                does not answer, or was not sent all that was announced.
         """
-        await self._init_server_adapter()
-        if self._goes_verls_way(kwargs):
+        found = await outcome_of(self._init_server_adapter)
+        if self._pd_role is not None or self.device_mesh is None:
+            await _given(found)
             await super().update_weights(weights, global_steps=global_steps, **kwargs)
             return
-        async with self._session():
-            if await self._takes_flat_buckets():
-                await self._send_flat(weights)
-                if self._leads:
-                    await self._engine.flush_cache()
-                    if global_steps is not None:
-                        await self.server_actor.set_global_steps.remote(global_steps)
+        try:
+            await self._group.by_leader(lambda: _given(found))
+            if self._is_ours is None:
+                self._is_ours = await self._group.by_leader(self._reads_layouts)
+            if self._brings_whole_tensors(kwargs):
+                await self._refit(weights, global_steps, kwargs)
             else:
-                await super().update_weights(weights, global_steps=global_steps, **kwargs)
+                await self._send_verls_way(weights, kwargs)
+                await self._set_steps(global_steps)
+        except RefitError:
+            await outcome_of(lambda: _drain(weights))
+            raise
+
+    async def _refit(self, weights: Any, global_steps: Any, kwargs: dict[str, Any]) -> None:
+        note = RefitNote(
+            uuid4().hex,
+            None if global_steps is None else str(global_steps),
+            wants_all=self._extent == ALL,
+            is_partial=self._extent == PARTIAL,
+        )
+        async with self._session(note):
+            if self._is_ours and not self._is_quantized_by_verl:
+                await self._send_flat(weights)
+                await self._group.by_leader(self._flush_cache)
+            else:
+                await self._send_verls_way(weights, kwargs)
+        # After the session: an update that failed keeps its old version. veRL generates nothing meanwhile.
+        await self._set_steps(global_steps)
         if global_steps is not None:
-            # After the session: an update that failed keeps its old version. veRL generates
-            # nothing meanwhile.
             version = {"new_version": str(global_steps), "abort_all_requests": False}
             await self._post("update_weight_version", version)
 
-    def _goes_verls_way(self, kwargs: dict[str, Any]) -> bool:
-        """Prefill/decode servers, ranks without one, deltas, and LoRA adapters."""
+    def _brings_whole_tensors(self, kwargs: dict[str, Any]) -> bool:
+        """Or a LoRA adapter; or deltas, which a server of this package can't take.
+
+        Raises:
+            RefitError: for deltas to such a server; alike on all ranks.
+        """
+        wire = kwargs.get("wire_format", "named_tensors")
+        if self._is_ours and wire == WIRE_FORMAT:
+            raise deltas_refused(f"wire_format {wire!r}")
         is_adapter = bool(kwargs.get("peft_config") and kwargs.get("base_sync_done"))
-        is_delta = kwargs.get("wire_format", "named_tensors") != "named_tensors"
-        return is_adapter or is_delta or self._pd_role is not None or self.device_mesh is None
+        return wire == "named_tensors" and not is_adapter
 
-    async def _takes_flat_buckets(self) -> bool:
-        """Whether buckets go as one tensor each; the same on all ranks of a server's group."""
+    @property
+    def _is_quantized_by_verl(self) -> bool:
+        """Or it knows which tensors may not be parted: its buckets are not ours to make."""
         model_type = getattr(self.model_config.hf_config, "model_type", None)
-        if self.config.get("quantization", None) is not None or model_type == "deepseek_v4":
-            return False  # veRL quantizes; or knows which tensors may not be parted
-        if self._is_ours is None:
-            self._is_ours = await self._by_leader(self._reads_text_layouts)
-        return self._is_ours
+        return self.config.get("quantization", None) is not None or model_type == "deepseek_v4"
 
-    async def _reads_text_layouts(self) -> bool:
+    @property
+    def _extent(self) -> str:
+        """What a refit brings: all, unless the user's config declares the rest still right."""
+        extent = (self.config.get("custom", None) or {}).get(EXTENT_KEY, ALL)
+        if extent not in (ALL, PARTIAL):
+            raise RefitError(
+                f"rollout.custom.{EXTENT_KEY}",
+                repr(extent),
+                f"a refit brings {ALL!r} parameters, or is {PARTIAL!r}",
+                "Leave it out where the trainer sends all of its weights.",
+            )
+        return extent
+
+    async def _reads_layouts(self) -> bool:
         """Whether the server is one of this package."""
         status = await self._server.get(STATUS_PATH[1:], or_not=HTTPStatus.NOT_FOUND)
         return status is not None and status.get("flat_layout") == layout_text.VERSION
 
     @contextlib.asynccontextmanager
-    async def _session(self) -> AsyncIterator[None]:
+    async def _session(self, note: RefitNote) -> AsyncIterator[None]:
+        """Announces what comes; where SGLang has no sessions, looks whether it came."""
         version = host_version()
         if version is None or version < SESSIONS_SINCE:
             yield
+            if self._is_ours and note.wants_all:
+                await self._group.by_leader(self._check_all_came)
             return
-        await self._post("begin_weight_update")
+        await self._post("begin_weight_update", {"rid": note.to_text()} if self._is_ours else None)
         try:
             yield
         except BaseException:
@@ -106,26 +146,67 @@ class ServerAdapter(verls.ServerAdapter):
             raise
         await self._post("end_weight_update")
 
-    async def _send_flat(self, weights: Any) -> None:
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+    async def _check_all_came(self) -> None:
+        status = await self._server.get(STATUS_PATH[1:], or_not=HTTPStatus.NOT_FOUND)
+        last = status["last_refit"]
+        if not last["complete"]:
+            raise RefitError(
+                "the refit",
+                f"left out {last['missing']} parameter(s), such as {', '.join(last['missing_names'])}",
+                "a refit brings all parameters",
+                f"Send them all, or set rollout.custom.{EXTENT_KEY}={PARTIAL}.",
+            )
 
-        # What SGLang does before it pickles: handles of CUDA memory name the GPU, not its number.
-        monkey_patch_torch_reductions()
-        async for bucket in verls.get_named_tensor_buckets(weights, self._bucket_bytes):
-            named = [(_plain_name(name), _local(tensor)) for name, tensor in bucket]
-            payload = payload_of(named, _FLATTENED, ranks=1, layout_as_text=True)
-            body = {
-                "serialized_named_tensors": self._gather(payload.texts[0]),
-                "load_format": _FLATTENED,
-                "flush_cache": False,
-            }
+    async def _send_flat(self, weights: Any) -> None:
+        buckets = FlatBuckets(weights, self._bucket_bytes)
+        is_through = False
+        while not is_through:
+            texts = self._group.gather(await outcome_of(buckets.next_text))
             # The server has read every rank's memory when it answers; then it may go.
-            await self._post("update_weights_from_tensor", body)
+            is_through = await self._group.by_leader(lambda: self._post_bucket(texts))  # noqa: B023
+
+    async def _post_bucket(self, texts: list[Any]) -> bool:
+        """One bucket, of all ranks; returns whether there was none any more."""
+        if is_the_end(texts):
+            return True
+        body = {
+            "serialized_named_tensors": texts,
+            "load_format": FLATTENED,
+            "flush_cache": False,
+        }
+        await self._server.post("update_weights_from_tensor", body)
+        return False
+
+    async def _send_verls_way(self, weights: Any, kwargs: dict[str, Any]) -> None:
+        engine, kept = self._engine, FirstFailure(self._engine)
+        self._engine = None if engine is None else kept
+        own = await outcome_of(lambda: super(ServerAdapter, self).update_weights(weights, **kwargs))
+        self._engine = engine
+        await self._group.by_leader(lambda: _given(kept.error or own))
+        await _given(own)
+
+    async def _flush_cache(self) -> None:
+        await self._engine.flush_cache()
+
+    async def _set_steps(self, global_steps: Any) -> None:
+        async def ask() -> None:
+            await self.server_actor.set_global_steps.remote(global_steps)
+
+        if global_steps is not None:
+            await self._group.by_leader(ask)
+
+    async def _post(self, endpoint: str, body: dict[str, Any] | None = None) -> Any:
+        """One request by the leading rank; all ranks of its group go on, or fail, together."""
+        return await self._group.by_leader(lambda: self._server.post(endpoint, body))
+
+    @property
+    def _group(self) -> RankGroup:
+        return RankGroup(self.device_mesh["infer_tp"], self._leads)
 
     @property
     def _leads(self) -> bool:
         """Whether this rank talks to a server."""
-        return self._engine is not None and self._is_server_tp_leader()
+        return self._is_server_tp_leader()
 
     @property
     def _server(self) -> Server:
@@ -138,52 +219,15 @@ class ServerAdapter(verls.ServerAdapter):
     def _bucket_bytes(self) -> int:
         return int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20
 
-    async def _post(self, endpoint: str, body: dict[str, Any] | None = None) -> Any:
-        """One request by the leading rank; all ranks of its group go on, or fail, together."""
-        return await self._by_leader(lambda: self._server.post(endpoint, body))
 
-    async def _by_leader(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What the leading rank was answered, on all ranks of its group; or what it was refused.
-
-        Raises:
-            RefitError: as `ask` raised it on the leading rank.
-        """
-        outcome: Any = None
-        if self._leads:
-            try:
-                outcome = await ask()
-            except RefitError as error:
-                outcome = error
-        outcome = self._agree(outcome)
-        if isinstance(outcome, RefitError):
-            raise outcome
-        return outcome
-
-    def _gather(self, payload: str) -> list[Any]:
-        """All ranks' payloads, on the rank that leads."""
-        mesh = self.device_mesh["infer_tp"]
-        if mesh.size() == 1:
-            return [payload]
-        gathered: list[Any] | None = [None] * mesh.size() if mesh.get_local_rank() == 0 else None
-        dist.gather_object(payload, gathered, dst=mesh.mesh.tolist()[0], group=mesh.get_group())
-        return gathered or []
-
-    def _agree(self, value: Any) -> Any:
-        """The leading rank's value, on all ranks of its group."""
-        mesh = self.device_mesh["infer_tp"]
-        if mesh.size() == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=mesh.mesh.tolist()[0], group=mesh.get_group())
-        return values[0]
+async def _given(outcome: Any) -> None:
+    """For all ranks, what this one has met already."""
+    if isinstance(outcome, RefitError):
+        raise outcome
 
 
-def _plain_name(name: str) -> str:
-    """veRL wraps layers under LoRA; the server knows no `base_layer`."""
-    return name.replace(".base_layer.", ".")
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """On the device whose memory the server can read, as veRL sends it."""
-    full = _preprocess_tensor_for_update_weights(tensor.detach())
-    return full.to(get_device_id()) if full.device.type == "cpu" else full
+async def _drain(weights: Any) -> None:
+    """To its end on a rank that failed too: the ranks of other servers gather these tensors with it."""
+    async for _, tensor in ensure_async_iterator(weights):
+        if isinstance(tensor, torch.Tensor):  # or a flush of deltas
+            _preprocess_tensor_for_update_weights(tensor.detach())

@@ -7,6 +7,7 @@ from typing import Any
 import ray
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
+from ..wire.verl_deltas import check_backend
 from .hooks import SERVER_HOOKS, apply_hooks
 
 
@@ -24,8 +25,13 @@ class HttpServer(SGLangHttpServer):
 
 
 class Replica(SGLangReplica):
-    """Starts `HttpServer` where veRL would start its own actor."""
+    """Starts `HttpServer` where veRL would start its own actor.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    Raises:
+        RefitError: the rollout asks for this method and for veRL's deltas.
+    """
+
+    def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
+        check_backend(config)
+        super().__init__(replica_rank, config, *args, **kwargs)
         self.server_class = ray.remote(HttpServer)

@@ -1,13 +1,12 @@
 """The plan as a trainer sees it: for every name it may send, how the server stores it.
 
-The document is made by the engine (`engine/plan_document.py`) from the modules that were built, and
+The document is made by the engine (`engine/model/plan_document.py`) from the modules that were built, and
 is the same from `GET /fp8rl/plan`, `fetch_plan(url)` and `sglang-fp8rl plan MODEL --json`. Its schema
 is `plan_schema.json`. Nothing here needs torch or SGLang.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import json
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from ..errors import RefitError
+from ..errors import RefitError, near_matches
 from ..scheme import Cause, Granularity
 
 PLAN_FORMAT = "sglang-fp8rl/plan"
@@ -192,13 +191,12 @@ class RefitPlan:
         """
         found = self.tensors.get(name)
         if found is None:
-            near = difflib.get_close_matches(name, list(self.tensors), n=3, cutoff=0.6)
             model = self.document["model"]["architecture"]
             raise RefitError(
                 name,
                 f"not in the plan of {model} ({len(self.tensors)} names, {self.digest[:15]}…)",
                 "a tensor is quantized as the server's plan says, or not at all",
-                (f"Near matches: {', '.join(near)}. " if near else "")
+                near_matches(name, self.tensors)
                 + "Send names as the checkpoint has them, and fetch the plan of this model.",
             )
         return found

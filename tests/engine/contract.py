@@ -77,6 +77,7 @@ CONTRACT = (
     Entry("mistral", DENSE, no_native=DROPS_SCALES),
     Entry("gemma3", DENSE),
     Entry("phi3", DENSE, no_native=DROPS_SCALES),
+    Entry("apertus", DENSE, no_native=DROPS_SCALES),
     Entry("qwen2.5-vl", DENSE),
     Entry("qwen3-vl", DENSE),
     Entry("qwen3-moe", MOE_AND_DP),

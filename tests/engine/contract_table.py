@@ -1,20 +1,25 @@
-"""`python contract_table.py`: put the contract's results into `docs/models.md`.
+"""`python contract_table.py`: put the results of contract and census into `docs/models.md`.
 
-Results come from `pytest --all --contract-results FILE tests/engine/test_contract.py`, one file per
-host, kept in `contract_results/`.
+The contract's come from `pytest --all --contract-results FILE tests/engine/test_contract.py`, one file per
+host, kept in `contract_results/`; the census's from `make census ARGS=--write`. Both know the commit and the
+versions that they are from, and the page shows them.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.census import page, results  # noqa: E402
+
 DOCUMENT = ROOT / "docs" / "models.md"
 RESULTS = Path(__file__).parent / "contract_results"
 NOT_RUN = "not run"
-BEGIN, END = "<!-- contract -->", "<!-- /contract -->"
 
 # Test to column. The first one only shows that the others prove something.
 COLUMNS = {
@@ -58,20 +63,24 @@ class Recorder:
         known: dict[str, Any] = {}
         if self._path.exists():  # a part of the suite renews its part of the results
             known = json.loads(self._path.read_text())["cases"]
-        found = {"host": self._host, "cases": dict(sorted((known | self._cases).items()))}
+        found = {
+            "host": self._host,
+            "provenance": results.provenance(),
+            "cases": dict(sorted((known | self._cases).items())),
+        }
         self._path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def table(results: dict[str, Any], cases: list[str]) -> str:
+def table(found: dict[str, Any], cases: list[str]) -> str:
     """One host's table, with the reasons for what is not there below it."""
     reasons: dict[str, int] = {}
-    lines = [f"### SGLang {results['host']}", ""]
+    lines = [f"### SGLang {found['host']}", "", results.described(found), ""]
     lines += ["| model | layout | " + " | ".join(COLUMNS.values()) + " |"]
     lines += ["|---|---|" + "---|" * len(COLUMNS)]
     for case in cases:
         model, _, layout = case.rpartition("-")
-        found = results["cases"].get(case, {})
-        cells = [_cell(found.get(test, NOT_RUN), reasons) for test in COLUMNS]
+        outcomes = found["cases"].get(case, {})
+        cells = [_cell(outcomes.get(test, NOT_RUN), reasons) for test in COLUMNS]
         lines.append(f"| {model} | {layout} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", *(f"{number}. {text}" for text, number in reasons.items()), ""])
 
@@ -93,11 +102,16 @@ def contract_cases() -> list[str]:
 
 def document() -> str:
     """`docs/models.md` as it has to be."""
-    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
     files = sorted(RESULTS.glob("*.json"), reverse=True)
     tables = [table(json.loads(path.read_text()), contract_cases()) for path in files]
-    return f"{before}{BEGIN}\n" + "\n".join(tables) + f"{END}{after}"
+    text = _replaced(DOCUMENT.read_text(), "contract", "\n".join(tables))
+    return _replaced(text, "census", page.section())
+
+
+def _replaced(text: str, part: str, content: str) -> str:
+    begin, end = f"<!-- {part} -->", f"<!-- /{part} -->"
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{content}{end}{rest.partition(end)[2]}"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 from models import MODELS, checkpoint
 
-from sglang_fp8rl.export import export_checkpoint
+from sglang_fp8rl.lab.export import export_checkpoint
 
 
 def exported(checkpoint_dir: Path, name: str, **options: Any) -> Path:

@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from commands import model_of, served_tensors
 
-from sglang_fp8rl.engine.proof.all_ranks import fingerprint_of_model
+from sglang_fp8rl.engine.host.boundary import Boundary
+from sglang_fp8rl.engine.proof.served import fingerprint_of_ranks, rank_of
 from sglang_fp8rl.wire.fingerprint import Fingerprint
 
 
 def fingerprint(scheduler: Any) -> Fingerprint:
     """What `GET /fp8rl/fingerprint` answers, on every rank."""
     group = scheduler.weight_updater.tp_cpu_group
-    return fingerprint_of_model(model_of(scheduler).fp8rl_refit, group)
+    own = rank_of(model_of(scheduler).fp8rl_refit)
+    return fingerprint_of_ranks(Boundary(group).gathered(own))
 
 
 def fingerprint_after_flip(scheduler: Any, rank: int, name: str, bit: int) -> Fingerprint:

@@ -18,7 +18,7 @@ from typing import Any
 os.environ["SGLANG_PLATFORM"] = "fp8rl_cpu"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["sglang_fp8rl.testing.preload"])
+CONTEXT.set_forkserver_preload(["sglang_fp8rl.lab.testing.preload"])
 
 
 def run_forked(

@@ -1,6 +1,6 @@
 """A server whose launcher is forked from a process that has SGLang imported: it starts in seconds.
 
-From there on it is `sglang_fp8rl.testing.launch`: SGLang's launcher with this command line. What an
+From there on it is `sglang_fp8rl.lab.testing.launch`: SGLang's launcher with this command line. What an
 interpreter of its own does is seen where `ServerProcess` itself is used (the demo, the soak).
 """
 
@@ -10,19 +10,19 @@ import sys
 
 from forked import Forked
 
-from sglang_fp8rl.testing.server import Launched, ServerProcess
+from sglang_fp8rl.lab.testing.server import Launched, ServerProcess
 
 
 class ForkedServer(ServerProcess):
     """As `ServerProcess`, but for what a library reads from the environment while it is imported."""
 
     def _launch(self) -> Launched:
-        # python -m sglang_fp8rl.testing.launch FLAGS
+        # python -m sglang_fp8rl.lab.testing.launch FLAGS
         return Forked(_launcher, (self.command[3:],), self.log_path, self.env)
 
 
 def _launcher(flags: list[str]) -> None:
     sys.argv = ["launch_server", *flags]
-    from sglang_fp8rl.testing.launch import main
+    from sglang_fp8rl.lab.testing.launch import main
 
     main()

@@ -21,7 +21,7 @@ from refit_machine import machine_on
 from rich.console import Console
 
 RULES_A_RUN = 40
-STEPS_A_RUN = 60  # at least: a rule is one request, or up to six
+STEPS_A_RUN = 35  # at least: a rule is one request, or up to six
 
 
 def main(

@@ -14,7 +14,10 @@ FP8_CACHE = ("--kv-cache-dtype", "fp8_e4m3")
 
 
 def kv_of(scheduler: Any) -> Any:
-    return model_of(scheduler).fp8rl_refit.kv
+    from sglang_fp8rl.engine.kv_scales.extension import KvScaling
+
+    extensions = model_of(scheduler).fp8rl_refit.extensions
+    return next(one.kv for one in extensions if isinstance(one, KvScaling))
 
 
 def fold_at_random(scheduler: Any, seed: int) -> list[tuple[int, int]]:

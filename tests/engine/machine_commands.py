@@ -11,8 +11,8 @@ from commands import begin, end, send, status, update_from_disk
 from fingerprint_commands import fingerprint
 from models import MODELS
 
+from sglang_fp8rl.lab.testing.checkpoints import perturbed
 from sglang_fp8rl.numerics.reference import quantize_blockwise
-from sglang_fp8rl.testing.checkpoints import perturbed
 from sglang_fp8rl.wire import layout_text
 from sglang_fp8rl.wire.bucket import flatten, serialize
 
@@ -33,7 +33,7 @@ class Step:
     """One request.
 
     Attributes:
-        kind: `call`, `begin`, `end` or `disk`.
+        kind: `call`, `begin`, `end`, `disk` or `flush` (of the cache alone).
         names: of the tensors, in order.
         version: of the weights that they are of.
         form: `list` or `flat` (FP32), `bf16` (a list), or `pairs` (FP8 with scales, a list).
@@ -74,6 +74,8 @@ def perform(scheduler: Any, step: Step) -> Look:
     """Send what the step says, then look."""
     if step.kind == "call":
         success, message = _call(scheduler, step)
+    elif step.kind == "flush":
+        success, message = bool(scheduler.flush_cache()), "the cache"
     elif step.kind == "disk":
         success, message = update_from_disk(scheduler, step.path)
     else:
@@ -102,19 +104,6 @@ def _call(scheduler: Any, step: Step) -> tuple[bool, str]:
     return send(scheduler, [payload], "flattened_bucket", step.flush)
 
 
-def names_sent(step: Step) -> tuple[str, ...]:
-    """Of `_tensors`, in order."""
-    if step.fault == "empty":
-        return ()
-    sent: list[str] = []
-    for at, name in enumerate(step.names):
-        fault = step.fault if at == step.at else ""
-        has_scale = step.form == "pairs" and name in FP8_NAMES and fault != "half"
-        before = [UNKNOWN] if fault == "unknown" else []
-        sent += [*before, name, *([f"{name}_scale_inv"] if has_scale else [])]
-    return tuple(sent)
-
-
 def _tensors(step: Step) -> list[tuple[str, torch.Tensor]]:
     weights = version(step.version)
     tensors: list[tuple[str, torch.Tensor]] = []
@@ -134,5 +123,4 @@ def _tensors(step: Step) -> list[tuple[str, torch.Tensor]]:
                 tensors.append((f"{name}_scale_inv", scale))
         else:
             tensors.append((name, weight.bfloat16() if step.form == "bf16" else weight))
-    assert tuple(name for name, _ in tensors) == names_sent(step)
     return tensors

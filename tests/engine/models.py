@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.testing.checkpoints import (
+from sglang_fp8rl.lab.testing.checkpoints import (
     make_config,
     make_state_dict,
     perturbed,
@@ -65,6 +65,7 @@ MODELS = {
         Model("deepseek-misaligned", "deepseek_v3", (("v_head_dim", 32),)),
         Model("qwen2.5-vl", "qwen2_5_vl", ALIGNED),
         Model("qwen3-vl", "qwen3_vl"),
+        Model("apertus", "apertus", ALIGNED),
         Model("gpt-oss", "gpt_oss"),
         # At TP=2 every expert's shard has 96 columns.
         Model("qwen3-moe-misaligned", "qwen3_moe", (("moe_intermediate_size", 192),)),

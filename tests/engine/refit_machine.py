@@ -20,7 +20,6 @@ from machine_commands import (
     VERSIONS,
     Look,
     Step,
-    names_sent,
     perform,
     version,
 )
@@ -29,7 +28,7 @@ from model_of_refits import ModelOfRefits
 from pool import Engine
 
 from sglang_fp8rl.compat import SESSIONS_SINCE
-from sglang_fp8rl.testing.checkpoints import save_checkpoint
+from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 
 HAS_SESSIONS = HOST >= SESSIONS_SINCE
 
@@ -50,8 +49,6 @@ class RefitMachine(RuleBasedStateMachine):
         """From the first weights, whole."""
         self.bytes, self.refits = ModelOfBytes(), ModelOfRefits(NAMES)
         self.full(0, "flat", 1, 0, in_session=False)
-        self.flushing(0, "flat")  # whatever opened refits in an earlier run
-        self.flushing(0, "flat")
 
     def step(self, step: Step, is_expected_to_succeed: bool) -> Look:
         type(self).steps += 1
@@ -70,14 +67,12 @@ class RefitMachine(RuleBasedStateMachine):
         self.bytes.call(step)
         names, wrong = set(step.names), step.names[step.at]
         if step.fault in ("pickle", "layout"):
-            return self.step(step, self.refits.unreadable(step.flush))
+            return self.step(step, self.refits.fail(step.flush))
         if step.fault == "empty":
             names = set()
-        halves = frozenset([wrong] if step.fault == "half" else [])
+        halves = {wrong} if step.fault == "half" else set()
         is_refused = step.fault in ("empty", "nan", "shape", "unknown")
-        succeeds = self.refits.call(
-            names, step.flush, names_sent(step), is_refused=is_refused, halves=halves
-        )
+        succeeds = self.refits.call(names, step.flush, is_refused=is_refused, halves=halves)
         return self.step(step, succeeds)
 
     @rule(
@@ -88,39 +83,45 @@ class RefitMachine(RuleBasedStateMachine):
         in_session=st.booleans(),
     )
     def full(self, number: int, form: str, parts: int, first: int, in_session: bool) -> None:
-        """A whole refit, in any buckets, order and form; whatever came before, all is well after it."""
+        """A whole refit, in any buckets, order and form; whatever came before, all is well after it.
+
+        Of a client that names nothing it may cost one, where what was left behind and its first calls add up.
+        """
         in_session = in_session and HAS_SESSIONS and not self.refits.in_session
-        running = self.refits.running
-        had_halves = running is not None and bool(running.halves)
         if in_session:
             self.begin()
         order = NAMES[first:] + NAMES[:first]
         self.send_all(order, parts, number, form, always=False)
         if in_session:
             self.step(Step("end"), self.refits.end())
-        elif had_halves and self.refits.state != "whole":  # and of this one all behind a half
+        elif self.refits.state != "whole":
             self.send_all(order, parts, number, form, always=False)
         self.is_whole()
 
     @rule(number=numbers, form=st.sampled_from(("list", "flat", "bf16")))
     def flushing(self, number: int, form: str) -> None:
-        """A client that asks for the flush with every call, in the order it always has: what came
-        before may cost it one refit."""
+        """A client that asks for the flush with every call, behind one of the cache alone."""
+        self.flush()
         self.send_all(NAMES, 3, number, form, always=True)
-        if self.refits.state != "whole":
-            self.send_all(NAMES, 3, number, form, always=True)
         self.is_whole()
+
+    @rule()
+    def flush(self) -> None:
+        """Of the cache alone: the refit of a client that names nothing ends there."""
+        self.step(Step("flush"), self.refits.flush())
 
     def send_all(
         self, order: tuple[str, ...], parts: int, number: int, form: str, *, always: bool
     ) -> None:
-        """Of one version, in so many calls. Half of one is never said to be whole."""
+        """Of one version, in so many calls. Half of one is never said to be whole, unless it adds up to one of
+        each with calls of other clients that name nothing."""
+        is_alone = self.refits.in_session or not self.refits.calls or self.refits.is_done
         size = -(-len(order) // parts)
         for at in range(0, len(order), size):
             is_last = at + size >= len(order)
             step = Step("call", order[at : at + size], number, form, flush=always or is_last)
             look = self.call(step)
-            assert is_last or look.status["state"] != "whole", step
+            assert is_last or not is_alone or look.status["state"] != "whole", step
 
     def is_whole(self) -> None:
         """It was a whole refit, unless it belongs to a session that goes on."""

@@ -26,8 +26,8 @@ from models import checkpoint
 from packaging.version import Version
 from pool import as_param, engine_key
 
+from sglang_fp8rl.lab.testing.checkpoints import BLOCK_FP8_CONFIG, save_checkpoint
 from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
-from sglang_fp8rl.testing.checkpoints import BLOCK_FP8_CONFIG, save_checkpoint
 
 QUANTIZE = {"blockwise": quantize_blockwise, "per_channel": quantize_per_channel}
 

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from sglang_fp8rl.cli import app
 from sglang_fp8rl.errors import ConfigError, QuantizationError
-from sglang_fp8rl.export import INDEX_NAME, export_checkpoint
+from sglang_fp8rl.lab.export import INDEX_NAME, export_checkpoint
+from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 from sglang_fp8rl.numerics.reference import dequantize, quantize_blockwise
-from sglang_fp8rl.testing.checkpoints import save_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("plans_in_forks")]
 

@@ -11,7 +11,7 @@ from refit_machine import machine_on
 pytestmark = [pytest.mark.engine, on("qwen3-tp1")]
 
 RULES_A_RUN = 40
-STEPS_A_RUN = 50  # at least, on average: a rule is one request, or up to six
+STEPS_A_RUN = 30  # at least, on average: a rule is one request, or up to six
 
 
 def run(engine, directory, steps: int) -> int:

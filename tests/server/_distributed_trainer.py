@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from _served import Served
 
-from sglang_fp8rl.testing.server import free_port
+from sglang_fp8rl.lab.testing.ports import free_port
 
 GROUP = "weight_update_group"
 
@@ -54,15 +54,20 @@ class DistributedTrainer:
         assert status == 200, answer
 
     def send(
-        self, named_tensors: Sequence[tuple[str, torch.Tensor]], *, load_format: str | None = None
+        self,
+        named_tensors: Sequence[tuple[str, torch.Tensor]],
+        *,
+        load_format: str | None = None,
+        **more: Any,
     ) -> tuple[int, Any]:
-        """Announce a bucket over HTTP and broadcast it; the server's answer."""
+        """Announce a bucket over HTTP, with `more` fields, and broadcast it; the server's answer."""
         body = {
             "names": [name for name, _ in named_tensors],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named_tensors],
             "shapes": [list(tensor.shape) for _, tensor in named_tensors],
             "group_name": GROUP,
             "load_format": load_format,
+            **more,
         }
         request = _Request(self.case, "/update_weights_from_distributed", body)
         tensors = [tensor.contiguous() for _, tensor in named_tensors]

@@ -13,7 +13,7 @@ from typing import Any
 from _served import NEW_TOKENS, PROMPTS
 from safetensors.torch import load_file
 
-from sglang_fp8rl.testing.outputs import ask
+from sglang_fp8rl.lab.testing.outputs import ask
 
 
 class AskedLikeAServer:
@@ -55,13 +55,11 @@ def main(fresh: str, update: str) -> None:
         engine.update_weights_from_tensor(tensors[:7], flush_cache=False),
         engine.update_weights_from_tensor(tensors[7:]),
     ]
-    # `shutdown` kills every child, torch's manager of shared memory included; a tensor that is still
-    # shared by then aborts the process when it is freed.
-    del tensors
     said["updated"] = say()
     said["status"].append(status())
     print("\n" + json.dumps(said), flush=True)
     engine.shutdown()
+    del tensors  # torch's manager of shared memory is still there to be told
 
 
 if __name__ == "__main__":

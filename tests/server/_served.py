@@ -23,8 +23,8 @@ from packaging.version import Version
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.client.connection import Connection
 from sglang_fp8rl.compat import SESSIONS_SINCE
-from sglang_fp8rl.testing.outputs import Output, ask, differences, make_prompts
-from sglang_fp8rl.testing.server import Launched, ServerProcess, cpu_env
+from sglang_fp8rl.lab.testing.outputs import Output, ask, differences, make_prompts
+from sglang_fp8rl.lab.testing.server import Launched, ServerProcess, cpu_env
 
 MODEL: Model = MODELS["qwen3"]
 PROMPTS = make_prompts(MODEL.config.vocab_size)[1::2]
@@ -91,7 +91,7 @@ def _engine_in_a_fork(*paths: str) -> None:
     """The script in a process that has SGLang imported, and so have its workers."""
     import _engine_script
 
-    from sglang_fp8rl.testing.launch import fork_workers
+    from sglang_fp8rl.lab.testing.launch import fork_workers
 
     fork_workers()
     _engine_script.main(*paths)

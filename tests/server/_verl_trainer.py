@@ -52,26 +52,41 @@ def full_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-async def _answered(*_: Any) -> None:
-    """As Ray's actor would."""
+def broken(weights: Iterator[Any], command: dict[str, Any]) -> Iterator[Any]:
+    """What one rank meets while it goes through its weights, without a gather in between."""
+    for number, weight in enumerate(list(weights)):
+        if number == 3 and torch.distributed.get_rank() == command.get("raises_on"):
+            raise MemoryError("no memory for the fourth tensor")
+        if number == 3 and torch.distributed.get_rank() == command.get("ends_on"):
+            return
+        yield weight
 
 
 class Adapter(ServerAdapter):
     """This package's adapter, its server given instead of looked up."""
 
-    def __init__(self, engine: Any, mesh: Any, bucket_bytes: int) -> None:
+    def __init__(self, engine: Any, mesh: Any, bucket_bytes: int, command: Any = {}) -> None:  # noqa: B006
+        self.fails = command.get("fails", {}) if engine is not None else {}
         self._engine, self.device_mesh, self._pd_role = engine, mesh, None
         self.model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3"))
         self.bucket_bytes = bucket_bytes
         megabytes = -(-bucket_bytes >> 20)  # what veRL's own way of sending reads
         self.config: Any = OmegaConf.create(
-            {"checkpoint_engine": {"update_weights_bucket_megabytes": megabytes}}
+            {
+                "checkpoint_engine": {"update_weights_bucket_megabytes": megabytes},
+                "custom": command.get("custom"),
+            }
         )
-        set_steps = SimpleNamespace(remote=_answered)
+        set_steps = SimpleNamespace(remote=self._actor_sets_steps)
         self.server_actor = SimpleNamespace(set_global_steps=set_steps)
 
     async def _init_server_adapter(self) -> None:
-        pass
+        if "look-up" in self.fails:
+            raise ValueError("Failed to look up actor 'sglang_server_0_0'")
+
+    async def _actor_sets_steps(self, *_: Any) -> None:
+        if "steps" in self.fails:
+            raise RuntimeError("the actor died")
 
     @property
     def _bucket_bytes(self) -> int:
@@ -101,13 +116,19 @@ async def refit(command: dict[str, Any]) -> list[Any]:
     model = sharded_model(command["path"], getattr(torch, command["dtype"]))
     suffix = command.get("suffix", "")
     weights = ((name + suffix, tensor) for name, tensor in full_tensors(model))
+    if "leaves_out" in command:
+        weights = (one for one in weights if one[0] != command["leaves_out"])
+    if command.get("is_broken"):
+        weights = broken(weights, command)
     if command.get("is_quantized"):
         plan = fetch_plan(f"http://127.0.0.1:{command['port']}")
         weights = quantize_for_refit(weights, plan, pack_pairs=command.get("pack_pairs", False))
     if command.get("by_adapter"):
         if has_server:
             step = command.get("step", 1)
-            await Adapter(engine, mesh, command["bucket_bytes"]).update_weights(weights, step)
+            wire = {key: command[key] for key in ("wire_format",) if key in command}
+            adapter = Adapter(engine, mesh, command["bucket_bytes"], command)
+            await adapter.update_weights(weights, step, **wire)
         else:
             list(weights)
         return []

@@ -9,7 +9,7 @@ import pytest
 from _served import MODEL, NEW_TOKENS, PROMPTS, run_script, served
 from models import checkpoint
 
-from sglang_fp8rl.testing.server import cpu_env
+from sglang_fp8rl.lab.testing.server import cpu_env
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

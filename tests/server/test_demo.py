@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_fp8rl.testing.checkpoints import make_checkpoint
+from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 

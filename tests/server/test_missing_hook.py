@@ -13,7 +13,7 @@ from _served import run_script
 from forked import run_forked
 from models import MODELS, checkpoint
 
-from sglang_fp8rl.testing.server import cpu_env
+from sglang_fp8rl.lab.testing.server import cpu_env
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

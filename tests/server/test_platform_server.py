@@ -14,8 +14,8 @@ import pytest
 import torch
 from forked import run_forked
 
-from sglang_fp8rl.platforms.cpu_linear import ACTIVATION_QUANT_VARIABLE
-from sglang_fp8rl.testing.checkpoints import (
+from sglang_fp8rl.lab.cpu_platform.cpu_linear import ACTIVATION_QUANT_VARIABLE
+from sglang_fp8rl.lab.testing.checkpoints import (
     BLOCK_FP8_CONFIG,
     make_config,
     make_state_dict,
@@ -23,7 +23,7 @@ from sglang_fp8rl.testing.checkpoints import (
     quantized_names,
     save_checkpoint,
 )
-from sglang_fp8rl.testing.server import ServerProcess
+from sglang_fp8rl.lab.testing.server import ServerProcess
 
 pytestmark = pytest.mark.engine
 
@@ -156,13 +156,13 @@ def _say_what_is_hooked() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from sglang_fp8rl.declared_hooks import _registered, hooks_not_in_force
+    from sglang_fp8rl.declared_hooks import _registered, targets_not_hooked
 
-    print(len(_registered) > 15, hooks_not_in_force())
+    print(len(_registered) > 15, targets_not_hooked())
     print(torch.multiprocessing.get_sharing_strategy())
 
 
 def test_every_hook_is_applied(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert run_forked(_say_what_is_hooked, (), log) == "exit status 0", log.read_text()
-    assert log.read_text().splitlines()[-2:] == ["True []", "file_system"]
+    assert log.read_text().splitlines()[-2:] == ["True {}", "file_system"]

@@ -16,7 +16,7 @@ from _served import (
 )
 
 from sglang_fp8rl.errors import RefitError
-from sglang_fp8rl.testing.outputs import differences
+from sglang_fp8rl.lab.testing.outputs import differences
 from sglang_fp8rl.wire.bucket import serialize
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]

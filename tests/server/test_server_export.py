@@ -7,7 +7,7 @@ from _served import MODEL, ONE_THREAD, PROMPTS, Client, served
 from exported import exported
 
 from sglang_fp8rl.errors import RefitError
-from sglang_fp8rl.testing.outputs import ask, differences
+from sglang_fp8rl.lab.testing.outputs import ask, differences
 
 pytestmark = [
     pytest.mark.engine,

@@ -22,8 +22,8 @@ from forked import run_forked
 from models import checkpoint
 from packaging.version import Version
 
-from sglang_fp8rl.testing.outputs import differences
-from sglang_fp8rl.testing.server import cpu_env
+from sglang_fp8rl.lab.testing.outputs import differences
+from sglang_fp8rl.lab.testing.server import cpu_env
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 

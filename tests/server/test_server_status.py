@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from sglang_fp8rl import cli
 from sglang_fp8rl.errors import RefitError
-from sglang_fp8rl.testing.server import ServerProcess
+from sglang_fp8rl.lab.testing.server import ServerProcess
 
 pytestmark = pytest.mark.engine
 
@@ -55,6 +55,9 @@ def test_an_update_with_both_keys_a_version_and_metrics(guarded):
     with pytest.raises(Exception, match="admin"):
         Client(guarded.url, api_key="key").update(weights("second"), weight_version="wrong")
     assert version_of(client) == before
+    with pytest.raises(Exception, match="401"):  # it makes derived weights anew
+        Client(guarded.url, api_key="key").fingerprint()
+    assert client.fingerprint().numbers
     seen: list[tuple[float, float | None]] = []
 
     def look(*_: int) -> None:
@@ -83,8 +86,10 @@ def test_verify_takes_the_key_of_a_guarded_server(guarded):
     without = CliRunner().invoke(cli.app, ["verify", guarded.url])
     assert without.exit_code == 2
     assert "api_key" in without.stderr
-    with_key = CliRunner().invoke(cli.app, ["verify", guarded.url, "--api-key=key"])
-    assert (with_key.exit_code, with_key.stderr) == (0, "")
+    keys = ["--api-key=key", "--admin-api-key=admin"]
+    assert CliRunner().invoke(cli.app, ["verify", guarded.url, keys[0]]).exit_code == 2
+    with_keys = CliRunner().invoke(cli.app, ["verify", guarded.url, *keys])
+    assert (with_keys.exit_code, with_keys.stderr) == (0, "")
 
 
 @pytest.mark.slow

@@ -20,9 +20,9 @@ from _served import (
 from models import checkpoint
 
 from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.lab.testing.checkpoints import quantized
+from sglang_fp8rl.lab.testing.outputs import differences
 from sglang_fp8rl.numerics.reference import quantize_blockwise
-from sglang_fp8rl.testing.checkpoints import quantized
-from sglang_fp8rl.testing.outputs import differences
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 

@@ -8,8 +8,9 @@ import pytest
 from _served import MODEL, ONE_THREAD, PROMPTS, QUANTIZED, Client, weights
 from models import checkpoint
 
-from sglang_fp8rl.testing.outputs import ask, differences
-from sglang_fp8rl.testing.server import ServerProcess, free_port
+from sglang_fp8rl.lab.testing.outputs import ask, differences
+from sglang_fp8rl.lab.testing.ports import free_port
+from sglang_fp8rl.lab.testing.server import ServerProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

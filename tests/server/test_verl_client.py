@@ -6,99 +6,31 @@ that this package registers with it.
 
 from __future__ import annotations
 
-import json
-import os
-import runpy
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from _served import MODEL, ONE_THREAD, PROMPTS, QUANTIZED, Client, Served, kill_group, served
-from forked import CONTEXT, Forked
+from _served import (
+    HAS_SESSIONS,
+    MODEL,
+    ONE_THREAD,
+    PROMPTS,
+    QUANTIZED,
+    Client,
+    Served,
+    served,
+    weights,
+)
+from _verl_ranks import WORLD_SIZE, Trainer
 from models import checkpoint
-from verl_trainer.names import CPU_PLATFORM
 
-from sglang_fp8rl.testing.outputs import ask, differences
-from sglang_fp8rl.testing.server import cpu_env, free_port
+from sglang_fp8rl.lab.testing.outputs import ask, differences
+from sglang_fp8rl.lab.testing.ports import free_port
+from sglang_fp8rl.wire.bucket import payload_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 
 TENSORS = len(MODEL.first)
 SMALL, LARGE = 100_000, 1 << 30  # bytes; the first is less than most tensors
-WORLD_SIZE = 2
-
-
-# veRL takes the trainer's device from its platform: the CPU's, as in `make verl`.
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-class Rank:
-    """`_verl_trainer.py` in a process that has SGLang imported; lines go in and come out."""
-
-    def __init__(self, log: Path, env: dict[str, str]) -> None:
-        self.log = log
-        read, tell = CONTEXT.Pipe(duplex=False)
-        hear, answer = CONTEXT.Pipe(duplex=False)
-        self.process = Forked(run_rank, (read, answer), log, {**os.environ, **cpu_env(), **env})
-        self.stdin = os.fdopen(os.dup(tell.fileno()), "w")
-        self.stdout = os.fdopen(os.dup(hear.fileno()))
-        for end in (read, tell, hear, answer):
-            end.close()
-
-
-def run_rank(commands, answers) -> None:
-    os.dup2(answers.fileno(), 1)
-    sys.stdin = os.fdopen(os.dup(commands.fileno()))
-    sys.stdout = os.fdopen(os.dup(answers.fileno()), "w")
-    for end in (commands, answers):
-        end.close()
-    sys.path.insert(0, str(BENCHMARKS))
-    runpy.run_path(str(Path(__file__).with_name("_verl_trainer.py")), run_name="__main__")
-
-
-class Trainer:
-    """Two ranks of veRL's trainer."""
-
-    def __init__(self, logs: Path) -> None:
-        env = {
-            **CPU_PLATFORM,
-            "WORLD_SIZE": str(WORLD_SIZE),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "OMP_NUM_THREADS": "1",
-        }
-        self.ranks = [
-            Rank(logs / f"trainer-{rank}.log", {**env, "RANK": str(rank)})
-            for rank in range(WORLD_SIZE)
-        ]
-
-    def start_refit(self, case: Served, path: Path, dtype: str, bucket_bytes: int, **more) -> None:
-        """Have all ranks make one full update."""
-        command = {
-            "port": case.server.port,
-            "path": str(path),
-            "dtype": dtype,
-            "bucket_bytes": bucket_bytes,
-            **more,
-        }
-        for rank in self.ranks:
-            rank.stdin.write(json.dumps(command) + "\n")
-            rank.stdin.flush()
-
-    def answer(self, rank: int) -> dict:
-        """What one rank has to say of it: the server's answers, or the error."""
-        for line in self.ranks[rank].stdout:
-            if line.startswith(('{"answers"', '{"error"')):
-                return json.loads(line)
-        raise AssertionError(self.log(rank))
-
-    def log(self, rank: int) -> str:
-        return self.ranks[rank].log.read_text()[-4000:]
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            kill_group(rank.process)
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +153,54 @@ def test_verl_is_told_when_an_update_is_refused(server, trainer, checkpoint_dir)
     case = served(server, checkpoint_dir)
     assert "400" in refused(trainer, case, checkpoint_dir, 1, suffix="_wrong")[0]
     refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1)
+    case.check("first")
+
+
+def test_a_trainer_that_leaves_tensors_out_is_told_their_names(server, trainer, checkpoint_dir):
+    """The adapter announces all: in its session where SGLang has them, which is what carries it."""
+    case = served(server, checkpoint_dir)
+    forgotten = "model.layers.1.mlp.down_proj.weight"
+    assert forgotten in MODEL.first
+    more = {"by_adapter": True, "leaves_out": forgotten}
+    said = refused(trainer, case, checkpoint_dir, 1, **more)[0]
+    assert said.startswith("RefitError: "), said
+    assert forgotten in said
+    assert case.client.status()["last_refit"]["complete"] is False
+    if HAS_SESSIONS:
+        assert case.client.status()["state"] == "failed"
+    more["custom"] = {"fp8rl_extent": "partial"}
+    refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1, **more)
+    refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1, by_adapter=True)
+    case.check("first")
+
+
+def test_a_server_that_refuses_leaves_no_rank_of_another_one_waiting(
+    server, trainer, checkpoint_dir
+):
+    """Two servers of TP 1: what the one's rank gathers, the other's has to gather with it."""
+    case = served(server, checkpoint_dir)
+    path = checkpoint(checkpoint_dir, MODEL, "second")
+    more = {"by_adapter": True, "suffix": "_wrong", "tp_size": 1}
+    trainer.start_refit(case, path, "float32", SMALL, **more)
+    assert "_wrong" in trainer.answer(0)["error"]
+    assert trainer.answer(1) == {"answers": []}
+    refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1, by_adapter=True)
+    case.check("first")
+
+
+def test_verl_s_deltas_are_refused_by_name(server, trainer, checkpoint_dir):
+    """By the adapter; and by the server, whoever sends them."""
+    case = served(server, checkpoint_dir)
+    said = refused(trainer, case, checkpoint_dir, 1, by_adapter=True, wire_format="delta_flush")[0]
+    loader = "verl.workers.rollout.sglang_rollout.delta_loader.apply_delta"
+    payload = payload_of(weights("second")[:1], None, 1, False)
+    body = {"serialized_named_tensors": payload.texts, "load_format": loader}
+    status, answer = case.post("/update_weights_from_tensor", body)
+    assert status == 400
+    for text in (said, answer["message"]):
+        for words in ("delta_sharded", "verify flush", "naive, nccl or nixl", "fingerprint"):
+            assert words in text, text
+    refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1, by_adapter=True)
     case.check("first")
 
 

@@ -13,27 +13,27 @@ import typer
 from typer.testing import CliRunner
 
 from sglang_fp8rl import __version__, cli, doctor
-from sglang_fp8rl.demo.show import DemoReport
 from sglang_fp8rl.errors import Fp8RlError
+from sglang_fp8rl.lab.demo.show import DemoReport
+from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
+from sglang_fp8rl.lab.testing.outputs import Output, differences, make_prompts
+from sglang_fp8rl.lab.testing.weight_sets import Checkpoint, masters, updated, write_updated
 from sglang_fp8rl.plan_table import grouped
 from sglang_fp8rl.terminal import BAD_INPUT, INTERRUPTED, errors_told
-from sglang_fp8rl.testing.checkpoints import make_checkpoint
-from sglang_fp8rl.testing.outputs import Output, differences, make_prompts
-from sglang_fp8rl.testing.weight_sets import Checkpoint, masters, updated, write_updated
 
 RUNNER = CliRunner()
 
 URL = "http://127.0.0.1:9"
 # Of each command: arguments that it takes, and the function that does its work.
 COMMANDS = {
-    "demo": ("sglang_fp8rl.demo.run.run_demo", []),
+    "demo": ("sglang_fp8rl.lab.demo.run.run_demo", []),
     "doctor": ("sglang_fp8rl.doctor.examine", []),
     "plan": ("sglang_fp8rl.engine.host.plan_offline.make_plan", ["model"]),
-    "export": ("sglang_fp8rl.export.export_checkpoint", ["model", "out"]),
+    "export": ("sglang_fp8rl.lab.export.export_checkpoint", ["model", "out"]),
     "verify": ("sglang_fp8rl.verify.verify_servers", [URL]),
-    "eval-aime": ("sglang_fp8rl.eval.aime.run_eval", ["--url", URL, "--problems", "problems"]),
-    "mismatch": ("sglang_fp8rl.eval.gap.run_mismatch", ["--url", URL, "--model", "model"]),
-    "sensitivity": ("sglang_fp8rl.eval.sensitivity.run.run_sensitivity", ["model"]),
+    "eval-aime": ("sglang_fp8rl.lab.eval.aime.run_eval", ["--url", URL, "--problems", "problems"]),
+    "mismatch": ("sglang_fp8rl.lab.eval.gap.run_mismatch", ["--url", URL, "--model", "model"]),
+    "sensitivity": ("sglang_fp8rl.lab.sensitivity.run.run_sensitivity", ["model"]),
 }
 
 
@@ -235,8 +235,8 @@ def test_the_written_second_weights_are_what_is_sent_up_to_the_bf16_step(tmp_pat
 
 @pytest.mark.parametrize(("found", "status"), [([], 0), (["prompt 1: token 0 is 1"], 1)])
 def test_demo_leaves_with_1_and_keeps_its_files_if_an_output_differs(monkeypatch, found, status):
-    from sglang_fp8rl.demo import run as demo_run
-    from sglang_fp8rl.demo.show import RefitFigures
+    from sglang_fp8rl.lab.demo import run as demo_run
+    from sglang_fp8rl.lab.demo.show import RefitFigures
 
     refit = RefitFigures("update", 1, 4, 1, "flattened_bucket", 1.0, 0.5, {"blockwise": 31.6})
 

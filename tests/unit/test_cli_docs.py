@@ -39,10 +39,23 @@ def test_the_hooks_table_is_the_code_s(section):
     elif section == "verl-hooks":
         from sglang_fp8rl.verl_rollout.hooks import VERL_HOOKS as hooks
     else:
-        from sglang_fp8rl.platforms.cpu_hooks import CPU_HOOKS as hooks
+        from sglang_fp8rl.lab.cpu_platform.cpu_hooks import CPU_HOOKS as hooks
     found = re.search(f"<!-- {section} -->\n(.*?)\n?<!-- /{section} -->", ARCHITECTURE, re.DOTALL)
     assert found is not None
     expected = hooks_table(hooks)
+    assert found.group(1).strip() == expected, f"write this into docs/architecture.md:\n{expected}"
+
+
+def test_the_table_of_other_changes_is_the_code_s():
+    from sglang_fp8rl.host_changes import CHANGES
+
+    lines = ["| what | why | until |", "|---|---|---|"]
+    for change in CHANGES:
+        what = ", ".join(f"`{text}`" for text in change.what)
+        lines.append(f"| {what} | {change.reason} | {change.until} |")
+    expected = "\n".join(lines)
+    found = re.search("<!-- changes -->\n(.*?)\n?<!-- /changes -->", ARCHITECTURE, re.DOTALL)
+    assert found is not None
     assert found.group(1).strip() == expected, f"write this into docs/architecture.md:\n{expected}"
 
 
@@ -85,8 +98,7 @@ class OneWeight(torch.nn.Module):
 
 def test_the_status_table_has_every_field_of_a_server_s_status():
     pytest.importorskip("sglang")
-    from sglang_fp8rl.engine.host.replicas import status_of_replicas
-    from sglang_fp8rl.engine.host.status import status_section
+    from sglang_fp8rl.engine.host.status import status_of_replicas, status_section
     from sglang_fp8rl.engine.refit import ModelRefit
 
     model = OneWeight()

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from sglang_fp8rl import verl_plugin
-from sglang_fp8rl.errors import HostError
+from sglang_fp8rl.errors import HostError, RefitError
 from sglang_fp8rl.verl_rollout import hooks
 from sglang_fp8rl.verl_rollout.hooks import VERL_HOOKS
+from sglang_fp8rl.wire.verl_deltas import check_backend
 
 pytest.importorskip("verl")
 
@@ -73,6 +74,14 @@ def test_a_rollout_by_this_method_is_refused_on_versions_that_can_t_serve_it():
     assert replica(3, {"engine_kwargs": {"sglang": {}}}).replica_rank == 3
     with pytest.raises(HostError, match=r"0\.7\.1 is too old.*docs/verl\.md"):
         replica(0, {"engine_kwargs": {"sglang": {"quantization": "fp8_blockwise_online"}}})
+
+
+def test_a_rollout_by_this_method_that_would_be_sent_deltas_is_refused_before_it_starts():
+    ours = {"sglang": {"quantization": "fp8_blockwise_online"}}
+    check_backend({"engine_kwargs": ours, "checkpoint_engine": {"backend": "nccl"}})
+    check_backend({"engine_kwargs": {}, "checkpoint_engine": {"backend": "delta_sharded"}})
+    with pytest.raises(RefitError, match=r"backend: veRL's delta_sharded.*naive, nccl or nixl"):
+        check_backend({"engine_kwargs": ours, "checkpoint_engine": {"backend": "delta_sharded"}})
 
 
 @pytest.mark.parametrize("hook", [hook for hook in VERL_HOOKS if hook.kind == "WRAP"])

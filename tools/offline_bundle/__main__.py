@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from sglang_fp8rl.demo.show import Screen
+from sglang_fp8rl.lab.demo.show import Screen
 
 from .build import REPOSITORY, BuildOptions, build
 from .errors import BundleError

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_fp8rl.demo.show import Screen
+from sglang_fp8rl.lab.demo.show import Screen
 
 from . import archive, elf, recipe, staging
 from .errors import BundleError

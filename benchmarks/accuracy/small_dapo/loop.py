@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.testing.checkpoints import save_checkpoint
-from sglang_fp8rl.trainer import mismatch_metrics
+from sglang_fp8rl.lab.metrics import mismatch_metrics
+from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 
 from .dapo import Dapo
 from .dynamic_sampling import Sampled, dynamic_sampling

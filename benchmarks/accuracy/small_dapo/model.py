@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.testing.checkpoints import make_config
+from sglang_fp8rl.lab.testing.checkpoints import make_config
 
 from .settings import Settings
 from .task import BOS, EOS, MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, PAD, VOCAB_SIZE

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_fp8rl.testing.server import ServerProcess
+from sglang_fp8rl.lab.testing.server import ServerProcess
 
 from .settings import QUANTIZATION, Arm, Settings
 from .task import EOS, MAX_RESPONSE_TOKENS, Problem, Task, is_correct, reward

@@ -11,30 +11,34 @@ from functools import cached_property
 from operator import attrgetter, itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...wire.layout_text import from_text
-from ...wire.refit_note import layout_number
 from .flat_layout_check import check_layout
 
 _SHAPE, _DTYPE, _NAME = attrgetter("shape"), attrgetter("dtype"), attrgetter("name")
-_DEVICE, _START = attrgetter("device"), attrgetter("start_idx")
+_ALIGNMENT = 16
+_DEVICE = attrgetter("device")
 _METADATA = attrgetter("name", "shape", "dtype", "start_idx", "end_idx")
 
 
 class TensorBucket:
-    """Named tensors, each in memory of its own.
+    """Named tensors, each contiguous in memory of its own.
 
     Args:
-        named_tensors: `(name, tensor)` pairs.
+        named_tensors: `(name, tensor)` pairs; one with other strides is copied, as such tensors may lie
+            in each other's gaps.
     """
 
     def __init__(self, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        tensors = list(map(itemgetter(1), named_tensors))
+        if not all(map(Tensor.is_contiguous, tensors)):
+            named_tensors = [(name, _contiguous(tensor)) for name, tensor in named_tensors]
+            tensors = list(map(itemgetter(1), named_tensors))
         self._pairs = named_tensors
         self.names: list[str] = list(map(itemgetter(0), named_tensors))
-        self._tensors: list[torch.Tensor] = list(map(itemgetter(1), named_tensors))
+        self._tensors: list[torch.Tensor] = tensors
 
     @property
     def key(self) -> tuple:
@@ -45,17 +49,8 @@ class TensorBucket:
     def layout(self) -> tuple[list, ...]:
         """Everything a recipe depends on."""
         tensors = self._tensors
-        # Strides cost twice as much to ask for, and nearly always say what this says.
-        contiguous = list(map(Tensor.is_contiguous, tensors))
-        strides = [] if all(contiguous) else list(map(Tensor.stride, tensors))
         devices = list(map(Tensor.get_device, tensors))
-        return (
-            self.names, list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors)), strides, devices
-        )  # fmt: skip
-
-    @property
-    def layout_number(self) -> int:
-        return sum(layout_number(n, t.dtype, t.shape) for n, t in self._pairs)
+        return self.names, list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors)), devices
 
     @property
     def nbytes(self) -> int:
@@ -72,21 +67,16 @@ class TensorBucket:
     def tensor(self, position: int) -> torch.Tensor:
         return self._tensors[position]
 
-    def places(self) -> np.ndarray:
-        """`place` of every tensor, int64 [tensors, 2]."""
-        places = np.zeros((len(self._tensors), 2), np.int64)
-        places[:, 0] = np.arange(len(self._tensors))
-        return places
-
-    def dtypes(self) -> list[torch.dtype]:
-        return list(map(_DTYPE, self._tensors))
-
     @property
     def devices(self) -> set[torch.device]:
         return set(map(_DEVICE, self._tensors))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._pairs)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous() if tensor.layout is torch.strided else tensor  # refused by its name
 
 
 class FlatBucket:
@@ -101,7 +91,9 @@ class FlatBucket:
     """
 
     def __init__(self, flat: torch.Tensor, metadata: Sequence[Any] | str) -> None:
-        self._flat, self._given = flat, metadata
+        # Recipes and kernels read by address, some of them 16 bytes at once.
+        is_aligned = flat.data_ptr() % _ALIGNMENT == 0
+        self._flat, self._given = flat if is_aligned else flat.clone(), metadata
 
     @cached_property
     def _metadata(self) -> Sequence[Any]:
@@ -128,10 +120,6 @@ class FlatBucket:
             return (list(map(_METADATA, self._given)),)
 
     @property
-    def layout_number(self) -> int:
-        return sum(layout_number(one.name, one.dtype, one.shape) for one in self._metadata)
-
-    @property
     def nbytes(self) -> int:
         return self._flat.nbytes
 
@@ -152,15 +140,6 @@ class FlatBucket:
 
     def place(self, position: int) -> tuple[int, int]:
         return 0, int(self._metadata[position].start_idx)
-
-    def places(self) -> np.ndarray:
-        """`place` of every tensor, int64 [tensors, 2]."""
-        places = np.zeros((len(self._metadata), 2), np.int64)
-        places[:, 1] = np.fromiter(map(_START, self._metadata), np.int64, len(self._metadata))
-        return places
-
-    def dtypes(self) -> list[torch.dtype]:
-        return list(map(_DTYPE, self._metadata))
 
     @property
     def devices(self) -> set[torch.device]:

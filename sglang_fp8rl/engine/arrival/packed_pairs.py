@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import methodcaller
 
 import torch
 
 from ...errors import RefitError
 from ...wire.pair import PAIR_SUFFIX, unpack_pair
 from ...wire.plan import TensorPlan
+from .bucket import Bucket
+
+_is_packed = methodcaller("endswith", PAIR_SUFFIX)
+
+
+def has_packed_pairs(bucket: Bucket) -> bool:
+    """Whether a weight and its scale come as one tensor in it."""
+    return any(map(_is_packed, bucket.names))
 
 
 def split_pairs(

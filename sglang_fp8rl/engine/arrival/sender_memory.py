@@ -25,8 +25,7 @@ class SenderMemory:
 
         Waits for the device: the sender overwrites the memory once it is answered.
         """
-        if flat.device.type != "cpu":
-            torch.get_device_module(flat.device).synchronize()
+        wait_for_reads(flat)
         storage = flat.untyped_storage()
         self._open.pop(storage.data_ptr(), None)
         self._open[storage.data_ptr()] = storage
@@ -36,3 +35,9 @@ class SenderMemory:
     def release(self) -> None:
         """The update is over: the sender may have its memory back."""
         self._open.clear()
+
+
+def wait_for_reads(flat: torch.Tensor) -> None:
+    """Until everything that was asked of the device has been read from this memory."""
+    if flat.device.type != "cpu":
+        torch.get_device_module(flat.device).synchronize(flat.device)

@@ -1,4 +1,4 @@
-"""Which sent tensor a loader is looking at: every view leads back to the name it was sent under."""
+"""Which sent tensors something was made of: a view leads back to the name it was sent under, a copy as well."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -39,7 +40,6 @@ class Source:
         tensor = self.tensor
         assert tensor is not None
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        self.is_contiguous = tensor.is_contiguous()
         self.storage_offset = int(tensor.storage_offset())
         self.is_meta = tensor.device.type == "meta"
         self.address = tensor.data_ptr()
@@ -62,13 +62,28 @@ class Source:
         return (view.data_ptr() - self.address) // view.element_size()
 
 
+class Made(NamedTuple):
+    """What a tensor was made of.
+
+    Attributes:
+        sources: the sent tensors whose values are in it; empty if none is known.
+        is_view: whether it is a view of one of them, so that the same view of another bucket is its like.
+    """
+
+    sources: tuple[Source, ...]
+    is_view: bool
+
+
+UNKNOWN = Made((), False)
+
+
 class SourceIndex:
-    """Watches the `(name, tensor)` pairs of an update go by and finds the name of a view.
+    """Watches the `(name, tensor)` pairs of an update go by and says what a tensor was made of.
 
     Models rename, split and stack while they load, and some hand experts to a thread pool, so
-    neither the name nor the object survives until a parameter is written. The address does: a
-    view lies inside the memory of the tensor it was taken from. What was made anew (a transpose
-    that was copied, a fused weight taken apart) is put down to the pair that went by last.
+    neither the name nor the object survives until a parameter is written. The memory does: a
+    view lies inside that of the tensor it was taken from, and of what an operation made anew
+    (a transpose that was copied, several tensors joined) `derive` is told.
 
     Args:
         keeps_tensors: hold every tensor until `forget_tensors`. A checkpoint is not held: a tensor
@@ -76,7 +91,9 @@ class SourceIndex:
             loader has taken so far (`left`).
 
     Attributes:
+        consumed: names that reached the model.
         set_aside: scales of the KV cache, by name: no model is given them.
+        latest: the pair that went by last.
     """
 
     def __init__(self, keeps_tensors: bool = True) -> None:
@@ -85,11 +102,13 @@ class SourceIndex:
         self.nbytes = 0
         self.consumed: set[str] = set()
         self.set_aside: dict[str, torch.Tensor] = {}
-        self._current: Source | None = None
+        self.latest: Source | None = None
         self._starts: list[int] = []
         self._sources: list[Source] = []
         # A tensor on `meta` has no address, but a storage (and this keeps it alive).
         self._on_meta: dict[int, Source] = {}
+        # Storages that hold values of sent tensors, though none of their memory.
+        self._derived: dict[int, tuple[Source, ...]] = {}
         self._lock = threading.Lock()
 
     def watch(
@@ -102,6 +121,7 @@ class SourceIndex:
         `weight_scale_inv` to `weight_scale` and then drops what it can't find.
         """
         for name, tensor in weights:
+            tensor = tensor.contiguous()  # strided ones may lie in each other's gaps
             with self._lock:
                 position = len(self.names)
                 self.names.append(name)
@@ -110,8 +130,8 @@ class SourceIndex:
                     self.set_aside[name] = tensor
                     continue
                 source = Source(name, tensor, weight_name_of(name), position)
-                self._current = source
-                self._remember(source)
+                self.latest = source
+                self._remember(source, tensor)
             yield source.weight_name, tensor
             del tensor
             if not self._keeps_tensors and not source.is_meta:
@@ -119,10 +139,11 @@ class SourceIndex:
                     if source.name in self.consumed or len(source.shape) != 3:
                         source.tensor = None
 
-    def _remember(self, source: Source) -> None:
+    def _remember(self, source: Source, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()._cdata
+        self._derived.pop(storage, None)
         if source.is_meta:
-            assert source.tensor is not None
-            self._on_meta[source.tensor.untyped_storage()._cdata] = source
+            self._on_meta[storage] = source
             return
         first = bisect.bisect_left(self._starts, source.address)
         end = bisect.bisect_right(self._starts, source.address, lo=first)
@@ -134,33 +155,61 @@ class SourceIndex:
         self._starts[first:end] = [source.address]
         self._sources[first:end] = [source]
 
-    def find(self, view: torch.Tensor) -> Source | None:
-        """The sent tensor that `view` was taken from, and mark its name as used."""
+    def made_of(self, tensor: torch.Tensor) -> Made:
+        """What `tensor` was made of."""
         with self._lock:
-            source = self._current
-            if view.device.type == "meta":
-                source = self._on_meta.get(view.untyped_storage()._cdata, source)
+            derived = self._derived.get(tensor.untyped_storage()._cdata)
+            if derived is not None:
+                return Made(derived, False)
+            source = self._holder_of(tensor)
+        return UNKNOWN if source is None else Made((source,), True)
+
+    def _holder_of(self, view: torch.Tensor) -> Source | None:
+        """The sent tensor in whose memory a view begins."""
+        if view.device.type == "meta":
+            return self._on_meta.get(view.untyped_storage()._cdata)
+        address, latest = view.data_ptr(), self.latest
+        if latest is not None and latest.address <= address < latest.end_address:
+            return latest
+        at = bisect.bisect_right(self._starts, address) - 1
+        found = self._sources[at] if at >= 0 else None
+        return found if found is not None and address < found.end_address else None
+
+    def derive(
+        self, made: torch.Tensor, sources: tuple[Source, ...], *, adds: bool = False
+    ) -> None:
+        """`made` has values of these sent tensors from now on; of none if there are none.
+
+        Args:
+            adds: to those that it had before (a part of it was written).
+        """
+        storage = made.untyped_storage()._cdata
+        with self._lock:
+            if adds:
+                if self._holder_of(made) is not None:  # in the sender's memory
+                    return
+                sources = (*self._derived.get(storage, ()), *sources)
+            if sources:
+                self._derived[storage] = tuple(dict.fromkeys(sources))
             else:
-                address = view.data_ptr()
-                if source is None or not source.address <= address < source.end_address:
-                    at = bisect.bisect_right(self._starts, address) - 1
-                    if at >= 0 and address < self._sources[at].end_address:
-                        source = self._sources[at]
-            if source is not None:
-                self.consumed.add(source.name)
-            return source
+                self._derived.pop(storage, None)
+
+    def consume(self, sources: Iterable[Source]) -> None:
+        """These reached the model."""
+        with self._lock:
+            self.consumed.update(source.name for source in sources)
 
     @property
-    def latest(self) -> str:
+    def latest_name(self) -> str:
         """The name that went by last; empty if none did."""
         return self.names[-1] if self.names else ""
 
     def unused(self) -> list[str]:
-        """Names that no parameter's loader was called for, in the order they were sent."""
+        """Names that did not reach the model, in the order they were sent."""
         return [name for name in dict.fromkeys(self.names) if name not in self.consumed]
 
     def left(self) -> list[Source]:
-        """What no parameter's loader was called for."""
+        """What did not reach the model and is still held."""
         sent = (*self._sources, *self._on_meta.values())
         return [
             source
@@ -170,5 +219,5 @@ class SourceIndex:
 
     def forget_tensors(self) -> None:
         """Let go of the sender's memory; the names stay."""
-        self._current, self._starts, self._sources = None, [], []
-        self._on_meta, self.set_aside = {}, {}
+        self.latest, self._starts, self._sources = None, [], []
+        self._on_meta, self._derived, self.set_aside = {}, {}, {}

@@ -28,7 +28,6 @@ class UpdateScope:
         in_session: whether the client opened a session that is still open.
         is_last_call: whether the client asked for the flush, which those without sessions do last.
         note: what the client says of its refit.
-        sender: a name for the process that sends, if it can be told.
         version: what SGLang calls the new weights, where the request says so.
     """
 
@@ -36,8 +35,12 @@ class UpdateScope:
     in_session: bool = False
     is_last_call: bool = True
     note: RefitNote | None = None
-    sender: str | None = None
     version: str | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one request is one refit."""
+        return self.origin in (Origin.DISK, Origin.STARTUP)
 
     @property
     def stores(self) -> bool:
@@ -57,7 +60,7 @@ class UpdateScope:
     @property
     def is_read_once(self) -> bool:
         """Whether tensors are made while they are asked for, and have to be let go of."""
-        return self.origin in (Origin.STARTUP, Origin.DISK)
+        return self.is_alone
 
     @property
     def may_replay(self) -> bool:
@@ -66,8 +69,9 @@ class UpdateScope:
 
     @property
     def keeps_halves(self) -> bool:
-        """Whether half of an FP8 pair may wait for the other one beyond this call."""
-        return self.in_session or not self.is_last_call
+        """Whether half of an FP8 pair may wait for the other one beyond this call: where the client says
+        which calls are of one refit. The scale of one trainer says nothing of the codes of another."""
+        return self.in_session or (self.note is not None and not self.is_last_call)
 
 
 STARTUP = UpdateScope(Origin.STARTUP)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-from ..model.checkpoint_names import meta_tensors
+from ...checkpoint import meta_tensors
 from ..modules.config import Fp8BlockwiseOnlineConfig
 from ..refit import ModelRefit
+from .model_choice import quantization_of
 
 _ATTRIBUTE = "fp8rl_refit"
 
@@ -17,13 +19,18 @@ def refit_of(model: Any) -> ModelRefit | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
-def attach_to_model(model: Any, model_config: Any, *_: Any, **__: Any) -> None:
-    """After SGLang built a model: wrap its loaders, before anything is loaded."""
+def build_model(
+    original: Callable[..., Any], model_config: Any, load_config: Any, quant_config: Any = None
+) -> Any:
+    """`_initialize_model`: SGLang builds a model; its loaders are wrapped, before anything is loaded."""
+    quant_config = quantization_of(model_config, quant_config)
+    model = original(model_config, load_config, quant_config)
     for module in model.modules():
         config = getattr(getattr(module, "quant_method", None), "quant_config", None)
         if isinstance(config, Fp8BlockwiseOnlineConfig):
             setattr(model, _ATTRIBUTE, attached(model, model_config, config))
-            return
+            break
+    return model
 
 
 def attached(model: Any, model_config: Any, config: Fp8BlockwiseOnlineConfig) -> ModelRefit:

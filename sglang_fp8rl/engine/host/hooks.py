@@ -1,4 +1,4 @@
-"""Every hook this plugin puts into SGLang, each with its reason and when it can go.
+"""Every hook this plugin puts into SGLang, each with its reason and when it can go; and the method they are for.
 
 They are registered with SGLang's own `HookRegistry` (`declared_hooks.py`) and do nothing for models
 that are served with another quantization method.
@@ -6,19 +6,16 @@ that are served with another quantization method.
 
 from __future__ import annotations
 
-from ...compat import SESSIONS_SINCE
-from ...declared_hooks import Hook
-from ..arrival.update_scope import Origin
-from .attach import attach_to_model
-from .kv_cache import after_flush, read_unfolded, start_kv_scales
-from .model_choice import choose_as_for_fp8, leave_draft_model
-from .routes import add_routes
-from .session_calls import begin_session, end_session
-from .status import add_status
-from .update_calls import flattened_bucket, note_released_weights, update_hook
-
-_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-
+from ...config import QUANTIZATION_METHOD
+from ...declared_hooks import Hook, register_hooks
+from ..modules.config import Fp8BlockwiseOnlineConfig
+from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
+from .attach import build_model
+from .model_choice import choose_as_for_fp8
+from .other_calls import after_flush, start_model
+from .routes import add_routes, add_status
+from .update_calls import flattened_bucket
+from .updater import RefitUpdater
 
 HOOKS = (
     Hook(
@@ -30,63 +27,19 @@ HOOKS = (
     ),
     Hook(
         "sglang.srt.model_loader.loader._initialize_model",
-        "BEFORE",
-        leave_draft_model,
-        "a draft model inherits its target's quantization; it stays in high precision",
-        "SGLang leaves drafts alone by default",
-    ),
-    Hook(
-        "sglang.srt.model_loader.loader._initialize_model",
-        "AFTER",
-        attach_to_model,
-        "the one place every loader builds a model in: loaders are wrapped before they run",
-        "SGLang gives quantization methods the model they were built into",
-    ),
-    Hook(
-        f"{_MANAGER}.update_weights_from_tensor",
         "AROUND",
-        update_hook(Origin.TENSOR),
-        "clients without sessions; a payload that can't be read must not end the scheduler; one "
-        "rank's failure must reach the client",
-        "SGLang answers failed updates and gathers outcomes over ranks",
+        build_model,
+        "the one place every loader builds a model in: a draft model, which inherits its target's "
+        "quantization, stays in high precision; loaders are wrapped before they run",
+        "SGLang leaves drafts alone by default, and gives quantization methods the model they were built into",
     ),
     Hook(
-        f"{_MANAGER}.update_weights_from_distributed",
-        "AROUND",
-        update_hook(Origin.DISTRIBUTED),
-        "as above",
-        "as above",
-    ),
-    Hook(
-        f"{_MANAGER}.update_weights_from_disk",
-        "AROUND",
-        update_hook(Origin.DISK),
-        "a failed update from disk is rolled back by loading again, and that may raise too",
-        "SGLang answers failed updates",
-    ),
-    Hook(
-        f"{_MANAGER}.update_weights_from_ipc",
-        "AROUND",
-        update_hook(Origin.IPC),
-        "as for tensors",
-        "as for tensors",
-    ),
-    Hook(
-        f"{_MANAGER}.begin_weight_update",
-        "AROUND",
-        begin_session,
-        "a session is a refit, and what the client says of it has to be known; a session for a draft "
-        "model that is not there would update nothing",
-        "SGLang lets plugins see a session begin",
-        since=SESSIONS_SINCE,
-    ),
-    Hook(
-        f"{_MANAGER}.end_weight_update",
-        "AROUND",
-        end_session,
-        "the refit ends: what did not come, and half of an FP8 pair, have to be told",
-        "SGLang lets plugins answer the end of a session",
-        since=SESSIONS_SINCE,
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
+        "REPLACE",
+        RefitUpdater,
+        "an update is answered whatever its payload is, for all ranks alike; a session is a refit, whose end "
+        "tells what did not come; released memory holds anything; who reads weights gets them unfolded",
+        "SGLang answers failed updates, gathers outcomes over ranks, and lets plugins see sessions and memory",
     ),
     Hook(
         "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
@@ -97,16 +50,9 @@ HOOKS = (
         "SGLang hands load_weights the bucket itself",
     ),
     Hook(
-        f"{_MANAGER}.release_memory_occupation",
-        "AFTER",
-        note_released_weights,
-        "memory that was released and resumed holds anything until a full update; the status says so",
-        "SGLang tells the model that its weights are gone",
-    ),
-    Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.configure_kv_cache_dtype",
         "AFTER",
-        start_kv_scales,
+        start_model,
         "between the load and the first forward pass: the cache's dtype is known, its scales are folded",
         "SGLang tells quantization methods the dtype of the KV cache",
     ),
@@ -116,21 +62,6 @@ HOOKS = (
         after_flush,
         "scales of the KV cache may move at the moment in which it is empty, and at no other",
         "SGLang tells the model that the cache is empty",
-    ),
-    *(
-        Hook(
-            f"{_MANAGER}.{name}",
-            "AROUND",
-            read_unfolded,
-            "who reads served weights gets them as they were sent, without the KV cache's scales",
-            "SGLang scales every KV cache by tensors that an update can change",
-        )
-        for name in (
-            "get_weights_by_name",
-            "check_weights",
-            "save_remote_model",
-            "save_sharded_model",
-        )
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
@@ -148,3 +79,23 @@ HOOKS = (
         "SGLang lets plugins add routes",
     ),
 )
+
+
+def register_method() -> None:
+    """Register the method, its loader kind and the hooks. Calling it twice changes nothing.
+
+    Side effects on the host: adds to `QUANTIZATION_METHODS`, to the choices of `--quantization`,
+    to `WEIGHT_LOADER_V2_SUPPORTED`, and to `HookRegistry`.
+    """
+    from sglang.srt.layers import linear
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+    from sglang.srt.server_args import add_quantization_method_choices
+
+    # First: SGLang logs what a plugin raises and goes on, and there is no method without its hooks.
+    register_hooks(HOOKS)
+    if QUANTIZATION_METHOD in QUANTIZATION_METHODS:
+        return
+    add_quantization_method_choices([QUANTIZATION_METHOD])
+    # By name: SGLang compares `quant_method.__class__.__name__`.
+    linear.WEIGHT_LOADER_V2_SUPPORTED.append(Fp8BlockwiseOnlineLinearMethod.__name__)
+    QUANTIZATION_METHODS[QUANTIZATION_METHOD] = Fp8BlockwiseOnlineConfig

@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from ..kv_scales.stored_codes import saturated_share
 from ..refit import ModelRefit
-from .status import status_section, stored_section
+from ..registered import extensions
+from .status import status_section
 
 PREFIX = "sglang:fp8rl_"
 
@@ -36,11 +36,10 @@ def observe_refit(
     if collector is None:
         return
     metrics = _metrics(tuple(collector.labels))
-    status = status_section(refit, session_open=False)
-    if status["kv_scales"] is not None:
-        # Kernels and a transfer: once a refit, behind its last call.
-        stored = stored_section(manager, refit) if refit.report.log.is_idle else None
-        status["kv_scales"]["stored"] = stored
+    # Extensions may run kernels and transfer: once a refit, behind its last call.
+    status = status_section(
+        refit, session_open=False, manager=manager if refit.report.log.is_idle else None
+    )
     if call is not None:
         metrics.count(collector.labels, status, call, success)
     metrics.observe(collector.labels, status)
@@ -90,14 +89,9 @@ class RefitMetrics:
             "replayed_share", "Share of all update calls so far that were replayed."
         )
         self.sqnr = gauge("sqnr_db", "SQNR of the last refit's samples, in dB.", "scheme")
-        self.kv_certified = gauge(
-            "kv_certified", "1 if no value of the FP8 KV cache can saturate, else 0."
-        )
-        self.kv_moves = gauge("kv_scale_moves", "Updates that moved a scale of the FP8 KV cache.")
-        self.kv_saturated = gauge(
-            "kv_saturated_share",
-            "Share of sampled codes in the FP8 KV cache that are as large as can be, at the end of the last refit.",
-        )
+        self.more = {
+            name: gauge(name, text) for kind in extensions() for name, text in kind.gauges.items()
+        }
         self._refit: int | None = None
 
     def count(
@@ -118,12 +112,9 @@ class RefitMetrics:
         calls = replay["calls"] + replay["native_calls"]
         if calls:
             self.replayed.labels(**labels).set(replay["calls"] / calls)
-        if status["kv_scales"] is not None:
-            self.kv_certified.labels(**labels).set(int(status["kv_scales"]["certified"]))
-            self.kv_moves.labels(**labels).set(status["kv_scales"]["moves"])
-            share = saturated_share(status["kv_scales"]["stored"])
-            if share is not None:
-                self.kv_saturated.labels(**labels).set(share)
+        for kind in extensions():
+            for name, value in kind.measured(status).items():
+                self.more[name].labels(**labels).set(value)
         refit = status["last_refit"]
         if refit is None:
             return

@@ -27,10 +27,8 @@ def choose_as_for_fp8(original: Callable[..., Any], model_config: Any) -> Any:
         model_config.quantization = QUANTIZATION_METHOD
 
 
-def leave_draft_model(
-    model_config: Any, load_config: Any, quant_config: Any = None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `_initialize_model`: a draft model is built unquantized.
+def quantization_of(model_config: Any, quant_config: Any) -> Any:
+    """What a model is built with: None for a draft model, which is not quantized.
 
     SGLang hands a draft (an embedded MTP layer too) its target's quantization.
 
@@ -49,8 +47,8 @@ def leave_draft_model(
                 "Leave it out: the draft is served in high precision, and updates reach it.",
             )
         logger.info("fp8rl: the draft model stays in high precision")
-        quant_config = None
-    return (model_config, load_config, quant_config), {}
+        return None
+    return quant_config
 
 
 def _draft_was_asked_for() -> bool:

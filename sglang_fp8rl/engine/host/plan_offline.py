@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...compat import CPU_PLATFORM
 from ...config import QUANTIZATION_METHOD
 from ...errors import Fp8RlError, HostError
-from ...platforms import PLATFORM_NAME
 from ...wire.plan import RefitPlan
 
 _TIMEOUT_SECONDS = 600
@@ -78,7 +78,7 @@ def make_plan(
 
 def _child_env(tp_size: int) -> dict[str, str]:
     return {
-        "SGLANG_PLATFORM": PLATFORM_NAME,
+        "SGLANG_PLATFORM": CPU_PLATFORM,
         "CUDA_VISIBLE_DEVICES": "",
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp_size),
         # Rank 0 would wait for the others to open its queue.

@@ -6,76 +6,179 @@ complete on every rank; `RefitLog.conclude` writes it down.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ...errors import RefitError
 from ..arrival.update_scope import Origin, UpdateScope
-from ..journal import Update
+from ..native.call import Update
 from ..refit import ModelRefit
 from ..report.refit_record import Outcome, Refit, Verdict
+from .boundary import Boundary
+
+_NOTHING_SEEN = RefitError(
+    "the update",
+    "no call of model.load_weights",
+    "what reaches the weights in another way is not quantized, and is not known here",
+    "Send all weights again, with load_format='flattened_bucket' or without one.",
+)
 
 
-def end_request(manager: Any, refit: ModelRefit, update: Update, result: Any) -> None:
+@dataclass(frozen=True)
+class _Said:
+    """What one rank says of a request, or of a session that ends.
+
+    Attributes:
+        error: why it failed there.
+        verdict: on the refit, if that may end here.
+        flushed: as `Update.cache_flushed`.
+    """
+
+    error: str | None = None
+    verdict: Verdict | None = None
+    flushed: bool | None = None
+
+
+def end_request(
+    boundary: Boundary,
+    manager: Any,
+    refit: ModelRefit,
+    update: Update,
+    result: Any,
+    *,
+    is_asked: bool,
+) -> None:
     """Behind an update request: its refit goes on, or ends here.
 
     Args:
         result: of this rank; it tells the client of all ranks' failures afterwards.
+        is_asked: whether SGLang was asked at all: where one rank refused, none was.
     """
-    report, scope = refit.report, update.scope
-    message = update.error
+    own = boundary.step(_said, refit, update, result, is_asked) or _Said()
+    if boundary.errors:
+        own = replace(own, error=own.error or " | ".join(boundary.errors))
+    ranks = boundary.gathered(own)
+    boundary.errors.clear()  # they are told; what is raised from here on is told by `fail_behind`
+    boundary.step(_end_together, boundary, manager, refit, update, ranks, result)
+
+
+def _said(refit: ModelRefit, update: Update, result: Any, is_asked: bool) -> _Said:
+    report, scope, message = refit.report, update.scope, update.error
     # A cache that could not be flushed behind weights that are stored is no failure of the refit.
-    if message is None and not result.success and update.cache_flushed is not False:
+    if message is None and is_asked and not result.success and update.cache_flushed is not False:
         message = result.message
-    if message is not None and not update.calls:  # refused before any weight was looked at
-        update.refit = report.fail([message], scope)
+    if message is None and is_asked and not update.calls and update.touches_target:
+        message = result.message = str(_NOTHING_SEEN)
+        result.success = False
     may_end = update.calls > 0 and report.log.may_end(scope)
-    own = report.verdict(scope) if may_end else None
-    gathered = _gathered(manager, (message, own, update.cache_flushed))
-    if update.cache_flushed is None and any(flushed for *_, flushed in gathered):
+    verdict = report.verdict(scope) if may_end else None
+    return _Said(message, verdict, update.cache_flushed)
+
+
+def _end_together(
+    boundary: Boundary,
+    manager: Any,
+    refit: ModelRefit,
+    update: Update,
+    ranks: list[_Said],
+    result: Any,
+) -> None:
+    if update.cache_flushed is None and any(one.flushed for one in ranks):
         # A rank that failed asked for no flush; its prefixes would not be those of the others.
         update.cache_flushed = bool(manager.flush_cache())
-    ranks = [(text, verdict) for text, verdict, _ in gathered]
-    failed = [text for text, _ in ranks if text is not None]
-    if failed:
-        _fail_together(manager, refit, update, ranks, result)
+    if any(one.error is not None for one in ranks):
+        _fail_together(boundary, refit, update, [one.error for one in ranks], result)
         return
     if update.refit is not None:
         update.refit.cache_flushed = update.cache_flushed
-    verdicts = [verdict for _, verdict in ranks if verdict is not None]
+    verdicts = [one.verdict for one in ranks if one.verdict is not None]
     if not verdicts:
         return
-    ended = report.end_request(Verdict.of_all(verdicts), scope)
+    ended = refit.report.end_request(Verdict.of_all(verdicts), update.scope)
     if ended is not None:
-        _tell(ended, result, needs_all=scope.origin is Origin.DISK)
+        _tell(ended, result, needs_all=update.scope.origin is Origin.DISK)
 
 
-def end_session_of(manager: Any, refit: ModelRefit, result: Any, error: str | None = None) -> None:
+def end_session_of(boundary: Boundary, refit: ModelRefit, result: Any) -> Refit | None:
     """Behind `end_weight_update`: the running refit ends here; halves that never met fail it.
 
-    Args:
-        error: why SGLang's own end of the session failed on this rank.
+    Returns:
+        it, if it wrote anything or failed.
     """
+    own = boundary.step(_said_at_end, boundary, refit) or _Said()
+    if boundary.errors:
+        own = replace(own, error=" | ".join(boundary.errors))
+    ranks = boundary.gathered(own)
+    boundary.errors.clear()
+    return boundary.step(_end_session_together, refit, ranks, result)
+
+
+def _said_at_end(boundary: Boundary, refit: ModelRefit) -> _Said:
+    missing = tuple(refit.pairs.give_up().values())
+    error = None if boundary.errors else _wrong_with_an_empty_session(refit)
+    if refit.report.log.current is None:
+        return _Said(error)
+    found = refit.report.verdict()
+    return _Said(error, replace(found, failures=(*missing, *found.failures)))
+
+
+def _end_session_together(refit: ModelRefit, ranks: list[_Said], result: Any) -> Refit | None:
     report, log = refit.report, refit.report.log
-    missing = tuple(refit.audit.give_up_halves().values())
-    own = None
-    if log.current is not None:
-        own = report.verdict()
-        failures = (*([error] if error else ()), *missing, *own.failures)
-        own = replace(own, failures=failures)
-    gathered = _gathered(manager, (error, own))
-    verdicts = [one for _, one in gathered if one is not None]
-    errors = [text for text, _ in gathered if text is not None]
+    verdicts = [one.verdict for one in ranks if one.verdict is not None]
+    errors = tuple(one.error for one in ranks if one.error is not None)
     if errors and log.current is None:
         log.refuse(UpdateScope(Origin.TENSOR, in_session=True), errors)
-    failed = report.end_session()
-    if verdicts and log.current is not None:
-        ended = log.conclude(Verdict.of_all(verdicts))
-        if ended is not None:
-            _tell(ended, result)
-    elif failed is not None:
-        _tell(failed, result)
+    ended: Refit | None = report.end_session()
+    if log.current is not None:
+        verdict = Verdict.of_all(verdicts or [Verdict(is_complete=False)])
+        ended = log.conclude(replace(verdict, failures=(*errors, *verdict.failures)))
+    if ended is not None:
+        _tell(ended, result)
+    return ended
+
+
+def fail_behind(
+    boundary: Boundary, refit: ModelRefit, ended: Refit | None, result: Any = None
+) -> list[str]:
+    """What was raised behind the end of a request, on any rank, fails it and its refit after all. A collective.
+
+    Args:
+        ended: the refit; None if the request has none.
+        result: None if the answer can't say so; then only the status does.
+
+    Returns:
+        it; empty if nothing was.
+    """
+    errors = boundary.failures()
+    if not errors:
+        return errors
+    if result is not None:
+        told = [] if result.success else [result.message]
+        result.success, result.message = False, " | ".join([*told, *errors])
+    log, before = refit.report.log, len(boundary.errors)
+    if ended is not None:
+        boundary.step(log.failed, ended, errors)
+    if ended is None or len(boundary.errors) > before:
+        log.failures = [*log.failures, *errors]
+    return errors
+
+
+def _wrong_with_an_empty_session(refit: ModelRefit) -> str | None:
+    """What is wrong with the session that ends, if nothing was loaded in it."""
+    session = refit.report.log.session
+    if session is None or session.has_begun:
+        return None
+    if session.note is not None:
+        return "the session was opened for a refit, and nothing came in it. Send it again"
+    if refit.memory_number() == session.number:
+        return None
+    return (
+        "weights changed in a session in which nothing was loaded: what wrote them (by RDMA?) was not seen, "
+        "so neither scales nor completeness are known. Send all weights through update_weights_from_*"
+    )
 
 
 def _tell(refit: Refit, result: Any, *, needs_all: bool = False) -> None:
@@ -90,31 +193,30 @@ def _tell(refit: Refit, result: Any, *, needs_all: bool = False) -> None:
 
 
 def _fail_together(
-    manager: Any, refit: ModelRefit, update: Update, ranks: list[Any], result: Any
+    boundary: Boundary,
+    refit: ModelRefit,
+    update: Update,
+    errors: Sequence[str | None],
+    result: Any,
 ) -> None:
-    """One rank failed, so all did. What this rank's own calls found is written down already."""
-    own = torch.distributed.get_rank(manager.tp_cpu_group)
+    """One rank failed, so all did. What this rank's own calls found is written down already.
+
+    Args:
+        errors: by rank.
+    """
+    own = torch.distributed.get_rank(boundary.group)
     is_known = update.refit is not None and update.refit.outcome is Outcome.FAILED
     texts = [
         text if rank == own else f"tp_rank {rank}: {text}"
-        for rank, (text, _) in enumerate(ranks)
+        for rank, text in enumerate(errors)
         if text is not None and not (rank == own and is_known)
     ]
+    if errors[own] is None:
+        result.success, result.message = False, " | ".join(texts)
+    elif result.success:
+        result.success, result.message = False, errors[own]
     report = refit.report
     if update.refit is None or update.refit is report.log.current:
         update.refit = report.fail(texts, update.scope)
     else:
         report.log.failed(update.refit, texts)
-    if ranks[own][0] is None:
-        result.success, result.message = False, " | ".join(texts)
-
-
-def _gathered(manager: Any, own: tuple[Any, ...]) -> list[Any]:
-    """What every rank says, by rank."""
-    group = manager.tp_cpu_group
-    size = torch.distributed.get_world_size(group)
-    if size == 1:
-        return [own]
-    gathered: list[Any] = [None] * size
-    torch.distributed.all_gather_object(gathered, own, group=group)
-    return gathered

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from ...errors import RefitError
+from ...errors import HostError, RefitError
 from ...wire.refit_note import RefitNote, note_of
+from ...wire.verl_deltas import LOADER, deltas_refused
 
 
 def readable_note(request: Any) -> RefitNote | None:
@@ -21,9 +22,28 @@ def readable_note(request: Any) -> RefitNote | None:
 def check_request(manager: Any, request: Any) -> None:
     """Raises `RefitError` for a request that can't be served as it is meant."""
     note_of(getattr(request, "rid", None))
+    check_weights_are_there(manager, "an update writes them")
     _check_load_format(request)
     check_selector(manager, request)
     _check_payloads(manager, request)
+
+
+def are_weights_released(manager: Any) -> bool:
+    """Whether `release_memory_occupation` took their memory: touching it ends the process."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    return GPU_MEMORY_TYPE_WEIGHTS in manager.offload_tags
+
+
+def check_weights_are_there(manager: Any, rule: str) -> None:
+    """Raises `HostError` while the memory of the weights is released."""
+    if are_weights_released(manager):
+        raise HostError(
+            "the weights",
+            "their memory is released",
+            rule,
+            "Call resume_memory_occupation first, then send all weights.",
+        )
 
 
 def check_selector(manager: Any, request: Any) -> None:
@@ -45,6 +65,8 @@ def _check_load_format(request: Any) -> None:
             "it copies into parameters and would leave FP8 scales behind",
             "Leave load_format out, or use 'flattened_bucket'.",
         )
+    if getattr(request, "load_format", None) == LOADER:
+        raise deltas_refused(f"load_format {LOADER}")
 
 
 def _check_payloads(manager: Any, request: Any) -> None:

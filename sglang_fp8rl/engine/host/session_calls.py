@@ -2,99 +2,112 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
-import torch
-
-from ...errors import Fp8RlError, RefitError
+from ...errors import RefitError
 from ...wire.refit_note import note_of
-from ..journal import Update
+from ..native.call import Update
 from ..refit import ModelRefit
 from .attach import refit_of
+from .boundary import Boundary
 from .metrics import observe_refit
-from .refit_end import end_session_of
-from .request_checks import check_selector
-
-logger = logging.getLogger(__name__)
+from .refit_end import end_session_of, fail_behind
+from .request_checks import check_selector, check_weights_are_there
 
 
-def in_a_session(original: Callable[..., Any], update: Update) -> Callable[..., Any]:
-    """As `original`, in a session that is open for the length of this call of an update."""
+def in_a_session(ask: Callable[[], Any], manager: Any, request: Any, update: Update) -> Any:
+    """What `ask` answers in a session that is open for the length of this call of an update.
 
-    def served(manager: Any, request: Any) -> Any:
-        from sglang.srt.managers import io_struct
+    Raises:
+        RefitError: it could not be opened, on every rank alike.
+    """
+    from sglang.srt.managers import io_struct
 
-        selector = getattr(request, "selector", "all")
-        manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=selector))
-        try:
-            result = original(manager, request)
-        finally:
-            ended = manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
-        if not ended.success:
-            update.error = ended.message
-            result.success, result.message = False, ended.message
-        return result
-
-    return served
+    selector = getattr(request, "selector", "all")
+    begun = manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=selector))
+    if not begun.success:
+        raise RefitError(
+            "the update's session", begun.message, "an update needs one", "Send the update again."
+        )
+    try:
+        result = ask()
+    finally:
+        ended = manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+    if not ended.success:
+        manager._session = None  # nobody else would end it
+        update.error = ended.message
+        result.success, result.message = False, ended.message
+    return result
 
 
 def begin_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """`begin_weight_update`: what comes until its end is one refit, with the note that it brings."""
-    refit = refit_of(manager.tp_worker.model_runner.model)
-    if refit is None or refit.is_updating:  # a session that is opened for one call
-        return original(manager, request)
-    try:
-        note = note_of(request.rid)
-        check_selector(manager, request)
-    except RefitError as error:
-        from sglang.srt.managers import io_struct
+    from sglang.srt.managers import io_struct
 
-        return io_struct.BeginWeightUpdateReqOutput(success=False, message=str(error))
-    result = original(manager, request)
-    if result.success:
-        refit.report.begin_session(note)
-    return result
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is None or manager._session is not None:
+        return original(request)
+    boundary = Boundary(manager.tp_cpu_group)
+    boundary.step(_announced, manager, request, refit)
+    errors = boundary.failures()
+    if not errors:
+        result = boundary.step(
+            boundary.asked, original, request, around=ExitStack(), has_barrier=True
+        )
+        errors = boundary.failures()
+        if not errors:
+            return result
+        manager._session = None
+    refit.report.log.session = None
+    return io_struct.BeginWeightUpdateReqOutput(success=False, message=" | ".join(errors))
+
+
+def _announced(manager: Any, request: Any, refit: ModelRefit) -> None:
+    if refit.is_updating:  # a session that is opened for one call
+        return
+    note = note_of(request.rid)
+    check_weights_are_there(manager, "an update writes them")
+    check_selector(manager, request)
+    refit.report.begin_session(note, refit.memory_number() if note is None else None)
 
 
 def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """`end_weight_update`: the refit ends; FP8 halves that never met fail it."""
-    refit = refit_of(manager.tp_worker.model_runner.model)
-    if refit is None:
-        return original(manager, request)
-    result, error = _ended(original, manager, request, refit)
-    if refit.is_updating:
-        return result  # a session that was opened for one call ends within it
-    refit.sender_memory.release()
-    if not result.success and error is None:
-        return result  # none was open
-    end_session_of(manager, refit, result, error)
-    refit.kv.settle(manager.flush_cache)
-    observe_refit(manager, refit)
-    return result
-
-
-def _ended(
-    original: Callable[..., Any], manager: Any, request: Any, refit: ModelRefit
-) -> tuple[Any, str | None]:
-    """SGLang's answer, or one in its place, and what went wrong in the latter case.
+    """`end_weight_update`: the refit ends; FP8 halves that never met fail it.
 
     Side effects on the host: the session is over also where its end failed.
     """
     from sglang.srt.managers import io_struct
 
-    is_through = False
-    try:
-        with refit.derived.in_place():
-            result = original(manager, request)
-            is_through = True
-        return result, None
-    except Exception as error:
-        # The boundary of a request, as in `_answer`.
-        logger.exception("fp8rl: end_weight_update failed")
-        if not is_through:
-            manager._session = None
-            torch.distributed.barrier(group=manager.tp_cpu_group)
-        text = str(error) if isinstance(error, Fp8RlError) else f"{type(error).__name__}: {error}"
-        return io_struct.EndWeightUpdateReqOutput(success=False, message=text), text
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is None or manager._session is None:
+        return original(request)
+    boundary, around = Boundary(manager.tp_cpu_group), ExitStack()
+    is_inner = boundary.step(_prepared_end, manager, refit, around)
+    errors = boundary.failures()
+    if errors:  # refused: the session stays open
+        boundary.step(around.close)
+        return io_struct.EndWeightUpdateReqOutput(success=False, message=" | ".join(errors))
+    result = boundary.step(boundary.asked, original, request, around=around, has_barrier=True)
+    manager._session = None
+    if result is None:
+        text = " | ".join(boundary.errors)
+        result = io_struct.EndWeightUpdateReqOutput(success=False, message=text)
+    if is_inner:
+        return result  # a session that was opened for one call ends within it
+    boundary.step(refit.sender_memory.release)
+    ended = end_session_of(boundary, refit, result)
+    refit.report.log.session = None  # it is over, whatever was raised there
+    for extension in refit.extensions:
+        boundary.step(extension.end_session, manager)
+    boundary.step(observe_refit, manager, refit)
+    fail_behind(boundary, refit, ended, result)
+    return result
+
+
+def _prepared_end(manager: Any, refit: ModelRefit, around: ExitStack) -> bool:
+    """Returns whether it is a session that was opened for one call."""
+    check_weights_are_there(manager, "the end of a session processes them")
+    around.enter_context(refit.derived.in_place())
+    return refit.is_updating

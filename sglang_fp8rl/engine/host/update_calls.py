@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from ...errors import Fp8RlError, RefitError
+from ...errors import Fp8RlError, RefitError, as_text
 from ...wire.layout_text import from_text
 from ..arrival.bucket import FlatBucket
-from ..arrival.sender import sender_of
+from ..arrival.sender_memory import wait_for_reads
 from ..arrival.update_scope import Origin, UpdateScope
-from ..journal import Update
+from ..native.call import Update
 from ..refit import ModelRefit
 from .attach import refit_of
+from .boundary import Boundary
 from .metrics import observe_refit
-from .refit_end import end_request
+from .refit_end import end_request, fail_behind
 from .request_checks import check_request, readable_note
 from .session_calls import in_a_session
 from .shared_memory import checked_shared_memory
@@ -43,37 +45,111 @@ _END_WITH_BARRIER = (Origin.TENSOR, Origin.IPC)
 _PROCESS_AFTER_LOADING = (Origin.DISK, Origin.IPC)
 
 
-def update_hook(origin: Origin) -> Callable[..., Any]:
-    """Around one kind of update: answered whatever happens, on every rank alike.
+def answer_update(origin: Origin, original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Answer one update whatever happens, on every rank alike.
 
     A client that opened no session gets one for the length of its call, where SGLang asks for one.
     """
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is None:
+        return original(request)
+    return _UpdateRequest(origin, original, manager, request, refit).answer()
 
-    def hook(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-        refit = refit_of(manager.tp_worker.model_runner.model)
-        if refit is None:
-            return original(manager, request)
-        wants_session = origin in _NEED_SESSIONS and getattr(manager, "_session", 0) is None
+
+class _UpdateRequest:
+    """One request on one rank."""
+
+    def __init__(
+        self,
+        origin: Origin,
+        original: Callable[..., Any],
+        manager: Any,
+        request: Any,
+        refit: ModelRefit,
+    ) -> None:
+        self._original, self._manager, self._request = original, manager, request
+        self._refit, self._origin = refit, origin
+        self._boundary = Boundary(manager.tp_cpu_group)
+        self._update = Update(UpdateScope(origin))
+        self._around, self._around_host = ExitStack(), ExitStack()
+        is_without = getattr(manager, "_session", 0) is None
+        self._wants_session = is_without and origin in _NEED_SESSIONS
+
+    def answer(self) -> Any:
+        boundary, refit, manager = self._boundary, self._refit, self._manager
+        boundary.step(self._prepare)
+        is_asked = boundary.is_fine()
+        result = self._asked() if is_asked else boundary.step(self._around_host.close)
+        update = self._update
+        if result is None:
+            result = failed_update(self._origin, " | ".join(boundary.errors))
+        end_request(boundary, manager, refit, update, result, is_asked=is_asked)
+        for extension in refit.extensions:
+            boundary.step(extension.end_request)
+        boundary.step(self._around.close)
+        if update.scope.is_last_call or not result.success:
+            boundary.step(refit.sender_memory.release)
+        boundary.step(
+            observe_refit, manager, refit, call=self._origin.value, success=result.success
+        )
+        fail_behind(boundary, refit, update.refit, result)
+        return result
+
+    def _prepare(self) -> None:
+        """All that may refuse the request or raise before SGLang, whose ranks wait for each other."""
+        manager, request, refit, origin = self._manager, self._request, self._refit, self._origin
+        version = getattr(request, "weight_version", None)
         scope = UpdateScope(
             origin,
             in_session=getattr(manager, "_session", None) is not None,
             # A client without sessions marks its last bucket by asking for the cache flush.
             is_last_call=getattr(request, "flush_cache", True),
             note=readable_note(request),
-            sender=sender_of(request, torch.distributed.get_rank(manager.tp_cpu_group)),
-            version=getattr(request, "weight_version", None),
+            version=None if version is None else as_text(version),
         )
-        refit.kv.note_update()
+        self._update = self._around.enter_context(refit.during(scope))
+        self._around.enter_context(collector_paused())
+        self._update.touches_target = getattr(request, "selector", "all") != "draft"
+        check_request(manager, request)
+        for extension in refit.extensions:
+            extension.note_update()
         refit.wait_for_device()
-        with refit.during(scope) as update, collector_paused():
-            served = in_a_session(original, update) if wants_session else original
-            try:
-                return _answer(served, manager, request, refit, update)
-            finally:
-                if scope.is_last_call or update.error is not None:
-                    refit.sender_memory.release()
+        # From disk and from checkpoint-engine, SGLang processes weights after it loaded them.
+        processes = origin in _PROCESS_AFTER_LOADING
+        for context in (
+            _default_dtype_kept(),
+            _custom_loader_watched(refit, request),
+            _flush_watched(manager, self._update),
+            checked_shared_memory(),
+            refit.derived.in_place() if processes else nullcontext(),
+        ):
+            self._around_host.enter_context(context)
 
-    return hook
+    def _asked(self) -> Any:
+        """What SGLang answers; None where a failed answer is to be given, as `errors` of the boundary."""
+        boundary, update, origin = self._boundary, self._update, self._origin
+        ask = functools.partial(
+            boundary.asked,
+            self._original,
+            self._request,
+            around=self._around_host,
+            has_barrier=origin in _END_WITH_BARRIER,
+        )
+        try:
+            try:
+                if not self._wants_session:
+                    return ask()
+                return in_a_session(ask, self._manager, self._request, update)
+            finally:  # what was stored before an update failed is served too
+                _renew_derived(self._refit, origin)
+        except Exception as error:
+            # Not a `step`: it may be SGLang's way (before sessions) to say that it could not flush.
+            logger.exception("fp8rl: update_weights_from_%s failed", origin.value)
+            is_ours = isinstance(error, Fp8RlError)
+            if update.cache_flushed is False and not (is_ours or boundary.is_through):
+                return failed_update(origin, str(_FLUSH_REFUSED))
+            boundary.errors.append(str(error if is_ours else _foreign(origin, error)))
+            return None
 
 
 @contextmanager
@@ -88,44 +164,6 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _answer(
-    original: Callable[..., Any], manager: Any, request: Any, refit: ModelRefit, update: Update
-) -> Any:
-    origin = update.scope.origin
-    is_through = False
-    try:
-        check_request(manager, request)
-        try:
-            # From disk and from checkpoint-engine, SGLang processes weights after it loaded them.
-            processes = origin in _PROCESS_AFTER_LOADING
-            with (
-                _default_dtype_kept(),
-                _flush_watched(manager, update),
-                checked_shared_memory(),
-                refit.derived.in_place() if processes else nullcontext(),
-            ):
-                result = original(manager, request)
-                is_through = True
-        finally:  # what was stored before an update failed is served too
-            _renew_derived(refit, origin)
-    except Exception as error:
-        # The boundary of a request: today this ends the scheduler and with it the server. It is
-        # answered instead, and nothing goes on as if it had worked.
-        logger.exception("fp8rl: update_weights_from_%s failed", origin.value)
-        is_ours = isinstance(error, Fp8RlError)
-        # Before sessions, SGLang said by an error that it could not flush.
-        is_flush = update.cache_flushed is False and not (is_ours or is_through)
-        told = _FLUSH_REFUSED if is_flush else error if is_ours else _foreign(origin, error)
-        result = _failed(origin, str(told))
-        update.error = None if is_flush else result.message
-        if origin in _END_WITH_BARRIER and not is_through:
-            torch.distributed.barrier(group=manager.tp_cpu_group)
-    end_request(manager, refit, update, result)
-    refit.kv.end_of_request()
-    observe_refit(manager, refit, call=origin.value, success=result.success)
-    return result
-
-
 def _renew_derived(refit: ModelRefit, origin: Origin) -> None:
     """Raises an error of ours, which is never taken for a flush that SGLang refused before it."""
     try:
@@ -134,6 +172,14 @@ def _renew_derived(refit: ModelRefit, origin: Origin) -> None:
         raise
     except Exception as error:
         raise _foreign(origin, error) from error
+
+
+def _custom_loader_watched(refit: ModelRefit, request: Any) -> AbstractContextManager[Any]:
+    """A `load_format` may name any function of the server's: it may load, and write by itself."""
+    is_custom = hasattr(request, "serialized_named_tensors") and (
+        request.load_format not in (None, "flattened_bucket")
+    )
+    return refit.only_through_load_weights() if is_custom else nullcontext()
 
 
 @contextmanager
@@ -177,26 +223,13 @@ def _foreign(origin: Origin, error: Exception) -> RefitError:
     )
 
 
-def _failed(origin: Origin, message: str) -> Any:
+def failed_update(origin: Origin, message: str) -> Any:
+    """An answer in place of SGLang's."""
     from sglang.srt.managers import io_struct
 
     output_class = getattr(io_struct, _OUTPUTS[origin])
     extra = {"num_paused_requests": 0} if origin is Origin.DISK else {}
     return output_class(success=False, message=message, **extra)
-
-
-def note_released_weights(result: Any, manager: Any, request: Any) -> Any:
-    """`release_memory_occupation`: weights that nobody kept have to be sent again, all of them."""
-    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
-    from sglang.srt.runtime_context import get_server_args
-
-    refit = refit_of(manager.tp_worker.model_runner.model)
-    are_released = not request.tags or GPU_MEMORY_TYPE_WEIGHTS in request.tags
-    is_paged = manager.memory_saver_adapter.enabled
-    is_kept = get_server_args().enable_weights_cpu_backup
-    if refit is not None and are_released and is_paged and not is_kept:
-        refit.report.weights_lost()
-    return result
 
 
 def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **kw: Any) -> Any:
@@ -207,7 +240,11 @@ def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **k
     flat = payload["flattened_tensor"]
     if refit is None and isinstance(payload["metadata"], str):
         payload = {**payload, "metadata": from_text(payload["metadata"])}
-        return original(updater, payload)
+        try:
+            return original(updater, payload)
+        finally:
+            if payload.get("is_staged"):  # of a draft model, behind the served one
+                wait_for_reads(flat)
     is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
     if refit is None or not is_plain:
         return original(updater, *args, **kw)

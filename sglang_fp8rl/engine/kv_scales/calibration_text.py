@@ -1,7 +1,15 @@
-"""The text that `kv_scales: calibrated` runs: written for it, and in the public domain."""
+"""The text that `kv_scales: calibrated` runs, and its tokens, or those that the option names instead."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from ...config import Options
+from ...errors import ConfigError
+from .calibration import MAX_TOKENS, Calibration
+
+_OPTION = "kv_calibration_tokens"
+# Written for it, and in the public domain.
 TEXT = """The harbour wakes before the town does. At four in the morning the ice machine starts, and by \
 half past there are lights in every boat. Marta counts crates: forty of herring, twelve of cod, and a box \
 that nobody ordered. "Leave it," says her brother, "somebody will ask." Nobody asks.
@@ -29,3 +37,52 @@ First, write down what is known. Second, say what is asked. Third, look for the 
 there is none, cut the question in half and begin again. Wait, that is not yet right: the second half may \
 need the first. So number them, and answer them in order. Therefore the result is 128.
 """
+
+
+def calibration_of(runner: Any, options: Options) -> Calibration:
+    """For the model of a `ModelRunner`.
+
+    Raises:
+        ConfigError: no tokens to be had, or some that the model does not know.
+    """
+    from sglang.srt.runtime_context import get_server_args
+
+    size, length = runner.model_config.vocab_size, runner.model_config.context_len
+    tokens = options.kv_calibration_tokens or _of_text(get_server_args())
+    if max(tokens) >= size or len(tokens) > length:
+        raise ConfigError(
+            _OPTION,
+            f"{len(tokens)} tokens, the largest is {max(tokens)}",
+            f"this model has {size} tokens and room for {length} in a sequence",
+            "Give ids of this model's tokenizer.",
+        )
+    return Calibration(runner.model, tokens[:MAX_TOKENS])
+
+
+def _of_text(args: Any) -> list[int]:
+    """By the tokenizer that the server has, or would have without `--skip-tokenizer-init`."""
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    path = args.tokenizer_path or args.model_path
+    try:
+        tokenizer = get_tokenizer(
+            path,
+            tokenizer_mode=args.tokenizer_mode,
+            trust_remote_code=args.trust_remote_code,
+            revision=args.revision,
+        )
+        tokens = list(tokenizer.encode(TEXT))
+    except (OSError, ValueError, ImportError) as error:
+        raise _no_tokens(path, f"no tokenizer ({type(error).__name__})") from error
+    if not tokens:  # what transformers makes of a model's config alone has no vocabulary
+        raise _no_tokens(path, "a tokenizer that makes no tokens of the text")
+    return tokens[:MAX_TOKENS]
+
+
+def _no_tokens(path: str, value: str) -> ConfigError:
+    return ConfigError(
+        f"kv_scales 'calibrated', {path}",
+        value,
+        "the text to calibrate with has to become tokens",
+        f"Put the tokenizer beside the model, or give token ids as {_OPTION}.",
+    )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ...errors import RefitError
 from ...numerics.powers_of_two import ExponentRange, exact_range, magnitudes, smallest_exponent
 from ...numerics.reference import FP8_MAX
 from .attention_layers import AttentionLayer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,21 +54,55 @@ class LayerChoice:
 def chosen(
     layers: Sequence[AttentionLayer],
     group: Any,
-    largest: torch.Tensor | None = None,
-    room: float = 1.0,
+    read: Callable[[], torch.Tensor],
+    room: float | None = None,
 ) -> list[LayerChoice]:
     """For each layer the smallest exponents with which `largest * room` fits; 0 where it is not known.
 
-    Unfolded weights are read. A collective over `group`: ranks hold different heads, and one exponent
-    is for all of them.
+    A collective over `group`: ranks hold different heads, and one exponent is for all of them.
 
     Args:
         group: the ranks that share a layer's heads, on a backend for CPU tensors; None for one rank.
-        largest: magnitudes, FP64 `[layers, 2]` on the CPU, keys and values; None for the bounds.
-        room: what a larger value than the largest may be of it.
+        read: unfolds the weights of this rank, and returns `table_of` them.
+        room: what a larger value than the largest may be of it; None where the bounds have to fit.
+
+    Raises:
+        RefitError: another rank could not read; on this one, what `read` raises.
     """
     if not layers:
         return []
+    error: Exception | None = None
+    table = torch.zeros(len(layers) + 1, 2, 4, dtype=torch.float64)
+    try:
+        table[:-1] = read()
+    except Exception as raised:
+        # Told to all ranks, which would wait for this one, and raised on each.
+        logger.exception("fp8rl: no scales of the KV cache")
+        error, table[-1] = raised, 1
+    if group is not None and torch.distributed.get_world_size(group) > 1:
+        torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX, group=group)
+    if error is not None:
+        raise error
+    if table[-1].any():
+        raise RefitError(
+            "the scales of the KV cache",
+            "another rank could not read its weights",
+            "one exponent is for all ranks",
+            "The server's log says more. Send all weights again.",
+        )
+    return [
+        LayerChoice(*(_side(side, room or 1.0, room is not None) for side in both))
+        for both in table[:-1].tolist()
+    ]
+
+
+def table_of(layers: Sequence[AttentionLayer], largest: torch.Tensor | None = None) -> torch.Tensor:
+    """What exponents are chosen from, of unfolded weights. FP64 `[layers, 2, 4]` on the CPU, keys and values:
+    the bound, what has to fit, and the lowest and the negative highest exponent.
+
+    Args:
+        largest: magnitudes that have to fit, FP64 `[layers, 2]` on the CPU; None for the bounds.
+    """
     seen = torch.stack(_of_each(layers)).cpu()  # [layers, 2, 5]
     bounds, moved = seen[..., 0], seen[..., 1:].unflatten(-1, (2, 2)).tolist()
     limits = torch.tensor(
@@ -72,15 +110,8 @@ def chosen(
         dtype=torch.float64,
     )  # [layers, 2, 2]
     fits = bounds if largest is None else largest
-    table = torch.cat([torch.stack([bounds, fits], -1), limits], -1)  # [layers, 2, 4]
-    table = table.nan_to_num(nan=math.inf, posinf=math.inf)
-    if group is not None and torch.distributed.get_world_size(group) > 1:
-        torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX, group=group)
-    has_largest = largest is not None
-    return [
-        LayerChoice(_side(keys, room, has_largest), _side(values, room, has_largest))
-        for keys, values in table.tolist()
-    ]
+    table = torch.cat([torch.stack([bounds, fits], -1), limits], -1)
+    return table.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _of_each(layers: Sequence[AttentionLayer]) -> list[torch.Tensor]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from ...numerics.powers_of_two import multiply_by_powers
 from .attention_layers import AttentionLayer
-from .choice import LayerChoice, chosen
+from .choice import LayerChoice, chosen, table_of
 
 
 class Source(Protocol):
@@ -46,6 +46,8 @@ class KvScales:
         chosen: for each layer; empty while nothing is folded.
         is_stale: whether an update came since they were chosen.
         is_frozen: whether a flush was refused that they waited for.
+        is_settling: whether the flush of `settle` runs.
+        group: of the ranks that choose together.
         moves: how often an exponent of any layer changed after the start.
     """
 
@@ -53,9 +55,9 @@ class KvScales:
         self.mode, self._renew = mode, renew
         self.layers: Sequence[AttentionLayer] = ()
         self.chosen: list[LayerChoice] = []
-        self.is_active = self.is_stale = self.is_frozen = False
+        self.is_active = self.is_stale = self.is_frozen = self.is_settling = False
         self.moves = 0
-        self._group: Any = None
+        self.group: Any = None
         self._source: Source | None = None
         self._wanted: list[LayerChoice] | None = None
         self._was_flushed = False
@@ -69,7 +71,7 @@ class KvScales:
         Args:
             source: of the magnitudes that have to fit; None for the bounds.
         """
-        self.layers, self._group, self._source = layers, group, source
+        self.layers, self.group, self._source = layers, group, source
         self.is_active = True
         self._adopt(self._choose())
         self.moves = 0
@@ -92,7 +94,7 @@ class KvScales:
         self.is_stale, self._wanted = True, None
 
     def cache_is_empty(self, *, during_update: bool = False) -> None:
-        """Right after a flush: choose again if an update came since. A collective then.
+        """Right after a flush: choose again if an update came since. A collective where scales are folded.
 
         Args:
             during_update: in the middle of a request, which other ranks may have failed; what follows
@@ -100,7 +102,7 @@ class KvScales:
         """
         if during_update:
             self._was_flushed = True
-        elif self.is_active and self.is_stale:
+        elif self.is_active and not self._on_every_rank(not self.is_stale):
             self._adopt(self._choose())
 
     def end_of_request(self) -> None:
@@ -109,39 +111,59 @@ class KvScales:
         A collective where scales are folded.
         """
         was_flushed, self._was_flushed = self._was_flushed, False
-        if self.is_active and self.is_stale and self._holds_on_every_rank(was_flushed):
+        if self.is_active and self._on_every_rank(was_flushed and self.is_stale):
             self._adopt(self._choose())
 
-    def _holds_on_every_rank(self, holds: bool) -> bool:
-        if self._group is None or torch.distributed.get_world_size(self._group) == 1:
+    def _on_every_rank(self, holds: bool) -> bool:
+        """What decides whether ranks enter a collective is the same on each of them. A collective."""
+        if self.group is None or torch.distributed.get_world_size(self.group) == 1:
             return holds
         all_hold = torch.tensor([int(holds)])
-        torch.distributed.all_reduce(all_hold, torch.distributed.ReduceOp.MIN, group=self._group)
+        torch.distributed.all_reduce(all_hold, torch.distributed.ReduceOp.MIN, group=self.group)
         return bool(all_hold.item())
 
     def settle(self, flush: Callable[[], bool]) -> None:
         """At the end of an update that flushed nothing: flush if an exponent has to move.
 
         Where requests are running the flush is refused; then the exponents stay, and with them what
-        is in the cache is right.
+        is in the cache is right. A collective where scales are folded.
         """
-        if not (self.is_active and self.is_stale):
+        if not self.is_active or self._on_every_rank(not self.is_stale):
             return
         wanted = self._choose()
-        if _exponents(wanted) == _exponents(self.chosen):
+        if self._on_every_rank(_exponents(wanted) == _exponents(self.chosen)):
             self._adopt(wanted)
             return
         self._wanted = wanted
-        self.is_frozen = not flush()  # `cache_is_empty` comes before this returns
+        self.is_settling = True
+        try:
+            self.is_frozen = not flush()  # `cache_is_empty` comes before this returns
+        finally:
+            self.is_settling = False
 
     def _choose(self) -> list[LayerChoice]:
-        if self._wanted is not None:
-            return self._wanted
-        with self.unfolded():
-            if self._source is None:
-                return chosen(self.layers, self._group)
-            largest = self._source.largest(self.layers)
-            return chosen(self.layers, self._group, largest, self._source.room)
+        if self._on_every_rank(self._wanted is not None):
+            return cast("list[LayerChoice]", self._wanted)
+        source = self._source
+        return chosen(self.layers, self.group, self._read, None if source is None else source.room)
+
+    def _read(self) -> torch.Tensor:
+        source = self._source
+        if source is None:
+            with self.unfolded():
+                return table_of(self.layers)
+        with self._served_unfolded():
+            return table_of(self.layers, source.largest(self.layers))
+
+    @contextmanager
+    def _served_unfolded(self) -> Iterator[None]:
+        """As `unfolded`, and kernels read in here what belongs to these weights: a text may run."""
+        try:
+            with self.unfolded():
+                self._renew()
+                yield
+        finally:
+            self._renew()
 
     def _adopt(self, choice: list[LayerChoice]) -> None:
         before, after = _exponents(self.chosen), _exponents(choice)

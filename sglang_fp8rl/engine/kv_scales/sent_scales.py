@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,25 +15,11 @@ import torch
 from ...errors import RefitError
 from ...numerics.reference import FP8_MAX
 from ...wire.kv_scale_names import KEYS, VALUES, KvScaleName, kv_scale_name
+from ..extension import Received
 from .attention_layers import AttentionLayer
 
 _SIDES = (KEYS, VALUES)
 IGNORED = "kv_scales is {mode!r}: this server chooses scales itself"
-
-
-@dataclass
-class Received:
-    """What became of the scales of one call.
-
-    Attributes:
-        taken: names that were read.
-        ignored: names that this server does without.
-        errors: names, and what is wrong with them.
-    """
-
-    taken: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
-    errors: dict[str, str] = field(default_factory=dict)
 
 
 class SentScales:

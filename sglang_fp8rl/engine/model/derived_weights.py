@@ -5,7 +5,7 @@ attention module, computed by the model's `post_load_weights`. SGLang's own `loa
 its last step. Here it is called too where that step is not reached: after a replayed bucket, and
 after a call that failed half-way, for what it had stored by then.
 
-Packed scales (`ue8m0.py`) and copies that SGLang keeps of a weight (`kept_copies.py`) are made again
+Packed scales (`packed_scales.py`) and copies that SGLang keeps of a weight (`kept_copies.py`) are made again
 at the end of every update call, session or not.
 
 CUDA graphs hold addresses. Some derivations bind a new tensor (`w_scale` of an FP8 `kv_b_proj` on every
@@ -14,17 +14,23 @@ update), so what changed its place during an update is copied back into the old 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import RefitError
 from ...numerics.fingerprint import tensor_number
+from ..interception.watch import unwatched
 from .kept_copies import KeptCopies
+from .memory import storage_of
 
+# Methods that write what they compute from weights: behind the loading, or at the first forward pass
+# (Gemma 4's router folds its scale into a norm).
+_DERIVE = ("post_load_weights", "fuse_scale")
 _Place = tuple[torch.nn.Module, str]
 
 
@@ -38,46 +44,76 @@ class DerivedWeights:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._modules = dict(model.named_modules())
-        self._kept_copies = KeptCopies(model)
+        self.kept_copies = KeptCopies(model, self._is_derived)
         methods = ((getattr(one, "quant_method", None), one) for one in self._modules.values())
         self._quantized: list[Any] = [pair for pair in methods if hasattr(pair[0], "served")]
-        self._derive: Any = getattr(model, "post_load_weights", None)
-        self._takes_names = self._derive is not None and (
-            "weight_names" in inspect.signature(self._derive).parameters
-        )
+        self._derivers = [
+            _Deriver(prefix, module, method)
+            for prefix, module in self._modules.items()
+            for method in _DERIVE
+            if callable(getattr(module, method, None))
+        ]
+        self._is_held_back = self._is_deriving = self._are_placed = False
+
+    def attach(self) -> None:
+        """See which methods SGLang calls that derive weights, of the model or of any module in it.
+
+        Side effects on the host: each is replaced by one that notes its call (an instance attribute).
+        """
+        for deriver in self._derivers:
+            setattr(deriver.module, deriver.method, functools.partial(self._called, deriver))
+
+    def _called(self, deriver: _Deriver, *args: Any, **kwargs: Any) -> Any:
+        if self._is_held_back:
+            return None
+        deriver.is_used = deriver.is_used or not self._is_deriving
+        return self._derive(deriver, *args, **kwargs)
+
+    def _derive(self, deriver: _Deriver, *args: Any, **kwargs: Any) -> Any:
+        outer, self._is_deriving = self._is_deriving, True
+        try:
+            with unwatched(), self.in_place() if self._are_placed else nullcontext():
+                return deriver.native(*args, **kwargs)
+        finally:
+            self._is_deriving = outer
+
+    def _is_derived(self, place: str) -> bool:
+        return any(one.is_used and place.startswith(f"{one.prefix}.") for one in self._derivers)
 
     @property
     def is_needed(self) -> bool:
         """Whether this model derives anything after loading."""
-        return self._derive is not None
+        return any(deriver.is_used for deriver in self._derivers)
 
     def refresh(self, names: Iterable[str]) -> None:
         """Derive again what depends on these weights, from the bytes that are served now."""
         names = list(names)
-        if self._derive is None or not names:
+        if not names or not self.is_needed:
             return
         with torch.no_grad(), self.in_place():
-            if self._takes_names:
-                self._derive(weight_names=names)
-            else:
-                self._derive()
+            for deriver in self._derivers:
+                if deriver.is_used:
+                    self._derive(deriver, **deriver.told(names))
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """The model derives nothing in here: SGLang's `load_weights` does it as its last step."""
-        if self._derive is None:
-            yield
-            return
-        self._model.post_load_weights = lambda *_, **__: None  # type: ignore[assignment]
+        """The model derives nothing in here, and keeps every tensor that it has: nothing is loaded."""
+        self._is_held_back = True
+        before = self._bindings()
         try:
             yield
         finally:
-            del self._model.post_load_weights
+            self._is_held_back = False
+            for key, new in self._bindings().items():
+                if key not in before:
+                    del new.owner[new.leaf]
+            for old in before.values():
+                old.owner[old.leaf] = old.tensor
 
     def end_of_update(self) -> None:
         """What no loader knows of: packed scales (`modules/packed_scales.py`) and copies (`kept_copies.py`)."""
         self._pack_scales()
-        self._kept_copies.renew()
+        self.kept_copies.renew()
 
     def renewed(self, names: Iterable[str]) -> list[str]:
         """Derive everything again, in place; which of it was not what these weights give.
@@ -97,9 +133,7 @@ class DerivedWeights:
         prefixes = {module: name for name, module in self._modules.items()}
         found = [(f"{prefixes[module]}.{leaf}", one) for (module, leaf), one in self._tensors()]
         found += [(f"{prefixes[layer]}.{leaf}", one) for layer, leaf, one in self._packed_tensors()]
-        found += [
-            (f"a copy of weight {at}", copy) for at, (copy, _) in enumerate(self._kept_copies)
-        ]
+        found += [(f"a copy of weight {at}", copy) for at, (copy, _) in enumerate(self.kept_copies)]
         seen: set[tuple[int, torch.Size]] = set()
         for place, one in found:
             if one.device.type != "meta" and (one.data_ptr(), one.shape) not in seen:
@@ -120,33 +154,58 @@ class DerivedWeights:
         return (pair for pair in self._quantized if pair[0].served is not None)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Whatever tensor attribute a module binds anew in here has its value in the old memory.
+    def in_place(self, *, from_now_on: bool = True) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Whatever tensor a module binds anew in here has its value in the old memory.
+
+        Args:
+            from_now_on: False while the model is loaded for the first time, and nothing has its place yet.
+
+        Yields:
+            a list that has, afterwards, `(module.attribute, tensor)` of all that was bound anew.
 
         Raises:
             RefitError: the new value does not fit there.
         """
-        before = dict(self._tensors())
+        outer, self._are_placed = self._are_placed, from_now_on
+        before = self._bindings()
+        moved: list[tuple[str, torch.Tensor]] = []
         try:
-            yield
+            yield moved
         finally:
-            self._put_back(before)
+            self._are_placed = outer
+            moved += self._moved(before, puts_back=from_now_on)
 
-    def _put_back(self, before: dict[_Place, torch.Tensor]) -> None:
-        for (module, attribute), old in before.items():
-            new: Any = vars(module).get(attribute, module._buffers.get(attribute))
-            if new is old:
+    def _bindings(self) -> dict[tuple[int, str], _Binding]:
+        """Every tensor that a module has a name for, and the memory that it lies in."""
+        found = {}
+        for name, module in self._modules.items():
+            owners: tuple[Any, ...] = (vars(module), module._buffers, module._parameters)
+            for owner in owners:
+                for attribute, value in owner.items():
+                    if isinstance(value, torch.Tensor):
+                        place = f"{name}.{attribute}" if name else attribute
+                        found[id(owner), attribute] = _Binding(owner, place, value, value.data)
+        return found
+
+    def _moved(
+        self, before: dict[tuple[int, str], _Binding], *, puts_back: bool
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        after = self._bindings()
+        lost = [old.place for key, old in before.items() if key not in after] if puts_back else []
+        if lost:
+            raise RefitError(
+                lost[0],
+                "no tensor any more",
+                "a derived weight keeps its shape, dtype and address, for captured graphs use it",
+                "Restart the server on these weights.",
+            )
+        for key, new in after.items():
+            old = before.get(key)
+            if old is not None and old.tensor is new.tensor and _is_same(old.data, new.data):
                 continue
-            if not _fits(new, old):
-                raise RefitError(
-                    f"{self._name_of(module)}.{attribute}",
-                    f"{_described(new)} instead of {_described(old)}",
-                    "a derived weight keeps its shape, dtype and address, for captured graphs use it",
-                    "Restart the server on these weights.",
-                )
-            with torch.no_grad():
-                old.copy_(new)
-            setattr(module, attribute, old)
+            yield new.place, new.data
+            if old is not None and puts_back:
+                _put_back(old, new)
 
     def _tensors(self) -> Iterator[tuple[_Place, torch.Tensor]]:
         """Tensors that are neither parameters nor part of one: attributes and buffers."""
@@ -158,20 +217,64 @@ class DerivedWeights:
                     ):
                         yield (module, attribute), value
 
-    def _name_of(self, module: torch.nn.Module) -> str:
-        return next(name for name, one in self._modules.items() if one is module)
+
+class _Deriver:
+    """A method of a module that writes what it computes from weights.
+
+    Attributes:
+        is_used: whether SGLang calls it by itself.
+    """
+
+    def __init__(self, prefix: str, module: torch.nn.Module, method: str) -> None:
+        self.prefix, self.module, self.method = prefix, module, method
+        self.native = getattr(module, method)
+        self.takes_names = "weight_names" in inspect.signature(self.native).parameters
+        self.is_used = False
+
+    def told(self, names: list[str]) -> dict[str, Any]:
+        """Arguments that limit it to what these weights lead to; none: everything.
+
+        A model inside another is given names that the outer one made of those that were sent.
+        """
+        return {"weight_names": names} if self.takes_names and not self.prefix else {}
 
 
-def _fits(new: Any, old: torch.Tensor) -> bool:
-    return (
-        isinstance(new, torch.Tensor)
-        and new.shape == old.shape
-        and new.dtype == old.dtype
-        and new.device == old.device
-    )
+class _Binding(NamedTuple):
+    """A name of a module, and what it stood for: the object, and the memory that it had."""
+
+    owner: dict[str, Any]
+    place: str
+    tensor: torch.Tensor
+    data: torch.Tensor
+
+    @property
+    def leaf(self) -> str:
+        return self.place.rpartition(".")[2]
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} of shape {tuple(value.shape)}"
-    return repr(value)
+def _is_same(old: torch.Tensor, new: torch.Tensor) -> bool:
+    return (storage_of(old), old.storage_offset()) == (storage_of(new), new.storage_offset())
+
+
+def _put_back(old: _Binding, new: _Binding) -> None:
+    """Copy the new value into the old memory, and bind that again."""
+    if not _fits(new.data, old.data):
+        raise RefitError(
+            old.place,
+            f"{_described(new.data)} instead of {_described(old.data)}",
+            "a derived weight keeps its shape, dtype and address, for captured graphs use it",
+            "Restart the server on these weights.",
+        )
+    with torch.no_grad():
+        old.data.copy_(new.data)
+        if new.tensor is old.tensor:
+            old.tensor.data = old.data
+    old.owner[old.leaf] = old.tensor
+
+
+def _fits(new: torch.Tensor, old: torch.Tensor) -> bool:
+    return new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
+
+
+def _described(value: torch.Tensor) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}"

@@ -6,11 +6,12 @@ what they left is handed to them once more, expert by expert, under the names th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from ...wire.fused_experts import FUSED_PARTS, matrices_of
 from ..arrival.sent_tensors import Source
 
 
@@ -34,15 +35,8 @@ def load_left_experts(
     parts: list[tuple[str, torch.Tensor]] = []
     for prefix, module in model.named_modules():
         if isinstance(module, FusedMoE):
-            parts += _one_by_one(prefix, fused)
+            for leaf in FUSED_PARTS:
+                if f"{prefix}.{leaf}" in fused:
+                    parts += matrices_of(prefix, leaf, fused[f"{prefix}.{leaf}"])
     if parts:
         load_weights(parts)
-
-
-def _one_by_one(prefix: str, fused: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    for expert, weight in enumerate(fused.get(f"{prefix}.gate_up_proj", ())):
-        gate, up = weight.chunk(2, dim=0)
-        yield f"{prefix}.{expert}.gate_proj.weight", gate
-        yield f"{prefix}.{expert}.up_proj.weight", up
-    for expert, weight in enumerate(fused.get(f"{prefix}.down_proj", ())):
-        yield f"{prefix}.{expert}.down_proj.weight", weight

@@ -1,58 +1,122 @@
-"""Copies of a weight that SGLang makes at its first use and keeps: stale after the next update.
+"""What SGLang makes of weights at their first use and keeps: right after an update too, or refused.
 
-No update path of SGLang renews them, so its own BF16 refit leaves them behind too. Here every update
-writes them again, in place, for a captured graph holds their address.
-
-Each entry names the classes it was seen in, and can go with the last supported SGLang that has it.
+Some modules convert a weight when they first run, and keep the result: a router's weight in FP32, a
+norm with a scale folded into it. No update path of SGLang renews these, so its own refit leaves them
+behind. They are found by looking, once, before the first update is stored: what the modules hold by
+then is compared with what they held when the model was loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-# Attribute to the weight it is a copy of, both seen from the module that keeps it.
-_KEPT = {
-    # GLM-4.5 and GLM-4.7-Flash up to 0.5.16: the router's weight in FP32.
-    "_weight_fp32": "weight",
-    # Hunyuan V3 with the FP8 attention of HPC-Ops: the norms of queries and keys in FP32.
-    "_hpc_q_norm_w_fp32": "q_norm.weight",
-    "_hpc_k_norm_w_fp32": "k_norm.weight",
-}
-# The router's correction bias in the dtype of the logits (a ROCm kernel asks for it). It is renewed when
-# the bias' version counts on, which a write through `.data` does not do.
-_KEPT_BIAS = "_correction_bias_dtype_cache"
+from ...errors import HostError
+from ...numerics.fingerprint import tensor_number
+from .memory import held_tensors
+from .parameters import Target
 
 
 class KeptCopies:
-    """The copies that one model may make.
+    """The copies that one model keeps.
 
     Args:
-        model: as SGLang built it; its modules have the attributes by then, whether used or not.
+        is_derived: whether a place is written by something that every update calls again.
+
+    Attributes:
+        unexplained: tensors that appeared since the load and are no copy of any weight: caches and
+            work space, most likely. An update leaves them as they are.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._keepers: list[tuple[Any, str, torch.nn.Module, str]] = []
-        self._routers: list[Any] = []
-        for module in model.modules():
-            for attribute, weight in _KEPT.items():
-                if attribute in vars(module) or attribute in module._buffers:
-                    owner, _, leaf = weight.rpartition(".")
-                    self._keepers.append((module, attribute, module.get_submodule(owner), leaf))
-            config: Any = vars(module).get("topk_config")
-            if hasattr(config, _KEPT_BIAS):
-                self._routers.append(config)
+    def __init__(self, model: torch.nn.Module, is_derived: Callable[[str], bool]) -> None:
+        self._model, self._is_derived = model, is_derived
+        self._as_loaded: dict[str, tuple[torch.Tensor, int]] | None = None
+        self._copies: list[tuple[torch.Tensor, Target]] = []
+        self.unexplained: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """`(copy, weight)` of every copy that has been made so far."""
-        found = [(getattr(one, name), getattr(own, leaf)) for one, name, own, leaf in self._keepers]
-        found += [(getattr(one, _KEPT_BIAS), one.correction_bias) for one in self._routers]
-        return ((copy, weight) for copy, weight in found if copy is not None)
+        """`(copy, weight)` of every copy that was found."""
+        return ((copy, target.parameter.data) for copy, target in self._copies)
+
+    def note_loaded(self, written: Iterable[Target]) -> None:
+        """Remember what the modules hold now, but for `written`, which every update writes again.
+
+        Side effect: what was found before is forgotten.
+        """
+        rest = {id(target.parameter) for target in written}
+        held = ((place, one) for place, one in self._held() if id(one) not in rest)
+        self._as_loaded = {place: (one, tensor_number(one.detach(), 0)) for place, one in held}
+        self._copies, self.unexplained = [], []
+
+    def look(self, written: Iterable[Target]) -> None:
+        """Find what was made since then; later calls cost nothing.
+
+        Args:
+            written: targets that updates write.
+
+        Raises:
+            HostError: a tensor that was changed in place, or that could be a copy of either of two.
+        """
+        before, self._as_loaded = self._as_loaded, None
+        if before is None:
+            return
+        candidates = list(written)
+        known = {id(target.parameter) for target in candidates}
+        for place, one in self._held():
+            if id(one) in known:
+                continue
+            old = before.get(place)
+            if old is None or old[0] is not one:
+                self._explain(place, one, candidates)
+            elif old[1] != tensor_number(one.detach(), 0) and not self._is_derived(place):
+                raise HostError(
+                    place,
+                    "changed by a forward pass",
+                    "what SGLang computes from weights at their first use, it never computes again",
+                    "Serve this model without updates of its weights.",
+                )
+
+    def _explain(self, place: str, made: torch.Tensor, candidates: list[Target]) -> None:
+        equal = [target for target in candidates if _is_copy(made, target.parameter.data)]
+        if not equal:
+            self.unexplained.append(place)
+            return
+        near = max(_common(place, target.name) for target in equal)
+        nearest = [target for target in equal if _common(place, target.name) == near]
+        if len(nearest) > 1:
+            raise HostError(
+                place,
+                f"a copy of {' or of '.join(target.name for target in nearest)}",
+                "these have the same values, so it is not known which one it has to follow",
+                "Start the server on weights that differ.",
+            )
+        self._copies.append((made, nearest[0]))
 
     def renew(self) -> None:
         """Give every copy the values of its weight, where it lies."""
         with torch.no_grad():
             for copy, weight in self:
-                copy.copy_(weight)
+                copy.copy_(weight.reshape(copy.shape))
+
+    def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        found = {**dict(self._model.named_parameters()), **dict(held_tensors(self._model))}
+        return ((place, one) for place, one in found.items() if one.device.type != "meta")
+
+
+def _is_copy(made: torch.Tensor, weight: torch.Tensor) -> bool:
+    return (
+        made.numel() == weight.numel()
+        and made.device == weight.device
+        and torch.equal(made.reshape(-1), weight.to(made.dtype).reshape(-1))
+    )
+
+
+def _common(place: str, name: str) -> int:
+    """How many levels of the model two places share."""
+    count = 0
+    for one, other in zip(place.split("."), name.split("."), strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

@@ -2,12 +2,13 @@
 
 At startup this is the load of the checkpoint. Where nothing was loaded (`--load-format dummy`, or a
 plan without weights) the same loaders see tensors on `meta`, under the names and shapes of
-`checkpoint_names`: a *probe*, which stores nothing.
+`checkpoint.py`: a *probe*, which stores nothing.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,10 +39,17 @@ class Landing:
 
 @dataclass
 class Known:
-    """A name that some parameter takes: its full shape, and where it lands."""
+    """A name that the model takes.
+
+    Attributes:
+        shape: of the full tensor.
+        landings: where it, or parts of it, are stored.
+        reason: what more than copies SGLang makes of it; empty if nothing.
+    """
 
     shape: tuple[int, ...]
     landings: list[Landing] = field(default_factory=list)
+    reason: str = ""
 
 
 class NameTable:
@@ -56,34 +64,30 @@ class NameTable:
     def is_filled(self) -> bool:
         return bool(self.known)
 
-    def attention_of(self, sent_prefix: str) -> str | None:
-        """The served attention module whose weights are sent below that prefix; None if none are."""
-        for leaf in ("k_proj", "qkv_proj"):
-            known = self.known.get(f"{sent_prefix}.{leaf}.weight")
-            if known is not None:
-                return known.landings[0].target.name.rsplit(".", 2)[0]
-        return None
-
     def landed(
-        self,
-        source: Source | None,
-        target: Target,
-        part: tuple,
-        loaded: torch.Tensor,
-        writes: list[Write],
+        self, sources: Iterable[Source], target: Target, part: tuple, writes: Sequence[Write]
     ) -> None:
-        """One loader call: `loaded` is (a view of) what was sent, `writes` what came of it."""
-        if source is None:
-            return
+        """What one loader call wrote into a target was made of these sent tensors."""
         copies = [(write.source, write) for write in writes if write.source is not None]
-        boxes = tuple(
-            _box(source, taken) if _is_row_major(write.shape, write.stride) else None
-            for taken, write in copies
-        )
         regions = tuple(write.region for _, write in copies)
-        with self._lock:
-            known = self.known.setdefault(source.name, Known(source.shape))
-            known.landings.append(Landing(target, part, boxes, regions))
+        for source in sources:
+            boxes = tuple(
+                _box(source, taken) if _is_row_major(write.shape, write.stride) else None
+                for taken, write in copies
+            )
+            landing = Landing(target, part, boxes, regions)
+            with self._lock:
+                self.known.setdefault(source.name, Known(source.shape)).landings.append(landing)
+
+    def made_into(self, native: Mapping[Source, str], consumed: Container[str]) -> None:
+        """Of sent tensors that reached the model, what else than copies was made of them."""
+        for source, reason in native.items():
+            if source.name in consumed:
+                self.known.setdefault(source.name, Known(source.shape)).reason = reason
+
+    def forget(self) -> None:
+        """What was learnt is not all."""
+        self.known, self.unused = {}, {}
 
     def not_taken(self, names: list[str]) -> None:
         """Names of the checkpoint that no parameter's loader was called for."""
@@ -94,7 +98,7 @@ def _box(sent: Source, view: torch.Tensor) -> Region | None:
     """Which box of what was sent a view of it covers; None for a tensor that the loader made, or turned."""
     offset = sent.offset_of(view)
     shape, stride = tuple(view.shape), tuple(view.stride())
-    if offset is None or not sent.is_contiguous or not _is_row_major(shape, stride):
+    if offset is None or not _is_row_major(shape, stride):
         return None
     return region_of(offset, shape, stride, sent.shape)
 

@@ -12,6 +12,7 @@ import torch
 from ...numerics.write_table import Widths
 from ...scheme import Granularity
 from ..interception.writes import RecordedWrite
+from ..modules.layouts import experts_may_move
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 from ..modules.moe import Fp8BlockwiseOnlineMoEMethod
 
@@ -21,11 +22,11 @@ _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 @dataclass
 class Target:
-    """One parameter of the served model.
+    """One parameter or buffer of the served model.
 
     Attributes:
-        name: as in `model.named_parameters()`.
-        parameter: the served parameter; its storage never changes.
+        name: as in `model.named_parameters()` or `model.named_buffers()`.
+        parameter: what is served; its storage never changes.
         granularity: blockwise or per channel for an FP8 weight; high precision for all else.
         scale: the FP32 scale parameter of an FP8 weight.
         module: the module that owns the parameter.
@@ -33,21 +34,21 @@ class Target:
     """
 
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     granularity: Granularity
     module: Any
     scale: torch.nn.Parameter | None = None
     index: int = 0
     # Loader arguments and the source's shape, strides and dtype, to what the loader wrote then.
     recorded: dict[tuple, list[RecordedWrite]] = field(default_factory=dict)
-    stand_ins: dict[torch.dtype, torch.nn.Parameter] = field(default_factory=dict)
+    stand_ins: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
     @property
     def is_repeatable(self) -> bool:
         """Whether its loader is a function of its arguments and of nothing that may change."""
         from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
-        return not (isinstance(self.module, FusedMoE) and _experts_may_move())
+        return not (isinstance(self.module, FusedMoE) and experts_may_move())
 
     @property
     def is_fp8(self) -> bool:
@@ -59,21 +60,14 @@ class Target:
         return self.is_fp8 and self.module.quant_method.reads_packed_scales(self.module)
 
 
-def _experts_may_move() -> bool:
-    """Whether SGLang balances experts over ranks while serving."""
-    from sglang.srt.runtime_context import get_server_args
-
-    args = get_server_args()
-    return bool(args.enable_eplb or args.elastic_ep_backend)
-
-
 def targets_of(model: torch.nn.Module) -> dict[int, Target]:
-    """Every parameter of the model, by `id`. Tied parameters are one target."""
+    """Every parameter and buffer of the model, by `id`. Tied parameters are one target."""
     targets: dict[int, Target] = {}
     for prefix, module in model.named_modules():
         method: Any = getattr(module, "quant_method", None)
         ours = isinstance(method, OUR_METHODS)
         owned = dict(module.named_parameters(recurse=False))
+        owned |= {leaf: one for leaf, one in module._buffers.items() if one is not None}
         for leaf, parameter in owned.items():
             if id(parameter) in targets:
                 continue
@@ -102,7 +96,7 @@ def widths_of(targets: Iterable[Target]) -> Widths:
     found: dict[Granularity, set[int]] = {one: set() for one in Granularity}
     for target in targets:
         weight = target.parameter
-        if weight.dim() and weight.numel():
+        if weight.dim() and weight.numel() and isinstance(weight, torch.nn.Parameter):
             found[target.granularity].add(weight.shape[-1])
     return Widths(
         frozenset(found[Granularity.HIGH_PRECISION]),
@@ -169,7 +163,7 @@ def _full_linear_shape(target: Target, args: tuple) -> tuple[int, ...] | None:
         return None
     if getattr(layer, "use_presharded_weights", False):
         return None
-    if args and hasattr(layer, "fp8rl_part_rows"):  # see parts.py
+    if args and hasattr(layer, "fp8rl_part_rows"):  # see mla_parts.py
         return (layer.fp8rl_part_rows[args[0]], layer.input_size)
     if isinstance(layer, QKVParallelLinear):
         heads, kv_heads = layer.total_num_heads, layer.total_num_kv_heads

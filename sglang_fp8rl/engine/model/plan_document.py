@@ -12,11 +12,9 @@ from typing import Any
 import torch
 
 from ...config import Options
-from ...errors import ConfigError
 from ...numerics.grid import PerChannel, ScaleGranularity, granularity_of
-from ...scheme import Scheme
+from ...scheme import Granularity, Scheme
 from ...wire.plan import FP8, PLAN_FORMAT, PLAN_VERSION, UNUSED, digest_of
-from ..kv_scales.attention_layers import attention_layers
 from .landings import Known, Landing, NameTable
 from .parameters import Target
 from .unneeded_names import left_out
@@ -30,12 +28,14 @@ def plan_document(
     targets: Mapping[int, Target],
     schemes: Mapping[str, Scheme],
     options: Options,
+    more: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The document, its digest included; JSON types only.
 
     Args:
         model: as SGLang built it; parameters may be on `meta`.
         names: filled by a load or a probe.
+        more: sections of extensions.
     """
     maker = _Maker(names, schemes, options)
     tensors = {name: maker.entry(name, known) for name, known in names.known.items()}
@@ -50,7 +50,7 @@ def plan_document(
         "fp8_bytes": sum(target.parameter.numel() for target in targets.values() if target.is_fp8),
         "tensors": dict(sorted(tensors.items())),
         "left_out": left_out(model),
-        "kv_scales": _kv_scales(model, options),
+        **more,
     }
     document["digest"] = digest_of(document)
     return document
@@ -82,6 +82,15 @@ class _Maker:
                     self._likes.setdefault(_kind_of(known, landing), landing)
 
     def entry(self, name: str, known: Known) -> dict[str, Any]:
+        if not known.landings:
+            return {
+                "shape": list(known.shape),
+                "module": "",
+                "scheme": Granularity.HIGH_PRECISION.value,
+                "block_size": None,
+                "reason": known.reason,
+                "wire": {"dtype": "float32"},
+            }
         landings = [self._likes.get(_kind_of(known, one), one) for one in known.landings]
         # Of several (tied) parameters the quantized one has the say.
         target = max((one.target for one in known.landings), key=lambda target: target.is_fp8)
@@ -155,18 +164,6 @@ def _unused() -> dict[str, Any]:
         "reason": "in the checkpoint, but no parameter of rank 0 takes it",
         "wire": {"dtype": "any"},
     }
-
-
-def _kv_scales(model: Any, options: Options) -> dict[str, Any]:
-    """What `--kv-cache-dtype fp8_e4m3` would be here; the exponents are in the status."""
-    refused = ""
-    layers = 0
-    if options.kv_scales != "unit":
-        try:
-            layers = len(attention_layers(model))
-        except ConfigError as error:
-            refused = str(error)
-    return {"mode": options.kv_scales, "layers": layers, "refused": refused}
 
 
 def _model_summary(model: Any) -> dict[str, Any]:

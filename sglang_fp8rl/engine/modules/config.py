@@ -16,7 +16,7 @@ from ...declared_hooks import check_hooks_in_force
 from ...errors import ConfigError, HostError
 from ...scheme import Cause, Granularity, Scheme
 from .decisions import Decisions
-from .derivable import check_derivable, check_no_copies_of_the_start
+from .derivable import check_derivable, check_no_copies_of_the_start, check_no_experts_turned
 from .layouts import check_layout
 from .linear import Fp8BlockwiseOnlineLinearMethod
 from .moe import Fp8BlockwiseOnlineMoEMethod, unquantized_experts
@@ -132,6 +132,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         self.decisions.raise_refused()
         check_derivable(model)
         check_no_copies_of_the_start(model)
+        check_no_experts_turned(model)
         self.check_patterns_used()
 
     def check_patterns_used(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from ...errors import ConfigError, HostError
 from ...scheme import Granularity
 
-_DSPARK_HEAD = "SGLANG_ROCM_OPT_DSPARK_FP8_LM_HEAD"
+_FUSED_SWIGLU = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 
 
 def check_derivable(model: torch.nn.Module) -> None:
@@ -37,26 +37,17 @@ def check_derivable(model: torch.nn.Module) -> None:
 
 
 def check_no_copies_of_the_start(model: torch.nn.Module) -> None:
-    """Refuse the options with which SGLang keeps copies of weights that no update path renews.
+    """Refuse the option with which SGLang keeps copies of weights that no update path renews.
 
     `--dcp-replicate-q-proj` (models of DeepSeek's family take it by default under DCP): `q_b_proj` and
     `w_kc` of all ranks are gathered once, before graphs are captured, and decoding would go on with the
-    first policy's queries. `SGLANG_ROCM_OPT_DSPARK_FP8_LM_HEAD`: DSpark quantizes `lm_head` at its first
-    verification and keeps the result, so drafts would be judged by the first policy's head.
+    first policy's queries. (DSpark keeps an FP8 copy of `lm_head` on ROCm, where SGLang takes no method
+    of a plugin.)
 
     Raises:
-        ConfigError: such an option is on, and the model has such copies or will make them.
+        ConfigError: the option is on, and the model has such copies.
     """
     from sglang.srt.runtime_context import get_parallel
-
-    if os.environ.get(_DSPARK_HEAD, "").lower() in ("true", "1", "yes", "y"):
-        raise ConfigError(
-            _DSPARK_HEAD,
-            repr(os.environ[_DSPARK_HEAD]),
-            "DSpark's FP8 copy of lm_head is made once; after an update, it would verify drafts with the "
-            "old one",
-            "Unset it.",
-        )
 
     if not getattr(get_parallel(), "dcp_replicate_q_proj", False):
         return
@@ -69,3 +60,38 @@ def check_no_copies_of_the_start(model: torch.nn.Module) -> None:
                 "would use the old ones",
                 "Start with --no-dcp-replicate-q-proj.",
             )
+
+
+def check_no_experts_turned(model: torch.nn.Module) -> None:
+    """Refuse what has SGLang rearrange experts once, behind their first load.
+
+    MegaMoE interleaves gate and up rows of codes and scales, in a buffer of its own or in the parameter;
+    `SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED` does so to experts left in BF16. An update writes them in the
+    checkpoint's order.
+
+    Raises:
+        ConfigError: such an option is on, and the model has experts.
+    """
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+    from sglang.srt.runtime_context import get_server_args
+
+    name = next((name for name, one in model.named_modules() if isinstance(one, FusedMoE)), None)
+    if name is None:
+        return
+    args = get_server_args()
+    options = {
+        "--moe-a2a-backend": str(args.moe_a2a_backend),
+        "--moe-runner-backend": str(args.moe_runner_backend),
+    }
+    turned = [f"{option} {value}" for option, value in options.items() if "megamoe" in value]
+    # As SGLang reads a switch of the environment.
+    is_set = os.environ.get(_FUSED_SWIGLU, "").lower() in ("true", "1", "yes", "y")
+    turned += [_FUSED_SWIGLU] if is_set else []
+    if turned:
+        raise ConfigError(
+            name,
+            turned[0],
+            "gate and up rows of experts are interleaved once, behind the first load; an update would "
+            "write them in the checkpoint's order",
+            "Leave it out.",
+        )

@@ -1,8 +1,16 @@
-"""Parallel layouts in which a failed update would go untold."""
+"""What the server's parallel layout means for updates: one is refused, one keeps experts unrecorded."""
 
 from __future__ import annotations
 
 from ...errors import ConfigError
+
+
+def experts_may_move() -> bool:
+    """Whether SGLang balances experts over ranks while serving."""
+    from sglang.srt.runtime_context import get_server_args
+
+    args = get_server_args()
+    return bool(args.enable_eplb or args.elastic_ep_backend)
 
 
 def check_layout() -> None:

@@ -14,26 +14,23 @@ from sglang.srt.layers.quantization.fp8_utils import (
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from ...errors import ConfigError, HostError
-from ...scheme import Granularity, Scheme, decide_scheme, misalignment
-from .decisions import Decisions
-from .packed_scales import ServedWithPackedScales, takes_packed_scales
+from ...scheme import misalignment
+from .decisions import DecidedMethod, Decisions
+from .packed_scales import takes_packed_scales
 
 
-class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
+class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
     """W8A8 linear layer whose FP8 weight is written by quantizing what its loader loads.
 
     One instance serves one layer. Blockwise layers are allocated, post-processed and run by
     SGLang's own code; per-channel layers keep the loader's `[N, K]` layout and hand the
     kernel a transposed view, so no pointer moves.
-
-    Args:
-        quant_config: the model's configuration, as SGLang's own methods read it.
-        decisions: of the same model; the scheme is recorded there.
-        prefix: the module's full name.
     """
 
+    weight_leaves = ("weight",)
+
     def __init__(self, quant_config: Fp8Config, decisions: Decisions, prefix: str) -> None:
-        super().__init__(quant_config)
+        super().__init__(quant_config, decisions, prefix)
         if self.use_marlin:
             raise HostError(
                 prefix,
@@ -41,10 +38,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
                 "Marlin repacks the weight, so it can't be written in place",
                 "Use a GPU of compute capability 8.9 or newer, and unset SGLANG_FORCE_FP8_MARLIN.",
             )
-        self.prefix, self.decisions = prefix, decisions
-        self.fp8rl_scheme: Scheme | None = None
         self.created_with: dict[str, Any] = {}
-        self.served: ServedWithPackedScales | None = None
 
     def create_weights(
         self,
@@ -87,9 +81,7 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
                 "Set misaligned to 'per_channel' or 'bf16', add the module to ignored_layers, or "
                 "use another tensor-parallel size.",
             )
-        self.fp8rl_scheme = decide_scheme(reason, options.misaligned, options.granularity)
-        self.decisions.record(self.prefix, self.fp8rl_scheme)
-        self.block_quant = self.fp8rl_scheme.granularity is Granularity.BLOCKWISE
+        self.decide(reason)
         if self.block_quant:
             super().create_weights(layer, **self.created_with)
             # A scale that was never written has to be seen, not multiplied with.
@@ -150,14 +142,6 @@ class Fp8BlockwiseOnlineLinearMethod(Fp8LinearMethod):
             getattr(runner, "func", runner) is deepgemm_w8a8_block_fp8_linear_with_fallback
         )
         return is_deepgemm and takes_packed_scales(layer, layer.weight, is_moe=False)
-
-    def derive(self, layer: Any) -> None:
-        """At the end of every update: what the kernels read beside the canonical scales."""
-        if self.served is not None:
-            self.served.derive()
-        elif self.reads_packed_scales(layer):
-            leaves = [("weight", "weight_scale_inv")]
-            self.served = ServedWithPackedScales(layer, leaves, self.prefix)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x [..., K]` in `params_dtype` to `[..., N]`, by SGLang's kernel for the scheme."""

@@ -8,34 +8,26 @@ import torch
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoeWeightScaleSupported
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 from sglang.srt.layers.moe.utils import get_moe_runner_backend
-from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
+from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.utils import set_weight_attrs
 
 from ...errors import ConfigError
-from ...scheme import Granularity, Scheme, decide_scheme, expert_misalignment
-from .decisions import Decisions
-from .packed_scales import ServedWithPackedScales, takes_packed_scales
+from ...scheme import expert_misalignment
+from .decisions import DecidedMethod
+from .layouts import experts_may_move
+from .packed_scales import takes_packed_scales
 
 
-class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
+class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
     """W8A8 experts whose FP8 weights are written by quantizing what their loader loads.
 
     Blockwise experts are allocated, post-processed and run by SGLang's own code. Experts whose
     shard fails alignment are stored per channel and run by SGLang's Triton runner
     (`per_channel_quant`), the path of its channel-wise FP8 checkpoints.
-
-    Args:
-        quant_config: the model's configuration, as SGLang's own methods read it.
-        decisions: of the same model; the scheme is recorded there.
-        prefix: the module's full name.
     """
 
-    def __init__(self, quant_config: Fp8Config, decisions: Decisions, prefix: str) -> None:
-        super().__init__(quant_config)
-        self.prefix, self.decisions = prefix, decisions
-        self.fp8rl_scheme: Scheme | None = None
-        self.served: ServedWithPackedScales | None = None
+    weight_leaves = ("w13_weight", "w2_weight")
 
     def create_weights(
         self,
@@ -74,9 +66,7 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
                 "Set misaligned to 'per_channel', add the module to ignored_layers, or use "
                 "another tensor-parallel or expert-parallel size.",
             )
-        self.fp8rl_scheme = decide_scheme(reason, options.misaligned, options.granularity)
-        self.decisions.record(self.prefix, self.fp8rl_scheme)
-        self.block_quant = self.fp8rl_scheme.granularity is Granularity.BLOCKWISE
+        self.decide(reason)
         if self.block_quant:
             super().create_weights(
                 layer,
@@ -130,7 +120,8 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
 
         Raises:
             ConfigError: experts with one scale a row, and a runner that would read them otherwise;
-                or CUTLASS with expert parallelism, which SGLang refuses of `fp8` by its name.
+                CUTLASS with expert parallelism, which SGLang refuses of `fp8` by its name; or packed
+                scales of experts that move.
         """
         super().create_moe_runner(layer, moe_runner_config)
         if get_moe_runner_backend().is_cutlass() and getattr(layer, "moe_ep_size", 1) > 1:
@@ -139,6 +130,13 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
                 f"--moe-runner-backend cutlass with {layer.moe_ep_size} expert-parallel ranks",
                 "SGLang's CUTLASS experts in FP8 are for one expert-parallel rank only",
                 "Leave --moe-runner-backend out, or use --ep-size 1.",
+            )
+        if self.reads_packed_scales(layer) and experts_may_move():
+            raise ConfigError(
+                self.prefix,
+                "DeepGEMM experts on Blackwell with --enable-eplb or --elastic-ep-backend",
+                "experts move with their parameters, and scales packed beside those would stay behind",
+                "Leave the option out, or start with --moe-runner-backend triton.",
             )
         runner = getattr(self, "runner", None)  # CUTLASS is called without one
         if self.block_quant or (runner is not None and runner.runner_backend.is_triton()):
@@ -173,14 +171,6 @@ class Fp8BlockwiseOnlineMoEMethod(Fp8MoEMethod):
             return False
         is_deepgemm = self.is_deepgemm_moe_runner_backend_enabled()
         return is_deepgemm and takes_packed_scales(layer, layer.w13_weight, is_moe=True)
-
-    def derive(self, layer: Any) -> None:
-        """At the end of every update: what the kernels read beside the canonical scales."""
-        if self.served is not None:
-            self.served.derive()
-        elif self.reads_packed_scales(layer):
-            leaves = [(name, f"{name}_scale_inv") for name in ("w13_weight", "w2_weight")]
-            self.served = ServedWithPackedScales(layer, leaves, self.prefix)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """SGLang's runner, on the scales in the form it reads."""

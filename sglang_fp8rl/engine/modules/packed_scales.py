@@ -88,8 +88,6 @@ def pack(scale: torch.Tensor, rows: int, name: str) -> torch.Tensor:
     Raises:
         HostError: a scale that is not a power of two; packing would change it.
     """
-    from sglang.srt.layers.quantization.fp8_utils import transform_scale_ue8m0
-
     if bool((are_no_exponents(scale) & ~scale.isnan()).any()):
         raise HostError(
             name,
@@ -98,4 +96,6 @@ def pack(scale: torch.Tensor, rows: int, name: str) -> torch.Tensor:
             "weight",
             "Set use_weight_pow2_scale to true in quantization_config.",
         )
+    from sglang.srt.layers.quantization.fp8_utils import transform_scale_ue8m0
+
     return transform_scale_ue8m0(scale, mn=rows, use_torch_impl=not scale.is_cuda)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from ...errors import RefitError
+from ...errors import RefitError, as_text, near_matches
 from ..model.parameters import Target, full_shape_of
 
 MAX_LISTED = 8
@@ -79,8 +78,26 @@ def foreign_error(name: str, error: Exception, known: Iterable[str]) -> RefitErr
     )
 
 
-def check_named_once(names: Sequence[str]) -> None:
-    """Raises `RefitError` for a name that comes twice: nobody knows which of the two is meant."""
+def outside_of_a_call(name: str) -> RefitError:
+    """A write that belongs to no update."""
+    return RefitError(
+        name,
+        "a weight_loader called outside model.load_weights",
+        "every write has to belong to an update, or its scale could be left behind",
+        "Send the tensor through model.load_weights or an update_weights_from_* call.",
+    )
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises `RefitError` for a name that is no text, or comes twice: nobody knows which of the two is meant."""
+    for name in names:
+        if not isinstance(name, str) or as_text(name) != name:
+            raise RefitError(
+                ascii(name),
+                "no text that could be written down",
+                "a tensor has a name of the checkpoint; nothing of this call was stored",
+                "Look at what the trainer's iterator yields.",
+            )
     if len(set(names)) == len(names):
         return
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -94,12 +111,11 @@ def check_named_once(names: Sequence[str]) -> None:
 
 def unknown_names_error(unknown: list[str], known: Iterable[str]) -> RefitError:
     """`known`: names that were stored before, as trainers and checkpoints write them."""
-    near = difflib.get_close_matches(unknown[0], list(known), n=3, cutoff=0.6)
     return RefitError(
         listed(unknown),
         f"{len(unknown)} name(s) that no parameter takes",
         "every tensor sent has to land somewhere",
-        (f"Near matches: {', '.join(near)}. " if near else "")
+        near_matches(unknown[0], known)
         + "Set unknown_names='warn' in quantization_config to let them pass.",
     )
 

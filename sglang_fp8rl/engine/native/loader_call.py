@@ -11,18 +11,22 @@ import torch
 from ...config import Options
 from ...errors import Fp8RlError, RefitError
 from ...numerics.finite_copy import copy_finite_into
-from ..arrival.sent_tensors import Source
-from ..interception.writes import RecordedWrite, Write, make_stand_in, writes_of
+from ..arrival.sent_tensors import UNKNOWN, Made, Source
+from ..interception.watch import unwatched
+from ..interception.writes import RecordedWrite, Write, make_stand_in
 from ..model.landings import NameTable
 from ..model.parameters import Target
 from ..report.report import RefitReport
 from .call import Call
 from .cast_write import quantize_write
 from .checks import check_dtype, check_shape, check_takes_scale
-from .pairs import HalfPair, PairTable, store_pair
+from .pairs import HalfPair, PairTable, starts_of, store_pair
+from .recording import Done
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP8 = torch.float8_e4m3fn
+_MADE = "its loader makes a tensor of its own"
+_NOT_SENT = "SGLang writes what was not sent"
 
 
 class LoaderCalls:
@@ -55,12 +59,11 @@ class LoaderCalls:
         Raises:
             Fp8RlError: the tensor does not fit; nothing of it was stored.
         """
-        source = call.sources.find(loaded)
-        name = source.name if source else target.name
-        call.touched[name] = (target.name, part_of(args, kwargs))
+        made = call.made_of(loaded)
+        name = made.sources[0].name if made.sources else call.sources.latest_name or target.name
         try:
             with call.lane.entered() if call.lane is not None else nullcontext():
-                self._store(call, target, native, source, name, loaded, args, kwargs)
+                self._load(call, target, native, made, name, loaded, args, kwargs)
         except Fp8RlError:
             call.stopped_at = name
             raise
@@ -74,56 +77,123 @@ class LoaderCalls:
                 "Send the tensor as the checkpoint has it.",
             ) from error
 
-    def _store(
+    def store(self, call: Call, target: Target, write: Write) -> None:
+        """One write that SGLang makes into a target without its loader.
+
+        Raises:
+            RefitError: FP8 codes, or a scale: without a loader it is not known which belong together.
+        """
+        with call.lane.entered() if call.lane is not None else nullcontext():
+            source = write.source
+            made = UNKNOWN if source is None else call.made_of(source)
+            name = made.sources[0].name if made.sources else target.name
+            is_scale = bool(made.sources) and made.sources[0].is_scale
+            if source is not None and (is_scale or source.dtype == _FP8):
+                raise RefitError(
+                    name,
+                    f"{source.dtype} for {target.name}",
+                    "SGLang writes it without a weight_loader, so its codes and scales can't be paired",
+                    "Send this tensor in BF16 or FP32.",
+                )
+            self._take(call, target, (), made, name, [write], None)
+            # What SGLang makes of the target afterwards is made of the same.
+            call.sources.derive(target.parameter, made.sources, adds=True)
+
+    def _load(
         self,
         call: Call,
         target: Target,
         native: Any,
-        source: Source | None,
+        made: Made,
         name: str,
         loaded: torch.Tensor,
         args: tuple,
         kwargs: dict,
     ) -> None:
         key = part_of(args, kwargs)
+        source = made.sources[0] if made.sources else None
+        call.touch(made.sources, target.name, key)
         position = source.position if source else None
-        if source is not None and source.is_scale:
+        is_pair = target.is_fp8 and loaded.dtype == _FP8
+        is_scale = source is not None and source.is_scale
+        if is_pair or is_scale:
+            with unwatched():  # a model may cut it out of a larger tensor, or turn it
+                loaded = loaded.contiguous()
+        if source is not None and is_scale:
             check_takes_scale(target, name)
             _wait(call, position)
-            half = self.pairs.add_scale(target, (call.scope.sender, key), name, loaded, source)
+            half = self.pairs.add_scale(target, key, name, loaded, source)
             self._store_pair(call, half)
             return
-        is_fp8_source = loaded.dtype == _FP8
-        if not (is_fp8_source and target.is_fp8) and loaded.dtype not in _FLOAT_DTYPES:
+        if not is_pair and loaded.dtype not in _FLOAT_DTYPES:
             check_dtype(target, name, loaded)
         check_shape(target, name, loaded, args, kwargs)
-        writes, recorded = self._writes(target, native, loaded, args, kwargs)
+        writes, recorded = self._writes(call, target, native, loaded, args, kwargs)
+        if is_pair:
+            if call.scope.learns_names:
+                self.names.landed(made.sources, target, key, writes)
+            call.note(target, writes, made.sources)
+            if call.scope.stores:
+                starts_of(name, loaded, writes)
+                _wait(call, position)
+                pair = self.pairs.add_weight(target, key, name, loaded, writes, source)
+                self._store_pair(call, pair)
+            return
+        is_whole = source is not None and loaded is source.tensor
+        self._take(call, target, key, made, name, writes, recorded if is_whole else None)
+
+    def _take(
+        self,
+        call: Call,
+        target: Target,
+        key: tuple,
+        made: Made,
+        name: str,
+        writes: list[Write],
+        recorded: list[RecordedWrite] | None,
+    ) -> None:
+        """Learn from, record and do the writes that one tensor led to.
+
+        Args:
+            made: of what; a write may be of something else, which a loader kept.
+            recorded: the writes, relative to the sent tensor, if that is known.
+        """
+        of_write = [made] * len(writes)
+        if recorded is None:
+            of_write = [made if w.source is None else call.made_of(w.source) for w in writes]
         if call.scope.learns_names:
-            self.names.landed(source, target, key, loaded, writes)
+            self._learn(target, key, made, writes, of_write)
+        for one, write in zip(of_write, writes, strict=True):
+            call.touch(one.sources, target.name, key)
+            call.note(target, [write], one.sources)
+            if not one.is_view:
+                call.observer.leave_native(one.sources, _MADE if one.sources else _NOT_SENT)
         if not call.scope.stores:
             return
-        if is_fp8_source and target.is_fp8:
-            _wait(call, position)
-            half_key = (call.scope.sender, key)
-            pair = self.pairs.add_weight(target, half_key, name, loaded, writes, source)
-            self._store_pair(call, pair)
-            return
-        if not writes and not target.is_fp8:
-            # This rank holds nothing of it, or the loader does more than copy: let it.
-            _refuse(call, position, "its loader does not copy")
-            self.report.written(target, None)
-            native(target.parameter, loaded, *args, **kwargs)
-        elif call.recording is not None:
-            if source is None or source.tensor is None:
-                call.recording.refuse(None, "a tensor that was not sent")
-            else:
-                known = recorded if loaded is source.tensor else None
-                call.recording.add(source.position, source.tensor, target, writes, known)
-        for write in writes:
-            self.apply(call, target, name, write)
+        with unwatched():
+            for at, (one, write) in enumerate(zip(of_write, writes, strict=True)):
+                done, box = self.apply(call, target, name, write)
+                if call.recording is not None and one.is_view:
+                    known = recorded[at] if recorded is not None else None
+                    call.recording.add(one.sources[0], target, write, known, done, box)
+
+    def _learn(
+        self, target: Target, key: tuple, made: Made, writes: list[Write], of_write: list[Made]
+    ) -> None:
+        groups: dict[tuple[Source, ...], list[Write]] = {made.sources: []}
+        for one, write in zip(of_write, writes, strict=True):
+            groups.setdefault(one.sources, []).append(write)
+        for sources, theirs in groups.items():
+            self.names.landed(sources, target, key, theirs)
 
     def _writes(
-        self, target: Target, native: Any, loaded: torch.Tensor, args: tuple, kwargs: dict
+        self,
+        call: Call,
+        target: Target,
+        native: Any,
+        loaded: torch.Tensor,
+        args: tuple,
+        kwargs: dict,
     ) -> tuple[list[Write], list[RecordedWrite] | None]:
         """What the loader writes: repeated if it wrote for the same arguments and layout before.
 
@@ -134,45 +204,83 @@ class LoaderCalls:
         key = (*layout, args, tuple(sorted(kwargs.items())))
         recorded = target.recorded.get(key)
         if recorded is not None:
-            return [one.repeat(loaded) for one in recorded], recorded
+            with unwatched():
+                return [one.repeat(loaded) for one in recorded], recorded
         with self._lock:
             if loaded.dtype not in target.stand_ins:
                 target.stand_ins[loaded.dtype] = make_stand_in(target.parameter, loaded.dtype)
             stand_in = target.stand_ins[loaded.dtype]
-        writes = writes_of(native, stand_in, loaded, args, kwargs)
-        if target.is_repeatable and writes:
-            taken = [write.taken_from(loaded) for write in writes]
+        found = call.observer.writes_of(native, stand_in, target.parameter, (loaded, *args), kwargs)
+        if found.other:
+            return self._written_otherwise(call, target, native, found.other, loaded, args, kwargs)
+        if target.is_repeatable and found.writes and found.is_all:
+            taken = [write.taken_from(loaded) for write in found.writes]
             if all(one is not None for one in taken):
                 target.recorded[key] = [one for one in taken if one is not None]
-        return writes, target.recorded.get(key)
+        return found.writes, target.recorded.get(key)
+
+    def _written_otherwise(
+        self,
+        call: Call,
+        target: Target,
+        native: Any,
+        other: str,
+        loaded: torch.Tensor,
+        args: tuple,
+        kwargs: dict,
+    ) -> tuple[list[Write], None]:
+        """A loader that does more than copy: on the parameter itself, where that is not quantized."""
+        if target.is_fp8:
+            raise RefitError(
+                target.name,
+                f"a weight_loader that does {other}",
+                "what is served in FP8 is written by copies, which are cast with their scales",
+                "Add the module to ignored_layers.",
+            )
+        with call.observer.watching_thread():
+            native(target.parameter, loaded, *args, **kwargs)
+        self.report.written(target, None)
+        return [], None
 
     def _store_pair(self, call: Call, pair: HalfPair | None) -> None:
         if pair is None:
             return
-        copies = store_pair(pair, self.options.weight_block_size)
+        with unwatched():
+            copies = store_pair(pair, self.options.weight_block_size)
+        boxes = [self.report.written(pair.target, write.region) for write in pair.writes]
         if call.recording is not None:
-            call.recording.add_pair(pair, copies)
-        for write in pair.writes:
-            self.report.written(pair.target, write.region)
+            # The codes of a pair are boxes, or `store_pair` had refused them.
+            call.recording.add_pair(pair, copies, [box for box in boxes if box is not None])
 
-    def apply(self, call: Call, target: Target, name: str, write: Write) -> None:
-        """Do one write; a block or row that is not finite is noted, not stored."""
-        if write.source is None:
+    def apply(
+        self, call: Call, target: Target, name: str, write: Write
+    ) -> tuple[list[Done], int | None]:
+        """Do one write; a block or row that is not finite is noted, not stored.
+
+        Returns:
+            what was done, matrix by matrix (nothing for a fill), and the number of the box that was written.
+        """
+        source = write.source
+        done: list[Done] = []
+        if source is None:
             # The padding of a vocabulary: no checkpoint has it, and it is no older than the rest.
             write.destination(target.parameter).fill_(write.fill)
-            self.report.written(target, write.region)
-            return
-        if target.is_fp8:
-            for *arguments, bad in quantize_write(target, name, write, self.options):
+        elif target.is_fp8:
+            is_local = source.device == target.parameter.device  # else it is a copy that was cast
+            for cast, codes, scales, bad in quantize_write(target, name, write, self.options):
                 call.not_finite.append((name, bad))
-                self.report.refit.noise.add(target.granularity, *arguments)
-        elif write.source.is_floating_point():
-            destination = write.destination(target.parameter)
-            source = write.source.to(destination.device)
-            call.not_finite.append((name, copy_finite_into(source, destination)))
+                self.report.refit.noise.add(target.granularity, cast, codes, scales)
+                if is_local:
+                    done.append((cast, codes, scales))
         else:
-            write.destination(target.parameter).copy_(write.source)
-        self.report.written(target, write.region)
+            destination = write.destination(target.parameter)
+            done = [(source, destination, None)]
+            if source.is_floating_point():
+                bad = copy_finite_into(source.to(destination.device), destination)
+                call.not_finite.append((name, bad))
+            else:
+                destination.copy_(source)
+        return done, self.report.written(target, write.region)
 
 
 def part_of(args: tuple, kwargs: dict) -> tuple:
@@ -185,11 +293,6 @@ def part_of(args: tuple, kwargs: dict) -> tuple:
         value.removesuffix("_inv").removesuffix("_scale") if isinstance(value, str) else value
         for value in given
     )
-
-
-def _refuse(call: Call, position: int | None, reason: str) -> None:
-    if call.recording is not None:
-        call.recording.refuse(position, reason)
 
 
 def _wait(call: Call, position: int | None) -> None:

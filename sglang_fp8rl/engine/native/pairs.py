@@ -18,9 +18,10 @@ from ..modules.packed_scales import are_no_exponents
 
 @dataclass
 class HalfPair:
-    """What has arrived of one FP8 weight (one logical matrix of a fused layer)."""
+    """What has arrived of one FP8 weight (one logical matrix of a fused layer), in the call of that stamp."""
 
     target: Target
+    stamp: int = 0
     weight_name: str = ""
     weight: torch.Tensor | None = None
     writes: list[Write] = field(default_factory=list)
@@ -44,13 +45,19 @@ class HalfPair:
 class PairTable:
     """Joins FP8 weights with their scales, in whichever order they come.
 
-    Two halves meet that have one target and one `key`: the part of the target that they are for, and
-    who sent them. The scale of one trainer says nothing of the codes of another.
+    Two halves meet that have one target and one `key`, the part of the target that they are for, within
+    one refit.
     """
 
     def __init__(self) -> None:
         self._halves: dict[tuple, HalfPair] = {}
+        self._stamp = 0
         self._lock = threading.Lock()
+
+    def start_call(self, since: int, stamp: int) -> None:
+        """A call of that stamp begins; its refit has since been running, and what waits from before is dropped."""
+        self._stamp = stamp
+        self._halves = {key: half for key, half in self._halves.items() if half.stamp >= since}
 
     def add_weight(
         self,
@@ -63,7 +70,7 @@ class PairTable:
     ) -> HalfPair | None:
         """Returns the pair when this completed it."""
         with self._lock:
-            half = self._halves.setdefault((id(target), key), HalfPair(target))
+            half = self._halves.setdefault((id(target), key), HalfPair(target, self._stamp))
             half.weight_name, half.weight, half.writes = name, weight, writes
             half.weight_from = source
             return self._take(half, (id(target), key))
@@ -73,7 +80,7 @@ class PairTable:
     ) -> HalfPair | None:
         """`target` is the weight's. Returns the pair when this completed it."""
         with self._lock:
-            half = self._halves.setdefault((id(target), key), HalfPair(target))
+            half = self._halves.setdefault((id(target), key), HalfPair(target, self._stamp))
             half.scale_name, half.scale, half.scale_from = name, scale, source
             return self._take(half, (id(target), key))
 
@@ -84,7 +91,18 @@ class PairTable:
         """Names of the halves that wait for the other one, each with a line that says so."""
         return dict(half.missing() for half in self._halves.values())
 
+    def give_up(self) -> dict[str, str]:
+        """Drop halves that are still waiting; returns their names and what is missing."""
+        halves = self.open_halves()
+        self.drop()
+        return {
+            name: f"{text}; both halves of an FP8 weight belong into one call (or one session, or one refit with a name), "
+            "and the half that came was not stored. Send them together"
+            for name, text in halves.items()
+        }
+
     def drop(self) -> None:
+        """Halves never outlive their refit: the other one would be of other weights."""
         self._halves.clear()
 
     def detach(self) -> None:
@@ -197,6 +215,44 @@ def check_numbers(codes: torch.Tensor, scale: torch.Tensor, name: str, scale_nam
         raise nan_code_error(name)
 
 
+def starts_of(name: str, weight: torch.Tensor, writes: list[Write]) -> list[tuple[int, int]]:
+    """First row and column, in a contiguous `weight`, of what each write takes.
+
+    Raises:
+        RefitError: one takes no plain block of it, or writes no box: the loader turned or copied it.
+    """
+    starts = [_start_of(weight, write) for write in writes]
+    if None in starts:
+        raise RefitError(
+            name,
+            "a write that is not a plain block of the tensor that was sent",
+            "the scales of an FP8 tensor can only be split along with its rows and columns",
+            "Send this tensor in BF16 or FP32.",
+        )
+    return [start for start in starts if start is not None]
+
+
+def _start_of(weight: torch.Tensor, write: Write) -> tuple[int, int] | None:
+    source, region, shape = write.source, write.region, write.shape
+    if source is None or region is None or weight.dim() != 2 or region.shape[-2:] != shape:
+        return None
+    rows, columns = weight.shape
+    first = int(source.storage_offset() - weight.storage_offset())
+    row, column = divmod(first, columns) if columns else (0, 0)
+    is_in_it = (
+        source.untyped_storage()._cdata == weight.untyped_storage()._cdata
+        and source.dtype == weight.dtype
+        and tuple(source.shape) == shape
+        and all(
+            size == 1 or step == full
+            for size, step, full in zip(shape, source.stride(), (columns, 1), strict=True)
+        )
+        and 0 <= row <= rows - shape[0]
+        and column <= columns - shape[1]
+    )
+    return (row, column) if is_in_it else None
+
+
 def _copies_of(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
     target, weight, scale = pair.target, pair.weight, pair.scale
     assert weight is not None
@@ -220,21 +276,13 @@ def _copies_of(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
     if target.takes_packed_scales:
         check_exponents(scale, pair.scale_name)
     copies = []
-    for write in pair.writes:
+    for write, start in zip(
+        pair.writes, starts_of(pair.weight_name, weight, pair.writes), strict=True
+    ):
         region = write.region
-        is_matrix = (
-            len(write.shape) == 2 and region is not None and region.shape[-2:] == write.shape
-        )
-        if write.source is None or not is_matrix or region is None:
-            raise RefitError(
-                pair.weight_name,
-                "a write that is not a plain block of the tensor that was sent",
-                "the scales of an FP8 tensor can only be split along with its rows and columns",
-                "Send this tensor in BF16 or FP32.",
-            )
+        assert region is not None
         name = pair.weight_name
-        first = int(write.source.storage_offset() - weight.storage_offset())
-        source = sent.scales_of(divmod(first, weight.shape[1]), write.shape, name=name)
+        source = sent.scales_of(start, write.shape, name=name)
         destination = stored.scales_of(region.start[-2:], write.shape, name=name)
         scales = target.scale.data
         if scales.dim() == 3:  # one matrix per expert

@@ -40,6 +40,7 @@ class RecipeStore:
 
     def __init__(self) -> None:
         self._recipes: OrderedDict[tuple, list[Recipe]] = OrderedDict()
+        self._never: set[tuple] = set()
         self.counts = ReplayCounts()
 
     def find(self, bucket: Bucket) -> Recipe | None:
@@ -60,22 +61,38 @@ class RecipeStore:
         while len(self) > 1 and self.size > MAX_TENSORS:
             self._recipes.popitem(last=False)
 
+    def give_up(self, bucket: Bucket, reason: str) -> None:
+        """Buckets like this one are left to SGLang's loaders from now on."""
+        self._recipes.pop(bucket.key, None)
+        self._never.add(bucket.key)
+        self.counts.native_reasons[reason] += 1
+
     def learn(
         self, recording: Recording, report: RefitReport, call: Call, options: Options
     ) -> None:
         """After a call that succeeded: keep its recipe, or count why there is none."""
         bucket = recording.bucket
+        if bucket.key in self._never:
+            return
+        for source, reason in call.observer.native.items():
+            recording.refuse(source.position, reason)
+        for reason in call.observer.unsourced:
+            recording.refuse(None, reason)
         for position, name in enumerate(bucket.names):
             if name in call.kv_scales:
                 recording.refuse(position, "a scale of the KV cache, read as it comes")
             elif name not in call.touched and name not in call.unneeded:
                 recording.refuse(position, "no loader was called for it by name")
-        recipe = recipe_of(recording, report, bool(call.touched), options)
+        recipe = recipe_of(recording, report, call, options)
         self.counts.native_calls += 1
         if recipe is not None:
             self.add(bucket, recipe)
         else:
-            self.counts.native_reasons["a bucket that can't be replayed"] += 1
+            whole = recording.refused.get(-1)
+            reasons = call.observer.unsourced or [whole] if whole else recording.refused.values()
+            self.counts.native_reasons.update(
+                set(reasons) or {"two tensors of it are written to one place"}
+            )
 
     def count_replayed(self, recipe: Recipe) -> None:
         counts = self.counts

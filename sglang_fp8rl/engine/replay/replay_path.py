@@ -2,71 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from ...numerics.write_table import BAD_SCALE, NAN_CODE, Kind
 from ..arrival.bucket import Bucket
-from ..arrival.kinds import KnownBucket, Stream
-from ..model.derived_weights import DerivedWeights
 from ..modules.packed_scales import are_no_exponents
 from ..native.call import Call
 from ..native.loader_call import LoaderCalls
-from ..native.native_path import NativePath
 from ..native.pairs import bad_scale_error, nan_code_error
 from ..report.report import RefitReport
 from .recipe import Recipe
 from .recipe_store import RecipeStore
 
+_DEPENDS = "what SGLang's loaders do with some tensors of the bucket depends on the others"
 
-class ReplayPath:
-    """Writes buckets from their recipes; what a recipe leaves to the loaders goes to them."""
 
-    def __init__(
-        self,
-        loaders: LoaderCalls,
-        report: RefitReport,
-        recipes: RecipeStore,
-        derived: DerivedWeights,
-        rest: NativePath,
-    ) -> None:
-        self._loaders, self._report, self._recipes = loaders, report, recipes
-        self._derived, self._rest = derived, rest
+def replay(
+    call: Call,
+    bucket: Bucket,
+    recipe: Recipe,
+    recipes: RecipeStore,
+    loaders: LoaderCalls,
+    load_natively: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
+) -> Any:
+    """Write a bucket from its recipe; what that leaves to SGLang's loaders goes to them.
 
-    def write(self, call: Call, arrival: KnownBucket[Recipe]) -> Any:
-        """Returns what SGLang's `load_weights` returns, where it was needed."""
-        bucket, recipe = arrival.bucket, arrival.recipe
-        if not _are_exponents(bucket, recipe.exponents):
-            return self._rest.write(call, Stream(bucket))  # refuses the pair by name
-        flags = recipe.runner.run(bucket.addresses())
-        if flags.any():
-            _note_bad_pieces(call, recipe, bucket, flags)
-        for recorded in recipe.singly:
-            write = recorded.write.repeat(bucket.tensor(recorded.position))
-            name = bucket.names[recorded.position]
-            self._loaders.apply(call, recorded.target, name, write)
-        self._report.written_again(recipe.targets, recipe.regions)
-        self._sample(recipe, bucket)
-        self._recipes.count_replayed(recipe)
-        result = None
-        if recipe.native:
-            rest = [(bucket.names[at], bucket.tensor(at)) for at in sorted(recipe.native)]
-            result = self._rest.write(call, Stream(rest))
-        if self._derived.is_needed:
-            self._derived.refresh(bucket.names)
-        return result
+    Returns:
+        what SGLang's `load_weights` returns, where it was needed.
+    """
+    if not _are_exponents(bucket, recipe.exponents):
+        return load_natively(bucket)  # refuses the pair by name
+    flags = recipe.runner.run(bucket.addresses())
+    if flags.any():
+        _note_bad_pieces(call, recipe, bucket, flags)
+    for recorded in recipe.singly:
+        write = recorded.write.repeat(bucket.tensor(recorded.position))
+        loaders.apply(call, recorded.target, bucket.names[recorded.position], write)
+    loaders.report.written_again(recipe.targets, recipe.regions)
+    _sample(recipe, bucket, loaders.report)
+    recipes.count_replayed(recipe)
+    result = None
+    if recipe.native:
+        result = load_natively(
+            [(bucket.names[at], bucket.tensor(at)) for at in sorted(recipe.native)]
+        )
+        if call.reached.keys() - recipe.native_reach:
+            recipes.give_up(bucket, _DEPENDS)
+            result = load_natively(bucket)
+    return result
 
-    def _sample(self, recipe: Recipe, bucket: Bucket) -> None:
-        """Measure the SQNR of one write of each granularity that wants it."""
-        noise, sampled = self._report.refit.noise, set()
-        for source, piece in recipe.samples:
-            granularity = source.target.granularity
-            if granularity not in sampled and noise.wants(granularity):
-                sampled.add(granularity)
-                view = source.write.repeat(bucket.tensor(source.position)).source
-                assert view is not None
-                noise.add(granularity, view, *piece)
+
+def _sample(recipe: Recipe, bucket: Bucket, report: RefitReport) -> None:
+    """Measure the SQNR of one write of each granularity that wants it."""
+    noise, sampled = report.refit.noise, set()
+    for source, piece in recipe.samples:
+        granularity = source.target.granularity
+        if granularity not in sampled and noise.wants(granularity):
+            sampled.add(granularity)
+            view = source.write.repeat(bucket.tensor(source.position)).source
+            assert view is not None
+            noise.add(granularity, view, *piece)
 
 
 def _are_exponents(bucket: Bucket, positions: tuple[int, ...]) -> bool:

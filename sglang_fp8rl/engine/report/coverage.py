@@ -103,11 +103,6 @@ class CoverageTable:
         with self._lock:
             self._stamps.forget()
 
-    def shift(self, since: int, by: int) -> None:
-        """Add `by` to all stamps from `since` on."""
-        with self._lock:
-            self._stamps.shift(since, by)
-
     def new_elements(self, since: int) -> np.ndarray:
         """Per parameter, how many elements were written at stamp `since` or later."""
         with self._lock:

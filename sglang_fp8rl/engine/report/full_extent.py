@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,8 +11,6 @@ from ..model.landings import NameTable
 from ..model.parameters import Target
 from .coverage import CoverageTable
 from .names_brought import NamesBrought
-
-logger = logging.getLogger(__name__)
 
 
 class FullExtent:
@@ -27,6 +24,9 @@ class FullExtent:
         coverage: told of every box that is written.
         names: that the model takes.
         learn_names: fills `names` where nothing was loaded at startup.
+
+    Attributes:
+        unknown_because: why it is not known what a full refit writes; empty if it is.
     """
 
     def __init__(
@@ -39,9 +39,11 @@ class FullExtent:
         self._targets, self._coverage, self._names = targets, coverage, names
         self._learn_names = learn_names
         self._has_asked = False
+        self.unknown_because: list[str] = []
         self._known = -1  # names that the arrays below are of
         self._elements = np.zeros(0, np.int64)
         self._is_reached = np.zeros(0, bool)
+        self._made_into: list[str] = []
 
     def lacking(self, since: int, reached_at: np.ndarray) -> np.ndarray:
         """Per parameter, whether some of it was left out since that stamp.
@@ -52,6 +54,11 @@ class FullExtent:
         self._count()
         written = self._coverage.new_elements(since)
         return (written < self._elements) | (self._is_reached & (reached_at < since))
+
+    def names_not_stored(self, brought: NamesBrought, since: int) -> list[str]:
+        """Names that SGLang makes something else of than copies, and that did not come since that stamp."""
+        self._count()
+        return brought.not_brought(self._made_into, since) if self._made_into else []
 
     def names_of(self, lacking: np.ndarray, brought: NamesBrought, since: int) -> list[str]:
         """What would have brought these parameters: names, or a parameter's own where all came."""
@@ -70,14 +77,15 @@ class FullExtent:
     def _count(self) -> None:
         """Count once for the names there are."""
         if not self._names.is_filled and not self._has_asked:
-            self._has_asked = True
             try:
                 self._learn_names()
-            except Fp8RlError as error:  # then only the quantized weights are held against it
-                logger.warning("fp8rl: the names of a full refit are not known: %s", error)
+            except Fp8RlError as error:
+                self.unknown_because = [str(error)]
+            self._has_asked = True  # not behind any other error, where nothing is known
         if self._known == len(self._names.known):
             return
         self._known = len(self._names.known)
+        self._made_into = [n for n, known in self._names.known.items() if not known.landings]
         boxes = {
             (landing.target.index, region)
             for known in self._names.known.values()

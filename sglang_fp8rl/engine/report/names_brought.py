@@ -6,7 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from ...errors import RefitError
 from .stamps import NEVER, Stamps
+
+MAX_NAMES = 1 << 20  # ten times what the largest checkpoints have
 
 
 class NamesBrought:
@@ -26,6 +29,13 @@ class NamesBrought:
         numbers = self._numbers
         found = []
         for name in names:
+            if len(numbers) >= MAX_NAMES and name not in numbers:
+                raise RefitError(
+                    name,
+                    f"a new name behind {MAX_NAMES} others",
+                    "each refit brings the same names, those of the checkpoint",
+                    "Look at what the trainer calls its tensors; a server that is started anew forgets them.",
+                )
             number = numbers.setdefault(name, len(numbers))
             if number == len(self._names):
                 self._names.append(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,23 +9,20 @@ from typing import Any
 import torch
 
 from ...numerics import dequantize
+from ...numerics.sqnr import SignalAndNoise
 from ...scheme import Granularity
 
 _SAMPLES_PER_REFIT = 4
 
 
 @dataclass
-class Power:
-    """Signal and noise, to be summed over samples. SQNR = 10 log10(signal / noise)."""
+class Power(SignalAndNoise):
+    """Of the samples of one granularity."""
 
-    signal: float = 0.0
-    noise: float = 0.0
     samples: int = 0
 
     def decibels(self) -> float | None:
-        if not self.samples or not self.signal:
-            return None
-        return round(10 * math.log10(self.signal / self.noise), 2) if self.noise else None
+        return round(self.db, 2) if self.signal and self.noise else None
 
 
 @dataclass
@@ -62,10 +58,8 @@ class Noise:
             scale = scales[:1, :1]
         exact = source[:rows, :columns].to(torch.bfloat16).float()
         served = dequantize(codes[:rows, :columns], scale, dtype=torch.float32)
-        noise = (exact - served).square().sum().item()
-        if math.isfinite(noise):
-            power.signal += exact.square().sum().item()
-            power.noise += noise
+        if bool(torch.isfinite(exact - served).all()):
+            power.add(exact, served)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """For the status section."""

@@ -6,19 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
-
 from ...wire.refit_note import RefitNote
 from ..arrival.update_scope import Origin
 from .noise import Noise
-
-ALONE = (Origin.DISK, Origin.STARTUP)  # one request is one refit
-_CALL_BITS = 20  # of a stamp: the call's place in its refit; above them is the refit's id
-
-
-def refit_of_stamp(stamps: np.ndarray) -> np.ndarray:
-    """Ids of the refits that wrote with these stamps. Int64, negative where nobody did."""
-    return stamps >> _CALL_BITS
 
 
 class Outcome(str, Enum):
@@ -75,10 +65,14 @@ class Session:
 
     Attributes:
         note: that came with it.
+        number: of the model's memory when it was opened; None where a note says what is to come.
+        has_begun: whether a refit has.
         failed: the refit in it that failed and had no successor.
     """
 
     note: RefitNote | None = None
+    number: int | None = None
+    has_begun: bool = False
     failed: Refit | None = None
 
 
@@ -87,45 +81,43 @@ class Part:
     """One call of a refit.
 
     Attributes:
-        numbers: of the names that came.
+        stamp: its number among all calls.
+        tensors, nbytes, seconds: what came, and how long it took.
         has_taken: whether any of its tensors reached a parameter.
         has_waited: whether it did not ask for the flush.
-        sender: that it came from, where that can be told.
-        layout: sum of the `layout_number`s of what came, if the note has a digest.
     """
 
-    numbers: np.ndarray
+    stamp: int
+    tensors: int
     nbytes: int
     seconds: float
     has_taken: bool
     has_waited: bool
-    sender: str | None
-    layout: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Refit:
     """One refit: what came, and how it ended.
 
     Attributes:
         id: counts from 1, the same on every rank.
+        since: stamp of its first call: a larger one is of it, or of a later refit.
         note: what the client says of it.
         session: that it belongs to.
-        ousted: senders that it took over from.
-        parts: its calls, in order; `add` takes one more.
-        has_waited: whether a call of it did not ask for the flush.
+        parts: its calls, in order.
+        found: what all ranks said behind its last request.
         given_up: why it ended, if nobody ended it.
         cache_flushed: whether SGLang flushed its cache behind it; None if it was not asked to.
     """
 
     id: int
     origin: Origin
+    since: int
     note: RefitNote | None = None
     version: str | None = None
     session: Session | None = None
-    ousted: set[str] = field(default_factory=set)
     parts: list[Part] = field(default_factory=list)
-    has_waited: bool = False
+    found: Verdict | None = None
     outcome: Outcome = Outcome.OPEN
     is_complete: bool = False
     lacking: int = 0
@@ -136,54 +128,20 @@ class Refit:
     cache_flushed: bool | None = None
 
     @property
-    def since(self) -> int:
-        """The stamp of its first call: a larger one is of it, or of a later refit."""
-        return self.id << _CALL_BITS
-
-    @property
-    def stamp(self) -> int:
-        """Of what its next call writes: larger than that of anything written before."""
-        return self.since + min(len(self.parts), (1 << _CALL_BITS) - 1)
-
-    def add(self, *parts: Part) -> None:
-        """These calls came."""
-        self.parts += parts
-        self.has_waited = self.has_waited or any(part.has_waited for part in parts)
-
-    def parted(self, latest: int, sender: str | None) -> list[Part]:
-        """Its calls behind the one of stamp `latest`, which it loses, if they are of that sender's refit:
-        all of its own, or all of clients that had no part in what came before.
-
-        Nothing of a session, or of a refit with a name: what is sent there is of one client and one refit.
-        """
-        at = latest - self.since + 1
-        before, kept = self.parts[:at], self.parts[at:]
-        senders = {sender, *(part.sender for part in kept)}
-        is_one = len(senders) == 1 or senders.isdisjoint(part.sender for part in before)
-        if not (self.is_bare and is_one):
-            return []
-        self.parts, self.has_waited = [], False
-        self.add(*before)
-        return kept
-
-    def sender_of(self, stamp: int) -> str | None:
-        """Of the call of that stamp."""
-        return self.parts[min(stamp - self.since, len(self.parts) - 1)].sender
-
-    @property
     def has_taken(self) -> bool:
         """Whether any of its tensors reached a parameter."""
         return any(part.has_taken for part in self.parts)
 
     @property
-    def senders(self) -> set[str]:
-        """Of its calls, where they can be told."""
-        return {part.sender for part in self.parts if part.sender is not None}
+    def has_waited(self) -> bool:
+        """Whether a call of it did not ask for the flush."""
+        return any(part.has_waited for part in self.parts)
 
     @property
     def is_bare(self) -> bool:
         """Whether nothing but its calls tells where it begins: no session, no name, no checkpoint."""
-        return self.session is None and self.note is None and self.origin not in ALONE
+        is_alone = self.origin in (Origin.DISK, Origin.STARTUP)
+        return self.session is None and self.note is None and not is_alone
 
     @property
     def seconds(self) -> float:
@@ -194,22 +152,13 @@ class Refit:
         return sum(part.nbytes for part in self.parts)
 
     @property
-    def layout(self) -> int:
-        return sum(part.layout for part in self.parts)
-
-    @property
     def tensors(self) -> int:
-        parts = [part.numbers for part in self.parts]
-        return len(np.unique(np.concatenate(parts))) if parts else 0
+        """Names that came; none comes twice in a refit."""
+        return sum(part.tensors for part in self.parts)
 
     @property
     def is_partial(self) -> bool:
         return self.note is not None and self.note.is_partial
-
-    @property
-    def wants_layout(self) -> bool:
-        """Whether the client sent a digest of what it announced."""
-        return self.note is not None and self.note.digest is not None
 
     def describe(self) -> str:
         """For a message."""
@@ -227,6 +176,11 @@ def left_out(lacking: int, names: Sequence[str]) -> str:
     Args:
         names: examples of what would have brought the parameters that are lacking.
     """
+    if not lacking:
+        return (
+            "all came, and nothing says that it is of one update. Open a session, name the refit, or flush "
+            "the cache before the next one"
+        )
     return (
         f"it left out {lacking} parameter(s): {', '.join(names)}"
         + (" and more" if len(names) < lacking else "")

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...wire.refit_note import RefitNote, digest_text
+from ...wire.refit_note import RefitNote
 from ..arrival.update_scope import Origin, UpdateScope
 from ..interception.region import Region
 from ..model.landings import NameTable
 from ..model.parameters import Target
 from .coverage import CoverageTable
 from .full_extent import FullExtent
+from .law import RefitLog
 from .names_brought import NamesBrought
 from .refit_record import Outcome, Part, Refit, Session, Verdict, left_out
-from .refits import RefitLog
-from .stamps import Stamps
+from .stamps import NEVER, Stamps
 
 MAX_LISTED = 16
 
@@ -32,14 +32,12 @@ class Arrived:
         nbytes: that came.
         has_taken: whether any of it reached a parameter.
         taken: names that did, where they were not known before.
-        layout: sum of their `layout_number`s, if the refit's note has a digest.
     """
 
     numbers: np.ndarray
     nbytes: int
     has_taken: bool
     taken: Iterable[str] = ()
-    layout: int = 0
 
 
 class RefitReport:
@@ -75,56 +73,52 @@ class RefitReport:
 
     # -- filled during an update -----------------------------------------------------------------
 
-    def start_call(
-        self, scope: UpdateScope, numbers: np.ndarray, *, halves_wait: bool = False
-    ) -> bool:
-        """A call begins. Returns whether another refit does.
+    def start_call(self, scope: UpdateScope, numbers: np.ndarray) -> int:
+        """A call begins, of the current refit or of a new one.
 
         Args:
             numbers: of the names to come; empty where they are not known (a checkpoint).
-            halves_wait: whether halves of FP8 pairs do; then nothing of one refit goes on in the next.
+
+        Returns:
+            the stamp of its refit's first call: what waits from an earlier one is of another refit.
         """
         self._started = time.perf_counter()
         log = self.log
-        resumable = log.resumable(scope) if len(numbers) else None
-        if resumable is not None and not self.brought.repeated(numbers, resumable.since):
-            log.current = resumable
-        before = log.current
-        repeated = self.brought.repeated(numbers, before.since) if before else None
-        reason = log.why_another(scope, repeated, numbers)
-        ousted: set[str] = set()
-        kept: list[Part] = []
-        if before is not None and reason:
-            is_own = log.opens_again(scope, numbers)
-            if repeated is not None:
-                latest = self.brought.latest(numbers)
-                is_own |= before.sender_of(latest) == scope.sender
-                if not (halves_wait or log.why_another(scope, None, numbers)):
-                    kept = before.parted(latest, scope.sender)
-            ousted = log.taken_over(before, scope, is_own=is_own)
+        log.stamp += 1
+        if log.has_many:
+            log.refits_of(self.oldest()[1])
+        current = log.current
+        if current is not None and (reason := log.why_another(scope)):
             self.give_up(reason)
-        refit = log.current or log.begin(scope, ousted, numbers)
-        if before is not None and kept:
-            self._move(before, kept, refit)
-        refit.outcome, refit.version = Outcome.OPEN, scope.version or refit.version
-        return refit is not before
+        elif current is not None and (repeated := self.brought.repeated(numbers, current.since)):
+            self._begin_behind(current, repeated, self.brought.latest(numbers), scope)
+        refit = log.current or log.begin(scope, log.stamp)
+        refit.outcome, refit.is_complete = Outcome.OPEN, False
+        refit.version = scope.version or refit.version
+        return refit.since
 
-    def _move(self, before: Refit, kept: list[Part], refit: Refit) -> None:
-        """What came behind a stray call is of the refit that goes on, not of the one given up with it."""
-        first = before.stamp
-        for table in (self.brought.stamps, self.coverage, self._reached):
-            table.shift(first, refit.since - first)
-        refit.add(*kept)
+    def _begin_behind(self, current: Refit, name: str, latest: int, scope: UpdateScope) -> None:
+        """A tensor comes again: a refit has it once, so it began behind the call that brought it before."""
+        parts = [] if current.is_complete else current.parts
+        behind = [part for part in parts if part.stamp > latest]
+        if not current.is_complete:
+            current.parts = [part for part in parts if part.stamp <= latest]
+        self.give_up(f"{name} came again")
+        if behind:
+            self.log.begin(scope, latest + 1, behind)
 
-    def written(self, target: Target, region: Region | None) -> None:
-        stamp = self.refit.stamp
+    def written(self, target: Target, region: Region | None) -> int | None:
+        """Returns the number of the box; None for what is no box."""
+        stamp, number = self.log.stamp, None
         if region is not None:
-            self.coverage.write([self.coverage.number_of(target.index, region)], stamp)
+            number = self.coverage.number_of(target.index, region)
+            self.coverage.write([number], stamp)
         self.reached_at[target.index] = stamp
+        return number
 
     def written_again(self, targets: np.ndarray, regions: np.ndarray) -> None:
         """As `written` for many at once: the targets' indices, and the regions' numbers."""
-        stamp = self.refit.stamp
+        stamp = self.log.stamp
         self.coverage.write(regions, stamp)
         self.reached_at[targets] = stamp
 
@@ -141,17 +135,18 @@ class RefitReport:
             errors: name (or "") to what went wrong.
         """
         refit = self.refit
-        self.brought.bring(arrived.numbers, refit.stamp)
-        part = Part(
-            arrived.numbers,
-            arrived.nbytes,
-            time.perf_counter() - self._started,
-            arrived.has_taken,
-            has_waited=not scope.is_last_call,
-            sender=scope.sender,
-            layout=arrived.layout,
+        self.brought.bring(arrived.numbers, self.log.stamp)
+        seconds = time.perf_counter() - self._started
+        refit.parts.append(
+            Part(
+                self.log.stamp,
+                len(arrived.numbers),
+                arrived.nbytes,
+                seconds,
+                arrived.has_taken,
+                has_waited=not scope.is_last_call,
+            )
         )
-        refit.add(part)
         self.known_names.update(dict.fromkeys(n for n in arrived.taken if n not in errors))
         if errors:
             self.fail(errors.values(), scope)
@@ -161,9 +156,12 @@ class RefitReport:
     def fail(self, texts: Iterable[str], scope: UpdateScope) -> Refit:
         """Something was not stored, or could not be read: the refit that it belongs to ends here."""
         log = self.log
-        if log.current is not None and log.why_another(scope, None):
+        if log.running is not None and log.why_another(scope):
             return log.refuse(scope, texts)
-        refit = log.current or log.begin(scope, set())
+        if log.running is None:
+            log.stamp += 1  # it wrote nothing: no stamp of what is served may be its own
+            log.begin(scope, log.stamp)
+        refit = self.refit
         log.conclude(replace(self.verdict(), failures=tuple(dict.fromkeys(texts))))
         return refit
 
@@ -177,12 +175,14 @@ class RefitReport:
         """
         refit = self.refit
         lacking = self.lacking()
-        is_complete = not lacking.any()
-        failures = tuple(self._not_as_announced(refit))
-        found = Verdict(is_complete, int(lacking.sum()), (), failures, refit.has_taken)
+        others = self._extent.names_not_stored(self.brought, refit.since)
+        count = int(lacking.sum()) + len(others)
+        is_complete = not count
+        failures = tuple(self._extent.unknown_because)
+        found = Verdict(is_complete, count, (), failures, refit.has_taken)
         if is_complete or not (scope is None or self.log.is_over(scope, found)):
             return found
-        names = self._extent.names_of(lacking, self.brought, refit.since)
+        names = others + self._extent.names_of(lacking, self.brought, refit.since)
         found = replace(found, names=tuple(names[:MAX_LISTED]))
         if refit.note is not None and refit.note.wants_all:
             found = replace(found, failures=(*failures, left_out(found.lacking, found.names)))
@@ -195,21 +195,32 @@ class RefitReport:
             verdict: of all ranks.
         """
         if self.log.is_over(scope, verdict):
-            return self.log.conclude(verdict)
+            is_last = scope.is_last_call and self.refit.has_waited
+            return self.log.conclude(verdict, goes_on=not is_last)
+        self.refit.found = verdict
         if scope.is_last_call:  # all that was said to come; a client that always says so may go on
             self.refit.outcome = Outcome.MIXED
         return None
 
+    def flushed(self) -> None:
+        """A client flushed the cache outside of any update: what came before is one refit, what follows another."""
+        running = self.log.running
+        if running is not None and running.found is not None:
+            running.found = replace(running.found, names=self.verdict().names)
+        self.log.flushed()
+
     def give_up(self, reason: str) -> None:
         """The running refit ends here, though nobody ended it: it is not complete, whatever came."""
-        self.refit.given_up = reason
-        self.log.conclude(replace(self.verdict(), is_complete=False, failures=()))
+        if self.log.running is not None:
+            self.refit.given_up = reason
+            found = replace(self.verdict(), is_complete=False, failures=())
+            self.log.conclude(found, was_said=False)
+        self.log.current = None
 
-    def begin_session(self, note: RefitNote | None) -> None:
-        """What a client sends until `end_session` is a refit of its own."""
-        if self.log.current is not None:
-            self.give_up("a session was opened before its end")
-        self.log.session = Session(note)
+    def begin_session(self, note: RefitNote | None, number: int | None = None) -> None:
+        """What a client sends until `end_session` is a refit of its own; args as of `Session`."""
+        self.give_up("a session was opened before its end")
+        self.log.session = Session(note, number)
 
     def end_session(self) -> Refit | None:
         """Returns the refit in it that failed, if none came behind that."""
@@ -222,28 +233,11 @@ class RefitReport:
         self.coverage.forget()
         self._reached.forget()
 
+    def oldest(self) -> tuple[np.ndarray, np.ndarray]:
+        """Parameters that were ever written, by index, and the stamp of the oldest part of each."""
+        written = np.flatnonzero(self.reached_at != NEVER)
+        return written, np.minimum(self.coverage.oldest(), self.reached_at)[written]
+
     def lacking(self) -> np.ndarray:
         """Per parameter, whether the running refit left some of it out until now."""
         return self._extent.lacking(self.refit.since, self.reached_at)
-
-    def _not_as_announced(self, refit: Refit) -> list[str]:
-        note = refit.note
-        if note is None or note.names is None:
-            return []
-        missing = self.brought.not_brought(note.names, refit.since)
-        if missing:
-            return [
-                f"{len(missing)} of {len(note.names)} announced tensors did not come: "
-                f"{_listed(missing)}. Send the update again, whole"
-            ]
-        if note.digest is not None and note.digest != digest_text(refit.layout):
-            return [
-                f"what came has the layout {digest_text(refit.layout)}, announced was {note.digest}: "
-                "names, dtypes and shapes are those of the manifest. Send the update again, whole"
-            ]
-        return []
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .refit_record import State, refit_of_stamp
+from .refit_record import State
 from .report import MAX_LISTED, RefitReport
 from .stamps import NEVER
 
@@ -20,12 +20,10 @@ def problems(report: RefitReport) -> list[str]:
         return []
     found = [_unloaded(report)] if log.is_unloaded else []
     found += [text[:_MAX_TEXT] for text in log.failures]
-    found += [
-        f"{refit.describe()} is mixed: {refit.left_out()}" for refit in log.left_out[-MAX_LISTED:]
-    ]
-    shown = log.current or log.last
-    if log.current is not None:
-        found.append(f"{log.current.describe()} has not ended: {report.lacking().sum()} of "
+    found += [f"{refit.describe()} is mixed: {refit.left_out()}" for refit in log.left_out]
+    shown = log.running or log.last
+    if log.running is not None:
+        found.append(f"{log.running.describe()} has not ended: {report.lacking().sum()} of "
                      f"{len(report.targets)} parameters have not come in it")  # fmt: skip
     return found + (_partly_new(report, shown.since) if shown is not None else [])
 
@@ -58,26 +56,23 @@ def _partly_new(report: RefitReport, since: int) -> list[str]:
 
 def served(report: RefitReport) -> list[dict[str, Any]]:
     """Which refits the parameters come from, the latest first; a parameter by its oldest part."""
-    oldest = np.minimum(report.coverage.oldest(), report.reached_at)
-    oldest = oldest[report.reached_at != NEVER]
-    names = [one.name for one in report.targets if report.reached_at[one.index] != NEVER]
-    found = np.unique(refit_of_stamp(oldest), return_index=True, return_counts=True)
-    refits, first, counts = found
-    rows = zip(refits.tolist(), first.tolist(), counts.tolist(), strict=True)
+    written, oldest = report.oldest()
+    refits = report.log.refits_of(oldest)
+    number = np.searchsorted([refit.since for refit in refits], oldest, "right") - 1
     return [
         {
-            "refit": refit,
-            "version": report.log.versions.get(refit),
-            "parameters": count,
-            "example": names[at],
+            "refit": refit.id,
+            "version": refit.version,
+            "parameters": int((number == at).sum()),
+            "example": report.targets[written[np.argmax(number == at)]].name,
         }
-        for refit, at, count in reversed(list(rows))
+        for at, refit in reversed(list(enumerate(refits)))
     ][:MAX_LISTED]
 
 
 def last_refit(report: RefitReport) -> dict[str, Any] | None:
     """The refit that runs, or else the one that ended last."""
-    current = report.log.current
+    current = report.log.running
     refit = current if current is not None and current.parts else report.log.last
     if refit is None:
         return None

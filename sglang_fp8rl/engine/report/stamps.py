@@ -21,10 +21,6 @@ class Stamps:
         """There are so many things now; the new ones were never written."""
         self.of = np.concatenate([self.of, np.full(count - len(self.of), NEVER, np.int64)])
 
-    def shift(self, since: int, by: int) -> None:
-        """Add `by` to all stamps from `since` on."""
-        self.of[self.of >= since] += by
-
     def forget(self) -> None:
         """Nothing is written any more."""
         self.of[:] = NEVER

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ..grid import ceil_div
+from ..grid import Blockwise, ScaleGranularity, ceil_div
 from .kernels import cast_region
 
 # Below this, starting a thread costs more than it saves.
@@ -30,35 +30,27 @@ NO_STEP = tuple(map(np.uint32, (0, 0, 0xFFFFFFFF)))
 def cast_into(
     source: torch.Tensor,
     qweight: torch.Tensor,
-    weight_scale_inv: torch.Tensor,
-    block_size: tuple[int, int],
+    weight_scale: torch.Tensor,
+    granularity: ScaleGranularity,
     pow2_scale: bool,
     round_to_bf16: bool,
     threads: int | None = None,
 ) -> torch.Tensor:
-    """Cast a checked [N, K] source into codes [N, K] and scales [row blocks, column blocks].
+    """Cast a checked [N, K] source into codes [N, K] and scales of the granularity's shape.
 
     Args:
         threads: at most this many; default `torch.get_num_threads()` for large tensors. The bytes
             do not depend on it.
 
     Returns:
-        bool [row blocks, column blocks], True where a block is not finite and was left alone.
+        bool of that shape, True where a block is not finite and was left alone.
     """
-    nonfinite = torch.empty(weight_scale_inv.shape, dtype=torch.bool, device="cpu")
+    nonfinite = torch.empty(weight_scale.shape, dtype=torch.bool, device="cpu")
+    block_n, block_k = block_size = granularity.block(source.shape)
+    rounding = (pow2_scale, round_to_bf16)
     if source.stride(1) == 1 and source.dtype != torch.float16:
-        _cast_view(
-            source,
-            qweight,
-            weight_scale_inv,
-            nonfinite,
-            block_size,
-            pow2_scale,
-            round_to_bf16,
-            threads,
-        )
+        _cast_view(source, qweight, weight_scale, nonfinite, block_size, *rounding, threads)
         return nonfinite
-    block_n, block_k = block_size
     source = source.detach()
     dtype = torch.float32 if source.dtype == torch.float16 else source.dtype
     for rows, cols in _chunks(tuple(source.shape), block_size):
@@ -68,16 +60,8 @@ def cast_into(
             slice(cols.start // block_k, ceil_div(cols.stop, block_k)),
         )
         flags = nonfinite[blocks].contiguous()
-        _cast_view(
-            scratch,
-            qweight[rows, cols],
-            weight_scale_inv[blocks],
-            flags,
-            block_size,
-            pow2_scale,
-            round_to_bf16,
-            1,
-        )
+        codes, scales = qweight[rows, cols], weight_scale[blocks]
+        _cast_view(scratch, codes, scales, flags, block_size, *rounding, threads=1)
         nonfinite[blocks] = flags
     return nonfinite
 
@@ -89,7 +73,7 @@ def warmup() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         source = torch.ones(1, 1, dtype=dtype, device="cpu")
         codes = torch.empty(1, 1, dtype=torch.float8_e4m3fn, device="cpu")
-        cast_into(source, codes, scale, (128, 128), False, True)
+        cast_into(source, codes, scale, Blockwise(), False, True)
 
 
 def _cast_view(

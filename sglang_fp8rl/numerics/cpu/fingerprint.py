@@ -12,14 +12,13 @@ import numba
 import numpy as np
 import torch
 
+from ..fingerprint import keys
 from .intrinsics import pointer
 from .jit import jit
 
 # Below this, starting a thread costs more than it saves.
 _BYTES_PER_THREAD = 4 * 1024 * 1024
-_STEP, _MIX1, _MIX2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_ONE, _EIGHT = np.uint64(1), np.uint64(8)
-_30, _27, _31 = (np.uint64(n) for n in (30, 27, 31))
+_EIGHT = np.uint64(8)
 
 
 def reads(matrix: torch.Tensor, first_byte: int) -> bool:
@@ -45,11 +44,12 @@ def matrix_number(
     stride = matrix.stride(0) * matrix.element_size()
     address = matrix.data_ptr()
     in_words = not (first_byte | address | (stride if rows > 1 else 0)) & 1
+    row_keys = keys(seed, row, rows)
 
     def work(first: int, end: int) -> int:
         return rows_number(
-            address + first * stride, stride, end - first, nbytes, in_words,
-            np.uint64(row + first), first_byte, np.uint64(seed), column_keys,
+            address + first * stride, stride, nbytes, in_words, first_byte, row_keys[first:end],
+            column_keys,
         )  # fmt: skip
 
     parts = 1 + rows * nbytes // _BYTES_PER_THREAD
@@ -64,22 +64,18 @@ def matrix_number(
 
 
 @jit()
-def rows_number(address, stride, rows, nbytes, in_words, first_row, first_byte, seed, column_keys):
+def rows_number(address, stride, nbytes, in_words, first_byte, row_keys, column_keys):
     """Of each row the sum over its words, times the row's key; releases the GIL."""
     total = np.uint64(0)
     words = nbytes // 2
-    for row in range(rows):
-        x = seed + (first_row + np.uint64(row) + _ONE) * _STEP
-        x = (x ^ (x >> _30)) * _MIX1
-        x = (x ^ (x >> _27)) * _MIX2
-        key = (x ^ (x >> _31)) | _ONE
+    for row in range(len(row_keys)):
         at = address + row * stride
         total_of_row = np.uint64(0)
         if in_words:
             row_words = numba.carray(pointer(at), (words,), np.uint16)
-            row_keys = column_keys[first_byte // 2 : first_byte // 2 + words]
+            word_keys = column_keys[first_byte // 2 : first_byte // 2 + words]
             for word in range(words):
-                total_of_row += np.uint64(row_words[word]) * row_keys[word]
+                total_of_row += np.uint64(row_words[word]) * word_keys[word]
             if nbytes % 2:
                 last = numba.carray(pointer(at), (nbytes,), np.uint8)[nbytes - 1]
                 total_of_row += np.uint64(last) * column_keys[first_byte // 2 + words]
@@ -89,5 +85,5 @@ def rows_number(address, stride, rows, nbytes, in_words, first_row, first_byte, 
                 place = first_byte + byte
                 value = np.uint64(row_bytes[byte]) << (_EIGHT * np.uint64(place & 1))
                 total_of_row += value * column_keys[place >> 1]
-        total += total_of_row * key
+        total += total_of_row * row_keys[row]
     return total

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from .. import reference
+from ..grid import Blockwise, PerChannel, ScaleGranularity
 from .arithmetic import BF16, FP16, FP32
 from .hardware import has_packed_kernels, row_warps, tile_options
 from .tiles import cast_row, cast_tile
@@ -138,21 +139,20 @@ def cast_into(
     source: torch.Tensor,
     qweight: torch.Tensor,
     weight_scale_inv: torch.Tensor,
-    block_size: tuple[int, int],
+    granularity: ScaleGranularity,
     pow2_scale: bool,
     round_to_bf16: bool,
 ) -> torch.Tensor:
-    """Cast a checked [N, K] source into codes [N, K] and scales [row blocks, column blocks].
+    """Cast a checked [N, K] source into codes [N, K] and scales of the granularity's shape.
 
-    Blocks of (1, K) are channels. Returns bool [row blocks, column blocks], True where a block is
-    not finite and was left alone; on the source's device, without waiting for it. Blocks of another
-    size than 128×128 go to the PyTorch cast.
+    Returns bool of that shape, True where a block is not finite and was left alone; on the source's
+    device, without waiting for it. Blocks of another size than 128×128 go to the PyTorch cast.
     """
     rows, cols = source.shape
-    channels = block_size == (1, cols)
-    if not channels and block_size != BLOCK:
+    is_per_channel = isinstance(granularity, PerChannel)
+    if not is_per_channel and granularity != Blockwise(*BLOCK):
         return reference.cast_into(
-            source, qweight, weight_scale_inv, block_size, pow2_scale, round_to_bf16
+            source, qweight, weight_scale_inv, granularity, pow2_scale, round_to_bf16
         )
     nonfinite = torch.empty(weight_scale_inv.shape, dtype=torch.bool, device=source.device)
     arguments = (
@@ -179,7 +179,7 @@ def cast_into(
         "PACKED": round_to_bf16 and has_packed_kernels(source.device),
     }
     with _on_device(source.device):
-        if channels:
+        if is_per_channel:
             chunk = min(triton.next_power_of_2(cols), LONGEST_ROW_READ_ONCE)
             options |= {"CHUNK": max(16, chunk), "ONE_CHUNK": cols <= chunk}
             cast_row_kernel[(rows,)](*arguments, **options, num_warps=row_warps(chunk))

@@ -18,7 +18,7 @@ from pool import engine_key, on, runs_on
 from sglang_fp8rl.compat import host_version
 from sglang_fp8rl.engine.host import plan_offline
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.testing.checkpoints import perturbed, save_checkpoint
+from sglang_fp8rl.lab.testing.checkpoints import perturbed, save_checkpoint
 
 pytestmark = pytest.mark.engine
 
@@ -108,18 +108,6 @@ def test_pipeline_parallelism_is_refused_with_value_rule_and_remedy(checkpoint_d
     assert error, log.read_text()
     assert "a stage behind the first would be answered as a success" in error[1]
     assert error[1].endswith("a larger --tp-size.")
-
-
-@pytest.mark.parametrize("value", ["1", "True"])
-def test_an_fp8_copy_of_the_head_that_no_update_renews_is_refused(value, monkeypatch):
-    import torch
-
-    from sglang_fp8rl.engine.modules.derivable import check_no_copies_of_the_start
-    from sglang_fp8rl.errors import ConfigError
-
-    monkeypatch.setenv("SGLANG_ROCM_OPT_DSPARK_FP8_LM_HEAD", value)
-    with pytest.raises(ConfigError, match=r"DSPARK_FP8_LM_HEAD.*lm_head.*Unset it"):
-        check_no_copies_of_the_start(torch.nn.Linear(1, 1))
 
 
 def test_the_memory_saver_is_refused_without_a_gpu(checkpoint_dir, tmp_path):

@@ -14,6 +14,7 @@ from pool import on
 
 from sglang_fp8rl.numerics.reference import quantize_blockwise
 from sglang_fp8rl.wire.bucket import serialize
+from sglang_fp8rl.wire.refit_note import RefitNote
 
 pytestmark = [pytest.mark.engine, on("qwen3-tp1")]
 
@@ -92,10 +93,13 @@ def test_senders_leave_no_socket_behind(host):
     assert found == found[:1] * 3
 
 
-def test_halves_of_two_senders_never_meet(host):
-    """The codes come from the engine's own process, the scale from this one."""
+@pytest.mark.parametrize("named", [False, True])
+def test_halves_of_two_senders_never_meet(host, named):
+    """The codes come from the engine's own process, the scale from this one, which names its refit or does not."""
     codes, _ = quantize_blockwise(MODEL.second[DOWN])
     _, scale = quantize_blockwise(MODEL.second[DOWN] * 3)
-    assert host.call(update, [(DOWN, codes)], None, False)[0]
+    first = host.call(update, [(DOWN, codes)], None, False)
+    refused(host, first, "FP8 without its scale")
     payload = serialize([(f"{DOWN}_scale_inv", scale)])
-    refused(host, host.call(send, [payload]), "FP8 without its scale", "without its FP8 weight")
+    rid = RefitNote("theirs").to_text() if named else None
+    refused(host, host.call(send, [payload], rid=rid), "without its FP8 weight")

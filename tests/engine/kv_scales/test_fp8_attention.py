@@ -6,10 +6,9 @@ import pytest
 from _options import overridden
 from engine_host import EngineHost
 from generation import generate
+from kv_cache.cpu_attention import ON
 from kv_commands import FP8_CACHE, exponents, scale_around_attention, stored_rows
 from models import MODELS, checkpoint
-
-from sglang_fp8rl.platforms.cpu_attention import SWITCH
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine qwen3")]
 
@@ -19,15 +18,14 @@ PROMPT = list(range(40, 60))
 
 def test_the_fold_is_a_scale_around_fp8_attention_in_words_and_in_stored_rows(checkpoint_dir):
     path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")
-    on = {SWITCH: "1"}
     with EngineHost(path, args=FP8_CACHE) as plain:
         without = plain.call(generate, PROMPT, 4)
-    with EngineHost(path, args=FP8_CACHE, env=on) as folded:
+    with EngineHost(path, args=FP8_CACHE, env=ON) as folded:
         powers = folded.call(exponents)
         said, rows = folded.call(generate, PROMPT, 4), folded.call(stored_rows)
     assert any(a and b for a, b in powers)
     assert said != without
-    with EngineHost(path, args=UNIT, env=on) as reference:
+    with EngineHost(path, args=UNIT, env=ON) as reference:
         reference.call(scale_around_attention, powers)
         assert reference.call(generate, PROMPT, 4) == said
         assert reference.call(stored_rows) == rows
@@ -36,7 +34,7 @@ def test_the_fold_is_a_scale_around_fp8_attention_in_words_and_in_stored_rows(ch
 def test_a_bf16_cache_is_read_as_ever(checkpoint_dir):
     path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")
     said = []
-    for env in ({}, {SWITCH: "1"}):
+    for env in ({}, ON):
         with EngineHost(path, env=env) as host:
             said.append(host.call(generate, PROMPT, 4))
     assert said[0] == said[1]

@@ -21,8 +21,6 @@ from models import MODELS, Model
 from pool import engine_key, on, runs_on
 from test_fold_laws import LONGER, exponents_of, with_fp8_cache
 
-from sglang_fp8rl.wire.refit_note import RefitNote
-
 pytestmark = pytest.mark.engine
 
 SENT = (*FP8_CACHE, *overridden(kv_scales="sent"))
@@ -156,20 +154,6 @@ def test_scales_of_other_shapes_and_of_layers_that_are_not_there_are_refused(hos
     assert not taken
     assert "model.layers.7.self_attn.k_scale" in message
     assert "no layer of that name" in message
-
-
-@on(with_sent_scales(SCALED))
-def test_a_manifest_may_announce_scales_and_one_that_is_missing_fails_the_refit(host):
-    scales = as_nemo_rl([(8.0, 0.1), (3.0, 1.0)])
-    both = MODELS["qwen3"].second | scales
-    note = RefitNote("announced", names=tuple(both)).to_text()
-    assert host.call(update, list(both.items()), rid=note)[0]
-    assert host.call(status)["last_refit"]["outcome"] == "ok"
-    again = RefitNote("again", names=tuple(both)).to_text()
-    without = [item for item in both.items() if item[0] != "model.layers.0.self_attn.v_scale"]
-    taken, message = host.call(update, without, rid=again)
-    assert not taken
-    assert "model.layers.0.self_attn.v_scale" in message
 
 
 @on(with_fp8_cache("qwen3"))

@@ -25,7 +25,7 @@ from pool import engine_key, on
 from test_fold_laws import drifted, exponents_of, with_fp8_cache
 
 from sglang_fp8rl.compat import SESSIONS_SINCE, host_version
-from sglang_fp8rl.engine.host.kv_cache import check_arguments
+from sglang_fp8rl.engine.kv_scales.extension import check_arguments
 from sglang_fp8rl.errors import ConfigError
 
 pytestmark = pytest.mark.engine
@@ -162,7 +162,7 @@ def test_a_server_whose_cache_outlives_or_leaves_its_scales_is_refused(name, val
 def test_the_server_arguments_that_are_refused_exist():
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_fp8rl.engine.host.kv_cache import REFUSED, REFUSED_CALIBRATED
+    from sglang_fp8rl.engine.kv_scales.extension import REFUSED, REFUSED_CALIBRATED
 
     assert {*REFUSED, *REFUSED_CALIBRATED, "disaggregation_mode"} <= set(ServerArgs.__annotations__)
 

@@ -10,7 +10,7 @@ from engine_host import EngineHost
 from packaging.version import Version
 from pool import on
 
-from sglang_fp8rl.testing.checkpoints import save_checkpoint, with_fused_experts
+from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint, with_fused_experts
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,7 @@ from pool import on, runs_on
 from trainer_commands import plan, stored
 
 from sglang_fp8rl.engine.host.plan_offline import make_plan
-from sglang_fp8rl.testing.checkpoints import save_checkpoint, with_fused_experts
+from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint, with_fused_experts
 from sglang_fp8rl.wire.plan import RefitPlan, digest_of, plan_schema
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("plans_in_forks")]

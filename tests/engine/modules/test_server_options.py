@@ -11,7 +11,7 @@ from models import MODELS, checkpoint
 from pool import engine_key, on, runs_on
 
 from sglang_fp8rl.errors import HostError
-from sglang_fp8rl.testing.server import ServerProcess
+from sglang_fp8rl.lab.testing.server import ServerProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 

@@ -1,7 +1,9 @@
-"""Where scales are served as exponents, a pair whose scales are none is refused before it is stored."""
+"""Where scales are served as exponents: those are always of the weights that kernels read, folded or not,
+and a pair whose scales are none is refused before it is stored."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from _options import plain_experts
 from commands import begin, digests, end, model_of, status, update
 from contract import HOST
+from fingerprint_commands import fingerprint
+from kv_commands import fold_at_random, kv_of, unfold
 from packaging.version import Version
 from pool import on
 
@@ -114,3 +118,55 @@ def test_the_next_session_ends_after_a_scale_that_is_no_power_of_two(packed_host
     state = host.call(status)
     assert state["consistent"], state["problems"]
     assert host.call(is_packed_as_stored)
+
+
+def ask_for_the_fingerprint(scheduler: Any) -> dict[str, Any]:
+    """As `GET /fp8rl/fingerprint` does."""
+    return fingerprint(scheduler).as_dict()
+
+
+def choose_by_a_text(scheduler: Any) -> list[bool]:
+    """`kv_scales: calibrated` chooses: whether the packed scales are those stored while the text runs,
+    and afterwards. The text itself can't run, for no kernel of a CPU reads packed scales."""
+    kv, found = kv_of(scheduler), []
+
+    def largest(layers: Any) -> torch.Tensor:
+        found.append(is_packed_as_stored(scheduler))
+        return torch.ones(len(layers), 2, dtype=torch.float64)
+
+    kv._source = SimpleNamespace(room=2.0, largest=largest)
+    try:
+        kv._choose()
+    finally:
+        kv._source = None
+    return [*found, is_packed_as_stored(scheduler)]
+
+
+@pytest.fixture
+def folded_host(packed_host):
+    packed_host.call(fold_at_random, 3)
+    yield packed_host
+    packed_host.call(unfold)
+
+
+def test_a_fingerprint_leaves_the_scales_packed_that_are_served(packed_host):
+    host = packed_host
+    expected = host.call(ask_for_the_fingerprint)
+    host.call(fold_at_random, 3)
+    try:
+        assert host.call(is_packed_as_stored)
+        for _ in range(2):
+            assert host.call(ask_for_the_fingerprint) == expected
+            assert host.call(is_packed_as_stored)
+    finally:
+        host.call(unfold)
+
+
+def test_a_text_runs_on_packed_scales_of_the_weights_that_it_runs_on(folded_host):
+    assert folded_host.call(choose_by_a_text) == [True, True]
+
+
+def test_an_update_packs_what_is_folded_again(folded_host):
+    for _ in range(2):
+        folded_host.send(list(folded_host.model.second.items()))
+        assert folded_host.call(is_packed_as_stored)

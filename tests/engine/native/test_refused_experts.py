@@ -7,7 +7,7 @@ from _options import EXPERTS, plain_experts
 from commands import digests, status, update
 from pool import on
 
-from sglang_fp8rl.testing.checkpoints import with_fused_experts
+from sglang_fp8rl.lab.testing.checkpoints import with_fused_experts
 
 pytestmark = [
     pytest.mark.engine,

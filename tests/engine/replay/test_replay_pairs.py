@@ -10,10 +10,13 @@ from pool import on
 
 from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair
+from sglang_fp8rl.wire.refit_note import RefitNote
 
 pytestmark = pytest.mark.engine
 
 QUANTIZE = {"blockwise": quantize_blockwise, "per_channel": quantize_per_channel}
+
+ONE_REFIT = RefitNote("of two buckets").to_text()
 
 
 def quantized(host, model, which):
@@ -163,9 +166,9 @@ def test_halves_in_two_buckets_stay_native_and_are_counted(host):
     weights = [one for one in sent if not one[0].endswith("_scale_inv")]
     with_one = [*weights, *scales[1:]]
     for _ in range(2):
-        success, message = host.call(update, with_one, None, False)
-        assert success, message
-        deliver(host, scales[:1])
+        for bucket, flush in ((with_one, False), (scales[:1], True)):
+            success, message = host.call(update, bucket, None, flush, rid=ONE_REFIT)
+            assert success, message
     state = host.call(status)
     assert state["consistent"], state["problems"]
     assert any("half of an FP8 pair" in reason for reason in state["replay"]["native_reasons"])

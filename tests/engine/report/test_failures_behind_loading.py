@@ -123,13 +123,15 @@ def update_by_ipc(scheduler, named_tensors):
     from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqOutput
 
     from sglang_fp8rl.engine.arrival.update_scope import Origin
-    from sglang_fp8rl.engine.host.update_calls import update_hook
+    from sglang_fp8rl.engine.host.update_calls import answer_update
 
     model = model_of(scheduler)
     model.derived_in_test = torch.zeros(3)
     before = model.derived_in_test.data_ptr()
 
-    def original(manager, request):
+    manager = scheduler.weight_updater
+
+    def original(request):
         model.load_weights(named_tensors)
         model.derived_in_test = torch.full((3,), 7.0)
         torch.distributed.barrier(group=manager.tp_cpu_group)
@@ -137,7 +139,7 @@ def update_by_ipc(scheduler, named_tensors):
 
     request = SimpleNamespace(flush_cache=True, rid=None)
     try:
-        result = update_hook(Origin.IPC)(original, scheduler.weight_updater, request)
+        result = answer_update(Origin.IPC, original, manager, request)
         return result.success, before == model.derived_in_test.data_ptr(), model.derived_in_test
     finally:
         del model.derived_in_test

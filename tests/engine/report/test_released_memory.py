@@ -4,7 +4,16 @@ SGLang's own request handlers; its memory saver pages CUDA memory only, so the b
 """
 
 import pytest
-from commands import digests, scribble, status, update
+from commands import (
+    begin,
+    digests,
+    end,
+    model_of,
+    scribble,
+    status,
+    update,
+    update_from_disk,
+)
 from models import MODELS
 from pool import engine_key, on
 
@@ -69,3 +78,48 @@ def test_weights_that_stayed_are_not_missing(host, tags, is_paged):
 def test_weights_that_were_kept_on_the_cpu_are_not_missing(host):
     host.call(release_and_resume, ["weights"], True)
     assert host.call(status)["consistent"], host.call(status)["problems"]
+
+
+def while_released(scheduler, act, *args):
+    """What `act` answers while the memory of the weights is released, and how often a weight was read."""
+    updater = scheduler.weight_updater
+    refit = model_of(scheduler).fp8rl_refit
+    reads, native = [], refit.memory_number
+    refit.memory_number = lambda: reads.append(1) or native()
+    updater.offload_tags.add("weights")
+    try:
+        return *act(scheduler, *args), len(reads)
+    finally:
+        updater.offload_tags.remove("weights")
+        refit.memory_number = native
+
+
+@on("qwen3-tp2")
+def test_nothing_touches_weights_while_their_memory_is_released(host):
+    before = host.call_all(digests)
+    requests = [(update, list(MODEL.second.items())), (update_from_disk, "anywhere")]
+    if host.call(has_sessions):
+        requests.append((begin,))
+    for act, *args in requests:
+        for success, message, reads in host.call_all(while_released, act, *args):
+            assert not success
+            assert "memory is released" in message
+            assert not reads
+    assert host.call_all(digests) == before
+    assert host.call(status)["state"] == "failed"
+
+
+@on("qwen3-tp2")
+def test_a_session_can_be_ended_once_the_memory_is_back(host):
+    if not host.call(has_sessions):
+        pytest.skip("this SGLang has no sessions")
+    assert host.call(begin)[0]
+    for success, message, _ in host.call_all(while_released, end):
+        assert not success
+        assert "memory is released" in message
+    assert host.call(end)[0]
+    assert host.call(status)["state"] == "whole"
+
+
+def has_sessions(scheduler):
+    return hasattr(scheduler.weight_updater, "begin_weight_update")

@@ -33,21 +33,9 @@ def half_of_what_was_announced_as_all(trainer: ServerTrainer) -> Answer:
     return trainer.noted(note, trainer.fresh(UP))
 
 
-@row("1 of 2 announced tensors did not come", about=UP, serves=[DOWN])
-def a_name_that_was_announced_and_never_came(trainer: ServerTrainer) -> Answer:
-    return trainer.noted({"id": "a", "extent": {"names": [DOWN, UP]}}, trainer.fresh(DOWN))
-
-
-@row("layout", "announced was 0123456789abcdef", serves=[DOWN])
-def another_layout_than_was_announced(trainer: ServerTrainer) -> Answer:
-    extent = {"names": [DOWN], "digest": "0123456789abcdef"}
-    return trainer.noted({"id": "a", "extent": extent}, trainer.fresh(DOWN))
-
-
-@row("1 of 1 announced tensors did not come", about=UP, serves=[DOWN])
-def a_part_that_was_declared_and_left_out_a_name(trainer: ServerTrainer) -> Answer:
-    extent = {"names": [UP], "partial": True}
-    return trainer.noted({"id": "a", "extent": extent}, trainer.fresh(DOWN))
+@row("rid", "extent")
+def a_note_that_lists_names(trainer: ServerTrainer) -> Answer:
+    return trainer.noted({"id": "a", "extent": {"names": [DOWN]}}, trainer.fresh(DOWN))
 
 
 @row(code=200, then=Then.MIXED, serves=[DOWN, UP, QUERY])

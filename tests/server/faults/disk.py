@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from models import MODELS
 
-from sglang_fp8rl.testing.checkpoints import save_checkpoint
+from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 
 from .fault import Group, Then
 from .trainer import DOWN, HEAD, NORM, Answer, Tensors, Trainer

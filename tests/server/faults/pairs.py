@@ -6,7 +6,7 @@ import torch
 
 from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair
 
-from .fault import Group, Then
+from .fault import Group
 from .trainer import DOWN, NORM, UP, Answer, Trainer
 
 GROUP = Group("FP8 pairs")
@@ -106,7 +106,7 @@ def the_other_half_of_a_call_that_was_refused(trainer: Trainer) -> Answer:
     return trainer.send(scale)
 
 
-@row(code=200, then=Then.OPEN)
-def codes_whose_scale_never_comes(trainer: Trainer) -> Answer:
-    """Without a session, and the call says that more is to come."""
+@row("FP8 without its scale", "Send them together", about=DOWN)
+def codes_whose_scale_may_come_from_anybody(trainer: Trainer) -> Answer:
+    """Without a session or a name; the call says that more is to come, not from whom."""
     return trainer.send(trainer.pair(DOWN)[0], flush=False)

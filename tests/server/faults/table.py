@@ -8,7 +8,7 @@ from pathlib import Path
 from . import announced, disk, layouts, names, pairs, payloads, requests_, routes, sessions, values
 from .fault import Fault, Group
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "reliability.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "faults.md"
 BEGIN, END = "<!-- faults -->", "<!-- /faults -->"
 GROUPS: tuple[Group, ...] = tuple(
     module.GROUP
@@ -20,13 +20,13 @@ FAULTS: tuple[Fault, ...] = tuple(fault for group in GROUPS for fault in group.f
 
 
 def document() -> str:
-    """`docs/reliability.md` as it has to be."""
+    """`docs/faults.md` as it has to be."""
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     lines = [f"{len(FAULTS)} faults in {len(GROUPS)} groups.", ""]
     for group in GROUPS:
         lines += [
-            f"### {group.title}",
+            f"## {group.title}",
             "",
             "| what happens | the client is told | the status says | served |",
         ]

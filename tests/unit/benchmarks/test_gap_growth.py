@@ -9,7 +9,7 @@ import torch
 from real_model.gap_growth import PARTS, gap_of, measure_growth
 from real_model.rl_policy import RealPolicy
 
-from sglang_fp8rl.testing.checkpoints import make_config, make_state_dict, save_checkpoint
+from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("plans_in_forks")
 

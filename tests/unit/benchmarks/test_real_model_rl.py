@@ -10,9 +10,9 @@ import torch
 from real_model.rl_policy import RealPolicy
 from real_model.sums import EXAMPLES, draw_sums, make_sum
 
-from sglang_fp8rl.eval.rescoring import load_model, rescore
-from sglang_fp8rl.eval.rollouts import Rollout
-from sglang_fp8rl.testing.checkpoints import (
+from sglang_fp8rl.lab.eval.rescoring import load_model, rescore
+from sglang_fp8rl.lab.eval.rollouts import Rollout
+from sglang_fp8rl.lab.testing.checkpoints import (
     make_config,
     make_state_dict,
     save_checkpoint,

@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.errors import ConfigError, HostError
-from sglang_fp8rl.eval.prompts import PromptError
+from sglang_fp8rl.lab.eval.prompts import PromptError
 
 
 class WordTokenizer:

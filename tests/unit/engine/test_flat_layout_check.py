@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sglang_fp8rl.engine.arrival.bucket import FlatBucket
+from sglang_fp8rl.engine.native.checks import check_names
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.wire import layout_text
 
@@ -89,3 +90,24 @@ def test_a_text_that_is_no_layout_is_refused_with_the_rule(text):
     with pytest.raises(RefitError, match=UNREADABLE[text]) as error:
         layout_text.from_text(text)
     assert error.value.subject == "the layout of a flattened bucket"
+
+
+@pytest.mark.parametrize("odd", [1, 8])
+def test_a_buffer_at_an_odd_address_is_read_from_one_that_is_not(odd):
+    """A known layout is replayed by address, where the kernels load 16 bytes at once."""
+    memory = torch.arange(128 + 16, dtype=torch.uint8)
+    start = (odd - memory.data_ptr()) % 16
+    sent = FlatBucket(memory[start : start + 128], [tensor("a", 0, 64), tensor("b", 64, 128)])
+    assert sent.addresses()[0] % 16 == 0
+    assert torch.equal(
+        sent.tensor(1).reshape(-1).view(torch.uint8), memory[start + 64 : start + 128]
+    )
+
+
+def test_a_name_that_no_status_could_say_is_refused_in_words_that_can_be_sent():
+    with pytest.raises(RefitError) as refused:
+        check_names(["a", "b\udc80"])
+    str(refused.value).encode()
+    with pytest.raises(RefitError) as misplaced:
+        bucket(tensor("b\udc80", 0, 1 << 40)).names  # noqa: B018  read by that
+    str(misplaced.value).encode()

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("sglang")
+from sglang.srt import runtime_context
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
 from sglang.srt.layers.quantization import fp8
@@ -15,7 +17,9 @@ from sglang.srt.layers.quantization import fp8
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.modules import moe
 from sglang_fp8rl.engine.modules.decisions import Decisions
+from sglang_fp8rl.engine.modules.derivable import check_no_experts_turned
 from sglang_fp8rl.errors import ConfigError
+from sglang_fp8rl.scheme import decide_scheme
 
 SIZES = {"blockwise": 256, "per_channel": 192}
 
@@ -47,7 +51,7 @@ def experts(monkeypatch, scheme: str, backend: MoeRunnerBackend):
     layer = torch.nn.Module()
     layer.moe_runner_config = SimpleNamespace(is_gated=True)
     reason = "" if scheme == "blockwise" else "192 is not a multiple of 128"
-    method.fp8rl_scheme = moe.decide_scheme(reason, "per_channel", "blockwise")
+    method.fp8rl_scheme = decide_scheme(reason, "per_channel", "blockwise")
     method.block_quant = not reason
     if not method.block_quant:
         method._create_per_channel(layer, 2, 256, SIZES[scheme])
@@ -114,3 +118,61 @@ def test_cutlass_with_expert_parallelism_is_refused_as_sglang_refuses_it_of_fp8(
         return
     with pytest.raises(ConfigError, match=r"layers\.0\.experts.*cutlass.*--ep-size 1"):
         method.create_moe_runner(layer, layer.moe_runner_config)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("option", ["", "enable_eplb", "elastic_ep_backend"])
+def test_packed_scales_of_experts_that_move_are_refused(monkeypatch, option, packed):
+    """They are no parameters, so they would stay where they are."""
+    method, layer = experts(monkeypatch, "blockwise", MoeRunnerBackend.DEEP_GEMM)
+    monkeypatch.setattr(fp8, "MoeRunner", lambda chosen, _: SimpleNamespace(runner_backend=chosen))
+    monkeypatch.setattr(moe, "takes_packed_scales", lambda *_, **__: packed)
+    arguments = {
+        "enable_eplb": False,
+        "elastic_ep_backend": None,
+        **({option: True} if option else {}),
+    }
+    server = SimpleNamespace(**arguments)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: server)
+    if not (packed and option):
+        method.create_moe_runner(layer, layer.moe_runner_config)
+        return
+    with pytest.raises(ConfigError, match=r"layers\.0\.experts.*--enable-eplb.*triton"):
+        method.create_moe_runner(layer, layer.moe_runner_config)
+
+
+SWIGLU = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
+
+
+def model_of(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    """With one module of that class, whose constructor was never run."""
+    model, inner = torch.nn.Module(), kind.__new__(kind)
+    torch.nn.Module.__init__(inner)
+    model.experts = inner
+    return model
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("moe_a2a_backend", "megamoe"),
+        ("moe_a2a_backend", "flashinfer_megamoe"),
+        ("moe_runner_backend", "flashinfer_megamoe"),
+        (SWIGLU, "True"),
+        (SWIGLU, "y"),
+    ],
+)
+def test_experts_that_sglang_interleaves_once_are_refused(monkeypatch, option, value):
+    server = SimpleNamespace(moe_a2a_backend="none", moe_runner_backend="deep_gemm")
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: server)
+    monkeypatch.setenv(SWIGLU, "0")
+    check_no_experts_turned(model_of(FusedMoE))
+    if option == SWIGLU:
+        monkeypatch.setenv(SWIGLU, value)
+        match = SWIGLU
+    else:
+        setattr(server, option, value)
+        match = f"--{option.replace('_', '-')} {value}"
+    with pytest.raises(ConfigError, match=f"experts: {match}; .*interleaved once.*Leave it out"):
+        check_no_experts_turned(model_of(FusedMoE))
+    check_no_experts_turned(model_of(torch.nn.Linear))

@@ -11,9 +11,10 @@ from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
 from sglang_fp8rl.engine.interception.region import Region
 from sglang_fp8rl.engine.model.landings import Known, Landing, NameTable
 from sglang_fp8rl.engine.model.parameters import Target
-from sglang_fp8rl.engine.report import report_fields
+from sglang_fp8rl.engine.report import names_brought, report_fields
 from sglang_fp8rl.engine.report.refit_record import Outcome, State
 from sglang_fp8rl.engine.report.report import Arrived, RefitReport
+from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.scheme import Granularity
 from sglang_fp8rl.wire.refit_note import RefitNote
 
@@ -33,7 +34,6 @@ class Server:
             target = Target(name, parameter, Granularity.HIGH_PRECISION, None, index=index)
             names.known[name] = Known((1,), [Landing(target, (), (ALL,), (ALL,))])
             self.targets[name] = target
-        self.halves_wait = False
         self.report = RefitReport(self.targets.values(), names, lambda: None)
         self.log = self.report.log
         self.call(*NAMES, scope=UpdateScope(Origin.STARTUP))
@@ -43,8 +43,7 @@ class Server:
         scope = scope or UpdateScope(Origin.TENSOR, is_last_call=flush, **more)
         report, log = self.report, self.log
         numbers = report.brought.numbers_of(names)
-        report.start_call(scope, numbers, halves_wait=self.halves_wait)
-        self.halves_wait = bool(halves)
+        report.start_call(scope, numbers)
         stored = [name for name in names if name in self.targets and name not in halves]
         for name in stored:
             report.written(self.targets[name], ALL)
@@ -142,40 +141,15 @@ def test_behind_a_stray_call_a_full_update_is_whole_at_its_end(server, stray, fl
     assert report_fields.problems(server.report) == []
 
 
-@pytest.mark.parametrize("failed", [False, True])
-@pytest.mark.parametrize(
-    ("stray", "refits"),
-    [
-        *((stray, 0) for stray in [*STRAYS, HALVES[0]]),
-        *((stray, 2) for stray in [*STRAYS, *HALVES]),
-    ],
-    ids=lambda value: value if isinstance(value, int) else "-".join(value),
-)
-def test_behind_a_stray_call_a_client_that_flushes_always_is_whole_with_the_last_call(
-    server, stray, refits, failed
-):
-    """After so many refits of its own. The first of them opens as it likes: with the half that came."""
-    for _ in range(refits):
-        server.flushing(*HALVES)
-    server.call(*stray, flush=True, failed=failed)
-    for _ in range(2):
-        first, last = server.flushing(*HALVES)
-        assert first is not State.WHOLE
-        assert last is State.WHOLE
-        assert server.served == [server.log.complete.id]
-    assert report_fields.problems(server.report) == []
-
-
 @pytest.mark.parametrize("stray", [*STRAYS, HALVES[1]], ids="-".join)
-def test_a_stray_call_between_two_of_a_refit_costs_one_refit(server, stray):
-    for _ in range(2):
-        server.flushing(*HALVES)
-    server.call(*HALVES[0], flush=True)
-    server.call(*stray, flush=True)
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_stray_call_between_two_of_a_refit_costs_one_refit(server, stray, ended):
+    server.call(*HALVES[0])
+    server.call(*stray, flush=ended)
     server.call(*HALVES[1], flush=True)
-    first, last = server.flushing(*HALVES)
-    assert first is not State.WHOLE
-    assert last is State.WHOLE
+    assert server.call(*HALVES[0]) is not State.WHOLE
+    assert server.call(*HALVES[1], flush=True) is State.WHOLE
+    assert server.served == [server.log.complete.id]
 
 
 OTHERWISE = [order for order in itertools.permutations(NAMES) if order[0] != NAMES[0]]
@@ -189,57 +163,77 @@ def test_buckets_may_come_in_another_order_at_each_refit(server, order):
         assert last is State.WHOLE
 
 
-def test_a_client_that_goes_on_behind_a_refused_call_is_whole_one_refit_later(server):
-    assert server.call(*HALVES[0], flush=True, failed=True) is State.FAILED
-    assert server.call(*HALVES[1], flush=True) is State.FAILED
-    for _ in range(2):
-        first, last = server.flushing(*HALVES)
-        assert first is not State.WHOLE
-        assert last is State.WHOLE
+def flush_the_cache(server):
+    server.report.flushed()
 
 
-def test_a_bucket_that_is_sent_again_costs_no_later_refit(server):
-    """As by a client that waited in vain for the answer."""
-    for _ in range(2):
-        server.flushing(*HALVES)
-    assert server.call(*HALVES[1], flush=True) is State.MIXED
-    first, last = server.flushing(*HALVES)
-    assert (first, last) == (State.MIXED, State.WHOLE)
+def open_a_session(server):
+    server.report.begin_session(None)
+    for names in HALVES:
+        server.call(*names, in_session=True)
+    server.log.conclude(server.report.verdict())
+    server.report.end_session()
 
 
-@pytest.mark.parametrize("always", [False, True], ids=["flushes last", "flushes always"])
-@pytest.mark.parametrize("stray", [*STRAYS, HALVES[0]], ids="-".join)
-@pytest.mark.parametrize("sender", ["tool", "rank 0", "rank 1"])
+def send_all_in_one_call(server):
+    server.call(*NAMES, flush=True)
+
+
+def end_with_a_flush_of_its_own(server):
+    server.call(*HALVES[0])
+    server.call(*HALVES[1], flush=True)
+
+
+SAYS_WHERE_IT_BEGINS = [
+    flush_the_cache,
+    open_a_session,
+    send_all_in_one_call,
+    end_with_a_flush_of_its_own,
+]
+
+
+@pytest.mark.parametrize("failed", [False, True])
 @pytest.mark.parametrize("at", [0, 1], ids=["before", "between"])
-def test_a_stray_call_parts_no_client_of_two_processes(server, always, stray, sender, at):
-    """It costs two refits at most, whoever sent it."""
-
-    def refit():
-        states = []
-        for half, (names, rank) in enumerate(zip(HALVES, ["rank 0", "rank 1"], strict=True)):
-            if half == at and stray is not None:
-                server.call(*stray, flush=always, sender=sender)
-            states.append(server.call(*names, flush=always or half == 1, sender=rank))
-        return states
-
-    stray, sent = None, stray
+@pytest.mark.parametrize("say", SAYS_WHERE_IT_BEGINS)
+@pytest.mark.parametrize("stray", [*STRAYS, HALVES[0]], ids="-".join)
+def test_a_client_that_flushes_always_is_never_called_whole_out_of_step(
+    server, stray, say, at, failed
+):
+    """Until something says where its next refit begins: any four calls of four names look like a refit."""
+    calls = [*HALVES[:at], stray, *HALVES[at:]]
+    for names in calls:
+        server.call(*names, flush=True, failed=failed and names is stray)
+    for _ in range(3):
+        assert server.flushing(*HALVES)[0] is not State.WHOLE
+    say(server)
     for _ in range(2):
-        assert refit()[1] is State.WHOLE
-    stray = sent
-    refit()
-    stray = None
-    first, last = refit()
-    assert first is not State.WHOLE
-    assert last is State.WHOLE
+        assert server.flushing(*HALVES) == [State.MIXED, State.WHOLE]
+        assert server.served == [server.log.complete.id]
+    assert report_fields.problems(server.report) == []
 
 
-@pytest.mark.parametrize("always", [False, True], ids=["flushes last", "flushes always"])
-def test_a_first_refit_of_two_processes_that_breaks_off_costs_no_other(server, always):
-    server.call("embed", flush=always, sender="rank 0")
-    server.call("layer 0", flush=always, sender="rank 1")
-    server.call("embed", flush=always, sender="rank 0")
-    server.call("layer 0", flush=always, sender="rank 1")
-    assert server.call(*HALVES[1], flush=True, sender="rank 0") is State.WHOLE
+def test_a_flush_of_the_cache_ends_a_refit_that_nobody_named(server):
+    server.call(*HALVES[0])
+    server.report.flushed()
+    assert server.log.state is State.MIXED
+    assert server.log.last.outcome is Outcome.MIXED
+    assert set(server.log.last.lacking_names) == set(HALVES[1])
+    assert server.full() is State.WHOLE
+    server.report.begin_session(None)
+    server.call(*HALVES[0], in_session=True)
+    server.report.flushed()
+    assert server.log.state is State.OPEN
+
+
+def test_a_tensor_that_comes_again_leaves_what_came_behind_it(server):
+    """In a session too: a client that begins anew in it is answered as if it had begun there."""
+    server.report.begin_session(None)
+    for name in ("embed", "layer 0", "embed", "layer 0", "layer 1", "norm"):
+        server.call(name, in_session=True)
+    server.log.conclude(server.report.verdict())
+    assert server.report.end_session() is None
+    assert server.log.state is State.WHOLE
+    assert server.log.last.tensors == len(NAMES)
 
 
 def test_a_name_given_up_with_its_half_is_no_part_of_the_refit_before_it(server):
@@ -251,25 +245,35 @@ def test_a_name_given_up_with_its_half_is_no_part_of_the_refit_before_it(server)
     assert server.call("norm", flush=True) is State.MIXED
 
 
-def test_behind_halves_that_wait_nothing_goes_on_in_another_refit(server):
+def test_halves_behind_a_tensor_that_comes_again_go_on_waiting(server):
     server.call("norm")
+    stamp = server.log.stamp
     server.call("embed", "layer 0", halves=["embed"])
-    server.call("layer 1", "norm", flush=True)
-    assert server.log.state is State.MIXED
-    assert report_fields.last_refit(server.report)["missing"] == 2
+    scope = UpdateScope(Origin.TENSOR)
+    assert server.report.start_call(scope, server.report.brought.numbers_of(["norm"])) == stamp + 1
 
 
 def test_two_clients_that_take_turns_are_mixed(server):
-    """By their processes; without those, by what the second one left out."""
-    for first, second in (("process 1", "process 2"), (None, None)):
-        server.call(*HALVES[0], sender=first)
-        server.call(*HALVES[0], sender=second)
-        if first:
-            assert server.call(*HALVES[1], flush=True, sender=first) is State.MIXED
-        else:
-            server.call(*HALVES[1], flush=True)
-        assert server.call(*HALVES[1], flush=True, sender=second) is State.MIXED
-        assert server.full() is State.WHOLE
+    server.call(*HALVES[0])
+    server.call(*HALVES[0])
+    server.call(*HALVES[1], flush=True)
+    assert server.call(*HALVES[1], flush=True) is State.MIXED
+    assert server.full() is State.WHOLE
+
+
+def test_what_is_remembered_of_refits_is_bounded(server):
+    partial = RefitNote("adapter", is_partial=True)
+    for number in range(400):
+        note = RefitNote(str(number), is_partial=True) if number % 2 else partial
+        server.call("norm", note=note, flush=True)
+        server.call("embed", flush=True)
+    assert len(server.log._begun) < 300
+    assert len(server.log.left_out) <= 16
+    assert [row["parameters"] for row in report_fields.served(server.report)] == [
+        1,
+        1,
+        2,
+    ]
 
 
 def test_two_named_refits_do_not_add_up_to_one(server):
@@ -306,4 +310,18 @@ def test_a_refit_that_wrote_nothing_is_none(server):
 def test_released_memory_is_unloaded_until_a_complete_refit(server):
     server.log.unload()
     assert server.call(*HALVES[0], flush=True) is State.UNLOADED
+    assert server.full() is State.WHOLE
+
+
+def test_what_is_kept_of_undeclared_partial_refits_is_bounded(server, monkeypatch):
+    for _ in range(100):
+        server.call("norm", flush=True)
+    assert len(server.log.left_out) <= 16
+    assert server.log.state is State.MIXED
+    known = len(NAMES)
+    monkeypatch.setattr(names_brought, "MAX_NAMES", known + 3)
+    for at in range(3):
+        server.report.brought.numbers_of([f"stray {at}"])
+    with pytest.raises(RefitError, match="a new name"):
+        server.report.brought.numbers_of(["stray 3"])
     assert server.full() is State.WHOLE

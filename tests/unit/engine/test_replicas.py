@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_fp8rl.engine.host.fingerprint_route import of_replicas
-from sglang_fp8rl.engine.host.replicas import status_of_replicas
+from sglang_fp8rl.engine.host.status import status_of_replicas
+from sglang_fp8rl.engine.proof.extension import of_replicas
 from sglang_fp8rl.engine.report.refit_record import State
 from sglang_fp8rl.wire.fingerprint import Fingerprint, Number
 
@@ -67,3 +67,15 @@ def test_a_replica_that_differs_is_named_by_its_rank_whichever_answers_first(ord
     assert list(found["differing"]) == ["w"]
     assert "dp_rank 2" in found["differing"]["w"]
     assert "dp_rank 1" not in found["differing"]["w"]
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(2)))
+def test_what_one_replica_can_not_prove_is_not_proven(order):
+    weight = {"w": Number("bfloat16", 7)}
+    documents = {
+        0: Fingerprint("", weight).as_dict(),
+        1: Fingerprint("", {}, unproven={"w": "served in several forms"}).as_dict(),
+    }
+    found = of_replicas({rank: documents[rank] for rank in order})
+    assert found["tensors"] == {}
+    assert found["unproven"] == {"w": "dp_rank 1: served in several forms"}

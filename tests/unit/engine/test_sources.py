@@ -5,7 +5,12 @@ import weakref
 import pytest
 import torch
 
-from sglang_fp8rl.engine.arrival.sent_tensors import SourceIndex
+from sglang_fp8rl.engine.arrival.sent_tensors import UNKNOWN, SourceIndex
+
+
+def name_of(index, tensor):
+    (source,), _ = index.made_of(tensor)
+    return source.name
 
 
 def test_a_checkpoint_s_tensors_are_let_go_of_one_by_one():
@@ -19,7 +24,8 @@ def test_a_checkpoint_s_tensors_are_let_go_of_one_by_one():
             del tensor
 
     for number, (_, tensor) in enumerate(index.watch(tensors())):
-        assert index.find(tensor[2:]).name == f"layer.{number}.weight"
+        assert name_of(index, tensor[2:]) == f"layer.{number}.weight"
+        index.consume(index.made_of(tensor).sources)
         del tensor
         assert all(ref() is None for ref in seen[:number])
 
@@ -32,7 +38,8 @@ def test_a_view_that_a_pool_still_holds_is_found_later():
             held[name] = tensor[1:3]
         del tensor
     for name, view in held.items():
-        source = index.find(view)
+        (source,), is_view = index.made_of(view)
+        assert is_view
         assert source.name == name
         assert source.offset_of(view) == 4
 
@@ -44,9 +51,9 @@ def test_memory_that_was_used_again_belongs_to_who_has_it_now(shift):
     start = 10 + shift
     sent = [("old.weight", memory[10:20]), ("new.weight", memory[start : start + 9])]
     views = [tensor for _, tensor in index.watch(iter(sent))]
-    index.find(memory[90:])  # not in any
+    assert index.made_of(memory[90:]) == UNKNOWN
     for offset in (0, 4, 8):
-        assert index.find(views[1][offset:]).name == "new.weight"
+        assert name_of(index, views[1][offset:]) == "new.weight"
 
 
 def test_fused_experts_that_nobody_took_are_kept_and_others_are_not():
@@ -64,3 +71,37 @@ def test_an_update_s_tensors_are_kept_until_its_end():
     assert {source.name for source in index.left()} == {"a.weight", "b.weight"}
     index.forget_tensors()
     assert index.left() == []
+
+
+@pytest.mark.parametrize(
+    "strided", [lambda m: (m[:, :3], m[:, 3:]), lambda m: (m.t()[:2], m.t()[2:])]
+)
+def test_tensors_in_each_other_s_gaps_are_told_apart(strided):
+    memory = torch.arange(24.0).reshape(4, 6)
+    parts = dict(zip(("a.weight", "b.weight"), strided(memory), strict=True))
+    index = SourceIndex()
+    for name, tensor in index.watch(iter(parts.items())):
+        assert torch.equal(tensor, parts[name])
+        for row in tensor:
+            assert name_of(index, row) == name
+
+
+def test_what_was_made_of_several_is_of_all_of_them_until_its_memory_is_used_again():
+    index = SourceIndex()
+    sent = dict(index.watch(iter([("a.weight", torch.zeros(2)), ("b.weight", torch.zeros(2))])))
+    a, b = (index.made_of(one).sources for one in sent.values())
+    joined = torch.zeros(4)
+    index.derive(joined, a)
+    index.derive(joined, b, adds=True)
+    assert index.made_of(joined[2:]) == ((*a, *b), False)
+    index.derive(joined, ())
+    assert index.made_of(joined) == UNKNOWN
+
+
+def test_a_sender_s_own_memory_is_never_put_down_to_what_was_written_into_it():
+    flat = torch.zeros(4)
+    index = SourceIndex()
+    sent = dict(index.watch(iter([("a.weight", flat[:2]), ("b.weight", flat[2:])])))
+    index.derive(sent["a.weight"], index.made_of(sent["b.weight"]).sources, adds=True)
+    assert name_of(index, sent["a.weight"]) == "a.weight"
+    assert name_of(index, sent["b.weight"]) == "b.weight"

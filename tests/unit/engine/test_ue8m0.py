@@ -1,19 +1,29 @@
-"""Packed power-of-two scales against DeepGEMM's own layout functions, on a CPU."""
+"""Packed power-of-two scales against DeepGEMM's own layout functions, on a CPU.
+
+What packs needs DeepGEMM's Python package, as SGLang's own packing does; what is refused before needs none.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-pytest.importorskip("sglang")
-layout = pytest.importorskip("deep_gemm.utils.layout")
-from sglang.srt.layers.quantization import fp8_utils  # noqa: E402
-
-from sglang_fp8rl.engine.modules.packed_scales import ServedWithPackedScales, pack  # noqa: E402
-from sglang_fp8rl.errors import HostError  # noqa: E402
-from sglang_fp8rl.numerics.reference import quantize_blockwise  # noqa: E402
+from sglang_fp8rl.engine.modules.packed_scales import ServedWithPackedScales, pack
+from sglang_fp8rl.errors import HostError
+from sglang_fp8rl.numerics.reference import quantize_blockwise
 
 SHAPES = [(128, 128), (256, 512), (384, 640), (576, 7168), (320, 256)]
+
+
+@pytest.fixture
+def fp8_utils():
+    return pytest.importorskip("sglang.srt.layers.quantization.fp8_utils")
+
+
+@pytest.fixture
+def layout(fp8_utils):
+    """DeepGEMM's; SGLang's functions import it too."""
+    return pytest.importorskip("deep_gemm.utils.layout")
 
 
 def weight_of(rows, columns, seed):
@@ -29,7 +39,7 @@ def exponents(packed, columns):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_row_has_the_exponent_of_its_block(shape):
+def test_every_row_has_the_exponent_of_its_block(layout, shape):
     _, scale = quantize_blockwise(weight_of(*shape, 0), pow2_scale=True)
     packed = pack(scale, shape[0], "w")
     blocks = scale.shape[1]
@@ -43,7 +53,7 @@ def test_every_row_has_the_exponent_of_its_block(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_memory_is_column_major_and_aligned_for_tma(shape):
+def test_memory_is_column_major_and_aligned_for_tma(layout, shape):
     _, scale = quantize_blockwise(weight_of(*shape, 1), pow2_scale=True)
     packed = pack(scale, shape[0], "w")
     assert packed.stride(0) == 1
@@ -52,12 +62,12 @@ def test_memory_is_column_major_and_aligned_for_tma(shape):
     assert packed.shape[1] == 1 or packed.stride(1) == aligned
 
 
-def test_sglangs_inverse_gives_the_canonical_scales_back():
+def test_sglangs_inverse_gives_the_canonical_scales_back(layout, fp8_utils):
     _, scale = quantize_blockwise(weight_of(256, 512, 2), pow2_scale=True)
     assert torch.equal(fp8_utils.inverse_transform_scale_ue8m0(pack(scale, 256, "w"), 256), scale)
 
 
-def test_sglangs_requantization_stands_for_the_same_values_and_ours_keeps_the_bytes():
+def test_sglangs_requantization_stands_for_the_same_values_and_ours_keeps_the_bytes(fp8_utils):
     """What SGLang would do in place of this: dequantize, quantize again with powers of two."""
     codes, scale = quantize_blockwise(weight_of(256, 512, 3), pow2_scale=True)
     values = codes.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
@@ -66,7 +76,7 @@ def test_sglangs_requantization_stands_for_the_same_values_and_ours_keeps_the_by
     assert torch.equal(again.float() * wide, values)
 
 
-def test_experts_are_packed_one_by_one():
+def test_experts_are_packed_one_by_one(layout):
     pairs = [quantize_blockwise(weight_of(256, 512, seed), pow2_scale=True) for seed in range(3)]
     scales = torch.stack([scale for _, scale in pairs])
     packed = pack(scales, 256, "w13")
@@ -74,7 +84,7 @@ def test_experts_are_packed_one_by_one():
         assert torch.equal(packed[expert], pack(scales[expert], 256, "w"))
 
 
-def test_the_second_update_derives_again_into_the_same_memory():
+def test_the_second_update_derives_again_into_the_same_memory(layout):
     layer = torch.nn.Module()
     codes, scale = quantize_blockwise(weight_of(256, 512, 4), pow2_scale=True)
     layer.weight = torch.nn.Parameter(codes.clone(), requires_grad=False)

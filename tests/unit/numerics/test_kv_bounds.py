@@ -10,10 +10,10 @@ import math
 import pytest
 import torch
 
+from sglang_fp8rl.lab.cpu_platform.cpu_linear import apply_fp8_linear, block_fp8_linear
 from sglang_fp8rl.numerics import dequantize, kv_bounds, quantize_blockwise, quantize_per_channel
 from sglang_fp8rl.numerics.cpu.row_norms import row_norms
 from sglang_fp8rl.numerics.kv_bounds import Rotation, Rows, normed, projected, rotated
-from sglang_fp8rl.platforms.cpu_linear import apply_fp8_linear, block_fp8_linear
 
 HIDDEN, HEAD = 512, 64
 BF16 = torch.bfloat16

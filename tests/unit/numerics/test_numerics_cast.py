@@ -150,7 +150,7 @@ def test_threads_do_not_change_the_bytes(monkeypatch):
     results = []
     for threads in (1, 2, 3, 5, 64):
         _, qweight, _, scales = destination(576, 1368, (5, 11))
-        flags = cpu_cast.cast_into(source, qweight, scales, (128, 128), False, True, threads)
+        flags = cpu_cast.cast_into(source, qweight, scales, Blockwise(), False, True, threads)
         results.append((bits(qweight.clone()), scales.clone(), flags))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from numerics_cases import CASES, same_bits
 
+from sglang_fp8rl.numerics import Blockwise, PerChannel
 from sglang_fp8rl.numerics.reference import cast_into, quantize_blockwise, quantize_per_channel
 
 pytest.importorskip("triton")
@@ -48,7 +49,7 @@ def _jobs(cases: dict, all_options: bool) -> dict[str, dict]:
 def _expect_the_reference(jobs: dict[str, dict], results: list[tuple]) -> None:
     for (name, job), (qweight, scales, flags, intact) in zip(jobs.items(), results, strict=True):
         source = job["source"].cpu()
-        block_size = (1, source.shape[1]) if job["per_channel"] else (128, 128)
+        granularity = PerChannel() if job["per_channel"] else Blockwise()
         expected = torch.full_like(qweight.cpu().view(torch.uint8), 0x7F).view(qweight.dtype)
         expected_scales = torch.full_like(scales.cpu(), -7.0)
         options = job["options"]
@@ -56,7 +57,7 @@ def _expect_the_reference(jobs: dict[str, dict], results: list[tuple]) -> None:
             source,
             expected,
             expected_scales,
-            block_size,
+            granularity,
             options["pow2_scale"],
             options["round_to_bf16"],
         )

@@ -327,7 +327,7 @@ def test_a_gpu_host_s_interpreter_needs_no_environment_of_ours(target):
 
 
 def test_a_server_takes_an_attention_backend_that_is_there(tmp_path, monkeypatch):
-    from sglang_fp8rl.testing.server import attention_args
+    from sglang_fp8rl.lab.testing.server import attention_args
 
     package = tmp_path / "sgl_kernel"
     package.mkdir()

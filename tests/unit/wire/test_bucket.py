@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_fp8rl.wire.bucket import allocate, in_shared_memory, payload_of
+from sglang_fp8rl.engine.arrival.bucket import FlatBucket, TensorBucket
+from sglang_fp8rl.wire.bucket import allocate, flatten, in_shared_memory, payload_of
 
 CPU = torch.device("cpu")
 
@@ -116,3 +117,47 @@ def test_tensors_of_a_device_are_sent_as_they_are():
     assert copied[0][1] is weights[0][1]
     assert copied[2][1] is weights[2][1]
     assert copied[1][1].is_shared()
+
+
+# As tensors may lie in a trainer; the first six are those of SGLang's pull request 39535.
+LAYOUTS = {
+    "contiguous": lambda x: x.reshape(4, 6),
+    "strided vector": lambda x: x[::2],
+    "strided matrix": lambda x: x.reshape(4, 6)[:, ::2],
+    "transposed": lambda x: x.reshape(4, 6).t(),
+    "scalar": lambda x: x[5],
+    "empty": lambda x: x[:0].reshape(0, 3),
+    "an expanded row": lambda x: x[3:7].expand(3, 4),
+    "overlapping windows": lambda x: x.unfold(0, 5, 2),
+    "columns of a fused buffer": lambda x: x.reshape(4, 6)[:, 3:],
+    "from behind an odd offset": lambda x: x[1:].as_strided((3, 2), (5, 2)),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+def test_tensors_of_every_layout_are_sent_as_their_values(dtype, load_format):
+    numbers = torch.arange(24).remainder(2 if dtype is torch.bool else 24).to(dtype)
+    weights = [(name, view(numbers)) for name, view in LAYOUTS.items()]
+    expected = {name: (tuple(one.shape), one.float().tolist()) for name, one in weights}
+    payload = payload_of(weights, load_format, 1, False)
+    found = pickle.loads(base64.b64decode(payload.texts[0]))
+    if load_format:
+        bucket = FlatBucket(found["flattened_tensor"], found["metadata"])
+    else:
+        bucket = TensorBucket(found)
+    assert all(one.is_contiguous() for _, one in bucket)
+    assert all(one.dtype == dtype for _, one in bucket)
+    assert {n: (tuple(one.shape), one.float().tolist()) for n, one in bucket} == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_flat_bucket_has_the_bytes_of_each_tensor_row_by_row(dtype):
+    numbers = torch.arange(24).remainder(2 if dtype is torch.bool else 24).to(dtype)
+    weights = [(name, view(numbers)) for name, view in LAYOUTS.items()]
+    flat, metadata, _ = flatten(weights)
+    for meta, (name, one) in zip(metadata, weights, strict=True):
+        assert (meta.name, meta.shape, meta.dtype) == (name, one.shape, dtype)
+        rows = one.contiguous().reshape(-1).view(torch.uint8)
+        assert torch.equal(flat[meta.start_idx : meta.end_idx], rows)

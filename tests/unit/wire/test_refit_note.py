@@ -3,17 +3,15 @@
 import json
 
 import pytest
-import torch
 
 from sglang_fp8rl.errors import RefitError
-from sglang_fp8rl.wire.refit_note import KEY, RefitNote, layout_digest, note_of
+from sglang_fp8rl.wire.refit_note import KEY, RefitNote, note_of
 
 NOTES = (
     RefitNote("a"),
     RefitNote("a", "step-1", wants_all=True),
     RefitNote("a", is_partial=True),
-    RefitNote("a", names=("x", "y"), digest="00"),
-    RefitNote("a", names=(), is_partial=True),
+    RefitNote("a", "step-1"),
 )
 
 
@@ -38,13 +36,15 @@ def test_a_note_that_cannot_be_read_is_refused(content):
         note_of(json.dumps({KEY: content}))
 
 
-def test_the_digest_depends_on_names_dtypes_and_shapes_and_not_on_the_order():
-    rows = [("a", torch.float32, (2, 3)), ("b", torch.bfloat16, (3,))]
-    digest = layout_digest(rows)
-    assert layout_digest(rows[::-1]) == digest
-    others = [
-        ("c", torch.float32, (2, 3)),
-        ("a", torch.float16, (2, 3)),
-        ("a", torch.float32, (3, 2)),
-    ]
-    assert all(layout_digest([other, rows[1]]) != digest for other in others)
+def test_a_note_that_is_nested_too_deep_is_refused():
+    rid = '{"' + KEY + '": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    with pytest.raises(RefitError, match="RecursionError"):
+        note_of(rid)
+
+
+@pytest.mark.parametrize("field", ["id", "version"])
+def test_a_note_with_half_a_character_is_refused_in_words_that_can_be_sent(field):
+    rid = json.dumps({KEY: {"id": "a", field: "a\ud800"}})
+    with pytest.raises(RefitError, match="a note is") as refused:
+        note_of(rid)
+    str(refused.value).encode()

@@ -1,0 +1,78 @@
+"""What an extension of a served model may do. Nothing but `registered.py` knows which ones there are."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+
+@dataclass
+class Received:
+    """What became of tensors that no parameter takes: `taken` ones are to be read again when their bucket
+    comes again, `ignored` ones are not needed, and `errors` says what is wrong with others."""
+
+    taken: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+class Extension:
+    """Of one served model; does nothing where a method is not overridden.
+
+    Attributes:
+        routes: path to what answers it, in the process that serves HTTP; of those who may change the server.
+        gauges: of Prometheus, name to description.
+        mark: of the requests for the internal state that `answer` is for.
+    """
+
+    routes: ClassVar[Mapping[str, Callable[[Any], Awaitable[Any]]]] = {}
+    gauges: ClassVar[Mapping[str, str]] = {}
+    mark: ClassVar[str | None] = None
+
+    def __init__(self, refit: Any) -> None:
+        self.refit = refit  # the model's `ModelRefit`, still being made: kept here, not asked
+
+    def start(self, runner: Any) -> None:
+        """SGLang has loaded the model and knows its cache's dtype; nothing has run yet."""
+
+    def unfolded(self) -> AbstractContextManager[None]:
+        """Weights are as they were sent in here: somebody loads them, or reads them to compare or to keep."""
+        return nullcontext()
+
+    def receive(self, sent: Mapping[str, torch.Tensor], *, is_serving: bool) -> Received:
+        """Take tensors that no parameter takes; `is_serving` is false while the checkpoint is loaded."""
+        return Received()
+
+    def note_update(self) -> None:
+        """A request brings weights. On every rank, whatever becomes of the request there."""
+
+    def end_request(self) -> None:
+        """Behind an update request, on every rank, whatever became of it."""
+
+    def end_session(self, manager: Any) -> None:
+        """Behind the end of a session, on every rank; `manager` is SGLang's weight updater."""
+
+    def cache_is_empty(self, manager: Any) -> bool:
+        """SGLang has just flushed its cache, on every rank; returns whether it may say so."""
+        return True
+
+    def plan(self) -> dict[str, Any]:
+        """Sections of the plan."""
+        return {}
+
+    def status(self, manager: Any) -> dict[str, Any]:
+        """Sections of the status; `manager` is None where nothing is to be read off the device."""
+        return {}
+
+    @staticmethod
+    def measured(status: Mapping[str, Any]) -> Mapping[str, float]:
+        """The gauges that a status has a number for."""
+        return {}
+
+    def answer(self, scheduler: Any) -> dict[str, Any]:
+        """The internal state for a request with its mark, on every rank, where nothing may be raised."""
+        raise NotImplementedError

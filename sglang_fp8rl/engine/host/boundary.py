@@ -1,0 +1,102 @@
+"""Where an exception between a request and its answer becomes a failed answer on every rank.
+
+SGLang's scheduler ends with what its request handlers raise, and a rank that raised leaves the others waiting
+in the next collective. So all that this package does there is either a *step* of this rank alone, in which
+anything may be raised, or a collective that every rank enters whatever became of its steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from ...errors import Fp8RlError
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Boundary:
+    """Around one request, on this rank.
+
+    Args:
+        group: of all ranks that serve the request, on a CPU backend.
+
+    Attributes:
+        errors: what this rank's steps raised, in words.
+        is_through: whether SGLang was asked and answered.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.errors: list[str] = []
+        self.is_through = False
+
+    def step(self, act: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T | None:
+        """What `act` returns; None if it raises, which `errors` says then."""
+        try:
+            return act(*args, **kw)
+        except Exception as error:
+            # The boundary of a request: today this ends the scheduler and with it the server. It is
+            # answered instead, and nothing goes on as if it had worked.
+            logger.exception("fp8rl: a request failed")
+            self.errors.append(in_words(error))
+            return None
+
+    def asked(
+        self, original: Callable[..., T], *args: Any, around: ExitStack, has_barrier: bool
+    ) -> T:
+        """What SGLang answers inside of `around`. Raises what it raises, or what the end of `around` does.
+
+        Args:
+            has_barrier: whether SGLang ends with one; where it raises before, the other ranks wait there.
+        """
+        with around:
+            try:
+                result = original(*args)
+                self.is_through = True
+                return result
+            except Exception:
+                if has_barrier:
+                    torch.distributed.barrier(group=self.group)
+                raise
+
+    def is_fine(self) -> bool:
+        """Whether no step of any rank has raised. A collective."""
+        if torch.distributed.get_world_size(self.group) == 1:
+            return not self.errors
+        fine = torch.tensor([int(not self.errors)])
+        torch.distributed.all_reduce(fine, torch.distributed.ReduceOp.MIN, group=self.group)
+        return bool(fine.item())
+
+    def gathered(self, own: Any) -> list[Any]:
+        """What every rank says, by rank. A collective."""
+        size = torch.distributed.get_world_size(self.group)
+        if size == 1:
+            return [own]
+        found: list[Any] = [None] * size
+        torch.distributed.all_gather_object(found, own, group=self.group)
+        return found
+
+    def failures(self) -> list[str]:
+        """What steps raised, each with its rank, this rank's own first; empty if none did. A collective."""
+        if self.is_fine():
+            return []
+        rank = torch.distributed.get_rank(self.group)
+        ranks = self.gathered(list(self.errors))
+        others = [
+            f"tp_rank {at}: {text}" for at, one in enumerate(ranks) if at != rank for text in one
+        ]
+        return [*self.errors, *others]
+
+
+def in_words(error: Exception) -> str:
+    """An error of ours says what to do; of any other, its class says what it is."""
+    text = str(error)
+    return text if text and isinstance(error, Fp8RlError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,225 @@
+"""The law of a refit: where it begins and ends, how it ended, and what is served after it.
+
+docs/reliability.md states it for users. Nothing here knows a tensor: `RefitReport` says which names
+came and which parameters are still lacking.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ...wire.refit_note import RefitNote
+from ..arrival.update_scope import UpdateScope
+from .refit_record import Outcome, Part, Refit, Session, State, Verdict
+
+_MAX_LISTED = 16
+_MAX_REMEMBERED = 256
+
+
+class RefitLog:
+    """Which refit runs, which was the last complete one, and what went wrong since.
+
+    Attributes:
+        stamp: of the call that runs; calls are counted from 0, refused ones too.
+        current: the refit that a call may go on with.
+        last: the one that ended last, of those that took anything or failed.
+        complete: the last complete one.
+        failures: of refits since then.
+        left_out: the last refits since then that ended `mixed`.
+        is_unloaded: no complete one since the start, or since the memory was released.
+        session: whether one is open.
+        is_in_step: whether the calls of clients that open no session and name nothing are known to begin
+            with the first call of an update.
+    """
+
+    def __init__(self) -> None:
+        self.stamp = -1
+        self.current: Refit | None = None
+        self.last: Refit | None = None
+        self.complete: Refit | None = None
+        self.failures: list[str] = []
+        self.left_out: deque[Refit] = deque(maxlen=_MAX_LISTED)
+        self.is_unloaded = True
+        self.session: Session | None = None
+        self.is_in_step = True
+        self._count = 0
+        self._begun: list[Refit] = []
+
+    @property
+    def state(self) -> State:
+        if self.failures:
+            return State.FAILED
+        if self.is_unloaded:
+            return State.UNLOADED
+        running = self.running
+        if self.left_out or (running is not None and running.outcome is Outcome.MIXED):
+            return State.MIXED
+        return State.OPEN if running is not None or self.session is not None else State.WHOLE
+
+    @property
+    def running(self) -> Refit | None:
+        """The refit that has not ended."""
+        return None if self.current is None or self.current.is_complete else self.current
+
+    @property
+    def has_many(self) -> bool:
+        """Whether it remembers many refits, most of which nothing may be served of."""
+        return len(self._begun) > _MAX_REMEMBERED
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no refit runs and no session is open."""
+        return self.running is None and self.session is None
+
+    # -- where a refit begins ----------------------------------------------------------------------
+
+    def why_another(self, scope: UpdateScope) -> str:
+        """Why a call can't belong to the current refit, in words; empty if it may."""
+        current, note = self.current, self._note(scope)
+        if current is None:
+            return ""
+        if scope.is_alone and current.origin is not scope.origin:
+            return f"an update from {scope.origin.value} came before its end"
+        if (note and note.id) != (current.note and current.note.id) or (
+            current.session is not self._session(scope)
+        ):
+            return f"another one began before its end ({note.id if note else 'without a name'})"
+        if current.outcome is Outcome.MIXED and not scope.is_last_call:
+            return "it had asked for the flush, and a call came that did not"
+        return ""
+
+    def begin(self, scope: UpdateScope, since: int, parts: Sequence[Part] = ()) -> Refit:
+        """The refit of a call that belongs to no current one.
+
+        Args:
+            since: stamp of its first call.
+            parts: its calls before this one.
+        """
+        refit = self.current = self._new(scope, since)
+        refit.parts = list(parts)
+        self._begun.append(refit)
+        if refit.session is not None:
+            refit.session.failed, refit.session.has_begun = None, True
+        return refit
+
+    def refuse(self, scope: UpdateScope, texts: Iterable[str]) -> Refit:
+        """A request failed that does not belong to the current refit, which goes on."""
+        refit = self.last = self._new(scope, self.stamp)
+        self.failed(refit, tuple(texts))
+        return refit
+
+    def _new(self, scope: UpdateScope, since: int) -> Refit:
+        self._count += 1
+        note = self._note(scope)
+        version = scope.version or (note.version if note else None)
+        return Refit(self._count, scope.origin, since, note, version, self._session(scope))
+
+    def _session(self, scope: UpdateScope) -> Session | None:
+        return self.session if scope.in_session and scope.note is None else None
+
+    def _note(self, scope: UpdateScope) -> RefitNote | None:
+        session = self._session(scope)
+        return scope.note if session is None else session.note
+
+    # -- where it ends -----------------------------------------------------------------------------
+
+    def may_end(self, scope: UpdateScope) -> bool:
+        """Whether the current refit ends behind this request, or does if it is complete."""
+        current = self.current
+        if current is None:
+            return False
+        if scope.is_alone:
+            return True
+        return current.session is None and (scope.is_last_call or current.note is None)
+
+    def is_over(self, scope: UpdateScope, verdict: Verdict) -> bool:
+        """Whether it does."""
+        current = self.current
+        assert current is not None
+        if scope.is_alone or verdict.failures:
+            return True
+        if current.note is not None:
+            return scope.is_last_call
+        if scope.is_last_call and (current.has_waited or not verdict.has_taken):
+            return True
+        # All came, once each. Of one update, if the first of these calls was its first.
+        return verdict.is_complete and (self.is_in_step or len(current.parts) == 1)
+
+    def conclude(
+        self, verdict: Verdict, *, was_said: bool = True, goes_on: bool = False
+    ) -> Refit | None:
+        """The current refit ends here: **this is where a refit is complete, or is not.**
+
+        Args:
+            was_said: whether the client said that it ends, rather than something that came before its end.
+            goes_on: whether names may follow, of no session and without a flush before them, that bring
+                nothing which can be counted.
+
+        Returns:
+            it; None if it wrote nothing, which is no refit.
+        """
+        refit, self.current = self.current, None
+        if refit is None:
+            return None
+        if refit.is_bare:
+            self.is_in_step = was_said and not verdict.failures
+        if not (verdict.has_taken or verdict.failures or refit.errors):
+            return None
+        refit.is_complete = verdict.is_complete
+        refit.lacking, refit.lacking_names = verdict.lacking, verdict.names
+        self.last = refit
+        if verdict.failures or refit.errors:
+            self.failed(refit, verdict.failures)
+        elif verdict.is_complete:
+            refit.outcome, self.complete = Outcome.OK, refit
+            self.failures, self.is_unloaded, self.is_in_step = [], False, True
+            self.left_out.clear()
+            self.current = refit if goes_on and refit.is_bare else None
+        elif refit.is_partial and not refit.given_up:
+            refit.outcome = Outcome.OK
+        else:
+            refit.outcome = Outcome.MIXED
+            self.left_out.append(refit)
+        return refit
+
+    def failed(self, refit: Refit, texts: Sequence[str]) -> None:
+        """It ended, and these things are wrong with it."""
+        refit.outcome, refit.is_complete = Outcome.FAILED, False
+        refit.errors += [text for text in dict.fromkeys(texts) if text not in refit.errors]
+        said = [f"{refit.describe()} failed: {text}" for text in refit.errors]
+        new = [line for line in said if line not in self.failures]
+        self.failures = (self.failures + new)[-_MAX_LISTED:]
+        if self.session is not None:
+            self.session.failed = refit
+        if refit.is_bare:
+            self.is_in_step = False
+
+    def flushed(self) -> None:
+        """As `RefitReport.flushed`, which names what the refit lacks."""
+        if self.session is not None or (self.current is not None and not self.current.is_bare):
+            return
+        if self.running is not None and self.running.found is not None:
+            self.conclude(self.running.found)
+        self.current, self.is_in_step = None, True
+
+    def unload(self) -> None:
+        """The memory of the weights is gone."""
+        self.current = None
+        self.is_unloaded = True
+
+    # -- what is served ----------------------------------------------------------------------------
+
+    def refits_of(self, stamps: np.ndarray) -> list[Refit]:
+        """The refits that wrote with these stamps; those that wrote with none of them are forgotten.
+
+        Args:
+            stamps: of everything that is served.
+        """
+        begun = np.array([refit.since for refit in self._begun], np.int64)
+        used = np.unique(np.searchsorted(begun, stamps, "right") - 1)
+        found = [self._begun[at] for at in used.tolist() if at >= 0]
+        self._begun = list(dict.fromkeys([*found, *self._begun[-1:]]))
+        return found

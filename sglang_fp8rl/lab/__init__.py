@@ -1,0 +1,4 @@
+"""What people look at, measure and try with: may use everything, nothing uses it.
+
+Its dependencies are extras.
+"""

@@ -1,0 +1,147 @@
+"""SGLang on the CPU, for checking: the real engine with torch-native operations.
+
+SGLang takes this class as its platform when `SGLANG_PLATFORM=fp8rl_cpu`. It is a reference, made
+to be exact and repeatable, not fast. What SGLang itself has to be told otherwise on a CPU is in
+`cpu_hooks.py`; the FP8 arithmetic is in `cpu_linear.py` and `cpu_moe.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+from typing import Any
+
+import psutil
+import torch
+from sglang.srt.platforms.device_mixin import DeviceCapability, PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+from ...errors import HostError
+from . import ATTENTION_VARIABLE
+
+# A reference server shares its host's memory with the trainer and the tests. SGLang's own default
+# (a fraction of all memory) would take it all, so the KV cache gets a fixed size instead.
+DEFAULT_MAX_TOTAL_TOKENS = 32768
+DEFAULT_MAX_RUNNING_REQUESTS = 32
+
+
+class Fp8RlCpuPlatform(SRTPlatform):
+    """A CPU as an out-of-tree SGLang device.
+
+    `capabilities` (0.5.22 and later) is left at SGLang's conservative default: no Triton, no
+    graphs. The `get_*_cls` methods answer the older hosts, which have no in-tree default.
+    """
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    # --- configuration ---
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Choose what runs on a CPU; a user needs no flag beyond the model path.
+
+        SGLang has by now chosen `intel_amx` attention for the device `cpu`. Its kernels are not
+        in the released wheel, so that choice is not kept, even if it was the user's.
+        """
+        if getattr(server_args, "enable_memory_saver", False):
+            raise HostError(
+                "--enable-memory-saver",
+                "on the CPU platform",
+                "it pages CUDA memory in and out",
+                "Leave it out here; on a GPU it works.",
+            )
+        if server_args.attention_backend in (None, "intel_amx"):
+            server_args.attention_backend = self.get_default_attention_backend()
+        server_args.sampling_backend = "pytorch"
+        server_args.disable_overlap_schedule = True  # there is no second stream to overlap with
+        server_args.disable_custom_all_reduce = True
+        if server_args.max_total_tokens is None:
+            server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def init_backend(self) -> None:
+        """Called in each worker: share CPU tensors by file name (see `cpu_hooks`), and serve MLA."""
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        from .cpu_mla import use_absorbed_mla
+
+        register_attention_backend("torch_native")(_make_attention)
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        use_absorbed_mla()
+
+    # --- device ---
+
+    def get_device(self, device_id: int = 0) -> str:
+        return "cpu"  # every rank shares the one CPU device
+
+    def set_device(self, device: torch.device) -> None:
+        """Nothing to set."""
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        return "cpu"
+
+    def get_device_uuid(self, device_id: int = 0) -> str:
+        return f"cpu-{device_id}"
+
+    def get_device_capability(self, device_id: int = 0) -> DeviceCapability | None:
+        return None
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        return int(psutil.virtual_memory().total)
+
+    def get_current_memory_usage(self, device: torch.device | None = None) -> float:
+        memory = psutil.virtual_memory()
+        return float(memory.total - memory.available)
+
+    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    def empty_cache(self) -> None:
+        gc.collect()
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
+    # --- memory pools: 0.5.22 and later have a default for any device, older hosts ask ---
+
+    def get_kv_pool_cls(self, *, kind: str) -> None:
+        """No opinion: the in-tree pool."""
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_mla_kv_pool_cls(self) -> type:
+        from .cpu_allocator import LatentPool
+
+        return LatentPool
+
+    def get_paged_allocator_cls(self) -> type | None:
+        if hasattr(SRTPlatform, "get_kv_pool_cls"):
+            return None
+        from .cpu_allocator import TokenAllocator
+
+        return TokenAllocator
+
+
+def _make_attention(runner: Any) -> Any:
+    """SGLang's torch attention, or that of the module that is asked for when a worker makes its own."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    other = os.environ.get(ATTENTION_VARIABLE)
+    return (
+        importlib.import_module(other).make_backend(runner)
+        if other
+        else TorchNativeAttnBackend(runner)
+    )

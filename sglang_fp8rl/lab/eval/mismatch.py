@@ -1,0 +1,98 @@
+"""`sglang-fp8rl mismatch`: a served model's log-probabilities against a `transformers` model's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from ...terminal import JsonFlag, console, errors_told
+from .mismatch_plot import check_plot_path, plot_mismatch
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .gap import MismatchReport
+
+# What is shown, in this order, with the value of two equal engines.
+_ROWS = (
+    ("KL(rollout || trainer), k1", "kl_k1", "0"),
+    ("KL(rollout || trainer), k3", "kl_k3", "0"),
+    ("ratio p(trainer)/p(rollout), mean", "ratio_mean", "1"),
+    ("ratio, max", "ratio_max", "1"),
+    ("ratio, min", "ratio_min", "1"),
+    ("multiplicative probability error", "mult_prob_error", "1"),
+    ("|log-probability difference|, mean", "logprob_diff_mean", "0"),
+    ("|log-probability difference|, max", "logprob_diff_max", "0"),
+    ("|probability difference|, max", "prob_diff_max", "0"),
+    ("Pearson correlation of probabilities", "prob_pearson", "1"),
+    ("perplexity, rollout", "rollout_ppl", ""),
+    ("perplexity, trainer", "trainer_ppl", ""),
+    ("log-perplexity gap", "log_ppl_gap", "0"),
+)
+
+
+def mismatch(
+    url: Annotated[str, typer.Option(help="SGLang server, e.g. http://127.0.0.1:30000.")],
+    model: Annotated[str, typer.Option(help="The same model for transformers, unquantized.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="A prompt per line, or .jsonl with prompt or input_ids.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to sample per prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Of the sampling, above 0.")] = 1.0,
+    dtype: Annotated[str, typer.Option(help="Of the reference: float32, bfloat16.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Of the reference: cpu, cuda.")] = "cpu",
+    plot: Annotated[Path | None, typer.Option(help="Also draw the gap: .png, .pdf, .svg.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure the gap between a served model and its trainer-side twin.
+
+    Exit status: 0; 2 for bad input or a server that fails; 130 if interrupted.
+    """
+    from .gap import run_mismatch  # torch and transformers: not for `--help`
+
+    with errors_told():
+        if plot is not None:
+            check_plot_path(plot)
+        report = run_mismatch(
+            url,
+            model,
+            prompts=prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            precision=dtype,  # type: ignore[arg-type]  # checked by run_mismatch
+            device=device,
+        )
+        if plot is not None:
+            plot_mismatch(report.rollout_logprobs, report.trainer_logprobs, report.metrics, plot)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict()))
+    else:
+        print_mismatch(report, console())
+
+
+def print_mismatch(report: MismatchReport, console: Console) -> None:
+    """Show the metrics as a table."""
+    metrics, settings = report.metrics, report.settings
+    table = Table(title=f"{metrics.tokens} tokens of {metrics.sequences} completions")
+    table.add_column("rollout against trainer")
+    table.add_column("value", justify="right")
+    table.add_column("no gap", justify="right", style="dim")
+    values = metrics.as_dict()
+    for label, name, ideal in _ROWS:
+        table.add_row(label, f"{values[name]:.4g}", ideal)
+    console.print(table)
+    console.print(
+        f"Rollout: {settings.get('url')}; trainer: {settings.get('model')} in "
+        f"{settings.get('dtype')}; temperature {settings.get('temperature')}.",
+        style="dim",
+        markup=False,
+    )
+    if metrics.clamped_tokens:
+        console.print(
+            f"{metrics.clamped_tokens} tokens have ratios beyond e^20, counted as e^20.",
+            style="yellow",
+        )

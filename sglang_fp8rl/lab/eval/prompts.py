@@ -1,0 +1,115 @@
+"""Prompts as token ids: from a file, from built-in texts, or random when nothing can be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import Fp8RlError
+
+BUILT_IN = (
+    "Find the remainder when 7 to the power of 2024 is divided by 100. Think step by step.",
+    "A fair coin is tossed ten times. What is the probability of exactly four heads?",
+    "Write a Python function that merges two sorted lists without using the built-in sort.",
+    "Explain to a child why the sky is blue in the daytime and red in the evening.",
+    "The old lighthouse keeper opened the letter, read the first line, and",
+    "Translate into French: The train to the coast leaves at a quarter past nine.",
+    "List three differences between a virus and a bacterium.",
+    "Let n be a positive integer such that n squared plus n plus 1 is divisible by 7. Then",
+)
+_RANDOM_PROMPTS, _RANDOM_LENGTH = 16, 32
+
+
+class PromptError(Fp8RlError):
+    """A prompt file that can't be used."""
+
+
+def load_prompts(path: Path | None, tokenizer: Any | None, vocabulary: int) -> list[list[int]]:
+    """Return prompts as token ids.
+
+    Args:
+        path: a text file with a prompt per line, or JSON lines with `prompt` (text) or `input_ids`;
+            None for the built-in texts, or seeded random tokens where there is no tokenizer.
+        tokenizer: of the served model, if it has one.
+        vocabulary: number of token ids.
+
+    Raises:
+        PromptError: an unreadable file or line, text without a tokenizer, or no prompt at all.
+    """
+    if path is not None:
+        prompts = [_to_ids(where, entry, tokenizer) for where, entry in _read(path)]
+    elif tokenizer is not None:
+        prompts = [_encode("built-in prompt", text, tokenizer) for text in BUILT_IN]
+    else:
+        generator = torch.Generator().manual_seed(0)
+        shape = (_RANDOM_PROMPTS, _RANDOM_LENGTH)
+        prompts = torch.randint(vocabulary, shape, generator=generator).tolist()
+    if not prompts:
+        raise PromptError("--prompts", str(path), "it holds no prompt", "Add at least one line.")
+    return prompts
+
+
+def prompt_lines(path: Path) -> list[tuple[str, str]]:
+    """The lines that are not blank, each behind where it stands.
+
+    Raises:
+        PromptError: an unreadable file.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(
+            "--prompts", f"{path}: {error}", "it is a UTF-8 text file", "Check the path."
+        ) from error
+    return [(f"{path}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _read(path: Path) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for where, line in prompt_lines(path):
+        if path.suffix != ".jsonl":
+            found.append((where, line))
+            continue
+        try:
+            found.append((where, json.loads(line)))
+        except ValueError as error:
+            raise PromptError(
+                where,
+                f"{error}; the line starts with {line[:60]!r}",
+                "each line of a .jsonl file is one JSON object",
+                "Repair or delete the line; nothing was sent.",
+            ) from error
+    return found
+
+
+def _to_ids(where: str, entry: Any, tokenizer: Any | None) -> list[int]:
+    if isinstance(entry, dict):
+        ids = entry.get("input_ids")
+        if isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids):
+            return ids
+        entry = entry.get("prompt")
+    if not isinstance(entry, str):
+        raise PromptError(
+            where,
+            f"{entry!r}",
+            "a prompt is a text, or a JSON object with `prompt` (text) or `input_ids` (integers)",
+            "Repair or delete the line; nothing was sent.",
+        )
+    if tokenizer is None:
+        raise PromptError(
+            where,
+            "a text",
+            "there is no tokenizer beside the model to encode it",
+            "Give `input_ids` in a .jsonl file, or leave --prompts out for random tokens.",
+        )
+    return _encode(where, entry, tokenizer)
+
+
+def _encode(where: str, text: str, tokenizer: Any) -> list[int]:
+    ids = list(tokenizer(text)["input_ids"])
+    if not ids:
+        raise PromptError(where, f"{text!r}", "a prompt has at least one token", "Delete the line.")
+    return ids

@@ -1,0 +1,129 @@
+"""The two weight sets of the demo: a checkpoint, and the same after a step of training.
+
+Neither is ever held whole: tensors come off the disk one by one, and the second set is made from
+the first by a perturbation that depends on the tensor's name and a seed only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoint import headers, safetensors_files, tensors_in
+from ...errors import ConfigError
+from .checkpoints import perturbed
+
+UPDATE_SEED = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory with `config.json` and safetensors."""
+
+    path: Path
+
+    @property
+    def files(self) -> list[Path]:
+        return safetensors_files(self.path)
+
+    @property
+    def vocab_size(self) -> int:
+        config = self._config()
+        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    def check(self) -> Checkpoint:
+        """Refuse what has no weights to move.
+
+        Raises:
+            ConfigError: naming what is missing.
+        """
+        if not (self.path / "config.json").is_file() or not self.files:
+            raise ConfigError(
+                "--model",
+                str(self.path),
+                "a directory with config.json and *.safetensors is needed",
+                "Download the model first, and give its directory.",
+            )
+        quantization = self._config().get("quantization_config") or {}
+        if quantization.get("quant_method"):
+            raise ConfigError(
+                "--model",
+                f"quantized already ({quantization['quant_method']})",
+                "this method quantizes FP32, BF16 or FP16 weights while they load",
+                "Give the unquantized checkpoint.",
+            )
+        return self
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`(name, tensor)` as on disk, one at a time."""
+        return tensors_in(self.files)
+
+    def count(self) -> tuple[int, int]:
+        """Tensors, and their bytes as FP32, from the headers alone."""
+        sizes = [math.prod(shape) for file in self.files for _, shape, _ in headers(file)]
+        return len(sizes), 4 * sum(sizes)
+
+    def _config(self) -> dict[str, Any]:
+        return json.loads((self.path / "config.json").read_text())
+
+
+def masters(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint as a trainer sends it: FP32."""
+    for name, tensor in checkpoint.tensors():
+        yield name, tensor.float() if tensor.is_floating_point() else tensor
+
+
+def updated(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    """The second set, in FP32: each value moved by about 5 %."""
+    for name, tensor in masters(checkpoint):
+        moved = perturbed({name: tensor}, UPDATE_SEED) if tensor.is_floating_point() else {}
+        yield name, moved.get(name, tensor)
+
+
+def write_updated(
+    checkpoint: Checkpoint, path: Path, on_file: Callable[[int, int], None]
+) -> Checkpoint:
+    """Write the second set as a checkpoint of its own, file by file.
+
+    In FP32, but for matrices that are BF16 in the first: there the fresh server reads BF16 where
+    the other was sent FP32. The cast goes through BF16, so both have to serve the same bytes.
+
+    Raises:
+        ConfigError: not enough room on the disk.
+    """
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True)
+    free, needed = shutil.disk_usage(path).free, 2 * checkpoint.nbytes  # FP16 becomes FP32
+    if free < needed:
+        raise ConfigError(
+            str(path),
+            f"{free / 1e9:.1f} GB free",
+            f"the updated checkpoint takes up to {needed / 1e9:.1f} GB",
+            "Set TMPDIR to a larger disk.",
+        )
+    for file in checkpoint.path.iterdir():
+        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".py"):
+            shutil.copy(file, path / file.name)
+    for index, file in enumerate(checkpoint.files):
+        moved = {}
+        for name, tensor in tensors_in([file]):
+            moved[name] = tensor
+            if tensor.is_floating_point():
+                master = perturbed({name: tensor.float()}, UPDATE_SEED)[name]
+                is_bf16_matrix = tensor.dtype == torch.bfloat16 and tensor.dim() > 1
+                moved[name] = master.bfloat16() if is_bf16_matrix else master
+        save_file(moved, path / file.name, metadata={"format": "pt"})
+        on_file(index + 1, len(checkpoint.files))
+    return Checkpoint(path)

@@ -1,0 +1,123 @@
+"""What writes past `model.load_weights` is refused where it runs, and told where it can't be seen."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from commands import begin, digests, end, model_of, send, status, update
+from contract import HOST
+from packaging.version import Version
+from pool import engine_key, on
+
+from sglang_fp8rl.wire.refit_note import RefitNote
+
+pytestmark = pytest.mark.engine
+
+NEWER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+MODULE = NEWER if importlib.util.find_spec(NEWER) else "sglang.srt.model_executor.model_runner"
+DIRECT = f"{MODULE}._model_load_weights_direct"
+THROUGH, PAST = "foreign_loaders.through", "foreign_loaders.past_every_operation"
+NORM, MATRIX = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
+
+with_loaders = on(
+    engine_key("qwen3", args=("--custom-weight-loader", DIRECT, THROUGH, PAST), label="loaders")
+)
+has_sessions = pytest.mark.skipif(Version("0.5.21") > HOST, reason="this SGLang has no sessions")
+
+
+@with_loaders
+@pytest.mark.parametrize("name", [NORM, MATRIX])
+def test_a_loader_that_writes_by_itself_is_stopped_before_it_writes(host, name):
+    """SGLang's own test of custom loaders names the function behind the refused `direct`."""
+    before = host.call(digests)
+    ok, message = host.call(update, [(name, host.model.second[name])], DIRECT)
+    assert not ok
+    assert "past model.load_weights" in message
+    assert host.call(digests) == before
+    assert host.call(status)["state"] == "failed"
+
+
+@with_loaders
+def test_a_loader_that_calls_load_weights_is_served(host):
+    host.send(list(host.model.second.items()), THROUGH)
+    assert host.call(digests) == host.fresh("second").digests[0]
+    assert host.call(status)["state"] == "whole"
+
+
+@with_loaders
+def test_a_request_that_loads_nothing_and_says_it_did_is_a_failed_one(host):
+    """numpy's writes are no operations of torch."""
+    ok, message = host.call(update, [(NORM, host.model.second[NORM])], PAST)
+    assert not ok
+    assert "no call of model.load_weights" in message
+    found = host.call(status)
+    assert found["state"] == "failed"
+    assert not found["consistent"]
+
+
+def write_behind(scheduler, name):
+    """As RDMA does."""
+    parameter = dict(model_of(scheduler).named_parameters())[name].data
+    parameter.view(torch.uint8).reshape(-1)[0] ^= 1
+
+
+@has_sessions
+@on("qwen3-tp1", "qwen3-tp2")
+def test_what_is_written_in_a_session_past_every_call_is_told(host):
+    assert all(ok for ok, _ in host.call_all(begin))
+    host.call_all(write_behind, MATRIX)
+    answers = host.call_all(end)
+    assert not answers[0][0]
+    assert "nothing was loaded" in answers[0][1]
+    assert all(rank["state"] == "failed" for rank in host.call_all(status))
+
+
+@has_sessions
+@on("qwen3-tp1")
+def test_a_session_in_which_nothing_happens_leaves_the_weights_whole(host):
+    assert host.call(begin)[0]
+    assert host.call(end)[0]
+    assert host.call(status)["state"] == "whole"
+
+
+@has_sessions
+@on("qwen3-tp1")
+@pytest.mark.parametrize("partial", [False, True])
+def test_an_announced_refit_in_which_nothing_comes_fails(host, partial):
+    note = RefitNote("a", wants_all=not partial, is_partial=partial)
+    assert host.call(begin, rid=note.to_text())[0]
+    ok, message = host.call(end)
+    assert not ok
+    assert "nothing came in it" in message
+    assert host.call(status)["state"] == "failed"
+
+
+@on("qwen3-tp1")
+def test_weights_that_sglang_s_checker_resets_are_not_whole(host):
+    host.call(check_weights, "snapshot")
+    host.call(check_weights, "reset_tensors")
+    assert host.call(digests) != host.as_loaded.digests[0]
+    found = host.call(status)
+    assert found["state"] == "unloaded"
+    assert not found["consistent"]
+    host.send(list(host.model.first.items()))
+    assert host.call(status)["state"] == "whole"
+
+
+def check_weights(scheduler, action):
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    with torch.no_grad():
+        result = scheduler.weight_updater.check_weights(CheckWeightsReqInput(action=action))
+    assert result.success, result.message
+
+
+@with_loaders
+def test_an_empty_payload_is_refused_whoever_loads_it(host):
+    for load_format in (None, THROUGH):
+        ok, message = host.call(update, [], load_format)
+        assert not ok
+        assert "empty list" in message
+    assert host.call(send, [b"no pickle"], THROUGH)[0] is False

@@ -1,0 +1,152 @@
+"""The calls that other projects' clients make, in their order: afterwards a server is a fresh one.
+
+None of them opens a session, names its refit, or knows this package.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+import torch
+from _distributed_trainer import DistributedTrainer
+from _served import HAS_SESSIONS, MODEL, PROMPTS, Served, served, weights
+from models import checkpoint
+
+from sglang_fp8rl.lab.testing.outputs import differences
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
+
+NORM = "norm.weight"
+HALF = len(MODEL.first) // 2
+
+
+@pytest.fixture
+def case(server, checkpoint_dir) -> Served:
+    return served(server, checkpoint_dir)
+
+
+def post(case: Served, path: str, **body) -> dict:
+    status, answer = case.post(path, body)
+    assert status == 200, (path, answer)
+    assert answer.get("success", True), (path, answer)
+    return answer
+
+
+def flush(case: Served) -> None:
+    import requests
+
+    assert requests.get(case.server.url + "/flush_cache", timeout=60).status_code == 200
+
+
+def serialized(data) -> str:
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    return MultiprocessingSerializer.serialize(data, output_str=True)
+
+
+def mixed(which: str) -> list[tuple[str, torch.Tensor]]:
+    """As a trainer with FP32 norms sends them, by name."""
+    return sorted(
+        (name, weight if name.endswith(NORM) else weight.bfloat16())
+        for name, weight in weights(which)
+    )
+
+
+# -- SGLang's own tests of its updates -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pause", [None, "abort", "retract"])
+def test_from_disk_there_and_back_past_a_path_that_is_not_there(case, checkpoint_dir, pause):
+    for which in ("second", "first"):
+        path = str(checkpoint(checkpoint_dir, MODEL, which))
+        if pause:
+            case.server.post("/pause_generation", {"mode": pause})
+        status, answer = case.post("/update_weights_from_disk", {"model_path": path + "-not-there"})
+        assert (status, answer["success"]) == (400, False)
+        post(case, "/update_weights_from_disk", model_path=path, weight_version=which)
+        if pause:
+            case.server.post("/continue_generation", {})
+        case.check(which)
+        info = case.client.generate(PROMPTS[0])["meta_info"]
+        assert info["weight_version"] == which
+
+
+@pytest.mark.parametrize("way", ["disk", "tensor"])
+def test_the_weight_checker_from_snapshot_to_checksum(case, checkpoint_dir, way):
+    """Its `compare` moves every tensor to CUDA; checksums are the same bytes."""
+    if not HAS_SESSIONS:
+        pytest.skip("this SGLang takes checksums on a GPU")
+    before = post(case, "/weights_checker", action="checksum")["ranks"]
+    post(case, "/weights_checker", action="snapshot")
+    post(case, "/weights_checker", action="reset_tensors")
+    assert post(case, "/weights_checker", action="checksum")["ranks"] != before
+    if way == "disk":
+        path = str(checkpoint(checkpoint_dir, MODEL, "first"))
+        post(case, "/update_weights_from_disk", model_path=path)
+    else:
+        payload = [serialized(weights("first"))]
+        post(case, "/update_weights_from_tensor", serialized_named_tensors=payload)
+    assert post(case, "/weights_checker", action="checksum")["ranks"] == before
+    case.check("first")
+
+
+# -- an FSDP trainer: buckets, one flattened tensor for each dtype, one flush at the end -----------
+
+
+def test_flattened_buckets_by_dtype_as_an_fsdp_trainer_sends_them(case):
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    for version, which in enumerate(("second", "first", "second", "first"), 1):
+        case.server.post("/pause_generation", {})
+        flush(case)
+        tensors = mixed(which)
+        for bucket in (tensors[:HALF], tensors[HALF:]):
+            by_dtype = sorted(bucket, key=lambda one: str(one[1].dtype))
+            for _, group in groupby(by_dtype, key=lambda one: one[1].dtype):
+                flat = FlattenedTensorBucket(named_tensors=list(group))
+                content = {
+                    "flattened_tensor": flat.get_flattened_tensor(),
+                    "metadata": flat.get_metadata(),
+                }
+                post(
+                    case,
+                    "/update_weights_from_tensor",
+                    serialized_named_tensors=[serialized(content)],
+                    load_format="flattened_bucket",
+                    flush_cache=False,
+                    weight_version=str(version),
+                )
+        flush(case)
+        case.server.post("/continue_generation", {})
+        case.check(which)
+    assert case.client.generate(PROMPTS[0])["meta_info"]["weight_version"] == "4"
+
+
+# -- a broadcast between pause and continue --------------------------------------------------------
+
+
+def test_a_broadcast_between_pause_and_continue_equals_a_fresh_server(case):
+    with DistributedTrainer(case) as trainer:
+        for version, which in enumerate(("second", "first", "second", "first"), 1):
+            case.server.post("/pause_generation", {})
+            flush(case)
+            tensors = weights(which, torch.bfloat16)
+            for bucket in (tensors[:HALF], tensors[HALF:]):
+                status, answer = trainer.send(
+                    bucket, flush_cache=False, weight_version=str(version)
+                )
+                assert (status, answer["success"]) == (200, True), answer
+            case.server.post("/continue_generation", {})
+            case.check(which)
+
+
+def test_what_none_of_these_calls_sent_is_told_from_what_they_did(case):
+    """Or nothing here proves anything."""
+    assert len(differences(case.expected["first"], case.expected["second"])) == len(PROMPTS)
+    payload = [serialized(weights("second")[:HALF])]
+    post(case, "/update_weights_from_tensor", serialized_named_tensors=payload)
+    assert case.client.status()["state"] == "mixed"
+    assert differences(case.ask(), case.expected["first"])
+    case.client.update(weights("first"))
+    case.check("first")

@@ -1,0 +1,162 @@
+"""veRL's adapter against a server that keeps a list: what it asks, and that no rank is left waiting."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+from _served import HAS_SESSIONS, MODEL
+from _verl_ranks import WORLD_SIZE, Trainer
+from models import checkpoint
+
+from sglang_fp8rl.wire import layout_text
+from sglang_fp8rl.wire.refit_note import note_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
+
+UPDATE = "/update_weights_from_tensor"
+NAMES = sorted(MODEL.first)
+
+
+class Listed(ThreadingHTTPServer):
+    """A server of this package, or a plain one, which answers everything and serves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.port = self.server_address[1]
+        self.expect()
+
+    def expect(self, *, is_ours: bool = True, refuses: str = "", good: int = 0) -> None:
+        """Begin a new list; `refuses` one endpoint, after `good` requests that it took."""
+        self.asked: list[tuple[str, dict]] = []
+        self.is_ours, self.refuses, self.good = is_ours, refuses, good
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
+
+
+class _Answer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self._answer({})
+
+    def do_POST(self) -> None:
+        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def _answer(self, body: dict) -> None:
+        server: Listed = self.server  # type: ignore[assignment]
+        server.asked.append((self.path, body))
+        status, answer = 200, {"success": True, "message": "fine"}
+        if self.path == "/fp8rl/status":
+            status = 200 if server.is_ours else 404
+            last = {"complete": True, "missing": 0, "missing_names": []}
+            answer = {"flat_layout": layout_text.VERSION, "last_refit": last}
+        elif self.path == server.refuses and server.paths().count(self.path) > server.good:
+            status, answer = 400, {"success": False, "message": "it does not like this one"}
+        text = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def listed():
+    with Listed() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    ranks = Trainer(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def refit(listed, trainer, checkpoint_dir):
+    """What each rank of one server says of a refit in several buckets."""
+    case = SimpleNamespace(server=listed)
+
+    def refit(**more) -> list[dict]:
+        path = checkpoint(checkpoint_dir, MODEL, "second")
+        more = {"by_adapter": True, "tp_size": 2, "step": 7, **more}
+        trainer.start_refit(case, path, "float32", 300_000, **more)
+        return [trainer.answer(rank) for rank in range(WORLD_SIZE)]
+
+    return refit
+
+
+def test_a_refit_is_one_session_that_announces_all(listed, refit):
+    listed.expect()
+    assert refit() == [{"answers": []}] * 2
+    paths = listed.paths()
+    assert paths.count(UPDATE) > 2
+    ends = ["/flush_cache", "/end_weight_update", "/update_weight_version"]
+    if not HAS_SESSIONS:
+        assert [path for path in paths if path != UPDATE][1:] == [ends[0], "/fp8rl/status", ends[2]]
+        return
+    assert [path for path in paths if path != UPDATE][1:] == ["/begin_weight_update", *ends]
+    note = note_of(dict(listed.asked)["/begin_weight_update"]["rid"])
+    assert (note.version, note.wants_all, note.is_partial) == ("7", True, False)
+    assert dict(listed.asked)["/update_weight_version"]["new_version"] == "7"
+
+
+@pytest.mark.skipif(not HAS_SESSIONS, reason="what is announced goes with a session")
+def test_the_user_s_config_may_say_that_a_refit_is_partial(listed, refit):
+    listed.expect()
+    assert refit(custom={"fp8rl_extent": "partial"}) == [{"answers": []}] * 2
+    note = note_of(dict(listed.asked)["/begin_weight_update"]["rid"])
+    assert (note.wants_all, note.is_partial) == (False, True)
+
+
+def test_an_extent_that_nobody_knows_is_named_before_anything_is_sent(listed, refit):
+    listed.expect()
+    for said in refit(custom={"fp8rl_extent": "some"}):
+        assert "rollout.custom.fp8rl_extent: 'some'" in said["error"]
+    assert UPDATE not in listed.paths()
+
+
+FAILURES = {
+    "looking the server up": ({"fails": ["look-up"]}, {}, "Failed to look up actor"),
+    "the first bucket": ({}, {"refuses": UPDATE}, "does not like"),
+    "a later bucket": ({}, {"refuses": UPDATE, "good": 2}, "does not like"),
+    "the version": ({}, {"refuses": "/update_weight_version"}, "does not like"),
+    "the steps": ({"fails": ["steps"]}, {}, "the actor died"),
+    "weights of the first rank": ({"is_broken": True, "raises_on": 0}, {}, "no memory"),
+    "weights of the second rank": ({"is_broken": True, "raises_on": 1}, {}, "no memory"),
+    "a rank with fewer weights": ({"is_broken": True, "ends_on": 1}, {}, "rank(s) [1] of 2"),
+    "a plain server's bucket": ({}, {"is_ours": False, "refuses": UPDATE, "good": 1}, "400"),
+    "a plain server's steps": ({"fails": ["steps"]}, {"is_ours": False}, "the actor died"),
+}
+if HAS_SESSIONS:
+    FAILURES |= {
+        "the beginning": ({}, {"refuses": "/begin_weight_update"}, "does not like"),
+        "the end": ({}, {"refuses": "/end_weight_update"}, "does not like"),
+    }
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_what_fails_on_one_rank_fails_on_all_and_the_next_refit_works(listed, refit, what):
+    command, server, words = FAILURES[what]
+    listed.expect(**server)
+    said = [answer.get("error", "") for answer in refit(**command)]
+    assert said[0].startswith("RefitError: "), said
+    assert words in said[0]
+    assert said == [said[0]] * WORLD_SIZE
+    if (
+        HAS_SESSIONS
+        and "/begin_weight_update" in listed.paths()
+        and server.get("refuses") != "/begin_weight_update"
+    ):
+        assert "/end_weight_update" in listed.paths(), "the server is left in a session"
+    listed.expect()
+    assert refit() == [{"answers": []}] * WORLD_SIZE

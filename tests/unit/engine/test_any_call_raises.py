@@ -1,0 +1,256 @@
+"""Whatever call of ours raises between a request and its answer, on whichever rank: every rank answers, the answer
+is a failed one, and the next full update mends what it left. The model is a toy, its ranks are threads."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from injection import INJECTED, injected, traced
+from test_observed_loading import Toy, check_same, loaded, weights
+from threads_as_ranks import Ranks
+
+pytest.importorskip("sglang")
+
+from sglang_fp8rl.engine.arrival.update_scope import Origin
+from sglang_fp8rl.engine.host import update_calls
+from sglang_fp8rl.engine.host.other_calls import read_unfolded
+from sglang_fp8rl.engine.host.routes import add_status
+from sglang_fp8rl.engine.host.session_calls import begin_session, end_session
+from sglang_fp8rl.engine.host.update_calls import answer_update
+
+io_struct = pytest.importorskip("sglang.srt.managers.io_struct")
+pytestmark = pytest.mark.skipif(
+    not hasattr(io_struct, "BeginWeightUpdateReqInput"), reason="this SGLang has no sessions"
+)
+
+SIZE = 2
+ONE_AT_A_TIME = (
+    threading.Lock()
+)  # ranks are processes: in one, what one loads another would observe
+FROM_TENSOR = functools.partial(answer_update, Origin.TENSOR)
+FROM_DISK = functools.partial(answer_update, Origin.DISK)
+
+
+class Manager:
+    """One rank of what SGLang's weight updater does around a model, with its barriers, under our hooks."""
+
+    def __init__(self, refit, group):
+        self.refit, self.tp_cpu_group = refit, group
+        refit.model.fp8rl_refit = refit
+        runner = SimpleNamespace(model=refit.model, token_to_kv_pool=None)
+        self.tp_worker = SimpleNamespace(model_runner=runner)
+        self.draft_worker = self.metrics_collector = self._session = None
+        self.offload_tags = set()
+        self.weight_updater, self.ps = self, SimpleNamespace(dp_rank=0)
+        self.flush_cache = lambda **_: True
+
+    def barrier(self):
+        torch.distributed.barrier(group=self.tp_cpu_group)
+
+    def begin_weight_update(self, request):
+        def original(request):
+            self._session = request
+            self.barrier()
+            return io_struct.BeginWeightUpdateReqOutput(success=True, message="")
+
+        return begin_session(original, self, request)
+
+    def end_weight_update(self, request):
+        def original(request):
+            self._session = None
+            self.barrier()
+            return io_struct.EndWeightUpdateReqOutput(success=True, message="")
+
+        return end_session(original, self, request)
+
+    def update_weights_from_tensor(self, request):
+        def original(request):
+            with ONE_AT_A_TIME:
+                self.refit.model.load_weights(request.tensors)
+            if request.flush_cache:
+                self.flush_cache()
+            self.barrier()
+            return io_struct.UpdateWeightsFromTensorReqOutput(success=True, message="")
+
+        return FROM_TENSOR(original, self, request)
+
+    def update_weights_from_disk(self, request):
+        def original(request):
+            with ONE_AT_A_TIME:
+                self.refit.model.load_weights(iter(request.tensors))
+            return io_struct.UpdateWeightFromDiskReqOutput(success=True, message="")
+
+        return FROM_DISK(original, self, request)
+
+    def check_weights(self, request):
+        def original(request):
+            self.barrier()
+            return io_struct.CheckWeightsReqOutput(success=True, message="")
+
+        return read_unfolded(original, self, request)
+
+    def state(self, mark=None):
+        result = add_status(
+            SimpleNamespace(internal_state={}), self, SimpleNamespace(rid=mark)
+        ).internal_state
+        return result.get("fp8rl", result)
+
+
+class Server:
+    """Two ranks of a toy model, on its first weights."""
+
+    def __init__(self, monkeypatch):
+        self.ranks = Ranks(SIZE, monkeypatch)
+        self.managers = [Manager(loaded(Toy, 0), group) for group in self.ranks.groups]
+
+    def call(self, act, *, name="", at=0):
+        """`act(manager)` on every rank; with a name, its first call on rank `at` raises."""
+
+        def run(rank):
+            manager = self.managers[rank]
+            return injected(name, act, manager) if name and rank == at else act(manager)
+
+        return self.ranks.call(run)
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    # Not for threads: it replaces functions of torch.
+    monkeypatch.setattr(update_calls, "checked_shared_memory", nullcontext)
+    return monkeypatch
+
+
+def tensors(seed, part=slice(None)):
+    return list(weights(Toy(), seed).items())[part]
+
+
+def update(seed=1, part=slice(None), flush=True):
+    def act(manager):
+        request = SimpleNamespace(
+            serialized_named_tensors=[b""] * SIZE,
+            tensors=tensors(seed, part),
+            load_format=None,
+            flush_cache=flush,
+            rid=None,
+        )
+        return manager.update_weights_from_tensor(request)
+
+    return act
+
+
+def disk(manager):
+    return manager.update_weights_from_disk(SimpleNamespace(tensors=tensors(1), rid=None))
+
+
+def begin(manager):
+    return manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
+
+
+def end(manager):
+    return manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+
+
+def check(manager):
+    return manager.check_weights(io_struct.CheckWeightsReqInput(action="checksum"))
+
+
+def asked(mark):
+    def act(manager):
+        state = manager.state(mark)
+        error = next((state[key] for key in state if key.endswith("_error")), "")
+        return SimpleNamespace(success=not error, message=error)
+
+    return act
+
+
+def status(manager):
+    state = manager.state()
+    is_read = "served" in state
+    return SimpleNamespace(success=is_read, message="" if is_read else " ".join(state["problems"]))
+
+
+# Name: what comes before, and the request in which a call raises.
+REQUESTS = {
+    "update": ((), update()),
+    "replayed": ((update(0), update(1), update(0)), update(1)),
+    "bucket": ((), update(1, slice(1), flush=False)),
+    "disk": ((), disk),
+    "begin": ((), begin),
+    "in a session": ((begin,), update(1, slice(1))),
+    "end": ((begin, update(1)), end),
+    "end of half": ((begin, update(1, slice(1))), end),
+    "empty end": ((begin,), end),
+    "status": ((update(1, slice(1), flush=False),), status),
+    "fingerprint": ((), asked("fp8rl-fingerprint")),
+    "check": ((), check),
+}
+OF_ONE_RANK = {"status", "fingerprint"}  # the rank that was asked answers
+
+
+def mended(server):
+    """What is wrong after a full update behind it all; empty if nothing is."""
+    if server.managers[0]._session is not None:
+        server.call(end)
+    answers = server.call(update(2))
+    if not all(one.success for one in answers):
+        return f"a full update is refused: {answers}"
+    fresh = loaded(Toy, 2)
+    for manager in server.managers:
+        check_same(manager.refit, fresh)
+        if manager.state()["state"] != "whole":
+            return f"{manager.state()['state']}: {manager.state()['problems']}"
+    return ""
+
+
+def wrong(server, request, name, at):
+    before, act = REQUESTS[request]
+    for manager in server.managers:
+        manager.refit.recipes.__init__()  # as when its calls were traced
+    for one in before:
+        assert all(answer.success for answer in server.call(one))
+    answers = server.call(act, name=name, at=at)
+    told = [answers[at]] if request in OF_ONE_RANK else answers
+    for one in told:
+        if one.success or INJECTED not in one.message:
+            return f"answered {one}"
+    if act not in (begin, check, end) and request not in OF_ONE_RANK:
+        states = [manager.state()["state"] for manager in server.managers]
+        if states != ["failed"] * SIZE:
+            return f"states {states}"
+    if act is end and any(manager.state()["state"] == "whole" for manager in server.managers):
+        return "whole"
+    return mended(server)
+
+
+def spread(names, count):
+    """So many of them, from the first to the last."""
+    step = max(1, len(names) / count)
+    return [names[int(at * step)] for at in range(min(count, len(names)))]
+
+
+@pytest.mark.parametrize("at", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("request_name", REQUESTS)
+def test_every_call_may_raise_on_any_rank(patched, request_name, at, request):
+    server = Server(patched)
+    before, act = REQUESTS[request_name]
+    for one in before:
+        server.call(one)
+    names = server.call(lambda manager: traced(act, manager)[1])[at]
+    assert mended(server) == ""
+    assert names
+    names = spread(names, 8 if request.config.getoption("--all") else 3)
+    broken = {}
+    for name in names:
+        try:
+            found = wrong(server, request_name, name, at)
+        except Exception as error:  # noqa: BLE001  all of them are shown
+            found = f"no answer: {type(error).__name__}: {error}"
+        if found:
+            broken[name] = found
+            server = Server(patched)
+    assert broken == {}

@@ -1,0 +1,114 @@
+"""One rank's exceptions are in every rank's answer, and no rank waits for another."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+import torch
+from threads_as_ranks import Ranks
+
+from sglang_fp8rl.engine.arrival import sender_memory
+from sglang_fp8rl.engine.host.boundary import Boundary
+from sglang_fp8rl.engine.host.other_calls import check_control
+from sglang_fp8rl.engine.host.request_checks import check_weights_are_there
+from sglang_fp8rl.engine.kv_scales import choice
+from sglang_fp8rl.errors import ConfigError, HostError, RefitError
+
+RANKS = 3
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    return Ranks(RANKS, monkeypatch)
+
+
+def broken():
+    raise KeyError("a key")
+
+
+@pytest.mark.parametrize("bad", range(RANKS))
+def test_what_one_rank_raises_all_of_them_say(ranks, bad):
+    def act(rank):
+        boundary = Boundary(ranks.groups[rank])
+        boundary.step(broken if rank == bad else int)
+        return boundary.is_fine(), boundary.failures()
+
+    for rank, (is_fine, failures) in enumerate(ranks.call(act)):
+        assert not is_fine
+        prefix = "" if rank == bad else f"tp_rank {bad}: "
+        assert failures == [f"{prefix}KeyError: 'a key'"]
+
+
+def test_a_rank_that_leaves_the_host_early_meets_the_others_at_its_barrier(ranks):
+    def act(rank):
+        group = ranks.groups[rank]
+
+        def original():
+            if rank == 0:
+                broken()
+            torch.distributed.barrier(group)
+            return "answered"
+
+        boundary = Boundary(group)
+        result = boundary.step(boundary.asked, original, around=ExitStack(), has_barrier=True)
+        return result, boundary.is_through, len(boundary.failures())
+
+    assert ranks.call(act) == [(None, False, 1), ("answered", True, 1), ("answered", True, 1)]
+
+
+def test_scales_that_one_rank_can_not_read_are_chosen_on_none(ranks):
+    table = torch.ones(2, 2, 4, dtype=torch.float64)
+
+    def act(rank):
+        read = broken if rank == 1 else lambda: table
+        with pytest.raises(KeyError if rank == 1 else RefitError):
+            choice.chosen([None, None], ranks.groups[rank], read)
+
+    ranks.call(act)
+
+
+def test_weights_whose_memory_is_released_are_not_touched():
+    check_weights_are_there(SimpleNamespace(offload_tags={"kv_cache"}), "an update writes them")
+    with pytest.raises(HostError, match="resume_memory_occupation"):
+        check_weights_are_there(SimpleNamespace(offload_tags={"weights"}), "an update writes them")
+
+
+def test_ranks_that_get_requests_at_other_times_are_refused():
+    name = "enable_dp_attention_local_control_broadcast"
+    check_control(SimpleNamespace(**{name: False}))
+    with pytest.raises(ConfigError, match="local-control-broadcast"):
+        check_control(SimpleNamespace(**{name: True}))
+
+
+def test_the_sender_s_memory_is_waited_for_on_its_own_device(monkeypatch):
+    waited = []
+    module = SimpleNamespace(synchronize=waited.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    sender_memory.wait_for_reads(SimpleNamespace(device=torch.device("cpu")))
+    sender_memory.wait_for_reads(SimpleNamespace(device=torch.device("cuda", 1)))
+    assert waited == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_draft_model_s_copies_are_waited_for_too(monkeypatch, fails):
+    """The client fills the buffer again when it is answered; a draft has no `SenderMemory`."""
+    from sglang_fp8rl.engine.host import update_calls
+
+    events = []
+    monkeypatch.setattr(update_calls, "wait_for_reads", lambda flat: events.append("waited"))
+
+    def original(updater, payload):
+        events.append("copied")
+        if fails:
+            broken()
+
+    updater = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
+    payload = {"flattened_tensor": torch.zeros(4), "metadata": "[]", "is_staged": True}
+    monkeypatch.setattr(update_calls, "from_text", lambda text: [])
+    try:
+        update_calls.flattened_bucket(original, updater, payload)
+    except KeyError:
+        assert fails
+    assert events == ["copied", "waited"]

@@ -1,0 +1,425 @@
+"""Whatever a model's `load_weights` does: after an update it holds what a fresh load gives, replayed or not.
+
+The models are toys, each with one habit of a model class of SGLang's. The judge is a fresh one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_fp8rl.config import Options
+from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
+from sglang_fp8rl.engine.refit import ModelRefit
+from sglang_fp8rl.errors import RefitError
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+class Toy(nn.Module):
+    """Two matrices, loaded as most of SGLang's models load theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 6, bias=False)
+        self.b = nn.Linear(4, 6, bias=False)
+        for parameter in self.parameters():
+            parameter.requires_grad = False
+            nn.init.zeros_(parameter)
+
+    names = ("a.weight", "b.weight")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        return {name: tuple(held[name].shape) for name in self.names if name in held}
+
+    def load_weights(self, weights: Named) -> None:
+        for name, tensor in weights:
+            self.load(name, tensor)
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        from sglang.srt.model_loader.weight_utils import default_weight_loader
+
+        parameter = {**dict(self.named_parameters()), **dict(self.named_buffers())}[name]
+        loader = getattr(parameter, "weight_loader", default_weight_loader)
+        loader(parameter, tensor)
+
+
+class Scalar(Toy):
+    """Apertus: SGLang's default loader fills a one-element parameter with `.item()`."""
+
+    names = (*Toy.names, "alpha", "beta")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.register_buffer("beta", torch.zeros(()))
+
+
+class Buffer(Toy):
+    """Gemma 4, ZAYA: a buffer that the model copies into by itself."""
+
+    names = (*Toy.names, "bias")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.zeros(5))
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "bias":
+            self.bias.copy_(tensor)
+        else:
+            super().load(name, tensor)
+
+
+class Slices(Toy):
+    """MiMo-V2's sinks: a part of a parameter's data is assigned."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "b.weight":
+            self.b.weight.data[2:] = tensor[2:]
+            self.b.weight.data[:2] = tensor[:2]
+        else:
+            super().load(name, tensor)
+
+
+class Padded(Toy):
+    """DotsVLM: all tensors are collected first, then padded: each is made anew behind the last name."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"a.weight": (5, 4), "b.weight": (5, 4)}
+
+    def load_weights(self, weights: Named) -> None:
+        weights = list(weights)
+        for name, tensor in weights:
+            padded = torch.zeros(6, 4)
+            padded[:5] = tensor
+            self.load(name, padded)
+
+
+class Joined(Toy):
+    """MLA before its parts were taken singly: two tensors become one."""
+
+    names = (*Toy.names, "half.0", "half.1")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"a.weight": (6, 4), "half.0": (3, 4), "half.1": (3, 4)}
+
+    def load_weights(self, weights: Named) -> None:
+        kept = {}
+        for name, tensor in weights:
+            if not name.startswith("half"):
+                self.load(name, tensor)
+                continue
+            kept[name] = tensor
+            if len(kept) == 2:
+                self.load("b.weight", torch.cat([kept["half.0"], kept["half.1"]]))
+
+
+class Computed(Toy):
+    """A gain that is added to what a loader wrote, and one that is loaded plus one."""
+
+    names = (*Toy.names, "gain")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(6), requires_grad=False)
+        self.gain.weight_loader = lambda parameter, loaded: parameter.data.copy_(loaded + 1)
+
+
+class Added(Computed):
+    def __init__(self) -> None:
+        super().__init__()
+
+        def add(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+            parameter.data.zero_()
+            parameter.data.add_(loaded)
+
+        self.gain.weight_loader = add
+
+
+class Value(Toy):
+    """Kimi K3: Python keeps a value that it read."""
+
+    names = (*Toy.names, "kind")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {**super().shapes(), "kind": (1,)}
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "kind":
+            self.seen.fill_(2 * tensor.item())
+        else:
+            super().load(name, tensor)
+
+
+class Attribute(Toy):
+    """A tensor attribute that is computed anew behind the loop of every load."""
+
+    def load_weights(self, weights: Named) -> None:
+        super().load_weights(weights)
+        self.doubled = 2 * self.a.weight.data
+
+
+class OfWhatWasSent(Toy):
+    """An attribute that is made of a sent tensor, which lands nowhere else."""
+
+    names = (*Toy.names, "table")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {**super().shapes(), "table": (7,)}
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "table":
+            self.table = tensor.clone()
+        else:
+            super().load(name, tensor)
+
+
+class Inner(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = self.a.weight.data.t().contiguous()
+
+    def post_load_weights(self, weight_names: list[str] | None = None) -> None:
+        assert set(weight_names or Toy.names) <= set(Toy.names)  # its own, not those of a wrapper
+        self.transposed = self.a.weight.data.t().contiguous()
+
+
+class Wrapped(nn.Module):
+    """Kimi-VL: what is derived is derived by a model inside the model."""
+
+    names = ("model.a.weight", "model.b.weight")
+    shapes = Toy.shapes
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Inner()
+
+    def load_weights(self, weights: Named) -> None:
+        for name, tensor in weights:
+            self.model.load(name.removeprefix("model."), tensor)
+        self.model.post_load_weights()
+
+
+class Threads(Toy):
+    """Writes that a pool's threads make, loaders and not."""
+
+    def load_weights(self, weights: Named) -> None:
+        threads = [threading.Thread(target=self.load, args=pair) for pair in list(weights)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+class ThreadsOfSlices(Threads, Slices):
+    pass
+
+
+class ThreadsThatRead(Threads, Value):
+    pass
+
+
+class Default(Toy):
+    """A bias that is set to zero unless the call brings it, beside a tensor that can't be replayed."""
+
+    names = (*Toy.names, "a.bias", "b.bias")
+
+    def __init__(self) -> None:
+        super().__init__()
+        for one in (self.a, self.b):
+            one.bias = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def load_weights(self, weights: Named) -> None:
+        left = {"a.bias", "b.bias"}
+        for name, tensor in weights:
+            left.discard(name)
+            self.load(name, 1 * tensor if name == "b.weight" else tensor)
+        for name in left:
+            self.get_parameter(name).data.zero_()
+
+
+class Shared(Toy):
+    """Qwen3.5: two parameters are parts of one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = torch.zeros(12, 4)
+        self.a.weight.data, self.b.weight.data = self.fused[:6], self.fused[6:]
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        self.fused[6 * (name == "b.weight") :][:6] = tensor
+
+
+class Refreshed(Toy):
+    """Gemma's norms: a loader computes with the parameter that it has just written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("plus_one", torch.ones(6, 4), persistent=False)
+        self.b.weight.weight_loader = self._load_b
+
+    def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        parameter.data.copy_(tensor)
+        self.plus_one.copy_(self.b.weight.data).add_(1.0)
+
+
+class Rebound(Toy):
+    """A parameter's data is replaced instead of written."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "b.weight":
+            self.b.weight.data = tensor.clone()
+        else:
+            super().load(name, tensor)
+
+
+def weights(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(s, generator=generator) for name, s in model.shapes().items()}
+
+
+def loaded(kind: type[nn.Module], seed: int) -> ModelRefit:
+    """As a server that was started on these weights."""
+    model = kind()
+    refit = ModelRefit(model, Options(), {}, list)
+    refit.attach()
+    model.load_weights(iter(weights(model, seed).items()))
+    return refit
+
+
+def held(refit: ModelRefit) -> dict[str, torch.Tensor]:
+    """Everything that the model's modules hold."""
+    found = dict(refit.model.named_parameters()) | dict(refit.model.named_buffers())
+    for prefix, module in refit.model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{prefix}.{name}"] = value
+    return found
+
+
+def update(refit: ModelRefit, tensors: dict[str, torch.Tensor]) -> None:
+    with refit.during(UpdateScope(Origin.TENSOR)):
+        refit.model.load_weights(list(tensors.items()))
+
+
+def check_same(refit: ModelRefit, fresh: ModelRefit) -> None:
+    expected = held(fresh)
+    for name, one in held(refit).items():
+        assert torch.equal(one, expected[name]), name
+
+
+ALL_REPLAYED = (Toy, Scalar, Buffer, Slices, Wrapped, Threads, ThreadsOfSlices, Shared)
+SOME_NATIVE = (Refreshed, Joined, Computed, Added, Value, OfWhatWasSent, Rebound, ThreadsThatRead)
+ALL_NATIVE = (Padded, Attribute)
+
+
+@pytest.mark.parametrize("kind", [*ALL_REPLAYED, *SOME_NATIVE, *ALL_NATIVE, Default])
+def test_every_update_leaves_what_a_fresh_load_leaves(kind):
+    refit = loaded(kind, 0)
+    places = {name: one.data_ptr() for name, one in held(refit).items()}
+    for seed in (1, 2, 3, 0):
+        update(refit, weights(refit.model, seed))
+        check_same(refit, loaded(kind, seed))
+        assert {name: one.data_ptr() for name, one in held(refit).items()} == places
+
+
+@pytest.mark.parametrize("kind", ALL_REPLAYED)
+def test_copies_are_replayed_whoever_makes_them(kind):
+    refit = loaded(kind, 0)
+    for seed in (1, 2):
+        update(refit, weights(refit.model, seed))
+    counts = refit.recipes.counts
+    assert (counts.calls, counts.native_tensors) == (1, 0), counts
+
+
+@pytest.mark.parametrize("kind", [*SOME_NATIVE, *ALL_NATIVE])
+def test_what_is_more_than_copies_is_native_and_says_why(kind):
+    refit = loaded(kind, 0)
+    for seed in (1, 2):
+        update(refit, weights(refit.model, seed))
+    counts = refit.recipes.counts
+    assert counts.native_tensors or counts.native_calls == 2, counts
+    assert counts.native_reasons
+
+
+def test_tensors_that_depend_on_each_other_are_never_parted_again():
+    refit = loaded(Default, 0)
+    for seed in (1, 2, 3):
+        update(refit, weights(refit.model, seed))
+    assert refit.recipes.counts.calls == 1
+    assert any("depends on the others" in why for why in refit.recipes.counts.native_reasons)
+
+
+@pytest.mark.parametrize("kind", [Scalar, Buffer, OfWhatWasSent, Value])
+def test_a_refit_that_leaves_out_a_scalar_or_a_buffer_is_not_complete(kind):
+    refit = loaded(kind, 0)
+    tensors = weights(refit.model, 1)
+    for name in set(tensors) - set(Toy.names):
+        rest = {key: value for key, value in tensors.items() if key != name}
+        with refit.during(UpdateScope(Origin.TENSOR)):
+            refit.model.load_weights(list(rest.items()))
+            verdict = refit.report.verdict()
+            refit.report.give_up("the test goes on")
+        assert not verdict.is_complete
+        assert verdict.lacking == 1
+
+
+@pytest.mark.parametrize("kind", [Scalar, Buffer, Joined, OfWhatWasSent, Value])
+def test_no_name_that_reaches_the_model_is_unknown_or_unused(kind):
+    refit = loaded(kind, 0)
+    assert set(refit.names.known) == set(refit.model.shapes())
+    assert not refit.names.unused
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [one for one in (*ALL_REPLAYED, *SOME_NATIVE, *ALL_NATIVE, Default) if one is not Rebound],
+)
+def test_a_probe_learns_what_a_load_learns_and_changes_nothing(kind):
+    model = kind()
+    sent = [(name, one.to("meta")) for name, one in weights(model, 0).items()]
+    refit = ModelRefit(model, Options(), {}, lambda: sent)
+    refit.attach()
+    before = {name: (one, one.clone()) for name, one in held(refit).items()}
+    refit.report.start_call(UpdateScope(Origin.TENSOR), refit.report.brought.numbers_of([]))
+    assert refit.report.lacking().any()  # which asks for the names
+    assert list(held(refit)) == list(before)
+    for name, one in held(refit).items():
+        assert one is before[name][0]
+        assert torch.equal(one, before[name][1])
+    known = loaded(kind, 0).names.known
+    found = refit.names.known
+    assert {name: len(one.landings) for name, one in found.items()} == {
+        name: len(one.landings) for name, one in known.items()
+    }
+
+
+def test_a_refit_whose_extent_can_t_be_learnt_fails_and_says_so():
+    """torch does not let a parameter's data become one without values."""
+    model = Rebound()
+    sent = [(name, one.to("meta")) for name, one in weights(model, 0).items()]
+    refit = ModelRefit(model, Options(), {}, lambda: sent)
+    refit.attach()
+    with refit.during(UpdateScope(Origin.TENSOR)):
+        refit.model.load_weights(list(weights(model, 1).items()))
+    (why,) = refit.report.verdict().failures
+    assert "b.weight" in why
+    assert "--load-format dummy" in why
+    assert not refit.names.is_filled
+
+
+def test_a_name_that_reaches_nothing_is_refused():
+    refit = loaded(Toy, 0)
+    refit.model.load = lambda name, tensor: None
+    with pytest.raises(RefitError, match="no parameter takes"):
+        update(refit, weights(refit.model, 1))

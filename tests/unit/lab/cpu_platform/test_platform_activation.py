@@ -1,0 +1,42 @@
+"""The CPU platform is there when asked for, and only then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sglang_fp8rl.compat import CPU_PLATFORM
+from sglang_fp8rl.lab.cpu_platform import activate
+
+
+@pytest.mark.parametrize("value", [None, "", "cuda", "fp8rl", "FP8RL_CPU"])
+def test_not_active_unless_asked_for_by_name(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SGLANG_PLATFORM", value)
+    assert activate() is None
+
+
+def test_active_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", CPU_PLATFORM)
+    assert activate() == "sglang_fp8rl.lab.cpu_platform.cpu:Fp8RlCpuPlatform"
+
+
+def test_asking_imports_neither_torch_nor_sglang() -> None:
+    code = (
+        "import sys; from sglang_fp8rl.lab.cpu_platform import activate; activate(); "
+        "print([m for m in ('torch', 'sglang') if m in sys.modules])"
+    )
+    assert _run(code, CPU_PLATFORM).strip() == "[]"
+
+
+def _run(code: str, platform: str) -> str:
+    env = {**os.environ, "SGLANG_PLATFORM": platform}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout

@@ -1,0 +1,148 @@
+"""Every change that is made to SGLang, torch or veRL beside the declared hooks stands in `host_changes.py`.
+
+Read off the sources: what is assigned to, or deleted, on an object that is not this package's; `setattr`;
+and calls that change a process. An attribute is this package's own if one of its classes declares it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_fp8rl.host_changes import CHANGES
+
+PACKAGE = Path(__file__).parents[2] / "sglang_fp8rl"
+HOSTS = {"sglang", "torch", "verl", "gc", "multiprocessing"}
+# Of modules, registries and layers of a host; a class of ours has methods of other names.
+CHANGING = {
+    "append",
+    "disable",
+    "enable",
+    "freeze",
+    "register",
+    "register_parameter",
+    "set_default_dtype",
+    "set_quant_config",
+    "set_sharing_strategy",
+    "set_start_method",
+    "set_weight_attrs",
+    "add_quantization_method_choices",
+    "register_attention_backend",
+}
+# Of this package's attributes, those that hold an object of a host.
+LENT = {"data", "owner"}
+# Objects of other libraries, made here: an HTTP session, the tokenizer of a seeded checkpoint.
+NO_HOST = {
+    "self._http.headers",
+    "tokenizer.pre_tokenizer",
+    "tokenizer.decoder",
+    "fast.chat_template",
+}
+TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def attributes_of(tree: ast.Module) -> Iterator[str]:
+    """What classes declare: fields, and what their methods set on `self`."""
+    for made in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in ast.walk(made):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                yield node.target.id
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                yield from (node.attr for one in [node.value] if is_own(one))
+
+
+def is_own(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def host_names(tree: ast.Module) -> set[str]:
+    """Names bound by imports from a host, and by assignments of what lies in them."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            if (node.module or "").split(".")[0] in HOSTS:
+                names |= {one.asname or one.name for one in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {
+                one.asname or one.name.split(".")[0]
+                for one in node.names
+                if one.name.split(".")[0] in HOSTS
+            }
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(
+            node.value, (ast.Attribute, ast.Name)
+        ):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if root_of(node.value) in names:
+                names |= {one.id for one in targets if isinstance(one, ast.Name)}
+    return names
+
+
+def root_of(node: ast.AST) -> str:
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+OWN = {name for tree in TREES.values() for name in attributes_of(tree)}
+
+
+def changes_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of what changes an object that is no own one."""
+    hosts = host_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in ("setattr", "delattr"):
+                if not is_own(node.args[0]):
+                    yield node.lineno, ast.unparse(node).split(",")[0] + ", …)"
+            elif name.rpartition(".")[2] in CHANGING and (
+                root_of(node.func) in hosts or root_of(node.func) == "layer"
+            ):
+                yield node.lineno, name
+        elif isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(
+            node.ctx, ast.Load
+        ):
+            place = node
+            while isinstance(place, ast.Subscript):
+                place = place.value
+            if isinstance(place, ast.Name):
+                is_foreign = place.id in hosts
+            else:
+                is_foreign = (
+                    isinstance(place, ast.Attribute)
+                    and not is_own(place.value)
+                    and (place.attr not in OWN - LENT or root_of(place) in hosts)
+                )
+            if is_foreign and ast.unparse(place) not in NO_HOST:
+                yield node.lineno, ast.unparse(place)
+
+
+FOUND = [
+    (f"{path.relative_to(PACKAGE)}:{line}", text)
+    for path, tree in TREES.items()
+    for line, text in changes_in(tree)
+]
+
+
+def undeclared(declared: set[str]) -> list[str]:
+    return [f"{place}: {text}" for place, text in FOUND if text not in declared]
+
+
+def test_every_change_to_a_host_is_declared_with_its_reason_and_its_end():
+    assert undeclared({text for change in CHANGES for text in change.what}) == []
+    assert all(change.reason and change.until for change in CHANGES)
+
+
+def test_nothing_is_declared_that_is_not_done():
+    done = {text for _, text in FOUND}
+    assert [text for change in CHANGES for text in change.what if text not in done] == []
+
+
+@pytest.mark.parametrize("missing", CHANGES, ids=lambda change: change.what[0])
+def test_a_row_that_is_taken_out_is_missed(missing):
+    rest = {text for change in CHANGES if change is not missing for text in change.what}
+    assert undeclared(rest)

@@ -1,0 +1,154 @@
+"""Which config class a model class of SGLang's registry is made from."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+from .overrides import ARGUMENTS, BASES, KEYS, UNKNOWN
+from .tiny import missing, shrink
+
+# A draft is served beside the model whose config it reads.
+_DRAFT = re.compile(r"(NextN|MTP|Eagle3?|DSpark)$")
+_KIND = re.compile(r"(For[A-Z]\w+|ModelForCausalLM|LMHeadModel|ChatModel|DraftModel|Model|LM)$|_")
+
+
+def tiny_config(
+    architecture: str, model_class: type, path: Path, lacks: list[str], refuses: list[str]
+) -> None:
+    """Write the `config.json` of a small model of that class into the directory `path`.
+
+    Args:
+        lacks: keys that a model reads, here or in a part of it, and its config class does not have.
+        refuses: keys that the config class writes and can't read.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config_class = config_class_of(architecture, model_class)
+    if config_class is None:  # one of a model on the hub, in code of its own
+        config_class, content = _unknown(), dict(UNKNOWN)
+    else:
+        content = shrink(config_class(**ARGUMENTS.get(architecture, {})).to_dict())
+    for part in (content, *(one for key, one in content.items() if key.endswith("_config"))):
+        if not isinstance(part, dict):
+            continue
+        for key in lacks:
+            if part.get(key) is None:
+                part[key] = missing(key)
+        for key in refuses:
+            part.pop(key, None)
+    _apply(content, KEYS.get(architecture, {}))
+    model_type = content.get("model_type") or f"census_{architecture.lower()}"
+    if model_type not in CONFIG_MAPPING:
+        config_class.model_type = model_type  # type: ignore[attr-defined]
+        AutoConfig.register(model_type, config_class)
+    content |= {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "torch_dtype": "bfloat16",
+    }
+    (path / "config.json").write_text(json.dumps(content, default=str))
+
+
+def _apply(content: dict[str, Any], keys: dict[str, Any]) -> None:
+    """`keys` into `content`; a part of it where both have a dictionary."""
+    for key, value in keys.items():
+        if isinstance(value, dict) and isinstance(content.get(key), dict):
+            _apply(content[key], value)
+        elif value is None:
+            content.pop(key, None)
+        else:
+            content[key] = value
+
+
+def _unknown() -> type:
+    from transformers import PretrainedConfig
+
+    class UnknownConfig(PretrainedConfig):
+        """Has what its file has; a part in it is a config too."""
+
+        def __init__(self, **keys: Any) -> None:
+            parts = {key: one for key, one in keys.items() if key.endswith("_config")}
+            for key, one in parts.items():
+                keys[key] = UnknownConfig(**one) if isinstance(one, dict) else one
+            super().__init__(**keys)
+
+    return UnknownConfig
+
+
+def config_class_of(architecture: str, model_class: type) -> type | None:
+    """From `transformers`, from the model's signature, by its name, or of the model that it drafts for."""
+    if architecture in BASES:
+        return _of_model_type(BASES[architecture])
+    model_type = _model_types().get(architecture)
+    if model_type is not None:
+        return _of_model_type(model_type)
+    found = _annotated(model_class) or _named_alike(architecture)
+    if found is not None:
+        return found
+    target = _DRAFT.sub("", architecture)
+    return None if target == architecture else config_class_of(target, model_class)
+
+
+def warm_up() -> None:
+    """Import every config class there is."""
+    _model_types()
+    _config_classes()
+
+
+@functools.cache
+def _model_types() -> dict[str, str]:
+    """Architectures that `transformers` has, to the `model_type` of their config."""
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, str] = {}
+    for name in dir(modeling_auto):
+        if name.endswith("_MAPPING_NAMES"):
+            for model_type, classes in getattr(modeling_auto, name).items():
+                for one in [classes] if isinstance(classes, str) else classes:
+                    found.setdefault(one, model_type)
+    return found
+
+
+def _of_model_type(model_type: str) -> type:
+    """SGLang's class, which its own parser prefers; else that of `transformers`."""
+    from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    found = _CONFIG_REGISTRY.get(model_type)
+    return found if found is not None else CONFIG_MAPPING[model_type]
+
+
+def _annotated(model_class: type) -> type | None:
+    from transformers import PretrainedConfig
+
+    try:
+        hint = typing.get_type_hints(model_class.__init__).get("config")
+    except (NameError, TypeError, AttributeError):  # of a package that is not here
+        return None
+    is_config = isinstance(hint, type) and issubclass(hint, PretrainedConfig)
+    return hint if is_config and hint is not PretrainedConfig else None
+
+
+def _named_alike(architecture: str) -> type | None:
+    """A config class with the model's name: `StepVLForConditionalGeneration`, `StepVLConfig`."""
+    wanted = _bare(_KIND.sub("", architecture))
+    return _config_classes().get(wanted)
+
+
+@functools.cache
+def _config_classes() -> dict[str, type]:
+    from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    classes = [*CONFIG_MAPPING.values(), *_CONFIG_REGISTRY.values()]
+    return {_bare(one.__name__.removesuffix("Config")): one for one in classes}
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,82 @@
+"""SGLang's own start, up to where a loader builds the model: there the judge takes over."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import preload
+
+QUANTIZATION = "fp8_blockwise_online"
+
+
+class Builder:
+    """Builds the model of one config, as often as asked.
+
+    Args:
+        original: SGLang's `_initialize_model`.
+    """
+
+    def __init__(self, original: Callable[..., Any], model_config: Any, load_config: Any) -> None:
+        self._original, self._config, self._load_config = original, model_config, load_config
+
+    @property
+    def path(self) -> str:
+        return self._config.model_path
+
+    def build(self, *, is_quantized: bool = True) -> tuple[Any, Any]:
+        """A model in ordinary memory, and its refit; None without quantization."""
+        import torch
+        from sglang.srt.model_loader.loader import _get_quantization_config
+        from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+        from sglang_fp8rl.engine.host.attach import attached
+
+        quant_config = None
+        if is_quantized:
+            quant_config = _get_quantization_config(self._config, self._load_config)
+        torch.manual_seed(0)  # for what a model draws itself
+        with set_default_torch_dtype(self._config.dtype), torch.device("cpu"):
+            model = self._original(self._config, self._load_config, quant_config)
+        if not is_quantized:
+            return model, None
+        return model, attached(model, self._config, quant_config)
+
+    @staticmethod
+    def load(model: Any, weights: list[tuple[str, Any]]) -> None:
+        """As SGLang loads a checkpoint."""
+        import torch
+        from sglang.srt.model_loader.loader import DefaultModelLoader
+
+        DefaultModelLoader.load_weights_and_postprocess(model, iter(weights), torch.device("cpu"))
+
+
+def start(path: Path, attention: str, judge: Callable[[Builder], None]) -> None:
+    """Start rank 0 of a server of the model in `path`, and judge it in place of loading it.
+
+    Side effects on the host: this process has a process group and SGLang's state, and ends afterwards.
+    """
+    from sglang_fp8rl.engine.host.plan_offline import _start_scheduler
+
+    preload.judges.append(lambda *parts: judge(Builder(*parts)))
+    argv = [f"--model-path={path}", f"--quantization={QUANTIZATION}", "--device=cpu"]
+    argv += ["--load-format=dummy", "--skip-tokenizer-init", "--max-total-tokens=1024"]
+    argv += ["--context-length=512", f"--attention-backend={attention}"]
+    with contextlib.suppress(preload.Judged):
+        _start_scheduler(argv)
+
+
+# An exception's line at the end of a traceback, and not the remedy that SGLang prints behind some.
+_ERROR = re.compile(
+    r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b.*(?:(?<=:)\n.*)?", re.MULTILINE
+)
+
+
+def last_error(log: str) -> str:
+    """The last exception that a log shows, on one line."""
+    found = _ERROR.findall(log)
+    text = " ".join(found[-1].split()) if found else ""
+    return text if found else "ended without a word"

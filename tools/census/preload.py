@@ -1,0 +1,52 @@
+"""What every judge's process has before it is forked: the environment, SGLang, and a hook that hands it over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+ENVIRONMENT = {
+    "SGLANG_PLATFORM": "fp8rl_cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0",
+    "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false",
+    # What is not here is not fetched: a class that asks the hub for something gets a row.
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+
+
+def prepare_environment() -> None:
+    """Before torch and SGLang are imported."""
+    os.environ.update(ENVIRONMENT)
+
+
+class Judged(BaseException):
+    """Leaves SGLang's start. Not an `Exception`: SGLang catches those."""
+
+
+judges: list[Callable[..., None]] = []
+
+
+def _take_over(original: Any, model_config: Any, load_config: Any, *_: Any, **__: Any) -> None:
+    judges[-1](original, model_config, load_config)
+    raise Judged
+
+
+def import_sglang() -> None:
+    """Everything that takes seconds, once for all processes that are forked from this one.
+
+    Side effects on the host: SGLang's loaders build no model here, they hand it to a judge.
+    """
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_fp8rl.lab.testing import preload  # noqa: F401
+
+    HookRegistry.register(
+        "sglang.srt.model_loader.loader._initialize_model", _take_over, HookType.AROUND
+    )
+    load_plugins()

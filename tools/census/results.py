@@ -1,0 +1,75 @@
+"""What a census found, on file: with the commit and the versions that it was found on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from .outcome import Row
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent / "results"
+PACKAGES = ("sglang", "torch", "transformers")
+
+
+def provenance() -> dict[str, str]:
+    """Commit (with `+` where the package was changed since), date and versions."""
+    commit = _git("rev-parse", "--short=12", "HEAD") or "unknown"
+    if _git("status", "--porcelain", "--", "sglang_fp8rl"):
+        commit += "+"
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return {"commit": commit, "date": today} | {name: version(name) for name in PACKAGES}
+
+
+def described(found: dict[str, Any]) -> str:
+    """A sentence on where results are from."""
+    origin = found.get("provenance")
+    if not origin:
+        return "Recorded before results knew their commit."
+    versions = ", ".join(f"{name} {origin[name]}" for name in PACKAGES)
+    return f"From commit `{origin['commit']}` of {origin['date']}, with {versions}."
+
+
+def _git(*args: str) -> str:
+    ended = subprocess.run(
+        ["git", *args], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    return ended.stdout.strip()
+
+
+def path_of(host: str) -> Path:
+    return FOLDER / f"{host}.json"
+
+
+def write(rows: Sequence[Row]) -> Path:
+    """All rows of this host."""
+    found = {
+        "provenance": provenance(),
+        "rows": [row.as_dict() for row in sorted(rows, key=lambda one: one.architecture)],
+    }
+    path = path_of(version("sglang"))
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    return path
+
+
+def changed(rows: Sequence[Row]) -> list[str]:
+    """Classes whose outcome is not the one on file for this host; of all that were judged to the end."""
+    path = path_of(version("sglang"))
+    if not path.exists():
+        return []
+    known = {one["architecture"]: Row(**one) for one in json.loads(path.read_text())["rows"]}
+    lines = []
+    for row in rows:
+        before = known.get(row.architecture)
+        is_cut_short = row.is_cut_short or (before is not None and before.is_cut_short)
+        if not is_cut_short and (before is None or before.kind != row.kind):
+            lines.append(
+                f"{row.architecture}: {row.kind}, on file {before.kind if before else 'nothing'}"
+            )
+    return lines
