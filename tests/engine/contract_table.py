@@ -62,11 +62,12 @@ class Recorder:
     def pytest_sessionfinish(self) -> None:
         known: dict[str, Any] = {}
         if self._path.exists():  # a part of the suite renews its part of the results
-            known = json.loads(self._path.read_text())["cases"]
+            known = json.loads(self._path.read_text())
+        origins = known.get("provenance", {}) | dict.fromkeys(self._cases, results.provenance())
         found = {
             "host": self._host,
-            "provenance": results.provenance(),
-            "cases": dict(sorted((known | self._cases).items())),
+            "provenance": dict(sorted(origins.items())),
+            "cases": dict(sorted((known.get("cases", {}) | self._cases).items())),
         }
         self._path.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -74,7 +75,7 @@ class Recorder:
 def table(found: dict[str, Any], cases: list[str]) -> str:
     """One host's table, with the reasons for what is not there below it."""
     reasons: dict[str, int] = {}
-    lines = [f"### SGLang {found['host']}", "", results.described(found), ""]
+    lines = [f"### SGLang {found['host']}", "", _origins(found), ""]
     lines += ["| model | layout | " + " | ".join(COLUMNS.values()) + " |"]
     lines += ["|---|---|" + "---|" * len(COLUMNS)]
     for case in cases:
@@ -83,6 +84,17 @@ def table(found: dict[str, Any], cases: list[str]) -> str:
         cells = [_cell(outcomes.get(test, NOT_RUN), reasons) for test in COLUMNS]
         lines.append(f"| {model} | {layout} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", *(f"{number}. {text}" for text, number in reasons.items()), ""])
+
+
+def _origins(found: dict[str, Any]) -> str:
+    """Which cases are from which run."""
+    runs: dict[str, list[str]] = {}
+    for case in found["cases"]:
+        origin = results.described(found.get("provenance", {}).get(case))
+        runs.setdefault(origin, []).append(case)
+    if len(runs) == 1:
+        return next(iter(runs))
+    return " ".join(f"{', '.join(cases)}: {origin}" for origin, cases in runs.items())
 
 
 def _cell(outcome: str, reasons: dict[str, int]) -> str:

@@ -59,6 +59,25 @@ def judged(architecture: str, builder: Builder) -> Row:
     return row
 
 
+def saved(architecture: str, builder: Builder, directory: Path) -> Row:
+    """Checkpoints of three weight sets, for a server: `directory/0`, `1`, `2`; every tensor differs."""
+    import shutil
+
+    from safetensors.torch import save_file
+
+    row = Row(architecture, "not built")
+    started = _start(architecture, builder, row)
+    if started is None:
+        return row
+    row.kind, row.names = "replayed", len(started[2])
+    for seed in range(3):
+        path = directory / str(seed)
+        path.mkdir(parents=True)
+        shutil.copy(Path(builder.path) / "config.json", path)
+        save_file(_weights(started[2], seed), path / "model.safetensors")
+    return row
+
+
 def _start(architecture: str, builder: Builder, row: Row) -> tuple[Any, Any, Shapes] | None:
     """A loaded model, by the names that reach most of it; None if none reaches anything.
 

@@ -44,6 +44,8 @@ KEYS: dict[str, dict[str, Any]] = {
     "DeepseekV4ForCausalLM": {"sliding_window": 64, "compress_ratios": [0, 4]},
     "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma2ForSequenceClassification": {"hidden_act": "gelu_pytorch_tanh"},
+    # SGLang's scheduler reads these; the model does not.
+    "Gemma4ForCausalLM": {"swa_num_key_value_heads": 2, "swa_head_dim": 64},
 }
 
 # Keys that models read and their config classes lack, to what files on the hub have.

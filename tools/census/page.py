@@ -26,7 +26,7 @@ def section() -> str:
 def _of_host(path: Path) -> str:
     found = json.loads(path.read_text())
     rows = [Row(**one) for one in found["rows"]]
-    lines = [f"### SGLang {path.stem}: {summary(rows)}", "", described(found), ""]
+    lines = [f"### SGLang {path.stem}: {summary(rows)}", "", described(found["provenance"]), ""]
     for kind in KINDS:
         those = [row for row in rows if row.kind == kind]
         if those:

@@ -26,9 +26,8 @@ def provenance() -> dict[str, str]:
     return {"commit": commit, "date": today} | {name: version(name) for name in PACKAGES}
 
 
-def described(found: dict[str, Any]) -> str:
-    """A sentence on where results are from."""
-    origin = found.get("provenance")
+def described(origin: dict[str, str] | None) -> str:
+    """A sentence on where results are from, of their `provenance`."""
     if not origin:
         return "Recorded before results knew their commit."
     versions = ", ".join(f"{name} {origin[name]}" for name in PACKAGES)

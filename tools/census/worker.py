@@ -34,13 +34,19 @@ def main(limit: float) -> None:
         print(json.dumps(row_of(line.strip(), limit).__dict__), file=answers)
 
 
-def row_of(architecture: str, limit: float) -> Row:
-    """Judged again as long as its config lacks a key, which is added, or refuses one that it wrote."""
+def row_of(architecture: str, limit: float, save_to: Path | None = None) -> Row:
+    """Judged again as long as its config lacks a key, which is added, or refuses one that it wrote.
+
+    Args:
+        save_to: a directory that gets checkpoints of the class, instead of judging it.
+    """
     lacks: list[str] = []
     refuses: list[str] = []
     attention = "triton"  # some models ask for one of SGLang's GPU backends by name; none runs here
     while True:
-        run = functools.partial(judge, lacks=lacks, refuses=refuses, attention=attention)
+        run = functools.partial(
+            judge, lacks=lacks, refuses=refuses, attention=attention, save_to=save_to
+        )
         row = run_forked(architecture, run, limit)
         why = " ".join(row.reasons)
         lacked, refused = _LACKS.search(why), _REFUSES.search(why)
@@ -61,14 +67,19 @@ _REFUSES = re.compile(r"property '(\w+)' of '\w+' object has no setter")
 
 
 def judge(
-    architecture: str, directory: Path, lacks: list[str], refuses: list[str], attention: str
+    architecture: str,
+    directory: Path,
+    lacks: list[str],
+    refuses: list[str],
+    attention: str,
+    save_to: Path | None = None,
 ) -> None:
     """In a process of its own: the row into `row.json`."""
     from sglang.srt.models.registry import ModelRegistry
 
     from .classes import why_missing
     from .configs import tiny_config
-    from .judge import judged
+    from .judge import judged, saved
 
     model_class = ModelRegistry.models.get(architecture)
     if model_class is None:
@@ -78,7 +89,10 @@ def judge(
     tiny_config(architecture, model_class, directory, lacks, refuses)
 
     def write(builder: object) -> None:
-        row = judged(architecture, builder)  # type: ignore[arg-type]
+        if save_to is None:
+            row = judged(architecture, builder)  # type: ignore[arg-type]
+        else:
+            row = saved(architecture, builder, save_to)  # type: ignore[arg-type]
         (directory / "row.json").write_text(json.dumps(row.__dict__))
 
     start(directory, attention, write)
