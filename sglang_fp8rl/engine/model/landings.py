@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..arrival.sent_tensors import Source
-from ..interception.region import Region, region_of
-from ..interception.writes import Write
+from ..interception.writes import Region, Write, region_of
 from .parameters import Target
 
 

@@ -11,8 +11,7 @@ from ...config import Options
 from ...errors import RefitError
 from ...numerics import cast_into
 from ...numerics.grid import ScaleGranularity, granularity_of
-from ..interception.region import Region
-from ..interception.writes import Write
+from ..interception.writes import Region, Write
 from ..model.parameters import Target
 
 # (source, codes, scales) of one matrix, and its blocks that were not finite.

@@ -14,7 +14,7 @@ from ...numerics.fingerprint import MASK, is_on_blocks, plain_number, scaled_num
 from ...numerics.grid import ScaleGranularity, granularity_of
 from ...wire.fingerprint import Fingerprint, Number, form_of
 from ...wire.plan import FP8
-from ..interception.region import Region
+from ..interception.writes import Region
 from ..model.landings import Known
 from ..model.parameters import Target
 from ..native.cast_write import matrices, scales_of

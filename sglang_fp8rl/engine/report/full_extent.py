@@ -9,8 +9,7 @@ import numpy as np
 from ...errors import Fp8RlError
 from ..model.landings import NameTable
 from ..model.parameters import Target
-from .coverage import CoverageTable
-from .names_brought import NamesBrought
+from .coverage import CoverageTable, NamesBrought
 
 
 class FullExtent:
