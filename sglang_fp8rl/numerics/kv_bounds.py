@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .cast import is_there
-from .checks import FP8_DTYPE
+from .cast import FP8_DTYPE, is_there
 from .reference import FP8_MAX
 
 _BF16, _E4M3 = 2.0**-8, 2.0**-4  # largest relative error of rounding to nearest

@@ -175,3 +175,33 @@ def make_stand_in(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     stand_in = torch.Tensor._make_subclass(type(parameter), data, False)
     stand_in.__dict__.update(parameter.__dict__)
     return stand_in
+
+
+class LoaderWrites:
+    """What one loader did with a stand-in.
+
+    Attributes:
+        writes: its copies and fills. None is an answer: this rank holds nothing of the tensor (an
+            expert of another rank).
+        other: an operation that is neither, and was not done; empty if there was none.
+        is_all: whether it did nothing else that was seen.
+    """
+
+    def __init__(self, stand_in: torch.Tensor, parameter: torch.Tensor) -> None:
+        self.stand_in, self._storage = stand_in, storage_of(stand_in)
+        self._parameter = storage_of(parameter)
+        self.writes: list[Write] = []
+        self.other = ""
+        self.is_all = False
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) == self._storage
+
+    def is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether it is (a part of) what the stand-in stands for."""
+        return storage_of(tensor) == self._parameter
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number for the storage of a tensor, also on `meta`; no two that live have the same."""
+    return tensor.untyped_storage()._cdata

@@ -14,8 +14,7 @@ from ..host.boundary import Boundary
 from ..host.refit_end import fail_behind
 from ..host.request_checks import are_weights_released
 from .attention_layers import attention_layers, refused
-from .calibration import Calibration
-from .calibration_text import calibration_of
+from .calibration import Calibration, calibration_of
 from .kv_scales import KvScales, Source
 from .sent_scales import SentScales
 from .status import kv_section, saturated_share, stored_codes

@@ -14,7 +14,7 @@ import torch
 
 from ...errors import RefitError
 from ...numerics.reference import FP8_MAX
-from ...wire.kv_scale_names import KEYS, VALUES, KvScaleName, kv_scale_name
+from ...wire.sent_names import KEYS, VALUES, KvScaleName, kv_scale_name
 from ..extension import Received
 from .attention_layers import AttentionLayer
 

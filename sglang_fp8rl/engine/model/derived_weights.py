@@ -25,8 +25,8 @@ import torch
 from ...errors import RefitError
 from ...numerics.fingerprint import tensor_number
 from ..interception.watch import unwatched
+from ..interception.writes import storage_of
 from .kept_copies import KeptCopies
-from .memory import storage_of
 
 # Methods that write what they compute from weights: behind the loading, or at the first forward pass
 # (Gemma 4's router folds its scale into a norm).

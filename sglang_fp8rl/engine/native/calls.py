@@ -16,8 +16,7 @@ from ..arrival.sent_tensors import weight_name_of
 from ..arrival.update_scope import STARTUP, UpdateScope
 from ..extension import Extension
 from ..model.derived_weights import DerivedWeights
-from ..model.landings import NameTable
-from ..model.unneeded_names import skipped_by_design
+from ..model.landings import NameTable, skipped_by_design
 from ..report.report import Arrived, RefitReport
 from .call import Call, Update
 from .checks import (

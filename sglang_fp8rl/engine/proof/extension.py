@@ -13,8 +13,7 @@ from ...wire.fingerprint import FINGERPRINT_PATH, Fingerprint, compare
 from ..extension import Extension
 from ..host.boundary import Boundary
 from ..host.request_checks import check_weights_are_there
-from ..host.routes import internal_states, not_served, refused
-from ..host.status import replica_of
+from ..host.status import internal_states, not_served, refused, replica_of
 from ..refit import ModelRefit
 from .served import Rank, fingerprint_of_ranks, rank_of
 
