@@ -10,7 +10,7 @@ import torch
 
 from ...config import Options
 from ...errors import Fp8RlError, RefitError
-from ...numerics.finite_copy import copy_finite_into
+from ...numerics.cast import copy_finite_into
 from ..arrival.sent_tensors import UNKNOWN, Made, Source
 from ..interception.watch import unwatched
 from ..interception.writes import RecordedWrite, Write, make_stand_in
