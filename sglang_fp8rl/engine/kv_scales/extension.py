@@ -1,4 +1,4 @@
-"""Scales of the FP8 KV cache beside the serving of weights: when they start, follow and are told of."""
+"""Scales of the FP8 KV cache beside the serving of weights: when they start and follow, and what the status says of them."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class LoaderCalls:
     Args:
         options: of the model.
         pairs: FP8 halves that wait for their other half.
-        report: told of every region that was written.
-        names: told where each name lands, while the model is loaded for the first time.
+        report: every region that was written is noted there.
+        names: learns where each name lands, while the model is loaded for the first time.
     """
 
     def __init__(
