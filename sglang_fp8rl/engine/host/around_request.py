@@ -23,8 +23,36 @@ from torch.multiprocessing import reductions
 
 from ...errors import RefitError
 from ...wire.bucket import FILES, HEADER, READERS, file_of
+from ...wire.layout_text import from_text
+from ..arrival.bucket import FlatBucket
+from ..arrival.normalized import wait_for_reads
 from ..native.call import Update
 from ..refit import ModelRefit
+from .attach import refit_of
+
+
+def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **kw: Any) -> Any:
+    """A flattened bucket goes to `load_weights` as it is: SGLang would take it apart first."""
+    payload = args[0] if args else kw["flattened_tensor_bucket_dict"]
+    model = updater.get_model()
+    refit = refit_of(model)
+    flat = payload["flattened_tensor"]
+    if refit is None and isinstance(payload["metadata"], str):
+        payload = {**payload, "metadata": from_text(payload["metadata"])}
+        try:
+            return original(updater, payload)
+        finally:
+            if payload.get("is_staged"):  # of a draft model, behind the served one
+                wait_for_reads(flat)
+    is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
+    if refit is None or not is_plain:
+        return original(updater, *args, **kw)
+    try:
+        model.load_weights(FlatBucket(flat, payload["metadata"]))
+    finally:
+        if payload.get("is_staged"):
+            refit.sender_memory.hold(flat)
+    return True, "Success"
 
 
 @contextmanager

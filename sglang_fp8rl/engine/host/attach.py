@@ -1,4 +1,4 @@
-"""How a model of this method is built, where its refit is found, and how a bucket reaches it whole."""
+"""How a model of this method is built, and where its refit is found."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ...checkpoint import meta_tensors
 from ...config import QUANTIZATION_METHOD
 from ...errors import ConfigError
-from ...wire.layout_text import from_text
-from ..arrival.bucket import FlatBucket
-from ..arrival.normalized import wait_for_reads
 from ..modules.config import Fp8BlockwiseOnlineConfig
 from ..refit import ModelRefit
 
@@ -94,27 +89,3 @@ def attached(model: Any, model_config: Any, config: Fp8BlockwiseOnlineConfig) ->
     refit = ModelRefit(model, config.options, config.schemes, probe_names)
     refit.attach()
     return refit
-
-
-def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **kw: Any) -> Any:
-    """A flattened bucket goes to `load_weights` as it is: SGLang would take it apart first."""
-    payload = args[0] if args else kw["flattened_tensor_bucket_dict"]
-    model = updater.get_model()
-    refit = refit_of(model)
-    flat = payload["flattened_tensor"]
-    if refit is None and isinstance(payload["metadata"], str):
-        payload = {**payload, "metadata": from_text(payload["metadata"])}
-        try:
-            return original(updater, payload)
-        finally:
-            if payload.get("is_staged"):  # of a draft model, behind the served one
-                wait_for_reads(flat)
-    is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
-    if refit is None or not is_plain:
-        return original(updater, *args, **kw)
-    try:
-        model.load_weights(FlatBucket(flat, payload["metadata"]))
-    finally:
-        if payload.get("is_staged"):
-            refit.sender_memory.hold(flat)
-    return True, "Success"

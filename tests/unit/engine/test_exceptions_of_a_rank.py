@@ -94,10 +94,10 @@ def test_the_sender_s_memory_is_waited_for_on_its_own_device(monkeypatch):
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_draft_model_s_copies_are_waited_for_too(monkeypatch, fails):
     """The client fills the buffer again when it is answered; a draft has no `SenderMemory`."""
-    from sglang_fp8rl.engine.host import attach
+    from sglang_fp8rl.engine.host import around_request
 
     events = []
-    monkeypatch.setattr(attach, "wait_for_reads", lambda flat: events.append("waited"))
+    monkeypatch.setattr(around_request, "wait_for_reads", lambda flat: events.append("waited"))
 
     def original(updater, payload):
         events.append("copied")
@@ -106,9 +106,9 @@ def test_a_draft_model_s_copies_are_waited_for_too(monkeypatch, fails):
 
     updater = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
     payload = {"flattened_tensor": torch.zeros(4), "metadata": "[]", "is_staged": True}
-    monkeypatch.setattr(attach, "from_text", lambda text: [])
+    monkeypatch.setattr(around_request, "from_text", lambda text: [])
     try:
-        attach.flattened_bucket(original, updater, payload)
+        around_request.flattened_bucket(original, updater, payload)
     except KeyError:
         assert fails
     assert events == ["copied", "waited"]
