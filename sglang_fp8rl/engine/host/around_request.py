@@ -1,4 +1,4 @@
-"""What is otherwise in this process while SGLang serves an update request: collector, flushes, dtype, shared memory.
+"""What is otherwise while SGLang serves an update request: a bucket stays whole, memory is checked, the collector rests.
 
 CPU tensors of a request are mapped to the last byte that they say, without a helper process. torch opens a
 handle through a manager process: the sender's, whose socket then stays open for good, or one of its own. At
