@@ -79,7 +79,7 @@ def load(scheduler: Any, as_text: bool = False) -> float:
     """Seconds from the received bytes to the weights in place."""
     from sglang.srt.utils import MultiprocessingSerializer
 
-    from sglang_fp8rl.engine.host.update_calls import collector_paused
+    from sglang_fp8rl.engine.host.around_request import collector_paused
 
     payload = dict(_state["bucket"])
     if as_text:
@@ -94,7 +94,7 @@ def load(scheduler: Any, as_text: bool = False) -> float:
 
 def load_separate(scheduler: Any) -> float:
     """The same through a list of tensors."""
-    from sglang_fp8rl.engine.host.update_calls import collector_paused
+    from sglang_fp8rl.engine.host.around_request import collector_paused
 
     flat = _state["bucket"]["flattened_tensor"]
     tensors = [

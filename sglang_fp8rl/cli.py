@@ -18,6 +18,7 @@ from .terminal import (
     console,
     errors_told,
     parsed_options,
+    plan_table,
 )
 
 app = typer.Typer(
@@ -87,7 +88,6 @@ def plan(
     Exit status: 0; 2 if the model can't be served, with the reason.
     """
     from .engine.host.plan_offline import make_plan
-    from .plan_table import plan_table
 
     with errors_told(), console(stderr=True).status("SGLang builds the model without memory"):
         made = make_plan(

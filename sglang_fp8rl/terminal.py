@@ -1,9 +1,10 @@
-"""What every command has in common: its exit statuses, consoles, told errors and shared options."""
+"""What the commands share: exit statuses, consoles, errors on stderr, options, and a plan as a table."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +14,13 @@ from .errors import ConfigError, Fp8RlError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 # FOUND_WRONG: it ran, and an output differs, a host is unsupported, a model is worse, …
 # BAD_INPUT: the input is bad, or a server failed. INTERRUPTED: Ctrl-C, as shells count it.
 FINE, FOUND_WRONG, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_STYLES = {"blockwise": "green", "per_channel": "yellow"}
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
 OptionsText = Annotated[
@@ -76,3 +80,42 @@ def _say(line: str, style: str | None = None) -> None:
     console(stderr=True).print(
         line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True
     )
+
+
+def plan_table(plan: Iterable[dict[str, str]], title: str = "plan") -> Table:
+    """Columns module, scheme, reason; `layers.{0-27}` stands for modules that are alike."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("module", overflow="fold")
+    table.add_column("scheme", no_wrap=True)
+    table.add_column("reason", overflow="fold")
+    for module, scheme, reason in grouped(plan):
+        table.add_row(module, scheme, reason or "–", style=_STYLES.get(scheme, "dim"))
+    return table
+
+
+def grouped(plan: Iterable[dict[str, str]]) -> list[tuple[str, str, str]]:
+    """(module, scheme, reason), where the module's first number is a set like `{0-3,5}`."""
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for row in plan:
+        found = _NUMBER.search(row["module"])
+        pattern = _NUMBER.sub("{}", row["module"], count=1)
+        key = (pattern, row["scheme"], row["reason"])
+        groups.setdefault(key, []).extend([int(found.group())] if found else [])
+    return [
+        (pattern.replace("{}", _ranges(numbers)) if numbers else pattern, scheme, reason)
+        for (pattern, scheme, reason), numbers in groups.items()
+    ]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`[0, 1, 2, 5]` → `{0-2,5}`; a single number stands alone."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in spans]
+    return texts[0] if len(numbers) == 1 else "{" + ",".join(texts) + "}"

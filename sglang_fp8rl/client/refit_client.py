@@ -14,8 +14,7 @@ from ..wire.bucket import NamedTensor
 from ..wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Verification, compare
 from ..wire.plan import PLAN_PATH, STATUS_PATH, RefitPlan
 from ..wire.refit_note import RefitNote
-from .connection import Connection
-from .pipelined_send import Progress, UpdateResult
+from .connection import Connection, Progress, UpdateResult
 from .tensor_update import SERVER_INFO_PATH, Receiver, TensorUpdate, end_session
 
 LOAD_FORMATS = ("flattened_bucket", None)

@@ -17,8 +17,7 @@ from ..wire.bucket import NamedTensor, allocate, buckets_of, each_once, nbytes_o
 from ..wire.plan import STATUS_PATH
 from ..wire.refit_note import RefitNote
 from ..wire.staging import StagingBuffers
-from .connection import Connection
-from .pipelined_send import PipelinedSender, Progress
+from .connection import Connection, PipelinedSender, Progress
 
 SERVER_INFO_PATH = "/server_info"
 

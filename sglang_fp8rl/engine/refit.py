@@ -21,29 +21,30 @@ from ..numerics.runners import warm_up
 from ..scheme import Scheme
 from ..wire.plan import RefitPlan
 from .arrival.bucket import Bucket, TensorBucket, bucket_of
-from .arrival.on_device import on_device
-from .arrival.packed_pairs import has_packed_pairs, split_pairs
-from .arrival.sender_memory import SenderMemory
+from .arrival.normalized import SenderMemory, has_packed_pairs, on_device, split_pairs
 from .arrival.update_scope import PROBE, UpdateScope
 from .model.derived_weights import DerivedWeights
-from .model.fused_experts import load_left_experts
 from .model.landings import NameTable
-from .model.memory import ModelMemory
-from .model.mla_parts import load_parts_singly
-from .model.parameters import Target, set_loader, targets_of, widths_of
+from .model.parameters import (
+    ModelMemory,
+    Target,
+    refusing_writes,
+    set_loader,
+    targets_of,
+    widths_of,
+)
 from .model.plan_document import plan_document
-from .native.call import Call, Update
+from .model.sent_otherwise import load_left_experts, load_parts_singly
+from .native.call import Call, StreamLane, Update
 from .native.calls import Calls
 from .native.checks import check_dense, check_names, outside_of_a_call
 from .native.loader_call import LoaderCalls
-from .native.observer import Observer, refusing_writes
+from .native.observer import Observer
 from .native.pairs import PairTable
 from .native.recording import Recording
-from .native.stream_lane import StreamLane
 from .registered import extensions
 from .replay.recipe import Recipe
-from .replay.recipe_store import RecipeStore
-from .replay.replay_path import replay
+from .replay.recipe_store import RecipeStore, replay
 from .report.report import RefitReport
 
 

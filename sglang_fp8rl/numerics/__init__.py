@@ -1,7 +1,6 @@
 """Casts and splits: torch only, no host. Numba and Triton are optional and imported on first use."""
 
-from .cast import Backend, cast_into, warmup
-from .checks import FP8_DTYPE
+from .cast import FP8_DTYPE, Backend, cast_into, warmup
 from .grid import BlockGrid, Blockwise, PerChannel, granularity_of
 from .quantize import quantize, quantize_blockwise, quantize_per_channel
 from .reference import FP8_MAX, dequantize

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .cast import is_there
-from .checks import FP8_DTYPE
+from .cast import FP8_DTYPE, is_there
 from .reference import FP8_MAX
 
 _BF16, _E4M3 = 2.0**-8, 2.0**-4  # largest relative error of rounding to nearest
@@ -33,7 +32,7 @@ _SUBNORMAL = 2 * 2.0**-10 / FP8_MAX
 _AMAX_FLOOR = 1e-10
 GROUP = 128  # channels of one activation scale beside a blockwise weight
 _ROWS_AT_ONCE = 128
-# What a gain's square counts at least, beside the largest: FP32 has its products.
+# A gain's square counts as this share of the largest one at least, so that FP32 can hold its products.
 _LEAST = 2.0**-100
 
 

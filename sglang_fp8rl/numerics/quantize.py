@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from .cast import Backend, cast_into
-from .checks import FP8_DTYPE, check_source, raise_not_finite
+from .cast import FP8_DTYPE, Backend, cast_into, check_source, raise_not_finite
 from .grid import Blockwise, PerChannel, ScaleGranularity
 
 Quantized = tuple[torch.Tensor, torch.Tensor]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import QuantizationError
-from .checks import FP8_DTYPE
+from .cast import FP8_DTYPE
 from .grid import Blockwise, PerChannel, ScaleGranularity, ceil_div
 from .quantize import Quantized, quantize
 

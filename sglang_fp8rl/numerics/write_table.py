@@ -14,7 +14,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from .checks import FP8_DTYPE
+from .cast import FP8_DTYPE
 from .grid import ceil_div
 
 BlockSize = tuple[int, int]

@@ -26,9 +26,9 @@ from ..numerics.fingerprint import (
 )
 from ..numerics.grid import BlockGrid, Blockwise
 from ..wire.fingerprint import Fingerprint, Number, form_of
-from ..wire.fused_experts import one_by_one
 from ..wire.pair import PAIR_SUFFIX, unpack_pair
 from ..wire.plan import FP8, UNUSED, RefitPlan, TensorPlan
+from ..wire.sent_names import one_by_one
 from .shards import Piece, piece_of
 
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")

@@ -20,10 +20,9 @@ import torch
 from ..errors import RefitError
 from ..numerics import FP8_DTYPE, quantize
 from ..numerics.grid import BlockGrid, ScaleGranularity, granularity_of
-from ..wire.fused_experts import one_by_one
-from ..wire.kv_scale_names import kv_scale_name
 from ..wire.pair import PAIR_SUFFIX, pack_pair
 from ..wire.plan import RefitPlan, TensorPlan
+from ..wire.sent_names import kv_scale_name, one_by_one
 from .shards import Piece, piece_of
 
 

@@ -19,10 +19,9 @@ from ..wire import layout_text
 from ..wire.plan import STATUS_PATH
 from ..wire.refit_note import ALL, PARTIAL, RefitNote
 from ..wire.verl_deltas import WIRE_FORMAT, deltas_refused
-from .flat_buckets import FLATTENED, FlatBuckets, is_the_end
 from .hooks import ADAPTER_HOOKS, apply_hooks
 from .rank_group import FirstFailure, RankGroup, outcome_of
-from .server_requests import Server
+from .server_requests import FLATTENED, FlatBuckets, Server, is_the_end
 
 EXTENT_KEY = "fp8rl_extent"
 

@@ -15,6 +15,7 @@ import base64
 import contextlib
 import io
 import os
+import struct
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.multiprocessing  # registers the reductions of tensors with ForkingPickler
+import torch.multiprocessing
 
 from ..errors import RefitError
 from . import layout_text
-from .shared_file import READERS, file_of
 from .staging import Lease, StagingBuffers
+
+# A file of shared memory as torch makes it (`MapInfo`, `map_alloc_alignment` in ATen/MapAllocator.cpp): int32
+# readers, padding up to 64 bytes, the tensors.
+FILES = Path("/dev/shm")  # where Linux keeps what `shm_open` names
+HEADER = 64
+READERS = struct.Struct("=i")
+
+
+def file_of(handle: bytes) -> Path:
+    """The file that a handle (`/torch_PID_…`) names."""
+    return FILES / os.fsdecode(handle).removeprefix("/")
+
 
 NamedTensor = tuple[str, torch.Tensor]
 # Replicas of a server read what was counted for one, bucket after bucket in the same memory.

@@ -8,7 +8,7 @@ import torch
 from commands import model_of, served_tensors
 
 from sglang_fp8rl.engine.host.boundary import Boundary
-from sglang_fp8rl.engine.proof.served import fingerprint_of_ranks, rank_of
+from sglang_fp8rl.engine.proof.extension import fingerprint_of_ranks, rank_of
 from sglang_fp8rl.wire.fingerprint import Fingerprint
 
 

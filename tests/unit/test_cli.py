@@ -18,8 +18,7 @@ from sglang_fp8rl.lab.demo.show import DemoReport
 from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
 from sglang_fp8rl.lab.testing.outputs import Output, differences, make_prompts
 from sglang_fp8rl.lab.testing.weight_sets import Checkpoint, masters, updated, write_updated
-from sglang_fp8rl.plan_table import grouped
-from sglang_fp8rl.terminal import BAD_INPUT, INTERRUPTED, errors_told
+from sglang_fp8rl.terminal import BAD_INPUT, INTERRUPTED, errors_told, grouped
 
 RUNNER = CliRunner()
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
-from sglang_fp8rl.engine.model.memory import held_tensors
+from sglang_fp8rl.engine.model.parameters import held_tensors
 from sglang_fp8rl.errors import Fp8RlError
 
 from .host import Builder

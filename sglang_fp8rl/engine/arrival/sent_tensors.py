@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...wire.kv_scale_names import kv_scale_name
+from ...wire.sent_names import kv_scale_name
 
 _SCALE = re.compile(r"\.weight_scale(_inv)?$")
 

@@ -1,15 +1,64 @@
-"""Put the refit onto a model that SGLang has just built, and find it again."""
+"""How a model of this method is built, and where its refit is found."""
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from ...checkpoint import meta_tensors
+from ...config import QUANTIZATION_METHOD
+from ...errors import ConfigError
 from ..modules.config import Fp8BlockwiseOnlineConfig
 from ..refit import ModelRefit
-from .model_choice import quantization_of
+
+logger = logging.getLogger(__name__)
+
+
+def choose_as_for_fp8(original: Callable[..., Any], model_config: Any) -> Any:
+    """`get_model_architecture`: Mixtral with fused experts, which SGLang has for a list of methods.
+
+    Methods that are not in the list get a Mixtral of single linear layers, expert by expert.
+    """
+    if model_config.quantization != QUANTIZATION_METHOD:
+        return original(model_config)
+    model_config.quantization = "fp8"
+    try:
+        return original(model_config)
+    finally:
+        model_config.quantization = QUANTIZATION_METHOD
+
+
+def quantization_of(model_config: Any, quant_config: Any) -> Any:
+    """What a model is built with: None for a draft model, which is not quantized.
+
+    SGLang hands a draft (an embedded MTP layer too) its target's quantization.
+
+    Raises:
+        ConfigError: `--speculative-draft-model-quantization` asks for this method; SGLang before 0.5.23
+            does not tell whether it did.
+    """
+    is_draft = getattr(model_config, "is_draft_model", False)
+    if is_draft and isinstance(quant_config, Fp8BlockwiseOnlineConfig):
+        if _draft_was_asked_for():
+            raise ConfigError(
+                "--speculative-draft-model-quantization",
+                repr(QUANTIZATION_METHOD),
+                "what an update brought is written down for the target alone, so nothing would say that "
+                "a draft in FP8 was left old",
+                "Leave it out: the draft is served in high precision, and updates reach it.",
+            )
+        logger.info("fp8rl: the draft model stays in high precision")
+        return None
+    return quant_config
+
+
+def _draft_was_asked_for() -> bool:
+    from sglang.srt.runtime_context import get_server_args
+
+    return bool(getattr(get_server_args(), "_speculative_draft_quantization_explicitly_set", False))
+
 
 _ATTRIBUTE = "fp8rl_refit"
 

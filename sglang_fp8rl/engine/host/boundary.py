@@ -69,11 +69,7 @@ class Boundary:
 
     def is_fine(self) -> bool:
         """Whether no step of any rank has raised. A collective."""
-        if torch.distributed.get_world_size(self.group) == 1:
-            return not self.errors
-        fine = torch.tensor([int(not self.errors)])
-        torch.distributed.all_reduce(fine, torch.distributed.ReduceOp.MIN, group=self.group)
-        return bool(fine.item())
+        return on_every_rank(self.group, not self.errors)
 
     def gathered(self, own: Any) -> list[Any]:
         """What every rank says, by rank. A collective."""
@@ -94,6 +90,19 @@ class Boundary:
             f"tp_rank {at}: {text}" for at, one in enumerate(ranks) if at != rank for text in one
         ]
         return [*self.errors, *others]
+
+
+def on_every_rank(group: Any, holds: bool) -> bool:
+    """What decides whether ranks enter a collective is the same on each of them. A collective.
+
+    Args:
+        group: as of `Boundary`; None for one rank.
+    """
+    if group is None or torch.distributed.get_world_size(group) == 1:
+        return holds
+    all_hold = torch.tensor([int(holds)])
+    torch.distributed.all_reduce(all_hold, torch.distributed.ReduceOp.MIN, group=group)
+    return bool(all_hold.item())
 
 
 def in_words(error: Exception) -> str:

@@ -58,11 +58,17 @@ def end_request(
         is_asked: whether SGLang was asked at all: where one rank refused, none was.
     """
     own = boundary.step(_said, refit, update, result, is_asked) or _Said()
+    ranks = _said_by_all(boundary, own)
+    boundary.step(_end_together, boundary, manager, refit, update, ranks, result)
+
+
+def _said_by_all(boundary: Boundary, own: _Said) -> list[_Said]:
+    """By rank. What this rank's steps raised is in it; what is raised from here on, `fail_behind` reports."""
     if boundary.errors:
         own = replace(own, error=own.error or " | ".join(boundary.errors))
     ranks = boundary.gathered(own)
-    boundary.errors.clear()  # they are told; what is raised from here on is told by `fail_behind`
-    boundary.step(_end_together, boundary, manager, refit, update, ranks, result)
+    boundary.errors.clear()
+    return ranks
 
 
 def _said(refit: ModelRefit, update: Update, result: Any, is_asked: bool) -> _Said:
@@ -109,11 +115,7 @@ def end_session_of(boundary: Boundary, refit: ModelRefit, result: Any) -> Refit 
         it, if it wrote anything or failed.
     """
     own = boundary.step(_said_at_end, boundary, refit) or _Said()
-    if boundary.errors:
-        own = replace(own, error=" | ".join(boundary.errors))
-    ranks = boundary.gathered(own)
-    boundary.errors.clear()
-    return boundary.step(_end_session_together, refit, ranks, result)
+    return boundary.step(_end_session_together, refit, _said_by_all(boundary, own), result)
 
 
 def _said_at_end(boundary: Boundary, refit: ModelRefit) -> _Said:

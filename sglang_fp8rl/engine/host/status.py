@@ -1,19 +1,29 @@
-"""The section `fp8rl` of `internal_states` in `GET /server_info`, of one scheduler and of all replicas.
+"""What this package says of a running server: its status and plan, and routes to them in SGLang's HTTP server.
 
-Plain types only.
+The status is the section `fp8rl` of `internal_states` in `GET /server_info`, of one scheduler and of all replicas; plain types only.
+All routes ask the scheduler, so they answer whatever a launcher did to `/server_info` (veRL's breaks it): by
+SGLang's own internal-state request, whose `rid` marks it where an answer of another kind than the status is
+meant. So the plan is no part of `/server_info`: the document of a large model is megabytes.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections import Counter
+from http import HTTPStatus
 from typing import Any
 
 from ... import __version__
 from ...wire.layout_text import VERSION as FLAT_LAYOUT_VERSION
+from ...wire.plan import PLAN_PATH, STATUS_PATH
 from ..model.plan_document import module_rows
 from ..refit import ModelRefit
+from ..registered import extensions
 from ..report import report_fields
 from ..report.refit_record import State
+from .attach import refit_of
+from .boundary import Boundary
 
 _BEST_TO_WORST = [
     one.value for one in (State.WHOLE, State.OPEN, State.MIXED, State.UNLOADED, State.FAILED)
@@ -108,3 +118,117 @@ def _badness(section: dict[str, Any]) -> tuple[int, bool, int]:
         last.get("cache_flushed") is False,
         -section["replica"],
     )
+
+
+SERVER_MODULE = "sglang.srt.entrypoints.http_server"
+PLAN_MARK = "fp8rl-plan:"
+
+# -- in the process that serves HTTP ---------------------------------------------------------------
+
+
+def add_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
+    """After the tokenizer manager was made: more routes, in a process that serves HTTP.
+
+    Side effects on the host: SGLang's FastAPI app gets the routes `GET /fp8rl/plan`, `GET /fp8rl/status`
+    and those of the extensions.
+    """
+    server = sys.modules.get(SERVER_MODULE)
+    if server is None:
+        return
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    routes: dict[str, Any] = {PLAN_PATH: serve_plan, STATUS_PATH: serve_status}
+    for extension in extensions():
+        for serve in extension.routes.values():
+            auth_level(AuthLevel.ADMIN_OPTIONAL)(serve)
+        routes |= extension.routes
+    known = {getattr(route, "path", None) for route in server.app.routes}
+    for path, serve in routes.items():
+        if path not in known:
+            server.app.add_route(path, serve, methods=["GET"])
+
+
+async def serve_status(request: Any) -> Any:
+    """`status_of_replicas` of the sections in `/server_info`; 404 from a server without this method."""
+    from starlette.responses import JSONResponse
+
+    states = await internal_states()
+    if any("fp8rl" not in state for state in states):
+        return not_served()
+    return JSONResponse(status_of_replicas([state["fp8rl"] for state in states]))
+
+
+async def serve_plan(request: Any) -> Any:
+    """`If-None-Match` with a digest is answered 304 without the document where the server's is the same."""
+    from starlette.responses import Response
+
+    known = request.headers.get("if-none-match", "").strip('"')
+    state = (await internal_states(PLAN_MARK + known))[0]
+    if "fp8rl_plan_error" in state:
+        return refused(state["fp8rl_plan_error"], HTTPStatus.INTERNAL_SERVER_ERROR)
+    if "fp8rl_plan_digest" not in state:
+        return not_served()
+    tag = {"ETag": f'"{state["fp8rl_plan_digest"]}"'}
+    if "fp8rl_plan" not in state:
+        return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=tag)
+    return Response(state["fp8rl_plan"], media_type="application/json", headers=tag)
+
+
+async def internal_states(mark: str | None = None) -> list[dict[str, Any]]:
+    """The internal state of each data-parallel replica's scheduler, as in `/server_info`.
+
+    Args:
+        mark: travels as the request's `rid`, for an answer of another kind.
+    """
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    manager: Any = sys.modules[SERVER_MODULE].get_global_state().tokenizer_manager
+    manager.auto_create_handle_loop()
+    answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=mark))
+    return [answer.internal_state for answer in answers]
+
+
+def refused(message: str, status: HTTPStatus) -> Any:
+    """An answer that says what is wrong, as SGLang's own."""
+    from starlette.responses import JSONResponse
+
+    return JSONResponse({"success": False, "message": message}, status)
+
+
+def not_served() -> Any:
+    """The answer of a server that runs without this method."""
+    message = "the server runs without --quantization fp8_blockwise_online"
+    return refused(message, HTTPStatus.NOT_FOUND)
+
+
+# -- in each scheduler -----------------------------------------------------------------------------
+
+
+def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
+    """`GET /server_info`: one more section; or the plan, or what an extension has, to a request for it."""
+    refit = refit_of(scheduler.tp_worker.model_runner.model)
+    if refit is None:
+        return result
+    mark = getattr(recv_req, "rid", None) or ""
+    for extension in refit.extensions:
+        if mark == extension.mark:
+            result.internal_state = extension.answer(scheduler)
+            return result
+    boundary = Boundary(scheduler.weight_updater.tp_cpu_group)
+    if mark.startswith(PLAN_MARK):
+        result.internal_state = boundary.step(_plan_state, refit, mark) or {
+            "fp8rl_plan_error": " | ".join(boundary.errors)
+        }
+    else:
+        section = boundary.step(full_section, refit, scheduler)
+        result.internal_state["fp8rl"] = section or unread_section(boundary.errors)
+    return result
+
+
+def _plan_state(refit: ModelRefit, mark: str) -> dict[str, Any]:
+    """Args: mark: `PLAN_MARK` and the digest that the client knows."""
+    plan = refit.plan()
+    state: dict[str, Any] = {"fp8rl_plan_digest": plan.digest}
+    if mark.removeprefix(PLAN_MARK) != plan.digest:
+        state["fp8rl_plan"] = json.dumps(plan.document, ensure_ascii=False)
+    return state

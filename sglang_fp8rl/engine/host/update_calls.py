@@ -1,30 +1,30 @@
-"""What stands around each update request of SGLang's scheduler."""
+"""What stands around each update request and each session of SGLang's scheduler."""
 
 from __future__ import annotations
 
 import functools
-import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
-import torch
-
 from ...errors import Fp8RlError, RefitError, as_text
-from ...wire.layout_text import from_text
-from ..arrival.bucket import FlatBucket
-from ..arrival.sender_memory import wait_for_reads
+from ...wire.refit_note import note_of
 from ..arrival.update_scope import Origin, UpdateScope
 from ..native.call import Update
 from ..refit import ModelRefit
+from .around_request import (
+    checked_shared_memory,
+    collector_paused,
+    custom_loader_watched,
+    default_dtype_kept,
+    flush_watched,
+)
 from .attach import refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
-from .refit_end import end_request, fail_behind
-from .request_checks import check_request, readable_note
-from .session_calls import in_a_session
-from .shared_memory import checked_shared_memory
+from .refit_end import end_request, end_session_of, fail_behind
+from .request_checks import check_request, check_selector, check_weights_are_there, readable_note
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +117,9 @@ class _UpdateRequest:
         # From disk and from checkpoint-engine, SGLang processes weights after it loaded them.
         processes = origin in _PROCESS_AFTER_LOADING
         for context in (
-            _default_dtype_kept(),
-            _custom_loader_watched(refit, request),
-            _flush_watched(manager, self._update),
+            default_dtype_kept(),
+            custom_loader_watched(refit, request),
+            flush_watched(manager, self._update),
             checked_shared_memory(),
             refit.derived.in_place() if processes else nullcontext(),
         ):
@@ -152,18 +152,6 @@ class _UpdateRequest:
             return None
 
 
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Of 18,000 names, Python's collector takes ten times as long as unpickling them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _renew_derived(refit: ModelRefit, origin: Origin) -> None:
     """Raises an error of ours, which is never taken for a flush that SGLang refused before it."""
     try:
@@ -172,44 +160,6 @@ def _renew_derived(refit: ModelRefit, origin: Origin) -> None:
         raise
     except Exception as error:
         raise _foreign(origin, error) from error
-
-
-def _custom_loader_watched(refit: ModelRefit, request: Any) -> AbstractContextManager[Any]:
-    """A `load_format` may name any function of the server's: it may load, and write by itself."""
-    is_custom = hasattr(request, "serialized_named_tensors") and (
-        request.load_format not in (None, "flattened_bucket")
-    )
-    return refit.only_through_load_weights() if is_custom else nullcontext()
-
-
-@contextmanager
-def _flush_watched(manager: Any, update: Update) -> Iterator[None]:
-    """Whether SGLang's flush was refused: weights that are stored are no failed refit for that.
-
-    It says so by `success: false` (0.5.16: by an error), as of weights that are not stored.
-    """
-    flush = manager.flush_cache
-
-    def flush_cache(*args: Any, **kwargs: Any) -> bool:
-        update.cache_flushed = bool(flush(*args, **kwargs))
-        return update.cache_flushed
-
-    manager.flush_cache = flush_cache
-    try:
-        yield
-    finally:
-        manager.flush_cache = flush
-
-
-@contextmanager
-def _default_dtype_kept() -> Iterator[None]:
-    """A reload from disk that fails leaves the model's dtype as torch's default (SGLang 0.5.16), and
-    every later forward pass computes with it."""
-    before = torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _foreign(origin: Origin, error: Exception) -> RefitError:
@@ -232,25 +182,97 @@ def failed_update(origin: Origin, message: str) -> Any:
     return output_class(success=False, message=message, **extra)
 
 
-def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **kw: Any) -> Any:
-    """A flattened bucket goes to `load_weights` as it is: SGLang would take it apart first."""
-    payload = args[0] if args else kw["flattened_tensor_bucket_dict"]
-    model = updater.get_model()
-    refit = refit_of(model)
-    flat = payload["flattened_tensor"]
-    if refit is None and isinstance(payload["metadata"], str):
-        payload = {**payload, "metadata": from_text(payload["metadata"])}
-        try:
-            return original(updater, payload)
-        finally:
-            if payload.get("is_staged"):  # of a draft model, behind the served one
-                wait_for_reads(flat)
-    is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
-    if refit is None or not is_plain:
-        return original(updater, *args, **kw)
+def in_a_session(ask: Callable[[], Any], manager: Any, request: Any, update: Update) -> Any:
+    """What `ask` answers in a session that is open for the length of this call of an update.
+
+    Raises:
+        RefitError: it could not be opened, on every rank alike.
+    """
+    from sglang.srt.managers import io_struct
+
+    selector = getattr(request, "selector", "all")
+    begun = manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=selector))
+    if not begun.success:
+        raise RefitError(
+            "the update's session", begun.message, "an update needs one", "Send the update again."
+        )
     try:
-        model.load_weights(FlatBucket(flat, payload["metadata"]))
+        result = ask()
     finally:
-        if payload.get("is_staged"):
-            refit.sender_memory.hold(flat)
-    return True, "Success"
+        ended = manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+    if not ended.success:
+        manager._session = None  # nobody else would end it
+        update.error = ended.message
+        result.success, result.message = False, ended.message
+    return result
+
+
+def begin_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """`begin_weight_update`: what comes until its end is one refit, with the note that it brings."""
+    from sglang.srt.managers import io_struct
+
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is None or manager._session is not None:
+        return original(request)
+    boundary = Boundary(manager.tp_cpu_group)
+    boundary.step(_announced, manager, request, refit)
+    errors = boundary.failures()
+    if not errors:
+        result = boundary.step(
+            boundary.asked, original, request, around=ExitStack(), has_barrier=True
+        )
+        errors = boundary.failures()
+        if not errors:
+            return result
+        manager._session = None
+    refit.report.log.session = None
+    return io_struct.BeginWeightUpdateReqOutput(success=False, message=" | ".join(errors))
+
+
+def _announced(manager: Any, request: Any, refit: ModelRefit) -> None:
+    if refit.is_updating:  # a session that is opened for one call
+        return
+    note = note_of(request.rid)
+    check_weights_are_there(manager, "an update writes them")
+    check_selector(manager, request)
+    refit.report.begin_session(note, refit.memory_number() if note is None else None)
+
+
+def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """`end_weight_update`: the refit ends; FP8 halves that never met fail it.
+
+    Side effects on the host: the session is over also where its end failed.
+    """
+    from sglang.srt.managers import io_struct
+
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is None or manager._session is None:
+        return original(request)
+    boundary, around = Boundary(manager.tp_cpu_group), ExitStack()
+    is_inner = boundary.step(_prepared_end, manager, refit, around)
+    errors = boundary.failures()
+    if errors:  # refused: the session stays open
+        boundary.step(around.close)
+        return io_struct.EndWeightUpdateReqOutput(success=False, message=" | ".join(errors))
+    result = boundary.step(boundary.asked, original, request, around=around, has_barrier=True)
+    manager._session = None
+    if result is None:
+        text = " | ".join(boundary.errors)
+        result = io_struct.EndWeightUpdateReqOutput(success=False, message=text)
+    if is_inner:
+        return result  # a session that was opened for one call ends within it
+    boundary.step(refit.sender_memory.release)
+    ended = end_session_of(boundary, refit, result)
+    refit.report.log.session = None  # it is over, whatever was raised there
+    for extension in refit.extensions:
+        boundary.step(extension.end_session, manager)
+    boundary.step(observe_refit, manager, refit)
+    fail_behind(boundary, refit, ended, result)
+    return result
+
+
+def _prepared_end(manager: Any, refit: ModelRefit, around: ExitStack) -> bool:
+    """Returns whether it is a session that was opened for one call."""
+    check_weights_are_there(manager, "the end of a session processes them")
+    around.enter_context(refit.derived.in_place())
+    return refit.is_updating

@@ -12,8 +12,7 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from ...compat import SESSIONS_SINCE, host_version
 from ..arrival.update_scope import Origin
 from .other_calls import note_released_weights, read_unfolded
-from .session_calls import begin_session, end_session
-from .update_calls import answer_update
+from .update_calls import answer_update, begin_session, end_session
 
 
 class RefitUpdater(SchedulerWeightUpdaterManager):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,3 +55,43 @@ def each_new_thread(enter: Callable[[], object]) -> Iterator[None]:
 def unwatched() -> AbstractContextManager[None]:
     """In this context operations are ours, and cost what they always do."""
     return torch._C._ExcludeDispatchKeyGuard(_MODES)
+
+
+class OperationKind(NamedTuple):
+    """What an operation does, as its schema says.
+
+    Attributes:
+        is_view: whether its results are views of its arguments, and nothing is written.
+        written, written_names: the arguments that it writes, by position and by name.
+    """
+
+    is_view: bool
+    written: tuple[int, ...]
+    written_names: tuple[str, ...]
+
+
+@functools.cache
+def kind_of(func: Any) -> OperationKind:
+    schema = func._schema
+    written = [
+        (at, one.name)
+        for at, one in enumerate(schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write
+    ]
+    is_view = not written and any(one.alias_info is not None for one in schema.returns)
+    return OperationKind(
+        is_view, tuple(at for at, _ in written), tuple(name for _, name in written)
+    )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Those with memory of their own, in arguments or results of an operation."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors_in(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors_in(one)

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from ...numerics.powers_of_two import multiply_by_powers
+from ..host.boundary import on_every_rank
 from .attention_layers import AttentionLayer
 from .choice import LayerChoice, chosen, table_of
 
@@ -102,7 +103,7 @@ class KvScales:
         """
         if during_update:
             self._was_flushed = True
-        elif self.is_active and not self._on_every_rank(not self.is_stale):
+        elif self.is_active and not on_every_rank(self.group, not self.is_stale):
             self._adopt(self._choose())
 
     def end_of_request(self) -> None:
@@ -111,16 +112,8 @@ class KvScales:
         A collective where scales are folded.
         """
         was_flushed, self._was_flushed = self._was_flushed, False
-        if self.is_active and self._on_every_rank(was_flushed and self.is_stale):
+        if self.is_active and on_every_rank(self.group, was_flushed and self.is_stale):
             self._adopt(self._choose())
-
-    def _on_every_rank(self, holds: bool) -> bool:
-        """What decides whether ranks enter a collective is the same on each of them. A collective."""
-        if self.group is None or torch.distributed.get_world_size(self.group) == 1:
-            return holds
-        all_hold = torch.tensor([int(holds)])
-        torch.distributed.all_reduce(all_hold, torch.distributed.ReduceOp.MIN, group=self.group)
-        return bool(all_hold.item())
 
     def settle(self, flush: Callable[[], bool]) -> None:
         """At the end of an update that flushed nothing: flush if an exponent has to move.
@@ -128,10 +121,10 @@ class KvScales:
         Where requests are running the flush is refused; then the exponents stay, and with them what
         is in the cache is right. A collective where scales are folded.
         """
-        if not self.is_active or self._on_every_rank(not self.is_stale):
+        if not self.is_active or on_every_rank(self.group, not self.is_stale):
             return
         wanted = self._choose()
-        if self._on_every_rank(_exponents(wanted) == _exponents(self.chosen)):
+        if on_every_rank(self.group, _exponents(wanted) == _exponents(self.chosen)):
             self._adopt(wanted)
             return
         self._wanted = wanted
@@ -142,7 +135,7 @@ class KvScales:
             self.is_settling = False
 
     def _choose(self) -> list[LayerChoice]:
-        if self._on_every_rank(self._wanted is not None):
+        if on_every_rank(self.group, self._wanted is not None):
             return cast("list[LayerChoice]", self._wanted)
         source = self._source
         return chosen(self.layers, self.group, self._read, None if source is None else source.room)

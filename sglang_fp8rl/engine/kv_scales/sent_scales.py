@@ -14,7 +14,7 @@ import torch
 
 from ...errors import RefitError
 from ...numerics.reference import FP8_MAX
-from ...wire.kv_scale_names import KEYS, VALUES, KvScaleName, kv_scale_name
+from ...wire.sent_names import KEYS, VALUES, KvScaleName, kv_scale_name
 from ..extension import Received
 from .attention_layers import AttentionLayer
 
@@ -55,7 +55,7 @@ class SentScales:
         """
         found = Received()
         if is_serving and not self.is_active:
-            return found  # nobody's: they are told as every other name that has no place
+            return found  # no cache is scaled here: they are unknown names
         if self._mode != "sent":
             if is_serving:
                 found.ignored = list(sent)

@@ -25,13 +25,13 @@ import torch
 from ...errors import RefitError
 from ...numerics.fingerprint import tensor_number
 from ..interception.watch import unwatched
+from ..interception.writes import storage_of
 from .kept_copies import KeptCopies
-from .memory import storage_of
+from .parameters import held_tensors
 
 # Methods that write what they compute from weights: behind the loading, or at the first forward pass
 # (Gemma 4's router folds its scale into a norm).
 _DERIVE = ("post_load_weights", "fuse_scale")
-_Place = tuple[torch.nn.Module, str]
 
 
 class DerivedWeights:
@@ -131,7 +131,7 @@ class DerivedWeights:
     def _derived(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whatever is neither a parameter nor part of one, each memory once."""
         prefixes = {module: name for name, module in self._modules.items()}
-        found = [(f"{prefixes[module]}.{leaf}", one) for (module, leaf), one in self._tensors()]
+        found = list(held_tensors(self._model))
         found += [(f"{prefixes[layer]}.{leaf}", one) for layer, leaf, one in self._packed_tensors()]
         found += [(f"a copy of weight {at}", copy) for at, (copy, _) in enumerate(self.kept_copies)]
         seen: set[tuple[int, torch.Size]] = set()
@@ -206,16 +206,6 @@ class DerivedWeights:
             yield new.place, new.data
             if old is not None and puts_back:
                 _put_back(old, new)
-
-    def _tensors(self) -> Iterator[tuple[_Place, torch.Tensor]]:
-        """Tensors that are neither parameters nor part of one: attributes and buffers."""
-        for module in self._modules.values():
-            for attributes in (vars(module), module._buffers):
-                for attribute, value in attributes.items():
-                    if isinstance(value, torch.Tensor) and not isinstance(
-                        value, torch.nn.Parameter
-                    ):
-                        yield (module, attribute), value
 
 
 class _Deriver:

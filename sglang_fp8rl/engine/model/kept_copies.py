@@ -14,8 +14,7 @@ import torch
 
 from ...errors import HostError
 from ...numerics.fingerprint import tensor_number
-from .memory import held_tensors
-from .parameters import Target
+from .parameters import Target, held_tensors
 
 
 class KeptCopies:

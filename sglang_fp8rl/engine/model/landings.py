@@ -1,4 +1,4 @@
-"""Which names a model takes, and where each lands: learnt while its own `load_weights` runs.
+"""Which names a model takes, where each lands, and which it does without: learnt while its own `load_weights` runs.
 
 At startup this is the load of the checkpoint. Where nothing was loaded (`--load-format dummy`, or a
 plan without weights) the same loaders see tensors on `meta`, under the names and shapes of
@@ -7,15 +7,16 @@ plan without weights) the same loaders see tensors on `meta`, under the names an
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..arrival.sent_tensors import Source
-from ..interception.region import Region, region_of
-from ..interception.writes import Write
+from ..interception.writes import Region, Write, region_of
 from .parameters import Target
 
 
@@ -106,3 +107,41 @@ def _box(sent: Source, view: torch.Tensor) -> Region | None:
 def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     steps = [step for size, step in zip(shape, stride, strict=True) if size != 1]
     return steps == sorted(steps, reverse=True)
+
+
+# Tables that the engine computes for itself; some trainers keep them as buffers.
+_ROTARY_TABLES = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+
+
+def left_out(model: Any) -> list[dict[str, str]]:
+    """Patterns of names that every rank of this model does without, each with its reason."""
+    rows = [{"pattern": _ROTARY_TABLES.pattern, "reason": "a rotary table: the engine computes it"}]
+    if getattr(_text_config(model), "tie_word_embeddings", False):
+        rows.append({"pattern": r"(^|\.)lm_head\.weight$", "reason": "tied to the embedding"})
+    return rows + _draft_layers(_text_config(model))
+
+
+def _draft_layers(config: Any) -> list[dict[str, str]]:
+    """Layers behind the last one are an embedded draft (MTP): the draft model takes them, if any."""
+    count = getattr(config, "num_nextn_predict_layers", None) or 0
+    first = getattr(config, "num_hidden_layers", 0)
+    return [
+        {
+            "pattern": rf"(^|\.)layers\.{layer}\.",
+            "reason": f"layer {layer} is the embedded draft model's (MTP)",
+        }
+        for layer in range(first, first + count)
+    ]
+
+
+def skipped_by_design(name: str, model: Any) -> str:
+    """Why this model does without a tensor of that name, in words; empty if it takes one."""
+    for row in left_out(model):
+        if re.search(row["pattern"], name):
+            return row["reason"]
+    return ""
+
+
+def _text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    return getattr(config, "text_config", config)

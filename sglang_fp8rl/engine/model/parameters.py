@@ -1,17 +1,19 @@
-"""The parameters of a model as destinations of an update: what each is, and who else it needs."""
+"""The parameters of a model as destinations of an update, and which memory the model holds beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from ...errors import RefitError
 from ...numerics.write_table import Widths
 from ...scheme import Granularity
-from ..interception.writes import RecordedWrite
+from ..interception.watch import kind_of, tensors_in, watched
+from ..interception.writes import RecordedWrite, extent_of, storage_of
 from ..modules.layouts import experts_may_move
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 from ..modules.moe import Fp8BlockwiseOnlineMoEMethod
@@ -163,7 +165,7 @@ def _full_linear_shape(target: Target, args: tuple) -> tuple[int, ...] | None:
         return None
     if getattr(layer, "use_presharded_weights", False):
         return None
-    if args and hasattr(layer, "fp8rl_part_rows"):  # see mla_parts.py
+    if args and hasattr(layer, "fp8rl_part_rows"):  # see sent_otherwise.py
         return (layer.fp8rl_part_rows[args[0]], layer.input_size)
     if isinstance(layer, QKVParallelLinear):
         heads, kv_heads = layer.total_num_heads, layer.total_num_kv_heads
@@ -189,3 +191,96 @@ def _full_linear_shape(target: Target, args: tuple) -> tuple[int, ...] | None:
         # A row-parallel bias is whole on every rank; all others are sharded like the rows.
         return (layer.output_size,) if isinstance(layer, RowParallelLinear) else (rows,)
     return (rows, layer.input_size)
+
+
+_DEPTH = 3  # of containers and plain objects inside a module's attribute
+
+
+class ModelMemory:
+    """Whose memory a tensor lies in; of the tensors that the model holds when this is made.
+
+    Args:
+        targets: parameters and buffers, which an update may write.
+    """
+
+    def __init__(self, model: torch.nn.Module, targets: Iterable[Target]) -> None:
+        self._targets: dict[int, list[Target]] = {}
+        self._quantized: set[int] = set()
+        for target in targets:
+            self._targets.setdefault(storage_of(target.parameter), []).append(target)
+            if target.scale is not None:
+                self._quantized |= {storage_of(target.parameter), storage_of(target.scale)}
+        self._others = {storage_of(one): place for place, one in held_tensors(model)}
+
+    def place_of(self, tensor: torch.Tensor) -> str:
+        """The name of a parameter, buffer or attribute in whose storage `tensor` lies; empty if in none."""
+        storage = storage_of(tensor)
+        owners = self._targets.get(storage)
+        return owners[0].name if owners else self._others.get(storage, "")
+
+    def is_quantized(self, tensor: torch.Tensor) -> bool:
+        """Whether FP8 codes or their scales lie in the same storage."""
+        return storage_of(tensor) in self._quantized
+
+    def target_of(self, view: torch.Tensor) -> Target | None:
+        """The parameter or buffer that `view` is all or a part of, with that dtype."""
+        for target in self._targets.get(storage_of(view), ()):
+            whole = target.parameter
+            first, last = extent_of(whole)
+            start, end = extent_of(view)
+            if first <= start and end <= last and whole.dtype == view.dtype:
+                return target
+        return None
+
+
+def held_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that a module holds, and where: buffers and attributes, also in containers.
+
+    Parameters are not among them.
+    """
+    for prefix, module in model.named_modules():
+        for name, value in (*module._buffers.items(), *vars(module).items()):
+            if name not in _NOT_HELD:
+                yield from _tensors_in(value, f"{prefix}.{name}" if prefix else name, _DEPTH)
+
+
+_NOT_HELD = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def _tensors_in(value: Any, place: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.nn.Parameter) and value.layout is torch.strided:
+            yield place, value
+        return
+    if not depth or isinstance(value, torch.nn.Module):
+        return
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    elif type(value).__module__.startswith("sglang."):
+        value = getattr(value, "__dict__", None)
+    for key, part in value.items() if isinstance(value, dict) else ():
+        yield from _tensors_in(part, f"{place}.{key}", depth - 1)
+
+
+def refusing_writes(memory: ModelMemory, is_expected: Callable[[], bool]) -> watched:
+    """A context in which nothing writes into the model, unless it is expected to.
+
+    Raises, in there:
+        RefitError: something does; it is not done.
+    """
+
+    def see(func: Any, args: tuple, kwargs: dict) -> Any:
+        kind = kind_of(func)
+        if not is_expected():
+            for tensor in tensors_in([args[at] for at in kind.written if at < len(args)]):
+                place = memory.place_of(tensor)
+                if place:
+                    raise RefitError(
+                        place,
+                        f"written by {func}, past model.load_weights",
+                        "a weight is quantized, recorded and proven on its way through load_weights",
+                        "Use a load_format whose loader calls model.load_weights, or leave it out.",
+                    )
+        return func(*args, **kwargs)
+
+    return watched(see)

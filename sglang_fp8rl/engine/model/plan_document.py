@@ -15,9 +15,8 @@ from ...config import Options
 from ...numerics.grid import PerChannel, ScaleGranularity, granularity_of
 from ...scheme import Granularity, Scheme
 from ...wire.plan import FP8, PLAN_FORMAT, PLAN_VERSION, UNUSED, digest_of
-from .landings import Known, Landing, NameTable
+from .landings import Known, Landing, NameTable, left_out
 from .parameters import Target
-from .unneeded_names import left_out
 
 _NOT_QUANTIZED = "SGLang builds this module without quantization"
 

@@ -16,8 +16,12 @@ from ...declared_hooks import check_hooks_in_force
 from ...errors import ConfigError, HostError
 from ...scheme import Cause, Granularity, Scheme
 from .decisions import Decisions
-from .derivable import check_derivable, check_no_copies_of_the_start, check_no_experts_turned
-from .layouts import check_layout
+from .layouts import (
+    check_derivable,
+    check_layout,
+    check_no_copies_of_the_start,
+    check_no_experts_turned,
+)
 from .linear import Fp8BlockwiseOnlineLinearMethod
 from .moe import Fp8BlockwiseOnlineMoEMethod, unquantized_experts
 from .vision_towers import leave_vision_towers

@@ -1,9 +1,12 @@
-"""One pass through `model.load_weights`, and the request that it belongs to."""
+"""One pass through `model.load_weights`, the request that it belongs to, and the stream that it works on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,7 +21,6 @@ from ..report.report import Arrived
 from .checks import MAX_LISTED
 from .observer import Observer
 from .recording import Recording
-from .stream_lane import StreamLane
 
 
 @dataclass
@@ -112,3 +114,29 @@ class Call:
             f"{len(self.errors)} of them had problems, everything else in this call was stored",
             "Mend what is named and send it again.",
         )
+
+
+class StreamLane:
+    """The current stream of a device, as the thread that makes this object has it.
+
+    Models of DeepSeek's family hand their experts to a thread pool. A new thread has the default stream
+    (and the first device) as its own, while the scheduler works on another stream, and reads there
+    whether what was cast was finite: without waiting, it would read before the cast has run.
+
+    Args:
+        device: of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.current_stream(device)
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """What is queued in here goes to that stream, of that device, in any thread."""
+        if threading.get_ident() == self._thread:
+            yield
+            return
+        with self._module.stream(self._stream):
+            yield

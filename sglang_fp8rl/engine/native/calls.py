@@ -1,4 +1,4 @@
-"""Every call of `load_weights` is opened here and closed here: what was sent and not stored is told by name."""
+"""Every call of `load_weights` is opened and closed here: what was sent and not stored is reported by name."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from ..arrival.sent_tensors import weight_name_of
 from ..arrival.update_scope import STARTUP, UpdateScope
 from ..extension import Extension
 from ..model.derived_weights import DerivedWeights
-from ..model.landings import NameTable
-from ..model.unneeded_names import skipped_by_design
+from ..model.landings import NameTable, skipped_by_design
 from ..report.report import Arrived, RefitReport
 from .call import Call, Update
 from .checks import (
@@ -38,7 +37,7 @@ class Calls:
     Args:
         names: that the model takes, and those of its checkpoint that it does not.
         pairs: FP8 halves that wait for their other half.
-        report: told of every call.
+        report: every call is written down there.
         derived: renewed where an error ended a call.
         learn_names: fills `names` where nothing was loaded at startup.
         extensions: may take what no parameter takes.

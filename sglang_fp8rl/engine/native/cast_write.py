@@ -11,8 +11,7 @@ from ...config import Options
 from ...errors import RefitError
 from ...numerics import cast_into
 from ...numerics.grid import ScaleGranularity, granularity_of
-from ..interception.region import Region
-from ..interception.writes import Write
+from ..interception.writes import Region, Write
 from ..model.parameters import Target
 
 # (source, codes, scales) of one matrix, and its blocks that were not finite.
@@ -40,29 +39,26 @@ def quantize_write(target: Target, name: str, write: Write, options: Options) ->
             "a quantized write covers whole rows and columns of one matrix",
             "Send the tensor as the checkpoint has it.",
         )
-    codes, scales = write.destination(target.parameter), target.scale.data
-    if scales.dim() == 3:
-        scales = scales[region.start[0] : region.start[0] + region.shape[0]]
+    codes = write.destination(target.parameter)
     granularity = granularity_of(target.granularity, options.weight_block_size)
     rounding: Any = {
         "pow2_scale": options.use_weight_pow2_scale,
         "round_to_bf16": options.round_to_bf16,
     }
-    triples = zip(matrices(source), matrices(codes), matrices(scales), strict=True)
-    for one_source, one_codes, one_scales in triples:
-        part = scales_of(target, name, region, one_scales, granularity)
+    scales = scales_of(target, name, region, granularity)
+    for one_source, one_codes, part in zip(matrices(source), matrices(codes), scales, strict=True):
         arguments = (one_source.to(codes.device), one_codes, part)
         yield (*arguments, cast_into(*arguments, granularity, name=name, **rounding))
 
 
 def scales_of(
-    target: Target,
-    name: str,
-    region: Region,
-    scales: torch.Tensor,
-    granularity: ScaleGranularity,
-) -> torch.Tensor:
-    """The scales of a region of one matrix; the region has to consist of whole blocks."""
+    target: Target, name: str, region: Region, granularity: ScaleGranularity
+) -> list[torch.Tensor]:
+    """The scales of each matrix of a region, which has to consist of whole blocks."""
+    assert target.scale is not None
+    scales = target.scale.data
+    if scales.dim() == 3:  # one matrix per expert
+        scales = scales[region.start[0] : region.start[0] + region.shape[0]]
     grid = granularity.grid(target.parameter.shape)
     start, shape = region.start[-2:], region.shape[-2:]
     if not grid.is_whole(start, shape):
@@ -72,7 +68,8 @@ def scales_of(
             f"it starts or ends inside a {target.granularity.value} scale's block",
             "Add the module to ignored_layers, or use another tensor-parallel size.",
         )
-    return scales[grid.scales_of(start, shape, name=name)]
+    part = grid.scales_of(start, shape, name=name)
+    return [one[part] for one in matrices(scales)]
 
 
 def matrices(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -10,7 +10,7 @@ import torch
 
 from ...config import Options
 from ...errors import Fp8RlError, RefitError
-from ...numerics.finite_copy import copy_finite_into
+from ...numerics.cast import copy_finite_into
 from ..arrival.sent_tensors import UNKNOWN, Made, Source
 from ..interception.watch import unwatched
 from ..interception.writes import RecordedWrite, Write, make_stand_in
@@ -35,8 +35,8 @@ class LoaderCalls:
     Args:
         options: of the model.
         pairs: FP8 halves that wait for their other half.
-        report: told of every region that was written.
-        names: told where each name lands, while the model is loaded for the first time.
+        report: every region that was written is noted there.
+        names: learns where each name lands, while the model is loaded for the first time.
     """
 
     def __init__(

@@ -10,21 +10,19 @@ every update, with the reason.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from ...errors import RefitError
 from ..arrival.sent_tensors import Source, SourceIndex
-from ..interception.watch import each_new_thread, watched
-from ..interception.writes import Write, write_into
-from ..model.memory import ModelMemory, storage_of
-from ..model.parameters import Target
+from ..interception.watch import OperationKind, each_new_thread, kind_of, tensors_in, watched
+from ..interception.writes import LoaderWrites, Write, write_into
+from ..model.parameters import ModelMemory, Target
 
 aten = torch.ops.aten
 
@@ -125,11 +123,11 @@ class Observer:
 
     def _see(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """One operation; returns its result."""
-        kind = _kind_of(func)
+        kind = kind_of(func)
         if kind.is_view or self._is_over:
             return func(*args, **kwargs)
         loader = self._thread.loader
-        if loader is not None and any(map(loader.is_parameter, _tensors_in((args, kwargs)))):
+        if loader is not None and any(map(loader.is_parameter, tensors_in((args, kwargs)))):
             # It has not yet what the loader wrote (Gemma's norms keep `weight + 1` beside it).
             loader.other = f"{func} with the parameter itself"
             raise _UsesParameter
@@ -203,28 +201,26 @@ class Observer:
             self._sources.consume(sources)
         del reads[kept:]
 
-    def _computed(self, func: Any, kind: _Kind, args: tuple, kwargs: dict) -> Any:
+    def _computed(self, func: Any, kind: OperationKind, args: tuple, kwargs: dict) -> Any:
         """Any other operation: what of the model does it write, and of what are its results made?"""
-        used = {
-            one: None for tensor in _tensors_in((args, kwargs)) for one in self._made_of(tensor)
-        }
+        used = {one: None for tensor in tensors_in((args, kwargs)) for one in self._made_of(tensor)}
         sources = tuple(used)
         if sources:
             self.leave_native(sources, f"SGLang computes with it while loading ({func})")
         written = [args[at] for at in kind.written if at < len(args)]
         written += [kwargs[name] for name in kind.written_names if name in kwargs]
-        may_write = [self._may_write(tensor, func, sources) for tensor in _tensors_in(written)]
+        may_write = [self._may_write(tensor, func, sources) for tensor in tensors_in(written)]
         if not all(may_write):
             return args[0]
         if not self._stores and any(
-            one.device.type == "meta" for one in _tensors_in((args, kwargs))
+            one.device.type == "meta" for one in tensors_in((args, kwargs))
         ):
             if written:
                 return args[0]
             args, kwargs = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
         result = func(*args, **kwargs)
         if not written:
-            for tensor in _tensors_in(result):
+            for tensor in tensors_in(result):
                 self._sources.derive(tensor, sources)
         return result
 
@@ -258,55 +254,6 @@ class Observer:
         return "a stand-in" if is_stand_in else self._memory.place_of(tensor)
 
 
-def refusing_writes(memory: ModelMemory, is_expected: Callable[[], bool]) -> watched:
-    """A context in which nothing writes into the model, unless it is expected to.
-
-    Raises, in there:
-        RefitError: something does; it is not done.
-    """
-
-    def see(func: Any, args: tuple, kwargs: dict) -> Any:
-        kind = _kind_of(func)
-        if not is_expected():
-            for tensor in _tensors_in([args[at] for at in kind.written if at < len(args)]):
-                place = memory.place_of(tensor)
-                if place:
-                    raise RefitError(
-                        place,
-                        f"written by {func}, past model.load_weights",
-                        "a weight is quantized, recorded and proven on its way through load_weights",
-                        "Use a load_format whose loader calls model.load_weights, or leave it out.",
-                    )
-        return func(*args, **kwargs)
-
-    return watched(see)
-
-
-class LoaderWrites:
-    """What one loader did with a stand-in.
-
-    Attributes:
-        writes: its copies and fills. None is an answer: this rank holds nothing of the tensor (an
-            expert of another rank).
-        other: an operation that is neither, and was not done; empty if there was none.
-        is_all: whether it did nothing else that was seen.
-    """
-
-    def __init__(self, stand_in: torch.Tensor, parameter: torch.Tensor) -> None:
-        self.stand_in, self._storage = stand_in, storage_of(stand_in)
-        self._parameter = storage_of(parameter)
-        self.writes: list[Write] = []
-        self.other = ""
-        self.is_all = False
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        return storage_of(tensor) == self._storage
-
-    def is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether it is (a part of) what the stand-in stands for."""
-        return storage_of(tensor) == self._parameter
-
-
 class _UsesParameter(BaseException):
     """Ends a loader's run on a stand-in. Not an `Exception`: loaders may catch those."""
 
@@ -334,41 +281,3 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 # What Python reads of a tensor without values, in a probe: a number that loaders can divide by.
 _NO_VALUE = 1
 _FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
-
-
-class _Kind(NamedTuple):
-    """What an operation does, as its schema says.
-
-    Attributes:
-        is_view: whether its results are views of its arguments, and nothing is written.
-        written, written_names: the arguments that it writes, by position and by name.
-    """
-
-    is_view: bool
-    written: tuple[int, ...]
-    written_names: tuple[str, ...]
-
-
-@functools.cache
-def _kind_of(func: Any) -> _Kind:
-    schema = func._schema
-    written = [
-        (at, one.name)
-        for at, one in enumerate(schema.arguments)
-        if one.alias_info is not None and one.alias_info.is_write
-    ]
-    is_view = not written and any(one.alias_info is not None for one in schema.returns)
-    return _Kind(is_view, tuple(at for at, _ in written), tuple(name for _, name in written))
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Those with memory of their own, in arguments or results of an operation."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:
-            yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors_in(one)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors_in(one)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...errors import RefitError
-from ...numerics.checks import has_nan_code
+from ...numerics.cast import has_nan_code
 from ...numerics.grid import PerChannel, granularity_of
 from ..arrival.sent_tensors import Source
 from ..interception.writes import Write

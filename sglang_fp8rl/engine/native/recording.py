@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...numerics.finite_copy import as_matrix
+from ...numerics.cast import as_matrix
 from ...numerics.grid import granularity_of
 from ...numerics.write_table import ROW_FIELDS, BlockSize, Kind, Piece
 from ...scheme import Granularity

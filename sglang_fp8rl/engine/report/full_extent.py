@@ -9,8 +9,7 @@ import numpy as np
 from ...errors import Fp8RlError
 from ..model.landings import NameTable
 from ..model.parameters import Target
-from .coverage import CoverageTable
-from .names_brought import NamesBrought
+from .coverage import CoverageTable, NamesBrought
 
 
 class FullExtent:
@@ -21,7 +20,7 @@ class FullExtent:
 
     Args:
         targets: every parameter.
-        coverage: told of every box that is written.
+        coverage: knows every box that was written.
         names: that the model takes.
         learn_names: fills `names` where nothing was loaded at startup.
 
@@ -56,7 +55,8 @@ class FullExtent:
         return (written < self._elements) | (self._is_reached & (reached_at < since))
 
     def names_not_stored(self, brought: NamesBrought, since: int) -> list[str]:
-        """Names that SGLang makes something else of than copies, and that did not come since that stamp."""
+        """Names that did not come since that stamp, of those that SGLang computes with instead of copying
+        them: no box of a parameter says whether they were stored."""
         self._count()
         return brought.not_brought(self._made_into, since) if self._made_into else []
 

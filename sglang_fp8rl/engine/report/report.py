@@ -10,15 +10,13 @@ import numpy as np
 
 from ...wire.refit_note import RefitNote
 from ..arrival.update_scope import Origin, UpdateScope
-from ..interception.region import Region
+from ..interception.writes import Region
 from ..model.landings import NameTable
 from ..model.parameters import Target
-from .coverage import CoverageTable
+from .coverage import NEVER, CoverageTable, NamesBrought, Stamps
 from .full_extent import FullExtent
 from .law import RefitLog
-from .names_brought import NamesBrought
 from .refit_record import Outcome, Part, Refit, Session, Verdict, left_out
-from .stamps import NEVER, Stamps
 
 MAX_LISTED = 16
 

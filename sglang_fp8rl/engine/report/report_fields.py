@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from .coverage import NEVER
 from .refit_record import State
 from .report import MAX_LISTED, RefitReport
-from .stamps import NEVER
 
 _MAX_TEXT = 500
 

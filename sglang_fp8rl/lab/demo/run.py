@@ -15,7 +15,7 @@ import torch
 from ...client import RefitClient
 from ...compat import SESSIONS_SINCE, host_version
 from ...config import QUANTIZATION_METHOD
-from ...plan_table import plan_table
+from ...terminal import plan_table
 from ...wire.bucket import NamedTensor
 from ..testing.checkpoints import make_checkpoint
 from ..testing.outputs import Output, ask, differences, make_prompts

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from ..fingerprint import keys
-from .intrinsics import pointer
-from .jit import jit
+from .jit import jit, pointer
 
 # Below this, starting a thread costs more than it saves.
 _BYTES_PER_THREAD = 4 * 1024 * 1024

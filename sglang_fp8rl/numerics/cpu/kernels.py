@@ -22,8 +22,7 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-from .intrinsics import fma, pointer, prefetch
-from .jit import jit
+from .jit import fma, jit, pointer, prefetch
 
 # Below it a remainder may have no exact FP32 number.
 SMALLEST_FMA_SCALE = np.float32(2.0**-92)

@@ -17,8 +17,7 @@ import numba
 import numpy as np
 import torch
 
-from .intrinsics import pointer
-from .jit import jit
+from .jit import jit, pointer
 
 _MAGNITUDE, _NORMAL, _UP = (np.uint32(n) for n in (0x7F, 8, 20))
 _BIAS = np.uint32((127 - 7) << 23)

@@ -17,8 +17,7 @@ import torch
 from ..grid import ceil_div
 from ..write_table import BAD_SCALE, NAN_CODE, PIECE, CastTable, Dtype, Kind
 from .cast import BF16_STEP, ELEMENTS_PER_THREAD, NO_STEP, STRIP_BYTES
-from .intrinsics import pointer
-from .jit import jit
+from .jit import jit, pointer
 from .kernels import _amax, _fp32_bits, _round, cast_region
 
 # A unit of work for a thread: rows of blocks of one piece, about this many elements.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checks import FP8_DTYPE
+from ..cast import FP8_DTYPE
 from ..write_table import CastTable, Dtype, Kind, Piece, Widths
 from . import table_kernels as kernels
 from .cast import LONGEST_ROW_READ_ONCE, WIDEST, _on_device

@@ -68,7 +68,7 @@ def refusal_of_copies(scheduler):
     """What the start would say with `--dcp-replicate-q-proj`, which SGLang takes on a GPU only."""
     from sglang.srt import runtime_context
 
-    from sglang_fp8rl.engine.modules.derivable import check_no_copies_of_the_start
+    from sglang_fp8rl.engine.modules.layouts import check_no_copies_of_the_start
     from sglang_fp8rl.errors import ConfigError
 
     check_no_copies_of_the_start(model_of(scheduler))
@@ -209,16 +209,16 @@ def test_an_embedded_draft_stays_in_high_precision_and_follows_the_same_tensors(
 
 def build_draft_in_fp8(scheduler):
     """As with `--speculative-draft-model-quantization fp8_blockwise_online`."""
-    from sglang_fp8rl.engine.host import model_choice
+    from sglang_fp8rl.engine.host import attach
 
-    native, model_choice._draft_was_asked_for = model_choice._draft_was_asked_for, lambda: True
+    native, attach._draft_was_asked_for = attach._draft_was_asked_for, lambda: True
     dtype = torch.get_default_dtype()  # SGLang 0.5.16 leaves the model's behind an error
     try:
         build_draft(scheduler)
     except ConfigError as error:
         return str(error)
     finally:
-        model_choice._draft_was_asked_for = native
+        attach._draft_was_asked_for = native
         torch.set_default_dtype(dtype)
 
 

@@ -19,9 +19,8 @@ pytest.importorskip("sglang")
 from sglang_fp8rl.engine.arrival.update_scope import Origin
 from sglang_fp8rl.engine.host import update_calls
 from sglang_fp8rl.engine.host.other_calls import read_unfolded
-from sglang_fp8rl.engine.host.routes import add_status
-from sglang_fp8rl.engine.host.session_calls import begin_session, end_session
-from sglang_fp8rl.engine.host.update_calls import answer_update
+from sglang_fp8rl.engine.host.status import add_status
+from sglang_fp8rl.engine.host.update_calls import answer_update, begin_session, end_session
 
 io_struct = pytest.importorskip("sglang.srt.managers.io_struct")
 pytestmark = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from threads_as_ranks import Ranks
 
-from sglang_fp8rl.engine.arrival import sender_memory
+from sglang_fp8rl.engine.arrival import normalized
 from sglang_fp8rl.engine.host.boundary import Boundary
 from sglang_fp8rl.engine.host.other_calls import check_control
 from sglang_fp8rl.engine.host.request_checks import check_weights_are_there
@@ -86,18 +86,18 @@ def test_the_sender_s_memory_is_waited_for_on_its_own_device(monkeypatch):
     waited = []
     module = SimpleNamespace(synchronize=waited.append)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    sender_memory.wait_for_reads(SimpleNamespace(device=torch.device("cpu")))
-    sender_memory.wait_for_reads(SimpleNamespace(device=torch.device("cuda", 1)))
+    normalized.wait_for_reads(SimpleNamespace(device=torch.device("cpu")))
+    normalized.wait_for_reads(SimpleNamespace(device=torch.device("cuda", 1)))
     assert waited == [torch.device("cuda", 1)]
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_draft_model_s_copies_are_waited_for_too(monkeypatch, fails):
     """The client fills the buffer again when it is answered; a draft has no `SenderMemory`."""
-    from sglang_fp8rl.engine.host import update_calls
+    from sglang_fp8rl.engine.host import around_request
 
     events = []
-    monkeypatch.setattr(update_calls, "wait_for_reads", lambda flat: events.append("waited"))
+    monkeypatch.setattr(around_request, "wait_for_reads", lambda flat: events.append("waited"))
 
     def original(updater, payload):
         events.append("copied")
@@ -106,9 +106,9 @@ def test_a_draft_model_s_copies_are_waited_for_too(monkeypatch, fails):
 
     updater = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
     payload = {"flattened_tensor": torch.zeros(4), "metadata": "[]", "is_staged": True}
-    monkeypatch.setattr(update_calls, "from_text", lambda text: [])
+    monkeypatch.setattr(around_request, "from_text", lambda text: [])
     try:
-        update_calls.flattened_bucket(original, updater, payload)
+        around_request.flattened_bucket(original, updater, payload)
     except KeyError:
         assert fails
     assert events == ["copied", "waited"]

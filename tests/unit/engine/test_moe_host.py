@@ -17,7 +17,7 @@ from sglang.srt.layers.quantization import fp8
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.modules import moe
 from sglang_fp8rl.engine.modules.decisions import Decisions
-from sglang_fp8rl.engine.modules.derivable import check_no_experts_turned
+from sglang_fp8rl.engine.modules.layouts import check_no_experts_turned
 from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.scheme import decide_scheme
 

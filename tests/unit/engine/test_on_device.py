@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_fp8rl.engine.arrival.bucket import FlatBucket, TensorBucket
-from sglang_fp8rl.engine.arrival.on_device import _copied_together, on_device
+from sglang_fp8rl.engine.arrival.normalized import _copied_together, on_device
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 TENSORS = [

@@ -16,7 +16,7 @@ import time
 import numba
 import numpy as np
 
-from sglang_fp8rl.numerics.cpu.intrinsics import fma
+from sglang_fp8rl.numerics.cpu.jit import fma
 
 INF = 0x7F80  # BF16 bits; below it are the finite magnitudes
 ALL_PAIRS = 532_701_119

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
+from sglang_fp8rl.numerics.cast import copy_finite_into
 from sglang_fp8rl.numerics.cpu import table as cpu_table
 from sglang_fp8rl.numerics.cpu.table import CpuTable
-from sglang_fp8rl.numerics.finite_copy import copy_finite_into
 from sglang_fp8rl.numerics.write_table import PIECE, CastTable, Kind, Piece
 
 SHAPES = [(1, 1), (128, 128), (127, 129), (300, 257), (5, 1000), (640, 384)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_fp8rl.wire.kv_scale_names import kv_scale_name
+from sglang_fp8rl.wire.sent_names import kv_scale_name
 
 LAYER = "model.layers.0.self_attn"
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_fp8rl.client.pipelined_send import PipelinedSender
+from sglang_fp8rl.client.connection import PipelinedSender
 from sglang_fp8rl.wire.bucket import allocate, flatten, payload_of
 from sglang_fp8rl.wire.staging import COUNT, StagingBuffers
 

@@ -1,4 +1,4 @@
-"""Fused weights whose parts SGLang joins only if they come in one call: each is taken by itself.
+"""What SGLang's own loaders do not take in every way that it may come: parts of a fused weight, fused experts.
 
 MLA models read `q_a_proj` and `kv_a_proj_with_mqa` into one weight. SGLang keeps the first of them
 in a local variable of `load_weights` until the second comes, and forgets it at the end of the call;
@@ -16,6 +16,8 @@ import torch
 
 from ...errors import ConfigError
 from ...scheme import Granularity
+from ...wire.sent_names import FUSED_PARTS, matrices_of
+from ..arrival.sent_tensors import Source
 from .parameters import set_loader
 
 _FUSED = "fused_qkv_a_proj_with_mqa"
@@ -104,3 +106,34 @@ def _check_blocks(name: str, fused: Any, first: int) -> None:
             "block would belong to both",
             "Add the module to ignored_layers.",
         )
+
+
+def load_left_experts(
+    model: torch.nn.Module, left: Iterable[Source], load_weights: Callable[..., Any]
+) -> None:
+    """Load the fused experts among `left`, the tensors that no loader was called for.
+
+    `transformers` 5 holds experts as one tensor. Some of SGLang's models read `experts.gate_up_proj`
+    themselves, in a layout of their own. For the others, what they left is handed to them once more,
+    expert by expert, under the names they know.
+
+    A name counts as fused experts if it is that of a `FusedMoE` module with `gate_up_proj` (`[E, 2I,
+    H]`, gate rows first) or `down_proj` (`[E, H, I]`) behind it. The shapes are checked with each expert.
+    """
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+    fused = {
+        source.name: source.tensor
+        for source in left
+        if source.tensor is not None and len(source.shape) == 3
+    }
+    if not fused:
+        return
+    parts: list[tuple[str, torch.Tensor]] = []
+    for prefix, module in model.named_modules():
+        if isinstance(module, FusedMoE):
+            for leaf in FUSED_PARTS:
+                if f"{prefix}.{leaf}" in fused:
+                    parts += matrices_of(prefix, leaf, fused[f"{prefix}.{leaf}"])
+    if parts:
+        load_weights(parts)
