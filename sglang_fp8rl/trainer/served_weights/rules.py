@@ -73,7 +73,8 @@ def rules_of(model: nn.Module, plan: RefitPlan, not_served: Collection[str]) -> 
         ServedWeightsError: the plan is of another model: a name that it doesn't know, a shape that is
             not the plan's, or FP8 weights that the model has not.
     """
-    found, seen = [], set()
+    found: list[ModuleRules] = []
+    seen: set[str] = set()
     modules = {plain_name(prefix): module for prefix, module in model.named_modules()}
     for name in not_served:
         if name not in modules:
