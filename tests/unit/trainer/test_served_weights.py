@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 from served_models import step, toy_model, toy_plan, with_served_parameters
 from torch import nn
 
@@ -185,3 +186,44 @@ def test_two_backward_passes_of_one_graph(model_and_plan):
     loss.backward()
     for name, grad in once.items():
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, 2 * grad)
+
+
+def test_linear_modules_compile_into_one_graph():
+    class Mlp(nn.Sequential):
+        pass
+
+    torch.manual_seed(0)
+    model = Mlp(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128, bias=False)).bfloat16()
+    plan = make_plan(
+        {
+            "0.weight": (BLOCKWISE, (256, 128)),
+            "0.bias": (PLAIN, (256,)),
+            "2.weight": (PER_CHANNEL, (128, 256), 128),
+        }
+    )
+    compute_as_served(model, plan)
+    x = torch.randn(4, 128, dtype=torch.bfloat16)
+    results = []
+    for one in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        out = one(x)
+        out.float().square().sum().backward()
+        results.append((out.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    assert_same(results[1], results[0])
+
+
+def test_experts_are_a_break_in_a_compiled_graph():
+    model, plan = toy_model("qwen3_moe"), toy_plan("qwen3_moe")
+    compute_as_served(model, plan)
+    experts = model.model.layers[0].mlp.experts
+    inputs = (
+        torch.ones(4, 256, dtype=torch.bfloat16),
+        torch.tensor([[0, 1]] * 4),
+        torch.ones(4, 2),
+    )
+    expected = experts(*inputs)
+
+    def doubled(*inputs):
+        return experts(*inputs) * 2
+
+    assert torch.equal(torch.compile(doubled, backend="aot_eager")(*inputs), expected * 2)
