@@ -14,8 +14,8 @@ from .checks import check_source
 from .grid import PerChannel, ScaleGranularity
 
 # Module of each backend; it has a `through_fp8_into`.
-_MODULES = {"reference": ".reference", "numba": ".cpu.through_fp8"}
-_FASTEST = {"cpu": "numba"}
+_MODULES = {"reference": ".reference", "numba": ".cpu.through_fp8", "triton": ".triton.through_fp8"}
+_FASTEST = {"cpu": "numba", "cuda": "triton"}
 
 
 def through_fp8(
