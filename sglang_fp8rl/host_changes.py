@@ -178,4 +178,28 @@ CHANGES = (
         "servers of tests and the demo on the CPU platform: a fork has everything imported",
         "SGLang lets a plugin choose",
     ),
+    Change(
+        (
+            "module.__class__",
+            "one.module.__class__",
+            "setattr(one.module, …)",
+            "delattr(module, …)",
+            "delattr(model, …)",
+        ),
+        "a trainer's model that is asked to compute as served: its modules change their class, and keep their parameters",
+        "stays: `compute_as_stored` takes it back",
+    ),
+    Change(
+        ("ctx.loan",),
+        "autograd's own place for what a backward pass needs",
+        _NEVER,
+    ),
+    Change(
+        (
+            "FSDPEngine._build_model_optimizer",
+            "build_and_swap.fp8rl_served",
+        ),
+        "an actor of veRL whose `external_lib` asks for it computes as served",
+        "veRL calls a function of the user's on a model that it has built",
+    ),
 )

@@ -5,6 +5,7 @@ from .grid import BlockGrid, Blockwise, PerChannel, granularity_of
 from .quantize import quantize, quantize_blockwise, quantize_per_channel
 from .reference import FP8_MAX, dequantize
 from .sqnr import sqnr_db
+from .through_fp8 import through_fp8
 
 __all__ = [
     "FP8_DTYPE",
@@ -20,5 +21,6 @@ __all__ = [
     "quantize_blockwise",
     "quantize_per_channel",
     "sqnr_db",
+    "through_fp8",
     "warmup",
 ]

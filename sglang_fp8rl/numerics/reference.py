@@ -122,6 +122,32 @@ def cast_into(
     return nonfinite
 
 
+def through_fp8_into(
+    source: torch.Tensor,
+    out: torch.Tensor,
+    granularity: ScaleGranularity,
+    pow2_scale: bool,
+    round_to_bf16: bool,
+) -> None:
+    """Write what a server computes with into `out` [N, K] BF16: cast, and back.
+
+    A block that is not finite comes out as BF16 has it.
+    """
+    cols = source.shape[1]
+    block_n, block_k = granularity.block(source.shape)
+    step = ceil_div(ROWS_AT_ONCE, block_n) * block_n
+    for start in range(0, source.shape[0], step):
+        rows = source[start : start + step].detach()
+        grid = granularity.grid(rows.shape)
+        codes = torch.empty(rows.shape, dtype=FP8_DTYPE, device=rows.device)
+        scale = torch.empty(grid.scale_shape, dtype=torch.float32, device=rows.device)
+        bad = cast_into(rows, codes, scale, granularity, pow2_scale, round_to_bf16)
+        bad = bad.repeat_interleave(block_n, 0)[: rows.shape[0]]
+        bad = bad.repeat_interleave(block_k, 1)[:, :cols]
+        served = dequantize(codes, scale, grid.block)
+        out[start : start + step] = torch.where(bad, rows.to(torch.bfloat16), served)
+
+
 def quantize_block_row(
     rows: torch.Tensor, block_k: int, pow2_scale: bool, round_to_bf16: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,8 +9,11 @@ from sglang_fp8rl.wire.plan import RefitPlan, digest_of
 BLOCKWISE, PER_CHANNEL, PLAIN = "blockwise", "per_channel", "high_precision"
 
 
-def make_plan(shapes: dict[str, tuple[str, tuple[int, ...]]], **options: Any) -> RefitPlan:
-    """`shapes`: name to scheme and full shape. Per channel is on the wire, as at TP 1."""
+def make_plan(shapes: dict[str, tuple[Any, ...]], **options: Any) -> RefitPlan:
+    """`shapes`: name to scheme and full shape, and the columns of a rank if a row has several scales.
+
+    Per channel is on the wire, as at TP 1; not where a row has several scales.
+    """
     document: dict[str, Any] = {
         "format": "sglang-fp8rl/plan",
         "version": 1,
@@ -36,12 +39,14 @@ def make_plan(shapes: dict[str, tuple[str, tuple[int, ...]]], **options: Any) ->
     return RefitPlan.from_dict(document | {"digest": digest_of(document)})
 
 
-def _entry(name: str, scheme: str, shape: tuple[int, ...]) -> dict[str, Any]:
+def _entry(
+    name: str, scheme: str, shape: tuple[int, ...], columns: int | None = None
+) -> dict[str, Any]:
     block, suffix = (
-        ((128, 128), "_scale_inv") if scheme == BLOCKWISE else ((1, shape[-1]), "_scale")
+        ((128, 128), "_scale_inv") if scheme == BLOCKWISE else ((1, columns or shape[-1]), "_scale")
     )
     wire: dict[str, Any] = {"dtype": "bfloat16"}
-    if scheme != PLAIN:
+    if scheme != PLAIN and columns is None:
         grid = [-(-size // step) for size, step in zip(shape, block, strict=True)]
         wire = {"dtype": "float8_e4m3fn", "scale": name + suffix, "scale_shape": grid}
     return {

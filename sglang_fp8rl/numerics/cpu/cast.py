@@ -5,7 +5,7 @@ Importing this module imports Numba (about half a second); `cast.py` does so on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -108,18 +108,25 @@ def _cast_view(
         *(BF16_STEP if round_to_bf16 else NO_STEP),
         bool(pow2_scale),
     )
+    by_rows(cast_rows, rows, cols, block_n, threads)
+
+
+def by_rows(
+    run: Callable[[int, int], None], rows: int, cols: int, block_n: int, threads: int | None
+) -> None:
+    """Run a kernel of `(first row, row behind the last)` over all rows, in threads if they are many."""
     parts = 1 + rows * cols // ELEMENTS_PER_THREAD
     if parts > 1:
         block_rows = ceil_div(rows, block_n)
         parts = min(threads or torch.get_num_threads(), parts, block_rows)
     if parts <= 1:
-        cast_rows(0, rows)
+        run(0, rows)
         return
     edges = [min(rows, block_n * (block_rows * i // parts)) for i in range(parts)] + [rows]
     # A pool per call: one that is kept would hang in a forked child.
     with ThreadPoolExecutor(parts - 1) as pool:
-        others = [pool.submit(cast_rows, a, b) for a, b in pairwise(edges[1:])]
-        cast_rows(edges[0], edges[1])
+        others = [pool.submit(run, a, b) for a, b in pairwise(edges[1:])]
+        run(edges[0], edges[1])
         for other in others:
             other.result()
 

@@ -1,0 +1,120 @@
+"""The cast and back on a GPU: one program per 128×128 block, or per row; read once, written once.
+
+In integers where Triton's interpreter rounds otherwise than hardware (`arithmetic.py`). A row that is longer
+than a program holds is read twice, the second time from the cache. Other blocks, which no server has, are
+PyTorch's.
+"""
+
+# Triton reads these functions, not their annotations.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import reference
+from ..grid import Blockwise, PerChannel, ScaleGranularity
+from .arithmetic import amax_to_scale_inv, fp32_bits, largest_magnitude, round_bits_to_bf16
+from .cast import _BITS, _KIND, BLOCK, LONGEST_ROW_READ_ONCE, _on_device
+from .hardware import row_warps, tile_options
+
+
+@triton.jit
+def served_bits(x, scale, finite, KIND: tl.constexpr, ROUND: tl.constexpr):
+    """BF16 bits of what source bits are served as; of a block that is not finite, of the source."""
+    bits = fp32_bits(x, KIND)
+    cast = round_bits_to_bf16(bits) if ROUND else bits
+    y = tl.math.div_rn(cast.to(tl.float32, bitcast=True), scale).to(tl.int32, bitcast=True)
+    a = tl.minimum(y & 0x7FFFFFFF, 0x43E00000)  # 448.0
+    # Adding this and taking it off again leaves no bit below the e4m3 ulp, as in `encode_e4m3`.
+    lift = tl.maximum(a & 0x7F800000, 0x3C800000) + (20 << 23)
+    lifted = a.to(tl.float32, bitcast=True) + lift.to(tl.float32, bitcast=True)
+    product = (lifted - lift.to(tl.float32, bitcast=True)) * scale
+    served = round_bits_to_bf16(product.to(tl.int32, bitcast=True)) | (bits & -2147483648)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    as_it_is = tl.where(is_nan, bits | 0x00400000, round_bits_to_bf16(bits))
+    return (tl.where(finite, served, as_it_is) >> 16).to(tl.int16)
+
+
+@triton.jit(do_not_specialize=["rows", "cols"])
+def through_tile_kernel(
+    source, out, rows, cols, KIND: tl.constexpr, POW2: tl.constexpr, ROUND: tl.constexpr
+):
+    """One 128×128 block of a contiguous matrix per program, columns fastest."""
+    pid = tl.program_id(0)
+    blocks_k = tl.cdiv(cols, 128).to(tl.int32)
+    n = pid // blocks_k * 128 + tl.arange(0, 128)
+    k = pid % blocks_k * 128 + tl.arange(0, 128)
+    where = n.to(tl.int64)[:, None] * cols + k[None, :]
+    inside = (n < rows)[:, None] & (k < cols)[None, :]
+    x = tl.load(source + where, mask=inside, other=0)
+    scale, finite = amax_to_scale_inv(largest_magnitude(x, KIND), POW2, ROUND)
+    tl.store(out + where, served_bits(x, scale, finite, KIND, ROUND), mask=inside)
+
+
+@triton.jit(do_not_specialize=["cols"])
+def through_row_kernel(
+    source,
+    out,
+    cols,
+    CHUNK: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+    KIND: tl.constexpr,
+    POW2: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """One row of a contiguous matrix per program."""
+    start = tl.program_id(0).to(tl.int64) * cols
+    k = tl.arange(0, CHUNK)
+    if ONE_CHUNK:
+        x = tl.load(source + start + k, mask=k < cols, other=0)
+        scale, finite = amax_to_scale_inv(largest_magnitude(x, KIND), POW2, ROUND)
+        tl.store(out + start + k, served_bits(x, scale, finite, KIND, ROUND), mask=k < cols)
+    else:
+        largest = tl.zeros([CHUNK], tl.int32)
+        for first in range(0, cols, CHUNK):
+            at = first + k
+            x = tl.load(source + start + at, mask=at < cols, other=0)
+            largest = tl.maximum(largest, fp32_bits(x, KIND) & 0x7FFFFFFF)
+        scale, finite = amax_to_scale_inv(tl.max(largest, axis=0), POW2, ROUND)
+        for first in range(0, cols, CHUNK):
+            at = first + k
+            x = tl.load(source + start + at, mask=at < cols, other=0)
+            tl.store(out + start + at, served_bits(x, scale, finite, KIND, ROUND), mask=at < cols)
+
+
+def through_fp8_into(
+    source: torch.Tensor,
+    out: torch.Tensor,
+    granularity: ScaleGranularity,
+    pow2_scale: bool,
+    round_to_bf16: bool,
+) -> None:
+    """As `reference.through_fp8_into`, by bytes; a NaN may have other bits."""
+    rows, cols = source.shape
+    is_per_channel = isinstance(granularity, PerChannel)
+    if not is_per_channel and granularity != Blockwise(*BLOCK):
+        reference.through_fp8_into(source, out, granularity, pow2_scale, round_to_bf16)
+        return
+    pointers = (source.contiguous().view(_BITS[source.dtype]), out.view(torch.int16))
+    options = {
+        "KIND": _KIND[source.dtype],
+        "POW2": bool(pow2_scale),
+        "ROUND": bool(round_to_bf16),
+    }
+    with _on_device(source.device):
+        if is_per_channel:
+            chunk = max(16, min(triton.next_power_of_2(cols), LONGEST_ROW_READ_ONCE))
+            through_row_kernel[(rows,)](
+                *pointers,
+                cols,
+                CHUNK=chunk,
+                ONE_CHUNK=cols <= chunk,
+                **options,
+                num_warps=row_warps(chunk),
+            )
+        else:
+            blocks = triton.cdiv(rows, BLOCK[0]) * triton.cdiv(cols, BLOCK[1])
+            through_tile_kernel[(blocks,)](*pointers, rows, cols, **options, **tile_options(1))

@@ -1,0 +1,99 @@
+"""Proof that a model computes with what its server holds.
+
+In two steps, both by bytes: what a swapped module computes with is the product of its parameter's codes
+and scales; and the fingerprint of these, and of everything that is not FP8, is the server's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ...numerics import Blockwise, dequantize, quantize
+from ...wire.fingerprint import Fingerprint, Verification, compare
+from ...wire.plan import RefitPlan
+from ..fingerprint import Fingerprinter
+from .cast import served
+from .rules import ServedWeightsError, WeightRule, is_below, plain_name
+from .swap import plan_of, served_by, served_modules
+
+
+class Server(Protocol):
+    """What a `RefitClient` is asked."""
+
+    def plan(self) -> RefitPlan: ...
+
+    def fingerprint(self) -> Fingerprint: ...
+
+
+def check_as_served(model: nn.Module, server: Server) -> Verification:
+    """Prove that the model computes with the bytes that the server holds now.
+
+    Every rank of a sharded model has to call it: weights are gathered one at a time.
+
+    Args:
+        server: a `RefitClient`, of one of the servers that sample.
+
+    Raises:
+        ServedWeightsError: the server's plan is another than the model computes by; a weight that is
+            held in FP8 could not be compared; or a module computes with something else.
+        RefitError: names whose bytes differ.
+    """
+    plan, theirs = plan_of(model), server.plan()
+    if theirs.digest != plan.digest:
+        raise ServedWeightsError(
+            type(model).__name__,
+            f"it computes by the plan {plan.digest[:15]}…, the server's is {theirs.digest[:15]}…",
+            "scales are shared as the server's plan says, so the model computes by that one",
+            "Call compute_as_stored(model), then compute_as_served(model, fetch_plan(url)).",
+        )
+    found = compare(server.fingerprint(), fingerprint_of_served(model))
+    found.check(type(model).__name__)
+    for name, reason in found.unproven.items():
+        entry = plan.tensors.get(name)
+        if entry is not None and entry.block_size is not None:
+            raise ServedWeightsError(
+                name,
+                reason,
+                "every weight that is served in FP8 is compared",
+                "Fetch the plan of this server: another tensor-parallel size shares other scales.",
+            )
+    return found
+
+
+def fingerprint_of_served(model: nn.Module, *, source: str = "the trainer") -> Fingerprint:
+    """Of what the model computes with, comparable with the server's. Raises as `check_as_served`."""
+    by = served_by(model)
+    rules = {rule.name: rule for weights, _ in served_modules(model) for rule in weights.values()}
+    numbers = Fingerprinter(by.plan)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        name = plain_name(name)
+        if is_below(name, by.not_served):
+            continue
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        full = full.detach()
+        if name in rules:
+            _check_computed_with(full, rules[name])
+        numbers.add(name, full)
+    return numbers.fingerprint(source)
+
+
+def _check_computed_with(weight: torch.Tensor, rule: WeightRule) -> None:
+    """What `served` gives to a forward pass is codes times scales, of the public cast."""
+    granularity = Blockwise.of(rule.block)
+    options: Any = {"pow2_scale": rule.pow2_scale, "round_to_bf16": rule.round_to_bf16}
+    columns = weight.shape[-1]
+    used = served(weight, rule).reshape(-1, columns).chunk(rule.matrices)
+    for one, computed in zip(weight.reshape(-1, columns).chunk(rule.matrices), used, strict=True):
+        codes, scales = quantize(one, granularity, name=rule.name, **options)
+        expected = dequantize(codes, scales, rule.block)
+        other = int((expected.view(torch.int16) != computed.view(torch.int16)).sum())
+        if other:
+            raise ServedWeightsError(
+                rule.name,
+                f"{other} of {expected.numel()} values that are computed with are not the cast's",
+                "what is computed with is codes times scales, rounded once to BF16",
+                "Report it with the device and the dtype; numerics/through_fp8.py takes a backend.",
+            )

@@ -1,0 +1,118 @@
+"""Make a model compute as its server does, and back. Modules change their class and nothing else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...wire.plan import RefitPlan
+from .experts import ServedExperts, lent_weight
+from .linear import ServedLinear
+from .rules import ServedWeightsError, WeightRule, rules_of
+
+# Attributes of a swapped module, and of the model.
+_RULES, _BY = "served_rules", "served_by"
+
+
+@dataclass(frozen=True)
+class ServedBy:
+    """What a model was swapped by; the arguments of `compute_as_served`."""
+
+    plan: RefitPlan
+    not_served: tuple[str, ...]
+
+
+def compute_as_served(
+    model: nn.Module, plan: RefitPlan, *, not_served: Collection[str] = ()
+) -> list[str]:
+    """Have every module whose weight the plan's server holds in FP8 compute with what it holds.
+
+    Gradients go straight through the cast; parameters, their names, hooks and optimizers are as they
+    were. Before or after `fully_shard`, before or after `load_state_dict`.
+
+    Args:
+        model: whole, under the names of its checkpoint. Not a reference model whose log-probabilities
+            are to be those of its BF16 weights.
+        plan: of the server that samples (`fetch_plan`).
+        not_served: names of modules that the server has not, such as a value head.
+
+    Returns:
+        Names of the swapped modules.
+
+    Raises:
+        ServedWeightsError: it computes so already; or the plan is of another model. Nothing is changed then.
+    """
+    if hasattr(model, _BY) or any(True for _ in served_modules(model)):
+        by = f"the plan {served_by(model).plan.digest[:15]}…" if hasattr(model, _BY) else "a plan"
+        raise ServedWeightsError(
+            type(model).__name__,
+            f"it computes by {by} already, and is given {plan.digest[:15]}…",
+            "a model computes by one plan",
+            "Call compute_as_stored first (on the model that was swapped), then again with the new plan.",
+        )
+    found = rules_of(model, plan, not_served)
+    for one in found:
+        one.module.__class__ = _served_class(type(one.module), tuple(one.weights))
+        setattr(one.module, _RULES, one.weights)
+    setattr(model, _BY, ServedBy(plan, tuple(not_served)))
+    return [one.name for one in found]
+
+
+def compute_as_stored(model: nn.Module) -> None:
+    """Have the model compute with its own parameters again, in the classes that it had.
+
+    Raises:
+        ServedWeightsError: it does so already.
+    """
+    served_by(model)
+    for _, module in list(served_modules(model)):
+        module.__class__ = _stored_class(type(module))
+        delattr(module, _RULES)
+    delattr(model, _BY)
+
+
+def plan_of(model: nn.Module) -> RefitPlan:
+    """The plan that the model computes by. Raises `ServedWeightsError` if there is none."""
+    return served_by(model).plan
+
+
+def served_by(model: nn.Module) -> ServedBy:
+    """What the model was swapped by. Raises `ServedWeightsError` if it was not."""
+    by = getattr(model, _BY, None)
+    if by is None:
+        raise ServedWeightsError(
+            type(model).__name__,
+            "it computes with its own parameters",
+            "a model computes by a plan from compute_as_served(model, plan) on",
+            "Call that first; hand over the model that was swapped, not a wrapper or a part of it.",
+        )
+    return by
+
+
+def served_modules(model: nn.Module) -> Iterator[tuple[dict[str, WeightRule], nn.Module]]:
+    """The modules that compute as served, with the rules of their parameters."""
+    for module in model.modules():
+        if isinstance(module, (ServedLinear, ServedExperts)):
+            yield module.served_rules, module
+
+
+@functools.cache
+def _served_class(cls: type[nn.Module], leaves: tuple[str, ...]) -> type[nn.Module]:
+    content: dict[str, Any] = {"__module__": __name__, "stored_class": cls}
+    if issubclass(cls, nn.Linear) and cls.forward is nn.Linear.forward:
+        return type(f"Served{cls.__name__}", (ServedLinear, cls), content)
+    content |= {leaf: lent_weight(leaf) for leaf in leaves}
+    return type(f"Served{cls.__name__}", (ServedExperts, cls), content)
+
+
+def _stored_class(cls: type) -> type:
+    """The class that was swapped; under what was derived from it since, as `fully_shard` does."""
+    if "stored_class" in vars(cls):
+        return vars(cls)["stored_class"]
+    bases = tuple(_stored_class(b) if hasattr(b, "stored_class") else b for b in cls.__bases__)
+    content = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, bases, content)

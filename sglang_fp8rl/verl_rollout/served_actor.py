@@ -1,0 +1,70 @@
+"""veRL's FSDP actor trains what is served: `actor_rollout_ref.model.external_lib` names this module.
+
+veRL imports it in every worker that has this model, before the model is built. The reference policy, which
+only runs forward, and models that do not name it (a critic) stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..trainer.served_weights import compute_as_served
+from ..wire.plan import RefitPlan
+
+logger = logging.getLogger(__name__)
+
+PLAN_FILE = "SGLANG_FP8RL_SERVED_PLAN"
+
+
+def install() -> None:
+    """Have veRL's FSDP engine swap an actor that it has built; idempotent.
+
+    Side effects on the host: `FSDPEngine._build_model_optimizer` is wrapped.
+    """
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    build = FSDPEngine._build_model_optimizer
+    if getattr(build, "fp8rl_served", False):
+        return
+
+    @functools.wraps(build)
+    def build_and_swap(engine: Any) -> None:
+        build(engine)
+        if _names_this(engine.model_config.external_lib) and not engine.engine_config.forward_only:
+            swapped = compute_as_served(engine.module, plan_of_the_run())
+            logger.info("fp8rl: %d modules of the actor compute as served", len(swapped))
+
+    build_and_swap.fp8rl_served = True  # type: ignore[attr-defined]
+    FSDPEngine._build_model_optimizer = build_and_swap
+
+
+def plan_of_the_run() -> RefitPlan:
+    """The plan of the servers that will be started: they are not there when an actor is built.
+
+    Raises:
+        ConfigError: no file is named, or none is there.
+        RefitError: it is no plan.
+    """
+    path = Path(os.environ.get(PLAN_FILE, ""))
+    if not path.is_file():
+        raise ConfigError(
+            PLAN_FILE,
+            repr(os.environ.get(PLAN_FILE)),
+            "an actor that trains what is served needs the plan of its rollout servers, as a file",
+            "Write it with `sglang-fp8rl plan MODEL --tp N --json > FILE`, and set it for all workers.",
+        )
+    return RefitPlan.from_dict(json.loads(path.read_text()))
+
+
+def _names_this(external_lib: Any) -> bool:
+    """veRL takes a name, or several."""
+    return __name__ in ([external_lib] if isinstance(external_lib, str) else external_lib or ())
+
+
+install()

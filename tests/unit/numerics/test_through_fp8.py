@@ -1,0 +1,87 @@
+"""The cast and back: every backend gives the bytes of codes times scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_fp8rl.errors import QuantizationError
+from sglang_fp8rl.numerics import Blockwise, PerChannel, dequantize, quantize, through_fp8
+from sglang_fp8rl.numerics.cast import is_there
+
+GRANULARITIES = {
+    "blocks": Blockwise(),
+    "rows": PerChannel(),
+    "rows of two ranks": Blockwise(1, 150),
+    "odd rows": Blockwise(1, 128),
+    "odd blocks": Blockwise(96, 64),
+}
+BACKENDS = [one for one in ("reference", "numba") if is_there(one)]
+
+
+def weight(dtype: torch.dtype, rows: int = 200) -> torch.Tensor:
+    """Magnitudes over many binades, zeros of both signs, an empty block and the smallest numbers."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(rows, 300, generator=generator)
+    w *= torch.exp2(torch.randint(-12, 12, (rows, 1), generator=generator).float())
+    w[0, :4], w[1, :4] = 0.0, -0.0
+    w[:, 256:] = 0.0
+    w[130:, :128] *= 1e-38 if dtype != torch.float16 else 1e-3
+    return w.to(dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("granularity", GRANULARITIES.values(), ids=GRANULARITIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_is_codes_times_scales(backend, granularity, dtype):
+    w = weight(dtype)
+    for pow2 in (False, True):
+        for rounded in (False, True):
+            options = {"pow2_scale": pow2, "round_to_bf16": rounded}
+            codes, scale = quantize(w, granularity, backend="reference", **options)
+            expected = dequantize(codes, scale, granularity.block(w.shape))
+            found = through_fp8(w, granularity, backend=backend, **options)
+            assert found.dtype == torch.bfloat16
+            assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), options
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_bf16_number_in_blocks_of_every_mantissa(backend):
+    """Where a quotient is a tie, its side depends on the mantissa of the amax."""
+    numbers = torch.arange(0x3000, 0x4400, dtype=torch.int16).view(torch.bfloat16)
+    amaxes = torch.arange(0x4400, 0x4480, dtype=torch.int16).view(torch.bfloat16)
+    w = torch.cat([amaxes[:, None], numbers.expand(128, -1), -numbers.expand(128, -1)], 1)
+    codes, scale = quantize(w, PerChannel(), backend="reference")
+    found = through_fp8(w, PerChannel(), backend=backend)
+    assert torch.equal(found, dequantize(codes, scale))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_finite_stays_in_its_block(backend, dtype):
+    w = weight(dtype)
+    sound = through_fp8(w, Blockwise())
+    w[5, 3], w[140, 130] = torch.nan, -torch.inf
+    found = through_fp8(w, Blockwise(), backend=backend)
+    expected = sound.clone()
+    for box in ((slice(0, 128), slice(0, 128)), (slice(128, 200), slice(128, 256))):
+        expected[box] = w[box].to(torch.bfloat16)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_transposed_views_and_large_matrices_in_threads(backend):
+    w = torch.randn(300, 200).t()
+    assert torch.equal(
+        through_fp8(w, Blockwise(), backend=backend), through_fp8(w.contiguous(), Blockwise())
+    )
+    large = torch.randn(2304, 2048, dtype=torch.bfloat16)
+    codes, scale = quantize(large, Blockwise())
+    assert torch.equal(through_fp8(large, Blockwise(), backend=backend), dequantize(codes, scale))
+
+
+def test_a_stack_or_another_dtype_is_refused_by_name():
+    with pytest.raises(QuantizationError, match=r"up: shape \[2, 3, 4\]"):
+        through_fp8(torch.zeros(2, 3, 4), Blockwise(), name="up")
+    with pytest.raises(QuantizationError, match="float64"):
+        through_fp8(torch.zeros(3, 4).double(), Blockwise())

@@ -1,0 +1,70 @@
+"""The Triton cast and back: the reference's bytes, in the interpreter here and on hardware there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import through_in_interpreter
+import torch
+from numerics_cases import CASES
+
+from sglang_fp8rl.numerics import Blockwise, PerChannel, through_fp8
+
+pytest.importorskip("triton")
+
+
+def not_finite(dtype: torch.dtype) -> torch.Tensor:
+    x = torch.randn(140, 150, generator=torch.Generator().manual_seed(3)).to(dtype)
+    x[3, 4], x[139, 149] = float("nan"), -float("inf")
+    return x
+
+
+def jobs_of(cases: dict[str, torch.Tensor], rows: int | None) -> list[tuple]:
+    """The interpreter spends milliseconds on each program, that is, on each block or row."""
+    jobs = []
+    for source, granularity in itertools.product(cases.values(), (Blockwise(), PerChannel())):
+        few = source[:rows] if isinstance(granularity, PerChannel) else source[: rows and 40 * rows]
+        for pow2 in (False, True):
+            # Without the step to BF16 in one of them.
+            options = {"pow2_scale": pow2, "round_to_bf16": not pow2 or rows is None}
+            jobs.append((few, granularity, options))
+    return jobs
+
+
+def expect_the_reference(jobs: list[tuple], results: list[torch.Tensor]) -> None:
+    for (source, granularity, options), found in zip(jobs, results, strict=True):
+        expected = through_fp8(source.cpu(), granularity, backend="reference", **options)
+        found, number = found.cpu(), ~expected.isnan()
+        assert torch.equal(found.isnan(), ~number)
+        same = found.view(torch.int16) == expected.view(torch.int16)
+        assert bool(same[number].all()), (source.shape, source.dtype, granularity, options)
+
+
+def test_the_interpreter_gives_the_reference_bytes(tmp_path):
+    odd = {str(dtype): not_finite(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    jobs = jobs_of({**CASES, **odd}, rows=4)
+    torch.save(jobs, tmp_path / "jobs.pt")
+    script = Path(through_in_interpreter.__file__)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "jobs.pt"), str(tmp_path / "results.pt")],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    expect_the_reference(jobs, torch.load(tmp_path / "results.pt"))
+
+
+@pytest.mark.gpu
+def test_hardware_gives_the_reference_bytes():
+    odd = {str(dtype): not_finite(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    wide = {"row longer than one chunk": torch.randn(5, 40000)}
+    cases = {name: source.cuda() for name, source in {**CASES, **odd, **wide}.items()}
+    jobs = jobs_of(cases, rows=None)
+    expect_the_reference(jobs, through_in_interpreter.run(jobs))

@@ -1,0 +1,209 @@
+"""What can't compute as served is refused: which module, what was found, the rule, and what to do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from sglang_fp8rl.errors import QuantizationError, RefitError
+from sglang_fp8rl.trainer.served_weights import cast as served_cast
+from sglang_fp8rl.trainer.served_weights import (
+    check_as_served,
+    compute_as_served,
+    compute_as_stored,
+    fingerprint_of_served,
+    served_modules,
+)
+from sglang_fp8rl.trainer.served_weights.rules import ServedWeightsError
+
+SHAPES = {
+    "up.weight": (BLOCKWISE, (256, 128)),
+    "up.bias": (PLAIN, (256,)),
+    "down.weight": (PER_CHANNEL, (64, 256)),
+    "norm.weight": (PLAIN, (64,)),
+}
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(128, 256)
+        self.down = nn.Linear(256, 64, bias=False)
+        self.norm = nn.RMSNorm(64)
+
+    def forward(self, x):
+        return self.norm(self.down(self.up(x)))
+
+
+def tiny():
+    torch.manual_seed(0)
+    return Tiny()
+
+
+def is_untouched(model):
+    return not list(served_modules(model)) and type(model.up) is nn.Linear
+
+
+def server(plan, model):
+    """Of the class of `RefitClient`, as far as a proof asks it."""
+    held = fingerprint_of_served(model)
+    return SimpleNamespace(plan=lambda: plan, fingerprint=lambda: held)
+
+
+def test_a_name_that_the_plan_does_not_know_and_nothing_is_swapped():
+    model = tiny()
+    model.score = nn.Linear(64, 1)
+    with pytest.raises(ServedWeightsError, match=r"score\.weight: not in the plan.*not_served"):
+        compute_as_served(model, make_plan(SHAPES))
+    assert is_untouched(model)
+    assert compute_as_served(model, make_plan(SHAPES), not_served=["score"]) == ["up", "down"]
+    assert type(model.score) is nn.Linear
+    assert "score.weight" not in fingerprint_of_served(model).numbers
+
+
+def test_not_served_names_no_module():
+    with pytest.raises(ServedWeightsError, match=r"scor: in not_served, and no module"):
+        compute_as_served(tiny(), make_plan(SHAPES), not_served=["scor"])
+
+
+def test_another_shape_and_a_weight_that_the_model_has_not():
+    model = tiny()
+    for shapes, text in (
+        (SHAPES | {"up.weight": (BLOCKWISE, (256, 256))}, r"up\.weight: shape \(256, 128\) in the"),
+        (
+            SHAPES | {"b.weight": (BLOCKWISE, (256, 256))},
+            r"b\.weight: served in FP8 and not in the",
+        ),
+    ):
+        with pytest.raises(ServedWeightsError, match=text):
+            compute_as_served(model, make_plan(shapes))
+        assert is_untouched(model)
+
+
+def test_an_adapter_is_to_be_merged():
+    model = tiny()
+    model.up.lora_A = nn.Linear(128, 4, bias=False)
+    with pytest.raises(ServedWeightsError, match=r"up\.lora_A\.weight.*Merge the adapter"):
+        compute_as_served(model, make_plan(SHAPES))
+
+
+def test_experts_of_several_rules():
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down_proj = nn.Parameter(torch.zeros(2, 128, 128))
+
+    model = nn.ModuleDict({"experts": Experts()})
+    plan = make_plan(
+        {
+            "experts.0.down_proj.weight": (BLOCKWISE, (128, 128)),
+            "experts.1.down_proj.weight": (PER_CHANNEL, (128, 128)),
+        }
+    )
+    with pytest.raises(ServedWeightsError, match=r"experts\.down_proj: blocks .*ignored_layers"):
+        compute_as_served(model, plan)
+
+
+def test_a_model_that_is_swapped_already_or_not_yet():
+    model, plan = tiny(), make_plan(SHAPES)
+    with pytest.raises(ServedWeightsError, match="its own parameters"):
+        compute_as_stored(model)
+    compute_as_served(model, plan)
+    changed = make_plan(SHAPES, use_weight_pow2_scale=True)
+    for again in (plan, changed):
+        with pytest.raises(ServedWeightsError, match=r"already.*compute_as_stored"):
+            compute_as_served(model, again)
+    with pytest.raises(ServedWeightsError, match="already"):
+        compute_as_served(nn.Sequential(model), plan)
+    compute_as_stored(model)
+    compute_as_served(model, changed)
+
+
+@pytest.mark.parametrize("where", ["parameters", "input", "autocast"])
+def test_a_dtype_that_served_weights_are_rounded_in_again(where):
+    model = tiny()
+    compute_as_served(model, make_plan(SHAPES))
+    x = torch.zeros(1, 128)
+    if where == "parameters":
+        model, x = model.half(), x.half()
+    if where == "input":
+        x = x.bfloat16()
+    text = "comes to" if where == "input" else r"computed in torch\.float16"
+    with (
+        torch.autocast("cpu", torch.float16, enabled=where == "autocast"),
+        pytest.raises(ServedWeightsError, match=rf"up\.weight: .*{text}"),
+    ):
+        model(x)
+
+
+def test_a_weight_that_was_not_gathered(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = tiny()
+        compute_as_served(model, make_plan(SHAPES))
+        sharded = DTensor.from_local(model.up.weight.detach(), mesh, [Replicate()])
+        model.up.weight = nn.Parameter(sharded)
+        with pytest.raises(ServedWeightsError, match=r"up\.weight: a DTensor.*gathered"):
+            model(torch.zeros(1, 128))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_weight_that_is_not_finite_shows_in_the_output_and_has_no_proof():
+    model = tiny()
+    compute_as_served(model, make_plan(SHAPES))
+    with torch.no_grad():
+        model.up.weight[3, 5] = torch.nan
+    hidden = model.up(torch.ones(1, 128))
+    assert hidden[0, 3].isnan()
+    assert hidden[0, :3].isfinite().all()
+    with pytest.raises(QuantizationError, match=r"up\.weight: NaN or Inf in block \(0, 0\)"):
+        fingerprint_of_served(model)
+
+
+def test_the_proof_sees_a_bit_on_either_side(monkeypatch):
+    model, plan = tiny(), make_plan(SHAPES)
+    compute_as_served(model, plan)
+    holds = server(plan, model)
+    found = check_as_served(model, holds)
+    assert found.compared == len(SHAPES)
+    for name in SHAPES:
+        parameter = model.get_parameter(name)
+        kept = parameter.detach().clone()
+        with torch.no_grad():  # the trainer's: the sign of the last one
+            parameter.flatten()[-1].neg_()
+        with pytest.raises(RefitError, match=f"{name}: .*have other bytes"):
+            check_as_served(model, holds)
+        with torch.no_grad():
+            parameter.copy_(kept)
+    assert check_as_served(model, holds).ok
+
+    def one_bit_off(*args, **options):
+        out = through(*args, **options)
+        out.view(torch.int16)[-1, -1] ^= 1
+        return out
+
+    through = served_cast.through_fp8
+    monkeypatch.setattr(served_cast, "through_fp8", one_bit_off)
+    with pytest.raises(ServedWeightsError, match=r"up\.weight: 1 of 32768 values"):
+        check_as_served(model, holds)
+
+
+def test_the_server_s_plan_has_changed_or_shares_other_scales():
+    model, plan = tiny(), make_plan(SHAPES)
+    compute_as_served(model, plan)
+    other = make_plan(SHAPES | {"down.weight": (PER_CHANNEL, (64, 256), 128)})
+    with pytest.raises(ServedWeightsError, match=r"Tiny: it computes by the plan.*fetch_plan"):
+        check_as_served(model, server(other, model))
+    of_two_ranks = tiny()
+    compute_as_served(of_two_ranks, other)
+    with pytest.raises(ServedWeightsError, match=r"down\.weight: .*\[1,128\].*tensor-parallel"):
+        check_as_served(model, server(plan, of_two_ranks))
