@@ -9,8 +9,7 @@ import importlib
 
 import torch
 
-from .cast import Backend, is_there
-from .checks import check_source
+from .cast import Backend, check_source, is_there
 from .grid import PerChannel, ScaleGranularity
 
 # Module of each backend; it has a `through_fp8_into`.

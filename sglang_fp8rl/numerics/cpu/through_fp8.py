@@ -13,8 +13,7 @@ import torch
 
 from ..grid import ScaleGranularity
 from .cast import BF16_STEP, NO_STEP, STRIP_BYTES, by_rows
-from .intrinsics import fma, pointer
-from .jit import jit
+from .jit import fma, jit, pointer
 from .kernels import _amax, _bits, _float, _fp32_bits, _magnitude, _reciprocal, _round, _scale
 
 

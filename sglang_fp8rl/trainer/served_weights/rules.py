@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ...errors import Fp8RlError, RefitError, near_matches
-from ...wire.fused_experts import one_by_one
 from ...wire.plan import UNUSED, RefitPlan, TensorPlan
+from ...wire.sent_names import one_by_one
 
 # What wrappers put between the names of modules.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
