@@ -51,7 +51,7 @@ def served(weight: torch.Tensor, rule: WeightRule, *, again: bool = False) -> to
     if hasattr(weight, "to_local"):
         raise ServedWeightsError(
             rule.name,
-            f"a DTensor placed as {tuple(weight.placements)} while it is computed with",
+            f"a DTensor placed as {getattr(weight, 'placements', ())} while it is computed with",
             "scales belong to whole blocks, so a weight is gathered before it is used",
             "Shard with fully_shard, which gathers it; tensor parallelism in the trainer is not served.",
         )

@@ -39,7 +39,7 @@ class _Loan:
         storage.resize_(self.nbytes)
         # Through a tensor of its own: what autograd has saved is not changed, it is there again.
         there = torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)
-        there.set_(storage, 0, self.shape)
+        there.set_(storage, 0, self.shape)  # type: ignore[call-overload]
         there.copy_(served(self.weight.detach(), self.rule, again=True))
 
     def _storage(self) -> torch.UntypedStorage | None:

@@ -50,7 +50,8 @@ class ServedLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rule = self.served_rules["weight"]
-        weight, bias = self.weight, self.bias
+        weight = self.weight
+        bias: torch.Tensor | None = self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)

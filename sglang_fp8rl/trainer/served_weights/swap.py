@@ -56,7 +56,8 @@ def compute_as_served(
         )
     found = rules_of(model, plan, not_served)
     for one in found:
-        one.module.__class__ = _served_class(type(one.module), tuple(one.weights))
+        cls: Any = type(one.module)
+        one.module.__class__ = _served_class(cls, tuple(one.weights))
         setattr(one.module, _RULES, one.weights)
     setattr(model, _BY, ServedBy(plan, tuple(not_served)))
     return [one.name for one in found]
