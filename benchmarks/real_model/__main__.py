@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sglang_fp8rl.terminal import console, errors_told
+from sglang_fp8rl.terminal import FOUND_WRONG, console, errors_told
 
 from .arms import chosen
 from .fetch import fetch
@@ -111,6 +111,27 @@ def rl_command(
             threads=threads,
             keep=keep,
         )
+
+
+@app.command("served-gap")
+def served_gap_command(
+    model: ModelName = DEFAULT,
+    answers: Annotated[int, typer.Option(min=2, help="sampled by each server")] = 32,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="at most, of each")] = 48,
+    threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write a line per row")] = None,
+) -> None:
+    """What is left of FP8's gap when the trainer computes with served weights. Exit status 1: too much."""
+    from .report import write_lines
+    from .served_gap import measure, report
+
+    shown = console(width=140)
+    with errors_told():
+        lines = measure(model, answers, answer_tokens, shown, threads=threads)
+    if json_path is not None:
+        write_lines(lines, json_path)
+    if not report(lines, shown):
+        raise typer.Exit(FOUND_WRONG)
 
 
 @app.command("growth")

@@ -27,8 +27,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 
 def _judged(config: pytest.Config, report: Any) -> Any:
-    """`importorskip` without a reason of its own says that it could not import."""
-    if config.getoption("--all-packages") and report.skipped:
+    """`importorskip` without a reason of its own says that it could not import.
+
+    A failure that was expected counts as skipped too, and has a traceback for a reason.
+    """
+    is_skip = report.skipped and isinstance(report.longrepr, tuple)
+    if config.getoption("--all-packages") and is_skip:
         *_, reason = report.longrepr
         if "could not import" in reason:
             report.outcome, report.longrepr = "failed", reason

@@ -13,6 +13,7 @@ MISSING = 'pytest.importorskip("no_such_package")'
 FILES = {
     "file": f"import pytest\n{MISSING}\ndef test_a(): pass\n",
     "test": f"import pytest\ndef test_a(): {MISSING}\ndef test_b(): pass\n",
+    "expected failure": "import pytest\n@pytest.mark.xfail\ndef test_a(): assert 0\n",
     "optional": "import pytest\ndef test_a(): pytest.importorskip('no_such_package', reason='optional')\n",
 }
 
@@ -30,7 +31,7 @@ def test_a_missing_package(tmp_path, what, is_required):
         text=True,
         timeout=60,
     )
-    fails = is_required and what != "optional"
+    fails = is_required and what in ("file", "test")
     expected = [int(fails)] if what != "file" else [2] if fails else [5]  # 5: nothing was collected
     assert [result.returncode] == expected, result.stdout
     assert ("could not import 'no_such_package'" in result.stdout) == fails
