@@ -82,7 +82,10 @@ def measure(
                     lambda tokens: progress.advance(task, tokens),  # noqa: B023
                 )
                 progress.update(task, completed=answers * answer_tokens)
-                lines += _scored(arm, sampled, model, server.url, progress)
+                for line in _scored(arm, sampled, model, server.url, progress):
+                    lines.append(line)
+                    k3 = interval(line["kl_k3"])
+                    progress.console.print(f"{arm.name}, trainer {line['trainer']}: k3 {k3}")
     return lines
 
 
