@@ -50,6 +50,15 @@ def by_definition(tensor, seed):
     )
 
 
+def test_threads_do_not_change_the_number(monkeypatch):
+    cpu = pytest.importorskip("sglang_fp8rl.numerics.cpu.fingerprint")
+    monkeypatch.setattr(cpu, "_BYTES_PER_THREAD", 1000)
+    tensor, columns = random_bytes((37, 101), torch.bfloat16), _column_keys(1024)
+    expected = by_definition(tensor, SEED)
+    for threads in (1, 2, 5, 64):
+        assert cpu.matrix_number(tensor, 0, 0, SEED, columns, threads) & MASK == expected
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [101, 102], ids=["odd rows", "even rows cut short"])
 def test_kernel_torch_and_definition_agree(dtype, width):
