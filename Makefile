@@ -102,7 +102,7 @@ offline-bundle: .venv/.ready  ## one archive for a GPU host without network, int
 bench: .venv/.ready  ## what needs no GPU: C1-C4, refit time and memory, bytes on the wire; minutes
 	.venv/bin/python benchmarks/run.py
 
-bench-guard: .venv/.ready  ## the ratios of C1-C4, refit time and memory, with wide margins: for CI
+bench-guard: .venv/.ready  ## bytes, memory and instruction counts of C1-C4 and the refit, for CI; times are shown
 	.venv/bin/python benchmarks/run.py --guard
 
 proof: .venv/.ready  ## the GPU's arithmetic in every case there is, on a CPU: half a minute

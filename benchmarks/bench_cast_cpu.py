@@ -30,6 +30,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from outcome import SLOWER
 from rich.console import Console
 from rich.table import Table
 
@@ -38,7 +39,7 @@ from sglang_fp8rl import numerics
 from sglang_fp8rl.numerics import reference
 
 BLOCK = (128, 128)
-MIN_RATIO, GUARD = 8.0, 2.0  # what C1 and C2 ask for; with --guard this much room for noise
+MIN_RATIO, MAX_GROWTH_MIB = 8.0, 64.0  # what C1 and C2 ask for
 BASELINES = ("verl", "eager")
 HIDDEN, INTERMEDIATE, LAYERS = 1024, 3072, 28  # Qwen3-0.6B: 16 query and 8 KV heads of 128
 QWEN3_0_6B = [
@@ -252,9 +253,6 @@ def main(
     quick: Annotated[bool, typer.Option(help="Few and small runs, for CI.")] = False,
     repetitions: Annotated[int, typer.Option(help="Timed runs of C1; C2 takes a third.")] = 30,
     threads: Annotated[int, typer.Option(help="For both sides.")] = 1,
-    guard: Annotated[
-        bool, typer.Option("--guard", help="Exit 1 below half of the target.")
-    ] = False,
     json_path: Annotated[
         pathlib.Path | None, typer.Option("--json", help="Write JSON lines there.")
     ] = None,
@@ -286,12 +284,19 @@ def main(
         f"{row['what']} {row['case']}: {row[f'ratio_to_{other}']:.1f} × {other}"
         for row in rows
         for other in BASELINES
-        if row["what"] not in BASELINES
-        and (row[f"ratio_to_{other}"] or math.inf) < MIN_RATIO / GUARD
+        if row["what"] not in BASELINES and (row[f"ratio_to_{other}"] or math.inf) < MIN_RATIO
     ]
-    if guard and slow:
-        typer.echo(f"far below {MIN_RATIO} ×: {'; '.join(slow)}", err=True)
+    grown = [
+        row["what"]
+        for row in rows
+        if row["what"] not in BASELINES and row.get("memory_growth_mib", 0.0) > MAX_GROWTH_MIB
+    ]
+    if grown:
+        typer.echo(f"memory grew by more than {MAX_GROWTH_MIB} MiB: {'; '.join(grown)}", err=True)
         raise typer.Exit(1)
+    if slow:
+        typer.echo(f"below {MIN_RATIO} ×: {'; '.join(slow)}", err=True)
+        raise typer.Exit(SLOWER)
 
 
 def show(rows: list[dict[str, Any]], where: dict[str, Any]) -> None:
