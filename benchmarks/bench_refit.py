@@ -69,19 +69,23 @@ def buckets_of(state: dict[str, torch.Tensor], limit: int) -> list[list[tuple[st
 
 
 def refit(host: EngineHost, buckets: list[list[tuple[str, torch.Tensor]]]) -> tuple[float, int]:
-    """Seconds inside the update calls, and the peak growth of the resident set in bytes."""
+    """Seconds inside the calls of one refit, and the peak growth of the resident set in bytes."""
     before, _ = host.call(resident_bytes, True)
     seconds = 0.0
-    for bucket in buckets:
-        elapsed, (success, message) = host.call(timed_update, bucket)
+    for at, bucket in enumerate(buckets):
+        elapsed, (success, message) = host.call(
+            timed_update, bucket, at == 0, at == len(buckets) - 1
+        )
         assert success, message
         seconds += elapsed
     _, peak = host.call(resident_bytes)
     return seconds, max(0, peak - before)
 
 
-def timed_update(scheduler: Any, bucket: list[tuple[str, torch.Tensor]]) -> Any:
-    """Time the request handler: deserialization and loading, without our pipe."""
+def timed_update(
+    scheduler: Any, bucket: list[tuple[str, torch.Tensor]], is_first: bool, is_last: bool
+) -> Any:
+    """Time the request handlers of one bucket, without our pipe: a session around all buckets if SGLang has them."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
     from sglang.srt.utils import MultiprocessingSerializer
 
@@ -89,12 +93,12 @@ def timed_update(scheduler: Any, bucket: list[tuple[str, torch.Tensor]]) -> Any:
         serialized_named_tensors=[MultiprocessingSerializer.serialize(bucket)], flush_cache=True
     )
     updater = scheduler.weight_updater
-    sessions = hasattr(updater, "_session") and updater._session is None
+    has_sessions = hasattr(updater, "_session")
     began = time.perf_counter()
-    if sessions:
+    if has_sessions and is_first:
         commands.begin(scheduler)
     result = updater.update_weights_from_tensor(request)
-    if sessions:
+    if has_sessions and is_last:
         commands.end(scheduler)
     return time.perf_counter() - began, (result.success, result.message)
 
