@@ -14,9 +14,17 @@ INJECTED = "injected on purpose"
 _OURS = "sglang_fp8rl.engine."
 # What turns exceptions into answers, and the look at a model's attribute that says whether it is ours.
 _NOT_IN = ("sglang_fp8rl.engine.host.boundary", "sglang_fp8rl.engine.host.attach")
-# Who makes a boundary or asks it holds the collectives that all ranks enter; what it calls beside them is
-# seen by itself.
-_BOUNDARY = {"Boundary", "is_fine", "gathered", "failures", "asked", "end_weight_update"}
+# Who makes a boundary or asks it holds the collectives that all ranks enter, and so does who calls what holds
+# one; what they call beside them is seen by itself.
+_BOUNDARY = {
+    "Boundary",
+    "is_fine",
+    "gathered",
+    "failures",
+    "asked",
+    "end_weight_update",
+    "_said_by_all",
+}
 
 
 class InjectedError(RuntimeError):
