@@ -77,7 +77,7 @@ class ModelRefit:
         self._probe_names = probe_names
         self.extensions = [kind(self) for kind in extensions()]
         self._audit = Audit(model, options, self.pairs, self.report, self.derived, self.extensions)
-        self.calls = Calls(self._audit.finished, self._audit.stopped)
+        self.calls = Calls(self.report, self.pairs, self._audit.finished, self._audit.stopped)
         self._loaders = LoaderCalls(options, self.pairs, self.report)
         self._load_weights = load_parts_singly(model)  # before its loaders are wrapped
 
@@ -126,6 +126,11 @@ class ModelRefit:
         )
         return sum(numbers) & MASK
 
+    def weights_lost(self) -> None:
+        """Their memory was given back, or filled by somebody else: all of them have to come again."""
+        self.report.weights_lost()
+        self.recipes.forget()  # the padding that a loader fills once is not written by them
+
     def wait_for_device(self) -> None:
         """A forward pass that SGLang overlaps with requests reads old codes with old scales to its end."""
         for device in self._devices:
@@ -170,8 +175,8 @@ class ModelRefit:
             origin = call.update.origin
             may_replay = origin.may_replay and self.options.replay and not (args or kw)
             bucket, recipe = self._arrived(weights, may_replay=may_replay)
-            self._audit.expect(call, bucket, recipe.brings if recipe is not None else None)
-            if origin.is_serving:
+            self.calls.expect(call, bucket, recipe.brings if recipe is not None else None)
+            if origin.is_serving and self.derived.kept_copies.as_loaded is not None:
                 self.derived.kept_copies.look(self._written())
             if self._device is not None and self._device.type != "meta":
                 call.lane = StreamLane(self._device)

@@ -126,7 +126,7 @@ class SourceIndex:
                 position = len(self.names)
                 self.names.append(name)
                 self.nbytes += tensor.numel() * tensor.element_size()
-                if kv_scale_name(name) is not None:
+                if name.endswith("_scale") and kv_scale_name(name) is not None:
                     self.set_aside[name] = tensor
                     continue
                 source = Source(name, tensor, weight_name_of(name), position)

@@ -68,7 +68,7 @@ def note_released_weights(manager: Any, request: Any) -> None:
     is_kept = get_server_args().enable_weights_cpu_backup
     if refit is not None and are_released and is_paged and not is_kept:
         boundary = Boundary(manager.tp_cpu_group)
-        boundary.step(refit.report.weights_lost)
+        boundary.step(refit.weights_lost)
         # SGLang's answer to this request has no room for an error.
         fail_behind(boundary, refit, None)
 
@@ -87,7 +87,7 @@ def read_unfolded(original: Callable[..., Any], manager: Any, request: Any) -> A
             result = boundary.step(original, request)
         boundary.step(around.close)
         if getattr(request, "action", "") == "reset_tensors":
-            boundary.step(refit.report.weights_lost)
+            boundary.step(refit.weights_lost)
         errors = fail_behind(boundary, refit, None)
     return _not_read(request, errors) if errors else result
 

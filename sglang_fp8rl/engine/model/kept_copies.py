@@ -24,13 +24,15 @@ class KeptCopies:
         is_derived: whether a place is written by something that every update calls again.
 
     Attributes:
+        as_loaded: what the modules held when the model was loaded, each with its number; None once that was
+            compared.
         unexplained: tensors that appeared since the load and are no copy of any weight: caches and
             work space, most likely. An update leaves them as they are.
     """
 
     def __init__(self, model: torch.nn.Module, is_derived: Callable[[str], bool]) -> None:
         self._model, self._is_derived = model, is_derived
-        self._as_loaded: dict[str, tuple[torch.Tensor, int]] | None = None
+        self.as_loaded: dict[str, tuple[torch.Tensor, int]] | None = None
         self._copies: list[tuple[torch.Tensor, Target]] = []
         self.unexplained: list[str] = []
 
@@ -45,11 +47,11 @@ class KeptCopies:
         """
         rest = {id(target.parameter) for target in written}
         held = ((place, one) for place, one in self._held() if id(one) not in rest)
-        self._as_loaded = {place: (one, tensor_number(one.detach(), 0)) for place, one in held}
+        self.as_loaded = {place: (one, tensor_number(one.detach(), 0)) for place, one in held}
         self._copies, self.unexplained = [], []
 
     def look(self, written: Iterable[Target]) -> None:
-        """Find what was made since then; later calls cost nothing.
+        """Find what was made since then; once.
 
         Args:
             written: targets that updates write.
@@ -57,9 +59,7 @@ class KeptCopies:
         Raises:
             HostError: a tensor that was changed in place, or that could be a copy of either of two.
         """
-        before, self._as_loaded = self._as_loaded, None
-        if before is None:
-            return
+        before, self.as_loaded = self.as_loaded or {}, None
         candidates = list(written)
         known = {id(target.parameter) for target in candidates}
         for place, one in self._held():

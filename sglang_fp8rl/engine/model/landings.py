@@ -26,7 +26,7 @@ class Landing:
 
     Attributes:
         target: the parameter.
-        part: what the loader was told (see `native.loader_call.part_of`).
+        part: what the loader was told (see `parameters.part_of`).
         boxes: of the sent tensor, what this rank stores; None for what is not a plain box of it.
             Empty if this rank stores nothing.
         regions: of the parameter, where each of them lands.

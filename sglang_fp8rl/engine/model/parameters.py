@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from ...config import Options
 from ...errors import RefitError
+from ...numerics.cast import cast_into
 from ...numerics.grid import ScaleGranularity, granularity_of
 from ...numerics.write_table import Widths
 from ...scheme import Granularity
 from ..interception.watch import kind_of, tensors_in, watched
-from ..interception.writes import RecordedWrite, Region, extent_of, storage_of
+from ..interception.writes import RecordedWrite, Region, Write, extent_of, storage_of
 from ..modules.layouts import experts_may_move
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 from ..modules.moe import Fp8BlockwiseOnlineMoEMethod
@@ -97,6 +99,53 @@ class Target:
 def matrices(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A matrix, or each expert's."""
     return tensor.unbind(0) if tensor.dim() == 3 else (tensor,)
+
+
+def part_of(args: tuple, kwargs: dict) -> tuple:
+    """Which part of a parameter a loader call is for; the same for a weight and its scale.
+
+    A fused layer is passed a shard id, an expert its weight's name, shard id and number.
+    """
+    given = (*args, *(value for _, value in sorted(kwargs.items())))
+    return tuple(
+        value.removesuffix("_inv").removesuffix("_scale") if isinstance(value, str) else value
+        for value in given
+    )
+
+
+# (source, codes, scales) of one matrix, and its blocks that were not finite.
+Cast = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def quantize_write(target: Target, name: str, write: Write, options: Options) -> Iterator[Cast]:
+    """Cast FP32, BF16 or FP16 through BF16 to FP8, straight into the served bytes, matrix by matrix (a 3-D
+    source holds experts).
+
+    Yields:
+        per matrix what was cast and a bool tensor of blocks that kept their old bytes.
+
+    Raises:
+        RefitError: the write does not consist of whole blocks (or rows) of a matrix.
+    """
+    region, source = write.region, write.source
+    assert source is not None
+    if region is None or source.shape[-2:] != region.shape[-2:]:
+        raise RefitError(
+            name,
+            f"a write of shape {write.shape}, strides {write.stride} into {target.name}",
+            "a quantized write covers whole rows and columns of one matrix",
+            "Send the tensor as the checkpoint has it.",
+        )
+    codes = write.destination(target.parameter)
+    granularity = target.granularity_for(options.weight_block_size)
+    rounding: Any = {
+        "pow2_scale": options.use_weight_pow2_scale,
+        "round_to_bf16": options.round_to_bf16,
+    }
+    scales = target.scales_of(name, region, granularity)
+    for one_source, one_codes, part in zip(matrices(source), matrices(codes), scales, strict=True):
+        arguments = (one_source.to(codes.device), one_codes, part)
+        yield (*arguments, cast_into(*arguments, granularity, name=name, **rounding))
 
 
 def targets_of(model: torch.nn.Module) -> dict[int, Target]:

@@ -9,7 +9,6 @@ import torch
 
 from ...config import Options
 from ...errors import Fp8RlError, RefitError, listed
-from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import weight_name_of
 from ..extension import Extension
 from ..model.derived_weights import DerivedWeights
@@ -48,21 +47,6 @@ class Audit:
     ) -> None:
         self._model, self._options, self._pairs = model, options, pairs
         self._report, self._derived, self._extensions = report, derived, extensions
-
-    def expect(self, call: Call, bucket: Bucket | None, brings: Arrived | None = None) -> None:
-        """The call begins: of the running refit, or of a new one.
-
-        Args:
-            bucket: None for a stream, of which nothing is known before it is read.
-            brings: of a bucket that came before.
-        """
-        if brings is None:
-            names, nbytes = ((), 0) if bucket is None else (bucket.names, bucket.nbytes)
-            brings = Arrived(self._report.brought.numbers_of(names), nbytes, has_taken=False)
-        since = self._report.start_call(call.update, brings.numbers)
-        if self._pairs.halves:
-            self._pairs.drop_before(since)
-        call.bucket, call.brings, call.update.refit = bucket, brings, self._report.refit
 
     def finished(self, call: Call) -> None:
         """A call came to its end: NaN, unknown names, open halves, nothing at all."""

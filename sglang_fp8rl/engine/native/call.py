@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from ..arrival.sent_tensors import Source, SourceIndex
 from ..arrival.update import Origin, Update
 from ..interception.writes import Write
 from ..model.parameters import Target
-from ..report.report import Arrived
+from ..report.report import Arrived, RefitReport
 from .observer import Observer
+from .pairs import PairTable
 from .recording import Recording
 
 
@@ -30,7 +32,6 @@ class Call:
         bucket: what came; None for a stream, which has to be read to be known.
         brings: what is known of it before it is read; None as long as nothing was looked at.
         recording: what the loaders do with this bucket, where it may be replayed later.
-        sources: the tensors that went by.
         errors: names, and what went wrong with them.
         touched: names, and which part of the model each was for.
         stopped_at: the name whose loader raised.
@@ -46,7 +47,6 @@ class Call:
     bucket: Bucket | None = None
     brings: Arrived | None = None
     recording: Recording | None = None
-    sources: SourceIndex = field(init=False)
     errors: dict[str, str] = field(default_factory=dict)
     touched: dict[str, tuple] = field(default_factory=dict)
     stopped_at: str = ""
@@ -57,8 +57,10 @@ class Call:
     lane: StreamLane | None = None
     observer: Observer = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.sources = SourceIndex(keeps_tensors=not self.update.origin.is_alone)
+    @cached_property
+    def sources(self) -> SourceIndex:
+        """The tensors that went by."""
+        return SourceIndex(keeps_tensors=not self.update.origin.is_alone)
 
     def touch(self, sources: Iterable[Source], target: str, part: tuple) -> None:
         """These sent tensors reached that part of a target."""
@@ -94,6 +96,8 @@ class Calls:
     """Opens and closes the calls of a model.
 
     Args:
+        report: every call is of one of its refits.
+        pairs: FP8 halves that wait for their other half.
         finished: told of a call that came to its end.
         stopped: told of one that an error ended; returns the error to raise.
 
@@ -103,8 +107,13 @@ class Calls:
     """
 
     def __init__(
-        self, finished: Callable[[Call], object], stopped: Callable[[Call, Exception], Exception]
+        self,
+        report: RefitReport,
+        pairs: PairTable,
+        finished: Callable[[Call], object],
+        stopped: Callable[[Call, Exception], Exception],
     ) -> None:
+        self._report, self._pairs = report, pairs
         self._finished, self._stopped = finished, stopped
         self.update = Update(Origin.STARTUP)
         self.running: Call | None = None
@@ -151,6 +160,21 @@ class Calls:
         finally:
             call.sources.forget_tensors()
             self.running = None
+
+    def expect(self, call: Call, bucket: Bucket | None, brings: Arrived | None) -> None:
+        """The call begins: of the running refit, or of a new one.
+
+        Args:
+            bucket: None for a stream, of which nothing is known before it is read.
+            brings: of a bucket that came before.
+        """
+        if brings is None:
+            names, nbytes = ((), 0) if bucket is None else (bucket.names, bucket.nbytes)
+            brings = Arrived(self._report.brought.numbers_of(names), nbytes, has_taken=False)
+        since = self._report.start_call(call.update, brings.numbers)
+        if self._pairs.halves:
+            self._pairs.drop_before(since)
+        call.bucket, call.brings, call.update.refit = bucket, brings, self._report.refit
 
 
 class StreamLane:

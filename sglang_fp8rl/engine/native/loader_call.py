@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,12 +10,12 @@ import torch
 
 from ...config import Options
 from ...errors import Fp8RlError, RefitError
-from ...numerics.cast import cast_into, copy_finite_into
+from ...numerics.cast import copy_finite_into
 from ..arrival.sent_tensors import UNKNOWN, Made, Source
 from ..interception.watch import unwatched
 from ..interception.writes import RecordedWrite, Write, make_stand_in
 from ..model.expected_shape import check_shape
-from ..model.parameters import Target, matrices
+from ..model.parameters import Target, part_of, quantize_write
 from ..report.report import RefitReport
 from .call import Call
 from .checks import check_dtype, check_takes_scale
@@ -283,50 +282,3 @@ class LoaderCalls:
             else:
                 destination.copy_(source)
         return done, self.report.written(target, write.region)
-
-
-# (source, codes, scales) of one matrix, and its blocks that were not finite.
-Cast = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def quantize_write(target: Target, name: str, write: Write, options: Options) -> Iterator[Cast]:
-    """Cast FP32, BF16 or FP16 through BF16 to FP8, straight into the served bytes, matrix by matrix (a 3-D
-    source holds experts).
-
-    Yields:
-        per matrix what was cast and a bool tensor of blocks that kept their old bytes.
-
-    Raises:
-        RefitError: the write does not consist of whole blocks (or rows) of a matrix.
-    """
-    region, source = write.region, write.source
-    assert source is not None
-    if region is None or source.shape[-2:] != region.shape[-2:]:
-        raise RefitError(
-            name,
-            f"a write of shape {write.shape}, strides {write.stride} into {target.name}",
-            "a quantized write covers whole rows and columns of one matrix",
-            "Send the tensor as the checkpoint has it.",
-        )
-    codes = write.destination(target.parameter)
-    granularity = target.granularity_for(options.weight_block_size)
-    rounding: Any = {
-        "pow2_scale": options.use_weight_pow2_scale,
-        "round_to_bf16": options.round_to_bf16,
-    }
-    scales = target.scales_of(name, region, granularity)
-    for one_source, one_codes, part in zip(matrices(source), matrices(codes), scales, strict=True):
-        arguments = (one_source.to(codes.device), one_codes, part)
-        yield (*arguments, cast_into(*arguments, granularity, name=name, **rounding))
-
-
-def part_of(args: tuple, kwargs: dict) -> tuple:
-    """Which part of a parameter a loader call is for; the same for a weight and its scale.
-
-    A fused layer is passed a shard id, an expert its weight's name, shard id and number.
-    """
-    given = (*args, *(value for _, value in sorted(kwargs.items())))
-    return tuple(
-        value.removesuffix("_inv").removesuffix("_scale") if isinstance(value, str) else value
-        for value in given
-    )

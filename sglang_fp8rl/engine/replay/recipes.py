@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -158,7 +158,8 @@ class RecipeStore:
 
     def as_dict(self) -> dict[str, Any]:
         """For the status section."""
-        return {"recipes": len(self), **asdict(self.counts)}
+        reasons = dict(self.counts.native_reasons)
+        return {"recipes": len(self), **vars(self.counts), "native_reasons": reasons}
 
 
 def _recipe_of(

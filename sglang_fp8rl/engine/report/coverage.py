@@ -1,21 +1,20 @@
-"""Which parts of which parameters, and which names, came in which call. Integers and boxes, no tensors."""
+"""Which parts of which parameters came in which call. Integers and boxes, no tensors."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from ...errors import RefitError
 from ..interception.writes import Region
 
 NEVER = -1
 
 
-def _longer(array: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
+def longer(array: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
     """A copy with room for `size` things, the new ones `fill`."""
     return np.concatenate([array, np.full(size - len(array), fill, array.dtype)])
 
@@ -71,12 +70,12 @@ class CoverageTable:
 
     def _grow(self, size: int) -> None:
         self._parameter, self._numel = (
-            _longer(self._parameter, size),
-            _longer(self._numel, size),
+            longer(self._parameter, size),
+            longer(self._numel, size),
         )
         self._overlaps, self._stamps = (
-            _longer(self._overlaps, size),
-            _longer(self._stamps, size, NEVER),
+            longer(self._overlaps, size),
+            longer(self._stamps, size, NEVER),
         )
 
     def write(self, numbers: np.ndarray | list[int], stamp: int) -> None:
@@ -129,54 +128,3 @@ class CoverageTable:
         """Boxes of one parameter written at stamp `since` or later."""
         numbers = self._numbers[parameter]
         return [region for region, number in numbers.items() if self._stamps[number] >= since]
-
-
-MAX_NAMES = 1 << 20  # ten times what the largest checkpoints have
-
-
-class NamesBrought:
-    """When each name came last. Names go by number, so that a bucket that was seen before costs one lookup."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._names: list[str] = []
-        self._stamps = np.empty(0, np.int64)
-
-    def numbers_of(self, names: Iterable[str]) -> np.ndarray:
-        """A number for each name; it stays the same."""
-        numbers = self._numbers
-        found = []
-        for name in names:
-            if len(numbers) >= MAX_NAMES and name not in numbers:
-                raise RefitError(
-                    name,
-                    f"a new name behind {MAX_NAMES} others",
-                    "each refit brings the same names, those of the checkpoint",
-                    "Look at what the trainer calls its tensors; a server that is started anew forgets them.",
-                )
-            number = numbers.setdefault(name, len(numbers))
-            if number == len(self._names):
-                self._names.append(name)
-            found.append(number)
-        if len(numbers) > len(self._stamps):
-            self._stamps = _longer(self._stamps, 2 * len(numbers), NEVER)
-        return np.array(found, np.int64)
-
-    def bring(self, numbers: np.ndarray, stamp: int) -> None:
-        """These names came in the call of that stamp, which is larger than any before."""
-        self._stamps[numbers] = stamp
-
-    def repeated(self, numbers: np.ndarray, since: int) -> str | None:
-        """The first of these names that came at that stamp or later."""
-        came = self._stamps[numbers] >= since
-        return self._names[numbers[int(came.argmax())]] if came.any() else None
-
-    def latest(self, numbers: np.ndarray) -> int:
-        """The stamp of the last call that brought any of these names."""
-        return int(self._stamps[numbers].max(initial=NEVER))
-
-    def not_brought(self, names: Iterable[str], since: int) -> list[str]:
-        """Those of `names` that did not come at that stamp or later."""
-        names = list(names)
-        came = self._stamps[self.numbers_of(names)] >= since
-        return [name for name, has_come in zip(names, came.tolist(), strict=True) if not has_come]

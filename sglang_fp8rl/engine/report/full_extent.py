@@ -9,7 +9,7 @@ import numpy as np
 from ...errors import Fp8RlError
 from ..model.landings import NameTable
 from ..model.parameters import Target
-from .coverage import CoverageTable, NamesBrought
+from .coverage import CoverageTable
 
 
 class FullExtent:
@@ -54,21 +54,26 @@ class FullExtent:
         written = self._coverage.new_elements(since)
         return (written < self._elements) | (self._is_reached & (reached_at < since))
 
-    def names_not_stored(self, brought: NamesBrought, since: int) -> list[str]:
-        """Names that did not come since that stamp, of those that SGLang computes with instead of copying
-        them: no box of a parameter says whether they were stored."""
+    def names_without_boxes(self) -> list[str]:
+        """What SGLang computes with instead of copying it: no box of a parameter says whether it was stored."""
         self._count()
-        return brought.not_brought(self._made_into, since) if self._made_into else []
+        return self._made_into
 
-    def names_of(self, lacking: np.ndarray, brought: NamesBrought, since: int) -> list[str]:
-        """What would have brought these parameters: names, or a parameter's own where all came."""
+    def names_of(
+        self, lacking: np.ndarray, not_brought: Callable[[list[str]], list[str]]
+    ) -> list[str]:
+        """What would have brought these parameters: names, or a parameter's own where all came.
+
+        Args:
+            not_brought: which of these names did not come.
+        """
         wanted = set(np.flatnonzero(lacking).tolist())
         names = [
             name
             for name, known in self._names.known.items()
             if any(landing.target.index in wanted for landing in known.landings)
         ]
-        found = brought.not_brought(names, since)
+        found = not_brought(names)
         led_to = {
             landing.target.index for name in found for landing in self._names.known[name].landings
         }

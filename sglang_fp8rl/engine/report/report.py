@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -9,12 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...errors import RefitError
 from ...wire.refit_note import RefitNote
 from ..arrival.update import Origin, Update
 from ..interception.writes import Region
 from ..model.landings import NameTable
 from ..model.parameters import Target
-from .coverage import NEVER, CoverageTable, NamesBrought
+from .coverage import NEVER, CoverageTable, longer
 from .full_extent import FullExtent
 from .law import RefitLog
 from .refit_record import Outcome, Part, Refit, Session, Verdict, left_out
@@ -161,13 +163,14 @@ class RefitReport:
         """
         refit = self.refit
         lacking = self.lacking()
-        others = self._extent.names_not_stored(self.brought, refit.since)
+        not_brought = functools.partial(self.brought.not_brought, since=refit.since)
+        others = not_brought(self._extent.names_without_boxes())
         count = int(lacking.sum()) + len(others)
         failures = tuple(self._extent.unknown_because)
         found = Verdict(not count, count, (), failures, refit.has_taken)
         if not count or not (update is None or self.log.is_over(update, found)):
             return found
-        names = others + self._extent.names_of(lacking, self.brought, refit.since)
+        names = others + self._extent.names_of(lacking, not_brought)
         found = replace(found, names=tuple(names[:MAX_LISTED]))
         if refit.note is not None and refit.note.wants_all:
             found = replace(found, failures=(*failures, left_out(found.lacking, found.names)))
@@ -226,3 +229,54 @@ class RefitReport:
     def lacking(self) -> np.ndarray:
         """Per parameter, whether the running refit left some of it out until now."""
         return self._extent.lacking(self.refit.since, self.reached_at)
+
+
+MAX_NAMES = 1 << 20  # ten times what the largest checkpoints have
+
+
+class NamesBrought:
+    """When each name came last. Names go by number, so that a bucket that was seen before costs one lookup."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._names: list[str] = []
+        self._stamps = np.empty(0, np.int64)
+
+    def numbers_of(self, names: Iterable[str]) -> np.ndarray:
+        """A number for each name; it stays the same."""
+        numbers = self._numbers
+        found = []
+        for name in names:
+            if len(numbers) >= MAX_NAMES and name not in numbers:
+                raise RefitError(
+                    name,
+                    f"a new name behind {MAX_NAMES} others",
+                    "each refit brings the same names, those of the checkpoint",
+                    "Look at what the trainer calls its tensors; a server that is started anew forgets them.",
+                )
+            number = numbers.setdefault(name, len(numbers))
+            if number == len(self._names):
+                self._names.append(name)
+            found.append(number)
+        if len(numbers) > len(self._stamps):
+            self._stamps = longer(self._stamps, 2 * len(numbers), NEVER)
+        return np.array(found, np.int64)
+
+    def bring(self, numbers: np.ndarray, stamp: int) -> None:
+        """These names came in the call of that stamp, which is larger than any before."""
+        self._stamps[numbers] = stamp
+
+    def repeated(self, numbers: np.ndarray, since: int) -> str | None:
+        """The first of these names that came at that stamp or later."""
+        came = self._stamps[numbers] >= since
+        return self._names[numbers[int(came.argmax())]] if came.any() else None
+
+    def latest(self, numbers: np.ndarray) -> int:
+        """The stamp of the last call that brought any of these names."""
+        return int(self._stamps[numbers].max(initial=NEVER))
+
+    def not_brought(self, names: Iterable[str], since: int) -> list[str]:
+        """Those of `names` that did not come at that stamp or later."""
+        names = list(names)
+        came = self._stamps[self.numbers_of(names)] >= since
+        return [name for name, has_come in zip(names, came.tolist(), strict=True) if not has_come]

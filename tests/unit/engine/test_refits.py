@@ -11,7 +11,7 @@ from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.interception.writes import Region
 from sglang_fp8rl.engine.model.landings import Known, Landing, NameTable
 from sglang_fp8rl.engine.model.parameters import Target
-from sglang_fp8rl.engine.report import coverage, report_fields
+from sglang_fp8rl.engine.report import report, report_fields
 from sglang_fp8rl.engine.report.refit_record import Outcome, State
 from sglang_fp8rl.engine.report.report import Arrived, RefitReport
 from sglang_fp8rl.errors import RefitError
@@ -319,7 +319,7 @@ def test_what_is_kept_of_undeclared_partial_refits_is_bounded(server, monkeypatc
     assert len(server.log.left_out) <= 16
     assert server.log.state is State.MIXED
     known = len(NAMES)
-    monkeypatch.setattr(coverage, "MAX_NAMES", known + 3)
+    monkeypatch.setattr(report, "MAX_NAMES", known + 3)
     for at in range(3):
         server.report.brought.numbers_of([f"stray {at}"])
     with pytest.raises(RefitError, match="a new name"):
