@@ -21,7 +21,7 @@ from ..numerics.runners import warm_up
 from ..scheme import Scheme
 from ..wire.plan import RefitPlan
 from .arrival.bucket import Bucket, TensorBucket, bucket_of
-from .arrival.normalized import SenderMemory, has_packed_pairs, on_device, split_pairs
+from .arrival.normalized import SenderMemory, on_device
 from .arrival.update_scope import PROBE, UpdateScope
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
@@ -201,16 +201,13 @@ class ModelRefit:
         return result
 
     def _arrived(self, weights: Any, *, may_replay: bool) -> tuple[Bucket | None, Recipe | None]:
-        """What arrived, and how it is written without loaders; a packed pair is two tensors from here on."""
+        """What arrived, and how it is written without loaders."""
         bucket = bucket_of(weights)
         if bucket is None:
             return None, None
         if self._device is not None:
             bucket = on_device(bucket, self._device)
         recipe = self.recipes.find(bucket) if may_replay else None
-        if recipe is None and has_packed_pairs(bucket):
-            bucket = TensorBucket(split_pairs(bucket, self.plan().tensors))
-            recipe = self.recipes.find(bucket) if may_replay else None
         if recipe is None:
             check_names(bucket.names)
             if isinstance(bucket, TensorBucket):

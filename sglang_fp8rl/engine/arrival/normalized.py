@@ -1,20 +1,14 @@
-"""A bucket as everything else expects it: in memory that stays, each tensor under its own name."""
+"""A bucket as everything else expects it: on the model's device, in memory that stays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from operator import methodcaller
 
 import torch
 
-from ...errors import RefitError
-from ...wire.pair import PAIR_SUFFIX, unpack_pair
-from ...wire.plan import TensorPlan
 from ...wire.staging import COUNT
 from .bucket import Bucket, FlatBucket, TensorBucket
 
-_is_packed = methodcaller("endswith", PAIR_SUFFIX)
 _ALIGNMENT = 16  # of a tensor in the copy: the kernels load 16 bytes at once
 
 
@@ -52,42 +46,6 @@ def _copied_together(tensors: list[torch.Tensor], device: torch.device) -> list[
 
 def _part(buffer: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
     return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
-
-
-def has_packed_pairs(bucket: Bucket) -> bool:
-    """Whether a weight and its scale come as one tensor in it."""
-    return any(map(_is_packed, bucket.names))
-
-
-def split_pairs(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], tensors: Mapping[str, TensorPlan]
-) -> list[tuple[str, torch.Tensor]]:
-    """Weights and scales that came as one tensor (`wire/pair.py`) under their own names; all else as it came.
-
-    Args:
-        tensors: of the plan, by name.
-
-    Raises:
-        RefitError: a pair of a weight that the plan does not hold in FP8, or of another shape.
-    """
-    split: list[tuple[str, torch.Tensor]] = []
-    for sent_name, tensor in named_tensors:
-        if not sent_name.endswith(PAIR_SUFFIX):
-            split.append((sent_name, tensor))
-            continue
-        name = sent_name.removesuffix(PAIR_SUFFIX)
-        entry = tensors.get(name)
-        if entry is None or not entry.is_fp8_on_wire:
-            raise RefitError(
-                sent_name,
-                f"codes and scales for {entry.scheme if entry else 'a name that no parameter takes'}",
-                "only a weight that is served in FP8 comes as a pair",
-                "Quantize with this server's plan (fetch_plan); nothing of this call was stored.",
-            )
-        assert entry.shape is not None
-        codes, scale = unpack_pair(name, tensor, entry.shape, entry.scale_shape)
-        split += [(name, codes), (entry.scale_name, scale)]
-    return split
 
 
 class SenderMemory:
