@@ -66,25 +66,20 @@ class Sender:
             timeout=600,
         )
         mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=NAMES)
-        self._verls, self._adapter = verls, Adapter(engine, mesh, BUCKET_BYTES)
+
+        class Stock(Adapter):
+            _is_cut_by_verl = True
+
+        self._stock = Stock(engine, mesh, BUCKET_BYTES)
+        self._flat = Adapter(engine, mesh, BUCKET_BYTES)
 
     def stock(self, weights: Any) -> None:
         """By veRL's own code."""
-        with _takes_flat_buckets(self._adapter, False):
-            asyncio.run(self._adapter.update_weights(weights))
+        asyncio.run(self._stock.update_weights(weights))
 
     def flat(self, weights: Any) -> None:
         """By this package's adapter."""
-        asyncio.run(self._adapter.update_weights(weights))
-
-
-@contextmanager
-def _takes_flat_buckets(adapter: Any, answer: bool) -> Iterator[None]:
-    before, adapter._is_ours = adapter._is_ours, answer
-    try:
-        yield
-    finally:
-        adapter._is_ours = before
+        asyncio.run(self._flat.update_weights(weights))
 
 
 @contextmanager
@@ -92,32 +87,34 @@ def _waiting() -> Iterator[list[float]]:
     """Collects the seconds of every request that carries weights."""
     from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
 
-    from sglang_fp8rl.verl_rollout.server_requests import Server
+    from sglang_fp8rl.client.connection import Connection
 
     seconds: list[float] = []
 
-    def timed(function: Any, carries_weights: Any) -> Any:
-        async def call(self: Any, endpoint: str, *args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return await function(self, endpoint, *args, **kwargs)
-            finally:
-                if carries_weights(endpoint):
-                    seconds.append(time.perf_counter() - began)
+    @contextmanager
+    def timed(endpoint: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            if endpoint.endswith("update_weights_from_tensor"):
+                seconds.append(time.perf_counter() - began)
 
-        return call
+    async def by_verl(self: Any, endpoint: str, *args: Any, **kwargs: Any) -> Any:
+        with timed(endpoint):
+            return await saved[0](self, endpoint, *args, **kwargs)
 
-    saved = AsyncHttpServerAdapter._make_async_request, Server.post
+    def by_us(self: Any, endpoint: str, *args: Any, **kwargs: Any) -> Any:
+        with timed(endpoint):
+            return saved[1](self, endpoint, *args, **kwargs)
 
-    def carries(endpoint: str) -> bool:
-        return endpoint == "update_weights_from_tensor"
-
-    AsyncHttpServerAdapter._make_async_request = timed(saved[0], carries)
-    Server.post = timed(saved[1], carries)  # type: ignore[method-assign]
+    saved = AsyncHttpServerAdapter._make_async_request, Connection.post
+    AsyncHttpServerAdapter._make_async_request = by_verl
+    Connection.post = by_us  # type: ignore[method-assign, assignment]
     try:
         yield seconds
     finally:
-        AsyncHttpServerAdapter._make_async_request, Server.post = saved  # type: ignore[method-assign]
+        AsyncHttpServerAdapter._make_async_request, Connection.post = saved  # type: ignore[method-assign]
 
 
 def refit(

@@ -20,6 +20,7 @@ from packaging.version import Version
 from .compat import check_host, on_cpu_platform
 from .config import QUANTIZATION_METHOD
 from .errors import HostError
+from .wire.verl_deltas import asks_for_this
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +53,11 @@ def register() -> None:
             "fp8rl: veRL keeps its rollouts elsewhere (%s); %s is tested", error, TESTED_VERL
         )
         return
-    if isinstance(verls_own, _Loader):
+    if isinstance(verls_own, ReplicaLoader):
         return
-    if problems:
-        registry.register(ROLLOUT, RefusingLoader(verls_own, problems))
-        return
-    registry.register(ROLLOUT, ReplicaLoader(verls_own))
-    adapters[ROLLOUT, "async"] = ADAPTER
+    registry.register(ROLLOUT, ReplicaLoader(verls_own, problems))
+    if not problems:
+        adapters[ROLLOUT, "async"] = ADAPTER
 
 
 def check_verl() -> list[str]:
@@ -75,51 +74,42 @@ def check_verl() -> list[str]:
     return []
 
 
-class _Loader:
-    """What veRL calls for the replica's class, when a rollout by SGLang is wanted."""
+class ReplicaLoader:
+    """What veRL calls for the replica's class, when a rollout by SGLang is wanted.
 
-    def __init__(self, load_verls_own: Callable[[], Any]) -> None:
-        self.load_verls_own = load_verls_own
+    veRL's own is loaded first: it prepares imports that its modules need. Not on the CPU platform: what it
+    prepares is SGLang's CPU engine, whose kernels are not in the released wheel.
 
-
-class ReplicaLoader(_Loader):
-    """Loads veRL's own replica first (it prepares imports that its modules need), then ours.
-
-    Not on the CPU platform: what veRL prepares is SGLang's CPU engine, whose kernels are not in the
-    released wheel.
+    Args:
+        problems: why a rollout by this method is refused; veRL's own replica serves all others then.
     """
 
+    def __init__(self, load_verls_own: Callable[[], Any], problems: Sequence[str]) -> None:
+        self._load_verls_own, self._problems = load_verls_own, problems
+
     def __call__(self) -> Any:
+        if self._problems:
+            return _refusing(self._load_verls_own(), "; ".join(self._problems))
         if not on_cpu_platform():
-            self.load_verls_own()
+            self._load_verls_own()
         from .verl_rollout.server import Replica
 
         return Replica
 
 
-class RefusingLoader(_Loader):
-    """veRL's own replica, but for a rollout that asks for a method which can't be served here."""
+def _refusing(verls_own: Any, problems: str) -> Any:
+    class Replica(verls_own):
+        def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
+            if asks_for_this(config):
+                raise HostError(
+                    "engine_kwargs.sglang.quantization",
+                    QUANTIZATION_METHOD,
+                    problems,
+                    "docs/verl.md says which versions go together; or serve without it.",
+                )
+            super().__init__(replica_rank, config, *args, **kwargs)
 
-    def __init__(self, load_verls_own: Callable[[], Any], problems: Sequence[str]) -> None:
-        super().__init__(load_verls_own)
-        self.problems = problems
-
-    def __call__(self) -> Any:
-        problems = "; ".join(self.problems)
-
-        class Replica(self.load_verls_own()):  # type: ignore[misc]
-            def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
-                asked_for = (config.get("engine_kwargs") or {}).get("sglang") or {}
-                if asked_for.get("quantization") == QUANTIZATION_METHOD:
-                    raise HostError(
-                        "engine_kwargs.sglang.quantization",
-                        QUANTIZATION_METHOD,
-                        problems,
-                        "docs/verl.md says which versions go together; or serve without it.",
-                    )
-                super().__init__(replica_rank, config, *args, **kwargs)
-
-        return Replica
+    return Replica
 
 
 register()

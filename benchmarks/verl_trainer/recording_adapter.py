@@ -10,7 +10,6 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from sglang_fp8rl.numerics import reference
 from sglang_fp8rl.verl_rollout.adapter import ServerAdapter
-from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair
 from verl_trainer.names import RECORD, WRONG_SCALE
 
 WRONG_NAME = "model.layers.0.mlp.down_proj.weight"
@@ -34,18 +32,16 @@ class RecordingAdapter(ServerAdapter):
         began = time.perf_counter()
         await super().update_weights(weights, global_steps=global_steps, **kwargs)
         seconds = time.perf_counter() - began
-        if self._leads:
-            entry = {"step": global_steps, "seconds": seconds, **await self._said_by_server()}
+        if self._group.leads:
+            entry = {"step": global_steps, "seconds": seconds, **self._said_by_server()}
             with Path(os.environ[RECORD]).open("a") as file:
                 file.write(json.dumps(entry) + "\n")
 
-    async def _said_by_server(self) -> dict[str, Any]:
+    def _said_by_server(self) -> dict[str, Any]:
         """`status` (None from a server of another method), `quantization`, and `weight_version`."""
-        status = await self._server.get("fp8rl/status", or_not=HTTPStatus.NOT_FOUND)
-        info = await self._server.get("server_info", or_not=HTTPStatus.NOT_FOUND)
-        model = await self._server.get("model_info", or_not=HTTPStatus.NOT_FOUND)
+        info, model = (self._connection.get(path) for path in ("/server_info", "/model_info"))
         return {
-            "status": status,
+            "status": info["internal_states"][0].get("fp8rl"),
             "quantization": info["quantization"],
             "weight_version": model["weight_version"],
         }
@@ -55,6 +51,7 @@ async def _with_wrong_scale(weights: Any, factor: float) -> AsyncIterator[tuple[
     async for name, tensor in ensure_async_iterator(weights):
         if name == WRONG_NAME:
             codes, scale = reference.quantize_blockwise(tensor.detach().cpu())
-            yield name + PAIR_SUFFIX, pack_pair(codes, scale * factor)
+            yield name, codes
+            yield f"{name}_scale_inv", scale * factor
         else:
             yield name, tensor

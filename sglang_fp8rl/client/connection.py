@@ -1,243 +1,129 @@
-"""Requests to one server: its address, its keys, each answer that is no success as an error; and one bucket on its way while the next one is made."""
+"""Requests to one server: its address, its keys, and each answer that is no success as an error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from http import HTTPStatus
-from time import perf_counter
 from typing import Any
 
 import requests
 
 from ..errors import NoAnswerError, RefitError
-from ..wire.bucket import Payload
+from ..wire.plan import PLAN_PATH, STATUS_PATH
 
-_NO_KEY = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+SERVER_INFO_PATH = "/server_info"
+# SGLang takes the api key here. At whatever changes a server, and at the fingerprint, it takes the admin key
+# where it has one, and no other.
+_FOR_THE_API_KEY = ("/generate", SERVER_INFO_PATH, PLAN_PATH, STATUS_PATH)
+_DIRECT = {"no_proxy": "*"}  # weights are sent to this machine, whatever HTTP_PROXY says
+_KEYS = (
+    "RefitClient(api_key=…, admin_api_key=…): SGLang wants the admin key for updates and sessions where "
+    "it has one, the api key otherwise."
+)
+_REMEDIES: dict[int, str] = {
+    HTTPStatus.UNAUTHORIZED: _KEYS,
+    HTTPStatus.FORBIDDEN: _KEYS,
+    HTTPStatus.NOT_FOUND: "Start it with --quantization fp8_blockwise_online and this version of sglang-fp8rl.",
+}
+_REMEDY = (
+    "It goes on serving, and GET /fp8rl/status names what is old. Compare what was sent with GET "
+    "/fp8rl/plan, which has its names and shapes; `sglang-fp8rl doctor` and its log say more."
+)
 
 
 class Connection:
     """Keeps one HTTP session open.
 
     Args:
-        url, timeout, api_key, admin_api_key: as `RefitClient`.
+        timeout: seconds for one request.
+        url, api_key, admin_api_key: as `RefitClient`.
 
     Attributes:
-        seconds_waited: for the answers of `post` and `post_admin`, since the start.
+        seconds_waited: for answers, since the start.
     """
 
     def __init__(
-        self, url: str, timeout: float, api_key: str | None, admin_api_key: str | None
+        self,
+        url: str,
+        timeout: float,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
     ) -> None:
-        self.url, self.timeout = url.rstrip("/"), timeout
+        self.url, self._timeout = url.rstrip("/"), timeout
         self.seconds_waited = 0.0
         self._http = requests.Session()
-        if api_key:
-            self._http.headers["Authorization"] = f"Bearer {api_key}"
-        key = admin_api_key or api_key
-        self._admin = {"Authorization": f"Bearer {key}"} if key else {}
+        self._api_key, self._admin_key = api_key, admin_api_key or api_key
 
-    def get(self, path: str, what: str, **headers: str) -> requests.Response:
-        """The answer at a path that SGLang, or this package, serves.
+    def get(self, path: str, **headers: str) -> Any:
+        """What the server answers, as JSON where it is JSON; nothing where it is "not modified".
 
         Raises:
             NoAnswerError: the server can't be reached, or took too long.
-            RefitError: its answer is no success.
+            RefitError: its answer is no success, in its own words.
         """
-        try:
-            answer = self._http.get(self.url + path, headers=headers, timeout=self.timeout)
-        except requests.RequestException as error:
-            raise NoAnswerError(
-                self.url,
-                f"no answer: {error}",
-                f"{what} comes from a running server",
-                "Look whether it is up and the address is right.",
-            ) from error
-        if answer.ok:
-            return answer
-        _check_key(f"GET {path}", answer)
-        raise RefitError(
-            self.url + path,
-            f"HTTP {answer.status_code}: {answer.text[:500]}",
-            f"{what} is served by a server of fp8_blockwise_online",
-            "Start it with --quantization fp8_blockwise_online and this version of sglang-fp8rl.",
-        )
+        return _content(self._ask("GET", path, self._key_for(path), headers=headers))
 
-    def get_admin(self, path: str, what: str) -> requests.Response:
-        """As `get`, from an endpoint that may change the server."""
-        return self.get(path, what, **self._admin)
+    def post(self, path: str, body: dict[str, Any], *, patience: float = 0) -> Any:
+        """As `get`. `patience`: seconds that the server may wait before it begins."""
+        key = self._key_for(path)
+        return _content(self._ask("POST", path, key, body=body, patience=patience))
 
-    def post(
-        self, path: str, body: dict[str, Any], *, headers: dict[str, str] | None = None
-    ) -> Any:
-        """What the server answers, as JSON where it is JSON.
-
-        Raises:
-            NoAnswerError: as `get`.
-            RefitError: a key is missing, or a refusal in the server's own words.
-        """
-        return _content(path, self._send(path, body, headers))
-
-    def post_admin(self, path: str, body: dict[str, Any]) -> Any:
-        """As `post`, to an endpoint that changes the server."""
-        return self.post(path, body, headers=self._admin)
-
-    def post_admin_if_known(self, path: str, body: dict[str, Any]) -> bool:
-        """As `post_admin`; False if the server has no such endpoint."""
-        answer = self._send(path, body, self._admin)
-        if answer.status_code == HTTPStatus.UNAUTHORIZED and self._admin:
+    def post_if_known(self, path: str, body: dict[str, Any]) -> bool:
+        """As `post`; False if the server has no such endpoint."""
+        answer = self._ask("POST", path, self._admin_key, body=body)
+        if answer.status_code == HTTPStatus.UNAUTHORIZED:
             # SGLang asks for the api key where it knows no such endpoint, before it says so.
-            answer = self._send(path, body, None)
+            answer = self._ask("POST", path, self._api_key, body=body)
         if answer.status_code == HTTPStatus.NOT_FOUND:
             return False
-        _content(path, answer)
+        _content(answer)
         return True
 
-    def flush_cache(self, timeout: float) -> bool:
-        """Let the server drop what the old weights computed, once running requests are done.
+    def _key_for(self, path: str) -> str | None:
+        return self._api_key if path in _FOR_THE_API_KEY else self._admin_key
 
-        Args:
-            timeout: seconds that the server waits for them.
-
-        Returns:
-            Whether it was done.
-
-        Raises:
-            NoAnswerError: as `get`.
-        """
-        answer = self._send(f"/flush_cache?timeout={timeout}", {}, self._admin, patience=timeout)
-        return answer.ok
-
-    def _send(
+    def _ask(
         self,
+        method: str,
         path: str,
-        body: dict[str, Any],
-        headers: dict[str, str] | None,
+        key: str | None,
         *,
+        body: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
         patience: float = 0,
     ) -> requests.Response:
-        """Args: patience: seconds that the server may wait before it begins."""
-        began = perf_counter()
+        url = self.url + path
+        bearer = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            return self._http.post(
-                self.url + path, json=body, headers=headers, timeout=self.timeout + patience
+            answer = self._http.request(
+                method,
+                url,
+                json=body,
+                headers={**(headers or {}), **bearer},
+                timeout=self._timeout + patience,
+                proxies=dict(_DIRECT),
             )
         except requests.RequestException as error:
             raise NoAnswerError(
-                self.url + path,
+                url,
                 f"no answer: {error}",
-                "without one it is not known whether the server did what it was asked",
-                "Look whether it is up. Unless last_refit in GET /fp8rl/status has this update's "
-                "version and outcome ok, send the update again, whole.",
+                "a running server gives one; without it, it is not known whether it did what it was asked",
+                "Look whether it is up; its log says why it is not. Unless last_refit in GET /fp8rl/status "
+                "has this update's version and outcome ok, send the update again, whole. A trainer that "
+                "can't start a server again (veRL can't) goes on from its last checkpoint.",
             ) from error
-        finally:
-            self.seconds_waited += perf_counter() - began
+        self.seconds_waited += answer.elapsed.total_seconds()
+        return answer
 
 
-def _check_key(request: str, answer: requests.Response) -> None:
-    if answer.status_code in _NO_KEY:
-        raise RefitError(
-            request,
-            f"HTTP {answer.status_code}",
-            "the server takes a key that was not given or is another",
-            "RefitClient(api_key=…, admin_api_key=…): SGLang wants the admin key for updates and "
-            "sessions where it has one, the api key otherwise.",
-        )
-
-
-def _content(path: str, answer: requests.Response) -> Any:
-    _check_key(f"POST {path}", answer)
+def _content(answer: requests.Response) -> Any:
     is_json = "json" in answer.headers.get("content-type", "")
-    content = answer.json() if is_json else answer.text
-    is_refused = isinstance(content, dict) and content.get("success") is False
-    if not answer.ok or is_refused:
-        text = content.get("message", content) if isinstance(content, dict) else content
-        raise RefitError(
-            f"POST {path}",
-            f"HTTP {answer.status_code}",
-            f"the server answered: {text}",
-            "`sglang-fp8rl doctor` and the server's log say more.",
-        )
-    return content
-
-
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """What one `update` sent.
-
-    Attributes:
-        seconds: wall time, making the tensors included.
-        server_seconds: of it, waiting for the server: requests of buckets and of the session.
-        cache_flushed: whether the server let go of what the old weights had computed. False where
-            requests kept it busy: the weights are stored, and `/flush_cache` is still to be called.
-        unproven: names that `verify` could not compare, each with the reason; empty without it.
-    """
-
-    tensors: int
-    nbytes: int
-    buckets: int
-    seconds: float
-    server_seconds: float
-    cache_flushed: bool = True
-    unproven: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A request that was posted.
-
-    Attributes:
-        payload: whose memory the server reads until it answers.
-    """
-
-    answer: Future
-    payload: Payload
-    tensors: int
-    nbytes: int
-
-
-class PipelinedSender:
-    """Posts bodies one at a time, from a thread of its own.
-
-    Args:
-        post: sends one body and waits for the answer.
-        on_bucket: called after each answer with the tensors and bytes sent so far.
-
-    Attributes:
-        tensors, nbytes, buckets: that the server has answered for.
-    """
-
-    def __init__(self, post: Callable[[dict[str, Any]], Any], on_bucket: Progress | None) -> None:
-        self._post, self._on_bucket = post, on_bucket
-        self._in_flight: _InFlight | None = None
-        self._poster = ThreadPoolExecutor(1)
-        self.tensors = self.nbytes = self.buckets = 0
-
-    def __enter__(self) -> PipelinedSender:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._poster.shutdown()
-
-    def send(self, body: dict[str, Any], payload: Payload, tensors: int, nbytes: int) -> None:
-        """Post a body once the one before it was answered; raises what that answer raised."""
-        self.finish()
-        answer = self._poster.submit(self._post, body)
-        self._in_flight = _InFlight(answer, payload, tensors, nbytes)
-
-    def finish(self) -> None:
-        """Wait for the answer that is still to come."""
-        sent, self._in_flight = self._in_flight, None
-        if sent is None:
-            return
-        sent.answer.result()
-        if sent.payload.lease is not None:
-            sent.payload.lease.end()
-        self.buckets += 1
-        self.tensors, self.nbytes = self.tensors + sent.tensors, self.nbytes + sent.nbytes
-        if self._on_bucket is not None:
-            self._on_bucket(self.tensors, self.nbytes)
+    content: Any = answer.json() if is_json else answer.text
+    is_told = isinstance(content, dict)
+    if answer.ok and not (is_told and content.get("success") is False):
+        return content
+    raise RefitError(
+        f"{answer.request.method} {answer.request.path_url}",
+        f"HTTP {answer.status_code}",
+        f"the server answered: {content.get('message', content) if is_told else content}",
+        _REMEDIES.get(answer.status_code, _REMEDY),
+    )

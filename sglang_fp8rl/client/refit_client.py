@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from http import HTTPStatus
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 from uuid import uuid4
@@ -13,11 +12,32 @@ from ..errors import RefitError
 from ..wire.bucket import NamedTensor
 from ..wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Verification, compare
 from ..wire.plan import PLAN_PATH, STATUS_PATH, RefitPlan
-from ..wire.refit_note import RefitNote
-from .connection import Connection, Progress, UpdateResult
-from .tensor_update import SERVER_INFO_PATH, Receiver, TensorUpdate, end_session
+from ..wire.refit_note import ALL, PARTIAL, RefitNote
+from .connection import SERVER_INFO_PATH, Connection
+from .tensor_update import Progress, TensorUpdate
 
 LOAD_FORMATS = ("flattened_bucket", None)
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one `update` sent.
+
+    Attributes:
+        seconds: wall time, making the tensors included.
+        server_seconds: of it, waiting for the server's answers.
+        cache_flushed: whether the server let go of what the old weights had computed. False where
+            requests kept it busy: the weights are stored, and `/flush_cache` is still to be called.
+        unproven: names that `verify` could not compare, each with the reason; empty without it.
+    """
+
+    tensors: int
+    nbytes: int
+    buckets: int
+    seconds: float
+    server_seconds: float
+    cache_flushed: bool = True
+    unproven: Mapping[str, str] = field(default_factory=dict)
 
 
 class RefitClient:
@@ -96,14 +116,15 @@ class RefitClient:
 
             numbers = Fingerprinter(plan or self.plan())
             named_tensors = numbers.watch(named_tensors)
-        receiver = Receiver.of(self.server_info())
-        if tp_size is not None:
-            receiver = replace(receiver, tp_size=tp_size)
-        note = RefitNote(uuid4().hex, weight_version, wants_all=not partial, is_partial=partial)
-        refit = TensorUpdate(self._connection, receiver, note)
+        extent = PARTIAL if partial else ALL
+        refit = TensorUpdate(self._connection, RefitNote(uuid4().hex, weight_version, extent))
         began, waited_before = perf_counter(), self._connection.seconds_waited
-        sent = refit.send(
-            named_tensors, bucket_bytes=bucket_bytes, load_format=load_format, on_bucket=on_bucket
+        refit.send(
+            named_tensors,
+            bucket_bytes=bucket_bytes,
+            load_format=load_format,
+            tp_size=tp_size,
+            on_bucket=on_bucket,
         )
         unproven: Mapping[str, str] = {}
         if numbers is not None:
@@ -111,14 +132,15 @@ class RefitClient:
             found = compare(self.fingerprint(), expected, partial=True)
             found.check(f"what {self.url} serves")
             unproven = found.unproven
-        if weight_version is not None:
-            version = {"new_version": weight_version, "abort_all_requests": False}
-            self._connection.post_admin("/update_weight_version", version)
-        is_flushed = refit.flush(flush_timeout)
-        seconds = perf_counter() - began
-        waited = self._connection.seconds_waited - waited_before
+        is_flushed = refit.finish(flush_timeout)
         return UpdateResult(
-            sent.tensors, sent.nbytes, sent.buckets, seconds, waited, is_flushed, unproven
+            refit.tensors,
+            refit.nbytes,
+            refit.buckets,
+            perf_counter() - began,
+            self._connection.seconds_waited - waited_before,
+            is_flushed,
+            unproven,
         )
 
     def plan(self) -> RefitPlan:
@@ -127,7 +149,7 @@ class RefitClient:
         Raises:
             RefitError: the server can't be reached, or does not serve with this method.
         """
-        return RefitPlan.from_dict(self._connection.get(PLAN_PATH, "the plan").json())
+        return RefitPlan.from_dict(self._connection.get(PLAN_PATH))
 
     def check_plan(self, plan: RefitPlan) -> None:
         """Ask the server whether `plan` is its own; only the digest goes over the wire.
@@ -135,13 +157,10 @@ class RefitClient:
         Raises:
             RefitError: it is not, with both digests; or as `plan`.
         """
-        answer = self._connection.get(
-            PLAN_PATH, "the plan", **{"If-None-Match": f'"{plan.digest}"'}
-        )
-        if answer.status_code == HTTPStatus.NOT_MODIFIED:
+        theirs = self._connection.get(PLAN_PATH, **{"If-None-Match": f'"{plan.digest}"'})
+        if not theirs:
             return
         model, sizes = plan.document["model"]["architecture"], dict(plan.parallel)
-        theirs = answer.json()
         raise RefitError(
             f"plan {plan.digest}",
             f"made for {model} {sizes}; {self.url} serves {theirs['model']['architecture']} "
@@ -180,8 +199,7 @@ class RefitClient:
             RefitError: the server can't be reached, does not serve with this method, or its weights'
                 memory is released.
         """
-        answer = self._connection.get_admin(FINGERPRINT_PATH, "the fingerprint")
-        return Fingerprint.from_dict(answer.json(), self.url)
+        return Fingerprint.from_dict(self._connection.get(FINGERPRINT_PATH), self.url)
 
     def generate(
         self,
@@ -207,7 +225,7 @@ class RefitClient:
 
     def server_info(self) -> dict[str, Any]:
         """`GET /server_info`."""
-        return self._connection.get(SERVER_INFO_PATH, "/server_info").json()
+        return self._connection.get(SERVER_INFO_PATH)
 
     def status(self) -> dict[str, Any]:
         """`GET /fp8rl/status`: of a server's data-parallel replicas, that of the worst.
@@ -215,7 +233,7 @@ class RefitClient:
         Raises:
             RefitError: the server was not started with `fp8_blockwise_online`.
         """
-        return self._connection.get(STATUS_PATH, "the status").json()
+        return self._connection.get(STATUS_PATH)
 
     def close_session(self) -> None:
         """End a session that a client which is gone left open; what it sent stays.
@@ -223,7 +241,7 @@ class RefitClient:
         Raises:
             RefitError: there is none.
         """
-        end_session(self._connection)
+        self._connection.post("/end_weight_update", {})
 
 
 def fetch_plan(url: str, *, timeout: float = 600, api_key: str | None = None) -> RefitPlan:

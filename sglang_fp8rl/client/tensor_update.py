@@ -1,4 +1,4 @@
-"""One update over HTTP: a session where the server knows them, its buckets, its flush.
+"""One refit over HTTP: a session where the server knows them, its buckets, its version, its flush.
 
 What a bucket looks like on the wire is `wire.bucket`'s business.
 """
@@ -7,58 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ..errors import NoAnswerError, RefitError
 from ..wire import layout_text
-from ..wire.bucket import NamedTensor, allocate, buckets_of, each_once, nbytes_of, payload_of
+from ..wire.bucket import NamedTensor, Payload, allocate, buckets_of, payload_of
 from ..wire.plan import STATUS_PATH
 from ..wire.refit_note import RefitNote
 from ..wire.staging import StagingBuffers
-from .connection import Connection, PipelinedSender, Progress
+from .connection import SERVER_INFO_PATH, Connection
 
-SERVER_INFO_PATH = "/server_info"
+Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
-class Receiver:
-    """What a server says of how it may be updated.
-
-    Attributes:
-        tp_size: ranks, each of which gets a payload.
-        reads_text: whether it reads a bucket's layout as one text. Only a server of this package
-            does, and only that has read all of a bucket when it answers.
-        reads_notes: whether it reads a `RefitNote`.
-    """
-
-    tp_size: int
-    reads_text: bool
-    reads_notes: bool
-
-    @classmethod
-    def of(cls, server_info: dict[str, Any]) -> Receiver:
-        """From what `GET /server_info` answers; replicas of one server all read alike.
-
-        Raises:
-            RefitError: SGLang updates no such server from tensors, and says so by HTTP 500.
-        """
-        replicas = server_info.get("dp_size") or 1
-        if replicas > 1 and not server_info.get("enable_dp_attention"):
-            raise RefitError(
-                "the server",
-                f"{replicas} data-parallel replicas",
-                "SGLang takes tensors for a server of one replica, or with DP attention",
-                "Start a server for each replica (sglang_router balances them), or use "
-                "--enable-dp-attention, or update_weights_from_disk.",
-            )
-        section = (server_info.get("internal_states") or [{}])[0].get("fp8rl") or {}
-        return cls(
-            int(server_info["tp_size"]),
-            section.get("flat_layout") == layout_text.VERSION,
-            "state" in section,
-        )
+def is_ours(server_info: Mapping[str, Any]) -> bool:
+    """Whether it is a server of this package: it reads layouts as text, and notes, and has read all of a
+    bucket when it answers. Replicas of one server are all alike."""
+    section = (server_info.get("internal_states") or [{}])[0].get("fp8rl") or {}
+    return section.get("flat_layout") == layout_text.VERSION
 
 
 class TensorUpdate:
@@ -66,14 +34,43 @@ class TensorUpdate:
 
     Args:
         connection: to it.
-        receiver: what it says of itself.
-        note: what it is told of this refit.
+        note: what a server of this package is told of the refit.
+
+    Attributes:
+        is_ours: as the function; known within `session`.
+        tensors, nbytes, buckets: that the server has answered for in `send`.
     """
 
-    def __init__(self, connection: Connection, receiver: Receiver, note: RefitNote) -> None:
-        self._connection, self._receiver = connection, receiver
-        self._told = {"rid": note.to_text()} if receiver.reads_notes else {}
+    is_ours: bool
+
+    def __init__(self, connection: Connection, note: RefitNote) -> None:
+        self._connection, self._note = connection, note
         self._is_flush_refused = False
+        self.tensors = self.nbytes = self.buckets = 0
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """What is posted in here is one refit: a session where the server knows them, else by its name.
+
+        Raises:
+            RefitError: it was refused; or SGLang updates no such server from tensors.
+        """
+        info = self._connection.get(SERVER_INFO_PATH)
+        _check_replicas(info)
+        self._tp_size, self.is_ours = int(info["tp_size"]), is_ours(info)
+        self._said = {"rid": self._note.to_text()} if self.is_ours else {}
+        if not self._connection.post_if_known("/begin_weight_update", self._said):
+            yield
+            return
+        self._said = {}  # the session has it
+        try:
+            yield
+        except BaseException:
+            # The reason why it failed is worth more than a second failure to close.
+            with contextlib.suppress(RefitError):
+                self._connection.post("/end_weight_update", {})
+            raise
+        self._connection.post("/end_weight_update", {})
 
     def send(
         self,
@@ -81,16 +78,17 @@ class TensorUpdate:
         *,
         bucket_bytes: int,
         load_format: str | None,
+        tp_size: int | None,
         on_bucket: Progress | None,
-    ) -> PipelinedSender:
-        """Send all of them; args as `RefitClient.update`. Returns the sender, with its counts.
+    ) -> None:
+        """Send all of them in a session, a bucket being made while the server has the one before.
+
+        Args: as `RefitClient.update`.
 
         Raises:
             RefitError: the server refused, or there was nothing to send.
         """
-        reads_text = self._receiver.reads_text
-        staging = StagingBuffers(allocate) if reads_text else None
-        buckets = buckets_of(each_once(named_tensors), bucket_bytes)
+        buckets = buckets_of(named_tensors, bucket_bytes)
         first = next(buckets, None)
         if first is None:  # no session is opened for nothing
             raise RefitError(
@@ -99,66 +97,91 @@ class TensorUpdate:
                 "it names at least one tensor",
                 "Check the source.",
             )
-        with (
-            self._session() as in_session,
-            PipelinedSender(self._post_bucket, on_bucket) as sender,
-        ):
+        with self.session(), ThreadPoolExecutor(1) as poster:
+            staging = StagingBuffers(allocate) if self.is_ours else None
+            answer: Future[Payload] | None = None
             for bucket, is_last in itertools.chain([first], buckets):
                 if staging is not None:
                     staging.least = 0 if is_last else bucket_bytes
                 payload = payload_of(
-                    bucket, load_format, self._receiver.tp_size, reads_text, staging
+                    bucket, load_format, tp_size or self._tp_size, self.is_ours, staging
                 )
-                body = {
-                    "serialized_named_tensors": payload.texts,
-                    "load_format": load_format,
-                    "flush_cache": is_last,
-                    **({} if in_session else self._told),
-                }
-                sender.send(body, payload, len(bucket), sum(nbytes_of(t) for _, t in bucket))
-            sender.finish()
-        return sender
+                if answer is not None:
+                    self._count(answer.result(), on_bucket)
+                answer = poster.submit(self._post_payload, payload, load_format, is_last)
+            assert answer is not None
+            self._count(answer.result(), on_bucket)
 
-    def flush(self, timeout: float) -> bool:
-        """Ask for the flush again if it was refused. Returns whether it is done.
+    def _post_payload(self, payload: Payload, load_format: str | None, is_last: bool) -> Payload:
+        self.post(payload.texts, load_format, is_last)
+        return payload
 
-        Args:
-            timeout: seconds to wait for running requests.
+    def _count(self, answered: Payload, on_bucket: Progress | None) -> None:
+        self.buckets += 1
+        self.tensors, self.nbytes = self.tensors + answered.tensors, self.nbytes + answered.nbytes
+        if on_bucket is not None:
+            on_bucket(self.tensors, self.nbytes)
+
+    def post(self, texts: list[str], load_format: str | None, is_last: bool) -> None:
+        """One bucket, in the session; the last one asks for the flush.
+
+        Raises:
+            RefitError: it was refused; not if only the flush was, see `finish`.
         """
-        return not self._is_flush_refused or self._connection.flush_cache(timeout)
-
-    @contextlib.contextmanager
-    def _session(self) -> Iterator[bool]:
-        """Whether the server knows sessions; then one is open in here."""
-        has_sessions = self._connection.post_admin_if_known("/begin_weight_update", self._told)
+        body = {
+            "serialized_named_tensors": texts,
+            "load_format": load_format,
+            "flush_cache": is_last,
+            **self._said,
+        }
         try:
-            yield has_sessions
-        except BaseException:
-            # The reason why it failed is worth more than a second failure to close.
-            if has_sessions:
-                with contextlib.suppress(RefitError):
-                    end_session(self._connection)
-            raise
-        if has_sessions:
-            end_session(self._connection)
-
-    def _post_bucket(self, body: dict[str, Any]) -> Any:
-        try:
-            return self._connection.post_admin("/update_weights_from_tensor", body)
+            self._connection.post("/update_weights_from_tensor", body)
         except NoAnswerError:
             raise
         except RefitError:
-            if not (body["flush_cache"] and self._is_only_flush_refused()):
+            self._is_flush_refused = is_last and self._is_only_flush_refused()
+            if not self._is_flush_refused:
                 raise
-            self._is_flush_refused = True
 
     def _is_only_flush_refused(self) -> bool:
         """SGLang answers alike where nothing was stored and where only its flush was refused."""
-        if not self._receiver.reads_notes:
+        if not self.is_ours:
             return False
-        last = self._connection.get(STATUS_PATH, "the status").json().get("last_refit") or {}
+        last = self._connection.get(STATUS_PATH).get("last_refit") or {}
         return last.get("cache_flushed") is False and last["outcome"] in ("open", "ok")
 
+    def finish(self, flush_timeout: float) -> bool:
+        """Behind the session: tell the version, and ask for the flush again if it was refused.
 
-def end_session(connection: Connection) -> None:
-    connection.post_admin("/end_weight_update", {})
+        Args:
+            flush_timeout: seconds to wait for running requests.
+
+        Returns:
+            Whether the cache is flushed.
+        """
+        if self._note.version is not None:
+            version = {"new_version": self._note.version, "abort_all_requests": False}
+            self._connection.post("/update_weight_version", version)
+        if not self._is_flush_refused:
+            return True
+        flush = f"/flush_cache?timeout={flush_timeout}"
+        try:
+            self._connection.post(flush, {}, patience=flush_timeout)
+        except NoAnswerError:
+            raise
+        except RefitError:
+            return False
+        return True
+
+
+def _check_replicas(server_info: Mapping[str, Any]) -> None:
+    """SGLang answers HTTP 500 otherwise."""
+    replicas = server_info.get("dp_size") or 1
+    if replicas > 1 and not server_info.get("enable_dp_attention"):
+        raise RefitError(
+            "the server",
+            f"{replicas} data-parallel replicas",
+            "SGLang takes tensors for a server of one replica, or with DP attention",
+            "Start a server for each replica (sglang_router balances them), or use "
+            "--enable-dp-attention, or update_weights_from_disk.",
+        )

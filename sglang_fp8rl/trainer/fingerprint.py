@@ -26,7 +26,6 @@ from ..numerics.fingerprint import (
 )
 from ..numerics.grid import BlockGrid, Blockwise
 from ..wire.fingerprint import Fingerprint, Number, form_of
-from ..wire.pair import PAIR_SUFFIX, unpack_pair
 from ..wire.plan import FP8, UNUSED, RefitPlan, TensorPlan
 from ..wire.sent_names import one_by_one
 from .shards import Piece, piece_of
@@ -41,7 +40,7 @@ def fingerprint_of(
 
     Args:
         named_tensors: what `RefitClient.update` takes: FP32, BF16 or FP16 under checkpoint names, or
-            quantized by `quantize_for_refit` (codes and scales, packed pairs). A `LocalShard` or a
+            quantized by `quantize_for_refit` (codes and scales). A `LocalShard` or a
             DTensor gives the number of its box; `added_up` makes the whole's of them.
         plan: of the server.
         source: what messages call it.
@@ -82,13 +81,6 @@ class Fingerprinter:
 
     def add(self, name: str, tensor: Any) -> None:
         """One tensor as it would be sent. Raises as `fingerprint_of`."""
-        weight = name.removesuffix(PAIR_SUFFIX)
-        if weight != name:
-            entry = self.plan.of(weight)
-            codes, scale = unpack_pair(weight, tensor, entry.shape or (), entry.scale_shape)
-            self.add(weight, codes)
-            self.add(entry.scale_name, scale)
-            return
         for one, part in one_by_one(name, tensor, self.plan):
             self._add(one, part)
 

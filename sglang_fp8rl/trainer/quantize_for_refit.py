@@ -19,8 +19,7 @@ import torch
 
 from ..errors import RefitError
 from ..numerics import FP8_DTYPE, quantize
-from ..numerics.grid import BlockGrid, ScaleGranularity, granularity_of
-from ..wire.pair import PAIR_SUFFIX, pack_pair
+from ..numerics.grid import BlockGrid, Blockwise
 from ..wire.plan import RefitPlan, TensorPlan
 from ..wire.sent_names import kv_scale_name, one_by_one
 from .shards import Piece, piece_of
@@ -46,7 +45,7 @@ class WireStats:
         """One yielded tensor; a scale counts with its weight."""
         local = piece_of(name, tensor).local
         self.nbytes += local.nbytes
-        entry = plan.tensors.get(name.removesuffix(PAIR_SUFFIX))
+        entry = plan.tensors.get(name)
         if entry is None:
             return
         numel = math.prod(entry.shape) if entry.shape is not None else local.numel()
@@ -60,7 +59,6 @@ def quantize_for_refit(
     named_tensors: Iterable[tuple[str, Any]],
     plan: RefitPlan,
     *,
-    pack_pairs: bool = False,
     stats: WireStats | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Quantize what the plan's server holds in FP8; pass on the rest. Lazy, one tensor at a time.
@@ -71,8 +69,6 @@ def quantize_for_refit(
             are taken apart.
         plan: of the server (`fetch_plan`). Hand it to `RefitClient.update(..., plan=plan)` too, so
             that a server with another plan is sent nothing.
-        pack_pairs: send a weight and its scale as one tensor (`wire/pair.py`), for trainers whose
-            calls stand alone (veRL): no bucket boundary can part them. Full tensors only.
         stats: counts what goes by.
 
     Yields:
@@ -86,54 +82,39 @@ def quantize_for_refit(
             cuts blocks.
         QuantizationError: NaN or Inf, or a dtype that is not cast.
     """
-    stream = _quantized(named_tensors, plan)
-    if pack_pairs:
-        stream = _packed(stream, plan)
-    for name, tensor in stream:
-        if stats is not None:
-            stats.count(name, tensor, plan)
-        yield name, tensor
-
-
-def _quantized(
-    named_tensors: Iterable[tuple[str, Any]], plan: RefitPlan
-) -> Iterator[tuple[str, Any]]:
     singly = (item for name, sent in named_tensors for item in one_by_one(name, sent, plan))
     for name, tensor in singly:
         if kv_scale_name(name) is not None:  # the server says what becomes of it
-            yield name, tensor
+            made = [(name, tensor)]
+        elif plan.why_not_needed(name):
             continue
-        if plan.why_not_needed(name):
-            continue
-        entry = plan.of(name)
-        piece = piece_of(name, tensor)
-        _check_shape(entry, piece)
-        if not entry.is_fp8_on_wire:
-            yield name, tensor
-            continue
-        codes, scale = quantize_piece(entry, piece, plan)
-        yield name, piece.like(codes, piece.full_shape, piece.start, name)
-        grid = _granularity(entry, plan).grid(piece.full_shape)
-        start = tuple(part.start for part in grid.scales_of(piece.start, piece.shape, name=name))
-        yield entry.scale_name, piece.like(scale, entry.scale_shape, start, entry.scale_name)
+        else:
+            made = _quantized(plan.of(name), tensor, plan)
+        for one in made:
+            if stats is not None:
+                stats.count(*one, plan)
+            yield one
 
 
-def _packed(stream: Iterable[tuple[str, Any]], plan: RefitPlan) -> Iterator[tuple[str, Any]]:
-    """Each full weight and the scale behind it as one tensor; everything else as it is."""
-    items = iter(stream)
-    for name, tensor in items:
-        if name not in plan.tensors or not plan.of(name).is_fp8_on_wire:
-            yield name, tensor
-            continue
-        _, scale = next(items)
-        if type(tensor) is not torch.Tensor:
-            raise RefitError(
-                name,
-                f"a {type(tensor).__name__}",
-                "only full weights are packed with their scales",
-                "Gather shards first: full_tensors(quantize_for_refit(...)), or leave pack_pairs out.",
-            )
-        yield name + PAIR_SUFFIX, pack_pair(tensor, scale)
+def _quantized(entry: TensorPlan, tensor: Any, plan: RefitPlan) -> list[tuple[str, Any]]:
+    """Codes and scale of what is FP8 on the wire, each of the kind of `tensor`; else `tensor` as it is."""
+    piece = piece_of(entry.name, tensor)
+    if entry.shape is not None and piece.full_shape != entry.shape:
+        raise RefitError(
+            entry.name,
+            f"shape {piece.full_shape}",
+            f"the server takes the full, unsharded {entry.shape}",
+            "Send what the checkpoint has; describe a shard with LocalShard or a DTensor.",
+        )
+    if not entry.is_fp8_on_wire:
+        return [(entry.name, tensor)]
+    codes, scale = quantize_piece(entry, piece, plan)
+    scales = _grid(entry).scales_of(piece.start, piece.shape, name=entry.name)
+    start = tuple(part.start for part in scales)
+    return [
+        (entry.name, piece.like(codes, piece.full_shape, piece.start, entry.name)),
+        (entry.scale_name, piece.like(scale, entry.scale_shape, start, entry.scale_name)),
+    ]
 
 
 def quantize_piece(
@@ -147,26 +128,17 @@ def quantize_piece(
     Raises:
         RefitError, QuantizationError: as `quantize_for_refit`.
     """
-    granularity = _granularity(entry, plan)
-    grid = granularity.grid(piece.full_shape)
+    grid, source = _grid(entry), piece.local
     piece.check_on_blocks(entry.name, grid)
-    source = piece.local
     if not source.numel():  # a rank without rows
+        codes = source.to(FP8_DTYPE)
         scale_shape = BlockGrid((source.shape[0], source.shape[1]), grid.block).scale_shape
-        codes = torch.empty(source.shape, dtype=FP8_DTYPE, device=source.device)
         return codes, torch.empty(scale_shape, dtype=torch.float32, device=source.device)
-    return quantize(source, granularity, name=entry.name, **plan.rounding)
+    return quantize(source, Blockwise.of(grid.block), name=entry.name, **plan.rounding)
 
 
-def _granularity(entry: TensorPlan, plan: RefitPlan) -> ScaleGranularity:
-    return granularity_of(entry.scheme, plan.block_size)
-
-
-def _check_shape(entry: TensorPlan, piece: Piece) -> None:
-    if entry.shape is not None and piece.full_shape != entry.shape:
-        raise RefitError(
-            entry.name,
-            f"shape {piece.full_shape}",
-            f"the server takes the full, unsharded {entry.shape}",
-            "Send what the checkpoint has; describe a shard with LocalShard or a DTensor.",
-        )
+def _grid(entry: TensorPlan) -> BlockGrid:
+    """Of a weight that is FP8 on the wire, so that the plan has its shape and what shares one scale."""
+    assert entry.shape is not None
+    assert entry.block_size is not None
+    return BlockGrid((entry.shape[0], entry.shape[1]), entry.block_size)

@@ -89,9 +89,9 @@ class Piece:
                 f"a DTensor would be cut into {expected} at {at}",
                 "Gather it first (tensor.full_tensor()).",
             )
-        stride = _contiguous_stride(full_shape)
+        full = torch.empty(full_shape, device="meta")
         return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=torch.Size(full_shape), stride=stride
+            local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
         )
 
 
@@ -205,7 +205,3 @@ def _box_of(full_shape: Box, mesh: Any, placements: Any) -> tuple[Box, Box]:
 
     shape, start = compute_local_shape_and_global_offset(full_shape, mesh, placements)
     return tuple(shape), tuple(start)
-
-
-def _contiguous_stride(shape: Box) -> Box:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -16,14 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 class RankGroup:
-    """Args:
-    mesh: of these ranks; the first leads.
-    leads: whether this rank talks to the server.
+    """The ranks of a mesh, the first of which leads: it talks to the server.
+
+    Attributes:
+        leads: whether this one does.
     """
 
-    def __init__(self, mesh: DeviceMesh, leads: bool) -> None:
-        self._mesh, self._leads = mesh, leads
-        self._first = mesh.mesh.tolist()[0]
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self._first = mesh, mesh.mesh.tolist()[0]
+        self.leads: bool = mesh.get_local_rank() == 0
 
     async def by_leader(self, ask: Callable[[], Awaitable[T]]) -> T:
         """What the leading rank was answered, on all ranks.
@@ -31,7 +32,10 @@ class RankGroup:
         Raises:
             RefitError: on every rank, whatever was raised on the leading one.
         """
-        outcome: Any = await outcome_of(ask) if self._leads else None
+        return self.share(await outcome_of(ask) if self.leads else None)
+
+    def share(self, outcome: Any) -> Any:
+        """The leading rank's, on all ranks; raised if it is a `RefitError`."""
         if self._mesh.size() > 1:
             values = [outcome]
             dist.broadcast_object_list(values, src=self._first, group=self._mesh.get_group())
@@ -44,8 +48,7 @@ class RankGroup:
         """What every rank has, on the first; nothing on the others."""
         if self._mesh.size() == 1:
             return [own]
-        is_first = self._mesh.get_local_rank() == 0
-        gathered: list[Any] | None = [None] * self._mesh.size() if is_first else None
+        gathered: list[Any] | None = [None] * self._mesh.size() if self.leads else None
         dist.gather_object(own, gathered, dst=self._first, group=self._mesh.get_group())
         return gathered or []
 
@@ -64,26 +67,3 @@ async def outcome_of(ask: Callable[[], Awaitable[Any]]) -> Any:
             "what one rank of a server's group raises ends the refit on all of them",
             "The log of that rank has the traceback; send all weights again.",
         )
-
-
-class FirstFailure:
-    """veRL's HTTP adapter, as its own way of sending uses it: the first failure is kept for all ranks.
-
-    Nothing is asked after it. Raised at once, it would leave the other ranks in the next gather.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.error: RefitError | None = None
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        method = getattr(self._engine, name)
-
-        async def ask(*args: Any, **kwargs: Any) -> Any:
-            if self.error is None:
-                answer = await outcome_of(lambda: method(*args, **kwargs))
-                self.error = answer if isinstance(answer, RefitError) else None
-                return answer
-            return None
-
-        return ask

@@ -1,1 +1,1 @@
-"""What travels between trainer and server: buckets, layouts, pairs, the plan. Torch only."""
+"""What travels between trainer and server: buckets, layouts, the plan. Torch only."""

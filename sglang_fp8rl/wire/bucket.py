@@ -29,7 +29,7 @@ import torch.multiprocessing
 
 from ..errors import RefitError
 from . import layout_text
-from .staging import Lease, StagingBuffers
+from .staging import StagingBuffers
 
 # A file of shared memory as torch makes it (`MapInfo`, `map_alloc_alignment` in ATen/MapAllocator.cpp): int32
 # readers, padding up to 64 bytes, the tensors.
@@ -51,8 +51,8 @@ _ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor st
 
 def flatten(
     named_tensors: Sequence[NamedTensor], into: StagingBuffers | None = None
-) -> tuple[torch.Tensor, list[SimpleNamespace], Lease | None]:
-    """One uint8 tensor with all of them, where each lies in it, and the lease of its memory.
+) -> tuple[torch.Tensor, list[SimpleNamespace]]:
+    """One uint8 tensor with all of them, and where each lies in it.
 
     On a CPU the buffer is shared memory from the start, so sending it copies nothing again.
 
@@ -74,14 +74,13 @@ def flatten(
                 numel=end - start,
             )
         )
-    lease = into.take(end, device) if into is not None else None
-    flat = lease.memory if lease is not None else allocate(end, device)
+    flat = allocate(end, device) if into is None else into.take(end, device)
     for (_, tensor), meta in zip(named_tensors, metadata, strict=True):
         _place_in(flat, meta).copy_(tensor)
-    if lease is not None and device.type != "cpu":
+    if into is not None and device.type != "cpu":
         # A receiver waits for the sender's stream when it opens a handle; these stay open.
         torch.get_device_module(device).current_stream(device).synchronize()
-    return flat, metadata, lease
+    return flat, metadata
 
 
 def in_shared_memory(named_tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
@@ -93,7 +92,7 @@ def in_shared_memory(named_tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
     positions = [at for at, (_, one) in enumerate(named_tensors) if one.device.type == "cpu"]
     copied = list(named_tensors)
     if positions:
-        flat, metadata, _ = flatten([named_tensors[at] for at in positions])
+        flat, metadata = flatten([named_tensors[at] for at in positions])
         for at, meta in zip(positions, metadata, strict=True):
             copied[at] = (meta.name, _place_in(flat, meta))
     return copied
@@ -143,12 +142,13 @@ class Payload:
         texts: one for each rank. Each is to be read once: a handle counts its readers, and one that
             more of them open than it was made for is gone too early.
         memory: what has to stay alive until the server answers.
-        lease: of that memory, where it will be used again.
+        tensors, nbytes: how many, and of how many bytes.
     """
 
     texts: list[str]
     memory: Any
-    lease: Lease | None = None
+    tensors: int
+    nbytes: int
 
 
 def payload_of(
@@ -165,15 +165,19 @@ def payload_of(
         staging: where a flattened bucket lies; only for a server that has read all of it when it
             answers, and knows by `is_staged` that it will see the memory again.
     """
+    named_tensors = [(name, tensor.detach()) for name, tensor in bucket]
+    memory: Any
+    content: Any
     if load_format is None:
-        plain = in_shared_memory([(name, tensor.detach()) for name, tensor in bucket])
-        return Payload([serialize(plain) for _ in range(ranks)], plain)
-    flat, metadata, lease = flatten([(name, one.detach()) for name, one in bucket], staging)
-    layout = layout_text.to_text(metadata) if layout_as_text else metadata
-    content: dict[str, Any] = {"flattened_tensor": flat, "metadata": layout}
-    if lease is not None:
-        content["is_staged"] = True
-    return Payload([serialize(content) for _ in range(ranks)], flat, lease)
+        memory = content = in_shared_memory(named_tensors)
+    else:
+        memory, metadata = flatten(named_tensors, staging)
+        layout = layout_text.to_text(metadata) if layout_as_text else metadata
+        content = {"flattened_tensor": memory, "metadata": layout}
+        if staging is not None:
+            content["is_staged"] = True
+    nbytes = sum(nbytes_of(tensor) for _, tensor in bucket)
+    return Payload([serialize(content) for _ in range(ranks)], memory, len(bucket), nbytes)
 
 
 @contextlib.contextmanager
@@ -196,23 +200,14 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 def buckets_of(
     named_tensors: Iterable[NamedTensor], limit: int
 ) -> Iterator[tuple[list[NamedTensor], bool]]:
-    """Lists of about `limit` bytes, and whether each is the last."""
+    """Lists of about `limit` bytes, and whether each is the last.
+
+    Raises:
+        RefitError: a name comes twice.
+    """
+    seen: set[str] = set()
     bucket: list[NamedTensor] = []
     size = 0
-    for name, tensor in named_tensors:
-        nbytes = nbytes_of(tensor)
-        if bucket and size + nbytes > limit:
-            yield bucket, False
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += nbytes
-    if bucket:
-        yield bucket, True
-
-
-def each_once(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Raises `RefitError` at the second tensor of one name."""
-    seen: set[str] = set()
     for name, tensor in named_tensors:
         if name in seen:
             raise RefitError(
@@ -222,4 +217,11 @@ def each_once(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
                 "Look at what the trainer's iterator yields; the update was ended there.",
             )
         seen.add(name)
-        yield name, tensor
+        nbytes = nbytes_of(tensor)
+        if bucket and size + nbytes > limit:
+            yield bucket, False
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += nbytes
+    if bucket:
+        yield bucket, True

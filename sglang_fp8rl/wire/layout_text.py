@@ -58,17 +58,24 @@ def from_text(text: str) -> list[FlatTensor]:
         RefitError: it is not such a string, of another version, or has a dtype we don't know.
     """
     names, shapes, dtypes, starts, ends = _columns(text)
+    sides = [side for shape in shapes if type(shape) is list for side in shape]
+    if not (_are(str, names + dtypes) and _are(list, shapes) and _are(int, starts + ends + sides)):
+        raise _unreadable(
+            repr(text[:80]),
+            "names and dtypes are text, shapes are lists of whole numbers, so are starts and ends",
+        )
     unknown = set(dtypes) - DTYPES.keys()
     if unknown:
         raise _unreadable(f"dtypes {sorted(unknown)}", f"known dtypes are {sorted(DTYPES)}")
-    sides = [side for shape in shapes for side in shape]
-    if not set(map(type, (*starts, *ends, *sides))) <= {int}:
-        raise _unreadable("offsets or shapes of other types", "they are whole numbers")
     rows = zip(names, shapes, dtypes, starts, ends, strict=True)
     return [
         FlatTensor(name, torch.Size(shape), DTYPES[dtype], start, end)
         for name, shape, dtype, start, end in rows
     ]
+
+
+def _are(kind: type, values: list[Any]) -> bool:
+    return set(map(type, values)) <= {kind}
 
 
 def _columns(text: str) -> list[list[Any]]:
@@ -83,9 +90,6 @@ def _columns(text: str) -> list[list[Any]]:
     if None in lengths or len(set(lengths)) != 1:
         found = ", ".join(f"{n} of {name}" for n, name in zip(lengths, _COLUMNS, strict=True))
         raise _unreadable(found, "each tensor has a name, a shape, a dtype, a start and an end")
-    for column, kind in zip(columns, (str, list, str), strict=False):
-        if not set(map(type, column)) <= {kind}:
-            raise _unreadable(repr(text[:80]), "names and dtypes are text, shapes are lists")
     return columns
 
 

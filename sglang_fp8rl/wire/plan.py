@@ -101,19 +101,15 @@ class RefitPlan:
         Raises:
             RefitError: it is no plan, of a format this version does not read, or was changed.
         """
-        if not isinstance(document, Mapping) or document.get("format") != PLAN_FORMAT:
+        is_one = isinstance(document, Mapping)
+        found = (document.get("format"), document.get("version")) if is_one else type(document)
+        if found != (PLAN_FORMAT, PLAN_VERSION):
             raise RefitError(
                 "plan",
-                f"a document of format {_format_of(document)!r}",
-                f"a plan says format {PLAN_FORMAT!r}",
-                "Get it from fetch_plan(url) or `sglang-fp8rl plan MODEL --json`.",
-            )
-        if document.get("version") != PLAN_VERSION:
-            raise RefitError(
-                "plan",
-                f"version {document.get('version')!r}",
-                f"this sglang-fp8rl reads version {PLAN_VERSION}",
-                "Use the same sglang-fp8rl on the trainer and the server.",
+                f"a document of format and version {found}",
+                f"this sglang-fp8rl reads {PLAN_FORMAT!r}, version {PLAN_VERSION}",
+                "Get it from fetch_plan(url) or `sglang-fp8rl plan MODEL --json`, with the same "
+                "sglang-fp8rl on the trainer and the server.",
             )
         expected = digest_of(document)
         if document.get("digest") != expected:
@@ -213,7 +209,3 @@ def plan_schema() -> dict[str, Any]:
     """The JSON schema of the document."""
     text = resources.files(__package__).joinpath("plan_schema.json").read_text()
     return json.loads(text)
-
-
-def _format_of(document: object) -> object:
-    return document.get("format") if isinstance(document, Mapping) else type(document).__name__

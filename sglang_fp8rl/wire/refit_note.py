@@ -7,7 +7,7 @@ needs no endpoint of its own. docs/reliability.md has the format.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import RefitError
@@ -23,22 +23,33 @@ class RefitNote:
     Attributes:
         id: any text; the same for all requests of one refit.
         version: of the weights.
-        wants_all: whether every parameter is announced.
-        is_partial: whether what does not come is declared still right.
+        extent: `all` parameters are announced; or it is `partial`: what does not come is declared still
+            right. None announces nothing.
     """
 
     id: str
     version: str | None = None
-    wants_all: bool = False
-    is_partial: bool = False
+    extent: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.extent not in (None, ALL, PARTIAL):
+            raise ValueError(f"extent {self.extent!r}")
+        texts = [self.id] if self.version is None else [self.id, self.version]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{texts} are no texts")
+        "".join(texts).encode()  # what can't be is no text either, and no status could say it
+
+    @property
+    def wants_all(self) -> bool:
+        return self.extent == ALL
+
+    @property
+    def is_partial(self) -> bool:
+        return self.extent == PARTIAL
 
     def to_text(self) -> str:
         """For the field `rid`."""
-        content: dict[str, Any] = {"id": self.id}
-        if self.version is not None:
-            content["version"] = self.version
-        if self.wants_all or self.is_partial:
-            content["extent"] = ALL if self.wants_all else PARTIAL
+        content = {key: value for key, value in asdict(self).items() if value is not None}
         return json.dumps({KEY: content}, separators=(",", ":"))
 
 
@@ -52,15 +63,7 @@ def note_of(rid: Any) -> RefitNote | None:
         return None
     try:
         content = json.loads(rid)[KEY]
-        extent = content.get("extent")
-        if extent not in (None, ALL, PARTIAL):
-            raise ValueError(f"extent {extent!r}")
-        return RefitNote(
-            id=_text(content["id"]),
-            version=None if content.get("version") is None else _text(content["version"]),
-            wants_all=extent == ALL,
-            is_partial=extent == PARTIAL,
-        )
+        return RefitNote(content["id"], content.get("version"), content.get("extent"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RefitError(
             f"rid {rid[:80]!r}",
@@ -68,10 +71,3 @@ def note_of(rid: Any) -> RefitNote | None:
             f"a note is {{{KEY!r}: {{'id': text, 'version': text, 'extent': 'all' or 'partial'}}}}",
             "docs/reliability.md has its format; nothing of this request was looked at.",
         ) from error
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
-    value.encode()  # what can't be is no text either, and no status could say it
-    return value

@@ -24,9 +24,14 @@ def deltas_refused(subject: str) -> RefitError:
     )
 
 
+def asks_for_this(config: Any) -> bool:
+    """Whether veRL's config of a rollout asks for this package's method."""
+    asked_for = (config.get("engine_kwargs") or {}).get("sglang") or {}
+    return asked_for.get("quantization") == QUANTIZATION_METHOD
+
+
 def check_backend(config: Any) -> None:
     """Raises `RefitError` for a rollout of this method that would be sent deltas, before it starts."""
-    asked_for = (config.get("engine_kwargs") or {}).get("sglang") or {}
     backend = (config.get("checkpoint_engine") or {}).get("backend")
-    if backend == BACKEND and asked_for.get("quantization") == QUANTIZATION_METHOD:
+    if backend == BACKEND and asks_for_this(config):
         raise deltas_refused("rollout.checkpoint_engine.backend")

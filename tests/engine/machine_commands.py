@@ -95,7 +95,7 @@ def _call(scheduler: Any, step: Step) -> tuple[bool, str]:
         content = serialize(tensors)
         payload = content[:24] if step.fault == "pickle" else content
         return send(scheduler, [payload], None, step.flush)
-    flat, metadata, _ = flatten(tensors)
+    flat, metadata = flatten(tensors)
     if step.fault == "layout":
         metadata[step.at].start_idx -= 1 << 20
     layout = layout_text.to_text(metadata)

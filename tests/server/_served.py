@@ -48,11 +48,11 @@ class ClientWithoutSessions(Client):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self._connection = _WithoutSessions(url, timeout=600, api_key=None, admin_api_key=None)
+        self._connection = _WithoutSessions(url, timeout=600)
 
 
 class _WithoutSessions(Connection):
-    def post_admin_if_known(self, path: str, body: dict[str, Any]) -> bool:
+    def post_if_known(self, path: str, body: dict[str, Any]) -> bool:
         return False
 
 

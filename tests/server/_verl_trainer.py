@@ -122,7 +122,7 @@ async def refit(command: dict[str, Any]) -> list[Any]:
         weights = broken(weights, command)
     if command.get("is_quantized"):
         plan = fetch_plan(f"http://127.0.0.1:{command['port']}")
-        weights = quantize_for_refit(weights, plan, pack_pairs=command.get("pack_pairs", False))
+        weights = quantize_for_refit(weights, plan)
     if command.get("by_adapter"):
         if has_server:
             step = command.get("step", 1)

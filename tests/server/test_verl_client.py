@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 from _served import (
-    HAS_SESSIONS,
     MODEL,
     ONE_THREAD,
     PROMPTS,
@@ -68,14 +67,15 @@ def test_a_refit_by_verl_equals_a_fresh_server(
         case.check(which)
 
 
-@pytest.mark.parametrize("pack_pairs", [False, True])
+@pytest.mark.parametrize("by_adapter", [False, True])
 def test_quantized_before_transfer_in_verl_equals_a_fresh_server(
-    server, trainer, checkpoint_dir, pack_pairs
+    server, trainer, checkpoint_dir, by_adapter
 ):
-    """veRL's calls stand alone, so none may part a weight from its scale: one bucket, or packed."""
+    """Our adapter's calls are one refit, with sessions and without, so its buckets may part a weight from its
+    scale; each of veRL's stands alone."""
     case = served(server, checkpoint_dir)
-    bucket_bytes = SMALL if pack_pairs else LARGE
-    more = {"is_quantized": True, "pack_pairs": pack_pairs}
+    bucket_bytes = SMALL if by_adapter else LARGE
+    more = {"is_quantized": True, "by_adapter": by_adapter}
     for which in ("second", "first"):
         refit(trainer, case, checkpoint_dir, which, "float32", bucket_bytes, 1, **more)
         case.check(which)
@@ -157,7 +157,7 @@ def test_verl_is_told_when_an_update_is_refused(server, trainer, checkpoint_dir)
 
 
 def test_a_trainer_that_leaves_tensors_out_is_told_their_names(server, trainer, checkpoint_dir):
-    """The adapter announces all: in its session where SGLang has them, which is what carries it."""
+    """The adapter announces all: in its session where SGLang has them, by name where it has none."""
     case = served(server, checkpoint_dir)
     forgotten = "model.layers.1.mlp.down_proj.weight"
     assert forgotten in MODEL.first
@@ -166,8 +166,7 @@ def test_a_trainer_that_leaves_tensors_out_is_told_their_names(server, trainer, 
     assert said.startswith("RefitError: "), said
     assert forgotten in said
     assert case.client.status()["last_refit"]["complete"] is False
-    if HAS_SESSIONS:
-        assert case.client.status()["state"] == "failed"
+    assert case.client.status()["state"] == "failed"
     more["custom"] = {"fp8rl_extent": "partial"}
     refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1, **more)
     refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1, by_adapter=True)

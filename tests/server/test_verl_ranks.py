@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
-from _served import HAS_SESSIONS, MODEL
+from _served import MODEL
 from _verl_ranks import WORLD_SIZE, Trainer
 from models import checkpoint
 
@@ -29,10 +30,18 @@ class Listed(ThreadingHTTPServer):
         self.port = self.server_address[1]
         self.expect()
 
-    def expect(self, *, is_ours: bool = True, refuses: str = "", good: int = 0) -> None:
+    def expect(
+        self,
+        *,
+        is_ours: bool = True,
+        has_sessions: bool = True,
+        refuses: str = "",
+        good: int = 0,
+    ) -> None:
         """Begin a new list; `refuses` one endpoint, after `good` requests that it took."""
         self.asked: list[tuple[str, dict]] = []
-        self.is_ours, self.refuses, self.good = is_ours, refuses, good
+        self.is_ours, self.has_sessions = is_ours, has_sessions
+        self.refuses, self.good = refuses, good
 
     def paths(self) -> list[str]:
         return [path for path, _ in self.asked]
@@ -49,10 +58,11 @@ class _Answer(BaseHTTPRequestHandler):
         server: Listed = self.server  # type: ignore[assignment]
         server.asked.append((self.path, body))
         status, answer = 200, {"success": True, "message": "fine"}
-        if self.path == "/fp8rl/status":
-            status = 200 if server.is_ours else 404
-            last = {"complete": True, "missing": 0, "missing_names": []}
-            answer = {"flat_layout": layout_text.VERSION, "last_refit": last}
+        if self.path == "/server_info":
+            section = {"flat_layout": layout_text.VERSION} if server.is_ours else None
+            answer = {"tp_size": WORLD_SIZE, "internal_states": [{"fp8rl": section}]}
+        elif self.path.endswith("_weight_update") and not server.has_sessions:
+            status, answer = 404, {"detail": "Not Found"}
         elif self.path == server.refuses and server.paths().count(self.path) > server.good:
             status, answer = 400, {"success": False, "message": "it does not like this one"}
         text = json.dumps(answer).encode()
@@ -95,26 +105,51 @@ def refit(listed, trainer, checkpoint_dir):
     return refit
 
 
+def updates(listed: Listed) -> list[dict]:
+    return [body for path, body in listed.asked if path == UPDATE]
+
+
 def test_a_refit_is_one_session_that_announces_all(listed, refit):
     listed.expect()
     assert refit() == [{"answers": []}] * 2
     paths = listed.paths()
     assert paths.count(UPDATE) > 2
-    ends = ["/flush_cache", "/end_weight_update", "/update_weight_version"]
-    if not HAS_SESSIONS:
-        assert [path for path in paths if path != UPDATE][1:] == [ends[0], "/fp8rl/status", ends[2]]
-        return
+    ends = ["/end_weight_update", "/update_weight_version"]
     assert [path for path in paths if path != UPDATE][1:] == ["/begin_weight_update", *ends]
     note = note_of(dict(listed.asked)["/begin_weight_update"]["rid"])
     assert (note.version, note.wants_all, note.is_partial) == ("7", True, False)
     assert dict(listed.asked)["/update_weight_version"]["new_version"] == "7"
+    assert not any("rid" in body for body in updates(listed))
 
 
-@pytest.mark.skipif(not HAS_SESSIONS, reason="what is announced goes with a session")
-def test_the_user_s_config_may_say_that_a_refit_is_partial(listed, refit):
-    listed.expect()
+def test_without_sessions_each_call_names_its_refit_and_the_last_says_so(listed, refit):
+    listed.expect(has_sessions=False)
+    assert refit() == [{"answers": []}] * 2
+    sent = updates(listed)
+    assert len(sent) > 2
+    (note,) = {note_of(body["rid"]) for body in sent}
+    assert (note.version, note.wants_all, note.is_partial) == ("7", True, False)
+    assert [body["flush_cache"] for body in sent] == [False] * (len(sent) - 1) + [True]
+    asked = [path for path in listed.paths() if path != UPDATE]
+    assert asked[1:] == ["/begin_weight_update", "/update_weight_version"]
+
+
+def test_a_plain_server_is_told_nothing_and_gets_no_layout_as_text(listed, refit):
+    listed.expect(is_ours=False)
+    assert refit() == [{"answers": []}] * 2
+    assert not any("rid" in body for _, body in listed.asked)
+    for body in updates(listed):
+        assert len(body["serialized_named_tensors"]) == WORLD_SIZE
+        for text in body["serialized_named_tensors"]:
+            assert b"SimpleNamespace" in base64.b64decode(text)
+
+
+@pytest.mark.parametrize("has_sessions", [True, False])
+def test_the_user_s_config_may_say_that_a_refit_is_partial(listed, refit, has_sessions):
+    listed.expect(has_sessions=has_sessions)
     assert refit(custom={"fp8rl_extent": "partial"}) == [{"answers": []}] * 2
-    note = note_of(dict(listed.asked)["/begin_weight_update"]["rid"])
+    announcing = "/begin_weight_update" if has_sessions else UPDATE
+    note = note_of(dict(listed.asked)[announcing]["rid"])
     assert (note.wants_all, note.is_partial) == (False, True)
 
 
@@ -136,12 +171,10 @@ FAILURES = {
     "a rank with fewer weights": ({"is_broken": True, "ends_on": 1}, {}, "rank(s) [1] of 2"),
     "a plain server's bucket": ({}, {"is_ours": False, "refuses": UPDATE, "good": 1}, "400"),
     "a plain server's steps": ({"fails": ["steps"]}, {"is_ours": False}, "the actor died"),
+    "a bucket without sessions": ({}, {"has_sessions": False, "refuses": UPDATE}, "does not like"),
+    "the beginning": ({}, {"refuses": "/begin_weight_update"}, "does not like"),
+    "the end": ({}, {"refuses": "/end_weight_update"}, "does not like"),
 }
-if HAS_SESSIONS:
-    FAILURES |= {
-        "the beginning": ({}, {"refuses": "/begin_weight_update"}, "does not like"),
-        "the end": ({}, {"refuses": "/end_weight_update"}, "does not like"),
-    }
 
 
 @pytest.mark.parametrize("what", FAILURES)
@@ -153,7 +186,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_next_refit_works(listed, re
     assert words in said[0]
     assert said == [said[0]] * WORLD_SIZE
     if (
-        HAS_SESSIONS
+        server.get("has_sessions", True)
         and "/begin_weight_update" in listed.paths()
         and server.get("refuses") != "/begin_weight_update"
     ):

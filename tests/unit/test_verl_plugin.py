@@ -70,7 +70,7 @@ class VerlsOwn:
 
 
 def test_a_rollout_by_this_method_is_refused_on_versions_that_can_t_serve_it():
-    replica = verl_plugin.RefusingLoader(lambda: VerlsOwn, ["verl 0.7.1 is too old"])()
+    replica = verl_plugin.ReplicaLoader(lambda: VerlsOwn, ["verl 0.7.1 is too old"])()
     assert replica(3, {"engine_kwargs": {"sglang": {}}}).replica_rank == 3
     with pytest.raises(HostError, match=r"0\.7\.1 is too old.*docs/verl\.md"):
         replica(0, {"engine_kwargs": {"sglang": {"quantization": "fp8_blockwise_online"}}})

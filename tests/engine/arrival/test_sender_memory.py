@@ -23,7 +23,6 @@ def staged_update(scheduler, buckets):
         texts = [base64.b64decode(text) for text in payload.texts]
         success, message = send(scheduler, texts, "flattened_bucket", at == len(buckets))
         assert success, message
-        payload.lease.end()
         held.append(len(model_of(scheduler).fp8rl_refit.sender_memory))
     return held
 
@@ -50,7 +49,6 @@ def staged_until_it_fails(scheduler, bucket):
         payload = payload_of(named, "flattened_bucket", size, True, staging)
         texts = [base64.b64decode(text) for text in payload.texts]
         success, _ = send(scheduler, texts, "flattened_bucket", False)
-        payload.lease.end()
         found.append((success, len(model_of(scheduler).fp8rl_refit.sender_memory)))
     return found
 

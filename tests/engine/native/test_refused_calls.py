@@ -10,7 +10,6 @@ from pool import on
 
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 from sglang_fp8rl.numerics.reference import quantize_blockwise
-from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair
 
 pytestmark = [pytest.mark.engine, on("qwen3-tp1")]
 
@@ -47,14 +46,6 @@ def problems(host):
 def pair(name, which="second"):
     codes, scale = quantize_blockwise(getattr(MODEL, which)[name])
     return (name, codes), (f"{name}_scale_inv", scale)
-
-
-def test_a_packed_pair_that_is_refused_is_in_the_status(host):
-    wrong = pack_pair(*quantize_blockwise(torch.ones(128, 128)))
-    before = host.call(digests)
-    assert DOWN in refused(host, [(DOWN + PAIR_SUFFIX, wrong)])
-    assert host.call(digests) == before
-    assert DOWN + PAIR_SUFFIX in problems(host)
 
 
 def test_what_cannot_be_read_is_in_the_status_until_a_full_update(host):

@@ -33,7 +33,7 @@ def send_from_elsewhere(scheduler, named_tensors, is_elsewhere):
             copies.append(torch.device(kwargs["device"]))
             return flat.clone()
 
-    flat, metadata, _ = flatten(named_tensors)
+    flat, metadata = flatten(named_tensors)
     model = model_of(scheduler)
     with model.fp8rl_refit.during(Update(Origin.TENSOR)):
         model.load_weights(FlatBucket(Elsewhere(flat) if is_elsewhere else flat, metadata))

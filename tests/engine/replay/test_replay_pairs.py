@@ -9,7 +9,6 @@ from models import MODELS
 from pool import on
 
 from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
-from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair
 from sglang_fp8rl.wire.refit_note import RefitNote
 
 pytestmark = pytest.mark.engine
@@ -58,48 +57,6 @@ def test_replayed_pairs_equal_a_fresh_load(host):
         assert replay["calls"] == 2
         assert replay["tensors"] == 2 * len(buckets["first"])
         assert replay["native_tensors"] == 0, replay["native_reasons"]
-
-
-def packed(pairs):
-    """Every weight and its scale as one tensor, the others between them."""
-    state = dict(pairs)
-    for name, tensor in pairs:
-        scales = [name + suffix for suffix in ("_scale_inv", "_scale") if name + suffix in state]
-        if scales:
-            yield name + PAIR_SUFFIX, pack_pair(tensor, state[scales[0]])
-        elif "_scale" not in name:
-            yield name, tensor
-
-
-@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
-@on("llama-misaligned-tp1")
-def test_packed_pairs_one_by_one_equal_a_fresh_load_and_are_replayed(host, load_format):
-    model, expected = host.model, host.fresh("second").digests
-    for _ in range(2):
-        for which in ("first", "second"):
-            for one in packed(quantized(host, model, which)):
-                deliver(host, [one], load_format)
-    assert host.call_all(digests) == expected
-    state = host.call(status)
-    assert state["consistent"], state["problems"]
-    assert state["replay"]["calls"] == 3 * len(model.first)
-    assert state["replay"]["native_tensors"] == 0, state["replay"]["native_reasons"]
-
-
-@pytest.mark.parametrize("what", ["cut off", "of an unknown name", "of a norm", "no pair"])
-@on("qwen3-tp1")
-def test_a_packed_pair_that_does_not_fit_is_refused_by_name(host, what):
-    model, weight = MODELS["qwen3"], "model.layers.0.mlp.down_proj.weight"
-    tensor = dict(packed(quantized(host, model, "second")))[weight + PAIR_SUFFIX]
-    name = {"of an unknown name": "model.layers.9.weight", "of a norm": "model.norm.weight"}.get(
-        what, weight
-    )
-    tensor = {"cut off": tensor[:-1], "no pair": tensor + 1}.get(what, tensor)
-    before = host.call(digests)
-    success, message = host.call(update, [(name + PAIR_SUFFIX, tensor)])
-    assert not success
-    assert name + PAIR_SUFFIX in message
-    assert host.call(digests) == before
 
 
 @on("qwen3-tp1")

@@ -86,7 +86,7 @@ def test_a_session_in_which_nothing_happens_leaves_the_weights_whole(host):
 @on("qwen3-tp1")
 @pytest.mark.parametrize("partial", [False, True])
 def test_an_announced_refit_in_which_nothing_comes_fails(host, partial):
-    note = RefitNote("a", wants_all=not partial, is_partial=partial)
+    note = RefitNote("a", extent="partial" if partial else "all")
     assert host.call(begin, rid=note.to_text())[0]
     ok, message = host.call(end)
     assert not ok

@@ -86,15 +86,15 @@ def note(**fields):
 
 
 def test_all_that_the_plan_lists_may_be_announced(host):
-    success, message = host.call(update, without(NORM), rid=note(wants_all=True))
+    success, message = host.call(update, without(NORM), rid=note(extent="all"))
     assert not success
     assert NORM in message
-    assert host.call(update, SECOND, rid=note(wants_all=True))[0]
+    assert host.call(update, SECOND, rid=note(extent="all"))[0]
     assert host.call(status)["state"] == "whole"
 
 
 def test_a_partial_refit_keeps_what_is_served_whole(host):
-    assert host.call(update, [(DOWN, MODEL.second[DOWN])], rid=note(is_partial=True))[0]
+    assert host.call(update, [(DOWN, MODEL.second[DOWN])], rid=note(extent="partial"))[0]
     state = host.call(status)
     assert state["state"] == "whole"
     assert (state["last_refit"]["outcome"], state["last_refit"]["complete"]) == ("ok", False)
@@ -111,7 +111,7 @@ def test_a_note_that_cannot_be_read_is_refused_and_nothing_is_stored(host):
 
 def test_another_client_s_unreadable_request_leaves_waiting_halves_alone(host):
     """Two halves of a pair under one name, and between them somebody's call that names a tensor twice."""
-    mine = {"rid": note(is_partial=True)}
+    mine = {"rid": note(extent="partial")}
     codes, scale = quantize_blockwise(MODEL.second[DOWN])
     ok, message = host.call(update, [(DOWN, codes)], flush_cache=False, **mine)
     assert ok, message
@@ -137,7 +137,7 @@ def sessions(host):
 
 @pytest.mark.usefixtures("sessions")
 def test_a_session_that_leaves_out_what_it_announced_fails_at_its_end(host):
-    assert host.call(begin, rid=note(wants_all=True))[0]
+    assert host.call(begin, rid=note(extent="all"))[0]
     assert host.call(update, without(NORM))[0]
     assert host.call(status)["state"] == "open"
     success, message = host.call(end)
@@ -160,7 +160,7 @@ def test_a_session_that_announced_nothing_and_left_something_out_is_mixed(host):
 
 @pytest.mark.usefixtures("sessions")
 def test_an_update_sent_again_in_its_session_is_whole(host):
-    assert host.call(begin, rid=note(wants_all=True))[0]
+    assert host.call(begin, rid=note(extent="all"))[0]
     assert not host.call(update, [*SECOND[:3], (DOWN, torch.ones(3, 3))])[0]
     assert host.call(update, SECOND[:5])[0]
     assert host.call(update, SECOND[5:])[0]
@@ -186,7 +186,7 @@ def test_halves_that_were_left_behind_meet_no_half_of_the_next_refit(host):
     assert host.call(begin)[0]
     assert host.call(update, [(DOWN, codes)], None, False)[0]
     name = f"{DOWN}_scale_inv"
-    assert not host.call(update, [(name, scale)], rid=note(wants_all=True))[0]
+    assert not host.call(update, [(name, scale)], rid=note(extent="all"))[0]
     assert host.call(digests) == before
     host.call(end)
 

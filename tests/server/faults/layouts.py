@@ -186,6 +186,6 @@ def a_known_layout_over_a_shorter_buffer(trainer: Trainer) -> Answer:
     bucket = [(name, trainer.old[name]) for name in (DOWN, UP, QUERY)]
     assert trainer.flat(bucket).code == 200
     assert trainer.flat(bucket).code == 200
-    flat, metadata, _ = flatten(bucket)
+    flat, metadata = flatten(bucket)
     value = {"flattened_tensor": flat[: len(flat) // 2], "metadata": layout_text.to_text(metadata)}
     return trainer.pickled(value, "flattened_bucket")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair
-
 from .fault import Group
 from .trainer import DOWN, NORM, UP, Answer, Trainer
 
@@ -77,25 +75,6 @@ def a_scale_in_bf16(trainer: Trainer) -> Answer:
 @row("has no scale", about=f"{NORM}_scale_inv")
 def a_scale_for_a_norm(trainer: Trainer) -> Answer:
     return trainer.send((f"{NORM}_scale_inv", torch.ones(2)))
-
-
-@row("only a weight that is served in FP8 comes as a pair", about=NORM)
-def a_packed_pair_for_a_norm(trainer: Trainer) -> Answer:
-    codes, scale = trainer.pair(DOWN)
-    return trainer.send((NORM + PAIR_SUFFIX, pack_pair(codes[1], scale[1])))
-
-
-@row("take 131120 bytes", about=DOWN)
-def a_packed_pair_that_is_too_short(trainer: Trainer) -> Answer:
-    codes, scale = trainer.pair(DOWN)
-    packed = pack_pair(codes[1], scale[1])
-    return trainer.send((DOWN + PAIR_SUFFIX, packed[:-16]))
-
-
-@row("take 131120 bytes", about=DOWN)
-def a_packed_pair_of_another_weight(trainer: Trainer) -> Answer:
-    codes, scale = trainer.pair(UP)
-    return trainer.send((DOWN + PAIR_SUFFIX, pack_pair(codes[1][:128], scale[1][:1])))
 
 
 @row("a scale without its FP8 weight", about=f"{UP}_scale_inv")

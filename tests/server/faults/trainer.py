@@ -100,7 +100,7 @@ class Trainer(ABC):
     ) -> Answer:
         """A flattened bucket, its layout changed first. What `change` returns, if anything, is sent as
         the layout."""
-        flat, metadata, _ = flatten(list(named_tensors))
+        flat, metadata = flatten(list(named_tensors))
         layout = change(metadata)
         if layout is None:
             layout = layout_text.to_text(metadata) if as_text else metadata

@@ -12,7 +12,7 @@ from real_model import measures
 from real_model.report import read_lines, write_lines
 
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.trainer import mismatch_metrics
+from sglang_fp8rl.lab.metrics import mismatch_metrics
 
 LENGTHS = (5, 9, 1, 17, 12)
 

@@ -16,6 +16,7 @@ import torch
 
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.wire import layout_text
 from sglang_fp8rl.wire.bucket import flatten, serialize
 
 TENSORS = [
@@ -39,6 +40,7 @@ class FakeServer(ThreadingHTTPServer):
         self.sessions, self.fail_at = sessions, fail_at
         self.status: dict = {"consistent": True, "state": "whole"}
         self.busy = busy
+        self.is_ours = True
         self.notes: list[dict] = []
         self.calls: list[str] = []
         self.updates: list[dict] = []
@@ -73,9 +75,11 @@ class FakeServer(ThreadingHTTPServer):
         payload = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
         if body["load_format"] == "flattened_bucket":
             flat = payload["flattened_tensor"]
+            layout = payload["metadata"]
+            assert isinstance(layout, str) == self.is_ours
             payload = [
                 (m.name, flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape))
-                for m in payload["metadata"]
+                for m in (layout_text.from_text(layout) if self.is_ours else layout)
             ]
         self.received.update((name, tensor.clone()) for name, tensor in payload)
         if body["flush_cache"]:
@@ -98,7 +102,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/fp8rl/status":
             self._reply(200, status)
         else:
-            self._reply(200, {"tp_size": 2, "internal_states": [{"fp8rl": status}]})
+            section = (
+                {**status, "flat_layout": layout_text.VERSION} if self.server.is_ours else None
+            )
+            self._reply(200, {"tp_size": 2, "internal_states": [{"fp8rl": section}]})
 
     def do_POST(self) -> None:
         self.server.keys[self.path] = self.headers.get("authorization")
@@ -234,9 +241,17 @@ def test_the_server_is_told_which_refit_it_is_and_what_comes(server, partial):
 
 
 def test_another_server_is_told_nothing(server):
-    del server.status["state"]
+    server.is_ours = False
     RefitClient(server.url).update(TENSORS)
     assert not server.notes
+
+
+def test_a_server_is_asked_directly_whatever_proxy_the_environment_names(server, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert RefitClient(server.url).status()["state"] == "whole"
 
 
 def test_a_name_that_comes_twice_ends_the_update(server):
@@ -257,7 +272,7 @@ def test_a_refused_flush_is_asked_for_again_and_told(sessions, busy, flushed):
 
 
 def test_tensors_in_a_bucket_are_aligned_for_their_dtype():
-    flat, metadata, _ = flatten(TENSORS)
+    flat, metadata = flatten(TENSORS)
     for (name, tensor), meta in zip(TENSORS, metadata, strict=True):
         assert meta.name == name
         assert meta.start_idx % tensor.element_size() == 0
@@ -267,12 +282,12 @@ def test_tensors_in_a_bucket_are_aligned_for_their_dtype():
 
 def test_strided_tensors_are_sent_as_they_read():
     tensor = torch.arange(12, dtype=torch.float32).reshape(3, 4).t()[1:]
-    flat, (meta,), _ = flatten([("t", tensor)])
+    flat, (meta,) = flatten([("t", tensor)])
     assert torch.equal(flat[meta.start_idx : meta.end_idx].view(meta.dtype).view(3, 3), tensor)
 
 
 def test_a_process_that_was_not_started_by_this_one_can_read_it():
-    flat, metadata, _ = flatten(TENSORS)
+    flat, metadata = flatten(TENSORS)
     text = serialize({"flattened_tensor": flat, "metadata": metadata})
     with get_context("spawn").Pool(1) as pool:
         assert pool.apply(_sum_of, (text,)) == int(flat.to(torch.int64).sum())
@@ -286,7 +301,7 @@ def test_the_sharing_strategy_is_left_as_it_was():
 
 def test_the_payload_names_nothing_that_sglang_refuses_to_load():
     """SGLang 0.5.23 loads an exact list of globals, 0.5.16 a list of modules."""
-    flat, metadata, _ = flatten(TENSORS)
+    flat, metadata = flatten(TENSORS)
     allowed = pytest.importorskip("sglang.srt.utils.common").SafeUnpickler
     data = base64.b64decode(serialize({"flattened_tensor": flat, "metadata": metadata}))
     payload = allowed(io.BytesIO(data)).load()

@@ -262,9 +262,9 @@ def test_two_clients_that_take_turns_are_mixed(server):
 
 
 def test_what_is_remembered_of_refits_is_bounded(server):
-    partial = RefitNote("adapter", is_partial=True)
+    partial = RefitNote("adapter", extent="partial")
     for number in range(400):
-        note = RefitNote(str(number), is_partial=True) if number % 2 else partial
+        note = RefitNote(str(number), extent="partial") if number % 2 else partial
         server.call("norm", note=note, flush=True)
         server.call("embed", flush=True)
     assert len(server.log._begun) < 300
@@ -277,14 +277,14 @@ def test_what_is_remembered_of_refits_is_bounded(server):
 
 
 def test_two_named_refits_do_not_add_up_to_one(server):
-    one, other = RefitNote("one", wants_all=True), RefitNote("other", wants_all=True)
+    one, other = RefitNote("one", extent="all"), RefitNote("other", extent="all")
     server.call("embed", note=one)
     assert server.call(*NAMES[1:], note=other, flush=True) is State.FAILED
     assert server.full() is State.WHOLE
 
 
 def test_a_partial_refit_leaves_the_state_as_it_was(server):
-    partial = RefitNote("adapter", is_partial=True)
+    partial = RefitNote("adapter", extent="partial")
     assert server.call("norm", note=partial, flush=True) is State.WHOLE
     assert server.log.last.outcome is Outcome.OK
     assert server.log.complete.id < server.log.last.id

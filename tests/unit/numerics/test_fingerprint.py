@@ -165,9 +165,8 @@ def weights(seed=0):
     return {name: torch.randn(shape, generator=generator) for name, (_, shape) in SHAPES.items()}
 
 
-@pytest.mark.parametrize("pack_pairs", [False, True])
-def test_who_quantizes_does_not_matter(pack_pairs):
-    sent = quantize_for_refit(weights().items(), PLAN, pack_pairs=pack_pairs)
+def test_who_quantizes_does_not_matter():
+    sent = quantize_for_refit(weights().items(), PLAN)
     assert fingerprint_of(sent, PLAN).numbers == fingerprint_of(weights().items(), PLAN).numbers
 
 

@@ -156,7 +156,7 @@ def test_tensors_of_every_layout_are_sent_as_their_values(dtype, load_format):
 def test_a_flat_bucket_has_the_bytes_of_each_tensor_row_by_row(dtype):
     numbers = torch.arange(24).remainder(2 if dtype is torch.bool else 24).to(dtype)
     weights = [(name, view(numbers)) for name, view in LAYOUTS.items()]
-    flat, metadata, _ = flatten(weights)
+    flat, metadata = flatten(weights)
     for meta, (name, one) in zip(metadata, weights, strict=True):
         assert (meta.name, meta.shape, meta.dtype) == (name, one.shape, dtype)
         rows = one.contiguous().reshape(-1).view(torch.uint8)

@@ -9,8 +9,8 @@ from sglang_fp8rl.wire.refit_note import KEY, RefitNote, note_of
 
 NOTES = (
     RefitNote("a"),
-    RefitNote("a", "step-1", wants_all=True),
-    RefitNote("a", is_partial=True),
+    RefitNote("a", "step-1", extent="all"),
+    RefitNote("a", extent="partial"),
     RefitNote("a", "step-1"),
 )
 

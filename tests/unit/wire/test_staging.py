@@ -8,11 +8,12 @@ import time
 from multiprocessing import get_context
 from types import SimpleNamespace
 
-import pytest
 import torch
 
-from sglang_fp8rl.client.connection import PipelinedSender
+from sglang_fp8rl.client.tensor_update import TensorUpdate
+from sglang_fp8rl.wire import layout_text
 from sglang_fp8rl.wire.bucket import allocate, flatten, payload_of
+from sglang_fp8rl.wire.refit_note import RefitNote
 from sglang_fp8rl.wire.staging import COUNT, StagingBuffers
 
 CPU = torch.device("cpu")
@@ -22,35 +23,38 @@ def buckets(count, size=1000):
     return [[("w", torch.full((size,), float(number)))] for number in range(count)]
 
 
-def test_buffers_take_turns_and_none_is_given_away_twice():
+def test_buffers_take_turns():
     staging = StagingBuffers(allocate)
-    one, two = staging.take(100, CPU), staging.take(50, CPU)
-    assert one.memory.data_ptr() != two.memory.data_ptr()
-    with pytest.raises(RuntimeError, match="wait for an answer"):
-        staging.take(1, CPU)
-    one.end()
-    three = staging.take(80, CPU)
-    assert three.memory.data_ptr() == one.memory.data_ptr()
-    with pytest.raises(RuntimeError, match="wait for an answer"):
-        staging.take(1, CPU)
+    one, two, three = (staging.take(nbytes, CPU) for nbytes in (100, 50, 80))
+    assert one.data_ptr() != two.data_ptr()
+    assert three.data_ptr() == one.data_ptr()
+    assert [len(one), len(two), len(three)] == [100, 50, 80]
 
 
 def test_buckets_of_about_one_size_fit_in_the_buffers_that_are_there():
     made = []
     staging = StagingBuffers(lambda n, device: made.append(n) or allocate(n, device), least=1000)
     for size in (900, 400, 1000, 999, 1001):
-        staging.take(size, CPU).end()
+        staging.take(size, CPU)
     assert made == [1000, 1000, 1001]
 
 
 class SlowServer:
-    """Reads what it is sent a while after it was asked to."""
+    """A connection to a server that reads what it is sent a while after it was asked to."""
 
     def __init__(self):
         self.received, self.handles = [], set()
 
-    def __call__(self, body):
-        payload = pickle.loads(base64.b64decode(body["text"]))
+    def get(self, path):
+        section = {"flat_layout": layout_text.VERSION}
+        return {"tp_size": 1, "internal_states": [{"fp8rl": section}]}
+
+    def post_if_known(self, path, body):
+        return False
+
+    def post(self, path, body):
+        (text,) = body["serialized_named_tensors"]
+        payload = pickle.loads(base64.b64decode(text))
         assert payload["is_staged"]
         flat = payload["flattened_tensor"]
         self.handles.add(flat.untyped_storage()._share_filename_cpu_()[1])
@@ -59,13 +63,17 @@ class SlowServer:
 
 
 def test_a_server_reads_what_was_sent_though_the_next_bucket_is_made_meanwhile():
-    server, staging, sent = SlowServer(), StagingBuffers(allocate), buckets(6)
-    with PipelinedSender(server, None) as sender:
-        for bucket in sent:
-            payload = payload_of(bucket, "flattened_bucket", 1, True, staging)
-            sender.send({"text": payload.texts[0]}, payload, 1, 0)
-        sender.finish()
-    for received, ((_, tensor),) in zip(server.received, sent, strict=True):
+    server = SlowServer()
+    sent = [(f"w{number}", torch.full((1000,), float(number))) for number in range(6)]
+    update = TensorUpdate(server, RefitNote("a"))
+    update.send(
+        iter(sent),
+        bucket_bytes=4000,
+        load_format="flattened_bucket",
+        tp_size=None,
+        on_bucket=None,
+    )
+    for received, (_, tensor) in zip(server.received, sent, strict=True):
         assert torch.equal(received, tensor)
     assert len(server.handles) == COUNT
 
@@ -78,7 +86,6 @@ def test_each_rank_has_a_handle_of_its_own_to_open_and_close():
             payload = payload_of(bucket, "flattened_bucket", 2, True, staging)
             for text in payload.texts:
                 assert pool.apply(_first_of, (text,)) == number
-            payload.lease.end()
 
 
 def _first_of(text):
@@ -93,9 +100,8 @@ def test_a_buffer_on_a_device_is_sent_when_it_is_filled(monkeypatch):
     module = SimpleNamespace(current_stream=lambda device: stream)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     staging = StagingBuffers(allocate)
-    _, _, lease = flatten([("a", torch.ones(4, device="meta"))], staging)
+    flatten([("a", torch.ones(4, device="meta"))], staging)
     assert done == ["filled"]
-    lease.end()
     flatten([("a", torch.ones(4, device="meta"))])  # a handle of its own: opened, so waited for
     flatten([("a", torch.ones(4))], staging)
     assert done == ["filled"]

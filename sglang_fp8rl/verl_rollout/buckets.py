@@ -1,0 +1,75 @@
+"""What veRL hands to one rank, as flattened buckets for a server; and those of all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+from sglang.srt.weight_sync.utils import _preprocess_tensor_for_update_weights
+from verl.utils.device import get_device_id
+from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
+
+from ..errors import RefitError
+from ..wire.bucket import payload_of
+
+FLATTENED = "flattened_bucket"
+
+
+async def flat_buckets(
+    weights: Any, bucket_bytes: int, layout_as_text: bool
+) -> AsyncIterator[tuple[str, bool]]:
+    """Each bucket for the server, which reads it out of this process until the next is asked for; and whether
+    it is the last.
+
+    Args:
+        weights: named tensors, as veRL hands them to each rank.
+        bucket_bytes: a bucket ends before the tensor that would pass this size.
+        layout_as_text: as `payload_of`.
+    """
+    # What SGLang does before it pickles: handles of CUDA memory name the GPU, not its number.
+    monkey_patch_torch_reductions()
+    buckets = get_named_tensor_buckets(weights, bucket_bytes)
+    bucket = await anext(buckets, None)
+    while bucket is not None:
+        following = await anext(buckets, None)
+        named = [(_plain_name(name), _local(tensor)) for name, tensor in bucket]
+        payload = payload_of(named, FLATTENED, ranks=1, layout_as_text=layout_as_text)
+        yield payload.texts[0], following is None
+        bucket = following
+        del named, payload
+
+
+def of_all_ranks(said: Sequence[Any]) -> tuple[list[str], bool]:
+    """The next bucket of every rank, and whether it is the last.
+
+    Args:
+        said: by rank: what `flat_buckets` gave, None behind its end, or the `RefitError` that it met.
+
+    Raises:
+        RefitError: a rank could not make its own, or has fewer than the others.
+    """
+    failed = next((one for one in said if isinstance(one, RefitError)), None)
+    if failed is not None:
+        raise failed
+    ended = [rank for rank, one in enumerate(said) if one is None or one[1]]
+    if None in said or 0 < len(ended) < len(said):
+        raise RefitError(
+            "a refit",
+            f"rank(s) {ended} of {len(said)} have no more tensors, the others have",
+            "every rank of a server's group is given the same tensors",
+            "Check what the trainer hands to update_weights on these ranks.",
+        )
+    return [text for text, _ in said], bool(ended)
+
+
+def _plain_name(name: str) -> str:
+    """veRL wraps layers under LoRA; the server knows no `base_layer`."""
+    return name.replace(".base_layer.", ".")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """On the device whose memory the server can read, as veRL sends it."""
+    full = _preprocess_tensor_for_update_weights(tensor.detach())
+    return full.to(get_device_id()) if full.device.type == "cpu" else full
