@@ -20,7 +20,6 @@ from .boundary import Boundary
 from .metrics import observe_refit
 from .refit_end import end_request, fail_behind
 from .request_checks import check_request, readable_note
-from .shared_memory import checked_shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +110,6 @@ class _UpdateRequest:
             # A `load_format` may name any function of the server's: it may load, and write by itself.
             refit.only_through_load_weights() if _has_loader(request) else nullcontext(),
             _flush_watched(manager, update),
-            checked_shared_memory(),
             refit.derived.in_place() if processes else nullcontext(),
         ):
             self._around_host.enter_context(context)

@@ -66,13 +66,15 @@ class Fp8RlCpuPlatform(SRTPlatform):
         return "torch_native"
 
     def init_backend(self) -> None:
-        """Called in each worker: share CPU tensors by file name (see `cpu_hooks`), and serve MLA."""
+        """Called in each worker: share CPU tensors by file name, read them whole, and serve MLA."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         from .cpu_mla import use_absorbed_mla
+        from .shared_memory import check_shared_memory
 
         register_attention_backend("torch_native")(_make_attention)
         torch.multiprocessing.set_sharing_strategy("file_system")
+        check_shared_memory()
         use_absorbed_mla()
 
     # --- device ---

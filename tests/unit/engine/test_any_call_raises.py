@@ -4,7 +4,6 @@ is a failed one, and the next full update mends what it left. The model is a toy
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,6 @@ from threads_as_ranks import Ranks
 pytest.importorskip("sglang")
 
 from sglang_fp8rl.engine.arrival.update import Origin
-from sglang_fp8rl.engine.host import update_request
 from sglang_fp8rl.engine.host.other_calls import read_unfolded
 from sglang_fp8rl.engine.host.sessions import begin_session, end_session
 from sglang_fp8rl.engine.host.status import add_status
@@ -117,13 +115,6 @@ class Server:
             return injected(name, act, manager) if name and rank == at else act(manager)
 
         return self.ranks.call(run)
-
-
-@pytest.fixture
-def patched(monkeypatch):
-    # Not for threads: it replaces functions of torch.
-    monkeypatch.setattr(update_request, "checked_shared_memory", nullcontext)
-    return monkeypatch
 
 
 def tensors(seed, part=slice(None)):
@@ -236,8 +227,8 @@ def spread(names, count):
 
 @pytest.mark.parametrize("at", [1, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("request_name", REQUESTS)
-def test_every_call_may_raise_on_any_rank(patched, request_name, at, request):
-    server = Server(patched)
+def test_every_call_may_raise_on_any_rank(monkeypatch, request_name, at, request):
+    server = Server(monkeypatch)
     before, act = REQUESTS[request_name]
     for one in before:
         server.call(one)
@@ -253,5 +244,5 @@ def test_every_call_may_raise_on_any_rank(patched, request_name, at, request):
             found = f"no answer: {type(error).__name__}: {error}"
         if found:
             broken[name] = found
-            server = Server(patched)
+            server = Server(monkeypatch)
     assert broken == {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import gc
 import os
 import pickle
 import struct
@@ -13,11 +15,20 @@ import torch
 from forked import CONTEXT
 from torch.multiprocessing import reductions
 
-from sglang_fp8rl.engine.host.shared_memory import checked_shared_memory
 from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.lab.cpu_platform.shared_memory import check_shared_memory
 from sglang_fp8rl.wire.bucket import serialize
 
 HEADER = 64
+
+
+@contextlib.contextmanager
+def checked_shared_memory():
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("rebuild_storage_filename", "rebuild_storage_fd"):
+            patched.setattr(reductions, name, getattr(reductions, name))
+        check_shared_memory()
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +91,7 @@ def test_a_thousand_tensors_keep_no_descriptor_open():
     sent_tensors = [torch.full((3,), float(at)) for at in range(1000)]
     content = base64.b64decode(serialize(sent_tensors))
     reductions.shared_cache.clear()
+    gc.collect()  # what other tests left open closes now, not in between
     before = len(os.listdir("/proc/self/fd"))
     found = read(content)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -1,4 +1,4 @@
-"""CPU tensors of a request, mapped to the last byte that they say, without a helper process.
+"""CPU tensors of other processes, mapped to the last byte that they say, without a helper process.
 
 torch opens a handle through a manager process: the sender's, whose socket then stays open for good, or one of its own. At
 its end a manager deletes every file that was ever opened through it, and a sender that lets go of such a file
@@ -20,23 +20,17 @@ import torch
 from torch.multiprocessing import reductions
 
 from ...errors import RefitError
-from ...wire.bucket import FILES, HEADER, READERS
+from ...wire.bucket import FILES, HEADER, READERS, file_of
 
 
-@contextmanager
-def checked_shared_memory() -> Iterator[None]:
-    """What is unpickled in here maps shared memory only if it is all there.
+def check_shared_memory() -> None:
+    """What is unpickled from now on maps shared memory only if it is all there.
 
-    Side effects: two functions of `torch.multiprocessing.reductions` are replaced until the end.
+    Side effects: two functions of `torch.multiprocessing.reductions` are replaced.
     """
-    by_name, by_descriptor = reductions.rebuild_storage_filename, reductions.rebuild_storage_fd
-    reductions.rebuild_storage_filename = _mapped_by_name
-    reductions.rebuild_storage_fd = _checked_by_descriptor(by_descriptor)
-    try:
-        yield
-    finally:
-        reductions.rebuild_storage_filename = by_name
-        reductions.rebuild_storage_fd = by_descriptor
+    if reductions.rebuild_storage_filename is not _mapped_by_name:
+        reductions.rebuild_storage_filename = _mapped_by_name
+        reductions.rebuild_storage_fd = _checked_by_descriptor(reductions.rebuild_storage_fd)
 
 
 def _mapped_by_name(
@@ -62,7 +56,7 @@ def _mapped_by_name(
 
 
 def _checked_file_of(handle: bytes) -> Path:
-    file = FILES / os.fsdecode(handle).removeprefix("/")
+    file = file_of(handle)
     if file.parent != FILES or not file.name.startswith("torch_"):
         raise RefitError(
             f"shared memory {os.fsdecode(handle)!r}",
