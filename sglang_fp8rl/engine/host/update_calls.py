@@ -84,8 +84,9 @@ class _UpdateRequest:
         if result is None:
             result = failed_update(self._origin, " | ".join(boundary.errors))
         end_request(boundary, manager, refit, update, result, is_asked=is_asked)
-        for extension in refit.extensions:
-            boundary.step(extension.end_request)
+        if is_asked:
+            for extension in refit.extensions:
+                boundary.step(extension.end_request, was_flushed=bool(update.cache_flushed))
         boundary.step(self._around.close)
         if update.scope.is_last_call or not result.success:
             boundary.step(refit.sender_memory.release)
@@ -111,8 +112,6 @@ class _UpdateRequest:
         self._around.enter_context(collector_paused())
         self._update.touches_target = getattr(request, "selector", "all") != "draft"
         check_request(manager, request)
-        for extension in refit.extensions:
-            extension.note_update()
         refit.wait_for_device()
         # From disk and from checkpoint-engine, SGLang processes weights after it loaded them.
         processes = origin in _PROCESS_AFTER_LOADING
