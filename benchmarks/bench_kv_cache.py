@@ -50,7 +50,6 @@ from kv_cache.in_engine import (
     center,
     decode_operations,
     errors_of,
-    fold,
     largest,
     scale_exactly,
     score,
@@ -121,7 +120,7 @@ def measure_errors(console: Console) -> tuple[list[dict[str, Any]], dict[str, An
                 "bytes_per_token_bf16": bf16.call(bytes_per_token),
             }
             operations = fp8.call(decode_operations)
-            fp8.call(fold, [(0, 0)] * LAYERS)
+            fp8.call(kv_commands.fold, [(0, 0)] * LAYERS)
             without = fp8.call(decode_operations)
             facts["decode_operations"] = sum(operations.values())
             facts["decode_operations_added"] = sum(operations.values()) - sum(without.values())
@@ -145,7 +144,7 @@ def measure_errors(console: Console) -> tuple[list[dict[str, Any]], dict[str, An
                         host = bf16
                     else:
                         host = fp8_q if rule.endswith("FP8 q") else fp8
-                        host.call(fold, folded.get(rule, [(0, 0)] * LAYERS))
+                        host.call(kv_commands.fold, folded.get(rule, [(0, 0)] * LAYERS))
                     if rule == "amax * 1.05":
                         scales = [tuple(1.05 * one / 448 for one in layer) for layer in seen]
                         host.call(scale_exactly, scales)

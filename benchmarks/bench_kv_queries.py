@@ -28,7 +28,7 @@ from bench_kv_cache import LAYERS, VOCABULARY
 from engine_host import EngineHost
 from host_log import host_log
 from kv_cache.cpu_attention import ON
-from kv_cache.in_engine import around_attention, errors_of, fold, score
+from kv_cache.in_engine import around_attention, errors_of, score
 
 from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 
@@ -84,7 +84,7 @@ def main(
             certified = host.call(kv_commands.exponents)
             for moved in MOVED:
                 exponents = [(keys + moved, values) for keys, values in certified]
-                host.call(fold, exponents)
+                host.call(kv_commands.fold, exponents)
                 found, shares = host.call(score_and_count, prompts)
                 row = {
                     "model": "qwen3",

@@ -8,10 +8,11 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sglang_fp8rl.engine.kv_scales.attention_layers import AttentionLayer
 from sglang_fp8rl.engine.kv_scales.choice import chosen, table_of
-from sglang_fp8rl.engine.kv_scales.kv_scales import KvScales
+from sglang_fp8rl.engine.kv_scales.fold import Fold
 from sglang_fp8rl.numerics.kv_bounds import Rotation, Rows
 
 TARGET_S = 0.2  # to choose and to fold, on two cores
@@ -36,10 +37,8 @@ def layers_of(name: str) -> list[AttentionLayer]:
             AttentionLayer(
                 f"layer {number}",
                 number,
-                keys_down=(heads[0] if has_norms else scale[at[1]],),
-                queries_up=(heads[1] if has_norms else scale[at[0]],),
-                values_down=(scale[at[2]],),
-                output_up=(out,),
+                down=((heads[0] if has_norms else scale[at[1]],), (scale[at[2]],)),
+                up=((heads[1] if has_norms else scale[at[0]],), (out,)),
                 input_norm=norm,
                 key_norm=heads[0] if has_norms else None,
                 key_rows=Rows(weight[q : q + kv], scale[at[1]]),
@@ -51,18 +50,19 @@ def layers_of(name: str) -> list[AttentionLayer]:
 
 
 def measure_times(repetitions: int) -> list[dict[str, Any]]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = []
     for name in ("Qwen3-8B", "Llama-3.1-8B"):
         layers = layers_of(name)
-        kv = KvScales("certified", lambda: None)
-        kv.start(layers, None)
-        assert any(one.exponents != (0, 0) for one in kv.chosen)
+        fold, read = Fold(layers), functools.partial(table_of, layers)
+        fold.change(chosen(dist.group.WORLD, read, None).exponents)
+        assert fold.exponents.any()
         choose, fold_back, both, cpu = [], [], [], []
         for _ in range(repetitions):
             started, cpu_started = time.perf_counter(), time.process_time()
-            chosen(layers, None, functools.partial(table_of, layers))
+            chosen(dist.group.WORLD, read, None)
             found_at = time.perf_counter()
-            with kv.unfolded():
+            with fold.unfolded():
                 pass
             choose.append(found_at - started)
             fold_back.append(time.perf_counter() - found_at)

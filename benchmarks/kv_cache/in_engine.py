@@ -14,7 +14,7 @@ from generation import finish, generate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_fp8rl.engine.kv_scales.calibration import Calibration
-from sglang_fp8rl.engine.kv_scales.choice import chosen, table_of
+from sglang_fp8rl.engine.kv_scales.choice import ROOM, chosen, table_of
 
 
 def largest(scheduler: Any, prompts: list[list[int]]) -> list[tuple[float, float]]:
@@ -37,13 +37,11 @@ def largest(scheduler: Any, prompts: list[list[int]]) -> list[tuple[float, float
 
 def calibrated(scheduler: Any, tokens: list[int]) -> list[tuple[int, int]]:
     """What a server that calibrates with these tokens would choose."""
-    kv, source = kv_commands.kv_of(scheduler), Calibration(model_of(scheduler), tokens)
-    with kv.unfolded():
-        largest = source.largest(kv.layers)
-        layers = chosen(
-            kv.layers, None, functools.partial(table_of, kv.layers, largest), source.room
-        )
-    return [one.exponents for one in layers]
+    fold, text = kv_commands.fold_of(scheduler), Calibration(model_of(scheduler), tokens)
+    with fold.unfolded():
+        read = functools.partial(table_of, fold.layers, text.largest(fold.layers))
+        found = chosen(kv_commands.kv_of(scheduler).group, read, ROOM["calibrated"])
+    return [tuple(one) for one in found.exponents.tolist()]
 
 
 def center(scheduler: Any, prompts: list[list[int]]) -> None:
@@ -94,12 +92,6 @@ def around_attention(scheduler: Any, around: Callable[[Any], Any] | None) -> Non
             vars(module).pop("forward", None)
             if around is not None:
                 module.forward = around(module)
-
-
-def fold(scheduler: Any, exponents: list[tuple[int, int]]) -> None:
-    from sglang_fp8rl.engine.kv_scales.choice import LayerChoice, Side
-
-    kv_commands.kv_of(scheduler)._adopt([LayerChoice(Side(a), Side(b)) for a, b in exponents])
 
 
 def score(scheduler: Any, prompts: list[list[int]]) -> list[float]:

@@ -21,23 +21,32 @@ class Received:
 
 
 class Extension:
-    """Of one served model; does nothing where a method is not overridden.
+    """What is on the class, every server has; an object takes part in the updates of one served model.
+
+    A method that is not overridden does nothing.
 
     Attributes:
         routes: path to what answers it, in the process that serves HTTP; of those who may change the server.
         gauges: of Prometheus, name to description.
         mark: of the requests for the internal state that `answer` is for.
+        section: of the status; null where nothing takes part in updates.
     """
 
     routes: ClassVar[Mapping[str, Callable[[Any], Awaitable[Any]]]] = {}
     gauges: ClassVar[Mapping[str, str]] = {}
     mark: ClassVar[str | None] = None
+    section: ClassVar[str | None] = None
 
     def __init__(self, refit: Any) -> None:
         self.refit = refit  # the model's `ModelRefit`, still being made: kept here, not asked
 
-    def start(self, runner: Any) -> None:
-        """SGLang has loaded the model and knows its cache's dtype; nothing has run yet."""
+    def start(self, runner: Any) -> bool:
+        """SGLang has loaded the model and knows its cache's dtype; nothing has run yet.
+
+        Returns:
+            whether this takes part in updates; else nothing below is called any more.
+        """
+        return False
 
     def unfolded(self) -> AbstractContextManager[None]:
         """Weights are as they were sent in here: somebody loads them, or reads them to compare or to keep."""
@@ -47,25 +56,31 @@ class Extension:
         """Take tensors that no parameter takes; `is_serving` is false while the checkpoint is loaded."""
         return Received()
 
-    def note_update(self) -> None:
-        """A request brings weights. On every rank, whatever becomes of the request there."""
+    def end_request(self, *, was_flushed: bool) -> None:
+        """Behind an update request that SGLang was asked, on every rank, whatever became of it there.
 
-    def end_request(self) -> None:
-        """Behind an update request, on every rank, whatever became of it."""
+        Args:
+            was_flushed: whether this rank's cache was emptied.
+        """
 
     def end_session(self, manager: Any) -> None:
         """Behind the end of a session, on every rank; `manager` is SGLang's weight updater."""
 
     def cache_is_empty(self, manager: Any) -> bool:
-        """SGLang has just flushed its cache, on every rank; returns whether it may say so."""
+        """SGLang has just flushed its cache, on every rank, and not within an update request.
+
+        Returns:
+            whether it may say so.
+        """
         return True
 
-    def plan(self) -> dict[str, Any]:
-        """Sections of the plan."""
-        return {}
+    def status(self, manager: Any) -> dict[str, Any] | None:
+        """The `section`; `manager` is None where nothing is to be read off the device."""
+        return None
 
-    def status(self, manager: Any) -> dict[str, Any]:
-        """Sections of the status; `manager` is None where nothing is to be read off the device."""
+    @staticmethod
+    def plan(refit: Any) -> dict[str, Any]:
+        """Sections of the plan."""
         return {}
 
     @staticmethod
@@ -73,6 +88,7 @@ class Extension:
         """The gauges that a status has a number for."""
         return {}
 
-    def answer(self, scheduler: Any) -> dict[str, Any]:
+    @staticmethod
+    def answer(refit: Any, scheduler: Any) -> dict[str, Any]:
         """The internal state for a request with its mark, on every rank, where nothing may be raised."""
         raise NotImplementedError

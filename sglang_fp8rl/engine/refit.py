@@ -241,8 +241,8 @@ class ModelRefit:
     def _plan(self) -> RefitPlan:
         names = self.learned_names()
         more: dict[str, Any] = {}
-        for extension in self.extensions:
-            more |= extension.plan()
+        for kind in extensions():
+            more |= kind.plan(self)
         document = plan_document(self.model, names, self.targets, self.schemes, self.options, more)
         return RefitPlan.from_dict(document)
 

@@ -8,63 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 # BF16 and FP32 have the same exponents.
 SMALLEST_NORMAL, LARGEST = -126, 127
-UNLIMITED = 1 << 20
-EXACT_DTYPES = (torch.bfloat16, torch.float32)
-
-
-@dataclass(frozen=True)
-class ExponentRange:
-    """The exponents `e` for which multiplying by `2**e` loses nothing; 0 is always one of them."""
-
-    low: int = -UNLIMITED
-    high: int = UNLIMITED
-
-    def __and__(self, other: ExponentRange) -> ExponentRange:
-        return ExponentRange(max(self.low, other.low), min(self.high, other.high))
-
-    def __neg__(self) -> ExponentRange:
-        """Of the inverse: the exponents whose negatives are in this range."""
-        return ExponentRange(-self.high, -self.low)
-
-    def nearest(self, exponent: int) -> int:
-        return min(max(exponent, self.low), self.high)
 
 
 def magnitudes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Smallest magnitude that is not zero, and largest, over all of them: FP32 `[2]`, on their device.
 
-    `[inf, 0]` where all are zero or there are none; NaN where one has a NaN.
+    `[inf, 0]` where all are zero; NaN where one has a NaN.
     """
-    low, high = [], []
-    for one in tensors:
-        if one.numel():
-            magnitude = one.detach().float().abs()
-            high.append(magnitude.amax())
-            low.append(magnitude.masked_fill(magnitude == 0, math.inf).amin())
-    if not low:
-        return torch.tensor([math.inf, 0.0])
-    return torch.stack([torch.stack(low).amin(), torch.stack(high).amax()])
+    found = torch.cat([one.detach().float().abs().flatten() for one in tensors])
+    return torch.stack([found.masked_fill(found == 0, math.inf).amin(), found.amax()])
 
 
-def exact_range(smallest: float, largest: float) -> ExponentRange:
-    """How far numbers of these magnitudes can be moved (`magnitudes`).
+def exact_range(smallest: float, largest: float) -> tuple[int, int]:
+    """The lowest and the highest `e` with which numbers of these `magnitudes` times `2**e` lose nothing.
 
-    A subnormal has fewer bits than it would need one binade lower, so it may only move up. What is not
-    finite does not move at all.
+    0 always lies between. A subnormal has fewer bits than it would need one binade lower, so it may only
+    move up. What is not finite does not move at all.
     """
     if largest == 0:
-        return ExponentRange()
+        return SMALLEST_NORMAL, -SMALLEST_NORMAL
     if not (math.isfinite(smallest) and math.isfinite(largest)):
-        return ExponentRange(0, 0)
+        return 0, 0
     least, most = math.frexp(smallest)[1] - 1, math.frexp(largest)[1] - 1
     low = min(SMALLEST_NORMAL - least, 0) if least >= SMALLEST_NORMAL else 0
-    return ExponentRange(low, max(LARGEST - most, 0))
+    return low, max(LARGEST - most, 0)
 
 
 def multiply_by_powers(tensors: Sequence[torch.Tensor], exponents: Sequence[int]) -> None:

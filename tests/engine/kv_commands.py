@@ -14,40 +14,63 @@ FP8_CACHE = ("--kv-cache-dtype", "fp8_e4m3")
 
 
 def kv_of(scheduler: Any) -> Any:
+    """None where the cache is not scaled."""
     from sglang_fp8rl.engine.kv_scales.extension import KvScaling
 
     extensions = model_of(scheduler).fp8rl_refit.extensions
-    return next(one.kv for one in extensions if isinstance(one, KvScaling))
+    return next((one for one in extensions if isinstance(one, KvScaling)), None)
+
+
+def fold_of(scheduler: Any) -> Any:
+    """Of a server that scales nothing, one that only tests change."""
+    from sglang_fp8rl.engine.extension import Extension
+    from sglang_fp8rl.engine.kv_scales.attention_layers import attention_layers
+    from sglang_fp8rl.engine.kv_scales.fold import Fold
+
+    class Folded(Extension):
+        def __init__(self, refit: Any) -> None:
+            super().__init__(refit)
+            self.fold = Fold(attention_layers(refit.model))
+
+        def unfolded(self) -> Any:
+            return self.fold.unfolded()
+
+    refit = model_of(scheduler).fp8rl_refit
+    found = next((one.fold for one in refit.extensions if hasattr(one, "fold")), None)
+    if found is None:
+        refit.extensions.append(Folded(refit))
+        found = refit.extensions[-1].fold
+    return found
 
 
 def fold_at_random(scheduler: Any, seed: int) -> list[tuple[int, int]]:
     """Fold exponents that no rule would choose; the cache's dtype does not matter."""
-    from sglang_fp8rl.engine.kv_scales.attention_layers import attention_layers
-    from sglang_fp8rl.engine.kv_scales.choice import LayerChoice, Side
-
-    draw, kv = random.Random(seed), kv_of(scheduler)
-    kv.layers = attention_layers(model_of(scheduler))
-    kv._adopt(
-        [
-            LayerChoice(*(Side(draw.choice([-1, 1]) * draw.randint(1, 12)) for _ in range(2)))
-            for _ in kv.layers
-        ]
+    draw = random.Random(seed)
+    layers = fold_of(scheduler).layers
+    fold(
+        scheduler,
+        [[draw.choice([-1, 1]) * draw.randint(1, 12) for _ in range(2)] for _ in layers],
     )
     return exponents(scheduler)
 
 
+def fold(scheduler: Any, powers: list[Any]) -> None:
+    fold_of(scheduler).change(torch.tensor(powers))
+    model_of(scheduler).fp8rl_refit.derived.end_of_update()
+
+
 def unfold(scheduler: Any) -> None:
-    kv = kv_of(scheduler)
-    kv._multiply(-1)
-    kv.chosen, kv.layers = [], ()
+    fold_of(scheduler).change(torch.zeros_like(fold_of(scheduler).exponents))
+    refit, scaling = model_of(scheduler).fp8rl_refit, kv_of(scheduler)
+    refit.extensions[:] = [] if scaling is None else [scaling]  # the engine is lent to other tests
 
 
 def exponents(scheduler: Any) -> list[tuple[int, int]]:
-    return [one.exponents for one in kv_of(scheduler).chosen]
+    return [tuple(one) for one in fold_of(scheduler).exponents.tolist()]
 
 
 def unfolded_digests(scheduler: Any) -> dict[str, str]:
-    with kv_of(scheduler).unfolded():
+    with fold_of(scheduler).unfolded():
         return digests(scheduler)
 
 
@@ -171,7 +194,7 @@ def adversarial_codes(scheduler: Any) -> list[tuple[float, float, int]]:
 
     found = []
     model = model_of(scheduler)
-    for layer in kv_of(scheduler).layers:
+    for layer in fold_of(scheduler).layers:
         decoder = model.get_submodule(layer.name.rpartition(".")[0])
         attention: Any = model.get_submodule(layer.name)
         gain = layer.input_norm.double()

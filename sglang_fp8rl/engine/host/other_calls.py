@@ -25,8 +25,7 @@ def start_model(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
     if refit is not None:
         check_control(get_server_args())
         refit.note_loaded()
-        for extension in refit.extensions:
-            extension.start(runner)
+        refit.extensions[:] = [one for one in refit.extensions if one.start(runner)]
     return result
 
 
@@ -47,10 +46,9 @@ def check_control(args: Any) -> None:
 def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
     """`Scheduler.flush_cache`: what it did, on every rank alike."""
     refit = refit_of(scheduler.tp_worker.model_runner.model)
-    if not is_empty or refit is None:
+    if not is_empty or refit is None or refit.is_updating:
         return is_empty
-    if not refit.is_updating:  # behind a session's end there is no refit that this could divide
-        refit.report.flushed()
+    refit.report.flushed()  # behind a session's end there is no refit that this could divide
     manager = scheduler.weight_updater
     for extension in refit.extensions:
         is_empty = extension.cache_is_empty(manager) and is_empty

@@ -65,9 +65,8 @@ def status_section(
         "problems": problems,
         "plan": module_rows(refit.schemes),
     }
-    for extension in refit.extensions:
-        section |= extension.status(manager)
-    return section
+    ours = {extension.section: extension.status(manager) for extension in refit.extensions}
+    return section | {kind.section: ours.get(kind.section) for kind in extensions() if kind.section}
 
 
 def full_section(refit: ModelRefit, scheduler: Any) -> dict[str, Any]:
@@ -210,9 +209,9 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
     if refit is None:
         return result
     mark = getattr(recv_req, "rid", None) or ""
-    for extension in refit.extensions:
-        if mark == extension.mark:
-            result.internal_state = extension.answer(scheduler)
+    for kind in extensions():
+        if mark == kind.mark:
+            result.internal_state = kind.answer(refit, scheduler)
             return result
     boundary = Boundary(scheduler.weight_updater.tp_cpu_group)
     if mark.startswith(PLAN_MARK):

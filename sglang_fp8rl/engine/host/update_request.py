@@ -74,8 +74,9 @@ class _UpdateRequest:
         if result is None:
             result = _failed(update.origin, " | ".join(boundary.errors))
         end_request(boundary, manager, refit, update, result, is_asked=is_asked)
-        for extension in refit.extensions:
-            boundary.step(extension.end_request)
+        if is_asked:
+            for extension in refit.extensions:
+                boundary.step(extension.end_request, was_flushed=bool(update.cache_flushed))
         boundary.step(self._around.close)
         if update.is_last_call or not result.success:
             boundary.step(refit.sender_memory.release)
@@ -100,8 +101,6 @@ class _UpdateRequest:
         self._around.enter_context(refit.during(update))
         self._around.enter_context(collector_paused())
         check_request(manager, request)
-        for extension in refit.extensions:
-            extension.note_update()
         refit.wait_for_device()
         # From disk and from checkpoint-engine, SGLang processes weights after it loaded them.
         processes = update.origin in _PROCESS_AFTER_LOADING

@@ -14,7 +14,6 @@ import torch
 
 from ...errors import ConfigError
 from ...numerics.kv_bounds import Rotation, Rows, normed, projected, rotated
-from ...numerics.powers_of_two import EXACT_DTYPES
 from ...scheme import Granularity
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 
@@ -29,6 +28,8 @@ _SERVED = {
 _NORM = "sglang.srt.layers.layernorm.RMSNorm"
 _BLOCK = 128
 
+Parts = tuple[torch.Tensor, ...]
+
 
 @dataclass(frozen=True)
 class AttentionLayer:
@@ -37,31 +38,28 @@ class AttentionLayer:
     Attributes:
         name: of the attention module.
         layer_id: its number in the KV pool.
-        keys_down, queries_up: multiplied by `2**-a` and `2**a`.
-        values_down, output_up: multiplied by `2**-b` and `2**b`.
+        down: of keys and of values, what is multiplied by `2**-e`.
+        up: of queries and of the output, what is multiplied by `2**e`.
+        key_norm: the weight of the norm behind the projection, if there is one.
     """
 
     name: str
     layer_id: int
-    keys_down: tuple[torch.Tensor, ...]
-    queries_up: tuple[torch.Tensor, ...]
-    values_down: tuple[torch.Tensor, ...]
-    output_up: tuple[torch.Tensor, ...]
+    down: tuple[Parts, Parts]
+    up: tuple[Parts, Parts]
     input_norm: torch.Tensor
     key_norm: torch.Tensor | None
     key_rows: Rows
     value_rows: Rows
     rotation: Rotation
 
-    def key_bound(self) -> torch.Tensor:
-        """Nothing larger than this is ever stored as a key: FP64 scalar, on the weights' device."""
+    def bounds(self) -> torch.Tensor:
+        """No key and no value that is stored is larger than this: FP64 `[2]`, on the weights' device."""
         if self.key_norm is not None:
-            return normed(self.key_norm, self.rotation)
-        return rotated(projected(self.key_rows, self.input_norm), self.rotation).amax()
-
-    def value_bound(self) -> torch.Tensor:
-        """As `key_bound`, of values."""
-        return projected(self.value_rows, self.input_norm).amax()
+            of_keys = normed(self.key_norm, self.rotation)
+        else:
+            of_keys = rotated(projected(self.key_rows, self.input_norm), self.rotation).amax()
+        return torch.stack([of_keys, projected(self.value_rows, self.input_norm).amax()])
 
 
 def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
@@ -86,75 +84,57 @@ def _layer(name: str, attention: Any, decoder: Any) -> AttentionLayer:
     kind = _path(decoder)
     if _SERVED.get(kind) != _path(attention):
         raise refused(name, f"{_path(attention)} in {kind}", "no test shows this class served")
-    key_norm = getattr(attention, "k_norm", None)
-    for norm in (decoder.input_layernorm, key_norm, getattr(attention, "q_norm", None)):
-        if norm is not None and _path(norm) != _NORM:
+    norms = [decoder.input_layernorm]
+    if getattr(attention, "k_norm", None) is not None:
+        norms += [attention.q_norm, attention.k_norm]
+    for norm in norms:
+        if _path(norm) != _NORM:
             raise refused(name, _path(norm), "a fold needs a norm that multiplies by its weight")
+    input_norm, *head_norms = (norm.weight.data for norm in norms)
+    if input_norm.dtype is not torch.bfloat16:
+        rule = "powers of two commute with BF16's rounding, and FP32 scales have its exponents"
+        raise refused("--dtype", str(input_norm.dtype), rule)
     qkv, q, kv = attention.qkv_proj, attention.q_size, attention.kv_size
-    q_parts, k_parts, v_parts = (
-        _parts(name, qkv, start, size) for start, size in ((0, q), (q, kv), (q + kv, kv))
-    )
-    if key_norm is not None:
-        q_parts, k_parts = (attention.q_norm.weight.data,), (key_norm.weight.data,)
-    out = attention.o_proj
-    layer = AttentionLayer(
+    queries, keys, values = (_rows(name, qkv, *part) for part in ((0, q), (q, kv), (q + kv, kv)))
+    output = _rows(name, attention.o_proj, 0, attention.o_proj.weight.shape[0])
+    of_queries, of_keys = [(one,) for one in head_norms] or (_parts(queries), _parts(keys))
+    return AttentionLayer(
         name,
         attention.attn.layer_id,
-        keys_down=k_parts,
-        queries_up=q_parts,
-        values_down=v_parts,
-        output_up=_parts(name, out, 0, out.weight.shape[0], with_bias=False),
-        input_norm=decoder.input_layernorm.weight.data,
-        key_norm=None if key_norm is None else key_norm.weight.data,
-        key_rows=_rows(qkv, q, kv),
-        value_rows=_rows(qkv, q + kv, kv),
+        down=(of_keys, _parts(values)),
+        up=(of_queries, _parts(output)[:1]),  # what its bias adds is as large as before
+        input_norm=input_norm,
+        key_norm=head_norms[1] if head_norms else None,
+        key_rows=keys,
+        value_rows=values,
         rotation=_rotation(name, attention),
     )
-    for one in (*layer.keys_down, *layer.queries_up, *layer.values_down, *layer.output_up):
-        if one.dtype not in EXACT_DTYPES:
-            raise refused(
-                name, f"weights in {one.dtype}", "powers of two are exact in BF16 and FP32"
-            )
-    return layer
 
 
-def _scale_of(linear: Any) -> tuple[torch.Tensor | None, int]:
-    """What multiplies the codes of a layer, and how many rows share one; None in high precision."""
+def _rows(name: str, linear: Any, start: int, size: int) -> Rows:
+    """These output rows of a linear layer, as views; refused where they share a scale with others."""
+    scales, share, end = None, 1, start + size
     method = linear.quant_method
-    if not isinstance(method, Fp8BlockwiseOnlineLinearMethod) or method.fp8rl_scheme is None:
-        return None, 1
-    match method.fp8rl_scheme.granularity:
-        case Granularity.BLOCKWISE:
-            return linear.weight_scale_inv.data, _BLOCK
-        case Granularity.PER_CHANNEL:
-            return linear.weight_scale.data, 1
-    return None, 1
-
-
-def _parts(
-    name: str, linear: Any, start: int, size: int, with_bias: bool = True
-) -> tuple[torch.Tensor, ...]:
-    """Views that scale these output rows of a linear layer."""
-    scale, share = _scale_of(linear)
-    if start % share or (size % share and start + size != linear.weight.shape[0]):
-        raise refused(
-            name, f"rows {start} to {start + size}", "its parts share a block of 128 rows"
-        )
-    held = linear.weight.data if scale is None else scale
-    end = -(-(start + size) // share)
-    bias = getattr(linear, "bias", None)
-    parts = (held[start // share : end],)
-    return parts if bias is None or not with_bias else (*parts, bias.data[start : start + size])
-
-
-def _rows(linear: Any, start: int, size: int) -> Rows:
-    scale, share = _scale_of(linear)
+    if isinstance(method, Fp8BlockwiseOnlineLinearMethod) and method.fp8rl_scheme is not None:
+        match method.fp8rl_scheme.granularity:
+            case Granularity.BLOCKWISE:
+                scales, share = linear.weight_scale_inv.data, _BLOCK
+            case Granularity.PER_CHANNEL:
+                scales = linear.weight_scale.data
+    if start % share or (size % share and end != linear.weight.shape[0]):
+        raise refused(name, f"rows {start} to {end}", "its parts share a block of 128 rows")
     bias = getattr(linear, "bias", None)
     return Rows(
-        linear.weight.data[start : start + size],
-        None if scale is None else scale[start // share : -(-(start + size) // share)],
-        None if bias is None else bias.data[start : start + size],
+        linear.weight.data[start:end],
+        None if scales is None else scales[start // share : -(-end // share)],
+        None if bias is None else bias.data[start:end],
     )
+
+
+def _parts(rows: Rows) -> Parts:
+    """What a factor of the output is folded into."""
+    held = rows.weight if rows.scales is None else rows.scales
+    return (held,) if rows.bias is None else (held, rows.bias)
 
 
 def _rotation(name: str, attention: Any) -> Rotation:

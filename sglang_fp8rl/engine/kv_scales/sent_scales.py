@@ -7,7 +7,7 @@ whose scale did not come keeps its last one, and the status names it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,67 +19,43 @@ from ..extension import Received
 from .attention_layers import AttentionLayer
 
 _SIDES = (KEYS, VALUES)
-IGNORED = "kv_scales is {mode!r}: this server chooses scales itself"
 
 
 class SentScales:
-    """Of one served model.
+    """Of one served model that uses them.
 
     Args:
-        mode: the option `kv_scales`; scales are used if it is `sent`.
         module_of: the served attention module by the name that the sender has for it; None if there is
             none.
-
-    Attributes:
-        is_active: whether the server has a cache that is scaled at all.
-        ignored: names that came and were not used.
-        kept: modules whose exponents are of an older scale than the weights.
     """
 
-    room = 1.0
-
-    def __init__(self, mode: str, module_of: Callable[[str], str | None]) -> None:
-        self._mode, self._module_of = mode, module_of
-        self.is_active = False
-        self.ignored: dict[str, None] = {}
-        self.kept: list[str] = []
+    def __init__(self, module_of: Callable[[str], str | None]) -> None:
+        self._module_of = module_of
         self._held: dict[KvScaleName, float] = {}
-        self._is_new: set[KvScaleName] = set()
+        self._new: set[KvScaleName] = set()  # since the choice
+        self._kept: set[KvScaleName] = set()  # older than the weights that the choice was for
 
     def receive(self, sent: Mapping[str, torch.Tensor], *, is_serving: bool) -> Received:
         """Read what a call brought. Synchronizes with the device once.
 
         Args:
             sent: by name; each a number.
-            is_serving: false while the checkpoint is loaded: where nothing is scaled, it may hold scales.
+            is_serving: false while the checkpoint is loaded, when nobody knows yet which modules there are.
         """
+        names = ((name, kv_scale_name(name)) for name in sent)
+        meant = {
+            name: of
+            for name, of in names
+            if of is not None and (not is_serving or self._module_of(of.attention) is not None)
+        }
         found = Received()
-        if is_serving and not self.is_active:
-            return found  # no cache is scaled here: they are unknown names
-        if self._mode != "sent":
-            if is_serving:
-                found.ignored = list(sent)
-                self.ignored.update(dict.fromkeys(sent))
-            return found
-        known = {name: tensor for name, tensor in sent.items() if self._has_place(name, is_serving)}
-        for name, value in _numbers(known, found.errors):
-            text = _error_of(name, value)
-            if text:
-                found.errors[name] = text
-                continue
-            found.taken.append(name)
-            meant = kv_scale_name(name)
-            if meant is not None and meant.side in _SIDES:  # q gets its range from the fold of k
-                self._held[meant] = value
-                self._is_new.add(meant)
+        values = _numbers({name: sent[name] for name in meant}, found.errors)
+        found.taken += values
+        # q gets its range from the fold of k.
+        held = {meant[name]: value for name, value in values.items() if meant[name].side in _SIDES}
+        self._held |= held
+        self._new |= held.keys()
         return found
-
-    def _has_place(self, name: str, is_serving: bool) -> bool:
-        meant = kv_scale_name(name)
-        # While the checkpoint is loaded, nobody knows yet which names there are.
-        return meant is not None and (
-            not is_serving or self._module_of(meant.attention) is not None
-        )
 
     def largest(self, layers: Sequence[AttentionLayer]) -> torch.Tensor:
         """What each scale makes room for: FP64 `[layers, 2]`, keys and values; NaN where none came."""
@@ -87,50 +63,39 @@ class SentScales:
         rows = [[held.get((one.name, side), math.nan) for side in _SIDES] for one in layers]
         return torch.tensor(rows, dtype=torch.float64) * FP8_MAX
 
-    def adopted(self, layers: Sequence[AttentionLayer]) -> None:
+    def note_choice(self) -> None:
         """The exponents are those of `largest` now."""
-        new = self._by_module(dict.fromkeys(self._is_new, 0.0))
-        old = self._by_module(self._held).keys() - new.keys()
-        self.kept = [one.name for one in layers if any((one.name, s) in old for s in _SIDES)]
-        self._is_new.clear()
+        self._kept, self._new = self._held.keys() - self._new, set()
 
-    def _by_module(self, held: Mapping[KvScaleName, float]) -> dict[tuple[str, str], float]:
-        named = ((self._module_of(meant.attention), meant.side, held[meant]) for meant in held)
-        return {(module, side): value for module, side, value in named if module is not None}
+    def as_dict(self, layers: Sequence[AttentionLayer]) -> dict[str, Any]:
+        """For the status section."""
+        held, kept = self._by_module(self._held), self._by_module(self._kept)
+        return {
+            "unknown": [
+                one.name for one in layers if any((one.name, s) not in held for s in _SIDES)
+            ],
+            "kept": [one.name for one in layers if any((one.name, s) in kept for s in _SIDES)],
+        }
 
-    def as_dict(self, layers: Sequence[AttentionLayer]) -> dict[str, Any] | None:
-        """For the status section; None where none are used and none came."""
-        if self._mode != "sent":
-            reason = IGNORED.format(mode=self._mode)
-            return {"ignored": len(self.ignored), "reason": reason} if self.ignored else None
-        known = self._by_module(self._held)
-        unknown = [one.name for one in layers if any((one.name, s) not in known for s in _SIDES)]
-        return {"unknown": unknown, "kept": list(self.kept)}
+    def _by_module(self, names: Iterable[KvScaleName]) -> dict[tuple[str, str], float]:
+        named = ((self._module_of(name.attention), name) for name in names)
+        return {(at, name.side): self._held[name] for at, name in named if at is not None}
 
 
-def _numbers(
-    sent: Mapping[str, torch.Tensor], errors: dict[str, str]
-) -> Iterator[tuple[str, float]]:
-    """The value of each scale; what is no number of its own goes into `errors`."""
-    names = []
-    for name, tensor in sent.items():
-        if tensor.numel() == 1 and tensor.is_floating_point():
-            names.append(name)
-            continue
-        errors[name] = _text(
-            name,
-            f"{tensor.dtype} of shape {tuple(tensor.shape)}",
-            "a scale of the KV cache is one floating-point number for a layer",
-        )
-    if names:
-        stacked = torch.stack([sent[name].detach().reshape(()).double() for name in names])
-        yield from zip(names, stacked.tolist(), strict=True)
-
-
-def _error_of(name: str, value: float) -> str:
-    if 0 < value < math.inf:
-        return ""
-    return _text(name, str(value), "a scale of the KV cache is finite and larger than zero")
+def _numbers(sent: Mapping[str, torch.Tensor], errors: dict[str, str]) -> dict[str, float]:
+    """The value of each scale; what is none goes into `errors`."""
+    single = [name for name, one in sent.items() if one.numel() == 1 and one.is_floating_point()]
+    scalars = [sent[name].detach().reshape(()).double() for name in single]
+    values = torch.stack(scalars).tolist() if scalars else []
+    for name, value in zip(single, values, strict=True):
+        if not 0 < value < math.inf:
+            rule = "a scale of the KV cache is finite and larger than zero"
+            errors[name] = _text(name, str(value), rule)
+    for name in sent.keys() - single:
+        what = f"{sent[name].dtype} of shape {tuple(sent[name].shape)}"
+        rule = "a scale of the KV cache is one floating-point number for a layer"
+        errors[name] = _text(name, what, rule)
+    return {name: one for name, one in zip(single, values, strict=True) if name not in errors}
 
 
 def _text(name: str, value: str, rule: str) -> str:

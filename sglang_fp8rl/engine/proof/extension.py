@@ -269,14 +269,15 @@ def of_replicas(documents: dict[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 class Fingerprints(Extension):
-    """Answers what its model holds."""
+    """Answers what a model holds; takes no part in its updates."""
 
     routes = {FINGERPRINT_PATH: serve_fingerprint}  # noqa: RUF012
     mark = FINGERPRINT_MARK
 
-    def answer(self, scheduler: Any) -> dict[str, Any]:
+    @staticmethod
+    def answer(refit: Any, scheduler: Any) -> dict[str, Any]:
         boundary = Boundary(scheduler.weight_updater.tp_cpu_group)
-        own = boundary.step(_read, self.refit, scheduler.weight_updater)
+        own = boundary.step(_read, refit, scheduler.weight_updater)
         ranks = boundary.gathered(own or Rank(error=" | ".join(boundary.errors)))
         return boundary.step(_answer, ranks, scheduler) or {_ERROR: " | ".join(boundary.errors)}
 

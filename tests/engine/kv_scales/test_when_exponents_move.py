@@ -15,9 +15,9 @@ from kv_commands import (
     clear_pool,
     exponents,
     flush,
-    kv_of,
     poison,
     start_request,
+    unfold,
     unfolded_digests,
 )
 from models import MODELS, checkpoint
@@ -123,9 +123,7 @@ def test_without_the_fold_the_same_inputs_do_saturate(host):
 
 
 def _forget_the_fold(scheduler):
-    kv = kv_of(scheduler)
-    kv._multiply(-1)
-    kv.chosen = []
+    unfold(scheduler)
 
 
 @pytest.mark.parametrize("model", ["gemma3", pytest.param("deepseek-v3", marks=pytest.mark.slow)])

@@ -12,10 +12,11 @@ from _options import plain_experts
 from commands import begin, digests, end, model_of, status, update
 from contract import HOST
 from fingerprint_commands import fingerprint
-from kv_commands import fold_at_random, kv_of, unfold
+from kv_commands import fold_at_random, fold_of, unfold
 from packaging.version import Version
 from pool import on
 
+from sglang_fp8rl.engine.kv_scales.extension import KvScaling
 from sglang_fp8rl.numerics.reference import quantize_blockwise
 
 pytestmark = [pytest.mark.engine, on(plain_experts("tp1"))]
@@ -128,17 +129,15 @@ def ask_for_the_fingerprint(scheduler: Any) -> dict[str, Any]:
 def choose_by_a_text(scheduler: Any) -> list[bool]:
     """`kv_scales: calibrated` chooses: whether the packed scales are those stored while the text runs,
     and afterwards. The text itself can't run, for no kernel of a CPU reads packed scales."""
-    kv, found = kv_of(scheduler), []
+    kv, found = KvScaling(model_of(scheduler).fp8rl_refit), []
+    kv.fold = fold_of(scheduler)
 
     def largest(layers: Any) -> torch.Tensor:
         found.append(is_packed_as_stored(scheduler))
         return torch.ones(len(layers), 2, dtype=torch.float64)
 
-    kv._source = SimpleNamespace(room=2.0, largest=largest)
-    try:
-        kv._choose()
-    finally:
-        kv._source = None
+    kv.calibration = SimpleNamespace(largest=largest)
+    kv._table()
     return [*found, is_packed_as_stored(scheduler)]
 
 

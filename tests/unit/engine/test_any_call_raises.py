@@ -71,6 +71,7 @@ class Manager(Host):
     def __init__(self, refit, group):
         self.refit, self.tp_cpu_group = refit, group
         refit.model.fp8rl_refit = refit
+        refit.extensions.clear()  # as after the start of a server whose cache is not in FP8
         runner = SimpleNamespace(model=refit.model, token_to_kv_pool=None)
         self.tp_worker = SimpleNamespace(model_runner=runner)
         self.draft_worker = self.metrics_collector = self._session = None

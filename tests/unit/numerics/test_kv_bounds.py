@@ -201,12 +201,15 @@ def test_the_cpu_kernel_norms_rows_of_every_code_as_fp64_does_and_tells_nan():
     scales = torch.rand(3, 4, generator=draw).double() * 2.0 ** torch.tensor([[-60], [0], [60]])
     gain = torch.rand(256, generator=draw).double()
     largest = gain.view(4, 64).amax(1)
-    held = codes.double() * scales.repeat_interleave(64, 1).repeat_interleave(120, 0)[:320]
-    expected = [(held * one).norm(dim=1) for one in (gain, largest.repeat_interleave(64))]
-    for found, exact in zip(row_norms(codes, scales, 120, gain, largest), expected, strict=True):
+    gains = torch.stack([gain, largest.repeat_interleave(64)])
+    factors = gains[:, None] * scales.repeat_interleave(64, 1)
+    expected = [
+        (codes.double() * one.repeat_interleave(120, 0)[:320]).norm(dim=1) for one in factors
+    ]
+    for found, exact in zip(row_norms(codes, factors, 120), expected, strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-6, atol=0)
     codes.view(torch.uint8)[3, 70] = 0xFF
-    for found in row_norms(codes, scales, 120, gain, largest):
+    for found in row_norms(codes, factors, 120):
         assert found.isnan().nonzero().tolist() == [[3]]
 
 
