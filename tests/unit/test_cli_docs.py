@@ -46,19 +46,6 @@ def test_the_hooks_table_is_the_code_s(section):
     assert found.group(1).strip() == expected, f"write this into docs/architecture.md:\n{expected}"
 
 
-def test_the_table_of_other_changes_is_the_code_s():
-    from sglang_fp8rl.host_changes import CHANGES
-
-    lines = ["| what | why | until |", "|---|---|---|"]
-    for change in CHANGES:
-        what = ", ".join(f"`{text}`" for text in change.what)
-        lines.append(f"| {what} | {change.reason} | {change.until} |")
-    expected = "\n".join(lines)
-    found = re.search("<!-- changes -->\n(.*?)\n?<!-- /changes -->", ARCHITECTURE, re.DOTALL)
-    assert found is not None
-    assert found.group(1).strip() == expected, f"write this into docs/architecture.md:\n{expected}"
-
-
 @pytest.mark.parametrize(
     "document", ["docs/reference.md", "docs/trainer.md", "docs/models.md", "benchmarks/README.md"]
 )
