@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +62,9 @@ def section(title: str) -> str:
 def test_the_options_table_has_every_option_and_its_default():
     table = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", section("Options"), re.MULTILINE))
     expected = {}
-    for option in fields(Options):
+    for name, option in Options.model_fields.items():
         value = option.default
-        expected[option.name] = (
+        expected[name] = (
             value if isinstance(value, str) else json.dumps(value if value != () else [])
         )
     assert table == expected
