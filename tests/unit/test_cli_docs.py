@@ -91,7 +91,7 @@ def test_the_status_table_has_every_field_of_a_server_s_status():
     refit = ModelRefit(model, Options(), {}, list)
     refit.attach()
     model.load_weights([("weight", torch.ones(4))])
-    status = status_of_replicas([status_section(refit, session_open=False)])
+    status = status_of_replicas([status_section(refit)])
     assert status["last_refit"]["tensors"] == 1
     found = set()
     for key, value in status.items():

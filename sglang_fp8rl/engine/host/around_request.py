@@ -27,8 +27,7 @@ from ...wire.layout_text import from_text
 from ..arrival.bucket import FlatBucket
 from ..arrival.normalized import wait_for_reads
 from ..native.call import Update
-from ..refit import ModelRefit
-from .attach import refit_of
+from ..refit import ModelRefit, refit_of
 
 
 def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **kw: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How a model of this method is built, and where its refit is found."""
+"""How a model of this method is built."""
 
 from __future__ import annotations
 
@@ -30,17 +30,20 @@ def choose_as_for_fp8(original: Callable[..., Any], model_config: Any) -> Any:
         model_config.quantization = QUANTIZATION_METHOD
 
 
-def quantization_of(model_config: Any, quant_config: Any) -> Any:
-    """What a model is built with: None for a draft model, which is not quantized.
+def build_model(
+    original: Callable[..., Any], model_config: Any, load_config: Any, quant_config: Any = None
+) -> Any:
+    """`_initialize_model`: SGLang builds a model; its loaders are wrapped, before anything is loaded.
 
-    SGLang hands a draft (an embedded MTP layer too) its target's quantization.
+    A draft model (an embedded MTP layer too), to which SGLang hands its target's quantization, is built
+    without.
 
     Raises:
         ConfigError: `--speculative-draft-model-quantization` asks for this method; SGLang before 0.5.23
             does not tell whether it did.
     """
-    is_draft = getattr(model_config, "is_draft_model", False)
-    if is_draft and isinstance(quant_config, Fp8BlockwiseOnlineConfig):
+    is_ours = isinstance(quant_config, Fp8BlockwiseOnlineConfig)
+    if is_ours and getattr(model_config, "is_draft_model", False):
         if _draft_was_asked_for():
             raise ConfigError(
                 "--speculative-draft-model-quantization",
@@ -50,35 +53,10 @@ def quantization_of(model_config: Any, quant_config: Any) -> Any:
                 "Leave it out: the draft is served in high precision, and updates reach it.",
             )
         logger.info("fp8rl: the draft model stays in high precision")
-        return None
-    return quant_config
-
-
-def _draft_was_asked_for() -> bool:
-    from sglang.srt.runtime_context import get_server_args
-
-    return bool(getattr(get_server_args(), "_speculative_draft_quantization_explicitly_set", False))
-
-
-_ATTRIBUTE = "fp8rl_refit"
-
-
-def refit_of(model: Any) -> ModelRefit | None:
-    """The bookkeeping of a model served with `fp8_blockwise_online`, else None."""
-    return getattr(model, _ATTRIBUTE, None)
-
-
-def build_model(
-    original: Callable[..., Any], model_config: Any, load_config: Any, quant_config: Any = None
-) -> Any:
-    """`_initialize_model`: SGLang builds a model; its loaders are wrapped, before anything is loaded."""
-    quant_config = quantization_of(model_config, quant_config)
+        return original(model_config, load_config, None)
     model = original(model_config, load_config, quant_config)
-    for module in model.modules():
-        config = getattr(getattr(module, "quant_method", None), "quant_config", None)
-        if isinstance(config, Fp8BlockwiseOnlineConfig):
-            setattr(model, _ATTRIBUTE, attached(model, model_config, config))
-            break
+    if is_ours:
+        attached(model, model_config, quant_config)
     return model
 
 
@@ -89,3 +67,9 @@ def attached(model: Any, model_config: Any, config: Fp8BlockwiseOnlineConfig) ->
     refit = ModelRefit(model, config.options, config.schemes, probe_names)
     refit.attach()
     return refit
+
+
+def _draft_was_asked_for() -> bool:
+    from sglang.srt.runtime_context import get_server_args
+
+    return bool(getattr(get_server_args(), "_speculative_draft_quantization_explicitly_set", False))

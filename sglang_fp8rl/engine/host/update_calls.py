@@ -12,7 +12,7 @@ from ...errors import Fp8RlError, RefitError, as_text
 from ...wire.refit_note import note_of
 from ..arrival.update_scope import Origin, UpdateScope
 from ..native.call import Update
-from ..refit import ModelRefit
+from ..refit import ModelRefit, refit_of
 from .around_request import (
     checked_shared_memory,
     collector_paused,
@@ -20,7 +20,6 @@ from .around_request import (
     default_dtype_kept,
     flush_watched,
 )
-from .attach import refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
 from .refit_end import end_request, end_session_of, fail_behind
