@@ -30,12 +30,12 @@ def host_version() -> Version | None:
 
 def check_host() -> list[str]:
     """Why this SGLang can't be served with; empty if it can. Cheap: imports no SGLang."""
-    version = host_version()
+    version, supported = host_version(), f">={OLDEST},<{NEWEST_EXCLUDED}"
     if version is None:
-        return [f"sglang is not installed; install a version in >={OLDEST},<{NEWEST_EXCLUDED}"]
-    if not OLDEST <= version < NEWEST_EXCLUDED:
-        return [
-            f"sglang {version} is outside the supported range >={OLDEST},<{NEWEST_EXCLUDED}; "
-            "install a version in it, or a sglang-fp8rl that supports yours"
-        ]
-    return []
+        return [f"sglang is not installed; install a version in {supported}"]
+    if OLDEST <= version < NEWEST_EXCLUDED:
+        return []
+    return [
+        f"sglang {version} is outside the supported range {supported}; "
+        "install a version in it, or a sglang-fp8rl that supports yours"
+    ]

@@ -32,6 +32,7 @@ _HOST_KEYS = frozenset(
 
 
 def _compilable(pattern: str) -> str:
+    """A full prefix, which covers what is below it, or `re:` and an expression for the whole prefix."""
     if pattern.startswith("re:"):
         try:
             re.compile(pattern[3:])
@@ -44,27 +45,7 @@ _Patterns = tuple[Annotated[str, Field(min_length=1), AfterValidator(_compilable
 
 
 class Options(BaseModel):
-    """What a user may set in the model's `quantization_config`.
-
-    Attributes:
-        weight_block_size: `(block_n, block_k)`; (128, 128) is the only size served.
-        granularity: what shares one scale where the shape allows both: `blockwise`, or
-            `per_channel` for every module, to compare the two.
-        ignored_layers: modules that stay in high precision: full prefixes (a prefix covers what
-            is below it), or `re:` and a regular expression that has to match the whole prefix.
-        modules_to_not_convert: another name of `ignored_layers`, as Hugging Face writes it.
-        misaligned: what becomes of a module that can't be cut into blocks.
-        num_first_layers_in_bf16, num_last_layers_in_bf16: decoder layers that stay in high
-            precision at either end.
-        use_weight_pow2_scale: weight scales are rounded up to powers of two.
-        use_activation_pow2_scale: activation scales too, where SGLang's kernels do so.
-        round_to_bf16: cast FP32 through BF16, as the trainer's forward pass sees its weights;
-            false casts FP32 to FP8 directly, for research.
-        unknown_names: whether an update that names no parameter fails or warns.
-        replay: record what a bucket's loaders write, and repeat it for the next such bucket.
-        kv_scales: how an FP8 KV cache is kept in range; nothing where the cache is not e4m3.
-        kv_calibration_tokens: what `calibrated` runs instead of its own text: ids of one sequence.
-    """
+    """What a user may set in the model's `quantization_config`; docs/reference.md says what each is for."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -72,19 +53,19 @@ class Options(BaseModel):
         (128, 128),
         description="only [128, 128] is served: it is the block of SGLang's W8A8 kernels",
     )
-    granularity: Literal["blockwise", "per_channel"] = "blockwise"
+    granularity: Literal["blockwise", "per_channel"] = "blockwise"  # where the shape allows both
     ignored_layers: _Patterns = ()
-    modules_to_not_convert: _Patterns = ()
+    modules_to_not_convert: _Patterns = ()  # the same, as Hugging Face writes it
     misaligned: Literal["per_channel", "bf16", "error"] = "per_channel"
     num_first_layers_in_bf16: NonNegativeInt = 0
     num_last_layers_in_bf16: NonNegativeInt = 0
     use_weight_pow2_scale: bool = False
-    use_activation_pow2_scale: bool = False
+    use_activation_pow2_scale: bool = False  # where SGLang's kernels do so
     round_to_bf16: bool = True
     unknown_names: Literal["error", "warn"] = "error"
     replay: bool = True
     kv_scales: Literal["certified", "calibrated", "sent", "unit"] = "certified"
-    kv_calibration_tokens: tuple[NonNegativeInt, ...] = ()
+    kv_calibration_tokens: tuple[NonNegativeInt, ...] = ()  # ids of one sequence
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -168,10 +149,9 @@ class Options(BaseModel):
         _check_keys(given, list(cls.model_fields))
         for name in ("ignored_layers", "modules_to_not_convert"):  # Hugging Face writes null
             given[name] = given.get(name) or ()
-        from_env = os.environ.get("SGLANG_FP8_IGNORED_LAYERS", "").split(",")
+        from_env = map(str.strip, os.environ.get("SGLANG_FP8_IGNORED_LAYERS", "").split(","))
         if isinstance(given["ignored_layers"], (list, tuple)):
-            stripped = (layer.strip() for layer in from_env)
-            given["ignored_layers"] = [*given["ignored_layers"], *filter(None, stripped)]
+            given["ignored_layers"] = [*given["ignored_layers"], *filter(None, from_env)]
         try:
             return cls.model_validate_json(json.dumps(given, default=repr))
         except ValidationError as error:

@@ -132,6 +132,7 @@ def child_main(args: Sequence[str]) -> None:
 
         from .attach import attached
 
+        answer: dict[str, Any]
         try:
             with torch.device("meta"):
                 model = original(model_config, load_config, quant_config)

@@ -80,7 +80,8 @@ def status_of_replicas(sections: list[dict[str, Any]]) -> dict[str, Any]:
         is_stale = (section["last_refit"] or {}).get("cache_flushed") is False
         return states.index(section["state"]), is_stale, -section["replica"]
 
-    return {**max(sections, key=badness), "replicas": len(sections)}
+    worst = max(sections, key=badness)
+    return {**worst, "replicas": len(sections)}
 
 
 # -- in the process that serves HTTP ---------------------------------------------------------------
@@ -101,9 +102,8 @@ def add_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
     for extension in extensions():
         for path, serve in extension.routes.items():
             routes[path] = auth_level(AuthLevel.ADMIN_OPTIONAL)(serve)
-    known = {getattr(route, "path", None) for route in server.app.routes}
-    for path in routes.keys() - known:
-        server.app.add_route(path, routes[path], methods=["GET"])
+    for path, serve in routes.items():
+        server.app.add_route(path, serve, methods=["GET"])
 
 
 async def serve_status(request: Any) -> Response:
