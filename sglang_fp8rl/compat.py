@@ -20,12 +20,17 @@ def on_cpu_platform() -> bool:
     return os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM
 
 
-def host_version() -> Version | None:
-    """The installed SGLang, or None."""
+def installed(package: str) -> Version | None:
+    """Its version, or None."""
     try:
-        return Version(importlib.metadata.version("sglang"))
+        return Version(importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def host_version() -> Version | None:
+    """The installed SGLang, or None."""
+    return installed("sglang")
 
 
 def check_host() -> list[str]:

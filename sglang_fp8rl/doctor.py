@@ -12,7 +12,15 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-from .compat import CPU_PLATFORM, NEWEST_EXCLUDED, OLDEST, TESTED, check_host, host_version
+from .compat import (
+    CPU_PLATFORM,
+    NEWEST_EXCLUDED,
+    OLDEST,
+    TESTED,
+    check_host,
+    host_version,
+    installed,
+)
 from .config import QUANTIZATION_METHOD
 from .declared_hooks import targets_not_hooked
 from .host_symbols import check_symbols
@@ -73,8 +81,8 @@ def _host() -> Lines:
 
 
 def _known_bad() -> Lines:
-    host, kernels = host_version(), _version("kernels")
-    is_bad = host and host < Version("0.5.17") and kernels and Version(kernels) >= Version("0.15")
+    host, kernels = host_version(), installed("kernels")
+    is_bad = host and kernels and host < Version("0.5.17") and kernels >= Version("0.15")
     text = f"kernels {kernels}: SGLang does not import with it; install kernels<0.15"
     yield from _problems([text] if is_bad else [], "none installed")
 
@@ -159,14 +167,7 @@ def _casts() -> Lines:
         except ImportError as error:
             yield NOTE, f"{package} can't be used ({error}): {purpose} fall back to plain torch"
         else:
-            yield OK, f"{package} {_version(package)}: {purpose}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+            yield OK, f"{package} {installed(package)}: {purpose}"
 
 
 _CHECKS: tuple[tuple[str, Callable[[], Lines]], ...] = (

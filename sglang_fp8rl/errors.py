@@ -13,7 +13,7 @@ def as_text(text: str) -> str:
 
 def near_matches(name: str, known: Iterable[str]) -> str:
     """`Near matches: a, b. `, to begin a remedy with; empty if nothing is near."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(known))
     return f"Near matches: {', '.join(near)}. " if near else ""
 
 

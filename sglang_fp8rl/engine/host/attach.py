@@ -16,20 +16,6 @@ from ..refit import ModelRefit
 logger = logging.getLogger(__name__)
 
 
-def choose_as_for_fp8(original: Callable[..., Any], model_config: Any) -> Any:
-    """`get_model_architecture`: Mixtral with fused experts, which SGLang has for a list of methods.
-
-    Methods that are not in the list get a Mixtral of single linear layers, expert by expert.
-    """
-    if model_config.quantization != QUANTIZATION_METHOD:
-        return original(model_config)
-    model_config.quantization = "fp8"
-    try:
-        return original(model_config)
-    finally:
-        model_config.quantization = QUANTIZATION_METHOD
-
-
 def build_model(
     original: Callable[..., Any], model_config: Any, load_config: Any, quant_config: Any = None
 ) -> Any:
@@ -42,20 +28,25 @@ def build_model(
         ConfigError: `--speculative-draft-model-quantization` asks for this method; SGLang before 0.5.23
             does not tell whether it did.
     """
-    is_ours = isinstance(quant_config, Fp8BlockwiseOnlineConfig)
-    if is_ours and getattr(model_config, "is_draft_model", False):
-        if _draft_was_asked_for():
-            raise ConfigError(
-                "--speculative-draft-model-quantization",
-                repr(QUANTIZATION_METHOD),
-                "what an update brought is written down for the target alone, so nothing would say that "
-                "a draft in FP8 was left old",
-                "Leave it out: the draft is served in high precision, and updates reach it.",
-            )
+    if not isinstance(quant_config, Fp8BlockwiseOnlineConfig):
+        return original(model_config, load_config, quant_config)
+    is_draft = getattr(model_config, "is_draft_model", False)
+    if is_draft and _draft_was_asked_for():
+        raise ConfigError(
+            "--speculative-draft-model-quantization",
+            repr(QUANTIZATION_METHOD),
+            "what an update brought is written down for the target alone, so nothing would say that "
+            "a draft in FP8 was left old",
+            "Leave it out: the draft is served in high precision, and updates reach it.",
+        )
+    model_config.quantization = "fp8"  # SGLang has Mixtral with fused experts for a list of methods
+    try:
+        model = original(model_config, load_config, None if is_draft else quant_config)
+    finally:
+        model_config.quantization = QUANTIZATION_METHOD
+    if is_draft:
         logger.info("fp8rl: the draft model stays in high precision")
-        return original(model_config, load_config, None)
-    model = original(model_config, load_config, quant_config)
-    if is_ours:
+    else:
         attached(model, model_config, quant_config)
     return model
 

@@ -25,9 +25,7 @@ _GAUGES = {
 def observe_refit(
     manager: Any, refit: ModelRefit, *, call: str | None = None, success: bool = True
 ) -> None:
-    """After an update call, or the end of a session.
-
-    Does nothing unless SGLang itself collects metrics in this process.
+    """After an update call, or the end of a session. Does nothing unless SGLang collects metrics here.
 
     Args:
         manager: SGLang's weight updater.
