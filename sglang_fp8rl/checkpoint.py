@@ -1,7 +1,7 @@
 """Checkpoints on disk: their tensors, or names, shapes and dtypes without the weights.
 
-These come from the headers of its safetensors; where there are none, from the `transformers` class of its
-config, built on `meta` and renamed as `save_pretrained` would.
+These come from its safetensors, of which only the headers are read; where there are none, from the
+`transformers` class of its config, built on `meta` and renamed as `save_pretrained` would.
 """
 
 from __future__ import annotations
@@ -16,20 +16,6 @@ import torch
 from .errors import HostError
 
 INDEX_NAME = "model.safetensors.index.json"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def meta_tensors(model_path: str, hf_config: Any) -> list[tuple[str, torch.Tensor]]:
@@ -44,13 +30,8 @@ def meta_tensors(model_path: str, hf_config: Any) -> list[tuple[str, torch.Tenso
     """
     directory = checkpoint_directory(model_path)
     files = safetensors_files(directory) if directory is not None else []
-    if not files:
-        return sorted(_of_model_class(hf_config))
-    return sorted(
-        (name, torch.empty(shape, dtype=dtype, device="meta"))
-        for path in files
-        for name, shape, dtype in headers(path)
-    )
+    tensors = tensors_in(files) if files else _of_model_class(hf_config)
+    return sorted((name, torch.empty_like(tensor, device="meta")) for name, tensor in tensors)
 
 
 def safetensors_files(directory: Path) -> list[Path]:
@@ -63,26 +44,14 @@ def safetensors_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
-def headers(path: Path) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    """`(name, shape, dtype)` of each tensor of a file; reads its header only."""
-    for file, name in _entries(path):
-        part = file.get_slice(name)
-        yield name, tuple(part.get_shape()), _DTYPES[part.get_dtype()]
-
-
 def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """`(name, tensor)` as on disk, one at a time."""
-    for path in files:
-        for file, name in _entries(path):
-            yield name, file.get_tensor(name)
-
-
-def _entries(path: Path) -> Iterator[tuple[Any, str]]:
+    """`(name, tensor)` as on disk, one at a time: mapped, so that values are read when they are used."""
     from safetensors import safe_open
 
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118  not a mapping
-            yield file, name
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  not a mapping
+                yield name, file.get_tensor(name)
 
 
 def checkpoint_directory(model_path: str) -> Path | None:
@@ -91,14 +60,11 @@ def checkpoint_directory(model_path: str) -> Path | None:
         return Path(model_path)
     from huggingface_hub import try_to_load_from_cache
 
-    for name in (INDEX_NAME, "model.safetensors", "config.json"):
-        found = try_to_load_from_cache(model_path, name)
-        if isinstance(found, str):
-            return Path(found).parent
-    return None
+    config = try_to_load_from_cache(model_path, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
 
 
-def _of_model_class(hf_config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _of_model_class(hf_config: Any) -> Iterable[tuple[str, torch.Tensor]]:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -115,4 +81,4 @@ def _of_model_class(hf_config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     with torch.device("meta"):
         model = auto._model_mapping[type(hf_config)](hf_config)
     # Experts are fused in memory and one by one on disk; this undoes it, on meta as well.
-    yield from revert_weight_conversion(model, model.state_dict()).items()
+    return revert_weight_conversion(model, model.state_dict()).items()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from . import __version__
 from .lab.commands import add_commands
@@ -55,22 +56,21 @@ def doctor(as_json: JsonFlag = False) -> None:
 
     Exit status: 0 if nothing stands in the way; 1 if something does.
     """
-    from rich.table import Table
-
-    from .doctor import PROBLEM, as_dict, examine
+    from .doctor import PROBLEM, examine
 
     with errors_told(), console(stderr=True).status("looking") as status:
         findings = examine(lambda name: status.update(f"looking at: {name}"))
+    is_ok = all(finding.state != PROBLEM for finding in findings)
     if as_json:
-        typer.echo(json.dumps(as_dict(findings)))
+        rows = [finding._asdict() for finding in findings]
+        typer.echo(json.dumps({"version": __version__, "ok": is_ok, "findings": rows}))
     else:
         table = Table("", "check", "finding")
         styles = {"ok": "green", "note": "yellow", "problem": "red"}
-        for finding in findings:
-            style = styles[finding.state]
-            table.add_row(f"[{style}]{finding.state}[/]", finding.check, finding.detail)
+        for check, state, detail in findings:
+            table.add_row(f"[{styles[state]}]{state}[/]", check, detail)
         console().print(table)
-    if any(finding.state == PROBLEM for finding in findings):
+    if not is_ok:
         raise typer.Exit(FOUND_WRONG)
 
 
@@ -100,16 +100,15 @@ def plan(
     if as_json:
         typer.echo(json.dumps(made.document))
         return
-    shown = console()
-    shown.print(plan_table(made.document["modules"], f"{model}, tensor parallel {tp}"))
+    console().print(plan_table(made.document["modules"], f"{model}, tensor parallel {tp}"))
     schemes = Counter(module.scheme for module in made.modules.values())
     counts = ", ".join(f"{count} {scheme}" for scheme, count in schemes.items())
-    fp8_bytes = made.document["fp8_bytes"]
-    shown.print(f"{counts}; {fp8_bytes / 1e6:.1f} MB of FP8 weights on each rank")
+    megabytes = made.document["fp8_bytes"] / 1e6
+    typer.echo(f"{counts}; {megabytes:.1f} MB of FP8 weights on each rank")
     kv = made.document.get("kv_scales")
     if kv is not None:
         scaled = kv["refused"] or f"{kv['mode']}, {kv['layers']} layers scaled"
-        shown.print(f"with --kv-cache-dtype fp8_e4m3: {scaled}", highlight=False)
+        typer.echo(f"with --kv-cache-dtype fp8_e4m3: {scaled}")
 
 
 @app.command()
@@ -140,18 +139,18 @@ def verify(
         rows = [{"server": one, "with": other, **how.as_dict()} for one, other, how in comparisons]
         typer.echo(json.dumps(rows))
     else:
-        shown = console()
         for server, other, found in comparisons:
             verdict = "the same bytes" if found.ok else "DIFFERENT"
             counts = f"{found.compared} tensors compared, {len(found.unproven)} not proven"
-            shown.print(f"{server} and {other}: {verdict} ({counts})", markup=False)
-            for kind, names in (
-                ("differs", found.differing),
-                ("missing", found.missing),
-                ("not proven", found.unproven),
-            ):
+            typer.echo(f"{server} and {other}: {verdict} ({counts})")
+            of_kind = {
+                "differs": found.differing,
+                "missing": found.missing,
+                "not proven": found.unproven,
+            }
+            for kind, names in of_kind.items():
                 for name, text in names.items():
-                    shown.print(f"  {kind}: {name}: {text}", markup=False)
+                    typer.echo(f"  {kind}: {name}: {text}")
     if not all(found.ok for _, _, found in comparisons):
         raise typer.Exit(FOUND_WRONG)
 

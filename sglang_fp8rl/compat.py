@@ -20,22 +20,27 @@ def on_cpu_platform() -> bool:
     return os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM
 
 
-def host_version() -> Version | None:
-    """The installed SGLang, or None."""
+def installed(package: str) -> Version | None:
+    """Its version, or None."""
     try:
-        return Version(importlib.metadata.version("sglang"))
+        return Version(importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
+def host_version() -> Version | None:
+    """The installed SGLang, or None."""
+    return installed("sglang")
+
+
 def check_host() -> list[str]:
     """Why this SGLang can't be served with; empty if it can. Cheap: imports no SGLang."""
-    version = host_version()
+    version, supported = host_version(), f">={OLDEST},<{NEWEST_EXCLUDED}"
     if version is None:
-        return [f"sglang is not installed; install a version in >={OLDEST},<{NEWEST_EXCLUDED}"]
-    if not OLDEST <= version < NEWEST_EXCLUDED:
-        return [
-            f"sglang {version} is outside the supported range >={OLDEST},<{NEWEST_EXCLUDED}; "
-            "install a version in it, or a sglang-fp8rl that supports yours"
-        ]
-    return []
+        return [f"sglang is not installed; install a version in {supported}"]
+    if OLDEST <= version < NEWEST_EXCLUDED:
+        return []
+    return [
+        f"sglang {version} is outside the supported range {supported}; "
+        "install a version in it, or a sglang-fp8rl that supports yours"
+    ]

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+)
 
 from .errors import ConfigError
 
 QUANTIZATION_METHOD = "fp8_blockwise_online"
-GRANULARITY_CHOICES = ("blockwise", "per_channel")
-MISALIGNED_CHOICES = ("per_channel", "bf16", "error")
-UNKNOWN_NAME_CHOICES = ("error", "warn")
-KV_SCALE_CHOICES = ("certified", "calibrated", "sent", "unit")
 
 # A decoder layer's number in the name of a module or a tensor.
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -26,74 +31,87 @@ _HOST_KEYS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a user may set in the model's `quantization_config`.
+def _compilable(pattern: str) -> str:
+    """A full prefix, which covers what is below it, or `re:` and an expression for the whole prefix."""
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+    return pattern
 
-    Attributes:
-        weight_block_size: `(block_n, block_k)`; (128, 128) is the only size served.
-        granularity: what shares one scale where the shape allows both: `blockwise`, or
-            `per_channel` for every module, to compare the two.
-        ignored_layers: modules that stay in high precision: full prefixes (a prefix covers what
-            is below it), or `re:` and a regular expression that has to match the whole prefix.
-        modules_to_not_convert: another name of `ignored_layers`, as Hugging Face writes it.
-        misaligned: what becomes of a module that can't be cut into blocks.
-        num_first_layers_in_bf16, num_last_layers_in_bf16: decoder layers that stay in high
-            precision at either end.
-        use_weight_pow2_scale: weight scales are rounded up to powers of two.
-        use_activation_pow2_scale: activation scales too, where SGLang's kernels do so.
-        round_to_bf16: cast FP32 through BF16, as the trainer's forward pass sees its weights;
-            false casts FP32 to FP8 directly, for research.
-        unknown_names: whether an update that names no parameter fails or warns.
-        replay: record what a bucket's loaders write, and repeat it for the next such bucket.
-        kv_scales: how an FP8 KV cache is kept in range; nothing where the cache is not e4m3.
-        kv_calibration_tokens: what `calibrated` runs instead of its own text: ids of one sequence.
-    """
 
-    weight_block_size: tuple[int, int] = (128, 128)
-    granularity: str = "blockwise"
-    ignored_layers: tuple[str, ...] = ()
-    modules_to_not_convert: tuple[str, ...] = ()
-    misaligned: str = "per_channel"
-    num_first_layers_in_bf16: int = 0
-    num_last_layers_in_bf16: int = 0
+_Patterns = tuple[Annotated[str, Field(min_length=1), AfterValidator(_compilable)], ...]
+
+
+class Options(BaseModel):
+    """What a user may set in the model's `quantization_config`; docs/reference.md says what each is for."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    weight_block_size: tuple[Literal[128], Literal[128]] = Field(
+        (128, 128),
+        description="only [128, 128] is served: it is the block of SGLang's W8A8 kernels",
+    )
+    granularity: Literal["blockwise", "per_channel"] = "blockwise"  # where the shape allows both
+    ignored_layers: _Patterns = ()
+    modules_to_not_convert: _Patterns = ()  # the same, as Hugging Face writes it
+    misaligned: Literal["per_channel", "bf16", "error"] = "per_channel"
+    num_first_layers_in_bf16: NonNegativeInt = 0
+    num_last_layers_in_bf16: NonNegativeInt = 0
     use_weight_pow2_scale: bool = False
-    use_activation_pow2_scale: bool = False
+    use_activation_pow2_scale: bool = False  # where SGLang's kernels do so
     round_to_bf16: bool = True
-    unknown_names: str = "error"
+    unknown_names: Literal["error", "warn"] = "error"
     replay: bool = True
-    kv_scales: str = "certified"
-    kv_calibration_tokens: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if tuple(self.weight_block_size) != (128, 128):
-            raise ConfigError(
-                "weight_block_size",
-                f"{list(self.weight_block_size)}",
-                "only [128, 128] is served: it is the block of SGLang's W8A8 kernels",
-                "Leave the option out or set it to [128, 128].",
-            )
-        _one_of("granularity", self.granularity, GRANULARITY_CHOICES)
-        _one_of("misaligned", self.misaligned, MISALIGNED_CHOICES)
-        _one_of("unknown_names", self.unknown_names, UNKNOWN_NAME_CHOICES)
-        _one_of("kv_scales", self.kv_scales, KV_SCALE_CHOICES)
-        _token_ids("kv_calibration_tokens", self.kv_calibration_tokens)
-        for name in ("num_first_layers_in_bf16", "num_last_layers_in_bf16"):
-            _a_count(name, getattr(self, name))
-        for name in (
-            "use_weight_pow2_scale",
-            "use_activation_pow2_scale",
-            "round_to_bf16",
-            "replay",
-        ):
-            _one_of(name, getattr(self, name), (True, False))
-        for pattern in self.patterns:
-            _check_pattern(pattern)
+    kv_scales: Literal["certified", "calibrated", "sent", "unit"] = "certified"
+    kv_calibration_tokens: tuple[NonNegativeInt, ...] = ()  # ids of one sequence
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """Everything that names modules to leave alone."""
         return self.ignored_layers + self.modules_to_not_convert
+
+    def patterns_for(
+        self, prefix: str, fused_parts: Mapping[str, Sequence[str]]
+    ) -> tuple[str, ...]:
+        """The patterns that cover this module; empty if it is to be quantized.
+
+        A fused module is covered when the patterns cover it or all of its parts.
+
+        Args:
+            fused_parts: name of a fused module to the names of its parts.
+
+        Raises:
+            ConfigError: the patterns cover some parts of a fused module and not others.
+        """
+        direct = self._pattern_for(prefix)
+        if direct:
+            return (direct,)
+        parent, dot, leaf = prefix.rpartition(".")
+        parts = fused_parts.get(leaf, ())
+        found = [self._pattern_for(parent + dot + part) for part in parts]
+        covered = [part for part, pattern in zip(parts, found, strict=True) if pattern]
+        if covered and len(covered) < len(parts):
+            raise ConfigError(
+                prefix,
+                f"ignored_layers covers {covered} of its parts {list(parts)}",
+                "a fused module has one scheme",
+                f"Ignore all of {list(parts)} or none.",
+            )
+        return tuple(dict.fromkeys(filter(None, found)))
+
+    def _pattern_for(self, prefix: str) -> str:
+        bare = prefix.removeprefix("model.")
+        for pattern in self.patterns:
+            stem = pattern.removeprefix("model.")
+            if pattern.startswith("re:"):
+                is_covered = re.fullmatch(pattern[3:], prefix) is not None
+            else:
+                is_covered = bare == stem or bare.startswith(stem + ".")
+            if is_covered:
+                return pattern
+        return ""
 
     def layer_reason(self, prefix: str, num_layers: int | None) -> str:
         """Why a module of that prefix stays in high precision by its layer's number, or empty.
@@ -101,24 +119,24 @@ class Options:
         Raises:
             ConfigError: the last layers are asked for and the model's depth is not known.
         """
+        first, last = self.num_first_layers_in_bf16, self.num_last_layers_in_bf16
         found = LAYER.search(prefix)
-        if found is None or not (self.num_first_layers_in_bf16 or self.num_last_layers_in_bf16):
+        if found is None:
             return ""
         layer = int(found.group(1))
-        if layer < self.num_first_layers_in_bf16:
-            return f"num_first_layers_in_bf16: {self.num_first_layers_in_bf16}"
-        if not self.num_last_layers_in_bf16:
+        if layer < first:
+            return f"num_first_layers_in_bf16: {first}"
+        if not last:
             return ""
         if num_layers is None:
             raise ConfigError(
                 "num_last_layers_in_bf16",
-                str(self.num_last_layers_in_bf16),
+                str(last),
                 "the model's config has no num_hidden_layers to count back from",
                 "Write the layers into ignored_layers.",
             )
-        if num_layers - self.num_last_layers_in_bf16 <= layer < num_layers:
-            return f"num_last_layers_in_bf16: {self.num_last_layers_in_bf16}"
-        return ""
+        is_last = num_layers - last <= layer < num_layers
+        return f"num_last_layers_in_bf16: {last}" if is_last else ""
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Options:
@@ -127,120 +145,34 @@ class Options:
         Raises:
             ConfigError: an unknown key (the known ones are listed) or a value out of range.
         """
-        known = [field.name for field in fields(cls)]
         given = {key: value for key, value in config.items() if key not in _HOST_KEYS}
-        unknown = [key for key in given if key not in known]
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], known, n=1)
-            raise ConfigError(
-                "quantization_config",
-                f"unknown key {', '.join(map(repr, unknown))}",
-                f"known keys are {', '.join(known)}",
-                f"Did you mean {near[0]!r}?" if near else "Remove it.",
-            )
-        if "weight_block_size" in given:
-            given["weight_block_size"] = _as_tuple("weight_block_size", given["weight_block_size"])
-        tokens = given.get("kv_calibration_tokens") or ()
-        given["kv_calibration_tokens"] = _as_tuple("kv_calibration_tokens", tokens)
-        converted = given.get("modules_to_not_convert") or ()
-        given["modules_to_not_convert"] = _as_tuple("modules_to_not_convert", converted)
-        ignored = _as_tuple("ignored_layers", given.get("ignored_layers") or ())
-        from_env = os.environ.get("SGLANG_FP8_IGNORED_LAYERS", "")
-        given["ignored_layers"] = ignored + tuple(
-            layer.strip() for layer in from_env.split(",") if layer.strip()
-        )
-        return cls(**given)
-
-
-@dataclass(frozen=True)
-class IgnoredLayers:
-    """Decides whether a module prefix is covered by the `ignored_layers` patterns."""
-
-    patterns: tuple[str, ...]
-    packed_modules_mapping: Mapping[str, Sequence[str]]
-
-    def match(self, prefix: str) -> tuple[str, ...]:
-        """The patterns that cover this module; empty if it is to be quantized.
-
-        A fused module is covered when the patterns cover it or all of its parts.
-
-        Raises:
-            ConfigError: the patterns cover some parts of a fused module and not others.
-        """
-        direct = self._match_one(prefix)
-        parent, _, leaf = prefix.rpartition(".")
-        parts = self.packed_modules_mapping.get(leaf)
-        if direct or not parts:
-            return (direct,) if direct else ()
-        found = [self._match_one(f"{parent}.{part}" if parent else part) for part in parts]
-        if all(found):
-            return tuple(dict.fromkeys(found))
-        if any(found):
-            covered = [part for part, hit in zip(parts, found, strict=True) if hit]
-            raise ConfigError(
-                prefix,
-                f"ignored_layers covers {covered} of its parts {list(parts)}",
-                "a fused module has one scheme",
-                f"Ignore all of {list(parts)} or none.",
-            )
-        return ()
-
-    def _match_one(self, prefix: str) -> str:
-        bare = prefix.removeprefix("model.")
-        for pattern in self.patterns:
-            if pattern.startswith("re:"):
-                if re.fullmatch(pattern[3:], prefix):
-                    return pattern
-            else:
-                stem = pattern.removeprefix("model.")
-                if bare == stem or bare.startswith(stem + "."):
-                    return pattern
-        return ""
-
-
-def _check_pattern(pattern: object) -> None:
-    if not isinstance(pattern, str) or not pattern:
-        raise ConfigError(
-            "ignored_layers", repr(pattern), "entries are non-empty strings", "Remove it."
-        )
-    if pattern.startswith("re:"):
+        _check_keys(given, list(cls.model_fields))
+        for name in ("ignored_layers", "modules_to_not_convert"):  # Hugging Face writes null
+            given[name] = given.get(name) or ()
+        from_env = map(str.strip, os.environ.get("SGLANG_FP8_IGNORED_LAYERS", "").split(","))
+        if isinstance(given["ignored_layers"], (list, tuple)):
+            given["ignored_layers"] = [*given["ignored_layers"], *filter(None, from_env)]
         try:
-            re.compile(pattern[3:])
-        except re.error as error:
+            return cls.model_validate_json(json.dumps(given, default=repr))
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            field = cls.model_fields[name]
             raise ConfigError(
-                "ignored_layers",
-                repr(pattern),
-                f"not a regular expression: {error}",
-                "Correct it, or write a full module prefix.",
+                name,
+                repr(given[name])[:80],
+                field.description or first["msg"].removeprefix("Value error, "),
+                f"Correct it, or leave it out: the default is {json.dumps(field.default)}.",
             ) from error
 
 
-def _a_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(name, repr(value), "a number of layers, 0 or more", "The default is 0.")
-
-
-def _token_ids(name: str, value: tuple) -> None:
-    if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in value):
+def _check_keys(given: Mapping[str, Any], known: list[str]) -> None:
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
         raise ConfigError(
-            name,
-            repr(value)[:80],
-            "ids of tokens, 0 or more",
-            "Give what the server's tokenizer makes of a text; the default is a text of its own.",
+            "quantization_config",
+            f"unknown key {', '.join(map(repr, unknown))}",
+            f"known keys are {', '.join(known)}",
+            f"Did you mean {near[0]!r}?" if near else "Remove it.",
         )
-
-
-def _one_of(name: str, value: object, choices: tuple) -> None:
-    if value not in choices or type(value) is not type(choices[0]):
-        raise ConfigError(
-            name,
-            repr(value),
-            f"one of {', '.join(map(str, choices))}",
-            "Choose one of them.",
-        )
-
-
-def _as_tuple(name: str, value: object) -> tuple:
-    if not isinstance(value, (list, tuple)):
-        raise ConfigError(name, repr(value), "has to be a list", f"Write it as [{value!r}].")
-    return tuple(value)

@@ -9,9 +9,8 @@ Importing this imports no host.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,15 +20,13 @@ from .compat import host_version
 from .errors import HostError
 from .host_symbols import find
 
-Kind = Literal["BEFORE", "AFTER", "AROUND", "REPLACE", "WRAP"]
-
 
 @dataclass(frozen=True)
 class Hook:
-    """One hook: where, what kind, by which function, why, and when it can go.
+    """One hook.
 
     Attributes:
-        target: dotted path of a function or method of the host (or of veRL).
+        target: dotted path of a function, method or class of the host (or of veRL).
         kind: as SGLang's `HookType`; or `WRAP`, a global name of a veRL module, which gets what
             `function` makes of what stood there (`verl_rollout/hooks.py` applies those itself).
         function: what runs there.
@@ -38,7 +35,7 @@ class Hook:
     """
 
     target: str
-    kind: Kind
+    kind: Literal["BEFORE", "AFTER", "AROUND", "REPLACE", "WRAP"]
     function: Callable[..., Any]
     reason: str
     until: str
@@ -96,24 +93,16 @@ def check_hooks_in_force() -> None:
 
 
 def _not_met(hook: Hook) -> list[str]:
-    function: Any = find(hook.target)
-    if isinstance(
-        hook.function, type
-    ):  # a class in place of SGLang's, which has all that it overrides
-        if not (isinstance(function, type) and issubclass(function, hook.function)):
+    found: Any = find(hook.target)
+    ours: Any = hook.function
+    if isinstance(ours, type):  # a class in place of SGLang's, which has all that it overrides
+        if not (isinstance(found, type) and issubclass(found, ours)):
             return [hook.target]
-        base = hook.function.__mro__[1]
-        methods = [name for name, value in vars(hook.function).items() if inspect.isfunction(value)]
-        return [f"{hook.target}.{name}" for name in methods if not hasattr(base, name)]
+        methods = [name for name, value in vars(ours).items() if inspect.isfunction(value)]
+        return [f"{hook.target}.{name}" for name in methods if not hasattr(ours.__mro__[1], name)]
     # SGLang wraps once per hook, and each wrapper holds its hook in its closure.
-    while function is not None:
-        if any(value is hook.function for value in _closure_of(function)):
+    while inspect.isfunction(found):
+        if any(value is ours for value in inspect.getclosurevars(found).nonlocals.values()):
             return []
-        function = getattr(function, "__wrapped__", None)
+        found = getattr(found, "__wrapped__", None)
     return [hook.target]
-
-
-def _closure_of(function: Any) -> Iterator[Any]:
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a cell that was never filled
-            yield cell.cell_contents

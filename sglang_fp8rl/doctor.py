@@ -7,14 +7,20 @@ import importlib.metadata
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from packaging.version import Version
 
-from . import __version__
-from .compat import CPU_PLATFORM, NEWEST_EXCLUDED, OLDEST, TESTED, check_host, host_version
+from .compat import (
+    CPU_PLATFORM,
+    NEWEST_EXCLUDED,
+    OLDEST,
+    TESTED,
+    check_host,
+    host_version,
+    installed,
+)
 from .config import QUANTIZATION_METHOD
 from .declared_hooks import targets_not_hooked
 from .host_symbols import check_symbols
@@ -28,12 +34,9 @@ _BAD_VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "its CPU kernels are not in the released wheel",
     "SGLANG_FORCE_FP8_MARLIN": "Marlin repacks weights, so they can't be written in place",
 }
-# package, first bad version, SGLang versions below which it is bad, what happens
-_KNOWN_BAD = (("kernels", Version("0.15"), Version("0.5.17"), "SGLang does not import with it"),)
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the table. `state` is `ok`, `note` (works, worth knowing) or `problem`."""
 
     check: str
@@ -56,25 +59,19 @@ def examine(on_check: Callable[[str], None] = lambda _: None) -> list[Finding]:
     return findings
 
 
-def as_dict(findings: list[Finding]) -> dict[str, Any]:
-    return {
-        "version": __version__,
-        "ok": all(finding.state != PROBLEM for finding in findings),
-        "findings": [asdict(finding) for finding in findings],
-    }
+Lines = Iterator[tuple[str, str]]  # state and detail
 
 
-Lines = Iterator[tuple[str, str]]
+def _problems(problems: Sequence[str], otherwise: str) -> Lines:
+    yield from ((PROBLEM, text) for text in problems)
+    if not problems:
+        yield OK, otherwise
 
 
 def _host() -> Lines:
-    problems = check_host()
-    if problems:
-        yield from ((PROBLEM, text) for text in problems)
-        return
-    version = str(host_version())
-    if version in TESTED:
-        yield OK, f"sglang {version}, tested"
+    problems, version = check_host(), str(host_version())
+    if problems or version in TESTED:
+        yield from _problems(problems, f"sglang {version}, tested")
     else:
         yield (
             NOTE,
@@ -84,21 +81,16 @@ def _host() -> Lines:
 
 
 def _known_bad() -> Lines:
-    host, found = host_version(), False
-    for package, first_bad, host_below, what in _KNOWN_BAD:
-        version = _version(package)
-        if host and version and Version(version) >= first_bad and host < host_below:
-            found = True
-            yield PROBLEM, f"{package} {version}: {what}; install {package}<{first_bad}"
-    if not found:
-        yield OK, "none installed"
+    host, kernels = host_version(), installed("kernels")
+    is_bad = host and kernels and host < Version("0.5.17") and kernels >= Version("0.15")
+    text = f"kernels {kernels}: SGLang does not import with it; install kernels<0.15"
+    yield from _problems([text] if is_bad else [], "none installed")
 
 
 def _environment() -> Lines:
     bad = [name for name in _BAD_VARIABLES if os.environ.get(name, "0") not in ("", "0", "false")]
-    yield from ((PROBLEM, f"{name} is set: {_BAD_VARIABLES[name]}; unset it") for name in bad)
-    if not bad:
-        yield OK, "no variable of SGLang stands in the way"
+    problems = [f"{name} is set: {_BAD_VARIABLES[name]}; unset it" for name in bad]
+    yield from _problems(problems, "no variable of SGLang stands in the way")
 
 
 def _device() -> Lines:
@@ -114,55 +106,8 @@ def _device() -> Lines:
         return
     capability = torch.cuda.get_device_capability()
     text = f"{torch.cuda.get_device_name()}, compute capability {capability[0]}.{capability[1]}"
-    if capability < MIN_CAPABILITY:
-        yield PROBLEM, f"{text}; FP8 tensor cores begin with 8.9 (Ada, Hopper)"
-    else:
-        yield OK, text
-
-
-def _symbols() -> Lines:
-    if check_host():
-        yield NOTE, "not looked at: the version is not supported"
-        return
-    problems = check_symbols()
-    yield from ((PROBLEM, text) for text in problems)
-    if not problems:
-        yield OK, "every host symbol that is used is there"
-
-
-def _plugin() -> Lines:
-    if check_host():
-        yield NOTE, "registers nothing on this host"
-        return
-    groups = ("sglang.srt.plugins", "sglang.srt.platforms", "verl.plugins")
-    missing = [group for group in groups if not _has_entry_point(group)]
-    if missing:
-        yield PROBLEM, f"no entry point in {', '.join(missing)}; install the package again"
-        return
-    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    if QUANTIZATION_METHOD not in QUANTIZATION_METHODS:
-        only = os.environ.get("SGLANG_PLUGINS")
-        why = f"SGLANG_PLUGINS={only} leaves it out" if only else "see the log lines above"
-        yield PROBLEM, f"SGLang did not take it: {why}"
-        return
-    unhooked = targets_not_hooked()
-    for target, hook in unhooked.items():
-        yield PROBLEM, f"hook not applied: {target} ({hook.reason})"
-    if not unhooked:
-        yield OK, f"--quantization {QUANTIZATION_METHOD} is registered, every hook is applied"
-
-
-def _casts() -> Lines:
-    for package, purpose in (("numba", "fast casts on a CPU"), ("triton", "casts on a GPU")):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            yield NOTE, f"{package} can't be used ({error}): {purpose} fall back to plain torch"
-        else:
-            yield OK, f"{package} {_version(package)}: {purpose}"
+    too_old = [f"{text}; FP8 tensor cores begin with 8.9 (Ada, Hopper)"]
+    yield from _problems(too_old if capability < MIN_CAPABILITY else [], text)
 
 
 def _sharing() -> Lines:
@@ -179,16 +124,50 @@ def _sharing() -> Lines:
         yield state, f"/dev/shm has {free / 1e9:.1f} GB free; a bucket of CPU tensors has to fit"
 
 
-def _has_entry_point(group: str) -> bool:
-    found = importlib.metadata.entry_points(group=group)
-    return any(entry.value.startswith("sglang_fp8rl.") for entry in found)
+def _symbols() -> Lines:
+    if check_host():
+        yield NOTE, "not looked at: the version is not supported"
+    else:
+        yield from _problems(check_symbols(), "every host symbol that is used is there")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _plugin() -> Lines:
+    if check_host():
+        yield NOTE, "registers nothing on this host"
+    else:
+        fine = f"--quantization {QUANTIZATION_METHOD} is registered, every hook is applied"
+        yield from _problems(_not_registered(), fine)
+
+
+def _not_registered() -> list[str]:
+    entry_points = importlib.metadata.entry_points
+    missing = [
+        group
+        for group in ("sglang.srt.plugins", "sglang.srt.platforms", "verl.plugins")
+        if not any(one.value.startswith("sglang_fp8rl.") for one in entry_points(group=group))
+    ]
+    if missing:
+        return [f"no entry point in {', '.join(missing)}; install the package again"]
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    if QUANTIZATION_METHOD not in QUANTIZATION_METHODS:
+        only = os.environ.get("SGLANG_PLUGINS")
+        why = f"SGLANG_PLUGINS={only} leaves it out" if only else "see the log lines above"
+        return [f"SGLang did not take it: {why}"]
+    unhooked = targets_not_hooked()
+    return [f"hook not applied: {target} ({hook.reason})" for target, hook in unhooked.items()]
+
+
+def _casts() -> Lines:
+    for package, purpose in (("numba", "fast casts on a CPU"), ("triton", "casts on a GPU")):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            yield NOTE, f"{package} can't be used ({error}): {purpose} fall back to plain torch"
+        else:
+            yield OK, f"{package} {installed(package)}: {purpose}"
 
 
 _CHECKS: tuple[tuple[str, Callable[[], Lines]], ...] = (

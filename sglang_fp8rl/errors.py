@@ -26,7 +26,7 @@ def listed(names: Sequence[str]) -> str:
 
 def near_matches(name: str, known: Iterable[str]) -> str:
     """`Near matches: a, b. `, to begin a remedy with; empty if nothing is near."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(known))
     return f"Near matches: {', '.join(near)}. " if near else ""
 
 

@@ -26,17 +26,11 @@ class Cause(str, Enum):
 
 @dataclass(frozen=True)
 class Scheme:
-    """A module's granularity and, where it is not blockwise, why.
-
-    Attributes:
-        granularity: what shares one scale.
-        cause: what decided.
-        reason: empty for blockwise; otherwise the value and the rule that decided, in words.
-    """
+    """A module's granularity, and what decided."""
 
     granularity: Granularity
     cause: Cause = Cause.ALIGNED
-    reason: str = ""
+    reason: str = ""  # the value and the rule that decided, in words; empty for blockwise
 
     @property
     def is_fp8(self) -> bool:
@@ -58,22 +52,19 @@ def misalignment(
     `block_k` columns, and a group may not be cut short. A last block of *rows* may be short.
 
     Args:
-        input_size: columns of the unsharded weight.
-        input_size_per_partition: columns of this rank's shard.
+        input_size: columns of the unsharded weight, and `input_size_per_partition` of the shard.
         output_size: rows of the unsharded weight, as SGLang counts them (replicated KV heads
             counted once per rank that holds them).
         output_partition_sizes: rows of each logical matrix fused into this rank's shard.
         block_size: `[block_n, block_k]`.
     """
     block_n, block_k = block_size
-    rows = sum(output_partition_sizes)
-    is_row_sharded = input_size_per_partition != input_size
-    if is_row_sharded and input_size_per_partition % block_k:
+    if input_size_per_partition != input_size and input_size_per_partition % block_k:
         return (
             f"input_size_per_partition {input_size_per_partition} is not a multiple of "
             f"block_k {block_k} (row-parallel shard of {input_size})"
         )
-    if rows != output_size or len(output_partition_sizes) > 1:
+    if sum(output_partition_sizes) != output_size or len(output_partition_sizes) > 1:
         for size in output_partition_sizes:
             if size % block_n:
                 return (

@@ -6,15 +6,13 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from .errors import ConfigError, Fp8RlError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 # FOUND_WRONG: it ran, and an output differs, a host is unsupported, a model is worse, …
 # BAD_INPUT: the input is bad, or a server failed. INTERRUPTED: Ctrl-C, as shells count it.
@@ -30,8 +28,6 @@ OptionsText = Annotated[
 
 def console(*, stderr: bool = False, width: int = 120) -> Console:
     """A console on stdout, or on stderr; one that is no terminal gets `width` columns for tables."""
-    from rich.console import Console
-
     made = Console(stderr=stderr)
     return made if made.is_terminal else Console(stderr=stderr, width=width)
 
@@ -50,13 +46,14 @@ def errors_told(*more_lines: str, interrupted: str | None = None) -> Iterator[No
     try:
         yield
     except Fp8RlError as error:
-        _say(f"error: {error}", style="red")
+        told = console(stderr=True)
+        told.out(f"error: {error}", style="red", highlight=False)
         for line in more_lines:
-            _say(line)
+            told.out(line, highlight=False)
         raise typer.Exit(BAD_INPUT) from error
     except KeyboardInterrupt as error:
         if interrupted is not None:
-            _say(interrupted)
+            console(stderr=True).out(interrupted, highlight=False)
         raise typer.Exit(INTERRUPTED) from error
 
 
@@ -75,17 +72,8 @@ def parsed_options(text: str) -> dict[str, Any]:
     return parsed
 
 
-def _say(line: str, style: str | None = None) -> None:
-    """One line on stderr, letter by letter: paths and addresses in it hold no markup."""
-    console(stderr=True).print(
-        line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True
-    )
-
-
 def plan_table(plan: Iterable[dict[str, str]], title: str = "plan") -> Table:
     """Columns module, scheme, reason; `layers.{0-27}` stands for modules that are alike."""
-    from rich.table import Table
-
     table = Table(title=title, title_justify="left")
     table.add_column("module", overflow="fold")
     table.add_column("scheme", no_wrap=True)

@@ -51,7 +51,7 @@ class ModelRefit:
     """Everything the plugin knows about one served model and its updates.
 
     Side effects on the host: `attach` replaces `model.load_weights` (an instance attribute) and
-    each parameter's `weight_loader`.
+    each parameter's `weight_loader`, and leaves itself as `model.fp8rl_refit`.
 
     Args:
         probe_names: names of the checkpoint on `meta`, for a model that was not loaded from it.
@@ -87,6 +87,7 @@ class ModelRefit:
                 self._wrap_loader(target)
         self.derived.attach()
         self.model.load_weights = self.load_weights  # type: ignore[assignment]
+        self.model.fp8rl_refit = self  # type: ignore[assignment]
         for device in self._devices:
             warm_up(
                 device,
@@ -271,6 +272,11 @@ class ModelRefit:
                 "can't be run without values",
                 "Start the server on a checkpoint, not with --load-format dummy.",
             ) from error
+
+
+def refit_of(model: Any) -> ModelRefit | None:
+    """The bookkeeping of a model served with `fp8_blockwise_online`, else None."""
+    return getattr(model, "fp8rl_refit", None)
 
 
 def _sum_of_bytes(tensor: torch.Tensor) -> int:

@@ -13,7 +13,7 @@ import torch
 INJECTED = "injected on purpose"
 _OURS = "sglang_fp8rl.engine."
 # What turns exceptions into answers, and the look at a model's attribute that says whether it is ours.
-_NOT_IN = ("sglang_fp8rl.engine.host.boundary", "sglang_fp8rl.engine.host.attach")
+_NOT_IN, _NOT = "sglang_fp8rl.engine.host.boundary", "refit_of"
 # Who makes a boundary or asks it holds the collectives that all ranks enter, and so does who calls what holds
 # one; what they call beside them is seen by itself.
 _BOUNDARY = {
@@ -82,7 +82,7 @@ def injected_in(scheduler: Any, name: str, rank: int, act: Callable[..., Any], *
 def _is_inside(frame: Any) -> bool:
     """Whether it is a call below a hook. Generators are left out: nothing else raises where they resume."""
     module = frame.f_globals.get("__name__", "")
-    is_ours = module.startswith(_OURS) and module not in _NOT_IN
+    is_ours = module.startswith(_OURS) and module != _NOT_IN and frame.f_code.co_name != _NOT
     is_made = frame.f_code.co_filename == "<string>"  # by `dataclass`
     is_generator = frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE)
     is_boundary = _BOUNDARY & {*frame.f_code.co_names}

@@ -9,7 +9,7 @@ from commands import model_of
 
 def plan(scheduler: Any) -> dict[str, Any]:
     """The document of `GET /fp8rl/plan`."""
-    from sglang_fp8rl.engine.host.attach import refit_of
+    from sglang_fp8rl.engine.refit import refit_of
 
     refit = refit_of(model_of(scheduler))
     assert refit is not None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_fp8rl.config import IgnoredLayers, Options
+from sglang_fp8rl.config import Options
 from sglang_fp8rl.errors import ConfigError
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -60,34 +60,36 @@ def test_the_environment_adds_ignored_layers(monkeypatch):
 
 
 def ignored(*patterns):
-    return IgnoredLayers(patterns, FUSED)
+    return Options(ignored_layers=patterns)
 
 
 def test_a_prefix_covers_what_is_below_it_and_not_its_namesakes():
     layers = ignored("model.layers.1")
-    assert layers.match("model.layers.1.mlp.down_proj")
-    assert not layers.match("model.layers.10.mlp.down_proj")
-    assert not layers.match("model.layers.2.mlp.down_proj")
+    assert layers.patterns_for("model.layers.1.mlp.down_proj", FUSED)
+    assert not layers.patterns_for("model.layers.10.mlp.down_proj", FUSED)
+    assert not layers.patterns_for("model.layers.2.mlp.down_proj", FUSED)
 
 
 def test_a_prefix_without_model_is_the_same_prefix():
-    assert ignored("layers.1.mlp").match("model.layers.1.mlp.down_proj")
+    assert ignored("layers.1.mlp").patterns_for("model.layers.1.mlp.down_proj", FUSED)
 
 
 def test_a_regular_expression_has_to_match_the_whole_prefix():
-    assert ignored(r"re:.*\.down_proj").match("model.layers.1.mlp.down_proj")
-    assert not ignored(r"re:down_proj").match("model.layers.1.mlp.down_proj")
+    assert ignored(r"re:.*\.down_proj").patterns_for("model.layers.1.mlp.down_proj", FUSED)
+    assert not ignored(r"re:down_proj").patterns_for("model.layers.1.mlp.down_proj", FUSED)
 
 
 def test_all_parts_of_a_fused_module_cover_it():
     prefix = "model.layers.0.self_attn"
     parts = [f"{prefix}.{part}" for part in FUSED["qkv_proj"]]
-    assert set(ignored(*parts).match(f"{prefix}.qkv_proj")) == set(parts)
+    assert set(ignored(*parts).patterns_for(f"{prefix}.qkv_proj", FUSED)) == set(parts)
 
 
 def test_some_parts_of_a_fused_module_are_an_error():
     with pytest.raises(ConfigError, match=r"covers \['q_proj'\]"):
-        ignored("model.layers.0.self_attn.q_proj").match("model.layers.0.self_attn.qkv_proj")
+        ignored("model.layers.0.self_attn.q_proj").patterns_for(
+            "model.layers.0.self_attn.qkv_proj", FUSED
+        )
 
 
 def test_first_and_last_layers_are_counted_from_either_end():

@@ -22,6 +22,16 @@ def test_imports_attributes_and_texts_are_read_off_the_sources():
     assert not any(path.startswith("sglang_fp8rl") for path in SYMBOLS)
 
 
+def test_targets_of_hooks_are_read_off_the_sources():
+    pytest.importorskip("sglang")
+    from sglang_fp8rl.engine.host.hooks import HOOKS
+    from sglang_fp8rl.lab.cpu_platform.cpu_hooks import CPU_HOOKS
+    from sglang_fp8rl.verl_rollout.hooks import VERL_HOOKS
+
+    targets = {hook.target for hook in (*HOOKS, *CPU_HOOKS, *VERL_HOOKS)}
+    assert {target for target in targets if target.startswith("sglang.")} <= SYMBOLS
+
+
 def test_what_only_some_versions_have_is_used_and_in_the_supported_range():
     assert set(SINCE) <= SYMBOLS
     assert all(OLDEST < since < NEWEST_EXCLUDED for since in SINCE.values())
@@ -29,16 +39,14 @@ def test_what_only_some_versions_have_is_used_and_in_the_supported_range():
 
 def look(more: list[str]) -> None:
     """In a process of its own."""
+    from sglang_fp8rl import host_symbols
     from sglang_fp8rl.compat import host_version
-    from sglang_fp8rl.engine.host.hooks import HOOKS
-    from sglang_fp8rl.host_symbols import check_symbols, find, is_expected
-    from sglang_fp8rl.lab.cpu_platform.cpu_hooks import CPU_HOOKS
-    from sglang_fp8rl.verl_rollout.hooks import VERL_HOOKS
 
-    version = host_version()
-    hooks = [hook.target for hook in (*HOOKS, *CPU_HOOKS, *VERL_HOOKS) if hook.is_for(version)]
-    early = [path for path in SINCE if not is_expected(path, version) and find(path) is not None]
-    print(json.dumps([check_symbols([*hooks, *more]), early]))
+    version, find = host_version(), host_symbols.find
+    late = [path for path in SINCE if not host_symbols.is_expected(path, version)]
+    early = [path for path in late if find(path) is not None]
+    host_symbols.host_symbols = lambda: SYMBOLS | set(more)
+    print(json.dumps([host_symbols.check_symbols(), early]))
 
 
 @pytest.fixture(scope="module")

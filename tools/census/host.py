@@ -37,7 +37,10 @@ class Builder:
 
         quant_config = None
         if is_quantized:
+            # While SGLang builds a model it is told `fp8` (`engine/host/attach.py`).
+            said, self._config.quantization = self._config.quantization, QUANTIZATION
             quant_config = _get_quantization_config(self._config, self._load_config)
+            self._config.quantization = said
         torch.manual_seed(0)  # for what a model draws itself
         with set_default_torch_dtype(self._config.dtype), torch.device("cpu"):
             model = self._original(self._config, self._load_config, quant_config)

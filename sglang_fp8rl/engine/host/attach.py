@@ -1,4 +1,4 @@
-"""How a model of this method is built, and where its refit is found."""
+"""How a model of this method is built."""
 
 from __future__ import annotations
 
@@ -16,69 +16,38 @@ from ..refit import ModelRefit
 logger = logging.getLogger(__name__)
 
 
-def choose_as_for_fp8(original: Callable[..., Any], model_config: Any) -> Any:
-    """`get_model_architecture`: Mixtral with fused experts, which SGLang has for a list of methods.
+def build_model(
+    original: Callable[..., Any], model_config: Any, load_config: Any, quant_config: Any = None
+) -> Any:
+    """`_initialize_model`: SGLang builds a model; its loaders are wrapped, before anything is loaded.
 
-    Methods that are not in the list get a Mixtral of single linear layers, expert by expert.
-    """
-    if model_config.quantization != QUANTIZATION_METHOD:
-        return original(model_config)
-    model_config.quantization = "fp8"
-    try:
-        return original(model_config)
-    finally:
-        model_config.quantization = QUANTIZATION_METHOD
-
-
-def quantization_of(model_config: Any, quant_config: Any) -> Any:
-    """What a model is built with: None for a draft model, which is not quantized.
-
-    SGLang hands a draft (an embedded MTP layer too) its target's quantization.
+    A draft model (an embedded MTP layer too), to which SGLang hands its target's quantization, is built
+    without.
 
     Raises:
         ConfigError: `--speculative-draft-model-quantization` asks for this method; SGLang before 0.5.23
             does not tell whether it did.
     """
+    if not isinstance(quant_config, Fp8BlockwiseOnlineConfig):
+        return original(model_config, load_config, quant_config)
     is_draft = getattr(model_config, "is_draft_model", False)
-    if is_draft and isinstance(quant_config, Fp8BlockwiseOnlineConfig):
-        if _draft_was_asked_for():
-            raise ConfigError(
-                "--speculative-draft-model-quantization",
-                repr(QUANTIZATION_METHOD),
-                "what an update brought is written down for the target alone, so nothing would say that "
-                "a draft in FP8 was left old",
-                "Leave it out: the draft is served in high precision, and updates reach it.",
-            )
+    if is_draft and _draft_was_asked_for():
+        raise ConfigError(
+            "--speculative-draft-model-quantization",
+            repr(QUANTIZATION_METHOD),
+            "what an update brought is written down for the target alone, so nothing would say that "
+            "a draft in FP8 was left old",
+            "Leave it out: the draft is served in high precision, and updates reach it.",
+        )
+    model_config.quantization = "fp8"  # SGLang has Mixtral with fused experts for a list of methods
+    try:
+        model = original(model_config, load_config, None if is_draft else quant_config)
+    finally:
+        model_config.quantization = QUANTIZATION_METHOD
+    if is_draft:
         logger.info("fp8rl: the draft model stays in high precision")
-        return None
-    return quant_config
-
-
-def _draft_was_asked_for() -> bool:
-    from sglang.srt.runtime_context import get_server_args
-
-    return bool(getattr(get_server_args(), "_speculative_draft_quantization_explicitly_set", False))
-
-
-_ATTRIBUTE = "fp8rl_refit"
-
-
-def refit_of(model: Any) -> ModelRefit | None:
-    """The bookkeeping of a model served with `fp8_blockwise_online`, else None."""
-    return getattr(model, _ATTRIBUTE, None)
-
-
-def build_model(
-    original: Callable[..., Any], model_config: Any, load_config: Any, quant_config: Any = None
-) -> Any:
-    """`_initialize_model`: SGLang builds a model; its loaders are wrapped, before anything is loaded."""
-    quant_config = quantization_of(model_config, quant_config)
-    model = original(model_config, load_config, quant_config)
-    for module in model.modules():
-        config = getattr(getattr(module, "quant_method", None), "quant_config", None)
-        if isinstance(config, Fp8BlockwiseOnlineConfig):
-            setattr(model, _ATTRIBUTE, attached(model, model_config, config))
-            break
+    else:
+        attached(model, model_config, quant_config)
     return model
 
 
@@ -89,3 +58,9 @@ def attached(model: Any, model_config: Any, config: Fp8BlockwiseOnlineConfig) ->
     refit = ModelRefit(model, config.options, config.schemes, probe_names)
     refit.attach()
     return refit
+
+
+def _draft_was_asked_for() -> bool:
+    from sglang.srt.runtime_context import get_server_args
+
+    return bool(getattr(get_server_args(), "_speculative_draft_quantization_explicitly_set", False))

@@ -10,20 +10,13 @@ from ...config import QUANTIZATION_METHOD
 from ...declared_hooks import Hook, register_hooks
 from ..modules.config import Fp8BlockwiseOnlineConfig
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
-from .attach import build_model, choose_as_for_fp8
+from .attach import build_model
 from .other_calls import after_flush, start_model
 from .status import add_routes, add_status
 from .update_request import flattened_bucket
 from .updater import RefitUpdater
 
 HOOKS = (
-    Hook(
-        "sglang.srt.model_loader.utils.get_model_architecture",
-        "AROUND",
-        choose_as_for_fp8,
-        "Mixtral with fused experts is for quantization methods of a list; this one is served like `fp8`",
-        "SGLang asks the method, or has one Mixtral",
-    ),
     Hook(
         "sglang.srt.model_loader.loader._initialize_model",
         "AROUND",

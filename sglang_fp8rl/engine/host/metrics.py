@@ -14,18 +14,18 @@ from ..registered import extensions
 from .status import status_section
 
 PREFIX = "sglang:fp8rl_"
+_GAUGES = {
+    "refit_seconds": "Time of the last refit, in load_weights.",
+    "refit_bytes": "Bytes that the last refit was sent.",
+    "consistent": "1 if the served weights are of one piece, else 0.",
+    "replayed_share": "Share of all update calls so far that were replayed.",
+}
 
 
 def observe_refit(
-    manager: Any,
-    refit: ModelRefit,
-    *,
-    call: str | None = None,
-    success: bool = True,
+    manager: Any, refit: ModelRefit, *, call: str | None = None, success: bool = True
 ) -> None:
-    """After an update call, or the end of a session.
-
-    Does nothing unless SGLang itself collects metrics in this process.
+    """After an update call, or the end of a session. Does nothing unless SGLang collects metrics here.
 
     Args:
         manager: SGLang's weight updater.
@@ -37,9 +37,7 @@ def observe_refit(
         return
     metrics = _metrics(tuple(collector.labels))
     # Extensions may run kernels and transfer: once a refit, behind its last call.
-    status = status_section(
-        refit, session_open=False, manager=manager if refit.report.log.is_idle else None
-    )
+    status = status_section(refit, manager=manager if refit.report.log.is_idle else None)
     if call is not None:
         metrics.count(collector.labels, status, call, success)
     metrics.observe(collector.labels, status)
@@ -56,6 +54,7 @@ class RefitMetrics:
 
     Args:
         labels: names of SGLang's own scheduler labels.
+        registry: of prometheus_client; its own if None.
     """
 
     def __init__(self, labels: tuple[str, ...], registry: Any = None) -> None:
@@ -64,34 +63,20 @@ class RefitMetrics:
 
         registry = registry or REGISTRY
 
-        def gauge(name: str, text: str, *more: str) -> Any:
-            return Gauge(
-                PREFIX + name,
-                text,
-                labelnames=[*labels, *more],
-                multiprocess_mode="mostrecent",
-                registry=registry,
-            )
+        def metric(kind: Any, name: str, text: str, *more: str, **options: Any) -> Any:
+            return kind(PREFIX + name, text, [*labels, *more], registry=registry, **options)
 
-        self.calls = Counter(
-            f"{PREFIX}update_calls",
-            "Calls of update_weights_from_*, by source and outcome (ok or failed).",
-            labelnames=[*labels, "source", "outcome"],
-            registry=registry,
-        )
-        self.refits = Counter(
-            f"{PREFIX}refits", "Refits begun.", labelnames=labels, registry=registry
-        )
-        self.seconds = gauge("refit_seconds", "Time of the last refit, in load_weights.")
-        self.nbytes = gauge("refit_bytes", "Bytes that the last refit was sent.")
-        self.consistent = gauge("consistent", "1 if the served weights are of one piece, else 0.")
-        self.replayed = gauge(
-            "replayed_share", "Share of all update calls so far that were replayed."
-        )
-        self.sqnr = gauge("sqnr_db", "SQNR of the last refit's samples, in dB.", "scheme")
-        self.more = {
-            name: gauge(name, text) for kind in extensions() for name, text in kind.gauges.items()
-        }
+        def gauge(name: str, text: str, *more: str) -> Any:
+            return metric(Gauge, name, text, *more, multiprocess_mode="mostrecent")
+
+        text = "Calls of update_weights_from_*, by source and outcome (ok or failed)."
+        self._calls = metric(Counter, "update_calls", text, "source", "outcome")
+        self._refits = metric(Counter, "refits", "Refits begun.")
+        self._sqnr = gauge("sqnr_db", "SQNR of the last refit's samples, in dB.", "scheme")
+        described = dict(_GAUGES)
+        for kind in extensions():
+            described |= kind.gauges
+        self._gauges = {name: gauge(name, text) for name, text in described.items()}
         self._refit: int | None = None
 
     def count(
@@ -99,27 +84,33 @@ class RefitMetrics:
     ) -> None:
         """One update call more, and one refit more if it is the first of one."""
         outcome = "ok" if success else "failed"
-        self.calls.labels(**labels, source=source, outcome=outcome).inc()
+        self._calls.labels(**labels, source=source, outcome=outcome).inc()
         refit = status["last_refit"]
         if refit is not None and refit["id"] != self._refit:
             self._refit = refit["id"]
-            self.refits.labels(**labels).inc()
+            self._refits.labels(**labels).inc()
 
     def observe(self, labels: dict[str, str], status: dict[str, Any]) -> None:
         """Take over what the status section says."""
-        self.consistent.labels(**labels).set(int(status["consistent"]))
-        replay = status["replay"]
-        calls = replay["calls"] + replay["native_calls"]
-        if calls:
-            self.replayed.labels(**labels).set(replay["calls"] / calls)
+        found = _measured(status)
         for kind in extensions():
-            for name, value in kind.measured(status).items():
-                self.more[name].labels(**labels).set(value)
+            found |= kind.measured(status)
+        for name, value in found.items():
+            self._gauges[name].labels(**labels).set(value)
         refit = status["last_refit"]
-        if refit is None:
-            return
-        self.seconds.labels(**labels).set(refit["seconds"])
-        self.nbytes.labels(**labels).set(refit["bytes"])
-        for scheme, decibels in refit["sqnr_db"].items():
+        samples = refit["sqnr_db"] if refit is not None else {}
+        for scheme, decibels in samples.items():
             if decibels is not None:
-                self.sqnr.labels(**labels, scheme=scheme).set(decibels)
+                self._sqnr.labels(**labels, scheme=scheme).set(decibels)
+
+
+def _measured(status: dict[str, Any]) -> dict[str, float]:
+    """The gauges that a status has a number for."""
+    found: dict[str, float] = {"consistent": int(status["consistent"])}
+    replay, refit = status["replay"], status["last_refit"]
+    calls = replay["calls"] + replay["native_calls"]
+    if calls:
+        found["replayed_share"] = replay["calls"] / calls
+    if refit is not None:
+        found |= {"refit_seconds": refit["seconds"], "refit_bytes": refit["bytes"]}
+    return found

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ...errors import ConfigError, RefitError
-from .attach import refit_of
+from ..refit import refit_of
 from .boundary import Boundary
 from .refit_end import fail_behind
 from .request_checks import check_weights_are_there

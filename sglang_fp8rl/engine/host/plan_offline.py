@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ...compat import CPU_PLATFORM
 from ...config import QUANTIZATION_METHOD
@@ -49,8 +49,10 @@ def make_plan(
         f"--tp-size={tp_size}",
         f"--ep-size={ep_size}",
         f"--quantization={QUANTIZATION_METHOD}",
+        "--skip-tokenizer-init",
+        "--load-format=dummy",
+        "--device=cpu",
     ]
-    argv += ["--skip-tokenizer-init", "--load-format=dummy", "--device=cpu"]
     if options:
         override = {"quantization_config": dict(options)}
         argv.append(f"--json-model-override-args={json.dumps(override)}")
@@ -87,15 +89,10 @@ def _child_env(tp_size: int) -> dict[str, str]:
 
 
 def run_in_new_interpreter(args: Sequence[str], env: Mapping[str, str], log_path: Path) -> str:
-    """Run `child_main`, in a process that it may end and change as it likes.
+    """Run `child_main(args)` with `env` added to the environment; how it ended, in words.
 
     Args:
-        args: of `child_main`.
-        env: is added to this process's environment.
         log_path: takes what it prints.
-
-    Returns:
-        How it ended, in words.
     """
     # SGLang's scheduler sends SIGQUIT to its parent when it fails. The parent is this process.
     before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
@@ -119,47 +116,38 @@ def run_in_new_interpreter(args: Sequence[str], env: Mapping[str, str], log_path
 # -- in the child ------------------------------------------------------------------------------
 
 
-class _Built(BaseException):
-    """Leaves SGLang's start once the model is built. Not an `Exception`: SGLang catches those."""
-
-
 def child_main(args: Sequence[str]) -> None:
     """Build the model and write the answer: the path for it, ranks, SGLang's arguments.
 
-    Side effects on the host: this process has a fake process group, and ends afterwards.
+    Side effects on the host: this process has a fake process group, and ends with the answer.
     """
     answer_path, tp_size, argv = Path(args[0]), int(args[1]), list(args[2:])
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    answer: dict[str, Any] = {}
-
     def build_on_meta(
         original: Any, model_config: Any, load_config: Any, quant_config: Any = None
-    ) -> None:
+    ) -> NoReturn:
         import torch
 
         from .attach import attached
 
+        answer: dict[str, Any]
         try:
             with torch.device("meta"):
                 model = original(model_config, load_config, quant_config)
-            answer["document"] = attached(model, model_config, quant_config).plan().as_dict()
+            answer = {"document": attached(model, model_config, quant_config).plan().as_dict()}
         except Fp8RlError as error:
-            answer["error"] = str(error) or type(error).__name__
-            raise _Built from error
-        raise _Built
+            answer = {"error": str(error)}
+        answer_path.write_text(json.dumps(answer))
+        os._exit(0)  # the rest of SGLang's start is of no use
 
     HookRegistry.register(
         "sglang.srt.model_loader.loader._initialize_model", build_on_meta, HookType.AROUND
     )
     load_plugins()
     _fake_other_ranks(tp_size)
-    try:
-        _start_scheduler(argv)
-    except _Built:
-        answer_path.write_text(json.dumps(answer))
-        os._exit(0)  # SGLang's threads and sockets are of no use any more
+    _start_scheduler(argv)
 
 
 def _fake_other_ranks(tp_size: int) -> None:

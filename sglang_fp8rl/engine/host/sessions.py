@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ...wire.refit_note import note_of
-from ..refit import ModelRefit
-from .attach import refit_of
+from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
 from .refit_end import end_session_of, fail_behind

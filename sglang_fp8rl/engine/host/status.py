@@ -14,44 +14,40 @@ from collections import Counter
 from http import HTTPStatus
 from typing import Any
 
+from starlette.responses import JSONResponse, Response
+
 from ... import __version__
 from ...wire.layout_text import VERSION as FLAT_LAYOUT_VERSION
 from ...wire.plan import PLAN_PATH, STATUS_PATH
 from ..model.plan_document import module_rows
-from ..refit import ModelRefit
+from ..refit import ModelRefit, refit_of
 from ..registered import extensions
 from ..report import report_fields
 from ..report.refit_record import State
-from .attach import refit_of
 from .boundary import Boundary
 
-_BEST_TO_WORST = [
-    one.value for one in (State.WHOLE, State.OPEN, State.MIXED, State.UNLOADED, State.FAILED)
-]
+SERVER_MODULE = "sglang.srt.entrypoints.http_server"
+PLAN_MARK = "fp8rl-plan:"
 
 
-def status_section(
-    refit: ModelRefit, *, session_open: bool, replica: int = 0, manager: Any = None
-) -> dict[str, Any]:
+def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) -> dict[str, Any]:
     """What a user wants to know of a running server, as JSON types.
 
     Args:
         refit: of the served model.
-        session_open: whether `begin_weight_update` was called and `end_weight_update` was not.
         replica: data-parallel rank of the scheduler that says it.
-        manager: SGLang's weight updater; None if nothing is to be read off the device.
+        manager: SGLang's weight updater; None if nothing is to be read off the device, nor of a session.
     """
     report = refit.report
     log, problems = report.log, report_fields.problems(report)
     problems += list(refit.pairs.open_halves().values())
-    if session_open:
+    if getattr(manager, "_session", None) is not None:
         problems.append("a weight-update session is open: call end_weight_update()")
-    schemes = Counter(scheme.granularity.value for scheme in refit.schemes.values())
     fp8_bytes = sum(target.parameter.numel() for target in refit.targets.values() if target.is_fp8)
     section = {
         "version": __version__,
         "replica": replica,
-        "schemes": dict(schemes),
+        "schemes": dict(Counter(scheme.granularity.value for scheme in refit.schemes.values())),
         "fp8_bytes": fp8_bytes,
         "bf16_bytes_replaced": 2 * fp8_bytes,
         "last_refit": report_fields.last_refit(report),
@@ -69,35 +65,6 @@ def status_section(
     return section | {kind.section: ours.get(kind.section) for kind in extensions() if kind.section}
 
 
-def full_section(refit: ModelRefit, scheduler: Any) -> dict[str, Any]:
-    """`status_section` of a scheduler."""
-    manager = scheduler.weight_updater
-    is_open = getattr(manager, "_session", None) is not None
-    replica = replica_of(scheduler)
-    return status_section(refit, session_open=is_open, replica=replica, manager=manager)
-
-
-def unread_section(errors: list[str]) -> dict[str, Any]:
-    """Where the status can't be read: nobody may take that for weights that are whole."""
-    return {
-        "version": __version__,
-        "replica": 0,
-        "state": State.FAILED.value,
-        "consistent": False,
-        "problems": [f"the status can't be read: {text}" for text in errors],
-        "last_refit": None,
-    }
-
-
-def replica_of(scheduler: Any) -> int:
-    """Its data-parallel rank; 0 without data parallelism."""
-    from sglang.srt.runtime_context import get_parallel
-
-    # SGLang before 0.5.23 may keep it in the scheduler's own `ps`.
-    parallel = getattr(scheduler, "ps", None) or get_parallel()
-    return parallel.dp_rank or 0
-
-
 def status_of_replicas(sections: list[dict[str, Any]]) -> dict[str, Any]:
     """The section of the replica that serves the worst state, and `replicas`: how many there are.
 
@@ -106,21 +73,15 @@ def status_of_replicas(sections: list[dict[str, Any]]) -> dict[str, Any]:
             `replica` says whose it is. Of two that are alike, the one whose cache was not flushed goes
             first, then the lower number.
     """
-    worst = max(sections, key=_badness)
+    states = [state.value for state in State]
+
+    def badness(section: dict[str, Any]) -> tuple[int, bool, int]:
+        is_stale = (section["last_refit"] or {}).get("cache_flushed") is False
+        return states.index(section["state"]), is_stale, -section["replica"]
+
+    worst = max(sections, key=badness)
     return {**worst, "replicas": len(sections)}
 
-
-def _badness(section: dict[str, Any]) -> tuple[int, bool, int]:
-    last = section["last_refit"] or {}
-    return (
-        _BEST_TO_WORST.index(section["state"]),
-        last.get("cache_flushed") is False,
-        -section["replica"],
-    )
-
-
-SERVER_MODULE = "sglang.srt.entrypoints.http_server"
-PLAN_MARK = "fp8rl-plan:"
 
 # -- in the process that serves HTTP ---------------------------------------------------------------
 
@@ -138,29 +99,22 @@ def add_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
 
     routes: dict[str, Any] = {PLAN_PATH: serve_plan, STATUS_PATH: serve_status}
     for extension in extensions():
-        for serve in extension.routes.values():
-            auth_level(AuthLevel.ADMIN_OPTIONAL)(serve)
-        routes |= extension.routes
-    known = {getattr(route, "path", None) for route in server.app.routes}
+        for path, serve in extension.routes.items():
+            routes[path] = auth_level(AuthLevel.ADMIN_OPTIONAL)(serve)
     for path, serve in routes.items():
-        if path not in known:
-            server.app.add_route(path, serve, methods=["GET"])
+        server.app.add_route(path, serve, methods=["GET"])
 
 
-async def serve_status(request: Any) -> Any:
+async def serve_status(request: Any) -> Response:
     """`status_of_replicas` of the sections in `/server_info`; 404 from a server without this method."""
-    from starlette.responses import JSONResponse
-
     states = await internal_states()
     if any("fp8rl" not in state for state in states):
         return not_served()
     return JSONResponse(status_of_replicas([state["fp8rl"] for state in states]))
 
 
-async def serve_plan(request: Any) -> Any:
+async def serve_plan(request: Any) -> Response:
     """`If-None-Match` with a digest is answered 304 without the document where the server's is the same."""
-    from starlette.responses import Response
-
     known = request.headers.get("if-none-match", "").strip('"')
     state = (await internal_states(PLAN_MARK + known))[0]
     if "fp8rl_plan_error" in state:
@@ -187,14 +141,12 @@ async def internal_states(mark: str | None = None) -> list[dict[str, Any]]:
     return [answer.internal_state for answer in answers]
 
 
-def refused(message: str, status: HTTPStatus) -> Any:
+def refused(message: str, status: HTTPStatus) -> Response:
     """An answer that says what is wrong, as SGLang's own."""
-    from starlette.responses import JSONResponse
-
     return JSONResponse({"success": False, "message": message}, status)
 
 
-def not_served() -> Any:
+def not_served() -> Response:
     """The answer of a server that runs without this method."""
     message = "the server runs without --quantization fp8_blockwise_online"
     return refused(message, HTTPStatus.NOT_FOUND)
@@ -218,10 +170,31 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
         result.internal_state = boundary.step(_plan_state, refit, mark) or {
             "fp8rl_plan_error": " | ".join(boundary.errors)
         }
-    else:
-        section = boundary.step(full_section, refit, scheduler)
-        result.internal_state["fp8rl"] = section or unread_section(boundary.errors)
+        return result
+    section = boundary.step(_status_of, scheduler, refit)
+    # What can't be read is not to be taken for weights that are whole.
+    result.internal_state["fp8rl"] = section or {
+        "version": __version__,
+        "replica": 0,
+        "state": State.FAILED.value,
+        "consistent": False,
+        "problems": [f"the status can't be read: {text}" for text in boundary.errors],
+        "last_refit": None,
+    }
     return result
+
+
+def _status_of(scheduler: Any, refit: ModelRefit) -> dict[str, Any]:
+    return status_section(refit, replica=replica_of(scheduler), manager=scheduler.weight_updater)
+
+
+def replica_of(scheduler: Any) -> int:
+    """Its data-parallel rank; 0 without data parallelism."""
+    from sglang.srt.runtime_context import get_parallel
+
+    # SGLang before 0.5.23 may keep it in the scheduler's own `ps`.
+    parallel = getattr(scheduler, "ps", None) or get_parallel()
+    return parallel.dp_rank or 0
 
 
 def _plan_state(refit: ModelRefit, mark: str) -> dict[str, Any]:

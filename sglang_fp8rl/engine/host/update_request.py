@@ -14,8 +14,7 @@ from ...errors import Fp8RlError, RefitError, as_text
 from ...wire.layout_text import from_text
 from ..arrival.bucket import FlatBucket, wait_for_reads
 from ..arrival.update import Origin, Update
-from ..refit import ModelRefit
-from .attach import refit_of
+from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
 from .refit_end import end_request, fail_behind

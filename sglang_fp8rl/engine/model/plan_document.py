@@ -1,12 +1,11 @@
 """The plan of a built model, as the document that trainers read (`plan_schema.json`).
 
-Everything in it is read off the modules and what their loaders did with each name (`names.py`).
+Everything in it is read off the modules and what their loaders did with each name (`landings.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from ...scheme import Granularity, Scheme
 from ...wire.plan import FP8, PLAN_FORMAT, PLAN_VERSION, UNUSED, digest_of
 from .landings import Known, Landing, NameTable, left_out
 from .parameters import Target
-
-_NOT_QUANTIZED = "SGLang builds this module without quantization"
 
 
 def plan_document(
@@ -36,18 +33,31 @@ def plan_document(
         names: filled by a load or a probe.
         more: sections of extensions.
     """
+    from sglang.srt.distributed import parallel_state
+
+    text_config = getattr(model.config, "text_config", None) or model.config
+    sizes = ("num_hidden_layers", "hidden_size", "vocab_size")
     maker = _Maker(names, schemes, options)
     tensors = {name: maker.entry(name, known) for name, known in names.known.items()}
-    tensors |= {name: _unused() for name in names.unused}
+    unused = _entry(
+        None, "", UNUSED, "in the checkpoint, but no parameter of rank 0 takes it", "any"
+    )
     document: dict[str, Any] = {
         "format": PLAN_FORMAT,
         "version": PLAN_VERSION,
-        "model": _model_summary(model),
-        "parallel": _parallel_sizes(),
-        "options": _as_json(asdict(options)),
+        "model": {
+            "architecture": type(model).__name__,
+            "model_type": model.config.model_type,
+            **{size: getattr(text_config, size, None) for size in sizes},
+        },
+        "parallel": {
+            "tp_size": parallel_state.get_tensor_model_parallel_world_size(),
+            "ep_size": parallel_state.get_moe_expert_parallel_world_size(),
+        },
+        "options": options.model_dump(mode="json"),
         "modules": module_rows(schemes),
         "fp8_bytes": sum(target.parameter.numel() for target in targets.values() if target.is_fp8),
-        "tensors": dict(sorted(tensors.items())),
+        "tensors": dict(sorted({**tensors, **dict.fromkeys(names.unused, unused)}.items())),
         "left_out": left_out(model),
         **more,
     }
@@ -82,70 +92,75 @@ class _Maker:
 
     def entry(self, name: str, known: Known) -> dict[str, Any]:
         if not known.landings:
-            return {
-                "shape": list(known.shape),
-                "module": "",
-                "scheme": Granularity.HIGH_PRECISION.value,
-                "block_size": None,
-                "reason": known.reason,
-                "wire": {"dtype": "float32"},
-            }
+            scheme = Granularity.HIGH_PRECISION.value
+            return _entry(known.shape, "", scheme, known.reason, "float32")
         landings = [self._likes.get(_kind_of(known, one), one) for one in known.landings]
         # Of several (tied) parameters the quantized one has the say.
         target = max((one.target for one in known.landings), key=lambda target: target.is_fp8)
-        module = getattr(target.module, "fp8rl_prefix", "") or target.name.rpartition(".")[0]
-        scheme = target.granularity
-        entry: dict[str, Any] = {
-            "shape": list(known.shape),
-            "module": module,
-            "scheme": scheme.value,
-            "block_size": None,
-            "reason": "",
-        }
+        owner, _, leaf = target.name.rpartition(".")
+        module = getattr(target.module, "fp8rl_prefix", "") or owner
+        scheme = target.granularity.value
         if not target.is_fp8:
-            decided = self._schemes.get(module)
-            entry["reason"] = (decided.reason if decided else _NOT_QUANTIZED) or (
-                f"{target.name.rpartition('.')[2]} of a quantized module"
-            )
-            entry["wire"] = {"dtype": _name_of(target.parameter.dtype)}
-            return entry
-        granularity = granularity_of(scheme, self._options.weight_block_size)
-        entry["block_size"] = list(granularity.block(target.parameter.shape))
-        entry["reason"] = self._why_not_on_the_wire(name, known, landings, granularity)
-        if entry["reason"]:
-            rounded = torch.bfloat16 if self._options.round_to_bf16 else torch.float32
-            entry["wire"] = {"dtype": _name_of(rounded)}
-        else:
-            suffix = "_scale" if isinstance(granularity, PerChannel) else "_scale_inv"
-            shape = granularity.grid(known.shape).scale_shape
-            entry["wire"] = {"dtype": FP8, "scale": name + suffix, "scale_shape": list(shape)}
+            reason = "SGLang builds this module without quantization"
+            if module in self._schemes:
+                reason = self._schemes[module].reason or f"{leaf} of a quantized module"
+            return _entry(known.shape, module, scheme, reason, _name_of(target.parameter.dtype))
+        granularity = granularity_of(target.granularity, self._options.weight_block_size)
+        block = granularity.block(target.parameter.shape)
+        reason = _why_not_on_the_wire(name, known, landings, granularity)
+        if reason:
+            dtype = _name_of(torch.bfloat16 if self._options.round_to_bf16 else torch.float32)
+            return _entry(known.shape, module, scheme, reason, dtype, block)
+        entry = _entry(known.shape, module, scheme, "", FP8, block)
+        suffix = "_scale" if isinstance(granularity, PerChannel) else "_scale_inv"
+        scale_shape = list(granularity.grid(known.shape).scale_shape)
+        entry["wire"] |= {"scale": name + suffix, "scale_shape": scale_shape}
         return entry
 
-    def _why_not_on_the_wire(
-        self, name: str, known: Known, landings: list[Landing], granularity: ScaleGranularity
-    ) -> str:
-        """Why a sender can't know the scales of this tensor's parts; empty if it can."""
-        if len(known.shape) != 2 or not name.endswith(".weight"):
-            return "not one matrix with a name of its own: the engine takes it apart"
-        if any(not landing.target.is_fp8 for landing in landings):
-            return "a part of it is served in high precision"
-        boxes = [box for landing in landings for box in landing.boxes]
-        if not boxes:
-            return "this rank holds nothing of it, and nothing like it"
-        if isinstance(granularity, PerChannel):
-            wide = known.shape[1]
-            narrow = [box for box in boxes if box is None or box.shape[-1] != wide]
-            if narrow:
-                width = "other" if narrow[0] is None else narrow[0].shape[-1]
-                return (
-                    f"per channel of a row-parallel shard: a row's scale is over {width} of "
-                    f"{wide} columns, on each rank another"
-                )
-            return ""
-        grid = granularity.grid(known.shape)
-        if not all(box and grid.is_whole(box.start[-2:], box.shape[-2:]) for box in boxes):
-            return "its parts start or end inside a block"
+
+def _entry(
+    shape: Sequence[int] | None,
+    module: str,
+    scheme: str,
+    reason: str,
+    dtype: str,
+    block_size: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    return {
+        "shape": None if shape is None else list(shape),
+        "module": module,
+        "scheme": scheme,
+        "block_size": None if block_size is None else list(block_size),
+        "reason": reason,
+        "wire": {"dtype": dtype},
+    }
+
+
+def _why_not_on_the_wire(
+    name: str, known: Known, landings: list[Landing], granularity: ScaleGranularity
+) -> str:
+    """Why a sender can't know the scales of this tensor's parts; empty if it can."""
+    if len(known.shape) != 2 or not name.endswith(".weight"):
+        return "not one matrix with a name of its own: the engine takes it apart"
+    if any(not landing.target.is_fp8 for landing in landings):
+        return "a part of it is served in high precision"
+    boxes = [box for landing in landings for box in landing.boxes]
+    if not boxes:
+        return "this rank holds nothing of it, and nothing like it"
+    if isinstance(granularity, PerChannel):
+        wide = known.shape[1]
+        narrow = [box for box in boxes if box is None or box.shape[-1] != wide]
+        if narrow:
+            width = "other" if narrow[0] is None else narrow[0].shape[-1]
+            return (
+                f"per channel of a row-parallel shard: a row's scale is over {width} of "
+                f"{wide} columns, on each rank another"
+            )
         return ""
+    grid = granularity.grid(known.shape)
+    if not all(box and grid.is_whole(box.start[-2:], box.shape[-2:]) for box in boxes):
+        return "its parts start or end inside a block"
+    return ""
 
 
 def _kind_of(known: Known, landing: Landing) -> tuple:
@@ -154,44 +169,5 @@ def _kind_of(known: Known, landing: Landing) -> tuple:
     return (id(landing.target), shards or landing.part, known.shape)
 
 
-def _unused() -> dict[str, Any]:
-    return {
-        "shape": None,
-        "module": "",
-        "scheme": UNUSED,
-        "block_size": None,
-        "reason": "in the checkpoint, but no parameter of rank 0 takes it",
-        "wire": {"dtype": "any"},
-    }
-
-
-def _model_summary(model: Any) -> dict[str, Any]:
-    config = model.config
-    text = getattr(config, "text_config", None) or config
-    return {
-        "architecture": type(model).__name__,
-        "model_type": config.model_type,
-        **{
-            key: getattr(text, key, None)
-            for key in ("num_hidden_layers", "hidden_size", "vocab_size")
-        },
-    }
-
-
-def _parallel_sizes() -> dict[str, int]:
-    from sglang.srt.distributed import parallel_state
-
-    return {
-        "tp_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "ep_size": parallel_state.get_moe_expert_parallel_world_size(),
-    }
-
-
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _as_json(one) for key, one in value.items()}
-    return [_as_json(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -9,7 +9,6 @@ may end anywhere, so each part has a loader of its own here: its rows of the fus
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,21 +20,9 @@ from ..arrival.sent_tensors import Source
 from .parameters import set_loader
 
 _FUSED = "fused_qkv_a_proj_with_mqa"
-_PARTS = ("q_a_proj", "kv_a_proj_with_mqa")
+_FIRST, _SECOND = "q_a_proj", "kv_a_proj_with_mqa"
 
 LoadWeights = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One tensor of a checkpoint that fills some rows of a fused parameter."""
-
-    parameter: Any
-    name: str
-
-    def load(self, tensor: torch.Tensor) -> None:
-        """Hand it to the parameter's loader, as any model does."""
-        self.parameter.weight_loader(self.parameter, tensor, self.name)
 
 
 def load_parts_singly(model: torch.nn.Module) -> LoadWeights:
@@ -47,18 +34,23 @@ def load_parts_singly(model: torch.nn.Module) -> LoadWeights:
     Raises:
         ConfigError: a block of the fused weight would reach over two parts.
     """
-    parts = dict(_parts_of(model))
     native: LoadWeights = model.load_weights  # type: ignore[assignment]
-    if not parts:
+    fused_of: dict[str, Any] = {}  # name of a part: the parameter that it fills some rows of
+    for prefix, attention in model.named_modules():
+        weight = getattr(getattr(attention, _FUSED, None), "weight", None)
+        if weight is not None:
+            _take_parts(f"{prefix}.{_FUSED}", getattr(attention, _FUSED), attention.q_lora_rank)
+            fused_of |= {f"{prefix}.{part}.weight": weight for part in (_FIRST, _SECOND)}
+    if not fused_of:
         return native
 
     def others(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
-            part = parts.get(name)
-            if part is None:
+            parameter = fused_of.get(name)
+            if parameter is None:
                 yield name, tensor
             else:
-                part.load(tensor)
+                parameter.weight_loader(parameter, tensor, name.split(".")[-2])
 
     def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kw: Any) -> Any:
         return native(others(weights), *args, **kw)
@@ -66,23 +58,13 @@ def load_parts_singly(model: torch.nn.Module) -> LoadWeights:
     return load_weights
 
 
-def _parts_of(model: torch.nn.Module) -> Iterator[tuple[str, Part]]:
-    for prefix, attention in model.named_modules():
-        fused: Any = getattr(attention, _FUSED, None)
-        weight = getattr(fused, "weight", None)
-        if weight is None:
-            continue
-        first = int(attention.q_lora_rank)
-        rows = dict(zip(_PARTS, (first, weight.shape[0] - first), strict=True))
-        _check_blocks(f"{prefix}.{_FUSED}", fused, first)
-        fused.fp8rl_part_rows = rows
-        set_loader(weight, _loader_of(weight.weight_loader, rows))
-        for name in _PARTS:
-            yield f"{prefix}.{name}.weight", Part(weight, name)
-
-
-def _loader_of(native: Callable[..., Any], rows: dict[str, int]) -> Callable[..., Any]:
-    starts = dict(zip(_PARTS, (0, rows[_PARTS[0]]), strict=True))
+def _take_parts(name: str, fused: Any, first_rows: Any) -> None:
+    """Give a fused module's weight a loader that knows where each part lies."""
+    _check_blocks(name, fused, first_rows)
+    weight, native = fused.weight, fused.weight.weight_loader
+    rows = {_FIRST: first_rows, _SECOND: weight.shape[0] - first_rows}
+    starts = {_FIRST: 0, _SECOND: first_rows}
+    fused.fp8rl_part_rows = rows
 
     def weight_loader(parameter: Any, loaded: torch.Tensor, part: str | None = None) -> None:
         if part is None:
@@ -90,26 +72,26 @@ def _loader_of(native: Callable[..., Any], rows: dict[str, int]) -> Callable[...
         else:
             parameter.data.narrow(0, starts[part], rows[part]).copy_(loaded)
 
-    return weight_loader
+    set_loader(weight, weight_loader)
 
 
-def _check_blocks(name: str, fused: Any, first: int) -> None:
+def _check_blocks(name: str, fused: Any, first_rows: int) -> None:
     scheme = getattr(fused.quant_method, "fp8rl_scheme", None)
     if scheme is None or scheme.granularity is not Granularity.BLOCKWISE:
         return
     block_n = fused.quant_method.quant_config.options.weight_block_size[0]
-    if first % block_n:
+    if first_rows % block_n:
         raise ConfigError(
             name,
-            f"q_lora_rank {first}",
-            f"its parts {' and '.join(_PARTS)} are cut at a multiple of block_n {block_n}, or one "
+            f"q_lora_rank {first_rows}",
+            f"its parts {_FIRST} and {_SECOND} are cut at a multiple of block_n {block_n}, or one "
             "block would belong to both",
             "Add the module to ignored_layers.",
         )
 
 
 def load_left_experts(
-    model: torch.nn.Module, left: Iterable[Source], load_weights: Callable[..., Any]
+    model: torch.nn.Module, left: Iterable[Source], load_weights: LoadWeights
 ) -> None:
     """Load the fused experts among `left`, the tensors that no loader was called for.
 
@@ -129,11 +111,13 @@ def load_left_experts(
     }
     if not fused:
         return
-    parts: list[tuple[str, torch.Tensor]] = []
-    for prefix, module in model.named_modules():
-        if isinstance(module, FusedMoE):
-            for leaf in FUSED_PARTS:
-                if f"{prefix}.{leaf}" in fused:
-                    parts += matrices_of(prefix, leaf, fused[f"{prefix}.{leaf}"])
+    parts = [
+        matrix
+        for prefix, module in model.named_modules()
+        if isinstance(module, FusedMoE)
+        for leaf in FUSED_PARTS
+        if f"{prefix}.{leaf}" in fused
+        for matrix in matrices_of(prefix, leaf, fused[f"{prefix}.{leaf}"])
+    ]
     if parts:
         load_weights(parts)

@@ -11,7 +11,7 @@ from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
-from ...config import QUANTIZATION_METHOD, IgnoredLayers, Options
+from ...config import QUANTIZATION_METHOD, Options
 from ...declared_hooks import check_hooks_in_force
 from ...errors import ConfigError, HostError
 from ...scheme import Cause, Granularity, Scheme
@@ -66,8 +66,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         self.decisions = Decisions(options)
         # What `Fp8Config` read from the environment is in `options` too, with stricter matching.
         self.ignored_layers: list[str] = []
-        mapping = {**_FUSED_PARTS, **(packed_modules_mapping or {})}
-        self._ignored = IgnoredLayers(options.patterns, mapping)
+        self._fused_parts = {**_FUSED_PARTS, **(packed_modules_mapping or {})}
         self._num_layers = num_layers
         self._patterns_used: set[str] = set()
 
@@ -113,7 +112,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         # `ignored_layers` names the prefix: so does the plan.
         layer.fp8rl_prefix = prefix
         is_linear = isinstance(layer, LinearBase)
-        patterns = self._ignored.match(prefix)
+        patterns = self.options.patterns_for(prefix, self._fused_parts)
         self._patterns_used.update(patterns)
         reason = self.options.layer_reason(prefix, self._num_layers)
         if patterns:

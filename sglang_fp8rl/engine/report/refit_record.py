@@ -84,7 +84,7 @@ class Outcome(str, Enum):
 
 
 class State(str, Enum):
-    """What is served."""
+    """What is served, from the best to the worst."""
 
     WHOLE = "whole"
     OPEN = "open"

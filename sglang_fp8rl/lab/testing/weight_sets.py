@@ -7,7 +7,6 @@ the first by a perturbation that depends on the tensor's name and a seed only.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoint import headers, safetensors_files, tensors_in
+from ...checkpoint import safetensors_files, tensors_in
 from ...errors import ConfigError
 from .checkpoints import perturbed
 
@@ -70,8 +69,8 @@ class Checkpoint:
         return tensors_in(self.files)
 
     def count(self) -> tuple[int, int]:
-        """Tensors, and their bytes as FP32, from the headers alone."""
-        sizes = [math.prod(shape) for file in self.files for _, shape, _ in headers(file)]
+        """Tensors, and their bytes as FP32; reads no values."""
+        sizes = [tensor.numel() for _, tensor in self.tensors()]
         return len(sizes), 4 * sum(sizes)
 
     def _config(self) -> dict[str, Any]:
