@@ -23,15 +23,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import math
 from collections.abc import Iterator
-from types import ModuleType
 
 import numpy as np
 import torch
 
-from .cast import is_there
+from .backends import kernels
 from .grid import BlockGrid
 
 MASK = (1 << 64) - 1
@@ -39,8 +37,6 @@ _STEP, _MIX1, _MIX2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x
 _COLUMN_SEED = 0x6670386C72306B31
 # Of a tensor without a kernel for its device: this much is widened to int64 at a time.
 _CHUNK_ELEMENTS = 2 * 1024 * 1024
-# By the kind of device: the library that a kernel needs, and its module.
-_KERNELS = {"cpu": ("numba", ".cpu.fingerprint"), "cuda": ("triton", ".triton.fingerprint")}
 
 
 def seed_of(name: str, part: str = "") -> int:
@@ -106,7 +102,7 @@ def _matrices(
 def _matrix_number(matrix: torch.Tensor, row: int, column: int, seed: int) -> int:
     if matrix.stride(1) != 1 or (matrix.shape[0] > 1 and matrix.stride(0) < matrix.shape[1]):
         matrix = matrix.contiguous()
-    kernel = _kernel(matrix.device.type)
+    kernel = kernels("fingerprint", matrix.device.type)
     first_byte = column * matrix.element_size()
     words = (first_byte + matrix.shape[1] * matrix.element_size() + 1) // 2
     if kernel is not None and kernel.reads(matrix, first_byte):
@@ -148,13 +144,6 @@ def _column_keys(words: int) -> np.ndarray:
 @functools.cache
 def _column_table(bits: int) -> np.ndarray:
     return keys(_COLUMN_SEED, 0, 1 << bits)
-
-
-@functools.cache
-def _kernel(device: str) -> ModuleType | None:
-    """The module of the kernel for a kind of device; None leaves it to torch."""
-    library, module = _KERNELS.get(device, ("", ""))
-    return importlib.import_module(module, __package__) if module and is_there(library) else None
 
 
 def plain_number(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -84,6 +84,18 @@ class BlockGrid:
             for at, size, step in zip(start, shape, self.block, strict=True)
         )
         return rows_of, columns_of
+
+    def strips(self, elements: int) -> Iterator[tuple[slice, slice]]:
+        """Cut between rows of blocks into strips of about so many `elements`, of one row of blocks at least.
+
+        Yields:
+            the rows of a strip, and those of its scales.
+        """
+        rows, cols = self.shape
+        height = max(1, elements // (self.block[0] * cols))
+        for first in range(0, self.scale_shape[0], height):
+            end = first + height
+            yield slice(first * self.block[0], min(end * self.block[0], rows)), slice(first, end)
 
     def values_of(self, row: int, column: int) -> Slices:
         """The rows and columns that the scale at `[row, column]` is shared by."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from .cast import FP8_DTYPE, Backend, cast_into, check_source, raise_not_finite
+from ..errors import QuantizationError
+from .backends import Backend
+from .cast import cast_into, check_source
 from .grid import Blockwise, PerChannel, ScaleGranularity
+from .reference import FP8_DTYPE
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 
@@ -54,7 +56,16 @@ def quantize(
         backend=backend,
     )
     if bool(nonfinite.any()):
-        raise_not_finite(nonfinite, grid, name)
+        where = nonfinite.nonzero()
+        i, j = where[0].tolist()
+        rows, columns = (f"{part.start}:{part.stop}" for part in grid.values_of(i, j))
+        raise QuantizationError(
+            name,
+            f"NaN or Inf in block ({i}, {j}), rows {rows}, columns {columns}"
+            f" ({len(where)} of {nonfinite.numel()} blocks; BF16 overflows to Inf from 3.3962e38)",
+            "a block that is not finite is never quantized",
+            "Look at the step that produced this weight",
+        )
     return qweight, scale
 
 
@@ -65,14 +76,21 @@ def quantize_blockwise(
     pow2_scale: bool = False,
     round_to_bf16: bool = True,
     name: str = "weight",
+    backend: Backend = "auto",
 ) -> Quantized:
     """Quantize `weight` [N, K] block by block; the last block is smaller. Otherwise as `quantize`.
 
     Returns:
         `qweight` [N, K] e4m3fn and `weight_scale_inv` [ceil(N / block_n), ceil(K / block_k)] FP32.
     """
-    options: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
-    return quantize(weight, Blockwise.of(block_size), name=name, **options)
+    return quantize(
+        weight,
+        Blockwise.of(block_size),
+        pow2_scale=pow2_scale,
+        round_to_bf16=round_to_bf16,
+        name=name,
+        backend=backend,
+    )
 
 
 def quantize_per_channel(
@@ -81,6 +99,7 @@ def quantize_per_channel(
     pow2_scale: bool = False,
     round_to_bf16: bool = True,
     name: str = "weight",
+    backend: Backend = "auto",
 ) -> Quantized:
     """Quantize `weight` [N, K] with one scale per row of this (local) shard; else as `quantize`.
 
@@ -88,5 +107,11 @@ def quantize_per_channel(
         `qweight` [N, K] e4m3fn and `weight_scale` [N, 1] FP32, a multiplier like
         `weight_scale_inv`: both names are SGLang's.
     """
-    options: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
-    return quantize(weight, PerChannel(), name=name, **options)
+    return quantize(
+        weight,
+        PerChannel(),
+        pow2_scale=pow2_scale,
+        round_to_bf16=round_to_bf16,
+        name=name,
+        backend=backend,
+    )

@@ -14,8 +14,8 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from .cast import FP8_DTYPE
 from .grid import ceil_div
+from .reference import FP8_DTYPE
 
 BlockSize = tuple[int, int]
 

@@ -1,9 +1,10 @@
-"""The GPU cast of one tensor: one Triton program per block, or per row; no padding, no cropping.
+"""The casts of one tensor on a GPU: to codes as a table of one piece, and through FP8 and back.
 
-128×128 blocks and rows run the functions of the tables (`tiles.py`). Blocks of another size, which no
-server has, are cast by PyTorch.
+The latter is one program per 128×128 block, or per row; read once, written once. In integers where Triton's
+interpreter rounds otherwise than hardware (`arithmetic.py`). A row that is longer than a program holds is
+read twice, the second time from the cache. Other blocks, which no server has, are PyTorch's.
 
-Importing this module imports Triton; `numerics/cast.py` does so on first use.
+Importing this module imports Triton; `backends.py` does so on first use.
 """
 
 # Triton reads these functions, not their annotations.
@@ -11,193 +12,142 @@ Importing this module imports Triton; `numerics/cast.py` does so on first use.
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from .. import reference
-from ..grid import Blockwise, PerChannel, ScaleGranularity
-from .arithmetic import BF16, FP16, FP32
-from .hardware import has_packed_kernels, row_warps, tile_options
-from .tiles import cast_row, cast_tile
+from ..write_table import CastTable, Piece
+from .arithmetic import (
+    BF16,
+    FP32,
+    amax_to_scale_inv,
+    fp32_bits,
+    largest_magnitude,
+    round_bits_to_bf16,
+)
+from .hardware import BLOCK, LONGEST_ROW_READ_ONCE, on_device, row_warps, tile_options
+from .table import TritonTable
 
-# Longest row that one program keeps in registers between its two passes.
-LONGEST_ROW_READ_ONCE = 16384
-BLOCK = (128, 128)
-WIDEST = 16  # bytes of a load or store
-
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-_KIND = {torch.float32: FP32.value, torch.bfloat16: BF16.value, torch.float16: FP16.value}
-# Alignments are told by constants; a kernel for each stride would be compiled for nothing.
-_SIZES = ("rows", "cols", "source_stride_n", "source_stride_k", "codes_stride_n")
-_STRIDES = ("scales_stride_n", "scales_stride_k")
-
-
-@triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
-def cast_tile_kernel(
-    source,
-    codes,
-    scales,
-    nonfinite,
-    rows,
-    cols,
-    source_stride_n,
-    source_stride_k,
-    codes_stride_n,
-    scales_stride_n,
-    scales_stride_k,
-    CONTIGUOUS: tl.constexpr,
-    RAGGED: tl.constexpr,
-    SOURCE_ALIGN: tl.constexpr,
-    TARGET_ALIGN: tl.constexpr,
-    KIND: tl.constexpr,
-    POW2: tl.constexpr,
-    ROUND: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """One 128×128 block per program, columns fastest."""
-    pid = tl.program_id(0)
-    blocks_k = tl.cdiv(cols, 128).to(tl.int32)
-    block_n, block_k = (pid // blocks_k).to(tl.int64), (pid % blocks_k).to(tl.int64)
-    size: tl.constexpr = 4 if KIND == FP32 else 2
-    stride_n, codes_stride = source_stride_n.to(tl.int64), codes_stride_n.to(tl.int64)
-    if CONTIGUOUS:
-        stride_k = 1
-        corner = block_n * 128 * stride_n + block_k * 128
-    else:
-        stride_k = source_stride_k.to(tl.int64)
-        corner = block_n * 128 * stride_n + block_k * 128 * stride_k
-    scale, finite = cast_tile(
-        source.to(tl.int64) + corner * size,
-        stride_n,
-        stride_k,
-        codes.to(tl.int64) + block_n * 128 * codes_stride + block_k * 128,
-        codes_stride,
-        (rows - block_n * 128).to(tl.int32),
-        (cols - block_k * 128).to(tl.int32),
-        RAGGED,
-        SOURCE_ALIGN,
-        TARGET_ALIGN,
-        KIND,
-        POW2,
-        ROUND,
-        PACKED,
-    )
-    tl.store(scales + block_n * scales_stride_n + block_k * scales_stride_k, scale, mask=finite)
-    tl.store(nonfinite + pid, 1 - finite.to(tl.int8))
-
-
-@triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
-def cast_row_kernel(
-    source,
-    codes,
-    scales,
-    nonfinite,
-    rows,
-    cols,
-    source_stride_n,
-    source_stride_k,
-    codes_stride_n,
-    scales_stride_n,
-    scales_stride_k,
-    CONTIGUOUS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,
-    SOURCE_ALIGN: tl.constexpr,
-    TARGET_ALIGN: tl.constexpr,
-    KIND: tl.constexpr,
-    POW2: tl.constexpr,
-    ROUND: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """One row per program."""
-    n = tl.program_id(0).to(tl.int64)
-    size: tl.constexpr = 4 if KIND == FP32 else 2
-    stride_k = 1 if CONTIGUOUS else source_stride_k.to(tl.int64)
-    scale, finite = cast_row(
-        source.to(tl.int64) + n * source_stride_n * size,
-        stride_k,
-        codes.to(tl.int64) + n * codes_stride_n,
-        cols.to(tl.int32),
-        CHUNK,
-        ONE_CHUNK,
-        SOURCE_ALIGN,
-        TARGET_ALIGN,
-        KIND,
-        POW2,
-        ROUND,
-        PACKED,
-    )
-    tl.store(scales + n * scales_stride_n, scale, mask=finite)
-    tl.store(nonfinite + n, 1 - finite.to(tl.int8))
+BlockSize = tuple[int, int]
 
 
 def cast_into(
     source: torch.Tensor,
     qweight: torch.Tensor,
-    weight_scale_inv: torch.Tensor,
-    granularity: ScaleGranularity,
+    weight_scale: torch.Tensor,
+    nonfinite: torch.Tensor,
+    block: BlockSize,
     pow2_scale: bool,
     round_to_bf16: bool,
-) -> torch.Tensor:
-    """Cast a checked [N, K] source into codes [N, K] and scales of the granularity's shape.
+) -> None:
+    """As `reference.cast_into`, for FP32 and BF16 in contiguous rows."""
+    if not _is_known(block, source):
+        outs = (qweight, weight_scale, nonfinite)
+        reference.cast_into(source, *outs, block, pow2_scale, round_to_bf16)
+        return
+    table = CastTable.of([Piece((0, 0), source, qweight, weight_scale, block)])
+    rounding = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+    flags = TritonTable(table, source.device, **rounding).start([source.data_ptr()])
+    nonfinite.view(torch.int8).copy_(flags.view(nonfinite.shape))
 
-    Returns bool of that shape, True where a block is not finite and was left alone; on the source's
-    device, without waiting for it. Blocks of another size than 128×128 go to the PyTorch cast.
+
+def _is_known(block: BlockSize, source: torch.Tensor) -> bool:
+    return block in ((BLOCK, BLOCK), (1, source.shape[1]))
+
+
+@triton.jit
+def served_bits(x, scale, finite, KIND: tl.constexpr, ROUND: tl.constexpr):
+    """BF16 bits of what source bits are served as; of a block that is not finite, of the source."""
+    bits = fp32_bits(x, KIND)
+    cast = round_bits_to_bf16(bits) if ROUND else bits
+    y = tl.math.div_rn(cast.to(tl.float32, bitcast=True), scale).to(tl.int32, bitcast=True)
+    a = tl.minimum(y & 0x7FFFFFFF, 0x43E00000)  # 448.0
+    # Adding this and taking it off again leaves no bit below the e4m3 ulp, as in `encode_e4m3`.
+    lift = tl.maximum(a & 0x7F800000, 0x3C800000) + (20 << 23)
+    lifted = a.to(tl.float32, bitcast=True) + lift.to(tl.float32, bitcast=True)
+    product = (lifted - lift.to(tl.float32, bitcast=True)) * scale
+    served = round_bits_to_bf16(product.to(tl.int32, bitcast=True)) | (bits & -2147483648)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    as_it_is = tl.where(is_nan, bits | 0x00400000, round_bits_to_bf16(bits))
+    return (tl.where(finite, served, as_it_is) >> 16).to(tl.int16)
+
+
+@triton.jit(do_not_specialize=["rows", "cols"])
+def through_tile_kernel(
+    source, out, rows, cols, KIND: tl.constexpr, POW2: tl.constexpr, ROUND: tl.constexpr
+):
+    """One 128×128 block of a contiguous matrix per program, columns fastest."""
+    pid = tl.program_id(0)
+    blocks_k = tl.cdiv(cols, 128).to(tl.int32)
+    n = pid // blocks_k * 128 + tl.arange(0, 128)
+    k = pid % blocks_k * 128 + tl.arange(0, 128)
+    where = n.to(tl.int64)[:, None] * cols + k[None, :]
+    inside = (n < rows)[:, None] & (k < cols)[None, :]
+    x = tl.load(source + where, mask=inside, other=0)
+    scale, finite = amax_to_scale_inv(largest_magnitude(x, KIND), POW2, ROUND)
+    tl.store(out + where, served_bits(x, scale, finite, KIND, ROUND), mask=inside)
+
+
+@triton.jit(do_not_specialize=["cols"])
+def through_row_kernel(
+    source,
+    out,
+    cols,
+    CHUNK: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+    KIND: tl.constexpr,
+    POW2: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """One row of a contiguous matrix per program."""
+    start = tl.program_id(0).to(tl.int64) * cols
+    k = tl.arange(0, CHUNK)
+    if ONE_CHUNK:
+        x = tl.load(source + start + k, mask=k < cols, other=0)
+        scale, finite = amax_to_scale_inv(largest_magnitude(x, KIND), POW2, ROUND)
+        tl.store(out + start + k, served_bits(x, scale, finite, KIND, ROUND), mask=k < cols)
+    else:
+        largest = tl.zeros([CHUNK], tl.int32)
+        for first in range(0, cols, CHUNK):
+            at = first + k
+            x = tl.load(source + start + at, mask=at < cols, other=0)
+            largest = tl.maximum(largest, fp32_bits(x, KIND) & 0x7FFFFFFF)
+        scale, finite = amax_to_scale_inv(tl.max(largest, axis=0), POW2, ROUND)
+        for first in range(0, cols, CHUNK):
+            at = first + k
+            x = tl.load(source + start + at, mask=at < cols, other=0)
+            tl.store(out + start + at, served_bits(x, scale, finite, KIND, ROUND), mask=at < cols)
+
+
+def through_fp8_into(
+    source: torch.Tensor,
+    out: torch.Tensor,
+    block: BlockSize,
+    pow2_scale: bool,
+    round_to_bf16: bool,
+) -> None:
+    """As `reference.through_fp8_into`, by bytes; a NaN may have other bits.
+
+    Launches one kernel and copies nothing from the host, so it can be captured in a CUDA graph.
     """
+    if not _is_known(block, source):
+        reference.through_fp8_into(source, out, block, pow2_scale, round_to_bf16)
+        return
     rows, cols = source.shape
-    is_per_channel = isinstance(granularity, PerChannel)
-    if not is_per_channel and granularity != Blockwise(*BLOCK):
-        return reference.cast_into(
-            source, qweight, weight_scale_inv, granularity, pow2_scale, round_to_bf16
-        )
-    nonfinite = torch.empty(weight_scale_inv.shape, dtype=torch.bool, device=source.device)
-    arguments = (
-        source.detach().view(_BITS[source.dtype]),
-        qweight.detach().view(torch.int8),
-        weight_scale_inv.detach(),
-        nonfinite.view(torch.int8),
-        rows,
-        cols,
-        *source.stride(),
-        qweight.stride(0),
-        *weight_scale_inv.stride(),
-    )
-    contiguous = source.stride(1) == 1 or cols == 1
-    size = source.element_size()
-    source_bytes = (source.data_ptr(), source.stride(0) * size)
-    options: dict[str, Any] = {
-        "CONTIGUOUS": contiguous,
-        "SOURCE_ALIGN": common_alignment(*source_bytes) if contiguous else size,
-        "TARGET_ALIGN": common_alignment(qweight.data_ptr(), qweight.stride(0), cols),
-        "KIND": _KIND[source.dtype],
+    is_wide = source.dtype == torch.float32
+    bits = source.contiguous().view(torch.int32 if is_wide else torch.int16)
+    options = {
+        "KIND": (FP32 if is_wide else BF16).value,
         "POW2": bool(pow2_scale),
         "ROUND": bool(round_to_bf16),
-        "PACKED": round_to_bf16 and has_packed_kernels(source.device),
     }
-    with _on_device(source.device):
-        if is_per_channel:
-            chunk = min(triton.next_power_of_2(cols), LONGEST_ROW_READ_ONCE)
-            options |= {"CHUNK": max(16, chunk), "ONE_CHUNK": cols <= chunk}
-            cast_row_kernel[(rows,)](*arguments, **options, num_warps=row_warps(chunk))
+    with on_device(source.device):
+        if block[0] == 1:
+            chunk = max(16, min(triton.next_power_of_2(cols), LONGEST_ROW_READ_ONCE))
+            options |= {"CHUNK": chunk, "ONE_CHUNK": cols <= chunk, "num_warps": row_warps(chunk)}
+            through_row_kernel[(rows,)](bits, out.view(torch.int16), cols, **options)
         else:
-            options["RAGGED"] = bool(rows % BLOCK[0] or cols % BLOCK[1])
-            launch = tile_options(options["TARGET_ALIGN"])
-            cast_tile_kernel[(weight_scale_inv.numel(),)](*arguments, **options, **launch)
-    return nonfinite
-
-
-def common_alignment(*sizes: int) -> int:
-    """The largest power of two that divides all, up to the widest load."""
-    both = WIDEST
-    for size in sizes:
-        both |= size
-    return both & -both
-
-
-def _on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device; a CPU tensor only gets here in the interpreter."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+            blocks = triton.cdiv(rows, BLOCK) * triton.cdiv(cols, BLOCK)
+            options |= tile_options(1)
+            through_tile_kernel[(blocks,)](bits, out.view(torch.int16), rows, cols, **options)

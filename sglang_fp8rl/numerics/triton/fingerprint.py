@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import known_multiple
+from .pieces import known_multiple
 
 UNIT = 4  # bytes of a load's element: two words
 ROWS, ROWS_AT_ONCE = 64, 8  # of a program; of which so many are read together

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from _options import plain_experts
+from by_definition import quantize_blockwise
 from commands import begin, digests, end, model_of, status, update
 from contract import HOST
 from fingerprint_commands import fingerprint
 from kv_commands import fold_at_random, kv_of, unfold
 from packaging.version import Version
 from pool import on
-
-from sglang_fp8rl.numerics.reference import quantize_blockwise
 
 pytestmark = [pytest.mark.engine, on(plain_experts("tp1"))]
 

@@ -52,7 +52,8 @@ def by_definition(tensor, seed):
 
 def test_threads_do_not_change_the_number(monkeypatch):
     cpu = pytest.importorskip("sglang_fp8rl.numerics.cpu.fingerprint")
-    monkeypatch.setattr(cpu, "_BYTES_PER_THREAD", 1000)
+    threads = pytest.importorskip("sglang_fp8rl.numerics.cpu.threads")
+    monkeypatch.setattr(threads, "WORTH_A_THREAD", 500)
     tensor, columns = random_bytes((37, 101), torch.bfloat16), _column_keys(1024)
     expected = by_definition(tensor, SEED)
     for threads in (1, 2, 5, 64):
