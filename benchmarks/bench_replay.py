@@ -79,7 +79,7 @@ def load(scheduler: Any, as_text: bool = False) -> float:
     """Seconds from the received bytes to the weights in place."""
     from sglang.srt.utils import MultiprocessingSerializer
 
-    from sglang_fp8rl.engine.host.around_request import collector_paused
+    from sglang_fp8rl.engine.host.update_request import collector_paused
 
     payload = dict(_state["bucket"])
     if as_text:
@@ -94,7 +94,7 @@ def load(scheduler: Any, as_text: bool = False) -> float:
 
 def load_separate(scheduler: Any) -> float:
     """The same through a list of tensors."""
-    from sglang_fp8rl.engine.host.around_request import collector_paused
+    from sglang_fp8rl.engine.host.update_request import collector_paused
 
     flat = _state["bucket"]["flattened_tensor"]
     tensors = [
@@ -110,10 +110,10 @@ def load_separate(scheduler: Any) -> float:
 
 def _during_an_update(scheduler: Any) -> AbstractContextManager[Any]:
     """As within a request of `update_weights_from_tensor`."""
-    from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
+    from sglang_fp8rl.engine.arrival.update import Origin, Update
 
     refit = getattr(commands.model_of(scheduler), "fp8rl_refit", None)
-    return nullcontext() if refit is None else refit.during(UpdateScope(Origin.TENSOR))
+    return nullcontext() if refit is None else refit.during(Update(Origin.TENSOR))
 
 
 def set_replay(scheduler: Any, on: bool) -> None:
@@ -153,12 +153,12 @@ def scan_only(scheduler: Any) -> float:
 
 def build_plan(scheduler: Any) -> float:
     """Seconds that making the recipe takes, of a load that is recorded."""
-    from sglang_fp8rl.engine.replay import recipe_store
-    from sglang_fp8rl.engine.replay.recipe_store import RecipeStore
+    from sglang_fp8rl.engine.replay import recipes
+    from sglang_fp8rl.engine.replay.recipes import RecipeStore
 
     model_refit = commands.model_of(scheduler).fp8rl_refit
     plans, model_refit.recipes = model_refit.recipes, RecipeStore()
-    recipe_of, seconds = recipe_store.recipe_of, []
+    recipe_of, seconds = recipes._recipe_of, []
 
     def timed(*arguments: Any) -> Any:
         began = time.perf_counter()
@@ -166,11 +166,11 @@ def build_plan(scheduler: Any) -> float:
         seconds.append(time.perf_counter() - began)
         return plan
 
-    recipe_store.recipe_of = timed  # type: ignore[assignment]
+    recipes._recipe_of = timed  # type: ignore[assignment]
     try:
         load(scheduler)
     finally:
-        recipe_store.recipe_of, model_refit.recipes = recipe_of, plans
+        recipes._recipe_of, model_refit.recipes = recipe_of, plans
     return seconds[0]
 
 
@@ -270,7 +270,7 @@ def main(
         f"C4: native / replayed = {ratios['native_to_replayed']:.1f} (target {MIN_NATIVE_RATIO}), "
         f"SGLang's BF16 load / replayed = {ratios['bf16_to_replayed']:.1f} (target > 1)"
     )
-    console.print(f"plans {counted['plans']}, tensors not replayed {counted['native_reasons']}")
+    console.print(f"recipes {counted['recipes']}, tensors not replayed {counted['native_reasons']}")
     if json_path:
         record = {
             "benchmark": "replay",

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def as_text(text: str) -> str:
     """`text` as any encoder takes it: names that are sent may hold lone surrogates."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+MAX_LISTED = 8
+_MAX_NAME = 200  # characters: a name may be anything
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of these names, for a message."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    shown = [
+        name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in names[:MAX_LISTED]
+    ]
+    return ", ".join(shown) + more
 
 
 def near_matches(name: str, known: Iterable[str]) -> str:

@@ -20,9 +20,8 @@ from ..numerics.fingerprint import MASK
 from ..numerics.runners import warm_up
 from ..scheme import Scheme
 from ..wire.plan import RefitPlan
-from .arrival.bucket import Bucket, TensorBucket, bucket_of
-from .arrival.normalized import SenderMemory, has_packed_pairs, on_device, split_pairs
-from .arrival.update_scope import PROBE, UpdateScope
+from .arrival.bucket import Bucket, SenderMemory, bucket_of, check_bucket
+from .arrival.update import Origin, Update
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
 from .model.parameters import (
@@ -35,16 +34,16 @@ from .model.parameters import (
 )
 from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
-from .native.call import Call, StreamLane, Update
-from .native.calls import Calls
-from .native.checks import check_dense, check_names, outside_of_a_call
+from .native.audit import Audit
+from .native.call import Call, Calls, StreamLane
+from .native.checks import outside_of_a_call
 from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
 from .native.recording import Recording
 from .registered import extensions
-from .replay.recipe import Recipe
-from .replay.recipe_store import RecipeStore, replay
+from .replay.recipes import Recipe, RecipeStore
+from .replay.replay import replay
 from .report.report import RefitReport
 
 
@@ -77,17 +76,9 @@ class ModelRefit:
         self.sender_memory = SenderMemory()
         self._probe_names = probe_names
         self.extensions = [kind(self) for kind in extensions()]
-        self.calls = Calls(
-            model,
-            options,
-            self.names,
-            self.pairs,
-            self.report,
-            self.derived,
-            self._learn_names,
-            self.extensions,
-        )
-        self._loaders = LoaderCalls(options, self.pairs, self.report, self.names)
+        self._audit = Audit(model, options, self.pairs, self.report, self.derived, self.extensions)
+        self.calls = Calls(self._audit.finished, self._audit.stopped)
+        self._loaders = LoaderCalls(options, self.pairs, self.report)
         self._load_weights = load_parts_singly(model)  # before its loaders are wrapped
 
     def attach(self) -> None:
@@ -117,9 +108,9 @@ class ModelRefit:
 
         set_loader(parameter, weight_loader)
 
-    def during(self, scope: UpdateScope) -> AbstractContextManager[Update]:
-        """Every `load_weights` in here belongs to one request of an update."""
-        return self.calls.during(scope)
+    def during(self, update: Update) -> AbstractContextManager[Update]:
+        """Every `load_weights` in here belongs to that request of an update."""
+        return self.calls.during(update)
 
     def only_through_load_weights(self) -> AbstractContextManager[Any]:
         """In here, nothing else writes into the model: a loader of the client's choice runs."""
@@ -163,7 +154,7 @@ class ModelRefit:
     @property
     def is_updating(self) -> bool:
         """Whether a request of an update is being served."""
-        return self.calls.update.scope.is_serving
+        return self.calls.update.origin.is_serving
 
     def load_weights(self, weights: Any, *args: Any, **kw: Any) -> Any:
         """`model.load_weights`, with every write quantized and every name accounted for.
@@ -176,10 +167,11 @@ class ModelRefit:
                 the status section says so.
         """
         with self.unfolded(), self.calls.one() as call:
-            may_replay = call.scope.may_replay and self.options.replay and not (args or kw)
+            origin = call.update.origin
+            may_replay = origin.may_replay and self.options.replay and not (args or kw)
             bucket, recipe = self._arrived(weights, may_replay=may_replay)
-            self.calls.expect(call, bucket, recipe.brings if recipe is not None else None)
-            if call.scope.is_serving:
+            self._audit.expect(call, bucket, recipe.brings if recipe is not None else None)
+            if origin.is_serving:
                 self.derived.kept_copies.look(self._written())
             if self._device is not None and self._device.type != "meta":
                 call.lane = StreamLane(self._device)
@@ -193,7 +185,7 @@ class ModelRefit:
                 result = self._load_natively(call, list(bucket), *args, **kw)
             else:
                 native = functools.partial(self._load_natively, call)
-                result = replay(call, bucket, recipe, self.recipes, self._loaders, native)
+                result = replay(call, bucket, recipe, self.recipes, self.report, native)
                 if self.derived.is_needed:
                     self.derived.refresh(bucket.names)
         if call.recording is not None:
@@ -201,20 +193,15 @@ class ModelRefit:
         return result
 
     def _arrived(self, weights: Any, *, may_replay: bool) -> tuple[Bucket | None, Recipe | None]:
-        """What arrived, and how it is written without loaders; a packed pair is two tensors from here on."""
+        """What arrived, and how it is written without loaders."""
         bucket = bucket_of(weights)
         if bucket is None:
             return None, None
         if self._device is not None:
-            bucket = on_device(bucket, self._device)
+            bucket = bucket.on_device(self._device)
         recipe = self.recipes.find(bucket) if may_replay else None
-        if recipe is None and has_packed_pairs(bucket):
-            bucket = TensorBucket(split_pairs(bucket, self.plan().tensors))
-            recipe = self.recipes.find(bucket) if may_replay else None
         if recipe is None:
-            check_names(bucket.names)
-            if isinstance(bucket, TensorBucket):
-                check_dense(bucket)
+            check_bucket(bucket)
         return bucket, recipe
 
     def _load_natively(self, call: Call, weights: Any, *args: Any, **kw: Any) -> Any:
@@ -223,19 +210,19 @@ class ModelRefit:
             call.sources,
             ModelMemory(self.model, self.targets.values()),
             functools.partial(self._loaders.store, call),
-            stores=call.scope.stores,
+            stores=call.update.origin.stores,
         )
         with (
-            self.derived.in_place(from_now_on=call.scope.is_serving) as moved,
+            self.derived.in_place(from_now_on=call.update.origin.is_serving) as moved,
             observer.watching(),
         ):
             result = self._load_weights(call.sources.watch(weights), *args, **kw)
             load_left_experts(self.model, call.sources.left(), self._load_weights)
         for place, made_anew in moved:
-            sources = call.made_of(made_anew).sources
+            sources = call.sources.made_of(made_anew).sources
             observer.leave_native(sources, f"SGLang makes {place} anew while loading")
             call.touch(sources, place, ())
-        if call.scope.learns_names:
+        if not call.update.origin.is_serving:
             self.names.made_into(observer.native, call.sources.consumed)
         return result
 
@@ -262,11 +249,11 @@ class ModelRefit:
 
     def _learn_names(self) -> None:
         """Send every name of the checkpoint through the loaders, on `meta`; nothing is stored."""
-        call = Call(PROBE)
+        call = Call(Update(Origin.PROBE))
         try:
             with torch.no_grad(), self.derived.held_back(), self.calls.probing(call):
                 self._load_natively(call, self._probe_names())
-            self.calls.note_names(call)
+            self._audit.note_names(call)
         except Exception as error:
             # SGLang's loaders, on tensors without values: half of the names would be worse than none.
             self.names.forget()

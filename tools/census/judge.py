@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
+from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.model.parameters import held_tensors
 from sglang_fp8rl.errors import Fp8RlError
 
@@ -39,7 +39,7 @@ def judged(architecture: str, builder: Builder) -> Row:
     row.names = len(shapes)
     for seed in (1, 2):
         try:
-            with refit.during(UpdateScope(Origin.TENSOR)):
+            with refit.during(Update(Origin.TENSOR)):
                 model.load_weights(list(_weights(shapes, seed).items()))
         except Fp8RlError as error:
             row.kind, row.reasons = "refused", [_line(error)]

@@ -6,25 +6,26 @@ compared at every refit, so they are lists of plain attributes, compared by `==`
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from numbers import Integral
+from itertools import accumulate
 from operator import attrgetter, itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import RefitError
+from ...errors import RefitError, as_text, listed
 from ...wire.layout_text import from_text
+from ...wire.staging import COUNT
+from .flat_layout import check_layout
 
 _SHAPE, _DTYPE, _NAME = attrgetter("shape"), attrgetter("dtype"), attrgetter("name")
+# Of a bucket, and of a tensor in a copy: recipes and kernels read by address, some of them 16 bytes at once.
 _ALIGNMENT = 16
 _DEVICE = attrgetter("device")
 _METADATA = attrgetter("name", "shape", "dtype", "start_idx", "end_idx")
-_MOST = 1 << 62  # more bytes than any buffer has
 
 
 class TensorBucket:
@@ -75,12 +76,45 @@ class TensorBucket:
     def devices(self) -> set[torch.device]:
         return set(map(_DEVICE, self._tensors))
 
+    def on_device(self, device: torch.device) -> TensorBucket:
+        """The bucket itself where all of it lies on `device`; else one whose tensors do.
+
+        A trainer on a CPU, or one payload for all ranks of a node: the loaders and the kernels read local
+        memory afterwards, so such a bucket is recorded and replayed as any other, and by the recipe of any other.
+        Takes memory of the bucket's size on `device` until the call ends, and as much on the device that
+        tensors come from. One copy for each other device.
+        """
+        if self.devices == {device}:
+            return self
+        pairs = list(self)
+        for other in self.devices - {device}:
+            apart = [at for at, (_, tensor) in enumerate(pairs) if tensor.device == other]
+            copies = copied_together([pairs[at][1] for at in apart], device)
+            for at, copy in zip(apart, copies, strict=True):
+                pairs[at] = (pairs[at][0], copy)
+        return TensorBucket(pairs)
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._pairs)
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if tensor.layout is torch.strided else tensor  # refused by its name
+
+
+def copied_together(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Contiguous copies of tensors of one device, side by side in one buffer on another."""
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    starts = [0, *accumulate(sizes)]
+    gathered = torch.empty(starts[-1], dtype=torch.uint8, device=tensors[0].device)
+    for tensor, start in zip(tensors, starts, strict=False):
+        _part(gathered, start, tensor).copy_(tensor)
+    copied = gathered.to(device)
+    return [_part(copied, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
+
+
+def _part(buffer: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 class FlatBucket:
@@ -95,7 +129,6 @@ class FlatBucket:
     """
 
     def __init__(self, flat: torch.Tensor, metadata: Sequence[Any] | str) -> None:
-        # Recipes and kernels read by address, some of them 16 bytes at once.
         is_aligned = flat.data_ptr() % _ALIGNMENT == 0
         self._flat, self._given = flat if is_aligned else flat.clone(), metadata
 
@@ -136,8 +169,8 @@ class FlatBucket:
         self._metadata = metadata
 
     def on_device(self, device: torch.device) -> FlatBucket:
-        """The same bucket, copied there."""
-        return FlatBucket(self._flat.to(device), self._given)
+        """As `TensorBucket.on_device`."""
+        return self if self.devices == {device} else FlatBucket(self._flat.to(device), self._given)
 
     def addresses(self) -> list[int]:
         return [self._flat.data_ptr()]
@@ -170,64 +203,65 @@ def bucket_of(weights: Any) -> Bucket | None:
     return None
 
 
-def check_layout(metadata: Sequence[Any], nbytes: int) -> None:
-    """Check that every tensor of a flattened bucket lies inside it, and on nobody else.
+def check_bucket(bucket: Bucket) -> None:
+    """Raises `RefitError` for a name that is no text or comes twice, and for a tensor that has no plain memory."""
+    for name in bucket.names:
+        if not isinstance(name, str) or (not name.isascii() and as_text(name) != name):
+            raise RefitError(
+                ascii(name),
+                "no text that could be written down",
+                "a tensor has a name of the checkpoint; nothing of this call was stored",
+                "Look at what the trainer's iterator yields.",
+            )
+    twice = [name for name, count in Counter(bucket.names).items() if count > 1]
+    if twice:
+        raise RefitError(
+            listed(twice),
+            f"{len(twice)} name(s) that come twice in one call",
+            "a call names each tensor once; nothing of it was stored",
+            "Look for what the trainer's iterator yields again.",
+        )
+    for name, tensor in bucket if isinstance(bucket, TensorBucket) else ():
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            raise RefitError(
+                name,
+                f"a tensor of layout {tensor.layout} on {tensor.device.type}",
+                "a tensor comes with all of its elements in memory; nothing of this call was stored",
+                "Send tensor.to_dense(), or the weight instead of its description on meta.",
+            )
 
-    A recorded layout is replayed by address, where a start that is negative (but valid as a Python
-    slice) would be a read before the buffer.
 
-    Args:
-        metadata: per tensor `name`, `shape`, `dtype`, and `start_idx`, `end_idx` in bytes.
-        nbytes: of the buffer.
+class SenderMemory:
+    """What a sender says that it will use again (`is_staged`), for each rank: open for the length of an update.
 
-    Raises:
-        RefitError: naming the first tensor that lies outside, is not as long as its shape says, is
-            not aligned to its elements, overlaps with another one, or is described by other things
-            than numbers. Nothing was read.
+    A handle is closed with the last tensor that uses it. `RefitClient` sends bucket after bucket in the same
+    two buffers, so each would be opened and closed again for every second bucket.
     """
-    if not metadata:
-        return
-    _check_types(metadata)
-    starts = _bytes(one.start_idx for one in metadata)
-    ends = _bytes(one.end_idx for one in metadata)
-    sizes = _bytes(one.dtype.itemsize for one in metadata)
-    lengths = _bytes(math.prod(one.shape, start=one.dtype.itemsize) for one in metadata)
-    sides = _bytes(min(one.shape, default=0) for one in metadata)
-    order = np.argsort(starts, kind="stable")
-    behind = np.zeros(len(metadata), np.int64)
-    behind[order[1:]] = np.maximum.accumulate(ends[order])[:-1]
-    rules = (
-        ((starts < 0) | (ends > nbytes), f"a tensor lies within the bucket's {nbytes} bytes"),
-        (
-            (ends - starts != lengths) | (sides < 0),
-            "a tensor is as long as its shape and dtype say",
-        ),
-        (starts % sizes != 0, "a tensor starts at a multiple of its element size"),
-        ((starts < behind) & (lengths > 0), "no two tensors of a bucket share bytes"),
-    )
-    for is_bad, rule in rules:
-        if is_bad.any():
-            raise _misplaced(metadata[int(np.flatnonzero(is_bad)[0])], rule)
+
+    def __init__(self) -> None:
+        self._open: dict[int, torch.UntypedStorage] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def hold(self, flat: torch.Tensor) -> None:
+        """Keep this one and the one before it; everything that was read from it has been read.
+
+        Waits for the device: the sender overwrites the memory once it is answered.
+        """
+        wait_for_reads(flat)
+        storage = flat.untyped_storage()
+        self._open.pop(storage.data_ptr(), None)
+        self._open[storage.data_ptr()] = storage
+        while len(self._open) > COUNT:
+            del self._open[next(iter(self._open))]
+
+    def release(self) -> None:
+        """The update is over: the sender may have its memory back."""
+        self._open.clear()
 
 
-def _check_types(metadata: Sequence[Any]) -> None:
-    for one in metadata:
-        numbers = (one.start_idx, one.end_idx, *one.shape)
-        if not all(isinstance(number, Integral) for number in numbers):
-            raise _misplaced(one, "offsets and shapes are whole numbers")
-        if not isinstance(one.dtype, torch.dtype):
-            raise _misplaced(one, "a tensor has a dtype of torch")
-
-
-def _bytes(numbers: Iterable[int]) -> np.ndarray:
-    """As int64; what does not fit is as good as `_MOST`."""
-    return np.array([max(-_MOST, min(_MOST, number)) for number in numbers], np.int64)
-
-
-def _misplaced(one: Any, rule: str) -> RefitError:
-    return RefitError(
-        str(one.name),
-        f"{tuple(one.shape)} {one.dtype} at bytes [{one.start_idx}, {one.end_idx})",
-        rule,
-        "Make the bucket with SGLang's FlattenedTensorBucket or RefitClient.",
-    )
+def wait_for_reads(flat: torch.Tensor) -> None:
+    """Until everything that was asked of the device has been read from this memory."""
+    if flat.device.type != "cpu":
+        torch.get_device_module(flat.device).synchronize(flat.device)

@@ -30,13 +30,11 @@ class Boundary:
 
     Attributes:
         errors: what this rank's steps raised, in words.
-        is_through: whether SGLang was asked and answered.
     """
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.errors: list[str] = []
-        self.is_through = False
 
     def step(self, act: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T | None:
         """What `act` returns; None if it raises, which `errors` says then."""
@@ -59,9 +57,7 @@ class Boundary:
         """
         with around:
             try:
-                result = original(*args)
-                self.is_through = True
-                return result
+                return original(*args)
             except Exception:
                 if has_barrier:
                     torch.distributed.barrier(group=self.group)

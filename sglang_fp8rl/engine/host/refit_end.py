@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import RefitError
-from ..arrival.update_scope import Origin, UpdateScope
-from ..native.call import Update
+from ..arrival.update import Origin, Update
 from ..refit import ModelRefit
 from ..report.refit_record import Outcome, Refit, Verdict
 from .boundary import Boundary
@@ -72,15 +71,15 @@ def _said_by_all(boundary: Boundary, own: _Said) -> list[_Said]:
 
 
 def _said(refit: ModelRefit, update: Update, result: Any, is_asked: bool) -> _Said:
-    report, scope, message = refit.report, update.scope, update.error
+    report, message = refit.report, None
     # A cache that could not be flushed behind weights that are stored is no failure of the refit.
-    if message is None and is_asked and not result.success and update.cache_flushed is not False:
+    if is_asked and not result.success and update.cache_flushed is not False:
         message = result.message
     if message is None and is_asked and not update.calls and update.touches_target:
         message = result.message = str(_NOTHING_SEEN)
         result.success = False
-    may_end = update.calls > 0 and report.log.may_end(scope)
-    verdict = report.verdict(scope) if may_end else None
+    may_end = update.calls > 0 and report.log.may_end(update)
+    verdict = report.verdict(update) if may_end else None
     return _Said(message, verdict, update.cache_flushed)
 
 
@@ -103,9 +102,9 @@ def _end_together(
     verdicts = [one.verdict for one in ranks if one.verdict is not None]
     if not verdicts:
         return
-    ended = refit.report.end_request(Verdict.of_all(verdicts), update.scope)
+    ended = refit.report.end_request(Verdict.of_all(verdicts), update)
     if ended is not None:
-        _tell(ended, result, needs_all=update.scope.origin is Origin.DISK)
+        _tell(ended, result, needs_all=update.origin is Origin.DISK)
 
 
 def end_session_of(boundary: Boundary, refit: ModelRefit, result: Any) -> Refit | None:
@@ -132,7 +131,7 @@ def _end_session_together(refit: ModelRefit, ranks: list[_Said], result: Any) ->
     verdicts = [one.verdict for one in ranks if one.verdict is not None]
     errors = tuple(one.error for one in ranks if one.error is not None)
     if errors and log.current is None:
-        log.refuse(UpdateScope(Origin.TENSOR, in_session=True), errors)
+        log.refuse(Update(Origin.TENSOR, in_session=True), errors)
     ended: Refit | None = report.end_session()
     if log.current is not None:
         verdict = Verdict.of_all(verdicts or [Verdict(is_complete=False)])
@@ -219,6 +218,6 @@ def _fail_together(
         result.success, result.message = False, errors[own]
     report = refit.report
     if update.refit is None or update.refit is report.log.current:
-        update.refit = report.fail(texts, update.scope)
+        update.refit = report.fail(texts, update)
     else:
         report.log.failed(update.refit, texts)

@@ -10,26 +10,26 @@ from typing import Any
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 from ...compat import SESSIONS_SINCE, host_version
-from ..arrival.update_scope import Origin
+from ..arrival.update import Origin
 from .other_calls import note_released_weights, read_unfolded
-from .update_calls import answer_update, begin_session, end_session
+from .sessions import begin_session, end_session
+from .update_request import answer_update
 
 
 class RefitUpdater(SchedulerWeightUpdaterManager):
     """Requests of an update are answered whatever happens, on every rank alike; a session is one refit."""
 
     def update_weights_from_tensor(self, recv_req: Any) -> Any:
-        return answer_update(Origin.TENSOR, super().update_weights_from_tensor, self, recv_req)
+        return answer_update(Origin.TENSOR, super(), self, recv_req)
 
     def update_weights_from_distributed(self, recv_req: Any) -> Any:
-        host = super().update_weights_from_distributed
-        return answer_update(Origin.DISTRIBUTED, host, self, recv_req)
+        return answer_update(Origin.DISTRIBUTED, super(), self, recv_req)
 
     def update_weights_from_disk(self, recv_req: Any) -> Any:
-        return answer_update(Origin.DISK, super().update_weights_from_disk, self, recv_req)
+        return answer_update(Origin.DISK, super(), self, recv_req)
 
     def update_weights_from_ipc(self, recv_req: Any) -> Any:
-        return answer_update(Origin.IPC, super().update_weights_from_ipc, self, recv_req)
+        return answer_update(Origin.IPC, super(), self, recv_req)
 
     if (host_version() or SESSIONS_SINCE) >= SESSIONS_SINCE:
 

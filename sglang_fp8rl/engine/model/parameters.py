@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from ...errors import RefitError
+from ...numerics.grid import ScaleGranularity, granularity_of
 from ...numerics.write_table import Widths
 from ...scheme import Granularity
 from ..interception.watch import kind_of, tensors_in, watched
-from ..interception.writes import RecordedWrite, extent_of, storage_of
+from ..interception.writes import RecordedWrite, Region, extent_of, storage_of
 from ..modules.layouts import experts_may_move
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 from ..modules.moe import Fp8BlockwiseOnlineMoEMethod
@@ -56,10 +57,46 @@ class Target:
     def is_fp8(self) -> bool:
         return self.scale is not None
 
+    def granularity_for(self, weight_block_size: Sequence[int]) -> ScaleGranularity:
+        """What shares a scale, of an FP8 weight."""
+        return granularity_of(self.granularity, weight_block_size)
+
+    def scales_of(
+        self, name: str, region: Region, granularity: ScaleGranularity
+    ) -> list[torch.Tensor]:
+        """The scales of each matrix of a region of an FP8 weight.
+
+        Args:
+            name: of the tensor that is written there.
+
+        Raises:
+            RefitError: the region does not consist of whole blocks.
+        """
+        assert self.scale is not None
+        scales = self.scale.data
+        if scales.dim() == 3:  # one matrix per expert
+            scales = scales[region.start[0] : region.start[0] + region.shape[0]]
+        grid = granularity.grid(self.parameter.shape)
+        start, shape = region.start[-2:], region.shape[-2:]
+        if not grid.is_whole(start, shape):
+            raise RefitError(
+                name,
+                f"a write to {region} of {self.name}",
+                f"it starts or ends inside a {self.granularity.value} scale's block",
+                "Add the module to ignored_layers, or use another tensor-parallel size.",
+            )
+        part = grid.scales_of(start, shape, name=name)
+        return [one[part] for one in matrices(scales)]
+
     @cached_property
     def takes_packed_scales(self) -> bool:
         """Whether its scales are served as exponents: scales that are sent have to be powers of two."""
         return self.is_fp8 and self.module.quant_method.reads_packed_scales(self.module)
+
+
+def matrices(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A matrix, or each expert's."""
+    return tensor.unbind(0) if tensor.dim() == 3 else (tensor,)
 
 
 def targets_of(model: torch.nn.Module) -> dict[int, Target]:
@@ -113,84 +150,6 @@ def set_loader(parameter: Any, loader: Callable[..., Any]) -> None:
         parameter._weight_loader = loader
     else:
         parameter.weight_loader = loader
-
-
-def full_shape_of(target: Target, args: tuple, kwargs: dict) -> tuple[int, ...] | None:
-    """The shape a sender has to send for a parameter; None where it is not known.
-
-    SGLang's loaders `narrow` what they are given, and a tensor that is too large is cut without a
-    word. `args` and `kwargs` are what the model passed to the loader: the shard id of a fused
-    layer, or the name, shard id and number of an expert.
-    """
-    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
-
-    if isinstance(target.module, FusedMoE):
-        return _full_expert_shape(target, (*args, *kwargs.values()))
-    return _full_linear_shape(target, args)
-
-
-def _full_expert_shape(target: Target, given: tuple) -> tuple[int, ...] | None:
-    """Of one expert's matrix, or of all experts together (`w13`: gate rows first).
-
-    The parameter's own shape says neither: runners pad and transpose it.
-    """
-    layer, parameter = target.module, target.parameter
-    leaf = target.name.rpartition(".")[2]
-    is_weight = leaf in ("w13_weight", "w2_weight")
-    if not is_weight or getattr(layer, "use_presharded_weights", False):
-        return None
-    hidden = layer.hidden_size
-    intermediate = parameter.moe_intermediate_size  # type: ignore[attr-defined]  # all ranks', unpadded
-    is_together = not any(type(one) is int for one in given)  # no expert's number
-    experts = parameter.shape[:1] if is_together else ()
-    if "w2" in given:
-        return (*experts, hidden, intermediate)
-    if "w13" in given:
-        rows = 2 * intermediate if layer.moe_runner_config.is_gated else intermediate
-        return (*experts, rows, hidden)
-    return (intermediate, hidden) if "w1" in given or "w3" in given else None
-
-
-def _full_linear_shape(target: Target, args: tuple) -> tuple[int, ...] | None:
-    from sglang.srt.layers.linear import (
-        LinearBase,
-        MergedColumnParallelLinear,
-        QKVParallelLinear,
-        RowParallelLinear,
-    )
-
-    layer = target.module
-    leaf = target.name.rpartition(".")[2]
-    if not isinstance(layer, LinearBase) or leaf not in ("weight", "bias"):
-        return None
-    if getattr(layer, "use_presharded_weights", False):
-        return None
-    if args and hasattr(layer, "fp8rl_part_rows"):  # see sent_otherwise.py
-        return (layer.fp8rl_part_rows[args[0]], layer.input_size)
-    if isinstance(layer, QKVParallelLinear):
-        heads, kv_heads = layer.total_num_heads, layer.total_num_kv_heads
-        v_head_size = getattr(layer, "v_head_size", layer.head_size)
-        sizes = {
-            "q": heads * layer.head_size,
-            "k": kv_heads * layer.head_size,
-            "v": kv_heads * v_head_size,
-        }
-        shard = args[0] if args else None
-        rows = sizes.get(shard) if shard is not None else sum(sizes.values())
-    elif isinstance(layer, MergedColumnParallelLinear):
-        shard = args[0] if args else None
-        if isinstance(shard, tuple):
-            rows = sum(layer.output_sizes[index] for index in shard)
-        else:
-            rows = sum(layer.output_sizes) if shard is None else layer.output_sizes[shard]
-    else:
-        rows = layer.output_size
-    if rows is None:
-        return None
-    if leaf == "bias":
-        # A row-parallel bias is whole on every rank; all others are sharded like the rows.
-        return (layer.output_size,) if isinstance(layer, RowParallelLinear) else (rows,)
-    return (rows, layer.input_size)
 
 
 _DEPTH = 3  # of containers and plain objects inside a module's attribute

@@ -1,46 +1,24 @@
-"""One pass through `model.load_weights`, the request that it belongs to, and the stream that it works on."""
+"""One pass through `model.load_weights`: opened and closed here, and what is known of it meanwhile."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ...errors import RefitError
+from ...errors import MAX_LISTED, RefitError
 from ..arrival.bucket import Bucket
-from ..arrival.sent_tensors import Made, Source, SourceIndex
-from ..arrival.update_scope import UpdateScope
+from ..arrival.sent_tensors import Source, SourceIndex
+from ..arrival.update import Origin, Update
 from ..interception.writes import Write
 from ..model.parameters import Target
-from ..report.refit_record import Refit
 from ..report.report import Arrived
-from .checks import MAX_LISTED
 from .observer import Observer
 from .recording import Recording
-
-
-@dataclass
-class Update:
-    """One request of SGLang's, while it is served.
-
-    Attributes:
-        calls: of `load_weights` that belong to it.
-        refit: that its last call belongs to.
-        cache_flushed: whether SGLang flushed its cache; None if it was not asked to.
-        error: what ended it, if that was an exception; not of a refused flush.
-        touches_target: whether it updates the served model, not a draft alone.
-    """
-
-    scope: UpdateScope
-    calls: int = 0
-    refit: Refit | None = None
-    cache_flushed: bool | None = None
-    error: str | None = None
-    touches_target: bool = True
 
 
 @dataclass
@@ -48,7 +26,7 @@ class Call:
     """What is known of a call while it runs.
 
     Attributes:
-        scope: the update it belongs to.
+        update: that it belongs to.
         bucket: what came; None for a stream, which has to be read to be known.
         brings: what is known of it before it is read; None as long as nothing was looked at.
         recording: what the loaders do with this bucket, where it may be replayed later.
@@ -64,7 +42,7 @@ class Call:
         lane: what the loaders' work is queued on, whichever thread they run in.
     """
 
-    scope: UpdateScope
+    update: Update
     bucket: Bucket | None = None
     brings: Arrived | None = None
     recording: Recording | None = None
@@ -80,11 +58,7 @@ class Call:
     observer: Observer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sources = SourceIndex(keeps_tensors=not self.scope.is_read_once)
-
-    def made_of(self, tensor: torch.Tensor) -> Made:
-        """Which sent tensors `tensor` was made of."""
-        return self.sources.made_of(tensor)
+        self.sources = SourceIndex(keeps_tensors=not self.update.origin.is_alone)
 
     def touch(self, sources: Iterable[Source], target: str, part: tuple) -> None:
         """These sent tensors reached that part of a target."""
@@ -114,6 +88,69 @@ class Call:
             f"{len(self.errors)} of them had problems, everything else in this call was stored",
             "Mend what is named and send it again.",
         )
+
+
+class Calls:
+    """Opens and closes the calls of a model.
+
+    Args:
+        finished: told of a call that came to its end.
+        stopped: told of one that an error ended; returns the error to raise.
+
+    Attributes:
+        update: the request that is being served; the load at startup where there is none.
+        running: the call that runs now.
+    """
+
+    def __init__(
+        self, finished: Callable[[Call], object], stopped: Callable[[Call, Exception], Exception]
+    ) -> None:
+        self._finished, self._stopped = finished, stopped
+        self.update = Update(Origin.STARTUP)
+        self.running: Call | None = None
+
+    @contextmanager
+    def during(self, update: Update) -> Iterator[Update]:
+        """Calls in here belong to that request."""
+        before, self.update = self.update, update
+        try:
+            yield update
+        finally:
+            self.update = before
+
+    @contextmanager
+    def probing(self, call: Call) -> Iterator[None]:
+        """`call` runs inside whatever else does; it stores nothing and is not written down."""
+        before, self.running = self.running, call
+        try:
+            yield
+        finally:
+            self.running = before
+
+    @contextmanager
+    def one(self) -> Iterator[Call]:
+        """One call: what it left out is found and written down, also where an error stopped it.
+
+        Raises:
+            RefitError: something that was sent was not stored; names all of it.
+        """
+        call = self.running = Call(self.update)
+        self.update.calls += 1
+        try:
+            with torch.no_grad():
+                yield call
+        except Exception as error:
+            told = self._stopped(call, error)
+            if told is error:
+                raise
+            raise told from error
+        else:
+            self._finished(call)
+            if call.errors:
+                raise call.error
+        finally:
+            call.sources.forget_tensors()
+            self.running = None
 
 
 class StreamLane:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
-from ...errors import RefitError, as_text, near_matches
-from ..model.parameters import Target, full_shape_of
-
-MAX_LISTED = 8
-_MAX_NAME = 200  # characters: a name may be anything
+from ...errors import RefitError, listed, near_matches
+from ..model.parameters import Target
 
 
 def check_dtype(target: Target, name: str, loaded: torch.Tensor) -> None:
@@ -35,30 +31,6 @@ def check_takes_scale(target: Target, name: str) -> None:
             "this module is served in high precision and has no scale",
             "Send its weight in BF16 or FP32; `sglang-fp8rl plan` says which modules take FP8.",
         )
-
-
-def check_shape(target: Target, name: str, loaded: torch.Tensor, args: tuple, kwargs: dict) -> None:
-    """Raises `RefitError` for a tensor that SGLang's loaders would cut in silence."""
-    expected = full_shape_of(target, args, kwargs)
-    if expected is not None and tuple(loaded.shape) != expected:
-        raise RefitError(
-            name,
-            f"shape {tuple(loaded.shape)}",
-            f"{target.name} takes the full, unsharded {expected}",
-            "Send the tensor as the checkpoint has it; the engine cuts this rank's shard.",
-        )
-
-
-def check_dense(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises `RefitError` for a tensor that has no plain memory to read."""
-    for name, tensor in named_tensors:
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            raise RefitError(
-                name,
-                f"a tensor of layout {tensor.layout} on {tensor.device.type}",
-                "a tensor comes with all of its elements in memory; nothing of this call was stored",
-                "Send tensor.to_dense(), or the weight instead of its description on meta.",
-            )
 
 
 def foreign_error(name: str, error: Exception, known: Iterable[str]) -> RefitError:
@@ -85,27 +57,6 @@ def outside_of_a_call(name: str) -> RefitError:
         "a weight_loader called outside model.load_weights",
         "every write has to belong to an update, or its scale could be left behind",
         "Send the tensor through model.load_weights or an update_weights_from_* call.",
-    )
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raises `RefitError` for a name that is no text, or comes twice: nobody knows which of the two is meant."""
-    for name in names:
-        if not isinstance(name, str) or as_text(name) != name:
-            raise RefitError(
-                ascii(name),
-                "no text that could be written down",
-                "a tensor has a name of the checkpoint; nothing of this call was stored",
-                "Look at what the trainer's iterator yields.",
-            )
-    if len(set(names)) == len(names):
-        return
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    raise RefitError(
-        listed(twice),
-        f"{len(twice)} name(s) that come twice in one call",
-        "a call names each tensor once; nothing of it was stored",
-        "Look for what the trainer's iterator yields again.",
     )
 
 
@@ -146,11 +97,3 @@ def homeless_scales_error(names: list[str]) -> RefitError:
         "Serve with --kv-cache-dtype fp8_e4m3 and kv_scales='sent' in quantization_config to use them; "
         "otherwise leave them out of the update.",
     )
-
-
-def listed(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    shown = [
-        name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in names[:MAX_LISTED]
-    ]
-    return ", ".join(shown) + more

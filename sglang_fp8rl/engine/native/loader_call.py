@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,17 +11,16 @@ import torch
 
 from ...config import Options
 from ...errors import Fp8RlError, RefitError
-from ...numerics.cast import copy_finite_into
+from ...numerics.cast import cast_into, copy_finite_into
 from ..arrival.sent_tensors import UNKNOWN, Made, Source
 from ..interception.watch import unwatched
 from ..interception.writes import RecordedWrite, Write, make_stand_in
-from ..model.landings import NameTable
-from ..model.parameters import Target
+from ..model.expected_shape import check_shape
+from ..model.parameters import Target, matrices
 from ..report.report import RefitReport
 from .call import Call
-from .cast_write import quantize_write
-from .checks import check_dtype, check_shape, check_takes_scale
-from .pairs import HalfPair, PairTable, starts_of, store_pair
+from .checks import check_dtype, check_takes_scale
+from .pairs import Half, PairTable, starts_of, store_pair
 from .recording import Done
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,13 +36,10 @@ class LoaderCalls:
         options: of the model.
         pairs: FP8 halves that wait for their other half.
         report: every region that was written is noted there.
-        names: learns where each name lands, while the model is loaded for the first time.
     """
 
-    def __init__(
-        self, options: Options, pairs: PairTable, report: RefitReport, names: NameTable
-    ) -> None:
-        self.options, self.pairs, self.report, self.names = options, pairs, report, names
+    def __init__(self, options: Options, pairs: PairTable, report: RefitReport) -> None:
+        self.options, self.pairs, self.report = options, pairs, report
         self._lock = threading.Lock()
 
     def load(
@@ -59,7 +56,7 @@ class LoaderCalls:
         Raises:
             Fp8RlError: the tensor does not fit; nothing of it was stored.
         """
-        made = call.made_of(loaded)
+        made = call.sources.made_of(loaded)
         name = made.sources[0].name if made.sources else call.sources.latest_name or target.name
         try:
             with call.lane.entered() if call.lane is not None else nullcontext():
@@ -85,7 +82,7 @@ class LoaderCalls:
         """
         with call.lane.entered() if call.lane is not None else nullcontext():
             source = write.source
-            made = UNKNOWN if source is None else call.made_of(source)
+            made = UNKNOWN if source is None else call.sources.made_of(source)
             name = made.sources[0].name if made.sources else target.name
             is_scale = bool(made.sources) and made.sources[0].is_scale
             if source is not None and (is_scale or source.dtype == _FP8):
@@ -113,7 +110,6 @@ class LoaderCalls:
         key = part_of(args, kwargs)
         source = made.sources[0] if made.sources else None
         call.touch(made.sources, target.name, key)
-        position = source.position if source else None
         is_pair = target.is_fp8 and loaded.dtype == _FP8
         is_scale = source is not None and source.is_scale
         if is_pair or is_scale:
@@ -121,23 +117,20 @@ class LoaderCalls:
                 loaded = loaded.contiguous()
         if source is not None and is_scale:
             check_takes_scale(target, name)
-            _wait(call, position)
-            half = self.pairs.add_scale(target, key, name, loaded, source)
-            self._store_pair(call, half)
+            self._store_half(call, target, key, Half(name, loaded, source), is_scale=True)
             return
         if not is_pair and loaded.dtype not in _FLOAT_DTYPES:
             check_dtype(target, name, loaded)
         check_shape(target, name, loaded, args, kwargs)
         writes, recorded = self._writes(call, target, native, loaded, args, kwargs)
         if is_pair:
-            if call.scope.learns_names:
-                self.names.landed(made.sources, target, key, writes)
+            if not call.update.origin.is_serving:
+                self.report.names.landed(made.sources, target, key, writes)
             call.note(target, writes, made.sources)
-            if call.scope.stores:
+            if call.update.origin.stores:
                 starts_of(name, loaded, writes)
-                _wait(call, position)
-                pair = self.pairs.add_weight(target, key, name, loaded, writes, source)
-                self._store_pair(call, pair)
+                half = Half(name, loaded, source, writes)
+                self._store_half(call, target, key, half, is_scale=False)
             return
         is_whole = source is not None and loaded is source.tensor
         self._take(call, target, key, made, name, writes, recorded if is_whole else None)
@@ -160,15 +153,17 @@ class LoaderCalls:
         """
         of_write = [made] * len(writes)
         if recorded is None:
-            of_write = [made if w.source is None else call.made_of(w.source) for w in writes]
-        if call.scope.learns_names:
+            of_write = [
+                made if w.source is None else call.sources.made_of(w.source) for w in writes
+            ]
+        if not call.update.origin.is_serving:
             self._learn(target, key, made, writes, of_write)
         for one, write in zip(of_write, writes, strict=True):
             call.touch(one.sources, target.name, key)
             call.note(target, [write], one.sources)
             if not one.is_view:
                 call.observer.leave_native(one.sources, _MADE if one.sources else _NOT_SENT)
-        if not call.scope.stores:
+        if not call.update.origin.stores:
             return
         with unwatched():
             for at, (one, write) in enumerate(zip(of_write, writes, strict=True)):
@@ -184,7 +179,7 @@ class LoaderCalls:
         for one, write in zip(of_write, writes, strict=True):
             groups.setdefault(one.sources, []).append(write)
         for sources, theirs in groups.items():
-            self.names.landed(sources, target, key, theirs)
+            self.report.names.landed(sources, target, key, theirs)
 
     def _writes(
         self,
@@ -242,12 +237,19 @@ class LoaderCalls:
         self.report.written(target, None)
         return [], None
 
-    def _store_pair(self, call: Call, pair: HalfPair | None) -> None:
+    def _store_half(
+        self, call: Call, target: Target, key: tuple, half: Half, *, is_scale: bool
+    ) -> None:
+        """Half of an FP8 weight came; with the other one it is stored."""
+        if call.recording is not None:
+            call.recording.wait(half.source)
+        stamp = self.report.log.stamp
+        pair = self.pairs.add(target, key, stamp, half, is_scale=is_scale)
         if pair is None:
             return
         with unwatched():
             copies = store_pair(pair, self.options.weight_block_size)
-        boxes = [self.report.written(pair.target, write.region) for write in pair.writes]
+        boxes = [self.report.written(target, write.region) for write in pair.both[0].writes]
         if call.recording is not None:
             # The codes of a pair are boxes, or `store_pair` had refused them.
             call.recording.add_pair(pair, copies, [box for box in boxes if box is not None])
@@ -283,6 +285,41 @@ class LoaderCalls:
         return done, self.report.written(target, write.region)
 
 
+# (source, codes, scales) of one matrix, and its blocks that were not finite.
+Cast = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def quantize_write(target: Target, name: str, write: Write, options: Options) -> Iterator[Cast]:
+    """Cast FP32, BF16 or FP16 through BF16 to FP8, straight into the served bytes, matrix by matrix (a 3-D
+    source holds experts).
+
+    Yields:
+        per matrix what was cast and a bool tensor of blocks that kept their old bytes.
+
+    Raises:
+        RefitError: the write does not consist of whole blocks (or rows) of a matrix.
+    """
+    region, source = write.region, write.source
+    assert source is not None
+    if region is None or source.shape[-2:] != region.shape[-2:]:
+        raise RefitError(
+            name,
+            f"a write of shape {write.shape}, strides {write.stride} into {target.name}",
+            "a quantized write covers whole rows and columns of one matrix",
+            "Send the tensor as the checkpoint has it.",
+        )
+    codes = write.destination(target.parameter)
+    granularity = target.granularity_for(options.weight_block_size)
+    rounding: Any = {
+        "pow2_scale": options.use_weight_pow2_scale,
+        "round_to_bf16": options.round_to_bf16,
+    }
+    scales = target.scales_of(name, region, granularity)
+    for one_source, one_codes, part in zip(matrices(source), matrices(codes), scales, strict=True):
+        arguments = (one_source.to(codes.device), one_codes, part)
+        yield (*arguments, cast_into(*arguments, granularity, name=name, **rounding))
+
+
 def part_of(args: tuple, kwargs: dict) -> tuple:
     """Which part of a parameter a loader call is for; the same for a weight and its scale.
 
@@ -293,8 +330,3 @@ def part_of(args: tuple, kwargs: dict) -> tuple:
         value.removesuffix("_inv").removesuffix("_scale") if isinstance(value, str) else value
         for value in given
     )
-
-
-def _wait(call: Call, position: int | None) -> None:
-    if call.recording is not None:
-        call.recording.wait(position)

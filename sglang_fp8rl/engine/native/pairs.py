@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ...errors import RefitError
 from ...numerics.cast import has_nan_code
-from ...numerics.grid import PerChannel, granularity_of
+from ...numerics.grid import PerChannel
 from ..arrival.sent_tensors import Source
 from ..interception.writes import Write
 from ..model.parameters import Target
@@ -17,29 +17,35 @@ from ..modules.packed_scales import are_no_exponents
 
 
 @dataclass
-class HalfPair:
-    """What has arrived of one FP8 weight (one logical matrix of a fused layer), in the call of that stamp."""
+class Half:
+    """One of the two tensors of an FP8 weight, as it arrived.
+
+    Attributes:
+        source: where it came from; None once it was kept for another call.
+        writes: of the codes.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    source: Source | None
+    writes: list[Write] = field(default_factory=list)
+
+
+@dataclass
+class Pair:
+    """What has arrived of one FP8 weight (one logical matrix of a fused layer), first in the call of that stamp."""
 
     target: Target
-    stamp: int = 0
-    weight_name: str = ""
-    weight: torch.Tensor | None = None
-    writes: list[Write] = field(default_factory=list)
-    scale_name: str = ""
-    scale: torch.Tensor | None = None
-    # Where the halves came from; None once they were kept for another call.
-    weight_from: Source | None = None
-    scale_from: Source | None = None
+    stamp: int
+    weight: Half | None = None
+    scale: Half | None = None
 
     @property
-    def is_complete(self) -> bool:
-        return self.weight is not None and self.scale is not None
-
-    def missing(self) -> tuple[str, str]:
-        """The name of the half that came, and a line on the half that did not."""
-        if self.weight is not None:
-            return self.weight_name, f"{self.weight_name}: FP8 without its scale"
-        return self.scale_name, f"{self.scale_name}: a scale without its FP8 weight"
+    def both(self) -> tuple[Half, Half]:
+        """Codes and scale of a pair that is complete."""
+        assert self.weight is not None
+        assert self.scale is not None
+        return self.weight, self.scale
 
 
 class PairTable:
@@ -50,46 +56,36 @@ class PairTable:
     """
 
     def __init__(self) -> None:
-        self._halves: dict[tuple, HalfPair] = {}
-        self._stamp = 0
+        self.halves: dict[tuple, Pair] = {}
         self._lock = threading.Lock()
 
-    def start_call(self, since: int, stamp: int) -> None:
-        """A call of that stamp begins; its refit has since been running, and what waits from before is dropped."""
-        self._stamp = stamp
-        self._halves = {key: half for key, half in self._halves.items() if half.stamp >= since}
+    def drop_before(self, since: int) -> None:
+        """A call begins whose refit has been running since that stamp: what waits from before is of another."""
+        self.halves = {key: pair for key, pair in self.halves.items() if pair.stamp >= since}
 
-    def add_weight(
-        self,
-        target: Target,
-        key: tuple,
-        name: str,
-        weight: torch.Tensor,
-        writes: list[Write],
-        source: Source | None,
-    ) -> HalfPair | None:
-        """Returns the pair when this completed it."""
+    def add(
+        self, target: Target, key: tuple, stamp: int, half: Half, *, is_scale: bool
+    ) -> Pair | None:
+        """Take a half; `target` is the weight's. Returns the pair when this completed it."""
         with self._lock:
-            half = self._halves.setdefault((id(target), key), HalfPair(target, self._stamp))
-            half.weight_name, half.weight, half.writes = name, weight, writes
-            half.weight_from = source
-            return self._take(half, (id(target), key))
-
-    def add_scale(
-        self, target: Target, key: tuple, name: str, scale: torch.Tensor, source: Source | None
-    ) -> HalfPair | None:
-        """`target` is the weight's. Returns the pair when this completed it."""
-        with self._lock:
-            half = self._halves.setdefault((id(target), key), HalfPair(target, self._stamp))
-            half.scale_name, half.scale, half.scale_from = name, scale, source
-            return self._take(half, (id(target), key))
-
-    def _take(self, half: HalfPair, key: tuple) -> HalfPair | None:
-        return self._halves.pop(key) if half.is_complete else None
+            pair = self.halves.setdefault((id(target), key), Pair(target, stamp))
+            if is_scale:
+                pair.scale = half
+            else:
+                pair.weight = half
+            if pair.weight is None or pair.scale is None:
+                return None
+            return self.halves.pop((id(target), key))
 
     def open_halves(self) -> dict[str, str]:
         """Names of the halves that wait for the other one, each with a line that says so."""
-        return dict(half.missing() for half in self._halves.values())
+        found = {}
+        for pair in self.halves.values():
+            if pair.weight is not None:
+                found[pair.weight.name] = f"{pair.weight.name}: FP8 without its scale"
+            elif pair.scale is not None:
+                found[pair.scale.name] = f"{pair.scale.name}: a scale without its FP8 weight"
+        return found
 
     def give_up(self) -> dict[str, str]:
         """Drop halves that are still waiting; returns their names and what is missing."""
@@ -103,25 +99,22 @@ class PairTable:
 
     def drop(self) -> None:
         """Halves never outlive their refit: the other one would be of other weights."""
-        self._halves.clear()
+        self.halves.clear()
 
     def detach(self) -> None:
         """Copy what is kept beyond the call: the sender takes its memory back after the reply."""
-        for half in self._halves.values():
-            half.weight_from = half.scale_from = None
-            if half.weight is not None:
-                kept = half.weight.clone()
-                half.writes = [_moved(write, half.weight, kept) for write in half.writes]
-                half.weight = kept
-            if half.scale is not None:
-                half.scale = half.scale.clone()
+        for pair in self.halves.values():
+            for half in (pair.weight, pair.scale):
+                if half is not None and half.source is not None:
+                    kept = half.tensor.clone()
+                    half.writes = [_moved(write, half.tensor, kept) for write in half.writes]
+                    half.tensor, half.source = kept, None
 
 
 def _moved(write: Write, old: torch.Tensor, new: torch.Tensor) -> Write:
     assert write.source is not None
     offset = write.source.storage_offset() - old.storage_offset()
-    source = new.as_strided(write.source.shape, write.source.stride(), offset)
-    return Write(source, write.fill, write.offset, write.shape, write.stride, write.region)
+    return replace(write, source=new.as_strided(write.source.shape, write.source.stride(), offset))
 
 
 @dataclass(frozen=True)
@@ -140,7 +133,7 @@ class PairCopy:
     block_n: int
 
 
-def store_pair(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
+def store_pair(pair: Pair, block_size: tuple[int, int]) -> list[PairCopy]:
     """Copy the codes, and the block scales (or row scales) that belong to this rank's part.
 
     Returns:
@@ -253,39 +246,31 @@ def _start_of(weight: torch.Tensor, write: Write) -> tuple[int, int] | None:
     return (row, column) if is_in_it else None
 
 
-def _copies_of(pair: HalfPair, block_size: tuple[int, int]) -> list[PairCopy]:
-    target, weight, scale = pair.target, pair.weight, pair.scale
-    assert weight is not None
-    assert scale is not None
-    assert target.scale is not None
-    granularity = granularity_of(target.granularity, block_size)
-    sent, stored = granularity.grid(weight.shape), granularity.grid(target.parameter.shape)
+def _copies_of(pair: Pair, block_size: tuple[int, int]) -> list[PairCopy]:
+    target, (weight, scale) = pair.target, pair.both
+    granularity = target.granularity_for(block_size)
+    sent = granularity.grid(weight.tensor.shape)
     shapes: list[tuple[int, ...]] = [sent.scale_shape]
     if isinstance(granularity, PerChannel):
         shapes.append(sent.scale_shape[:1])
-    if scale.dtype != torch.float32 or tuple(scale.shape) not in shapes:
+    sent_scale = scale.tensor
+    if sent_scale.dtype != torch.float32 or tuple(sent_scale.shape) not in shapes:
         raise RefitError(
-            pair.scale_name,
-            f"{scale.dtype} of shape {tuple(scale.shape)}",
-            f"the scale of {pair.weight_name} {tuple(weight.shape)} is FP32 of shape "
+            scale.name,
+            f"{sent_scale.dtype} of shape {tuple(sent_scale.shape)}",
+            f"the scale of {weight.name} {tuple(weight.tensor.shape)} is FP32 of shape "
             f"{sent.scale_shape}",
             "Quantize with sglang_fp8rl.quantize_blockwise / quantize_per_channel, or send BF16.",
         )
-    scale = scale.reshape(sent.scale_shape)
-    check_numbers(weight, scale, pair.weight_name, pair.scale_name)
+    sent_scale = sent_scale.reshape(sent.scale_shape)
+    check_numbers(weight.tensor, sent_scale, weight.name, scale.name)
     if target.takes_packed_scales:
-        check_exponents(scale, pair.scale_name)
+        check_exponents(sent_scale, scale.name)
+    starts = starts_of(weight.name, weight.tensor, weight.writes)
     copies = []
-    for write, start in zip(
-        pair.writes, starts_of(pair.weight_name, weight, pair.writes), strict=True
-    ):
-        region = write.region
-        assert region is not None
-        name = pair.weight_name
-        source = sent.scales_of(start, write.shape, name=name)
-        destination = stored.scales_of(region.start[-2:], write.shape, name=name)
-        scales = target.scale.data
-        if scales.dim() == 3:  # one matrix per expert
-            scales = scales[region.start[0]]
-        copies.append(PairCopy(write, scale[source], scales[destination], sent.block[0]))
+    for write, start in zip(weight.writes, starts, strict=True):
+        assert write.region is not None
+        source = sent.scales_of(start, write.shape, name=weight.name)
+        (destination,) = target.scales_of(weight.name, write.region, granularity)
+        copies.append(PairCopy(write, sent_scale[source], destination, sent.block[0]))
     return copies

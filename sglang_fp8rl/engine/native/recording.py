@@ -6,20 +6,19 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ...numerics.cast import as_matrix
-from ...numerics.grid import granularity_of
 from ...numerics.write_table import ROW_FIELDS, BlockSize, Kind, Piece
 from ...scheme import Granularity
 from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source
 from ..interception.writes import RecordedWrite, Write
 from ..model.parameters import Target
-from .pairs import HalfPair, PairCopy
+from .pairs import Pair, PairCopy
 
 # What was done with one matrix: its source, the codes or values, and the scales if it was cast.
 Done = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -28,31 +27,26 @@ _MOVES = "experts may move to other ranks while serving"
 _SAMPLES = 8  # of each granularity
 
 
-@dataclass(frozen=True)
-class RecordedPiece:
-    """One write of a recorded call: from which tensor of the bucket, into which parameter."""
+class Sample(NamedTuple):
+    """A write to measure the SQNR on: from which tensor of the bucket, and what was made of it."""
 
     position: int
-    target: Target
+    granularity: Granularity
     write: RecordedWrite
+    codes: torch.Tensor
+    scales: torch.Tensor
 
 
-# A write to measure the SQNR on, with its codes and scales.
-Sample = tuple[RecordedPiece, tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class RecordedPair:
+class RecordedPair(NamedTuple):
     """An FP8 weight and its scale, by their positions in the bucket.
 
     Attributes:
-        has_copies: False where it is for another rank's experts.
+        takes_exponents: whether the scales are stored here, and have to be powers of two.
     """
 
     weight: int
     scale: int
-    target: Target
-    has_copies: bool
+    takes_exponents: bool
 
 
 class Recording:
@@ -62,7 +56,6 @@ class Recording:
         block_size: of blockwise scales.
 
     Attributes:
-        singly: writes that the kernels don't know.
         targets: that anything was written into, by index.
         waiting: halves of pairs whose other half has not come, by position.
         refused: positions that are left to the native loaders, with the reason (-1: the whole bucket).
@@ -70,7 +63,6 @@ class Recording:
 
     def __init__(self, bucket: Bucket, block_size: BlockSize) -> None:
         self.bucket, self._block_size = bucket, block_size
-        self.singly: list[RecordedPiece] = []
         self.samples: list[Sample] = []
         self.pairs: list[RecordedPair] = []
         self.targets: dict[int, Target] = {}
@@ -96,10 +88,10 @@ class Recording:
         """Of each write: the sent tensor, the target, the number of its box, int64 [writes, 3]."""
         return np.array(self._boxes, np.int64).reshape(-1, 3)
 
-    def refuse(self, position: int | None, reason: str) -> None:
+    def refuse(self, source: Source | None, reason: str) -> None:
         """Leave this tensor to the native loaders (None: it is not known which tensor it was)."""
         with self._lock:
-            self.refused.setdefault(-1 if position is None else position, reason)
+            self.refused.setdefault(-1 if source is None else source.position, reason)
 
     def add(
         self,
@@ -114,120 +106,117 @@ class Recording:
 
         Args:
             recorded: the write relative to the sent tensor, if that is known.
+            done: nothing for a fill: what it wrote stays.
             box: its number; None for a write that is no box.
         """
         sent = source.tensor
         assert sent is not None
         recorded = recorded or write.taken_from(sent)
+        pieces = [self._piece(source, target, one) for one in done]
         if not target.is_repeatable:
-            self.refuse(source.position, _MOVES)
+            self.refuse(source, _MOVES)
         elif recorded is None:
-            self.refuse(source.position, "it is read as another dtype, or beyond its end")
+            self.refuse(source, "it is read as another dtype, or beyond its end")
         elif box is None:
-            self.refuse(source.position, "it writes what is no box")
+            self.refuse(source, "it writes what is no box")
+        elif bool(pieces) is (write.source is None) or not self._take(
+            target, pieces, [source], [box]
+        ):
+            self.refuse(source, "the kernels don't know how to write it")
         else:
-            piece = RecordedPiece(source.position, target, recorded)
-            pieces = [self._piece(source, target, one) for one in done]
-            with self._lock:
-                self._boxes.extend((source.position, target.index, box))
-                self.targets[target.index] = target
-                if self._add_rows(target, pieces, [source.position]):
-                    self._sample(piece, pieces)
-                else:
-                    self.singly.append(piece)
+            self._sample(source, target, recorded, pieces)
+
+    def _take(
+        self,
+        target: Target,
+        pieces: list[Piece | None],
+        sources: list[Source],
+        boxes: Iterable[int],
+    ) -> bool:
+        """Returns False where the kernels don't know one of the pieces: then nothing is taken.
+
+        Args:
+            sources: of the pieces, in turn; the last one has the boxes.
+        """
+        fitting = [piece for piece in pieces if piece is not None and piece.fits()]
+        if len(fitting) < len(pieces):
+            return False
+        with self._lock:
+            self.targets[target.index] = target
+            for at, piece in enumerate(fitting):
+                self._rows.extend(piece.row())
+                self._of_rows.extend((sources[at % len(sources)].position, target.index))
+            for box in boxes:
+                self._boxes.extend((sources[-1].position, target.index, box))
+        return True
 
     def _piece(self, source: Source, target: Target, done: Done) -> Piece | None:
         view, destination, scales = done
-        if view.device != destination.device:
-            return None
         rows, out = as_matrix(view), as_matrix(destination)
-        if rows is None or out is None:
+        if rows is None or out is None or view.device != destination.device:
             return None
         place = self._place(source, view)
         if scales is None:
             return Piece(place, rows, out)
-        granularity = granularity_of(target.granularity, self._block_size)
-        return Piece(place, rows, out, scales, granularity.block(rows.shape))
+        block = target.granularity_for(self._block_size).block(rows.shape)
+        return Piece(place, rows, out, scales, block)
 
     def _place(self, source: Source, view: torch.Tensor) -> tuple[int, int]:
         """Which memory of the bucket a view of a sent tensor lies in, and how many bytes behind its start."""
         first, start = self.bucket.place(source.position)
         return first, view.data_ptr() - source.address + start
 
-    def _add_rows(self, target: Target, pieces: list[Piece | None], positions: list[int]) -> bool:
-        """Returns False where the kernels don't know one of them: then there is no row."""
-        fitting = [piece for piece in pieces if piece is not None and piece.fits()]
-        if not fitting or len(fitting) < len(pieces):
-            return False
-        for at, piece in enumerate(fitting):
-            self._rows.extend(piece.row())
-            self._of_rows.extend((positions[at % len(positions)], target.index))
-        return True
-
-    def _sample(self, recorded: RecordedPiece, pieces: list[Piece | None]) -> None:
-        granularity, (first, *others) = recorded.target.granularity, pieces
-        if (
-            first is None
-            or first.scales is None
-            or others
-            or self._sampled[granularity] >= _SAMPLES
-        ):
+    def _sample(
+        self, source: Source, target: Target, recorded: RecordedWrite, pieces: list[Piece | None]
+    ) -> None:
+        granularity = target.granularity
+        if len(pieces) != 1 or self._sampled[granularity] >= _SAMPLES:
             return
-        self._sampled[granularity] += 1
-        self.samples.append((recorded, (first.destination, first.scales)))
+        (piece,) = pieces
+        if piece is not None and piece.scales is not None:
+            self._sampled[granularity] += 1
+            codes, scales = piece.destination, piece.scales
+            self.samples.append(Sample(source.position, granularity, recorded, codes, scales))
 
-    def wait(self, position: int | None) -> None:
+    def wait(self, source: Source | None) -> None:
         """Half of an FP8 pair came."""
-        if position is None:
+        if source is None:
             self.refuse(None, "half of an FP8 pair that was not sent")
             return
         with self._lock:
-            self.waiting[position] += 1
+            self.waiting[source.position] += 1
 
-    def add_pair(self, pair: HalfPair, copies: list[PairCopy], boxes: list[int]) -> None:
+    def add_pair(self, pair: Pair, copies: list[PairCopy], boxes: list[int]) -> None:
         """The other half came too, and this is what was copied."""
-        weight, scale, target = pair.weight_from, pair.scale_from, pair.target
+        (weight, scale), target = (half.source for half in pair.both), pair.target
         if weight is None or scale is None:
             return
-        positions = [scale.position, weight.position]
-        pieces = [
-            piece for copy in copies for piece in self._pair_pieces(weight, scale, pair, copy)
-        ]
         with self._lock:
-            self.waiting.subtract(positions)
-            self.pairs.append(RecordedPair(weight.position, scale.position, target, bool(copies)))
-            is_known = target.is_repeatable and (
-                not copies or self._add_rows(target, pieces, positions)
-            )
-            if is_known:
-                self.targets[target.index] = target
-                for box in boxes:
-                    self._boxes.extend((weight.position, target.index, box))
-        if not is_known:
+            self.waiting.subtract([weight.position, scale.position])
+            takes_exponents = bool(copies) and target.takes_packed_scales
+            self.pairs.append(RecordedPair(weight.position, scale.position, takes_exponents))
+        pieces = [one for copy in copies for one in self._pair_pieces(weight, scale, target, copy)]
+        if not target.is_repeatable or not self._take(target, pieces, [scale, weight], boxes):
             reason = "an FP8 pair that the kernels can't copy" if target.is_repeatable else _MOVES
-            for position in positions:
-                self.refuse(position, reason)
+            for source in (scale, weight):
+                self.refuse(source, reason)
 
     def _pair_pieces(
-        self, weight: Source, scale: Source, pair: HalfPair, copy: PairCopy
+        self, weight: Source, scale: Source, target: Target, copy: PairCopy
     ) -> list[Piece | None]:
         """Scales and codes."""
-        codes, destination = copy.write.source, copy.write.destination(pair.target.parameter)
+        codes, destination = copy.write.source, copy.write.destination(target.parameter)
         assert codes is not None
-        pieces = [
-            Piece(
-                self._place(scale, copy.scale_source),
-                copy.scale_source,
-                copy.scale_destination,
-                kind=Kind.SCALES,
-            ),
+        is_as_sent = _lies_in(scale, copy.scale_source) and _lies_in(weight, codes)
+        if not is_as_sent or codes.device != destination.device:
+            return [None]
+        sent_scales, scales = copy.scale_source, copy.scale_destination
+        return [
+            Piece(self._place(scale, sent_scales), sent_scales, scales, kind=Kind.SCALES),
             Piece(
                 self._place(weight, codes), codes, destination, None, (copy.block_n, 1), Kind.CODES
             ),
         ]
-        is_as_sent = _lies_in(scale, copy.scale_source) and _lies_in(weight, codes)
-        is_local = all(piece.view.device == piece.destination.device for piece in pieces)
-        return [piece if is_as_sent and is_local else None for piece in pieces]
 
 
 def _lies_in(source: Source, view: torch.Tensor) -> bool:

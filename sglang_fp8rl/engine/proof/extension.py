@@ -27,8 +27,7 @@ from ..host.request_checks import check_weights_are_there
 from ..host.status import internal_states, not_served, refused, replica_of
 from ..interception.writes import Region
 from ..model.landings import Known
-from ..model.parameters import Target
-from ..native.cast_write import matrices, scales_of
+from ..model.parameters import Target, matrices
 from ..refit import ModelRefit
 
 _TAKEN_APART = "its loader does more than copy boxes of it"
@@ -215,7 +214,7 @@ def _matrices(
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor, torch.Tensor]]:
     """Where each matrix of the box starts, its codes and its scales."""
     codes = matrices(target.parameter.data[_slices(region)])
-    scales = scales_of(target, name, region, granularity)
+    scales = target.scales_of(name, region, granularity)
     for expert, (one, of_one) in enumerate(zip(codes, scales, strict=True)):
         start = (box.start[0] + expert, *box.start[1:]) if len(box.start) == 3 else box.start
         yield start, one, of_one

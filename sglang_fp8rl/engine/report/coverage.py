@@ -15,23 +15,9 @@ from ..interception.writes import Region
 NEVER = -1
 
 
-class Stamps:
-    """Stamps of numbered things.
-
-    Attributes:
-        of: int64, `NEVER` where nobody wrote. Written by its owner.
-    """
-
-    def __init__(self, count: int = 0) -> None:
-        self.of = np.full(count, NEVER, np.int64)
-
-    def grow(self, count: int) -> None:
-        """There are so many things now; the new ones were never written."""
-        self.of = np.concatenate([self.of, np.full(count - len(self.of), NEVER, np.int64)])
-
-    def forget(self) -> None:
-        """Nothing is written any more."""
-        self.of[:] = NEVER
+def _longer(array: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
+    """A copy with room for `size` things, the new ones `fill`."""
+    return np.concatenate([array, np.full(size - len(array), fill, array.dtype)])
 
 
 class CoverageTable:
@@ -51,9 +37,8 @@ class CoverageTable:
         self._neighbours: dict[tuple[int, int | None], list[int]] = defaultdict(list)
         self._regions: list[Region] = []
         self._overlapping: dict[int, list[int]] = {}
-        self._parameter = np.empty(0, np.int64)
-        self._numel = np.empty(0, np.int64)
-        self._stamps = Stamps()
+        # By number.
+        self._parameter, self._numel, self._stamps = np.empty((3, 0), np.int64)
         self._overlaps = np.empty(0, bool)
         self._lock = threading.Lock()
 
@@ -65,22 +50,9 @@ class CoverageTable:
                 numbers[region] = self._add(parameter, region)
             return numbers[region]
 
-    def numbers_of(self, parameters: Sequence[int], regions: Sequence[Region]) -> np.ndarray:
-        """The numbers of many boxes."""
-        of_parameter = self._numbers
-        with self._lock:
-            found = [
-                of_parameter[parameter].get(region, -1)
-                for parameter, region in zip(parameters, regions, strict=True)
-            ]
-        numbers = np.array(found, np.int64)
-        for at in np.flatnonzero(numbers < 0).tolist():
-            numbers[at] = self.number_of(parameters[at], regions[at])
-        return numbers
-
     def _add(self, parameter: int, region: Region) -> int:
         number = len(self._regions)
-        if number == len(self._stamps.of):
+        if number == len(self._stamps):
             self._grow(max(64, 2 * number))
         self._regions.append(region)
         self._parameter[number], self._numel[number] = parameter, region.numel
@@ -98,12 +70,14 @@ class CoverageTable:
         return number
 
     def _grow(self, size: int) -> None:
-        for name in ("_parameter", "_numel", "_overlaps"):
-            old = getattr(self, name)
-            new = np.zeros(size, old.dtype)
-            new[: len(old)] = old
-            setattr(self, name, new)
-        self._stamps.grow(size)
+        self._parameter, self._numel = (
+            _longer(self._parameter, size),
+            _longer(self._numel, size),
+        )
+        self._overlaps, self._stamps = (
+            _longer(self._overlaps, size),
+            _longer(self._stamps, size, NEVER),
+        )
 
     def write(self, numbers: np.ndarray | list[int], stamp: int) -> None:
         """These boxes were written by the call of that stamp, which is larger than any before.
@@ -114,21 +88,21 @@ class CoverageTable:
         with self._lock:
             if self._overlaps[numbers].any():
                 for number in np.asarray(numbers).tolist():
-                    self._stamps.of[self._overlapping.get(number, [])] = NEVER
-                    self._stamps.of[number] = stamp
+                    self._stamps[self._overlapping.get(number, [])] = NEVER
+                    self._stamps[number] = stamp
             else:
-                self._stamps.of[numbers] = stamp
+                self._stamps[numbers] = stamp
 
     def forget(self) -> None:
         """No box is written any more."""
         with self._lock:
-            self._stamps.forget()
+            self._stamps[:] = NEVER
 
     def new_elements(self, since: int) -> np.ndarray:
         """Per parameter, how many elements were written at stamp `since` or later."""
         with self._lock:
             used = len(self._regions)
-            is_new = self._stamps.of[:used] >= since
+            is_new = self._stamps[:used] >= since
             weights = self._numel[:used] * is_new
             return np.bincount(self._parameter[:used], weights, len(self.sizes)).astype(np.int64)
 
@@ -137,20 +111,15 @@ class CoverageTable:
         with self._lock:
             used = len(self._regions)
             found = np.full(len(self.sizes), np.iinfo(np.int64).max)
-            is_written = self._stamps.of[:used] != NEVER
+            is_written = self._stamps[:used] != NEVER
             np.minimum.at(
-                found, self._parameter[:used][is_written], self._stamps.of[:used][is_written]
+                found, self._parameter[:used][is_written], self._stamps[:used][is_written]
             )
             return found
 
     def new_fraction(self, since: int) -> np.ndarray:
         """Per parameter, the share of it that was written at stamp `since` or later."""
         return self.new_elements(since) / np.maximum(self.sizes, 1)
-
-    def is_mixed(self, since: int) -> np.ndarray:
-        """Per parameter, whether part of it is new and part of it is not."""
-        new = self.new_elements(since)
-        return (new > 0) & (new < self.sizes)
 
     def overlap(self, numbers: np.ndarray) -> bool:
         """Whether a box comes twice, or one of them overlaps with any other box there is."""
@@ -159,23 +128,19 @@ class CoverageTable:
     def new_regions(self, parameter: int, since: int) -> list[Region]:
         """Boxes of one parameter written at stamp `since` or later."""
         numbers = self._numbers[parameter]
-        return [region for region, number in numbers.items() if self._stamps.of[number] >= since]
+        return [region for region, number in numbers.items() if self._stamps[number] >= since]
 
 
 MAX_NAMES = 1 << 20  # ten times what the largest checkpoints have
 
 
 class NamesBrought:
-    """Names go by number, so that a bucket that was seen before costs one lookup in an array.
-
-    Attributes:
-        stamps: of the calls, by number.
-    """
+    """When each name came last. Names go by number, so that a bucket that was seen before costs one lookup."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []
-        self.stamps = Stamps()
+        self._stamps = np.empty(0, np.int64)
 
     def numbers_of(self, names: Iterable[str]) -> np.ndarray:
         """A number for each name; it stays the same."""
@@ -193,25 +158,25 @@ class NamesBrought:
             if number == len(self._names):
                 self._names.append(name)
             found.append(number)
-        if len(numbers) > len(self.stamps.of):
-            self.stamps.grow(2 * len(numbers))
+        if len(numbers) > len(self._stamps):
+            self._stamps = _longer(self._stamps, 2 * len(numbers), NEVER)
         return np.array(found, np.int64)
 
     def bring(self, numbers: np.ndarray, stamp: int) -> None:
         """These names came in the call of that stamp, which is larger than any before."""
-        self.stamps.of[numbers] = stamp
+        self._stamps[numbers] = stamp
 
     def repeated(self, numbers: np.ndarray, since: int) -> str | None:
         """The first of these names that came at that stamp or later."""
-        came = self.stamps.of[numbers] >= since
+        came = self._stamps[numbers] >= since
         return self._names[numbers[int(came.argmax())]] if came.any() else None
 
     def latest(self, numbers: np.ndarray) -> int:
         """The stamp of the last call that brought any of these names."""
-        return int(self.stamps.of[numbers].max(initial=NEVER))
+        return int(self._stamps[numbers].max(initial=NEVER))
 
     def not_brought(self, names: Iterable[str], since: int) -> list[str]:
         """Those of `names` that did not come at that stamp or later."""
         names = list(names)
-        came = self.stamps.of[self.numbers_of(names)] >= since
+        came = self._stamps[self.numbers_of(names)] >= since
         return [name for name, has_come in zip(names, came.tolist(), strict=True) if not has_come]

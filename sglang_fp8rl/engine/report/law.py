@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ...wire.refit_note import RefitNote
-from ..arrival.update_scope import UpdateScope
+from ..arrival.update import Update
 from .refit_record import Outcome, Part, Refit, Session, State, Verdict
 
 _MAX_LISTED = 16
@@ -76,74 +76,74 @@ class RefitLog:
 
     # -- where a refit begins ----------------------------------------------------------------------
 
-    def why_another(self, scope: UpdateScope) -> str:
+    def why_another(self, update: Update) -> str:
         """Why a call can't belong to the current refit, in words; empty if it may."""
-        current, note = self.current, self._note(scope)
+        current, note = self.current, self._note(update)
         if current is None:
             return ""
-        if scope.is_alone and current.origin is not scope.origin:
-            return f"an update from {scope.origin.value} came before its end"
+        if update.origin.is_alone and current.origin is not update.origin:
+            return f"an update from {update.origin.value} came before its end"
         if (note and note.id) != (current.note and current.note.id) or (
-            current.session is not self._session(scope)
+            current.session is not self._session(update)
         ):
             return f"another one began before its end ({note.id if note else 'without a name'})"
-        if current.outcome is Outcome.MIXED and not scope.is_last_call:
+        if current.outcome is Outcome.MIXED and not update.is_last_call:
             return "it had asked for the flush, and a call came that did not"
         return ""
 
-    def begin(self, scope: UpdateScope, since: int, parts: Sequence[Part] = ()) -> Refit:
+    def begin(self, update: Update, since: int, parts: Sequence[Part] = ()) -> Refit:
         """The refit of a call that belongs to no current one.
 
         Args:
             since: stamp of its first call.
             parts: its calls before this one.
         """
-        refit = self.current = self._new(scope, since)
+        refit = self.current = self._new(update, since)
         refit.parts = list(parts)
         self._begun.append(refit)
         if refit.session is not None:
             refit.session.failed, refit.session.has_begun = None, True
         return refit
 
-    def refuse(self, scope: UpdateScope, texts: Iterable[str]) -> Refit:
+    def refuse(self, update: Update, texts: Iterable[str]) -> Refit:
         """A request failed that does not belong to the current refit, which goes on."""
-        refit = self.last = self._new(scope, self.stamp)
+        refit = self.last = self._new(update, self.stamp)
         self.failed(refit, tuple(texts))
         return refit
 
-    def _new(self, scope: UpdateScope, since: int) -> Refit:
+    def _new(self, update: Update, since: int) -> Refit:
         self._count += 1
-        note = self._note(scope)
-        version = scope.version or (note.version if note else None)
-        return Refit(self._count, scope.origin, since, note, version, self._session(scope))
+        note = self._note(update)
+        version = update.version or (note.version if note else None)
+        return Refit(self._count, update.origin, since, note, version, self._session(update))
 
-    def _session(self, scope: UpdateScope) -> Session | None:
-        return self.session if scope.in_session and scope.note is None else None
+    def _session(self, update: Update) -> Session | None:
+        return self.session if update.in_session and update.note is None else None
 
-    def _note(self, scope: UpdateScope) -> RefitNote | None:
-        session = self._session(scope)
-        return scope.note if session is None else session.note
+    def _note(self, update: Update) -> RefitNote | None:
+        session = self._session(update)
+        return update.note if session is None else session.note
 
     # -- where it ends -----------------------------------------------------------------------------
 
-    def may_end(self, scope: UpdateScope) -> bool:
+    def may_end(self, update: Update) -> bool:
         """Whether the current refit ends behind this request, or does if it is complete."""
         current = self.current
         if current is None:
             return False
-        if scope.is_alone:
+        if update.origin.is_alone:
             return True
-        return current.session is None and (scope.is_last_call or current.note is None)
+        return current.session is None and (update.is_last_call or current.note is None)
 
-    def is_over(self, scope: UpdateScope, verdict: Verdict) -> bool:
+    def is_over(self, update: Update, verdict: Verdict) -> bool:
         """Whether it does."""
         current = self.current
         assert current is not None
-        if scope.is_alone or verdict.failures:
+        if update.origin.is_alone or verdict.failures:
             return True
         if current.note is not None:
-            return scope.is_last_call
-        if scope.is_last_call and (current.has_waited or not verdict.has_taken):
+            return update.is_last_call
+        if update.is_last_call and (current.has_waited or not verdict.has_taken):
             return True
         # All came, once each. Of one update, if the first of these calls was its first.
         return verdict.is_complete and (self.is_in_step or len(current.parts) == 1)

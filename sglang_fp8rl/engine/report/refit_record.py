@@ -14,7 +14,7 @@ from ...numerics import dequantize
 from ...numerics.sqnr import SignalAndNoise
 from ...scheme import Granularity
 from ...wire.refit_note import RefitNote
-from ..arrival.update_scope import Origin
+from ..arrival.update import Origin
 
 _SAMPLES_PER_REFIT = 4
 
@@ -203,8 +203,7 @@ class Refit:
     @property
     def is_bare(self) -> bool:
         """Whether nothing but its calls tells where it begins: no session, no name, no checkpoint."""
-        is_alone = self.origin in (Origin.DISK, Origin.STARTUP)
-        return self.session is None and self.note is None and not is_alone
+        return self.session is None and self.note is None and not self.origin.is_alone
 
     @property
     def seconds(self) -> float:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from ...wire.refit_note import RefitNote
-from ..arrival.update_scope import Origin, UpdateScope
+from ..arrival.update import Origin, Update
 from ..interception.writes import Region
 from ..model.landings import NameTable
 from ..model.parameters import Target
-from .coverage import NEVER, CoverageTable, NamesBrought, Stamps
+from .coverage import NEVER, CoverageTable, NamesBrought
 from .full_extent import FullExtent
 from .law import RefitLog
 from .refit_record import Outcome, Part, Refit, Session, Verdict, left_out
@@ -21,8 +22,7 @@ from .refit_record import Outcome, Part, Refit, Session, Verdict, left_out
 MAX_LISTED = 16
 
 
-@dataclass(frozen=True)
-class Arrived:
+class Arrived(NamedTuple):
     """What one call brought.
 
     Attributes:
@@ -48,30 +48,25 @@ class RefitReport:
     Attributes:
         log: which refits there were.
         brought, coverage: when each name, and each part of a parameter, came last.
-        targets: every parameter.
+        reached_at: per parameter, the stamp of the call that reached it last.
         known_names: every name that was ever stored.
     """
 
     def __init__(
         self, targets: Iterable[Target], names: NameTable, learn_names: Callable[[], object]
     ) -> None:
-        self.targets = list(targets)
+        self.targets, self.names, self.learn_names = list(targets), names, learn_names
         self.coverage = CoverageTable([tuple(target.parameter.shape) for target in self.targets])
         self.brought = NamesBrought()
         self.log = RefitLog()
         self.known_names: dict[str, None] = {}
         self._extent = FullExtent(self.targets, self.coverage, names, learn_names)
-        self._reached = Stamps(len(self.targets))
+        self.reached_at = np.full(len(self.targets), NEVER)
         self._started = 0.0
-
-    @property
-    def reached_at(self) -> np.ndarray:
-        """Per parameter, the stamp of the call that reached it last."""
-        return self._reached.of
 
     # -- filled during an update -----------------------------------------------------------------
 
-    def start_call(self, scope: UpdateScope, numbers: np.ndarray) -> int:
+    def start_call(self, update: Update, numbers: np.ndarray) -> int:
         """A call begins, of the current refit or of a new one.
 
         Args:
@@ -86,16 +81,16 @@ class RefitReport:
         if log.has_many:
             log.refits_of(self.oldest()[1])
         current = log.current
-        if current is not None and (reason := log.why_another(scope)):
+        if current is not None and (reason := log.why_another(update)):
             self.give_up(reason)
         elif current is not None and (repeated := self.brought.repeated(numbers, current.since)):
-            self._begin_behind(current, repeated, self.brought.latest(numbers), scope)
-        refit = log.current or log.begin(scope, log.stamp)
+            self._begin_behind(current, repeated, self.brought.latest(numbers), update)
+        refit = log.current or log.begin(update, log.stamp)
         refit.outcome, refit.is_complete = Outcome.OPEN, False
-        refit.version = scope.version or refit.version
+        refit.version = update.version or refit.version
         return refit.since
 
-    def _begin_behind(self, current: Refit, name: str, latest: int, scope: UpdateScope) -> None:
+    def _begin_behind(self, current: Refit, name: str, latest: int, update: Update) -> None:
         """A tensor comes again: a refit has it once, so it began behind the call that brought it before."""
         parts = [] if current.is_complete else current.parts
         behind = [part for part in parts if part.stamp > latest]
@@ -103,7 +98,7 @@ class RefitReport:
             current.parts = [part for part in parts if part.stamp <= latest]
         self.give_up(f"{name} came again")
         if behind:
-            self.log.begin(scope, latest + 1, behind)
+            self.log.begin(update, latest + 1, behind)
 
     def written(self, target: Target, region: Region | None) -> int | None:
         """Returns the number of the box; None for what is no box."""
@@ -126,59 +121,51 @@ class RefitReport:
         assert self.log.current is not None
         return self.log.current
 
-    def end_call(self, arrived: Arrived, errors: dict[str, str], scope: UpdateScope) -> None:
+    def end_call(self, arrived: Arrived, errors: dict[str, str], update: Update) -> None:
         """Add one call to its refit, which ends here if anything went wrong.
 
         Args:
             errors: name (or "") to what went wrong.
         """
-        refit = self.refit
-        self.brought.bring(arrived.numbers, self.log.stamp)
+        refit, stamp = self.refit, self.log.stamp
+        self.brought.bring(arrived.numbers, stamp)
         seconds = time.perf_counter() - self._started
-        refit.parts.append(
-            Part(
-                self.log.stamp,
-                len(arrived.numbers),
-                arrived.nbytes,
-                seconds,
-                arrived.has_taken,
-                has_waited=not scope.is_last_call,
-            )
-        )
+        tensors, has_waited = len(arrived.numbers), not update.is_last_call
+        part = Part(stamp, tensors, arrived.nbytes, seconds, arrived.has_taken, has_waited)
+        refit.parts.append(part)
         self.known_names.update(dict.fromkeys(n for n in arrived.taken if n not in errors))
         if errors:
-            self.fail(errors.values(), scope)
-        elif scope.origin is Origin.STARTUP:
+            self.fail(errors.values(), update)
+        elif update.origin is Origin.STARTUP:
             self.log.conclude(self.verdict())
 
-    def fail(self, texts: Iterable[str], scope: UpdateScope) -> Refit:
+    def fail(self, texts: Iterable[str], update: Update) -> Refit:
         """Something was not stored, or could not be read: the refit that it belongs to ends here."""
         log = self.log
-        if log.running is not None and log.why_another(scope):
-            return log.refuse(scope, texts)
+        if log.running is not None and log.why_another(update):
+            return log.refuse(update, texts)
         if log.running is None:
             log.stamp += 1  # it wrote nothing: no stamp of what is served may be its own
-            log.begin(scope, log.stamp)
+            log.begin(update, log.stamp)
         refit = self.refit
         log.conclude(replace(self.verdict(), failures=tuple(dict.fromkeys(texts))))
         return refit
 
     # -- the end of a refit ------------------------------------------------------------------------
 
-    def verdict(self, scope: UpdateScope | None = None) -> Verdict:
+    def verdict(self, update: Update | None = None) -> Verdict:
         """What this rank has to say of the running refit, if it ended here.
 
         Args:
-            scope: of a request behind which it may go on; then names are looked for only if it does not.
+            update: a request behind which it may go on; then names are looked for only if it does not.
         """
         refit = self.refit
         lacking = self.lacking()
         others = self._extent.names_not_stored(self.brought, refit.since)
         count = int(lacking.sum()) + len(others)
-        is_complete = not count
         failures = tuple(self._extent.unknown_because)
-        found = Verdict(is_complete, count, (), failures, refit.has_taken)
-        if is_complete or not (scope is None or self.log.is_over(scope, found)):
+        found = Verdict(not count, count, (), failures, refit.has_taken)
+        if not count or not (update is None or self.log.is_over(update, found)):
             return found
         names = others + self._extent.names_of(lacking, self.brought, refit.since)
         found = replace(found, names=tuple(names[:MAX_LISTED]))
@@ -186,17 +173,17 @@ class RefitReport:
             found = replace(found, failures=(*failures, left_out(found.lacking, found.names)))
         return found
 
-    def end_request(self, verdict: Verdict, scope: UpdateScope) -> Refit | None:
+    def end_request(self, verdict: Verdict, update: Update) -> Refit | None:
         """Behind a request of the running refit. Returns the refit, if it ends here.
 
         Args:
             verdict: of all ranks.
         """
-        if self.log.is_over(scope, verdict):
-            is_last = scope.is_last_call and self.refit.has_waited
+        if self.log.is_over(update, verdict):
+            is_last = update.is_last_call and self.refit.has_waited
             return self.log.conclude(verdict, goes_on=not is_last)
         self.refit.found = verdict
-        if scope.is_last_call:  # all that was said to come; a client that always says so may go on
+        if update.is_last_call:  # all that was said to come; a client that always says so may go on
             self.refit.outcome = Outcome.MIXED
         return None
 
@@ -229,7 +216,7 @@ class RefitReport:
         """Their memory was given back: nothing of what was written is there any more."""
         self.log.unload()
         self.coverage.forget()
-        self._reached.forget()
+        self.reached_at[:] = NEVER
 
     def oldest(self) -> tuple[np.ndarray, np.ndarray]:
         """Parameters that were ever written, by index, and the stamp of the oldest part of each."""

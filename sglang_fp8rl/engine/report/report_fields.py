@@ -40,8 +40,8 @@ def _unloaded(report: RefitReport) -> str:
 
 
 def _partly_new(report: RefitReport, since: int) -> list[str]:
-    mixed = np.flatnonzero(report.coverage.is_mixed(since) & (report.reached_at >= since))
     fraction = report.coverage.new_fraction(since)
+    mixed = np.flatnonzero((fraction > 0) & (fraction < 1) & (report.reached_at >= since))
     found = []
     for index in mixed[:MAX_LISTED].tolist():
         boxes = ", ".join(map(str, report.coverage.new_regions(index, since)[:4]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_fp8rl.config import Options
-from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
+from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
 
@@ -35,7 +35,7 @@ def served(module: torch.nn.Module, forward) -> ModelRefit:
 
 def update(refit: ModelRefit) -> None:
     named = [(name, one.data + 1) for name, one in refit.model.named_parameters()]
-    with refit.during(UpdateScope(Origin.TENSOR)):
+    with refit.during(Update(Origin.TENSOR)):
         refit.model.load_weights(named)
     refit.derived.end_of_update()
 

@@ -15,7 +15,7 @@ def send_from_elsewhere(scheduler, named_tensors, is_elsewhere):
     away only by `.to(device)`.
     """
     from sglang_fp8rl.engine.arrival.bucket import FlatBucket
-    from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
+    from sglang_fp8rl.engine.arrival.update import Origin, Update
     from sglang_fp8rl.wire.bucket import flatten
 
     copies = []
@@ -35,7 +35,7 @@ def send_from_elsewhere(scheduler, named_tensors, is_elsewhere):
 
     flat, metadata, _ = flatten(named_tensors)
     model = model_of(scheduler)
-    with model.fp8rl_refit.during(UpdateScope(Origin.TENSOR)):
+    with model.fp8rl_refit.during(Update(Origin.TENSOR)):
         model.load_weights(FlatBucket(Elsewhere(flat) if is_elsewhere else flat, metadata))
     return copies
 
@@ -49,5 +49,5 @@ def test_a_sender_on_another_device_is_copied_once_and_replayed_by_the_recipe_of
     after = host.call(status)["replay"]
     assert host.call_all(digests) == host.fresh("second").digests
     assert after["calls"] == before["calls"] + 1
-    assert after["plans"] == before["plans"]
+    assert after["recipes"] == before["recipes"]
     assert after["native_tensors"] == before["native_tensors"]

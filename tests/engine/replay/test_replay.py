@@ -40,7 +40,7 @@ def test_replayed_updates_give_the_bytes_of_a_fresh_load(host):
         for state in host.call_all(status):
             assert state["consistent"], state["problems"]
     for rank in counts(host):
-        assert rank["plans"] == 4
+        assert rank["recipes"] == 4
         assert rank["calls"] == 4
         assert rank["tensors"] == 2 * len(model.first)
         assert rank["native_tensors"] == 0, rank["native_reasons"]
@@ -53,7 +53,7 @@ def test_without_replay_nothing_is_recorded_and_the_bytes_are_the_same(host, eng
         for bucket in halves_of(model):
             sent(host, [(name, model.second[name]) for name in bucket])
     assert host.call_all(digests) == engine_pool.fresh(engine_key("qwen3")).digests
-    assert all(rank["calls"] == rank["plans"] == 0 for rank in counts(host))
+    assert all(rank["calls"] == rank["recipes"] == 0 for rank in counts(host))
 
 
 # -- one engine ------------------------------------------------------------------------------------
@@ -90,11 +90,11 @@ def test_a_nan_in_a_replayed_bucket_keeps_its_block_and_names_its_tensor(host):
 def test_another_dtype_shape_or_order_is_another_plan(host):
     sent(host, list(state_of().items()))
     first = host.call(digests)
-    plans = counts(host)[0]["plans"]
+    plans = counts(host)[0]["recipes"]
     halves = [(name, weight.bfloat16()) for name, weight in state_of().items()]
     sent(host, halves)
     sent(host, halves[::-1])
-    assert counts(host)[0]["plans"] == plans + 2
+    assert counts(host)[0]["recipes"] == plans + 2
     for tensors in (halves, halves[::-1], list(state_of().items())):
         sent(host, tensors)
         assert host.call(digests) == first

@@ -122,8 +122,8 @@ def update_by_ipc(scheduler, named_tensors):
     """The hook around SGLang's own, whose worker loads and then lets the model derive."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqOutput
 
-    from sglang_fp8rl.engine.arrival.update_scope import Origin
-    from sglang_fp8rl.engine.host.update_calls import answer_update
+    from sglang_fp8rl.engine.arrival.update import Origin
+    from sglang_fp8rl.engine.host.update_request import answer_update
 
     model = model_of(scheduler)
     model.derived_in_test = torch.zeros(3)
@@ -137,9 +137,10 @@ def update_by_ipc(scheduler, named_tensors):
         torch.distributed.barrier(group=manager.tp_cpu_group)
         return UpdateWeightsFromIPCReqOutput(success=True, message="")
 
+    host = SimpleNamespace(update_weights_from_ipc=original)
     request = SimpleNamespace(flush_cache=True, rid=None)
     try:
-        result = answer_update(Origin.IPC, original, manager, request)
+        result = answer_update(Origin.IPC, host, manager, request)
         return result.success, before == model.derived_in_test.data_ptr(), model.derived_in_test
     finally:
         del model.derived_in_test

@@ -3,7 +3,6 @@ is a failed one, and the next full update mends what it left. The model is a toy
 
 from __future__ import annotations
 
-import functools
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -16,11 +15,12 @@ from threads_as_ranks import Ranks
 
 pytest.importorskip("sglang")
 
-from sglang_fp8rl.engine.arrival.update_scope import Origin
-from sglang_fp8rl.engine.host import update_calls
+from sglang_fp8rl.engine.arrival.update import Origin
+from sglang_fp8rl.engine.host import update_request
 from sglang_fp8rl.engine.host.other_calls import read_unfolded
+from sglang_fp8rl.engine.host.sessions import begin_session, end_session
 from sglang_fp8rl.engine.host.status import add_status
-from sglang_fp8rl.engine.host.update_calls import answer_update, begin_session, end_session
+from sglang_fp8rl.engine.host.update_request import answer_update
 
 io_struct = pytest.importorskip("sglang.srt.managers.io_struct")
 pytestmark = pytest.mark.skipif(
@@ -31,12 +31,44 @@ SIZE = 2
 ONE_AT_A_TIME = (
     threading.Lock()
 )  # ranks are processes: in one, what one loads another would observe
-FROM_TENSOR = functools.partial(answer_update, Origin.TENSOR)
-FROM_DISK = functools.partial(answer_update, Origin.DISK)
 
 
-class Manager:
-    """One rank of what SGLang's weight updater does around a model, with its barriers, under our hooks."""
+class Host:
+    """What SGLang's weight updater does around a model, with its barriers."""
+
+    def barrier(self):
+        torch.distributed.barrier(group=self.tp_cpu_group)
+
+    def begin_weight_update(self, request):
+        self._session = request
+        self.barrier()
+        return io_struct.BeginWeightUpdateReqOutput(success=True, message="")
+
+    def end_weight_update(self, request):
+        self._session = None
+        self.barrier()
+        return io_struct.EndWeightUpdateReqOutput(success=True, message="")
+
+    def update_weights_from_tensor(self, request):
+        with ONE_AT_A_TIME:
+            self.refit.model.load_weights(request.tensors)
+        if request.flush_cache:
+            self.flush_cache()
+        self.barrier()
+        return io_struct.UpdateWeightsFromTensorReqOutput(success=True, message="")
+
+    def update_weights_from_disk(self, request):
+        with ONE_AT_A_TIME:
+            self.refit.model.load_weights(iter(request.tensors))
+        return io_struct.UpdateWeightFromDiskReqOutput(success=True, message="")
+
+    def check_weights(self, request):
+        self.barrier()
+        return io_struct.CheckWeightsReqOutput(success=True, message="")
+
+
+class Manager(Host):
+    """One rank of it, under our hooks."""
 
     def __init__(self, refit, group):
         self.refit, self.tp_cpu_group = refit, group
@@ -48,50 +80,20 @@ class Manager:
         self.weight_updater, self.ps = self, SimpleNamespace(dp_rank=0)
         self.flush_cache = lambda **_: True
 
-    def barrier(self):
-        torch.distributed.barrier(group=self.tp_cpu_group)
-
     def begin_weight_update(self, request):
-        def original(request):
-            self._session = request
-            self.barrier()
-            return io_struct.BeginWeightUpdateReqOutput(success=True, message="")
-
-        return begin_session(original, self, request)
+        return begin_session(super().begin_weight_update, self, request)
 
     def end_weight_update(self, request):
-        def original(request):
-            self._session = None
-            self.barrier()
-            return io_struct.EndWeightUpdateReqOutput(success=True, message="")
-
-        return end_session(original, self, request)
+        return end_session(super().end_weight_update, self, request)
 
     def update_weights_from_tensor(self, request):
-        def original(request):
-            with ONE_AT_A_TIME:
-                self.refit.model.load_weights(request.tensors)
-            if request.flush_cache:
-                self.flush_cache()
-            self.barrier()
-            return io_struct.UpdateWeightsFromTensorReqOutput(success=True, message="")
-
-        return FROM_TENSOR(original, self, request)
+        return answer_update(Origin.TENSOR, super(), self, request)
 
     def update_weights_from_disk(self, request):
-        def original(request):
-            with ONE_AT_A_TIME:
-                self.refit.model.load_weights(iter(request.tensors))
-            return io_struct.UpdateWeightFromDiskReqOutput(success=True, message="")
-
-        return FROM_DISK(original, self, request)
+        return answer_update(Origin.DISK, super(), self, request)
 
     def check_weights(self, request):
-        def original(request):
-            self.barrier()
-            return io_struct.CheckWeightsReqOutput(success=True, message="")
-
-        return read_unfolded(original, self, request)
+        return read_unfolded(super().check_weights, self, request)
 
     def state(self, mark=None):
         result = add_status(
@@ -120,7 +122,7 @@ class Server:
 @pytest.fixture
 def patched(monkeypatch):
     # Not for threads: it replaces functions of torch.
-    monkeypatch.setattr(update_calls, "checked_shared_memory", nullcontext)
+    monkeypatch.setattr(update_request, "checked_shared_memory", nullcontext)
     return monkeypatch
 
 

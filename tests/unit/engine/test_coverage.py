@@ -55,7 +55,7 @@ class Coverage:
         return others[1]
 
     def is_mixed(self, since):
-        return bool(self.table.is_mixed(since)[1])
+        return 0 < self.new_fraction(since) < 1
 
 
 def test_parts_make_a_whole_in_any_order():

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_fp8rl.engine.arrival.bucket import FlatBucket
-from sglang_fp8rl.engine.native.checks import check_names
+from sglang_fp8rl.engine.arrival.bucket import FlatBucket, TensorBucket, check_bucket
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.wire import layout_text
 
@@ -106,7 +105,7 @@ def test_a_buffer_at_an_odd_address_is_read_from_one_that_is_not(odd):
 
 def test_a_name_that_no_status_could_say_is_refused_in_words_that_can_be_sent():
     with pytest.raises(RefitError) as refused:
-        check_names(["a", "b\udc80"])
+        check_bucket(TensorBucket([(name, torch.zeros(1)) for name in ("a", "b\udc80")]))
     str(refused.value).encode()
     with pytest.raises(RefitError) as misplaced:
         bucket(tensor("b\udc80", 0, 1 << 40)).names  # noqa: B018  read by that

@@ -8,7 +8,7 @@ import pytest
 from model_of_refits import ModelOfRefits
 from test_refits import NAMES, Server
 
-from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
+from sglang_fp8rl.engine.arrival.update import Origin, Update
 
 
 class Both:
@@ -20,7 +20,7 @@ class Both:
     def call(self, names: list[str], flush: bool, fault: str) -> None:
         in_session = self.model.in_session
         if fault == "unreadable":
-            scope = UpdateScope(Origin.TENSOR, in_session, flush)
+            scope = Update(Origin.TENSOR, in_session, flush)
             self.server.report.fail(["no pickle"], scope)
             self.model.fail(flush)
             return

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sglang_fp8rl.config import Options
-from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
+from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
 
@@ -308,7 +308,7 @@ def held(refit: ModelRefit) -> dict[str, torch.Tensor]:
 
 
 def update(refit: ModelRefit, tensors: dict[str, torch.Tensor]) -> None:
-    with refit.during(UpdateScope(Origin.TENSOR)):
+    with refit.during(Update(Origin.TENSOR)):
         refit.model.load_weights(list(tensors.items()))
 
 
@@ -366,7 +366,7 @@ def test_a_refit_that_leaves_out_a_scalar_or_a_buffer_is_not_complete(kind):
     tensors = weights(refit.model, 1)
     for name in set(tensors) - set(Toy.names):
         rest = {key: value for key, value in tensors.items() if key != name}
-        with refit.during(UpdateScope(Origin.TENSOR)):
+        with refit.during(Update(Origin.TENSOR)):
             refit.model.load_weights(list(rest.items()))
             verdict = refit.report.verdict()
             refit.report.give_up("the test goes on")
@@ -391,7 +391,7 @@ def test_a_probe_learns_what_a_load_learns_and_changes_nothing(kind):
     refit = ModelRefit(model, Options(), {}, lambda: sent)
     refit.attach()
     before = {name: (one, one.clone()) for name, one in held(refit).items()}
-    refit.report.start_call(UpdateScope(Origin.TENSOR), refit.report.brought.numbers_of([]))
+    refit.report.start_call(Update(Origin.TENSOR), refit.report.brought.numbers_of([]))
     assert refit.report.lacking().any()  # which asks for the names
     assert list(held(refit)) == list(before)
     for name, one in held(refit).items():
@@ -410,7 +410,7 @@ def test_a_refit_whose_extent_can_t_be_learnt_fails_and_says_so():
     sent = [(name, one.to("meta")) for name, one in weights(model, 0).items()]
     refit = ModelRefit(model, Options(), {}, lambda: sent)
     refit.attach()
-    with refit.during(UpdateScope(Origin.TENSOR)):
+    with refit.during(Update(Origin.TENSOR)):
         refit.model.load_weights(list(weights(model, 1).items()))
     (why,) = refit.report.verdict().failures
     assert "b.weight" in why

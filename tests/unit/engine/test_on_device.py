@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_fp8rl.engine.arrival.bucket import FlatBucket, TensorBucket
-from sglang_fp8rl.engine.arrival.normalized import _copied_together, on_device
+from sglang_fp8rl.engine.arrival.bucket import FlatBucket, TensorBucket, copied_together
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 TENSORS = [
@@ -45,7 +44,7 @@ def flat_bucket():
 def test_a_bucket_of_any_kind_comes_over_in_one_copy(make):
     bucket = make()
     with Transfers() as transfers:
-        moved = on_device(bucket, ELSEWHERE)
+        moved = bucket.on_device(ELSEWHERE)
     assert transfers.count == 1
     assert type(moved) is type(bucket)
     assert moved.devices == {ELSEWHERE}
@@ -58,22 +57,22 @@ def test_a_bucket_of_any_kind_comes_over_in_one_copy(make):
 def test_a_bucket_that_is_there_already_is_left_alone(make):
     bucket = make()
     with Transfers() as transfers:
-        assert on_device(bucket, CPU) is bucket
+        assert bucket.on_device(CPU) is bucket
     assert transfers.count == 0
 
 
 def test_only_what_lies_elsewhere_is_copied():
     mixed = [(name, tensor.to(ELSEWHERE) if name == "a" else tensor) for name, tensor in TENSORS]
     with Transfers() as transfers:
-        moved = on_device(TensorBucket(mixed), ELSEWHERE)
+        moved = TensorBucket(mixed).on_device(ELSEWHERE)
     assert transfers.count == 1
     assert moved.devices == {ELSEWHERE}
     assert next(iter(moved))[1] is mixed[0][1]
 
 
-def test_what_was_copied_together_has_its_values_and_is_aligned():
+def test_what_wascopied_together_has_its_values_and_is_aligned():
     for (_, sent), copy in zip(
-        TENSORS, _copied_together([tensor for _, tensor in TENSORS], CPU), strict=True
+        TENSORS, copied_together([tensor for _, tensor in TENSORS], CPU), strict=True
     ):
         assert copy.is_contiguous()
         assert copy.data_ptr() % 16 == 0

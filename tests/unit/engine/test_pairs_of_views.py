@@ -10,7 +10,7 @@ pytest.importorskip("sglang")
 from by_definition import quantize_blockwise
 
 from sglang_fp8rl.config import Options
-from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
+from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.modules.linear import Fp8BlockwiseOnlineLinearMethod
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
@@ -75,7 +75,7 @@ def test_a_part_has_the_codes_and_the_scales_of_its_columns(rank, is_turned, is_
     for seed in range(3):
         pair, *_ = sent(seed, is_turned)
         for bucket in [[one] for one in pair] if is_apart else [pair]:
-            with refit.during(UpdateScope(Origin.TENSOR, in_session=True)):
+            with refit.during(Update(Origin.TENSOR, in_session=True)):
                 model.load_weights(bucket)
             for _, tensor in bucket if is_apart else ():
                 tensor.view(torch.uint8).zero_()  # the sender takes its memory back
@@ -98,7 +98,7 @@ def test_codes_that_a_loader_copies_are_refused_before_a_byte_is_stored(rank, is
     pair, *_ = sent(0, False)
     with (
         pytest.raises(RefitError, match=r"fused\.weight: .*plain block"),
-        refit.during(UpdateScope(Origin.TENSOR, in_session=True)),
+        refit.during(Update(Origin.TENSOR, in_session=True)),
     ):
         model.load_weights(pair[:1] if is_apart else pair)
     for module in (model.a, model.b):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from sglang_fp8rl.engine.arrival.update_scope import Origin, UpdateScope
+from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.interception.writes import Region
 from sglang_fp8rl.engine.model.landings import Known, Landing, NameTable
 from sglang_fp8rl.engine.model.parameters import Target
@@ -36,11 +36,11 @@ class Server:
             self.targets[name] = target
         self.report = RefitReport(self.targets.values(), names, lambda: None)
         self.log = self.report.log
-        self.call(*NAMES, scope=UpdateScope(Origin.STARTUP))
+        self.call(*NAMES, scope=Update(Origin.STARTUP))
 
     def call(self, *names, flush=False, failed=False, halves=(), scope=None, **more):
         """Of `halves` nothing is stored yet. Returns the state behind it."""
-        scope = scope or UpdateScope(Origin.TENSOR, is_last_call=flush, **more)
+        scope = scope or Update(Origin.TENSOR, is_last_call=flush, **more)
         report, log = self.report, self.log
         numbers = report.brought.numbers_of(names)
         report.start_call(scope, numbers)
@@ -249,7 +249,7 @@ def test_halves_behind_a_tensor_that_comes_again_go_on_waiting(server):
     server.call("norm")
     stamp = server.log.stamp
     server.call("embed", "layer 0", halves=["embed"])
-    scope = UpdateScope(Origin.TENSOR)
+    scope = Update(Origin.TENSOR)
     assert server.report.start_call(scope, server.report.brought.numbers_of(["norm"])) == stamp + 1
 
 

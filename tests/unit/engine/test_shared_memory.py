@@ -13,7 +13,7 @@ import torch
 from forked import CONTEXT
 from torch.multiprocessing import reductions
 
-from sglang_fp8rl.engine.host.around_request import checked_shared_memory
+from sglang_fp8rl.engine.host.shared_memory import checked_shared_memory
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.wire.bucket import serialize
 

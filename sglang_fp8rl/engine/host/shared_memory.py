@@ -1,7 +1,6 @@
-"""What is otherwise while SGLang serves an update request: a bucket stays whole, memory is checked, the collector rests.
+"""CPU tensors of a request, mapped to the last byte that they say, without a helper process.
 
-CPU tensors of a request are mapped to the last byte that they say, without a helper process. torch opens a
-handle through a manager process: the sender's, whose socket then stays open for good, or one of its own. At
+torch opens a handle through a manager process: the sender's, whose socket then stays open for good, or one of its own. At
 its end a manager deletes every file that was ever opened through it, and a sender that lets go of such a file
 later is aborted: "could not unlink the shared memory file". torch also extends a file that is too short with
 zeros, which would be served. So files are mapped here, and only the count of readers that torch keeps in them
@@ -11,10 +10,9 @@ is kept.
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,87 +20,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from ...errors import RefitError
-from ...wire.bucket import FILES, HEADER, READERS, file_of
-from ...wire.layout_text import from_text
-from ..arrival.bucket import FlatBucket
-from ..arrival.normalized import wait_for_reads
-from ..native.call import Update
-from ..refit import ModelRefit
-from .attach import refit_of
-
-
-def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **kw: Any) -> Any:
-    """A flattened bucket goes to `load_weights` as it is: SGLang would take it apart first."""
-    payload = args[0] if args else kw["flattened_tensor_bucket_dict"]
-    model = updater.get_model()
-    refit = refit_of(model)
-    flat = payload["flattened_tensor"]
-    if refit is None and isinstance(payload["metadata"], str):
-        payload = {**payload, "metadata": from_text(payload["metadata"])}
-        try:
-            return original(updater, payload)
-        finally:
-            if payload.get("is_staged"):  # of a draft model, behind the served one
-                wait_for_reads(flat)
-    is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
-    if refit is None or not is_plain:
-        return original(updater, *args, **kw)
-    try:
-        model.load_weights(FlatBucket(flat, payload["metadata"]))
-    finally:
-        if payload.get("is_staged"):
-            refit.sender_memory.hold(flat)
-    return True, "Success"
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Of 18,000 names, Python's collector takes ten times as long as unpickling them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def custom_loader_watched(refit: ModelRefit, request: Any) -> AbstractContextManager[Any]:
-    """A `load_format` may name any function of the server's: it may load, and write by itself."""
-    is_custom = hasattr(request, "serialized_named_tensors") and (
-        request.load_format not in (None, "flattened_bucket")
-    )
-    return refit.only_through_load_weights() if is_custom else nullcontext()
-
-
-@contextmanager
-def flush_watched(manager: Any, update: Update) -> Iterator[None]:
-    """Whether SGLang's flush was refused: weights that are stored are no failed refit for that.
-
-    It says so by `success: false` (0.5.16: by an error), as of weights that are not stored.
-    """
-    flush = manager.flush_cache
-
-    def flush_cache(*args: Any, **kwargs: Any) -> bool:
-        update.cache_flushed = bool(flush(*args, **kwargs))
-        return update.cache_flushed
-
-    manager.flush_cache = flush_cache
-    try:
-        yield
-    finally:
-        manager.flush_cache = flush
-
-
-@contextmanager
-def default_dtype_kept() -> Iterator[None]:
-    """A reload from disk that fails leaves the model's dtype as torch's default (SGLang 0.5.16), and
-    every later forward pass computes with it."""
-    before = torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+from ...wire.bucket import FILES, HEADER, READERS
 
 
 @contextmanager
@@ -144,7 +62,7 @@ def _mapped_by_name(
 
 
 def _checked_file_of(handle: bytes) -> Path:
-    file = file_of(handle)
+    file = FILES / os.fsdecode(handle).removeprefix("/")
     if file.parent != FILES or not file.name.startswith("torch_"):
         raise RefitError(
             f"shared memory {os.fsdecode(handle)!r}",

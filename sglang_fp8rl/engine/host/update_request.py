@@ -1,0 +1,288 @@
+"""One update request: answered whatever happens, on every rank alike."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ...errors import Fp8RlError, RefitError, as_text
+from ...wire.layout_text import from_text
+from ..arrival.bucket import FlatBucket, wait_for_reads
+from ..arrival.update import Origin, Update
+from ..refit import ModelRefit
+from .attach import refit_of
+from .boundary import Boundary
+from .metrics import observe_refit
+from .refit_end import end_request, fail_behind
+from .request_checks import check_request, readable_note
+from .shared_memory import checked_shared_memory
+
+logger = logging.getLogger(__name__)
+
+_OUTPUTS = {
+    Origin.TENSOR: "UpdateWeightsFromTensorReqOutput",
+    Origin.DISTRIBUTED: "UpdateWeightsFromDistributedReqOutput",
+    Origin.DISK: "UpdateWeightFromDiskReqOutput",
+    Origin.IPC: "UpdateWeightsFromIPCReqOutput",
+}
+_NEED_SESSIONS = (Origin.TENSOR, Origin.DISTRIBUTED)
+_END_WITH_BARRIER = (Origin.TENSOR, Origin.IPC)
+_PROCESS_AFTER_LOADING = (Origin.DISK, Origin.IPC)
+_FLUSH_REFUSED = RefitError(
+    "the cache",
+    "not flushed, for requests are running or queued",
+    "the weights of this update are stored, what the old ones had computed is still used",
+    "Retract or finish the requests, then call /flush_cache.",
+)
+
+
+def answer_update(origin: Origin, host: Any, manager: Any, request: Any) -> Any:
+    """Answer one update.
+
+    A client that opened no session gets one for the length of its call, where SGLang asks for one.
+
+    Args:
+        host: SGLang's own methods of `manager`.
+    """
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is None:
+        return getattr(host, f"update_weights_from_{origin.value}")(request)
+    return _UpdateRequest(origin, host, manager, request, refit).answer()
+
+
+class _UpdateRequest:
+    """One request on one rank."""
+
+    def __init__(
+        self, origin: Origin, host: Any, manager: Any, request: Any, refit: ModelRefit
+    ) -> None:
+        self._host, self._manager, self._request, self._refit = host, manager, request, refit
+        self._boundary, self._update = Boundary(manager.tp_cpu_group), Update(origin)
+        self._around, self._around_host = ExitStack(), ExitStack()
+        self._is_answered = False  # by SGLang
+
+    def answer(self) -> Any:
+        boundary, refit, manager = self._boundary, self._refit, self._manager
+        boundary.step(self._prepare)
+        is_asked = boundary.is_fine()
+        result = self._asked() if is_asked else boundary.step(self._around_host.close)
+        update = self._update
+        if result is None:
+            result = _failed(update.origin, " | ".join(boundary.errors))
+        end_request(boundary, manager, refit, update, result, is_asked=is_asked)
+        for extension in refit.extensions:
+            boundary.step(extension.end_request)
+        boundary.step(self._around.close)
+        if update.is_last_call or not result.success:
+            boundary.step(refit.sender_memory.release)
+        call, success = update.origin.value, result.success
+        boundary.step(observe_refit, manager, refit, call=call, success=success)
+        fail_behind(boundary, refit, update.refit, result)
+        return result
+
+    def _prepare(self) -> None:
+        """All that may refuse the request or raise before SGLang, whose ranks wait for each other."""
+        manager, request, refit = self._manager, self._request, self._refit
+        version = getattr(request, "weight_version", None)
+        self._update = update = Update(
+            self._update.origin,
+            in_session=getattr(manager, "_session", None) is not None,
+            # A client without sessions marks its last bucket by asking for the cache flush.
+            is_last_call=getattr(request, "flush_cache", True),
+            note=readable_note(request),
+            version=None if version is None else as_text(version),
+            touches_target=getattr(request, "selector", "all") != "draft",
+        )
+        self._around.enter_context(refit.during(update))
+        self._around.enter_context(collector_paused())
+        check_request(manager, request)
+        for extension in refit.extensions:
+            extension.note_update()
+        refit.wait_for_device()
+        # From disk and from checkpoint-engine, SGLang processes weights after it loaded them.
+        processes = update.origin in _PROCESS_AFTER_LOADING
+        for context in (
+            _default_dtype_kept(),
+            # A `load_format` may name any function of the server's: it may load, and write by itself.
+            refit.only_through_load_weights() if _has_loader(request) else nullcontext(),
+            _flush_watched(manager, update),
+            checked_shared_memory(),
+            refit.derived.in_place() if processes else nullcontext(),
+        ):
+            self._around_host.enter_context(context)
+
+    def _asked(self) -> Any:
+        """What SGLang answers; None where a failed answer is to be given, as `errors` of the boundary."""
+        boundary, update = self._boundary, self._update
+        try:
+            try:
+                if (
+                    update.origin in _NEED_SESSIONS
+                    and getattr(self._manager, "_session", 0) is None
+                ):
+                    return self._in_a_session()
+                return self._ask()
+            finally:  # what was stored before an update failed is served too
+                _renew_derived(self._refit, update.origin)
+        except Exception as error:
+            # Not a `step`: it may be SGLang's way (before sessions) to say that it could not flush.
+            logger.exception("fp8rl: update_weights_from_%s failed", update.origin.value)
+            is_ours = isinstance(error, Fp8RlError)
+            if update.cache_flushed is False and not (is_ours or self._is_answered):
+                return _failed(update.origin, str(_FLUSH_REFUSED))
+            boundary.errors.append(str(error if is_ours else _foreign(update.origin, error)))
+            return None
+
+    def _ask(self) -> Any:
+        origin = self._update.origin
+        result = self._boundary.asked(
+            getattr(self._host, f"update_weights_from_{origin.value}"),
+            self._request,
+            around=self._around_host,
+            has_barrier=origin in _END_WITH_BARRIER,
+        )
+        self._is_answered = True
+        return result
+
+    def _in_a_session(self) -> Any:
+        """The answer in a session that is open for the length of this call.
+
+        Raises:
+            RefitError: it could not be opened, on every rank alike.
+        """
+        from sglang.srt.managers import io_struct
+
+        boundary, host, manager = self._boundary, self._host, self._manager
+        selector = getattr(self._request, "selector", "all")
+        opens = io_struct.BeginWeightUpdateReqInput(selector=selector)
+        boundary.step(
+            boundary.asked, host.begin_weight_update, opens, around=ExitStack(), has_barrier=True
+        )
+        errors = boundary.failures()
+        if errors:
+            manager._session = None  # nobody else would end it
+            boundary.errors.clear()
+            rule = "an update needs one"
+            raise RefitError("the update's session", " | ".join(errors), rule, "Send it again.")
+        result = None
+        try:
+            result = self._ask()
+        finally:
+            around = ExitStack()
+            boundary.step(around.enter_context, self._refit.derived.in_place())
+            closes = io_struct.EndWeightUpdateReqInput()
+            boundary.step(
+                boundary.asked, host.end_weight_update, closes, around=around, has_barrier=True
+            )
+            manager._session = None
+        return result
+
+
+def _renew_derived(refit: ModelRefit, origin: Origin) -> None:
+    """Raises an error of ours, which is never taken for a flush that SGLang refused before it."""
+    try:
+        refit.derived.end_of_update()
+    except Fp8RlError:
+        raise
+    except Exception as error:
+        raise _foreign(origin, error) from error
+
+
+def _foreign(origin: Origin, error: Exception) -> RefitError:
+    """What SGLang raised by itself, in words that say what to do."""
+    return RefitError(
+        f"update_weights_from_{origin.value}",
+        f"{type(error).__name__}: {error}",
+        "what is sent is read as SGLang's serializer writes it, a checkpoint as safetensors does",
+        "Send with RefitClient or SGLang's MultiprocessingSerializer; nothing of this call is known to "
+        "be stored.",
+    )
+
+
+def _failed(origin: Origin, message: str) -> Any:
+    """An answer in place of SGLang's."""
+    from sglang.srt.managers import io_struct
+
+    output_class = getattr(io_struct, _OUTPUTS[origin])
+    extra = {"num_paused_requests": 0} if origin is Origin.DISK else {}
+    return output_class(success=False, message=message, **extra)
+
+
+# -- what is otherwise while a request is served ---------------------------------------------------
+
+
+def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **kw: Any) -> Any:
+    """A flattened bucket goes to `load_weights` as it is: SGLang would take it apart first."""
+    payload = args[0] if args else kw["flattened_tensor_bucket_dict"]
+    model = updater.get_model()
+    refit = refit_of(model)
+    flat = payload["flattened_tensor"]
+    if refit is None and isinstance(payload["metadata"], str):
+        payload = {**payload, "metadata": from_text(payload["metadata"])}
+        try:
+            return original(updater, payload)
+        finally:
+            if payload.get("is_staged"):  # of a draft model, behind the served one
+                wait_for_reads(flat)
+    is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
+    if refit is None or not is_plain:
+        return original(updater, *args, **kw)
+    try:
+        model.load_weights(FlatBucket(flat, payload["metadata"]))
+    finally:
+        if payload.get("is_staged"):
+            refit.sender_memory.hold(flat)
+    return True, "Success"
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Of 18,000 names, Python's collector takes ten times as long as unpickling them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _has_loader(request: Any) -> bool:
+    return hasattr(request, "serialized_named_tensors") and (
+        request.load_format not in (None, "flattened_bucket")
+    )
+
+
+@contextmanager
+def _flush_watched(manager: Any, update: Update) -> Iterator[None]:
+    """Whether SGLang's flush was refused: weights that are stored are no failed refit for that.
+
+    It says so by `success: false` (0.5.16: by an error), as of weights that are not stored.
+    """
+    flush = manager.flush_cache
+
+    def flush_cache(*args: Any, **kwargs: Any) -> bool:
+        update.cache_flushed = bool(flush(*args, **kwargs))
+        return update.cache_flushed
+
+    manager.flush_cache = flush_cache
+    try:
+        yield
+    finally:
+        manager.flush_cache = flush
+
+
+@contextmanager
+def _default_dtype_kept() -> Iterator[None]:
+    """A reload from disk that fails leaves the model's dtype as torch's default (SGLang 0.5.16), and
+    every later forward pass computes with it."""
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

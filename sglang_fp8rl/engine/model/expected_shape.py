@@ -1,0 +1,100 @@
+"""The shape that a tensor has to have: that of the full, unsharded weight."""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import RefitError
+from .parameters import Target
+
+
+def check_shape(target: Target, name: str, loaded: torch.Tensor, args: tuple, kwargs: dict) -> None:
+    """Raises `RefitError` for a tensor that SGLang's loaders would cut in silence.
+
+    They `narrow` what they are given.
+
+    Args:
+        args, kwargs: what the model passed to the loader: the shard id of a fused layer, or the name, shard
+            id and number of an expert.
+    """
+    expected = _full_shape(target, args, kwargs)
+    if expected is not None and tuple(loaded.shape) != expected:
+        raise RefitError(
+            name,
+            f"shape {tuple(loaded.shape)}",
+            f"{target.name} takes the full, unsharded {expected}",
+            "Send the tensor as the checkpoint has it; the engine cuts this rank's shard.",
+        )
+
+
+def _full_shape(target: Target, args: tuple, kwargs: dict) -> tuple[int, ...] | None:
+    """What has to be sent for a parameter; None where it is not known."""
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+    if isinstance(target.module, FusedMoE):
+        return _full_expert_shape(target, (*args, *kwargs.values()))
+    return _full_linear_shape(target, args)
+
+
+def _full_expert_shape(target: Target, given: tuple) -> tuple[int, ...] | None:
+    """Of one expert's matrix, or of all experts together (`w13`: gate rows first).
+
+    The parameter's own shape says neither: runners pad and transpose it.
+    """
+    layer, parameter = target.module, target.parameter
+    leaf = target.name.rpartition(".")[2]
+    is_weight = leaf in ("w13_weight", "w2_weight")
+    if not is_weight or getattr(layer, "use_presharded_weights", False):
+        return None
+    hidden = layer.hidden_size
+    intermediate = parameter.moe_intermediate_size  # type: ignore[attr-defined]  # all ranks', unpadded
+    is_together = not any(type(one) is int for one in given)  # no expert's number
+    experts = parameter.shape[:1] if is_together else ()
+    if "w2" in given:
+        return (*experts, hidden, intermediate)
+    if "w13" in given:
+        rows = 2 * intermediate if layer.moe_runner_config.is_gated else intermediate
+        return (*experts, rows, hidden)
+    return (intermediate, hidden) if "w1" in given or "w3" in given else None
+
+
+def _full_linear_shape(target: Target, args: tuple) -> tuple[int, ...] | None:
+    from sglang.srt.layers.linear import (
+        LinearBase,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
+
+    layer = target.module
+    leaf = target.name.rpartition(".")[2]
+    if not isinstance(layer, LinearBase) or leaf not in ("weight", "bias"):
+        return None
+    if getattr(layer, "use_presharded_weights", False):
+        return None
+    if args and hasattr(layer, "fp8rl_part_rows"):  # see sent_otherwise.py
+        return (layer.fp8rl_part_rows[args[0]], layer.input_size)
+    if isinstance(layer, QKVParallelLinear):
+        heads, kv_heads = layer.total_num_heads, layer.total_num_kv_heads
+        v_head_size = getattr(layer, "v_head_size", layer.head_size)
+        sizes = {
+            "q": heads * layer.head_size,
+            "k": kv_heads * layer.head_size,
+            "v": kv_heads * v_head_size,
+        }
+        shard = args[0] if args else None
+        rows = sizes.get(shard) if shard is not None else sum(sizes.values())
+    elif isinstance(layer, MergedColumnParallelLinear):
+        shard = args[0] if args else None
+        if isinstance(shard, tuple):
+            rows = sum(layer.output_sizes[index] for index in shard)
+        else:
+            rows = sum(layer.output_sizes) if shard is None else layer.output_sizes[shard]
+    else:
+        rows = layer.output_size
+    if rows is None:
+        return None
+    if leaf == "bias":
+        # A row-parallel bias is whole on every rank; all others are sharded like the rows.
+        return (layer.output_size,) if isinstance(layer, RowParallelLinear) else (rows,)
+    return (rows, layer.input_size)

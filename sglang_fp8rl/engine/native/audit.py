@@ -1,0 +1,184 @@
+"""What was sent and not stored, by name: found at the end of every call, and written down."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from ...config import Options
+from ...errors import Fp8RlError, RefitError, listed
+from ..arrival.bucket import Bucket
+from ..arrival.sent_tensors import weight_name_of
+from ..extension import Extension
+from ..model.derived_weights import DerivedWeights
+from ..model.landings import skipped_by_design
+from ..report.report import Arrived, RefitReport
+from .call import Call
+from .checks import (
+    foreign_error,
+    homeless_scales_error,
+    not_finite_errors,
+    unknown_names_error,
+)
+from .pairs import PairTable
+
+logger = logging.getLogger(__name__)
+
+
+class Audit:
+    """Of the calls of a model.
+
+    Args:
+        pairs: FP8 halves that wait for their other half.
+        report: every call is written down there; it knows which names the model takes.
+        derived: renewed where an error ended a call.
+        extensions: may take what no parameter takes.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        options: Options,
+        pairs: PairTable,
+        report: RefitReport,
+        derived: DerivedWeights,
+        extensions: Sequence[Extension],
+    ) -> None:
+        self._model, self._options, self._pairs = model, options, pairs
+        self._report, self._derived, self._extensions = report, derived, extensions
+
+    def expect(self, call: Call, bucket: Bucket | None, brings: Arrived | None = None) -> None:
+        """The call begins: of the running refit, or of a new one.
+
+        Args:
+            bucket: None for a stream, of which nothing is known before it is read.
+            brings: of a bucket that came before.
+        """
+        if brings is None:
+            names, nbytes = ((), 0) if bucket is None else (bucket.names, bucket.nbytes)
+            brings = Arrived(self._report.brought.numbers_of(names), nbytes, has_taken=False)
+        since = self._report.start_call(call.update, brings.numbers)
+        if self._pairs.halves:
+            self._pairs.drop_before(since)
+        call.bucket, call.brings, call.update.refit = bucket, brings, self._report.refit
+
+    def finished(self, call: Call) -> None:
+        """A call came to its end: NaN, unknown names, open halves, nothing at all."""
+        call.errors.update(not_finite_errors(call.not_finite))
+        passed = self._received(call)
+        unknown = [name for name in self._unknown(call) if name not in passed]
+        if not call.update.origin.is_serving:
+            # A checkpoint may hold more than the model takes: SGLang loads it, so it may pass later.
+            self._report.names.not_taken(unknown)
+        elif unknown and self._options.unknown_names == "warn":
+            logger.warning("fp8rl: no parameter takes %s", listed(unknown))
+        else:
+            self._refuse(call, unknown)
+        left = {*unknown, *call.kv_scales}
+        call.unneeded = [name for name in call.sources.unused() if name not in left]
+        if call.update.keeps_halves and not call.errors:
+            self._pairs.detach()
+        else:
+            call.errors.update(self._pairs.give_up())
+        if not call.size:
+            call.errors[""] = (
+                "an update with an empty list of tensors; an update names at least one. "
+                "Check what the trainer's iterator yields"
+            )
+        self._close(call)
+
+    def stopped(self, call: Call, error: Exception) -> Exception:
+        """An error ended the call: what was found before it counts, and so does what it left.
+
+        Returns:
+            the error to tell the client.
+        """
+        told = error
+        if not isinstance(error, Fp8RlError):
+            call.stopped_at = call.sources.latest_name
+            told = foreign_error(call.stopped_at, error, self._report.known_names)
+        call.errors.setdefault(call.stopped_at, str(told))
+        if call.brings is None:  # refused before anything was looked at
+            call.update.refit = self._report.fail(call.errors.values(), call.update)
+            if self._report.log.running is None:  # else it was another client's, who goes on
+                self._pairs.drop()
+        else:
+            self._derived.refresh(call.touched)
+            self._add_what_is_left(call)
+            self._close(call)
+        return call.error if len(call.errors) > 1 else told
+
+    def _add_what_is_left(self, call: Call) -> None:
+        """What was found by then, and what never had its turn."""
+        call.errors = {**not_finite_errors(call.not_finite), **call.errors}
+        for name, text in self._pairs.give_up().items():
+            call.errors.setdefault(name, text)
+        sent = () if call.bucket is None else call.bucket.names
+        left = [
+            name
+            for name in sent
+            if name in self._report.known_names
+            and name not in call.sources.consumed
+            and name not in call.errors
+        ]
+        if left:
+            text = f"{listed(left)}: not reached, an error ended the call before; send again"
+            call.errors.update(dict.fromkeys(left, text))
+
+    def _close(self, call: Call) -> None:
+        brings = call.brings
+        if brings is None or call.bucket is None:  # a stream: it is known by now
+            numbers = self._report.brought.numbers_of(call.sources.names)
+            brings = Arrived(numbers, call.sources.nbytes, has_taken=False)
+        has_taken = brings.has_taken or bool(call.touched)
+        arrived = brings._replace(has_taken=has_taken, taken=call.touched)
+        self._report.end_call(arrived, call.errors, call.update)
+        if call.errors:
+            self._pairs.drop()
+
+    def _refuse(self, call: Call, unknown: list[str]) -> None:
+        homeless = [name for name in unknown if name in call.sources.set_aside]
+        others = [name for name in unknown if name not in call.sources.set_aside]
+        errors: list[tuple[list[str], RefitError]] = []
+        if homeless:
+            errors.append((homeless, homeless_scales_error(homeless)))
+        if others:
+            errors.append((others, unknown_names_error(others, self._report.known_names)))
+        for names, error in errors:
+            call.errors.update(dict.fromkeys(names, str(error)))
+
+    def _received(self, call: Call) -> set[str]:
+        """What extensions take of that which no parameter takes; returns names that are no longer unknown."""
+        sent, origin = call.sources.set_aside, call.update.origin
+        passed: set[str] = set()
+        if not sent or not origin.stores:
+            return passed
+        for extension in self._extensions:
+            found = extension.receive(sent, is_serving=origin.is_serving)
+            call.errors.update(found.errors)
+            call.kv_scales += found.taken
+            if origin.is_serving:  # else it may come again where nothing is scaled
+                passed |= {*found.taken, *found.ignored, *found.errors}
+        return passed
+
+    def note_names(self, call: Call) -> None:
+        """Of a probe, which stores nothing: what the model does not take may pass later."""
+        self._report.names.not_taken(self._without_reason(call))
+
+    def _unknown(self, call: Call) -> list[str]:
+        """Names that went by and reached no parameter, without a reason. A scale has its weight's."""
+        unknown = self._without_reason(call)
+        if unknown and call.update.origin.is_serving and not self._report.names.is_filled:
+            self._report.learn_names()
+            unknown = self._without_reason(call)
+        return unknown
+
+    def _without_reason(self, call: Call) -> list[str]:
+        return [
+            name
+            for name in call.sources.unused()
+            if weight_name_of(name) not in self._report.names.unused
+            and not skipped_by_design(name, self._model)
+        ]
