@@ -209,7 +209,7 @@ def whole_model(clock: Clock, name: str, dtype: torch.dtype, repeat: int) -> Ite
             **row,
             "tensors": len(pieces),
             "launches": getattr(runner, "launches", None),
-            "table_bytes": getattr(runner, "nbytes", runner.table.nbytes),
+            "table_bytes": getattr(runner, "nbytes", runner.table.pieces.nbytes),
             "build_s": build,
             "peak_extra_bytes": grown,
         }

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from ..errors import QuantizationError
 from .backends import kernels
 from .grid import BlockGrid
 
@@ -171,10 +172,15 @@ def scaled_number(
             rows have scales of their own, and rank r's is column r of the tensor's scales.
 
     Raises:
-        ValueError: the box starts inside a block (see `is_on_blocks`).
+        QuantizationError: the box starts inside a block.
     """
-    if not is_on_blocks(start, block):
-        raise ValueError(f"{name}: a box at {start} starts inside a block of {block}")
+    if any(first % step for first, step in zip(start[-2:], block, strict=True)):
+        raise QuantizationError(
+            name,
+            f"a box at {start} of {full_shape}",
+            f"it starts inside a block of {list(block)} of the tensor it is a part of",
+            "Shard on multiples of the block.",
+        )
     if codes.dim() < len(start):
         codes, scales = codes.unsqueeze(0), scales.unsqueeze(0)
     grid = BlockGrid((full_shape[-2], full_shape[-1]), block).scale_shape
@@ -183,8 +189,3 @@ def scaled_number(
         box_number(codes, full_shape, start, seed_of(name))
         + box_number(scales, (*full_shape[:-2], *grid), (*start[:-2], *at), seed_of(name, "scale"))
     )
-
-
-def is_on_blocks(start: tuple[int, ...], block: tuple[int, int]) -> bool:
-    """Whether a box that starts there starts with a whole block."""
-    return not any(first % step for first, step in zip(start[-2:], block, strict=True))

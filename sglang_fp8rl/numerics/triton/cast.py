@@ -1,8 +1,7 @@
 """The casts of one tensor on a GPU: to codes as a table of one piece, and through FP8 and back.
 
 The latter is one program per 128×128 block, or per row; read once, written once. In integers where Triton's
-interpreter rounds otherwise than hardware (`arithmetic.py`). A row that is longer than a program holds is
-read twice, the second time from the cache. Other blocks, which no server has, are PyTorch's.
+interpreter rounds otherwise than hardware (`arithmetic.py`). Other blocks, which no server has, are PyTorch's.
 
 Importing this module imports Triton; `backends.py` does so on first use.
 """
@@ -26,7 +25,7 @@ from .arithmetic import (
     largest_magnitude,
     round_bits_to_bf16,
 )
-from .hardware import BLOCK, LONGEST_ROW_READ_ONCE, on_device, row_warps, tile_options
+from .hardware import BLOCK, on_device, row_warps, tile_options
 from .table import TritonTable
 
 BlockSize = tuple[int, int]
@@ -74,50 +73,27 @@ def served_bits(x, scale, finite, KIND: tl.constexpr, ROUND: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "cols"])
-def through_tile_kernel(
-    source, out, rows, cols, KIND: tl.constexpr, POW2: tl.constexpr, ROUND: tl.constexpr
+def through_kernel(
+    source,
+    out,
+    rows,
+    cols,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    POW2: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
-    """One 128×128 block of a contiguous matrix per program, columns fastest."""
+    """One block of a contiguous matrix per program, columns fastest: 128×128, or a row in one of that width."""
     pid = tl.program_id(0)
-    blocks_k = tl.cdiv(cols, 128).to(tl.int32)
-    n = pid // blocks_k * 128 + tl.arange(0, 128)
-    k = pid % blocks_k * 128 + tl.arange(0, 128)
+    blocks_k = tl.cdiv(cols, WIDTH).to(tl.int32)
+    n = pid // blocks_k * HEIGHT + tl.arange(0, HEIGHT)
+    k = pid % blocks_k * WIDTH + tl.arange(0, WIDTH)
     where = n.to(tl.int64)[:, None] * cols + k[None, :]
     inside = (n < rows)[:, None] & (k < cols)[None, :]
     x = tl.load(source + where, mask=inside, other=0)
     scale, finite = amax_to_scale_inv(largest_magnitude(x, KIND), POW2, ROUND)
     tl.store(out + where, served_bits(x, scale, finite, KIND, ROUND), mask=inside)
-
-
-@triton.jit(do_not_specialize=["cols"])
-def through_row_kernel(
-    source,
-    out,
-    cols,
-    CHUNK: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,
-    KIND: tl.constexpr,
-    POW2: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """One row of a contiguous matrix per program."""
-    start = tl.program_id(0).to(tl.int64) * cols
-    k = tl.arange(0, CHUNK)
-    if ONE_CHUNK:
-        x = tl.load(source + start + k, mask=k < cols, other=0)
-        scale, finite = amax_to_scale_inv(largest_magnitude(x, KIND), POW2, ROUND)
-        tl.store(out + start + k, served_bits(x, scale, finite, KIND, ROUND), mask=k < cols)
-    else:
-        largest = tl.zeros([CHUNK], tl.int32)
-        for first in range(0, cols, CHUNK):
-            at = first + k
-            x = tl.load(source + start + at, mask=at < cols, other=0)
-            largest = tl.maximum(largest, fp32_bits(x, KIND) & 0x7FFFFFFF)
-        scale, finite = amax_to_scale_inv(tl.max(largest, axis=0), POW2, ROUND)
-        for first in range(0, cols, CHUNK):
-            at = first + k
-            x = tl.load(source + start + at, mask=at < cols, other=0)
-            tl.store(out + start + at, served_bits(x, scale, finite, KIND, ROUND), mask=at < cols)
 
 
 def through_fp8_into(
@@ -135,19 +111,21 @@ def through_fp8_into(
         reference.through_fp8_into(source, out, block, pow2_scale, round_to_bf16)
         return
     rows, cols = source.shape
+    height, width, options = BLOCK, BLOCK, tile_options(1)
+    if block[0] == 1:
+        height, width = 1, max(16, triton.next_power_of_2(cols))
+        options = {"num_warps": row_warps(width)}
     is_wide = source.dtype == torch.float32
-    bits = source.contiguous().view(torch.int32 if is_wide else torch.int16)
-    options = {
-        "KIND": (FP32 if is_wide else BF16).value,
-        "POW2": bool(pow2_scale),
-        "ROUND": bool(round_to_bf16),
-    }
     with on_device(source.device):
-        if block[0] == 1:
-            chunk = max(16, min(triton.next_power_of_2(cols), LONGEST_ROW_READ_ONCE))
-            options |= {"CHUNK": chunk, "ONE_CHUNK": cols <= chunk, "num_warps": row_warps(chunk)}
-            through_row_kernel[(rows,)](bits, out.view(torch.int16), cols, **options)
-        else:
-            blocks = triton.cdiv(rows, BLOCK) * triton.cdiv(cols, BLOCK)
-            options |= tile_options(1)
-            through_tile_kernel[(blocks,)](bits, out.view(torch.int16), rows, cols, **options)
+        through_kernel[(triton.cdiv(rows, height) * triton.cdiv(cols, width),)](
+            source.contiguous().view(torch.int32 if is_wide else torch.int16),
+            out.view(torch.int16),
+            rows,
+            cols,
+            HEIGHT=height,
+            WIDTH=width,
+            KIND=(FP32 if is_wide else BF16).value,
+            POW2=bool(pow2_scale),
+            ROUND=bool(round_to_bf16),
+            **options,
+        )

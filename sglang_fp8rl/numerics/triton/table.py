@@ -27,7 +27,7 @@ from .hardware import (
 )
 from .pieces import COLUMNS
 
-_SIZES = np.array([4, 2, 2, 1])  # bytes, by `Dtype`
+_SIZES = np.array([4, 2, 1])  # bytes, by `Dtype`
 # Rows are read in chunks of these sizes: one launch for each that a table has.
 _CHUNKS = np.array([64, 512, 2048, 4096, 8192, LONGEST_ROW_READ_ONCE])
 
