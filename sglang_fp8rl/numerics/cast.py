@@ -1,12 +1,9 @@
 """The casts that everything uses: in place into any region, or a weight through FP8 and back.
 
-The definition is `reference.py`; every backend gives its bytes. What any cast asks of its arguments is here
-too, with errors that name tensor, value, rule and remedy.
+The definition is `reference.py`; every backend gives its bytes. Copies in high precision are here too.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 
@@ -39,9 +36,12 @@ def cast_into(
         qweight: [N, K] e4m3fn; rows contiguous, any row stride and offset.
         weight_scale: FP32 of the granularity's scale shape; any strides and offset.
         granularity: `Blockwise()`, one scale for each block, or `PerChannel()`, one for each row.
+        pow2_scale: round every scale up to a power of two (`use_weight_pow2_scale`).
+        round_to_bf16: False casts FP32 without the step to BF16, for research: other codes than a
+            BF16 trainer's.
         name: what errors call the tensor.
         backend: "auto" is Triton on CUDA, Numba on CPU, else plain PyTorch ("reference"), which
-            streams one row of blocks at a time.
+            streams some rows of blocks at a time.
 
     Returns:
         bool of the scales' shape on the source's device: True where the block is not finite and was
@@ -53,16 +53,7 @@ def cast_into(
     check_source(source, name)
     grid = granularity.grid(source.shape)
     _check_destinations(source, qweight, weight_scale, grid, name)
-    module = kernels("cast", source.device.type, backend) or reference
-    source, qweight, weight_scale = source.detach(), qweight.detach(), weight_scale.detach()
-    nonfinite = torch.empty(grid.scale_shape, dtype=torch.bool, device=source.device)
-    how = (grid.block, pow2_scale, round_to_bf16)
-    if module is reference or _is_plain(source):
-        module.cast_into(source, qweight, weight_scale, nonfinite, *how)
-        return nonfinite
-    for part, rows, blocks in _copied_parts(source, grid):
-        module.cast_into(part, qweight[rows], weight_scale[blocks], nonfinite[blocks], *how)
-    return nonfinite
+    return _cast(source, qweight, weight_scale, grid, pow2_scale, round_to_bf16, backend)
 
 
 def through_fp8(
@@ -74,49 +65,55 @@ def through_fp8(
     name: str = "weight",
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Cast `weight` [N, K] (FP32, BF16 or FP16) to FP8 and back to BF16, contiguous: what a server computes with.
+    """Cast `weight` to FP8 and back to BF16 [N, K], contiguous: what a server computes with.
 
     A block with a NaN or Inf comes out unquantized: whoever computes with it sees the NaN, and nothing
-    here waits for a GPU.
-
-    Args:
-        pow2_scale, round_to_bf16, name, backend: as of `cast_into`.
+    here waits for a GPU. Arguments are those of `cast_into`.
 
     Raises:
         QuantizationError: wrong dtype or rank.
     """
     check_source(weight, name)
-    source, grid = weight.detach(), granularity.grid(weight.shape)
+    source, grid = weight, granularity.grid(weight.shape)
     if grid.block[0] == 1 and weight.shape[1] % grid.block[1] == 0:
         # A scale for each row of each rank's columns: rows of their own, as every kernel knows them.
-        source = source.reshape(-1, grid.block[1])
+        source = weight.reshape(-1, grid.block[1])
         grid = BlockGrid((len(source), grid.block[1]), grid.block)
-    module = kernels("cast", source.device.type, backend) or reference
     out = torch.empty(source.shape, dtype=torch.bfloat16, device=source.device)
-    how = (grid.block, pow2_scale, round_to_bf16)
-    if module is reference or _is_plain(source):
-        module.through_fp8_into(source, out, *how)
-    else:
-        for part, rows, _ in _copied_parts(source, grid):
-            module.through_fp8_into(part, out[rows], *how)
+    scales = torch.empty(grid.scale_shape, dtype=torch.float32, device=source.device)
+    _cast(source, out, scales, grid, pow2_scale, round_to_bf16, backend)
     return out.view(weight.shape)
 
 
-def _is_plain(source: torch.Tensor) -> bool:
-    """Whether kernels take it: FP32 or BF16, its rows contiguous."""
-    return source.dtype != torch.float16 and (source.stride(1) == 1 or source.shape[1] == 1)
+def _cast(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    scales: torch.Tensor,
+    grid: BlockGrid,
+    pow2_scale: bool,
+    round_to_bf16: bool,
+    backend: Backend,
+) -> torch.Tensor:
+    """Write codes, or in a BF16 `target` what they and their scales stand for; returns flags as `cast_into`.
 
-
-def _copied_parts(
-    source: torch.Tensor, grid: BlockGrid
-) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-    """The source as kernels take it, some rows of blocks at a time in the same memory; which rows, and those
-    of their scales."""
+    Kernels take FP32 and BF16 in contiguous rows. Of anything else some rows of blocks are copied for them, one
+    part after the other into the same memory.
+    """
+    source, target, scales = source.detach(), target.detach(), scales.detach()
+    nonfinite = torch.empty(grid.scale_shape, dtype=torch.bool, device=source.device)
+    how = (grid.block, pow2_scale, round_to_bf16)
+    module = kernels("cast", source.device.type, backend) or reference
+    lies_in_rows = source.stride(1) == 1 or source.shape[1] == 1
+    if module is reference or (lies_in_rows and source.dtype != torch.float16):
+        module.cast_into(source, target, scales, nonfinite, *how)
+        return nonfinite
     strips = list(grid.strips(_ELEMENTS_AT_ONCE))
     dtype = torch.float32 if source.dtype == torch.float16 else source.dtype
-    scratch = torch.empty(source[strips[0][0]].shape, dtype=dtype, device=source.device)
+    room = torch.empty(source[strips[0][0]].shape, dtype=dtype, device=source.device)
     for rows, blocks in strips:
-        yield scratch[: rows.stop - rows.start].copy_(source[rows]), rows, blocks
+        part = room[: rows.stop - rows.start].copy_(source[rows])
+        module.cast_into(part, target[rows], scales[blocks], nonfinite[blocks], *how)
+    return nonfinite
 
 
 def check_source(source: torch.Tensor, name: str) -> None:

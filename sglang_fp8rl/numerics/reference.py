@@ -72,44 +72,32 @@ def dequantize(
 
 def cast_into(
     source: torch.Tensor,
-    qweight: torch.Tensor,
+    target: torch.Tensor,
     weight_scale: torch.Tensor,
     nonfinite: torch.Tensor,
     block: BlockSize,
     pow2_scale: bool,
     round_to_bf16: bool,
 ) -> None:
-    """Cast a checked source into codes [N, K], their scales, and flags of the blocks that keep their old bytes.
-
-    Never waits for a GPU.
+    """Cast a checked source [N, K] in FP32, BF16 or FP16, in place. Never waits for a GPU.
 
     Args:
-        weight_scale, nonfinite: FP32 and bool, [ceil(N / block_n), ceil(K / block_k)].
+        target: [N, K] e4m3fn for codes, which stay where a block is not finite; or BF16 for what codes
+            and scales stand for, and for the source where a block is not finite.
+        weight_scale, nonfinite: FP32 and bool [ceil(N / block_n), ceil(K / block_k)]: scales, which stay
+            likewise, and which blocks are not finite.
     """
-    out = qweight.view(torch.uint8)  # FP8 has no `where`; bytes do
     for rows, blocks in Blockwise(*block).grid(source.shape).strips(_ELEMENTS_AT_ONCE):
         codes, scale, bad = quantize_strip(source[rows], block, pow2_scale, round_to_bf16)
-        keep = _spread(bad, block, codes.shape)
-        out[rows] = torch.where(keep, out[rows], codes.view(torch.uint8))
+        is_kept = _spread(bad, block, codes.shape)
+        if target.dtype == FP8_DTYPE:  # FP8 has no `where`; bytes do
+            out = target[rows].view(torch.uint8)
+            out.copy_(torch.where(is_kept, out, codes.view(torch.uint8)))
+        else:
+            served = dequantize(codes, scale, block)
+            target[rows] = torch.where(is_kept, source[rows].bfloat16(), served)
         weight_scale[blocks] = torch.where(bad, weight_scale[blocks], scale)
         nonfinite[blocks] = bad
-
-
-def through_fp8_into(
-    source: torch.Tensor,
-    out: torch.Tensor,
-    block: BlockSize,
-    pow2_scale: bool,
-    round_to_bf16: bool,
-) -> None:
-    """Write what a server computes with into `out` [N, K] BF16: cast, and back.
-
-    A block that is not finite comes out as BF16 has it.
-    """
-    for rows, _ in Blockwise(*block).grid(source.shape).strips(_ELEMENTS_AT_ONCE):
-        codes, scale, bad = quantize_strip(source[rows], block, pow2_scale, round_to_bf16)
-        keep = _spread(bad, block, codes.shape)
-        out[rows] = torch.where(keep, source[rows].bfloat16(), dequantize(codes, scale, block))
 
 
 def quantize_strip(

@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from ..grid import ceil_div
 from .kernels import BF16_STEP, CODE, NO_STEP, SLIM, WIDE, cast_region
 from .threads import by_rows
 
@@ -24,10 +23,9 @@ def cast_into(
     round_to_bf16: bool,
     threads: int | None = None,
 ) -> None:
-    """As `reference.cast_into`, for FP32 and BF16 in contiguous rows.
+    """As `reference.cast_into`, for FP32 and BF16 in contiguous rows; a NaN in BF16 may have other bits.
 
     Args:
-        target: codes, or BF16 for `through_fp8_into`.
         threads: at most this many; default `torch.get_num_threads()` for large tensors. The bytes
             do not depend on it.
     """
@@ -51,17 +49,3 @@ def cast_into(
         bool(pow2_scale),
     )
     by_rows(cast_rows, rows, cols, block[0], threads)
-
-
-def through_fp8_into(
-    source: torch.Tensor,
-    out: torch.Tensor,
-    block: tuple[int, int],
-    pow2_scale: bool,
-    round_to_bf16: bool,
-) -> None:
-    """As `reference.through_fp8_into`, by bytes; a NaN may have other bits."""
-    shape = [ceil_div(size, step) for size, step in zip(source.shape, block, strict=True)]
-    scales = torch.empty(shape, dtype=torch.float32, device="cpu")
-    flags = torch.empty(shape, dtype=torch.bool, device="cpu")
-    cast_into(source, out, scales, flags, block, pow2_scale, round_to_bf16)

@@ -124,37 +124,22 @@ def _served(y, scale, x):
     return np.uint16(np.uint32(_round(bits, BF16_STEP) | sign) >> np.uint32(16))
 
 
-def _stored(unit, y, scale, x):
-    """What is written for `y`: of the kind that `unit`, an element of the destination, is."""
-
-
-@overload(_stored)
-def _overload_stored(unit, y, scale, x):
-    if unit == numba.types.uint8:
-        return lambda unit, y, scale, x: _code(y, x)
-    return lambda unit, y, scale, x: _served(y, scale, x)
-
-
-def _keep(x, out):
-    """A row of a block that is not finite: codes stay, what is computed with is the source."""
-
-
-@overload(_keep)
-def _overload_keep(x, out):
-    if out.dtype == numba.types.uint8:
-        return lambda x, out: None
-    return lambda x, out: _as_it_is(x, out)
+@jit()
+def _stored(y, scale, x, is_code):
+    """What is written for `y`: its code, or the value of that."""
+    return _code(y, x) if is_code else _served(y, scale, x)
 
 
 @jit()
 def _as_it_is(x, out):
+    """A row of a block that is not finite, in BF16."""
     for c in range(x.size):
         bits = np.uint32(_fp32_bits(x[c]))
         if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
             bits |= np.uint32(0x00400000)  # a NaN stays one without its low bits
         else:
             bits = _round(bits, BF16_STEP)
-        out[c] = np.uint16(bits >> np.uint32(16))
+        out[c] = out.dtype.type(bits >> np.uint32(16))
 
 
 @jit()
@@ -182,21 +167,21 @@ def _reciprocal(amax, scale, step, pow2_scale):
 @jit()
 def _encode(x, out, scale, reciprocal, step):
     """A row of one block: codes of `x / scale`, IEEE, or their values."""
-    unit = out.dtype.type(0)
+    is_code = out.itemsize == 1
     if reciprocal > np.float32(0.0):
         for c in range(x.size):
             value = _magnitude(x[c], step)
-            out[c] = _stored(unit, np.float32(value * reciprocal), scale, x[c])
+            out[c] = _stored(np.float32(value * reciprocal), scale, x[c], is_code)
     elif reciprocal < np.float32(0.0):
         for c in range(x.size):
             value = _magnitude(x[c], step)
             quotient = np.float32(value * -reciprocal)
             remainder = fma(np.float32(-quotient), scale, value)
-            out[c] = _stored(unit, fma(remainder, -reciprocal, quotient), scale, x[c])
+            out[c] = _stored(fma(remainder, -reciprocal, quotient), scale, x[c], is_code)
     else:
         for c in range(x.size):
             value = _magnitude(x[c], step)
-            out[c] = _stored(unit, value / scale, scale, x[c])
+            out[c] = _stored(value / scale, scale, x[c], is_code)
 
 
 @jit()
@@ -275,9 +260,8 @@ def cast_region(
                     width = min(block_k, cols - col)
                     start, begin = (row + r) * source_stride + col, (row + r) * target_stride + col
                     values, to = x[start : start + width], out[begin : begin + width]
-                    if scale_of[i] == np.float32(0.0):
-                        _keep(values, to)
-                    else:
-                        scale, reciprocal = scale_of[i], reciprocal_of[i]
-                        _encode(values, to, scale, reciprocal, step)
+                    if scale_of[i] != np.float32(0.0):
+                        _encode(values, to, scale_of[i], reciprocal_of[i], step)
+                    elif out.itemsize > 1:  # codes stay; what is computed with shows it
+                        _as_it_is(values, to)
         row, first, height, count = next_row, next_first, next_height, next_count

@@ -11,6 +11,8 @@ Importing this module imports Triton; `backends.py` does so on first use.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -27,32 +29,6 @@ from .arithmetic import (
 )
 from .hardware import BLOCK, on_device, row_warps, tile_options
 from .table import TritonTable
-
-BlockSize = tuple[int, int]
-
-
-def cast_into(
-    source: torch.Tensor,
-    qweight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    nonfinite: torch.Tensor,
-    block: BlockSize,
-    pow2_scale: bool,
-    round_to_bf16: bool,
-) -> None:
-    """As `reference.cast_into`, for FP32 and BF16 in contiguous rows."""
-    if not _is_known(block, source):
-        outs = (qweight, weight_scale, nonfinite)
-        reference.cast_into(source, *outs, block, pow2_scale, round_to_bf16)
-        return
-    table = CastTable.of([Piece((0, 0), source, qweight, weight_scale, block)])
-    rounding = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
-    flags = TritonTable(table, source.device, **rounding).start([source.data_ptr()])
-    nonfinite.view(torch.int8).copy_(flags.view(nonfinite.shape))
-
-
-def _is_known(block: BlockSize, source: torch.Tensor) -> bool:
-    return block in ((BLOCK, BLOCK), (1, source.shape[1]))
 
 
 @triton.jit
@@ -96,23 +72,39 @@ def through_kernel(
     tl.store(out + where, served_bits(x, scale, finite, KIND, ROUND), mask=inside)
 
 
-def through_fp8_into(
+def cast_into(
     source: torch.Tensor,
-    out: torch.Tensor,
-    block: BlockSize,
+    target: torch.Tensor,
+    weight_scale: torch.Tensor,
+    nonfinite: torch.Tensor,
+    block: tuple[int, int],
     pow2_scale: bool,
     round_to_bf16: bool,
 ) -> None:
-    """As `reference.through_fp8_into`, by bytes; a NaN may have other bits.
+    """As `reference.cast_into`, for FP32 and BF16 in contiguous rows; a NaN in BF16 may have other bits.
 
-    Launches one kernel and copies nothing from the host, so it can be captured in a CUDA graph.
+    A BF16 target gets neither scales nor flags.
     """
-    if not _is_known(block, source):
-        reference.through_fp8_into(source, out, block, pow2_scale, round_to_bf16)
-        return
+    is_row = block == (1, source.shape[1])
+    if block != (BLOCK, BLOCK) and not is_row:
+        outs = (target, weight_scale, nonfinite)
+        reference.cast_into(source, *outs, block, pow2_scale, round_to_bf16)
+    elif target.dtype == torch.bfloat16:
+        _through(source, target, is_row, {"POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16)})
+    else:
+        table = CastTable.of([Piece((0, 0), source, target, weight_scale, block)])
+        rounding = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+        flags = TritonTable(table, source.device, **rounding).start([source.data_ptr()])
+        nonfinite.view(torch.int8).copy_(flags.view(nonfinite.shape))
+
+
+def _through(
+    source: torch.Tensor, out: torch.Tensor, is_row: bool, rounding: dict[str, Any]
+) -> None:
+    """One launch and no copy from the host, so that a CUDA graph may capture it."""
     rows, cols = source.shape
     height, width, options = BLOCK, BLOCK, tile_options(1)
-    if block[0] == 1:
+    if is_row:
         height, width = 1, max(16, triton.next_power_of_2(cols))
         options = {"num_warps": row_warps(width)}
     is_wide = source.dtype == torch.float32
@@ -125,7 +117,6 @@ def through_fp8_into(
             HEIGHT=height,
             WIDTH=width,
             KIND=(FP32 if is_wide else BF16).value,
-            POW2=bool(pow2_scale),
-            ROUND=bool(round_to_bf16),
+            **rounding,
             **options,
         )
