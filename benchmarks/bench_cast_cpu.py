@@ -102,8 +102,8 @@ def gate() -> None:
     for shape in ((1, 1), (127, 257), (576, 1368), (1024, 3072)):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.randn(shape, generator=generator).to(dtype)
-            blocks = numerics.quantize_blockwise(x, backend="reference")
-            rows = numerics.quantize_per_channel(x, backend="reference")
+            blocks = numerics.quantize(x, numerics.Blockwise(), backend="reference")
+            rows = numerics.quantize(x, numerics.PerChannel(), backend="reference")
             codes, scales = torch.empty_like(blocks[0]), torch.empty_like(blocks[1])
             flags = numerics.cast_into(x, codes, scales, numerics.Blockwise())
             is_same = (

@@ -66,7 +66,7 @@ def cases() -> list[Case]:
             (True, size, 1, None),
         ):
             constants = {"RAGGED": ragged, "SOURCE_ALIGN": source_align, "TARGET_ALIGN": align}
-            constants |= {"ALIGN": 16, "KIND": kind, **rounding}
+            constants |= {"KIND": kind, **rounding}
             name = f"tile {label}{' ragged' if ragged else ''}, {source_align} → {align} bytes"
             options = tile_options(align)
             found.append(
@@ -74,7 +74,7 @@ def cases() -> list[Case]:
                     name, cast_kernels.table_tile_kernel, constants, options, 16384, size + 1, limit
                 )
             )
-        aligned = {"ALIGN": 16, "SOURCE_ALIGN": 16, "TARGET_ALIGN": 16, "ONE_CHUNK": True}
+        aligned = {"SOURCE_ALIGN": 16, "TARGET_ALIGN": 16, "ONE_CHUNK": True}
         for chunk in (2048, 8192, 16384):
             constants = {**aligned, "CHUNK": chunk, "KIND": kind, **rounding}
             options = {"num_warps": row_warps(chunk)}

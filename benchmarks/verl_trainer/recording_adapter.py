@@ -16,7 +16,7 @@ from typing import Any
 
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from sglang_fp8rl.numerics import quantize_blockwise
+from sglang_fp8rl.numerics import Blockwise, quantize
 from sglang_fp8rl.verl_rollout.adapter import ServerAdapter
 from sglang_fp8rl.wire.pair import PAIR_SUFFIX, pack_pair
 from verl_trainer.names import RECORD, WRONG_SCALE
@@ -54,7 +54,7 @@ class RecordingAdapter(ServerAdapter):
 async def _with_wrong_scale(weights: Any, factor: float) -> AsyncIterator[tuple[str, Any]]:
     async for name, tensor in ensure_async_iterator(weights):
         if name == WRONG_NAME:
-            codes, scale = quantize_blockwise(tensor.detach().cpu(), backend="reference")
+            codes, scale = quantize(tensor.detach().cpu(), Blockwise(), backend="reference")
             yield name + PAIR_SUFFIX, pack_pair(codes, scale * factor)
         else:
             yield name, tensor

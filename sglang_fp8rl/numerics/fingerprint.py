@@ -25,6 +25,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,15 +104,14 @@ def _matrices(
 def _matrix_number(matrix: torch.Tensor, row: int, column: int, seed: int) -> int:
     if matrix.stride(1) != 1 or (matrix.shape[0] > 1 and matrix.stride(0) < matrix.shape[1]):
         matrix = matrix.contiguous()
-    kernel = kernels("fingerprint", matrix.device.type)
+    kernel: Any = kernels("fingerprint", matrix.device.type)
     first_byte = column * matrix.element_size()
     words = (first_byte + matrix.shape[1] * matrix.element_size() + 1) // 2
-    if kernel is not None and kernel.reads(matrix, first_byte):
-        return int(kernel.matrix_number(matrix, row, first_byte, seed, _column_keys(words)))
-    return _by_torch(matrix, row, first_byte, seed, _column_keys(words))
+    number = by_torch if kernel is None else kernel.matrix_number
+    return int(number(matrix, row, first_byte, seed, _column_keys(words)))
 
 
-def _by_torch(
+def by_torch(
     matrix: torch.Tensor, row: int, first_byte: int, seed: int, column_keys: np.ndarray
 ) -> int:
     """The definition in torch, for any device; int64 wraps as uint64 does."""

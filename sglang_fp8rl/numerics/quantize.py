@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -26,12 +27,7 @@ def quantize(
 ) -> Quantized:
     """Quantize `weight` [N, K] (FP32, BF16 or FP16, any strides); the bytes of `reference.py`.
 
-    Args:
-        pow2_scale: round every scale up to a power of two (`use_weight_pow2_scale`).
-        round_to_bf16: False casts FP32 without the step to BF16, for research: other codes than a
-            BF16 trainer's.
-        name: what errors call the tensor.
-        backend: as of `cast_into`.
+    Options are those of `cast_into`.
 
     Returns:
         `qweight` [N, K] e4m3fn, contiguous, and the FP32 scales of the granularity's shape, on the
@@ -76,21 +72,14 @@ def quantize_blockwise(
     pow2_scale: bool = False,
     round_to_bf16: bool = True,
     name: str = "weight",
-    backend: Backend = "auto",
 ) -> Quantized:
     """Quantize `weight` [N, K] block by block; the last block is smaller. Otherwise as `quantize`.
 
     Returns:
         `qweight` [N, K] e4m3fn and `weight_scale_inv` [ceil(N / block_n), ceil(K / block_k)] FP32.
     """
-    return quantize(
-        weight,
-        Blockwise.of(block_size),
-        pow2_scale=pow2_scale,
-        round_to_bf16=round_to_bf16,
-        name=name,
-        backend=backend,
-    )
+    rounding: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+    return quantize(weight, Blockwise.of(block_size), name=name, **rounding)
 
 
 def quantize_per_channel(
@@ -99,7 +88,6 @@ def quantize_per_channel(
     pow2_scale: bool = False,
     round_to_bf16: bool = True,
     name: str = "weight",
-    backend: Backend = "auto",
 ) -> Quantized:
     """Quantize `weight` [N, K] with one scale per row of this (local) shard; else as `quantize`.
 
@@ -107,11 +95,5 @@ def quantize_per_channel(
         `qweight` [N, K] e4m3fn and `weight_scale` [N, 1] FP32, a multiplier like
         `weight_scale_inv`: both names are SGLang's.
     """
-    return quantize(
-        weight,
-        PerChannel(),
-        pow2_scale=pow2_scale,
-        round_to_bf16=round_to_bf16,
-        name=name,
-        backend=backend,
-    )
+    rounding: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+    return quantize(weight, PerChannel(), name=name, **rounding)

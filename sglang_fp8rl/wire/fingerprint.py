@@ -7,7 +7,7 @@ dtype it is served in and, for FP8, what shares one scale.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import MAX_LISTED, RefitError
@@ -117,13 +117,7 @@ class Verification:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON types only."""
-        return {
-            "ok": self.ok,
-            "compared": self.compared,
-            "differing": dict(self.differing),
-            "missing": dict(self.missing),
-            "unproven": dict(self.unproven),
-        }
+        return {"ok": self.ok, **asdict(self)}
 
     def check(self, subject: str) -> None:
         """Raises `RefitError` with the names, if anything differs or is missing."""

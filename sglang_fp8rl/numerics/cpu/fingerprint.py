@@ -16,11 +16,6 @@ from .threads import by_rows
 _EIGHT = np.uint64(8)
 
 
-def reads(matrix: torch.Tensor, first_byte: int) -> bool:
-    """Whether this kernel takes it: any."""
-    return True
-
-
 def matrix_number(
     matrix: torch.Tensor,
     row: int,

@@ -89,18 +89,17 @@ def _items_of(pieces: np.ndarray) -> tuple[np.ndarray, int]:
 
 @jit()
 def copy_rows(
-    source, source_stride, destination, destination_stride, nonfinite, cols, row_start, row_stop
+    source, source_stride, target, target_stride, bad, cols, is_scales, row_start, row_stop
 ):
-    """Copy rows that stay finite; FP32 is rounded to BF16 (nearest even) where that is stored."""
-    narrow = destination.itemsize == 2
+    """Copy rows that stay finite, and of scales those that are positive; to BF16 they are rounded."""
+    narrow = target.itemsize == 2
     limit = np.uint32(_ROUNDS_TO_INF if narrow else _INF)
     for row in range(row_start, row_stop):
         x = source[row * source_stride : row * source_stride + cols]
-        finite = _amax(x, np.uint32(0)) < limit
-        nonfinite[row] = not finite
-        if not finite:
+        bad[row] = _amax(x, np.uint32(0)) >= limit or (is_scales and not _are_positive(x))
+        if bad[row]:
             continue
-        out = destination[row * destination_stride : row * destination_stride + cols]
+        out = target[row * target_stride : row * target_stride + cols]
         if narrow:
             for c in range(cols):
                 bits = _round(_fp32_bits(x[c]), BF16_STEP)
@@ -111,19 +110,11 @@ def copy_rows(
 
 
 @jit()
-def copy_scales(
-    source, source_stride, destination, destination_stride, bad, cols, row_start, row_stop
-):
-    """Copy rows of FP32 bits that are all positive and finite."""
-    for row in range(row_start, row_stop):
-        x = source[row * source_stride : row * source_stride + cols]
-        is_bad = False
-        for c in range(cols):  # as unsigned, what is negative is above Inf; zero is not a scale
-            is_bad |= x[c] >= np.uint32(0x7F800000) or x[c] == np.uint32(0)
-        bad[row] = _BAD_SCALE if is_bad else np.uint8(0)
-        if not is_bad:
-            for c in range(cols):
-                destination[row * destination_stride + c] = x[c]
+def _are_positive(x):
+    are_positive = True
+    for c in range(x.size):  # one less and unsigned, zero and what is negative are above Inf
+        are_positive &= np.uint32(_fp32_bits(x[c]) - np.uint32(1)) < np.uint32(_INF)
+    return are_positive
 
 
 @jit()
@@ -160,20 +151,19 @@ def run_items(pieces, items, addresses, flags, step, pow2_scale, first, last):
         wide, slim = array_at(address, span, WIDE), array_at(address, span, SLIM)
         out32, out16 = array_at(target, out_span, WIDE), array_at(target, out_span, SLIM)
         bad = flags[piece["flags"] :]
-        if kind == _SCALES:
-            copy_scales(wide, stride, out32, out_stride, bad, cols, start, stop)
-        elif kind == _CODES:
+        if kind == _CODES:
             codes, out8 = array_at(address, span, CODE), array_at(target, out_span, CODE)
             copy_codes(codes, stride, out8, out_stride, bad, cols, piece["block_n"], start, stop)
-        elif kind == _COPY:
+        elif kind in (_COPY, _SCALES):
+            how = (cols, kind == _SCALES, start, stop)
             if is_wide and to_wide:
-                copy_rows(wide, stride, out32, out_stride, bad, cols, start, stop)
+                copy_rows(wide, stride, out32, out_stride, bad, *how)
             elif is_wide:
-                copy_rows(wide, stride, out16, out_stride, bad, cols, start, stop)
+                copy_rows(wide, stride, out16, out_stride, bad, *how)
             elif to_wide:
-                copy_rows(slim, stride, out32, out_stride, bad, cols, start, stop)
+                copy_rows(slim, stride, out32, out_stride, bad, *how)
             else:
-                copy_rows(slim, stride, out16, out_stride, bad, cols, start, stop)
+                copy_rows(slim, stride, out16, out_stride, bad, *how)
         else:
             scales = (piece["scales"], piece["scales_stride0"], piece["scales_stride1"])
             region = (np.int64(bad.ctypes.data), rows, cols, piece["block_n"], piece["block_k"])

@@ -25,7 +25,6 @@ from .pieces import (
     SOURCE_STRIDE,
     TARGET,
     TARGET_STRIDE,
-    is_served,
     known_multiple,
     piece_of,
     raise_flag,
@@ -41,7 +40,6 @@ def table_copy_kernel(
     owners,
     call,
     flags,
-    ALIGN: tl.constexpr,
     SOURCE_ALIGN: tl.constexpr,
     TARGET_ALIGN: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -53,39 +51,38 @@ def table_copy_kernel(
     """One row to FP32 or BF16, copied if all of it stays finite."""
     row, n = piece_of(table, owners)
     address = source_address(row, call)
-    if is_served(address, ALIGN, SOURCE_ALIGN):
-        # Of FP32 bits: Inf, or the smallest number that is Inf in BF16.
-        LIMIT: tl.constexpr = 0x7F7F8000 if KIND == FP32 and not TO_FP32 else 0x7F800000
-        size: tl.constexpr = 4 if KIND == FP32 else 2
-        bits: tl.constexpr = tl.int32 if KIND == FP32 else tl.int16
-        target_size: tl.constexpr = 4 if TO_FP32 else 2
-        target_bits: tl.constexpr = tl.int32 if TO_FP32 else tl.int16
-        address += n * tl.load(row + SOURCE_STRIDE) * size
-        source = tl.multiple_of(address.to(tl.pointer_type(bits)), SOURCE_ALIGN)
-        target = tl.load(row + TARGET) + n * tl.load(row + TARGET_STRIDE) * target_size
-        target = tl.multiple_of(target.to(tl.pointer_type(target_bits)), TARGET_ALIGN)
-        cols = known_multiple(tl.load(row + COLS).to(tl.int32), TARGET_ALIGN // target_size)
-        k = tl.arange(0, CHUNK)
-        if ONE_CHUNK:
-            x = tl.load(source + k, mask=k < cols, other=0)
-            if PACKED and KIND == BF16:
-                finite = packed_largest_magnitude(x) < LIMIT
-            else:
-                finite = largest_magnitude(x, KIND) < LIMIT
-            tl.store(target + k, copied(x, KIND, TO_FP32, PACKED), mask=(k < cols) & finite)
+    # Of FP32 bits: Inf, or the smallest number that is Inf in BF16.
+    LIMIT: tl.constexpr = 0x7F7F8000 if KIND == FP32 and not TO_FP32 else 0x7F800000
+    size: tl.constexpr = 4 if KIND == FP32 else 2
+    bits: tl.constexpr = tl.int32 if KIND == FP32 else tl.int16
+    target_size: tl.constexpr = 4 if TO_FP32 else 2
+    target_bits: tl.constexpr = tl.int32 if TO_FP32 else tl.int16
+    address += n * tl.load(row + SOURCE_STRIDE) * size
+    source = tl.multiple_of(address.to(tl.pointer_type(bits)), SOURCE_ALIGN)
+    target = tl.load(row + TARGET) + n * tl.load(row + TARGET_STRIDE) * target_size
+    target = tl.multiple_of(target.to(tl.pointer_type(target_bits)), TARGET_ALIGN)
+    cols = known_multiple(tl.load(row + COLS).to(tl.int32), TARGET_ALIGN // target_size)
+    k = tl.arange(0, CHUNK)
+    if ONE_CHUNK:
+        x = tl.load(source + k, mask=k < cols, other=0)
+        if PACKED and KIND == BF16:
+            finite = packed_largest_magnitude(x) < LIMIT
         else:
-            largest = tl.zeros([CHUNK], tl.int32)
-            for first in range(0, cols, CHUNK):
-                at = first + k
-                x = tl.load(source + at, mask=at < cols, other=0)
-                largest = tl.maximum(largest, fp32_bits(x, KIND) & 0x7FFFFFFF)
-            finite = tl.max(largest, axis=0) < LIMIT
-            for first in range(0, cols, CHUNK):
-                at = first + k
-                x = tl.load(source + at, mask=at < cols, other=0)
-                x = copied(x, KIND, TO_FP32, PACKED)
-                tl.store(target + at, x, mask=(at < cols) & finite)
-        raise_flag(call, flags + tl.load(row + FLAGS) + n, finite)
+            finite = largest_magnitude(x, KIND) < LIMIT
+        tl.store(target + k, copied(x, KIND, TO_FP32, PACKED), mask=(k < cols) & finite)
+    else:
+        largest = tl.zeros([CHUNK], tl.int32)
+        for first in range(0, cols, CHUNK):
+            at = first + k
+            x = tl.load(source + at, mask=at < cols, other=0)
+            largest = tl.maximum(largest, fp32_bits(x, KIND) & 0x7FFFFFFF)
+        finite = tl.max(largest, axis=0) < LIMIT
+        for first in range(0, cols, CHUNK):
+            at = first + k
+            x = tl.load(source + at, mask=at < cols, other=0)
+            x = copied(x, KIND, TO_FP32, PACKED)
+            tl.store(target + at, x, mask=(at < cols) & finite)
+    raise_flag(call, flags + tl.load(row + FLAGS) + n, finite)
 
 
 @triton.jit
@@ -140,7 +137,6 @@ def table_codes_kernel(
     owners,
     call,
     flags,
-    ALIGN: tl.constexpr,
     SOURCE_ALIGN: tl.constexpr,
     TARGET_ALIGN: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -154,7 +150,7 @@ def table_codes_kernel(
     row, at = piece_of(table, owners)
     address = source_address(row, call)
     flag = flags + tl.load(row + FLAGS) + at // tl.load(row + BLOCK_N)
-    if is_served(address, ALIGN, SOURCE_ALIGN) & (tl.load(flag) != _BAD_SCALE):
+    if tl.load(flag) != _BAD_SCALE:
         WORDS: tl.constexpr = SOURCE_ALIGN >= 4 and TARGET_ALIGN >= 4
         STEP: tl.constexpr = CHUNK // 4 if WORDS else CHUNK
         address += at * tl.load(row + SOURCE_STRIDE)

@@ -11,9 +11,7 @@ All have the same first arguments:
 Addresses come as numbers, so Triton knows nothing of them, and without knowing it loads elements one
 by one. Hence the alignments, in bytes, that divide an address and the stride of its rows (of a target, its
 columns too); they are told to Triton where they are used, because what is said of a value is lost where it
-enters or leaves a function. How a source is aligned is known of its piece (`ALIGN`) but not of the address
-that comes with a call. Each launch serves the sources whose address fits `SOURCE_ALIGN` exactly; only where
-one is less aligned than its pieces there is a further launch.
+enters or leaves a function.
 """
 
 # Triton reads these functions, not their annotations.
@@ -48,16 +46,6 @@ def piece_of(table, owners):
 @triton.jit
 def source_address(row, call):
     return tl.load(call + 1 + tl.load(row + _SOURCE)) + tl.load(row + _OFFSET)
-
-
-@triton.jit
-def is_served(address, ALIGN: tl.constexpr, SOURCE_ALIGN: tl.constexpr):
-    """Whether a launch is the one for a source at this address."""
-    if SOURCE_ALIGN == ALIGN:
-        served = (address & (ALIGN - 1)) == 0
-    else:
-        served = (address & (2 * SOURCE_ALIGN - 1)) == SOURCE_ALIGN
-    return served
 
 
 @triton.jit

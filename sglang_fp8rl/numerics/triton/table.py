@@ -6,7 +6,7 @@ Codes that come with their scales are copied, rows of scales first.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,6 @@ class TritonTable:
 
     @property
     def launches(self) -> int:
-        """Of a call whose sources are aligned."""
         return len(self._launches)
 
     @property
@@ -154,19 +153,14 @@ class TritonTable:
             self._call.copy_(self._sent, non_blocking=True)  # its first number says: no flags
             for launch in self._launches:
                 arguments = (self._rows, launch.owners, self._call, self._flags)
-                grid = (len(launch.owners),)
-                for constants in _variants(launch, lowest):
-                    launch.kernel[grid](*arguments, **constants, **launch.options)
+                constants = launch.constants
+                if (
+                    launch.align
+                ):  # as all of its sources are: one at an odd address slows the others
+                    align = min(launch.align, int(lowest[launch.sources].min()))
+                    constants = {"SOURCE_ALIGN": align, **constants}
+                launch.kernel[(len(launch.owners),)](*arguments, **constants, **launch.options)
         return self._flags[: self.table.flag_count]
-
-
-def _variants(launch: Launch, lowest: np.ndarray) -> Iterator[dict[str, int | bool]]:
-    """Constants of the launches that a call needs: one, but for sources at odd addresses."""
-    if not launch.align:
-        yield launch.constants
-        return
-    for align in np.unique(np.minimum(lowest[launch.sources], launch.align)).tolist():
-        yield {"ALIGN": launch.align, "SOURCE_ALIGN": align, **launch.constants}
 
 
 @dataclass(frozen=True, order=True)

@@ -16,9 +16,9 @@ from sglang_fp8rl.numerics import quantize_blockwise
 from sglang_fp8rl.numerics.fingerprint import (
     _COLUMN_SEED,
     MASK,
-    _by_torch,
     _column_keys,
     box_number,
+    by_torch,
     keys,
     scaled_number,
     seed_of,
@@ -66,7 +66,7 @@ def test_kernel_torch_and_definition_agree(dtype, width):
     tensor = random_bytes((37, width), dtype)[:, :101]
     expected = by_definition(tensor, SEED)
     assert tensor_number(tensor, SEED) == expected
-    assert _by_torch(tensor, 0, 0, SEED, _column_keys(1024)) == expected
+    assert by_torch(tensor, 0, 0, SEED, _column_keys(1024)) == expected
 
 
 def test_keys_are_odd_and_those_of_splitmix64():

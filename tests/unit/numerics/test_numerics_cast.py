@@ -222,7 +222,7 @@ def test_without_numba_the_bytes_are_the_same():
         from sglang_fp8rl.numerics.write_table import Widths
         warm_up(torch.device("cpu"), Widths())
         x = torch.randn(300, 500)
-        expected, scale = numerics.quantize_blockwise(x, backend="reference")
+        expected, scale = numerics.quantize(x, numerics.Blockwise(), backend="reference")
         q, s = torch.empty_like(expected), torch.empty_like(scale)
         numerics.cast_into(x, q, s, numerics.Blockwise())
         print(torch.equal(q.view(torch.uint8), expected.view(torch.uint8)), torch.equal(s, scale))

@@ -10,7 +10,7 @@ from sglang_fp8rl.numerics.triton import cast_kernels, copy_kernels
 from sglang_fp8rl.numerics.triton.hardware import row_warps, tile_options
 
 FP32, BF16 = 0, 1
-ALIGNED = {"ALIGN": 16, "SOURCE_ALIGN": 16, "TARGET_ALIGN": 16}
+ALIGNED = {"SOURCE_ALIGN": 16, "TARGET_ALIGN": 16}
 PACKED = {"POW2": False, "ROUND": True, "PACKED": True}
 ELEMENTS = 64  # of a tile, per thread
 
