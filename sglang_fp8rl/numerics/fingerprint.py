@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import QuantizationError
 from .backends import kernels
 from .grid import BlockGrid
 
@@ -172,20 +171,15 @@ def scaled_number(
             rows have scales of their own, and rank r's is column r of the tensor's scales.
 
     Raises:
-        QuantizationError: the box starts inside a block.
+        QuantizationError: the box starts or ends inside a block.
     """
-    if any(first % step for first, step in zip(start[-2:], block, strict=True)):
-        raise QuantizationError(
-            name,
-            f"a box at {start} of {full_shape}",
-            f"it starts inside a block of {list(block)} of the tensor it is a part of",
-            "Shard on multiples of the block.",
-        )
+    grid = BlockGrid((full_shape[-2], full_shape[-1]), block)
+    rows, columns = grid.scales_of(start[-2:], codes.shape[-2:], name=name)
     if codes.dim() < len(start):
         codes, scales = codes.unsqueeze(0), scales.unsqueeze(0)
-    grid = BlockGrid((full_shape[-2], full_shape[-1]), block).scale_shape
-    at = tuple(first // step for first, step in zip(start[-2:], block, strict=True))
-    return MASK & (
-        box_number(codes, full_shape, start, seed_of(name))
-        + box_number(scales, (*full_shape[:-2], *grid), (*start[:-2], *at), seed_of(name, "scale"))
+    full_scales, at = (
+        (*full_shape[:-2], *grid.scale_shape),
+        (*start[:-2], rows.start, columns.start),
     )
+    of_scales = box_number(scales, full_scales, at, seed_of(name, "scale"))
+    return MASK & (box_number(codes, full_shape, start, seed_of(name)) + of_scales)

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 Pair = tuple[int, int]
-# The rows and columns of a matrix, or of its scales: `matrix[box]` is a view.
-Slices = tuple[slice, slice]
 Count = TypeVar("Count", int, "np.ndarray")
 
 
@@ -59,7 +57,7 @@ class BlockGrid:
 
     def scales_of(
         self, start: Sequence[int], shape: Sequence[int], *, name: str = "weight"
-    ) -> Slices:
+    ) -> tuple[slice, slice]:
         """The scales of a box of whole blocks, as slices of scales of `scale_shape`.
 
         Args:
@@ -97,7 +95,7 @@ class BlockGrid:
             end = first + height
             yield slice(first * self.block[0], min(end * self.block[0], rows)), slice(first, end)
 
-    def values_of(self, row: int, column: int) -> Slices:
+    def values_of(self, row: int, column: int) -> tuple[slice, slice]:
         """The rows and columns that the scale at `[row, column]` is shared by."""
         rows, columns = (
             slice(at * step, min((at + 1) * step, full))

@@ -28,8 +28,8 @@ from .threads import in_threads, threads_for
 
 # A unit of work for a thread: rows of blocks of one piece, about this many elements.
 _ELEMENTS_PER_ITEM = 256 * 1024
-# Chunks of items per thread: a thread that was held up leaves its share to the other.
-_CHUNKS_PER_THREAD = 4
+# Chunks of items per thread: one that was held up, or has the larger ones, leaves some to the others.
+_CHUNKS_PER_THREAD = 16
 # FP32 bits of Inf, and of the smallest number that is Inf in BF16.
 _INF, _ROUNDS_TO_INF = 0x7F800000, 0x7F7F8000
 _BAD_SCALE, _NAN_CODE = np.uint8(BAD_SCALE), np.uint8(NAN_CODE)
@@ -46,8 +46,7 @@ class CpuTable:
     def __init__(self, table: CastTable, *, pow2_scale: bool, round_to_bf16: bool) -> None:
         self.table = table
         self._items, self._scales_end = _items_of(table.pieces)
-        sizes = (self._items[:, 2] - self._items[:, 1]) * table.pieces["cols"][self._items[:, 0]]
-        self._until = np.concatenate([[0], np.cumsum(sizes)])
+        self._elements = int((table.pieces["rows"] * table.pieces["cols"]).sum())
         self._flags = np.zeros(table.flag_count, np.uint8)
         self._run = partial(run_items, table.pieces, self._items)
         self._options = (BF16_STEP if round_to_bf16 else NO_STEP, bool(pow2_scale))
@@ -61,12 +60,10 @@ class CpuTable:
         """
         run = partial(self._run, np.asarray(addresses, np.int64), self._flags, *self._options)
         run(0, self._scales_end)
-        elements = self._until[-1]
-        threads = min(threads_for(int(elements), threads), len(self._items))
+        threads = threads_for(self._elements, threads)
         chunks = threads * _CHUNKS_PER_THREAD if threads > 1 else 1
-        inner = np.searchsorted(self._until, np.arange(1, chunks) * elements / chunks)
-        edges = [self._scales_end, *np.maximum(inner, self._scales_end).tolist(), len(self._items)]
-        in_threads(run, edges, threads)
+        edges = np.linspace(self._scales_end, len(self._items), chunks + 1).astype(int)
+        in_threads(run, edges.tolist(), threads)
         return self._flags
 
 
@@ -111,10 +108,10 @@ def copy_rows(
 
 @jit()
 def _are_positive(x):
-    are_positive = True
+    largest = np.uint32(0)
     for c in range(x.size):  # one less and unsigned, zero and what is negative are above Inf
-        are_positive &= np.uint32(_fp32_bits(x[c]) - np.uint32(1)) < np.uint32(_INF)
-    return are_positive
+        largest = max(largest, np.uint32(_fp32_bits(x[c]) - np.uint32(1)))
+    return largest < np.uint32(_INF)
 
 
 @jit()

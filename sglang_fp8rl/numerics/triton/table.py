@@ -39,7 +39,7 @@ class Launch:
     Attributes:
         owners: int32 [programs], the piece of each.
         sources: positions of the tensors it reads.
-        align: bytes that divide offsets and strides of the sources; 0 where it makes no difference.
+        align: bytes that divide offsets and strides of the sources; 0 for a kernel that asks for none.
     """
 
     kernel: Any
@@ -154,9 +154,7 @@ class TritonTable:
             for launch in self._launches:
                 arguments = (self._rows, launch.owners, self._call, self._flags)
                 constants = launch.constants
-                if (
-                    launch.align
-                ):  # as all of its sources are: one at an odd address slows the others
+                if launch.align:  # one source at an odd address slows down the others of its launch
                     align = min(launch.align, int(lowest[launch.sources].min()))
                     constants = {"SOURCE_ALIGN": align, **constants}
                 launch.kernel[(len(launch.owners),)](*arguments, **constants, **launch.options)
