@@ -36,7 +36,8 @@ from rich.table import Table
 
 import sglang_fp8rl
 from sglang_fp8rl import numerics
-from sglang_fp8rl.numerics import reference
+from sglang_fp8rl.numerics.runners import warm_up
+from sglang_fp8rl.numerics.write_table import Widths
 
 BLOCK = (128, 128)
 MIN_RATIO, MAX_GROWTH_MIB = 8.0, 64.0  # what C1 and C2 ask for
@@ -101,7 +102,8 @@ def gate() -> None:
     for shape in ((1, 1), (127, 257), (576, 1368), (1024, 3072)):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.randn(shape, generator=generator).to(dtype)
-            blocks, rows = reference.quantize_blockwise(x), reference.quantize_per_channel(x)
+            blocks = numerics.quantize(x, numerics.Blockwise(), backend="reference")
+            rows = numerics.quantize(x, numerics.PerChannel(), backend="reference")
             codes, scales = torch.empty_like(blocks[0]), torch.empty_like(blocks[1])
             flags = numerics.cast_into(x, codes, scales, numerics.Blockwise())
             is_same = (
@@ -259,7 +261,7 @@ def main(
 ) -> None:
     """The CPU cast against plain torch and veRL's fallback (C1: one tensor, C2: Qwen3-0.6B)."""
     torch.set_num_threads(threads)
-    numerics.warmup()
+    warm_up(torch.device("cpu"), Widths())
     gate()
     if quick:
         repetitions = min(repetitions, 5)

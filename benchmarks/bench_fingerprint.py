@@ -19,7 +19,7 @@ from typing import Annotated
 import torch
 import typer
 
-from sglang_fp8rl.numerics.fingerprint import _by_torch, _column_keys, seed_of, tensor_number
+from sglang_fp8rl.numerics.fingerprint import _column_keys, by_torch, seed_of, tensor_number
 
 SEED = seed_of("benchmark")
 
@@ -35,7 +35,7 @@ def main(
     data = data.to(device)
     other = torch.empty_like(data)
     sample = data[:64]
-    if tensor_number(sample, SEED) != _by_torch(sample, 0, 0, SEED, _column_keys(4096)):
+    if tensor_number(sample, SEED) != by_torch(sample, 0, 0, SEED, _column_keys(4096)):
         raise SystemExit(1)
     for threads in (1, torch.get_num_threads()) if device == "cpu" else (1,):
         torch.set_num_threads(threads)

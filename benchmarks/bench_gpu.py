@@ -31,7 +31,7 @@ from rich.table import Table
 from shapes import MISALIGNED, MODELS
 
 from sglang_fp8rl import numerics
-from sglang_fp8rl.numerics import Blockwise, PerChannel, reference
+from sglang_fp8rl.numerics import Blockwise, PerChannel
 from sglang_fp8rl.numerics.runners import make_runner
 from sglang_fp8rl.numerics.write_table import CastTable, Piece
 
@@ -96,7 +96,7 @@ def gate(device: torch.device) -> None:
                 x = torch.randn(shape, generator=generator).to(dtype)
                 x[shape[0] - 1, 0] = float("nan")
                 codes, scales = destination(*shape, block, torch.device("cpu"))
-                reference.cast_into(x, codes, scales, granularity, False, True)
+                numerics.cast_into(x, codes, scales, granularity, backend="reference")
                 expected.append((codes, scales))
                 own_codes, own_scales = destination(*shape, block, device)
                 sources.append(x.to(device))
@@ -209,7 +209,7 @@ def whole_model(clock: Clock, name: str, dtype: torch.dtype, repeat: int) -> Ite
             **row,
             "tensors": len(pieces),
             "launches": getattr(runner, "launches", None),
-            "table_bytes": getattr(runner, "nbytes", runner.table.nbytes),
+            "table_bytes": getattr(runner, "nbytes", runner.table.pieces.nbytes),
             "build_s": build,
             "peak_extra_bytes": grown,
         }

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from sass import MachineCode, compile_kernel
 
-from sglang_fp8rl.numerics.triton import table_kernels as kernels
+from sglang_fp8rl.numerics.triton import cast_kernels, copy_kernels
 from sglang_fp8rl.numerics.triton.hardware import row_warps, tile_options
 
 BF16, FP32 = 1, 0
@@ -66,29 +66,31 @@ def cases() -> list[Case]:
             (True, size, 1, None),
         ):
             constants = {"RAGGED": ragged, "SOURCE_ALIGN": source_align, "TARGET_ALIGN": align}
-            constants |= {"ALIGN": 16, "KIND": kind, **rounding}
+            constants |= {"KIND": kind, **rounding}
             name = f"tile {label}{' ragged' if ragged else ''}, {source_align} → {align} bytes"
             options = tile_options(align)
             found.append(
-                Case(name, kernels.table_tile_kernel, constants, options, 16384, size + 1, limit)
+                Case(
+                    name, cast_kernels.table_tile_kernel, constants, options, 16384, size + 1, limit
+                )
             )
-        aligned = {"ALIGN": 16, "SOURCE_ALIGN": 16, "TARGET_ALIGN": 16, "ONE_CHUNK": True}
+        aligned = {"SOURCE_ALIGN": 16, "TARGET_ALIGN": 16, "ONE_CHUNK": True}
         for chunk in (2048, 8192, 16384):
             constants = {**aligned, "CHUNK": chunk, "KIND": kind, **rounding}
             options = {"num_warps": row_warps(chunk)}
             name = f"channel {label}, {chunk} columns"
             found.append(
-                Case(name, kernels.table_row_kernel, constants, options, chunk, size + 1, 13.0)
+                Case(name, cast_kernels.table_row_kernel, constants, options, chunk, size + 1, 13.0)
             )
         constants = {**aligned, "CHUNK": 4096, "KIND": kind, "TO_FP32": False, "PACKED": True}
         options = {"num_warps": row_warps(4096)}
         found.append(
-            Case(f"copy {label} → BF16, 4096 columns", kernels.table_copy_kernel, constants, options,
+            Case(f"copy {label} → BF16, 4096 columns", copy_kernels.table_copy_kernel, constants, options,
                  4096, size + 2)
         )  # fmt: skip
     constants = {**aligned, "CHUNK": 4096}
     found.append(
-        Case("codes, 4096 columns", kernels.table_codes_kernel, constants, options, 4096, 2)
+        Case("codes, 4096 columns", copy_kernels.table_codes_kernel, constants, options, 4096, 2)
     )
     return found
 

@@ -1,11 +1,11 @@
 """Casts and splits: torch only, no host. Numba and Triton are optional and imported on first use."""
 
-from .cast import FP8_DTYPE, Backend, cast_into, warmup
+from .backends import Backend
+from .cast import cast_into, through_fp8
 from .grid import BlockGrid, Blockwise, PerChannel, granularity_of
 from .quantize import quantize, quantize_blockwise, quantize_per_channel
-from .reference import FP8_MAX, dequantize
+from .reference import FP8_DTYPE, FP8_MAX, dequantize
 from .sqnr import sqnr_db
-from .through_fp8 import through_fp8
 
 __all__ = [
     "FP8_DTYPE",
@@ -22,5 +22,4 @@ __all__ = [
     "quantize_per_channel",
     "sqnr_db",
     "through_fp8",
-    "warmup",
 ]

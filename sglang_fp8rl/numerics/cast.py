@@ -1,27 +1,21 @@
-"""The cast that the engine uses: in place, into any region, on the fastest backend at hand.
+"""The casts that everything uses: in place into any region, or a weight through FP8 and back.
 
-Same definition as `reference.py`, byte for byte. A block with a NaN or Inf keeps its old codes and
-its old scale, and is reported in the returned flags, which are on the source's device so that
-nothing here waits for a GPU. What any cast asks of its arguments is here too, with errors that name
-tensor, value, rule and remedy.
+The definition is `reference.py`; every backend gives its bytes. Copies in high precision are here too.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-from types import ModuleType
-from typing import Literal, NoReturn
-
 import torch
 
 from ..errors import QuantizationError
+from . import reference
+from .backends import Backend, kernels
 from .grid import BlockGrid, ScaleGranularity
+from .reference import FP8_DTYPE
 
-Backend = Literal["auto", "reference", "numba", "triton"]
-# Module of each backend; it has a `cast_into`.
-_MODULES = {"reference": ".reference", "numba": ".cpu.cast", "triton": ".triton.cast"}
-_FASTEST = {"cpu": "numba", "cuda": "triton"}
+SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of a source that is copied for the kernels first (transposed, FP16), about this much at a time.
+_ELEMENTS_AT_ONCE = 256 * 1024
 
 
 def cast_into(
@@ -35,67 +29,91 @@ def cast_into(
     name: str = "weight",
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Quantize `source` into `qweight` and `weight_scale`, without copies.
+    """Quantize `source` into `qweight` and `weight_scale`; allocates nothing of their size.
 
     Args:
         source: [N, K] FP32, BF16 or FP16; any strides and offset.
         qweight: [N, K] e4m3fn; rows contiguous, any row stride and offset.
         weight_scale: FP32 of the granularity's scale shape; any strides and offset.
         granularity: `Blockwise()`, one scale for each block, or `PerChannel()`, one for each row.
+        pow2_scale: round every scale up to a power of two (`use_weight_pow2_scale`).
+        round_to_bf16: False casts FP32 without the step to BF16, for research: other codes than a
+            BF16 trainer's.
         name: what errors call the tensor.
         backend: "auto" is Triton on CUDA, Numba on CPU, else plain PyTorch ("reference"), which
-            streams one row of blocks at a time.
+            streams some rows of blocks at a time.
 
     Returns:
         bool of the scales' shape on the source's device: True where the block is not finite and was
-        not written.
+        not written. Nothing here waits for a GPU.
 
     Raises:
         QuantizationError: shapes, dtypes, strides or devices that do not fit.
     """
     check_source(source, name)
-    check_destination(source, qweight, name)
-    check_scale(source, weight_scale, granularity.grid(source.shape).scale_shape, name)
-    module = _module(_fastest(source.device) if backend == "auto" else backend)
-    return module.cast_into(source, qweight, weight_scale, granularity, pow2_scale, round_to_bf16)
+    grid = granularity.grid(source.shape)
+    _check_destinations(source, qweight, weight_scale, grid, name)
+    return _cast(source, qweight, weight_scale, grid, pow2_scale, round_to_bf16, backend)
 
 
-def warmup() -> None:
-    """Compile the CPU kernels now instead of in the first update; nothing without Numba."""
-    if is_there("numba"):
-        for module in (".cpu.cast", ".cpu.table"):
-            importlib.import_module(module, __package__).warmup()
+def through_fp8(
+    weight: torch.Tensor,
+    granularity: ScaleGranularity,
+    *,
+    pow2_scale: bool = False,
+    round_to_bf16: bool = True,
+    name: str = "weight",
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Cast `weight` to FP8 and back to BF16 [N, K], contiguous: what a server computes with.
 
+    A block with a NaN or Inf comes out unquantized: whoever computes with it sees the NaN, and nothing
+    here waits for a GPU. Arguments are those of `cast_into`.
 
-def _module(backend: str) -> ModuleType:
-    """A backend asked for by name is not replaced by another."""
-    if backend not in _MODULES:
-        raise ValueError(f"backend {backend!r}: one of auto, {', '.join(_MODULES)}")
-    return importlib.import_module(_MODULES[backend], __package__)
-
-
-def _fastest(device: torch.device) -> str:
-    backend = _FASTEST.get(device.type, "reference")
-    return backend if is_there(backend) else "reference"
-
-
-@functools.cache
-def is_there(backend: str) -> bool:
-    """Whether the library of an optional backend can be imported.
-
-    The library and nothing of ours, so that our own fault is never taken for its absence.
+    Raises:
+        QuantizationError: wrong dtype or rank.
     """
-    if backend == "reference":
-        return True
-    try:
-        importlib.import_module(backend)
-    except ImportError:  # Numba also raises it for a NumPy it doesn't know
-        return False
-    return True
+    check_source(weight, name)
+    source, grid = weight, granularity.grid(weight.shape)
+    if grid.block[0] == 1 and weight.shape[1] % grid.block[1] == 0:
+        # A scale for each row of each rank's columns: rows of their own, as every kernel knows them.
+        source = weight.reshape(-1, grid.block[1])
+        grid = BlockGrid((len(source), grid.block[1]), grid.block)
+    out = torch.empty(source.shape, dtype=torch.bfloat16, device=source.device)
+    scales = torch.empty(grid.scale_shape, dtype=torch.float32, device=source.device)
+    _cast(source, out, scales, grid, pow2_scale, round_to_bf16, backend)
+    return out.view(weight.shape)
 
 
-FP8_DTYPE = torch.float8_e4m3fn
-SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+def _cast(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    scales: torch.Tensor,
+    grid: BlockGrid,
+    pow2_scale: bool,
+    round_to_bf16: bool,
+    backend: Backend,
+) -> torch.Tensor:
+    """Write codes, or in a BF16 `target` what they and their scales stand for; returns flags as `cast_into`.
+
+    Kernels take FP32 and BF16 in contiguous rows. Of anything else some rows of blocks are copied for them, one
+    part after the other into the same memory.
+    """
+    source, target, scales = source.detach(), target.detach(), scales.detach()
+    nonfinite = torch.empty(grid.scale_shape, dtype=torch.bool, device=source.device)
+    how = (grid.block, pow2_scale, round_to_bf16)
+    module = kernels("cast", source.device.type, backend) or reference
+    lies_in_rows = source.stride(1) == 1 or source.shape[1] == 1
+    if module is reference or (lies_in_rows and source.dtype != torch.float16):
+        module.cast_into(source, target, scales, nonfinite, *how)
+        return nonfinite
+    strips = list(grid.strips(_ELEMENTS_AT_ONCE))
+    dtype = torch.float32 if source.dtype == torch.float16 else source.dtype
+    room = torch.empty(source[strips[0][0]].shape, dtype=dtype, device=source.device)
+    for rows, blocks in strips:
+        part = room[: rows.stop - rows.start].copy_(source[rows])
+        module.cast_into(part, target[rows], scales[blocks], nonfinite[blocks], *how)
+    return nonfinite
 
 
 def check_source(source: torch.Tensor, name: str) -> None:
@@ -104,14 +122,14 @@ def check_source(source: torch.Tensor, name: str) -> None:
     FP64 is refused rather than narrowed: FP64→FP32→BF16 rounds twice, and no trainer sends it.
     """
     if source.dtype not in SOURCE_DTYPES:
-        _refuse(
+        raise QuantizationError(
             name,
             f"dtype {source.dtype}",
             "a weight is cast to FP8 from FP32, BF16 or FP16",
             "Send the master weight, or for an FP8 weight its weight_scale_inv with it",
         )
     if source.dim() != 2 or source.numel() == 0:
-        _refuse(
+        raise QuantizationError(
             name,
             f"shape {list(source.shape)}",
             "a cast works on a non-empty matrix [N, K]",
@@ -119,60 +137,39 @@ def check_source(source: torch.Tensor, name: str) -> None:
         )
 
 
-def check_destination(source: torch.Tensor, qweight: torch.Tensor, name: str) -> None:
-    """`qweight` takes the codes of `source`: same shape and device, e4m3fn, rows apart."""
-    if qweight.dtype != FP8_DTYPE:
-        _refuse(
+def _check_destinations(
+    source: torch.Tensor, qweight: torch.Tensor, scale: torch.Tensor, grid: BlockGrid, name: str
+) -> None:
+    """Codes and scales have their dtype and shape, lie on the source's device, and do not overlap."""
+    for what, tensor, dtype, shape in (
+        ("codes", qweight, FP8_DTYPE, grid.shape),
+        ("weight scale", scale, torch.float32, grid.scale_shape),
+    ):
+        if tensor.dtype != dtype or tensor.shape != shape or tensor.device != source.device:
+            raise QuantizationError(
+                name,
+                f"source {list(source.shape)} for {what} {list(tensor.shape)} of dtype"
+                f" {tensor.dtype} on {tensor.device}",
+                f"they are {dtype}, of shape {list(shape)}, on {source.device} as the source",
+                "Pass the region that is written, of a buffer on the source's device",
+            )
+    (rows, cols), (stride_n, stride_k) = qweight.shape, qweight.stride()
+    if (cols > 1 and stride_k != 1) or (rows > 1 and stride_n < cols):
+        raise QuantizationError(
             name,
-            f"destination dtype {qweight.dtype}",
-            f"codes are stored as {FP8_DTYPE}",
-            "Allocate the weight with that dtype",
-        )
-    if qweight.shape != source.shape:
-        _refuse(
-            name,
-            f"source {list(source.shape)} for destination {list(qweight.shape)}",
-            "a cast writes a region of the source's own shape",
-            "Narrow the destination to the shard being written",
-        )
-    _check_same_device(source, qweight, "destination", name)
-    rows, cols = qweight.shape
-    if (cols > 1 and qweight.stride(1) != 1) or (rows > 1 and qweight.stride(0) < cols):
-        _refuse(
-            name,
-            f"destination strides {list(qweight.stride())} for shape {list(qweight.shape)}",
+            f"destination strides {[stride_n, stride_k]} for shape {[rows, cols]}",
             "the codes of a row are contiguous and rows do not overlap",
             "Pass a row-major view",
         )
-
-
-def check_scale(
-    source: torch.Tensor, weight_scale: torch.Tensor, shape: tuple[int, int], name: str
-) -> None:
-    """`weight_scale` is FP32, of `shape`, on the source's device; any strides."""
-    if weight_scale.dtype != torch.float32:
-        _refuse(
+    if any(
+        size > 1 and not stride for size, stride in zip(scale.shape, scale.stride(), strict=True)
+    ):
+        raise QuantizationError(
             name,
-            f"weight scale dtype {weight_scale.dtype}",
-            "weight scales are stored in FP32",
-            "Allocate them with dtype=torch.float32",
-        )
-    if tuple(weight_scale.shape) != shape:
-        _refuse(
-            name,
-            f"weight scale {list(weight_scale.shape)} for source {list(source.shape)}",
-            f"this source has weight scales of shape {list(shape)}",
-            "Narrow the weight scales to the blocks being written",
-        )
-    stride_n, stride_k = weight_scale.stride()
-    if (shape[0] > 1 and stride_n == 0) or (shape[1] > 1 and stride_k == 0):
-        _refuse(
-            name,
-            f"weight scale strides {list(weight_scale.stride())}",
+            f"weight scale strides {list(scale.stride())}",
             "each weight scale has its own memory",
             "Do not pass an expanded view",
         )
-    _check_same_device(source, weight_scale, "weight scales", name)
 
 
 def has_nan_code(codes: torch.Tensor) -> bool:
@@ -183,34 +180,6 @@ def has_nan_code(codes: torch.Tensor) -> bool:
     if codes.numel() == 0:
         return False
     return int(codes.view(torch.int8).max()) == 0x7F or int(codes.view(torch.uint8).max()) == 0xFF
-
-
-def raise_not_finite(nonfinite: torch.Tensor, grid: BlockGrid, name: str) -> NoReturn:
-    """Name the first bad block, its rows and columns, and how many there are."""
-    where = nonfinite.nonzero()
-    i, j = (int(v) for v in where[0])
-    rows, cols = (f"{part.start}:{part.stop}" for part in grid.values_of(i, j))
-    _refuse(
-        name,
-        f"NaN or Inf in block ({i}, {j}), rows {rows}, columns {cols}"
-        f" ({len(where)} of {nonfinite.numel()} blocks; BF16 overflows to Inf from 3.3962e38)",
-        "a block that is not finite is never quantized",
-        "Look at the step that produced this weight",
-    )
-
-
-def _check_same_device(source: torch.Tensor, other: torch.Tensor, what: str, name: str) -> None:
-    if other.device != source.device:
-        _refuse(
-            name,
-            f"source on {source.device}, {what} on {other.device}",
-            "a cast reads and writes on one device",
-            "Move the source first",
-        )
-
-
-def _refuse(name: str, value: str, rule: str, remedy: str) -> NoReturn:
-    raise QuantizationError(name, value, rule, remedy)
 
 
 # Of a source whose rows are checked and copied at a time, so that no temporary grows with it.

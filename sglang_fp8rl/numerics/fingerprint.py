@@ -23,15 +23,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import math
 from collections.abc import Iterator
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 
-from .cast import is_there
+from .backends import kernels
 from .grid import BlockGrid
 
 MASK = (1 << 64) - 1
@@ -39,8 +38,6 @@ _STEP, _MIX1, _MIX2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x
 _COLUMN_SEED = 0x6670386C72306B31
 # Of a tensor without a kernel for its device: this much is widened to int64 at a time.
 _CHUNK_ELEMENTS = 2 * 1024 * 1024
-# By the kind of device: the library that a kernel needs, and its module.
-_KERNELS = {"cpu": ("numba", ".cpu.fingerprint"), "cuda": ("triton", ".triton.fingerprint")}
 
 
 def seed_of(name: str, part: str = "") -> int:
@@ -106,15 +103,14 @@ def _matrices(
 def _matrix_number(matrix: torch.Tensor, row: int, column: int, seed: int) -> int:
     if matrix.stride(1) != 1 or (matrix.shape[0] > 1 and matrix.stride(0) < matrix.shape[1]):
         matrix = matrix.contiguous()
-    kernel = _kernel(matrix.device.type)
+    kernel: Any = kernels("fingerprint", matrix.device.type)
     first_byte = column * matrix.element_size()
     words = (first_byte + matrix.shape[1] * matrix.element_size() + 1) // 2
-    if kernel is not None and kernel.reads(matrix, first_byte):
-        return int(kernel.matrix_number(matrix, row, first_byte, seed, _column_keys(words)))
-    return _by_torch(matrix, row, first_byte, seed, _column_keys(words))
+    number = by_torch if kernel is None else kernel.matrix_number
+    return int(number(matrix, row, first_byte, seed, _column_keys(words)))
 
 
-def _by_torch(
+def by_torch(
     matrix: torch.Tensor, row: int, first_byte: int, seed: int, column_keys: np.ndarray
 ) -> int:
     """The definition in torch, for any device; int64 wraps as uint64 does."""
@@ -150,13 +146,6 @@ def _column_table(bits: int) -> np.ndarray:
     return keys(_COLUMN_SEED, 0, 1 << bits)
 
 
-@functools.cache
-def _kernel(device: str) -> ModuleType | None:
-    """The module of the kernel for a kind of device; None leaves it to torch."""
-    library, module = _KERNELS.get(device, ("", ""))
-    return importlib.import_module(module, __package__) if module and is_there(library) else None
-
-
 def plain_number(
     name: str, box: torch.Tensor, full_shape: tuple[int, ...], start: tuple[int, ...]
 ) -> int:
@@ -182,20 +171,15 @@ def scaled_number(
             rows have scales of their own, and rank r's is column r of the tensor's scales.
 
     Raises:
-        ValueError: the box starts inside a block (see `is_on_blocks`).
+        QuantizationError: the box starts or ends inside a block.
     """
-    if not is_on_blocks(start, block):
-        raise ValueError(f"{name}: a box at {start} starts inside a block of {block}")
+    grid = BlockGrid((full_shape[-2], full_shape[-1]), block)
+    rows, columns = grid.scales_of(start[-2:], codes.shape[-2:], name=name)
     if codes.dim() < len(start):
         codes, scales = codes.unsqueeze(0), scales.unsqueeze(0)
-    grid = BlockGrid((full_shape[-2], full_shape[-1]), block).scale_shape
-    at = tuple(first // step for first, step in zip(start[-2:], block, strict=True))
-    return MASK & (
-        box_number(codes, full_shape, start, seed_of(name))
-        + box_number(scales, (*full_shape[:-2], *grid), (*start[:-2], *at), seed_of(name, "scale"))
+    full_scales, at = (
+        (*full_shape[:-2], *grid.scale_shape),
+        (*start[:-2], rows.start, columns.start),
     )
-
-
-def is_on_blocks(start: tuple[int, ...], block: tuple[int, int]) -> bool:
-    """Whether a box that starts there starts with a whole block."""
-    return not any(first % step for first, step in zip(start[-2:], block, strict=True))
+    of_scales = box_number(scales, full_scales, at, seed_of(name, "scale"))
+    return MASK & (box_number(codes, full_shape, start, seed_of(name)) + of_scales)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 Pair = tuple[int, int]
-# The rows and columns of a matrix, or of its scales: `matrix[box]` is a view.
-Slices = tuple[slice, slice]
 Count = TypeVar("Count", int, "np.ndarray")
 
 
@@ -59,7 +57,7 @@ class BlockGrid:
 
     def scales_of(
         self, start: Sequence[int], shape: Sequence[int], *, name: str = "weight"
-    ) -> Slices:
+    ) -> tuple[slice, slice]:
         """The scales of a box of whole blocks, as slices of scales of `scale_shape`.
 
         Args:
@@ -85,7 +83,19 @@ class BlockGrid:
         )
         return rows_of, columns_of
 
-    def values_of(self, row: int, column: int) -> Slices:
+    def strips(self, elements: int) -> Iterator[tuple[slice, slice]]:
+        """Cut between rows of blocks into strips of about so many `elements`, of one row of blocks at least.
+
+        Yields:
+            the rows of a strip, and those of its scales.
+        """
+        rows, cols = self.shape
+        height = max(1, elements // (self.block[0] * cols))
+        for first in range(0, self.scale_shape[0], height):
+            end = first + height
+            yield slice(first * self.block[0], min(end * self.block[0], rows)), slice(first, end)
+
+    def values_of(self, row: int, column: int) -> tuple[slice, slice]:
         """The rows and columns that the scale at `[row, column]` is shared by."""
         rows, columns = (
             slice(at * step, min((at + 1) * step, full))

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .cast import FP8_DTYPE, is_there
-from .reference import FP8_MAX
+from .backends import is_there
+from .reference import FP8_DTYPE, FP8_MAX
 
 _BF16, _E4M3 = 2.0**-8, 2.0**-4  # largest relative error of rounding to nearest
 # Roundings to BF16 on the way: norm (2), projection, bias, cosine and sine, product, sum. The eighth is

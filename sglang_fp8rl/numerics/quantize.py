@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from .cast import FP8_DTYPE, Backend, cast_into, check_source, raise_not_finite
+from ..errors import QuantizationError
+from .backends import Backend
+from .cast import cast_into, check_source
 from .grid import Blockwise, PerChannel, ScaleGranularity
+from .reference import FP8_DTYPE
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 
@@ -24,12 +27,7 @@ def quantize(
 ) -> Quantized:
     """Quantize `weight` [N, K] (FP32, BF16 or FP16, any strides); the bytes of `reference.py`.
 
-    Args:
-        pow2_scale: round every scale up to a power of two (`use_weight_pow2_scale`).
-        round_to_bf16: False casts FP32 without the step to BF16, for research: other codes than a
-            BF16 trainer's.
-        name: what errors call the tensor.
-        backend: as of `cast_into`.
+    Options are those of `cast_into`.
 
     Returns:
         `qweight` [N, K] e4m3fn, contiguous, and the FP32 scales of the granularity's shape, on the
@@ -54,7 +52,16 @@ def quantize(
         backend=backend,
     )
     if bool(nonfinite.any()):
-        raise_not_finite(nonfinite, grid, name)
+        where = nonfinite.nonzero()
+        i, j = where[0].tolist()
+        rows, columns = (f"{part.start}:{part.stop}" for part in grid.values_of(i, j))
+        raise QuantizationError(
+            name,
+            f"NaN or Inf in block ({i}, {j}), rows {rows}, columns {columns}"
+            f" ({len(where)} of {nonfinite.numel()} blocks; BF16 overflows to Inf from 3.3962e38)",
+            "a block that is not finite is never quantized",
+            "Look at the step that produced this weight",
+        )
     return qweight, scale
 
 
@@ -71,8 +78,8 @@ def quantize_blockwise(
     Returns:
         `qweight` [N, K] e4m3fn and `weight_scale_inv` [ceil(N / block_n), ceil(K / block_k)] FP32.
     """
-    options: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
-    return quantize(weight, Blockwise.of(block_size), name=name, **options)
+    rounding: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+    return quantize(weight, Blockwise.of(block_size), name=name, **rounding)
 
 
 def quantize_per_channel(
@@ -88,5 +95,5 @@ def quantize_per_channel(
         `qweight` [N, K] e4m3fn and `weight_scale` [N, 1] FP32, a multiplier like
         `weight_scale_inv`: both names are SGLang's.
     """
-    options: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
-    return quantize(weight, PerChannel(), name=name, **options)
+    rounding: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+    return quantize(weight, PerChannel(), name=name, **rounding)

@@ -15,34 +15,20 @@ Nothing here is fast, and nothing here holds more than a few blocks of rows besi
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from ..errors import QuantizationError
-from .cast import FP8_DTYPE
-from .grid import Blockwise, PerChannel, ScaleGranularity, ceil_div
-from .quantize import Quantized, quantize
+from .grid import Blockwise, ceil_div
 
+FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
 SMALLEST_NORMAL_FP32 = torch.finfo(torch.float32).tiny
-
-# Rows in flight where no block says how many: bounds the temporaries of a large matrix.
-ROWS_AT_ONCE = 128
+# Of the source, about this much at a time: bounds the temporaries of a large matrix.
+_ELEMENTS_AT_ONCE = 256 * 1024
 
 BlockSize = tuple[int, int]
-
-
-def quantize_blockwise(
-    weight: torch.Tensor, block_size: BlockSize = (128, 128), **options: Any
-) -> Quantized:
-    """As `numerics.quantize_blockwise`, with this definition."""
-    return quantize(weight, Blockwise.of(block_size), backend="reference", **options)
-
-
-def quantize_per_channel(weight: torch.Tensor, **options: Any) -> Quantized:
-    """As `numerics.quantize_per_channel`, with this definition."""
-    return quantize(weight, PerChannel(), backend="reference", **options)
 
 
 def dequantize(
@@ -67,17 +53,16 @@ def dequantize(
             f"codes are a matrix of {FP8_DTYPE}",
             "Pass the stored weight of one module or expert",
         )
-    grid = Blockwise.of(block_size).grid(qweight.shape)
-    (rows, cols), (block_n, block_k) = grid.shape, grid.block
-    if tuple(weight_scale.shape) == grid.scale_shape:
-        scale = weight_scale.float()
-        scale = scale.repeat_interleave(block_n, 0)[:rows].repeat_interleave(block_k, 1)[:, :cols]
-    elif tuple(weight_scale.shape) in ((rows, 1), (rows,)):
-        scale = weight_scale.float().reshape(rows, 1)
+    rows = qweight.shape[0]
+    grid, scale = Blockwise.of(block_size).grid(qweight.shape), weight_scale.float()
+    if scale.shape == grid.scale_shape:
+        scale = _spread(scale, grid.block, grid.shape)
+    elif scale.shape in ((rows, 1), (rows,)):
+        scale = scale.reshape(rows, 1)
     else:
         raise QuantizationError(
             "weight_scale",
-            f"shape {list(weight_scale.shape)} for codes {list(qweight.shape)}",
+            f"shape {list(scale.shape)} for codes {list(qweight.shape)}",
             f"scales are {list(grid.scale_shape)} (blocks {list(grid.block)})"
             f" or {[rows, 1]} (per channel)",
             "Pass the scales that were written with these codes, and their block size",
@@ -87,104 +72,58 @@ def dequantize(
 
 def cast_into(
     source: torch.Tensor,
-    qweight: torch.Tensor,
+    target: torch.Tensor,
     weight_scale: torch.Tensor,
-    granularity: ScaleGranularity,
-    pow2_scale: bool,
-    round_to_bf16: bool,
-) -> torch.Tensor:
-    """Cast a checked source into codes [N, K] and scales of the granularity's shape, in place.
-
-    Returns bool of that shape: True where a block is not finite; its old bytes stay. Never waits for a GPU.
-    """
-    cols = source.shape[1]
-    block_n, block_k = granularity.block(source.shape)
-    is_per_channel = isinstance(granularity, PerChannel)
-    step = ROWS_AT_ONCE if is_per_channel else block_n
-    nonfinite = torch.empty(weight_scale.shape, dtype=torch.bool, device=source.device)
-    # FP8 has no `where`; bytes do.
-    out = qweight.detach().view(torch.uint8)
-    source, scales = source.detach(), weight_scale.detach()
-    for start in range(0, source.shape[0], step):
-        rows = slice(start, start + step)
-        if is_per_channel:
-            blocks = rows
-            codes, scale, bad = quantize_channels(source[rows], pow2_scale, round_to_bf16)
-            scale, bad = scale[:, None], bad[:, None]  # [n, 1]
-            keep = bad
-        else:
-            blocks = slice(start // block_n, start // block_n + 1)
-            codes, scale, bad = quantize_block_row(source[rows], block_k, pow2_scale, round_to_bf16)
-            keep = bad.repeat_interleave(block_k)[:cols]  # [K]
-        out[rows] = torch.where(keep, out[rows], codes.view(torch.uint8))
-        scales[blocks] = torch.where(bad, scales[blocks], scale)
-        nonfinite[blocks] = bad
-    return nonfinite
-
-
-def through_fp8_into(
-    source: torch.Tensor,
-    out: torch.Tensor,
-    granularity: ScaleGranularity,
+    nonfinite: torch.Tensor,
+    block: BlockSize,
     pow2_scale: bool,
     round_to_bf16: bool,
 ) -> None:
-    """Write what a server computes with into `out` [N, K] BF16: cast, and back.
+    """Cast a checked source [N, K] in FP32, BF16 or FP16, in place. Never waits for a GPU.
 
-    A block that is not finite comes out as BF16 has it.
+    Args:
+        target: [N, K] e4m3fn for codes, which stay where a block is not finite; or BF16 for what codes
+            and scales stand for, and for the source where a block is not finite.
+        weight_scale, nonfinite: FP32 and bool [ceil(N / block_n), ceil(K / block_k)]: scales, which stay
+            likewise, and which blocks are not finite.
     """
-    cols = source.shape[1]
-    block_n, block_k = granularity.block(source.shape)
-    step = ceil_div(ROWS_AT_ONCE, block_n) * block_n
-    for start in range(0, source.shape[0], step):
-        rows = source[start : start + step].detach()
-        grid = granularity.grid(rows.shape)
-        codes = torch.empty(rows.shape, dtype=FP8_DTYPE, device=rows.device)
-        scale = torch.empty(grid.scale_shape, dtype=torch.float32, device=rows.device)
-        bad = cast_into(rows, codes, scale, granularity, pow2_scale, round_to_bf16)
-        bad = bad.repeat_interleave(block_n, 0)[: rows.shape[0]]
-        bad = bad.repeat_interleave(block_k, 1)[:, :cols]
-        served = dequantize(codes, scale, grid.block)
-        out[start : start + step] = torch.where(bad, rows.to(torch.bfloat16), served)
+    for rows, blocks in Blockwise(*block).grid(source.shape).strips(_ELEMENTS_AT_ONCE):
+        codes, scale, bad = quantize_strip(source[rows], block, pow2_scale, round_to_bf16)
+        is_kept = _spread(bad, block, codes.shape)
+        if target.dtype == FP8_DTYPE:  # FP8 has no `where`; bytes do
+            out = target[rows].view(torch.uint8)
+            out.copy_(torch.where(is_kept, out, codes.view(torch.uint8)))
+        else:
+            served = dequantize(codes, scale, block)
+            target[rows] = torch.where(is_kept, source[rows].bfloat16(), served)
+        weight_scale[blocks] = torch.where(bad, weight_scale[blocks], scale)
+        nonfinite[blocks] = bad
 
 
-def quantize_block_row(
-    rows: torch.Tensor, block_k: int, pow2_scale: bool, round_to_bf16: bool
+def quantize_strip(
+    source: torch.Tensor, block: BlockSize, pow2_scale: bool, round_to_bf16: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One row of blocks: `rows` [n <= block_n, K] in, codes [n, K] e4m3fn, scales [ceil(K /
-    block_k)] FP32 and not-finite flags [ceil(K / block_k)] out; no device sync.
+    """Codes [n, K] e4m3fn of some rows of blocks [n, K], their scales FP32 and not-finite flags
+    [ceil(n / block_n), ceil(K / block_k)]; no device sync.
 
     Codes and scale of a flagged block mean nothing. Overflow of the BF16 step (|x| >= 3.3962e38)
     counts as not finite.
     """
-    cols = rows.shape[1]
-    blocks = ceil_div(cols, block_k)
-    x = _widen(rows, round_to_bf16)  # [n, K]
-    # amax over the rows first, so that only this vector is padded, never the weight.
-    amax = x.abs().amax(0)  # [K], NaN survives
-    amax = torch.nn.functional.pad(amax, (0, blocks * block_k - cols))
-    amax = amax.view(blocks, block_k).amax(1)  # [blocks]
+    (n, cols), (block_n, block_k) = source.shape, block
+    down, across = ceil_div(n, block_n), ceil_div(cols, block_k)
+    x = source.bfloat16().float() if round_to_bf16 else source.float()  # [n, K]
+    padding = (0, across * block_k - cols, 0, down * block_n - n)  # zeros: no largest magnitude
+    blocks = torch.nn.functional.pad(x, padding).view(down, block_n, across, block_k)
+    amax = blocks.abs().amax((1, 3))  # NaN survives
     scale_inv = amax_to_scale_inv(amax, pow2_scale)
-    per_column = scale_inv.repeat_interleave(block_k)[:cols]  # [K]
-    return _encode(x, per_column), scale_inv, ~amax.isfinite()
+    quotient = x / _spread(scale_inv, block, x.shape)
+    return quotient.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE), scale_inv, ~amax.isfinite()
 
 
-def quantize_channels(
-    rows: torch.Tensor, pow2_scale: bool, round_to_bf16: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows [n, K] in, codes [n, K], one scale and one flag per row [n] out; else as above."""
-    x = _widen(rows, round_to_bf16)  # [n, K]
-    amax = x.abs().amax(1)  # [n]
-    scale = amax_to_scale_inv(amax, pow2_scale)
-    return _encode(x, scale[:, None]), scale, ~amax.isfinite()
-
-
-def _widen(x: torch.Tensor, round_to_bf16: bool) -> torch.Tensor:
-    return x.to(torch.bfloat16).float() if round_to_bf16 else x.float()
-
-
-def _encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
+def _spread(of_blocks: torch.Tensor, block: BlockSize, shape: Sequence[int]) -> torch.Tensor:
+    """What the values of a block share, for each of them: [ceil(N / block_n), ceil(K / block_k)] to [N, K]."""
+    by_row = of_blocks.repeat_interleave(block[0], 0)[: shape[0]]
+    return by_row.repeat_interleave(block[1], 1)[:, : shape[1]]
 
 
 def amax_to_scale_inv(amax: torch.Tensor, pow2_scale: bool) -> torch.Tensor:

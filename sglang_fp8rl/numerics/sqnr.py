@@ -30,16 +30,9 @@ class SignalAndNoise:
 
 
 def sqnr_db(reference: torch.Tensor, approx: torch.Tensor) -> float:
-    """`10 · log10(Σ reference² / Σ (reference - approx)²)` in dB, summed in FP64.
+    """`10 · log10(Σ reference² / Σ (reference - approx)²)` in dB, as torchao's `compute_error`.
 
-    The definition of torchao's `compute_error`. Equal tensors give `inf` (two zero tensors too);
-    a zero reference with noise gives `-inf`; a NaN anywhere gives NaN.
-
-    Args:
-        reference, approx: same shape, any float dtype (FP8 as dequantized values).
-
-    Raises:
-        ValueError: the shapes differ (broadcasting would hide a mistake).
+    A NaN anywhere gives NaN. Raises `ValueError` if the shapes differ: broadcasting would hide a mistake.
     """
     if reference.shape != approx.shape:
         raise ValueError(f"sqnr_db: shapes {list(reference.shape)} and {list(approx.shape)} differ")

@@ -7,15 +7,15 @@ part of and an offset, never by address, so a table outlives the bucket it was m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import torch
 
-from .cast import FP8_DTYPE
 from .grid import ceil_div
+from .reference import FP8_DTYPE
 
 BlockSize = tuple[int, int]
 
@@ -34,39 +34,31 @@ class Dtype(IntEnum):
 
     FP32 = 0
     BF16 = 1
-    FP16 = 2  # of a source, and only on a GPU
-    FP8 = 3  # codes
+    FP8 = 2  # codes
 
 
 DTYPES = {torch.float32: Dtype.FP32, torch.bfloat16: Dtype.BF16}
-SOURCES = {**DTYPES, torch.float16: Dtype.FP16, FP8_DTYPE: Dtype.FP8}
+SOURCES = {**DTYPES, FP8_DTYPE: Dtype.FP8}
+# Dtypes of the source and of the destination.
+_TAKEN: dict[Kind, tuple[Collection[torch.dtype], Collection[torch.dtype]]] = {
+    Kind.CAST: (DTYPES, (FP8_DTYPE,)),
+    Kind.COPY: (DTYPES, DTYPES),
+    Kind.SCALES: ((torch.float32,), (torch.float32,)),
+    Kind.CODES: ((FP8_DTYPE,), (FP8_DTYPE,)),
+}
 
-PIECE = np.dtype(
-    [
-        ("kind", np.int64),
-        ("source_dtype", np.int64),
-        ("source", np.int64),  # position of the tensor that was sent
-        ("source_offset", np.int64),  # bytes
-        ("source_stride", np.int64),  # elements, between rows
-        ("destination", np.int64),  # address
-        ("destination_dtype", np.int64),
-        ("destination_stride", np.int64),
-        ("scales", np.int64),  # address
-        ("scales_stride0", np.int64),
-        ("scales_stride1", np.int64),
-        ("rows", np.int64),
-        ("cols", np.int64),
-        ("block_n", np.int64),
-        ("block_k", np.int64),
-        ("flags", np.int64),  # offset of its first flag
-        ("flag_cols", np.int64),
-    ]
-)
-
-
-# The fields of `PIECE` that say what is written: those before the flags.
-ROW_FIELDS = len(PIECE.names or ()) - 2
-Row = tuple[int, ...]
+# A source is the position of a tensor that was sent and bytes in it, destination and scales are addresses;
+# strides count elements. The last two are the flags' layout: where they begin, and how many to a row.
+_FIELDS = (
+    "kind", "source_dtype", "source", "source_offset", "source_stride",
+    "destination", "destination_dtype", "destination_stride",
+    "scales", "scales_stride0", "scales_stride1",
+    "rows", "cols", "block_n", "block_k",
+    "flags", "flag_cols",
+)  # fmt: skip
+PIECE = np.dtype([(name, np.int64) for name in _FIELDS])
+# Those that `Piece.row` gives.
+ROW_FIELDS = len(_FIELDS) - 2
 
 # Flags of codes and their scales.
 BAD_SCALE, NAN_CODE = 1, 2
@@ -104,24 +96,18 @@ class Piece:
     def fits(self) -> bool:
         """Whether the kernels take it: rows contiguous, and dtypes that they know."""
         view, destination = self.view, self.destination
-        sources: dict = SOURCES if view.is_cuda else DTYPES
-        known: dict = DTYPES if self.what is Kind.COPY else {FP8_DTYPE: 0}
-        if self.what is Kind.CODES:
-            sources = known
-        elif self.what is Kind.SCALES:
-            sources = known = {torch.float32: 0}
+        sources, destinations = _TAKEN[self.what]
         return (
             view.dim() == destination.dim() == 2
             and view.shape == destination.shape
             and view.numel() > 0
             and view.dtype in sources
-            and destination.dtype in known
-            and (view.stride(1) == 1 or view.shape[1] == 1)
-            and (destination.stride(1) == 1 or view.shape[1] == 1)
+            and destination.dtype in destinations
+            and (view.stride(1) == destination.stride(1) == 1 or view.shape[1] == 1)
         )
 
-    def row(self) -> Row:
-        """Itself as numbers."""
+    def row(self) -> tuple[int, ...]:
+        """Itself as numbers, the first `ROW_FIELDS` of `PIECE`."""
         view, destination, scales = self.view, self.destination, self.scales
         stride0, stride1 = scales.stride() if scales is not None else (0, 0)
         return (
@@ -140,11 +126,6 @@ class Widths:
     copied: frozenset[int] = frozenset()
     blockwise: frozenset[int] = frozenset()
     per_channel: frozenset[int] = frozenset()
-
-
-def as_rows(rows: Sequence[Row]) -> np.ndarray:
-    """int64 [pieces, `ROW_FIELDS`]."""
-    return np.array(rows, np.int64).reshape(-1, ROW_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -169,7 +150,8 @@ class CastTable:
             for tensor in (piece.destination, piece.scales):
                 if tensor is not None:
                     owners[tensor.untyped_storage()._cdata] = tensor
-        return cls.of_rows(as_rows([piece.row() for piece in pieces]), tuple(owners.values()))
+        rows = np.array([piece.row() for piece in pieces], np.int64).reshape(-1, ROW_FIELDS)
+        return cls.of_rows(rows, tuple(owners.values()))
 
     @classmethod
     def of_rows(cls, rows: np.ndarray, owners: tuple[torch.Tensor, ...]) -> CastTable:
@@ -178,9 +160,9 @@ class CastTable:
         Args:
             rows: int64 [pieces, `ROW_FIELDS`].
         """
-        table = np.zeros(len(rows), PIECE)
-        for name, column in zip(PIECE.names or (), rows.T, strict=False):
-            table[name] = column
+        columns = np.zeros((len(rows), len(_FIELDS)), np.int64)
+        columns[:, :ROW_FIELDS] = rows
+        table = columns.view(PIECE).reshape(-1)
         kind = table["kind"]
         per_row = (kind == Kind.COPY) | (kind == Kind.SCALES)
         heights = np.where(per_row, table["rows"], ceil_div(table["rows"], table["block_n"]))
@@ -191,11 +173,6 @@ class CastTable:
         table["flags"] = np.where(kind == Kind.CODES, starts - heights, starts)
         table["flag_cols"] = widths
         return cls(table, int(counts.sum()), owners)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the table itself."""
-        return int(self.pieces.nbytes)
 
     def flags_of(self, flags: np.ndarray, piece: int) -> np.ndarray:
         """The flags of one piece, [row blocks, column blocks]; [rows, 1] of a copy."""

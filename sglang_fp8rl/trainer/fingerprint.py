@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ..numerics.fingerprint import (
     scaled_number,
     seed_of,
 )
-from ..numerics.grid import BlockGrid, Blockwise
+from ..numerics.grid import Blockwise
 from ..wire.fingerprint import Fingerprint, Number, form_of
 from ..wire.plan import FP8, UNUSED, RefitPlan, TensorPlan
 from ..wire.sent_names import one_by_one
@@ -77,7 +78,6 @@ class Fingerprinter:
     def __init__(self, plan: RefitPlan) -> None:
         self.plan = plan
         self._numbers: dict[str, Number] = {}
-        self._scales: dict[str, int] = {}
 
     def add(self, name: str, tensor: Any) -> None:
         """One tensor as it would be sent. Raises as `fingerprint_of`."""
@@ -97,24 +97,23 @@ class Fingerprinter:
             RefitError: two replicas differ.
         """
         known = self._numbers.get(name)
-        if number.numel is None and known is not None and number != known:
+        if known is not None and number.numel is not None:
+            number = known + number
+        elif known is not None and known != number:
             raise RefitError(
                 name,
                 f"{known.value:016x} and {number.value:016x}",
                 "two ranks that hold all of a tensor hold the same",
                 "Look at the trainer's own replicas.",
             )
-        is_first = known is None or number.numel is None
-        self._numbers[name] = number if is_first or known is None else known + number
+        self._numbers[name] = number
 
     def fingerprint(self, source: str) -> Fingerprint:
         """What was added so far. The number of a part of a tensor says so in its `numel`."""
         numbers = {}
         for name, number in self._numbers.items():
-            shape = self.plan.of(name).shape
-            is_whole = number.numel is None or number.numel == math.prod(shape or ())
-            value = (number.value + self._scales.get(name, 0)) & MASK
-            numbers[name] = Number(number.form, value, None if is_whole else number.numel)
+            is_whole = number.numel == math.prod(self.plan.of(name).shape or ())
+            numbers[name] = replace(number, numel=None) if is_whole else number
         return Fingerprint(source, numbers)
 
     def _add(self, name: str, tensor: Any) -> None:
@@ -126,10 +125,9 @@ class Fingerprinter:
             return
         piece = piece_of(name, tensor)
         if weight is not None:
-            scales = box_number(
-                piece.local, piece.full_shape, piece.start, seed_of(weight, "scale")
-            )
-            self._scales[weight] = self._scales.get(weight, 0) + scales
+            seed = seed_of(weight, "scale")
+            value = box_number(piece.local, piece.full_shape, piece.start, seed)
+            self.count(weight, Number(_form_of(entry), value, 0))
             return
         if entry.shape is not None and piece.full_shape != entry.shape:
             raise RefitError(
@@ -138,52 +136,35 @@ class Fingerprinter:
                 f"the server takes the full, unsharded {entry.shape}",
                 "Describe a shard with LocalShard or a DTensor.",
             )
-        form, value = _number_of(entry, piece, self.plan)
-        self.count(name, Number(form, value, piece.local.numel()))
+        self.count(name, _number_of(entry, piece, self.plan))
 
     def _weight_of_scale(self, name: str) -> str | None:
         if name in self.plan.tensors:
             return None
-        for suffix in _SCALE_SUFFIXES:
-            weight = name.removesuffix(suffix)
-            if weight != name and weight in self.plan.tensors:
-                return weight
-        return None
+        weights = (name.removesuffix(suffix) for suffix in _SCALE_SUFFIXES)
+        return next((one for one in weights if one != name and one in self.plan.tensors), None)
 
 
-def _number_of(entry: TensorPlan, piece: Piece, plan: RefitPlan) -> tuple[str, int]:
-    """Form and number of a piece as the server would store it."""
+def _number_of(entry: TensorPlan, piece: Piece, plan: RefitPlan) -> Number:
+    """Of a piece as the server would store it; of one that is FP8 already, without its scales."""
     name, local, block = entry.name, piece.local, entry.block_size
     if block is None:
-        dtype = getattr(torch, entry.dtype)
-        served = local.to(dtype)
-        return form_of(entry.dtype), plain_number(name, served, piece.full_shape, piece.start)
-    form = form_of(FP8, block)
-    if local.dtype == FP8_DTYPE:  # its scales come by their own name
-        return form, plain_number(name, local, piece.full_shape, piece.start)
-    if not _is_on_blocks(piece, block):
-        raise RefitError(
-            name,
-            f"a shard of shape {piece.shape} at {piece.start} of {piece.full_shape}",
-            f"it starts or ends inside a block of {list(block)}, whose scale needs values of "
-            "another rank",
-            "Gather it first, or shard on multiples of the block.",
-        )
-    value = 0
-    for start, matrix in _matrices(piece) if local.numel() else ():
-        codes, scales = quantize(matrix, Blockwise.of(block), name=name, **plan.rounding)
-        value += scaled_number(name, codes, scales, piece.full_shape, start, block)
-    return form, value & MASK
+        served = local.to(getattr(torch, entry.dtype))
+        value = plain_number(name, served, piece.full_shape, piece.start)
+    elif local.dtype == FP8_DTYPE:
+        value = plain_number(name, local, piece.full_shape, piece.start)
+    else:
+        granularity, start = Blockwise.of(block), piece.start
+        piece.check_on_blocks(name, granularity.grid(piece.full_shape))
+        value = 0
+        for expert, matrix in enumerate(local if local.dim() == 3 else [local]):
+            if local.dim() == 3:
+                start = (piece.start[0] + expert, *piece.start[1:])
+            if matrix.numel():
+                codes, scales = quantize(matrix, granularity, name=name, **plan.rounding)
+                value += scaled_number(name, codes, scales, piece.full_shape, start, block)
+    return Number(_form_of(entry), value & MASK, local.numel())
 
 
-def _matrices(piece: Piece) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    if piece.local.dim() != 3:
-        yield piece.start, piece.local
-        return
-    for expert, matrix in enumerate(piece.local):
-        yield (piece.start[0] + expert, *piece.start[1:]), matrix
-
-
-def _is_on_blocks(piece: Piece, block: tuple[int, int]) -> bool:
-    rows, columns = piece.full_shape[-2:]
-    return BlockGrid((rows, columns), block).is_whole(piece.start[-2:], piece.shape[-2:])
+def _form_of(entry: TensorPlan) -> str:
+    return form_of(entry.dtype if entry.block_size is None else FP8, entry.block_size)

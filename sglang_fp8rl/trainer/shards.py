@@ -62,8 +62,8 @@ class Piece:
         return tuple(self.local.shape)
 
     def check_on_blocks(self, name: str, grid: BlockGrid) -> None:
-        """Raises `RefitError` if the box starts or ends inside a scale block of the full matrix."""
-        if not grid.is_whole(self.start, self.shape):
+        """Raises `RefitError` if the box starts or ends inside a scale block of the full matrix, or of each."""
+        if not grid.is_whole(self.start[-2:], self.shape[-2:]):
             raise RefitError(
                 name,
                 f"a shard of shape {self.shape} at {self.start} of {self.full_shape}",

@@ -7,10 +7,10 @@ dtype it is served in and, for FP8, what shares one scale.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..errors import RefitError
+from ..errors import MAX_LISTED, RefitError
 
 FINGERPRINT_PATH = "/fp8rl/fingerprint"
 FINGERPRINT_FORMAT = "sglang-fp8rl/fingerprint"
@@ -117,23 +117,17 @@ class Verification:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON types only."""
-        return {
-            "ok": self.ok,
-            "compared": self.compared,
-            "differing": dict(self.differing),
-            "missing": dict(self.missing),
-            "unproven": dict(self.unproven),
-        }
+        return {"ok": self.ok, **asdict(self)}
 
     def check(self, subject: str) -> None:
         """Raises `RefitError` with the names, if anything differs or is missing."""
         if self.ok:
             return
         lines = [f"{name}: {text}" for name, text in {**self.differing, **self.missing}.items()]
-        more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
+        more = f" and {len(lines) - MAX_LISTED} more" if len(lines) > MAX_LISTED else ""
         raise RefitError(
             subject,
-            "; ".join(lines[:8]) + more,
+            "; ".join(lines[:MAX_LISTED]) + more,
             "what is served is what was sent, byte for byte",
             "Send these tensors again, and verify again.",
         )
@@ -145,42 +139,32 @@ def compare(served: Fingerprint, other: Fingerprint, *, partial: bool = False) -
     Args:
         partial: `other` names only a part of the model; what it leaves out is not missing.
     """
-    differing = {name: f"{served.source}: {text}" for name, text in served.differing.items()}
-    for name, text in other.differing.items():
-        differing.setdefault(name, f"{other.source}: {text}")
-    unproven = {**other.unproven, **served.unproven}
+    differing, unproven = {}, {**other.unproven, **served.unproven}
+    for side in (other, served):  # of a name in both, what the server says
+        differing.update({name: f"{side.source}: {text}" for name, text in side.differing.items()})
     missing, compared = {}, 0
-    for name in sorted(served.numbers.keys() | other.numbers.keys()):
-        if name in unproven:
-            continue
+    for name in sorted((served.numbers.keys() | other.numbers.keys()) - unproven.keys()):
         ours, theirs = served.numbers.get(name), other.numbers.get(name)
-        if ours is None or theirs is None:
-            absent = served if ours is None else other
-            if not (partial and absent is other):
-                missing[name] = f"not in {absent.source}"
+        if ours is None:
+            missing[name] = f"not in {served.source}"
+        elif theirs is None:
+            if not partial:
+                missing[name] = f"not in {other.source}"
         elif theirs.numel is not None:
             unproven[name] = f"{other.source} has {theirs.numel} values of it, not all"
         elif ours.form != theirs.form:
             unproven[name] = (
-                f"{ours.form} in {served.source}, {theirs.form} in {other.source}: other bytes by "
-                "design"
+                f"{ours.form} in {served.source}, {theirs.form} in {other.source}: other bytes by design"
             )
         else:
             compared += 1
             if ours.value != theirs.value:
-                differing.setdefault(
-                    name, f"{served.source} and {other.source} have other bytes ({ours.form})"
-                )
+                text = f"{served.source} and {other.source} have other bytes ({ours.form})"
+                differing.setdefault(name, text)
     if partial:
         # What is no name of the checkpoint is derived from some.
-        differing = {
-            name: text
-            for name, text in differing.items()
-            if name in other.numbers or name not in served.numbers
-        }
-        unproven = {
-            name: text
-            for name, text in unproven.items()
-            if name in other.numbers or name in other.unproven
-        }
+        left_out = served.numbers.keys() - other.numbers.keys()
+        differing = {name: text for name, text in differing.items() if name not in left_out}
+        sent = other.numbers.keys() | other.unproven.keys()
+        unproven = {name: text for name, text in unproven.items() if name in sent}
     return Verification(compared, differing, missing, unproven)

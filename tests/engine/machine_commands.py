@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from by_definition import quantize_blockwise
 from commands import begin, end, send, status, update_from_disk
 from fingerprint_commands import fingerprint
 from models import MODELS
 
 from sglang_fp8rl.lab.testing.checkpoints import perturbed
-from sglang_fp8rl.numerics.reference import quantize_blockwise
 from sglang_fp8rl.wire import layout_text
 from sglang_fp8rl.wire.bucket import flatten, serialize
 

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Sequence
 
 import torch
+from by_definition import quantize_blockwise
 from machine_commands import FP8_NAMES, NAMES, Step, version
 
 from sglang_fp8rl.numerics.fingerprint import plain_number, scaled_number
-from sglang_fp8rl.numerics.reference import quantize_blockwise
 
 BLOCK = (128, 128)
 Stored = tuple[torch.Tensor, ...]  # codes and scales, or one tensor in BF16

@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+from by_definition import quantize_blockwise, quantize_per_channel
 from commands import (
     addresses,
     begin,
@@ -27,7 +28,6 @@ from packaging.version import Version
 from pool import as_param, engine_key
 
 from sglang_fp8rl.lab.testing.checkpoints import BLOCK_FP8_CONFIG, save_checkpoint
-from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 
 QUANTIZE = {"blockwise": quantize_blockwise, "per_channel": quantize_per_channel}
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from by_definition import quantize_blockwise
 from commands import digests
 from engine_host import EngineHost
 from exported import exported
@@ -18,7 +19,7 @@ from sglang_fp8rl.cli import app
 from sglang_fp8rl.errors import ConfigError, QuantizationError
 from sglang_fp8rl.lab.export import INDEX_NAME, export_checkpoint
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
-from sglang_fp8rl.numerics.reference import dequantize, quantize_blockwise
+from sglang_fp8rl.numerics import dequantize
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("plans_in_forks")]
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from by_definition import quantize_blockwise, quantize_per_channel
 from commands import digests, parameter, status, update
 from engine_host import EngineHost
 from models import MODELS, checkpoint
 from pool import engine_key, on, runs_on
-
-from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 
 pytestmark = pytest.mark.engine
 

@@ -17,12 +17,12 @@ from _served import (
     served,
     weights,
 )
+from by_definition import quantize_blockwise
 from models import checkpoint
 
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.lab.testing.checkpoints import quantized
 from sglang_fp8rl.lab.testing.outputs import differences
-from sglang_fp8rl.numerics.reference import quantize_blockwise
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ...config import Options
-from ...errors import RefitError
-from ...numerics.fingerprint import MASK, is_on_blocks, plain_number, scaled_number
-from ...numerics.grid import ScaleGranularity, granularity_of
+from ...errors import Fp8RlError
+from ...numerics.fingerprint import MASK, plain_number, scaled_number
+from ...numerics.grid import granularity_of
 from ...wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Number, compare, form_of
 from ...wire.plan import FP8
 from ..extension import Extension
@@ -27,11 +27,8 @@ from ..host.request_checks import check_weights_are_there
 from ..host.status import internal_states, not_served, refused, replica_of
 from ..interception.writes import Region
 from ..model.landings import Known
-from ..model.parameters import Target, matrices
+from ..model.parameters import Target
 from ..refit import ModelRefit
-
-_TAKEN_APART = "its loader does more than copy boxes of it"
-_MOVING = "SGLang may move its experts while it serves"
 
 
 @dataclass(frozen=True)
@@ -62,11 +59,10 @@ class Held:
 
 @dataclass
 class Rank:
-    """What one rank brings; `error` if it could not read its part."""
+    """What one rank brings: of each name what it holds, and derived weights that were stale."""
 
     held: dict[str, Held] = field(default_factory=dict)
     stale: list[str] = field(default_factory=list)
-    error: str = ""
 
 
 def rank_of(refit: ModelRefit) -> Rank:
@@ -83,73 +79,40 @@ def rank_of(refit: ModelRefit) -> Rank:
 
 
 def fingerprint_of_ranks(ranks: Sequence[Rank]) -> Fingerprint:
-    """The fingerprint of a model over all its ranks.
-
-    Raises:
-        RefitError: one could not read its part.
-    """
-    failed = [f"tp_rank {rank}: {one.error}" for rank, one in enumerate(ranks) if one.error]
-    if failed:
-        raise RefitError(
-            "the fingerprint",
-            "; ".join(failed),
-            "every rank reads what it holds",
-            "The server's log says more.",
-        )
-    found = joined([one.held for one in ranks])
-    differing = dict(found.differing)
-    for rank, one in enumerate(ranks):
-        for place in one.stale:
-            differing.setdefault(
-                place,
-                f"on tp_rank {rank} it was not what SGLang derives from the weights that are served; "
-                "it has been derived again",
-            )
-    return Fingerprint("server", found.numbers, differing, found.unproven)
-
-
-def joined(ranks: Sequence[Mapping[str, Held]]) -> Fingerprint:
-    """One fingerprint from those of all ranks.
-
-    Args:
-        ranks: name to what that rank holds of it, by rank.
-    """
+    """The fingerprint of a model over all its ranks: every box once, its replicas compared."""
     numbers: dict[str, Number] = {}
     differing: dict[str, str] = {}
     unproven: dict[str, str] = {}
-    for name in dict.fromkeys(name for rank in ranks for name in rank):
-        held = [(rank, one[name]) for rank, one in enumerate(ranks) if name in one]
-        reason = next((f"tp_rank {rank}: {one.reason}" for rank, one in held if one.reason), "")
+    for name in dict.fromkeys(name for rank in ranks for name in rank.held):
+        held = {at: rank.held[name] for at, rank in enumerate(ranks) if name in rank.held}
         boxes, difference = _distinct(held)
-        forms = {form for form, _ in boxes}
-        total = math.prod(held[0][1].shape)
-        count = sum(box.numel for _, box in boxes)
-        if reason or len(forms) > 1 or count != total:
-            unproven[name] = reason or (
-                f"served in several forms: {', '.join(sorted(forms))}"
-                if len(forms) > 1
-                else f"the parts that ranks hold have {count} values, the tensor has {total}"
-            )
+        reason = _why_unproven(held, boxes)
+        if reason:
+            unproven[name] = reason
             continue
-        value = sum(one.value for one in boxes.values()) & MASK
-        numbers[name] = Number(next(iter(forms)), value)
+        form = next(form for form, _ in boxes)
+        numbers[name] = Number(form, sum(one.value for one in boxes.values()) & MASK)
         if difference:
             differing[name] = difference
+    for at, rank in enumerate(ranks):
+        for place in rank.stale:
+            differing.setdefault(
+                place,
+                f"on tp_rank {at} it was not what SGLang derives from the weights that are served; "
+                "it has been derived again",
+            )
     return Fingerprint("server", numbers, differing, unproven)
 
 
-def _distinct(
-    held: Sequence[tuple[int, Held]],
-) -> tuple[dict[tuple[str, Region], HeldBox], str]:
+def _distinct(held: dict[int, Held]) -> tuple[dict[tuple[str, Region], HeldBox], str]:
     """Every box once, and in words where a replica of one is not like the first."""
     boxes: dict[tuple[str, Region], HeldBox] = {}
     holders: dict[tuple[str, Region], int] = {}
     differences = []
-    for rank, one in held:
+    for rank, one in held.items():
         for box in one.boxes:
             key = (box.form, box.box)
-            first = boxes.setdefault(key, box)
-            holder = holders.setdefault(key, rank)
+            first, holder = boxes.setdefault(key, box), holders.setdefault(key, rank)
             if first.value != box.value:
                 differences.append(
                     f"tp_rank {rank} ({box.place}) and tp_rank {holder} ({first.place}) hold other "
@@ -158,25 +121,34 @@ def _distinct(
     return boxes, "; ".join(differences)
 
 
+def _why_unproven(held: dict[int, Held], boxes: dict[tuple[str, Region], HeldBox]) -> str:
+    """Why these boxes make no number of the tensor; empty where they do."""
+    for rank, one in held.items():
+        if one.reason:
+            return f"tp_rank {rank}: {one.reason}"
+    forms = {form for form, _ in boxes}
+    if len(forms) > 1:
+        return f"served in several forms: {', '.join(sorted(forms))}"
+    count = sum(box.numel for _, box in boxes)
+    total = math.prod(next(iter(held.values())).shape)
+    if count != total:
+        return f"the parts that ranks hold have {count} values, the tensor has {total}"
+    return ""
+
+
 def _held(name: str, known: Known, options: Options) -> Held:
     held = Held(known.shape, reason="" if known.landings else known.reason)
-    seen = set()
-    for landing in known.landings:
-        for box, region in zip(landing.boxes, landing.regions, strict=True):
-            key = (id(landing.target), box, region)
-            if key in seen:
-                continue
-            seen.add(key)
-            if box is None or region is None:
-                held.reason = _TAKEN_APART
-            elif not landing.target.is_repeatable:
-                held.reason = _MOVING
-            else:
-                found = _number(name, known.shape, landing.target, box, region, options)
-                if isinstance(found, str):
-                    held.reason = found
-                else:
-                    held.boxes.append(found)
+    places = {
+        (id(landing.target), box, region): landing.target
+        for landing in known.landings
+        for box, region in zip(landing.boxes, landing.regions, strict=True)
+    }
+    for (_, box, region), target in places.items():
+        found = _number(name, known.shape, target, box, region, options)
+        if isinstance(found, str):
+            held.reason = found
+        else:
+            held.boxes.append(found)
     return held
 
 
@@ -184,44 +156,29 @@ def _number(
     name: str,
     shape: tuple[int, ...],
     target: Target,
-    box: Region,
-    region: Region,
+    box: Region | None,
+    region: Region | None,
     options: Options,
 ) -> HeldBox | str:
     """The box's number, or why it has none."""
-    if _without_ones(box.shape) != _without_ones(region.shape):
-        return _TAKEN_APART
-    served = target.parameter.data[_slices(region)]
+    if box is None or region is None or _without_ones(box.shape) != _without_ones(region.shape):
+        return "its loader does more than copy boxes of it"
+    if not target.is_repeatable:
+        return "SGLang may move its experts while it serves"
+    here = (slice(at, at + n) for at, n in zip(region.start, region.shape, strict=True))
+    served = target.parameter.data[tuple(here)].reshape(box.shape)
     if not target.is_fp8:
         form = form_of(str(served.dtype).removeprefix("torch."))
-        value = plain_number(name, served.reshape(box.shape), shape, box.start)
-        return HeldBox(form, box, value, target.name)
+        return HeldBox(form, box, plain_number(name, served, shape, box.start), target.name)
     granularity = granularity_of(target.granularity, options.weight_block_size)
     block = granularity.block(target.parameter.shape)
-    if not is_on_blocks(box.start, block):
-        return "it starts inside a block of the tensor it is a part of"
-    value = 0
     try:
-        for start, codes, scales in _matrices(name, target, box, region, granularity):
-            value += scaled_number(name, codes, scales, shape, start, block)
-    except RefitError as error:  # of what no cast would write either
+        scales = torch.stack(target.scales_of(name, region, granularity))  # [matrices, …]
+        scales = scales.reshape(*box.shape[:-2], *scales.shape[1:])
+        value = scaled_number(name, served, scales, shape, box.start, block)
+    except Fp8RlError as error:  # of what no cast would write either
         return error.rule
-    return HeldBox(form_of(FP8, block), box, value & MASK, target.name)
-
-
-def _matrices(
-    name: str, target: Target, box: Region, region: Region, granularity: ScaleGranularity
-) -> Iterator[tuple[tuple[int, ...], torch.Tensor, torch.Tensor]]:
-    """Where each matrix of the box starts, its codes and its scales."""
-    codes = matrices(target.parameter.data[_slices(region)])
-    scales = target.scales_of(name, region, granularity)
-    for expert, (one, of_one) in enumerate(zip(codes, scales, strict=True)):
-        start = (box.start[0] + expert, *box.start[1:]) if len(box.start) == 3 else box.start
-        yield start, one, of_one
-
-
-def _slices(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(at, at + size) for at, size in zip(region.start, region.shape, strict=True))
+    return HeldBox(form_of(FP8, block), box, value, target.name)
 
 
 def _without_ones(shape: tuple[int, ...]) -> list[int]:
@@ -278,8 +235,9 @@ class Fingerprints(Extension):
     def answer(refit: Any, scheduler: Any) -> dict[str, Any]:
         boundary = Boundary(scheduler.weight_updater.tp_cpu_group)
         own = boundary.step(_read, refit, scheduler.weight_updater)
-        ranks = boundary.gathered(own or Rank(error=" | ".join(boundary.errors)))
-        return boundary.step(_answer, ranks, scheduler) or {_ERROR: " | ".join(boundary.errors)}
+        ranks, failures = boundary.gathered(own), boundary.failures()
+        found = None if failures else boundary.step(_answer, ranks, scheduler)
+        return found or {_ERROR: " | ".join(failures or boundary.errors)}
 
 
 def _read(refit: ModelRefit, manager: Any) -> Rank:

@@ -4,11 +4,13 @@ It has to be in an installed package: in Python 3.11 a fork server does not see 
 `sys.path`, and a preload that it can't import is skipped in silence.
 """
 
+import torch
 from sglang.srt.entrypoints import http_server  # noqa: F401
 from sglang.srt.models.registry import ModelRegistry
 
 from ...engine.host import hooks  # noqa: F401
-from ...numerics import warmup
+from ...numerics.runners import warm_up
+from ...numerics.write_table import Widths
 
 ModelRegistry.get_supported_archs()
-warmup()
+warm_up(torch.device("cpu"), Widths())

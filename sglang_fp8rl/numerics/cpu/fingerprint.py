@@ -5,24 +5,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
-
 import numba
 import numpy as np
 import torch
 
 from ..fingerprint import keys
 from .jit import jit, pointer
+from .threads import by_rows
 
-# Below this, starting a thread costs more than it saves.
-_BYTES_PER_THREAD = 4 * 1024 * 1024
 _EIGHT = np.uint64(8)
-
-
-def reads(matrix: torch.Tensor, first_byte: int) -> bool:
-    """Whether this kernel takes it: any."""
-    return True
 
 
 def matrix_number(
@@ -46,20 +37,14 @@ def matrix_number(
     row_keys = keys(seed, row, rows)
 
     def work(first: int, end: int) -> int:
-        return rows_number(
-            address + first * stride, stride, nbytes, in_words, first_byte, row_keys[first:end],
-            column_keys,
-        )  # fmt: skip
+        here = address + first * stride
+        return int(
+            rows_number(
+                here, stride, nbytes, in_words, first_byte, row_keys[first:end], column_keys
+            )
+        )
 
-    parts = 1 + rows * nbytes // _BYTES_PER_THREAD
-    parts = min(threads or torch.get_num_threads(), parts, rows)
-    if parts <= 1:
-        return int(work(0, rows))
-    edges = [rows * part // parts for part in range(parts + 1)]
-    # A pool per call: one that is kept would hang in a forked child.
-    with ThreadPoolExecutor(parts - 1) as pool:
-        others = [pool.submit(work, *pair) for pair in pairwise(edges[1:])]
-        return int(work(edges[0], edges[1])) + sum(int(other.result()) for other in others)
+    return sum(by_rows(work, rows, nbytes // 2, 1, threads))
 
 
 @jit()

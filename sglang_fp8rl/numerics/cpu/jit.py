@@ -11,7 +11,8 @@ from typing import Any
 import numba
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
+from numba.np.numpy_support import as_dtype
 
 
 def jit(fastmath: Collection[str] = ()) -> Callable[[Callable], Any]:
@@ -55,6 +56,16 @@ def pointer(typing_context, address):
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), codegen
+
+
+def array_at(address, size, unit):
+    """The memory at an address as an array [size] of elements of the type that the number `unit` has."""
+
+
+@overload(array_at)
+def _overload_array_at(address, size, unit):
+    dtype = as_dtype(unit).type
+    return lambda address, size, unit: numba.carray(pointer(address), (size,), dtype)
 
 
 @intrinsic

@@ -1,6 +1,7 @@
 """Numba kernels of the CPU cast, on raw bits: NumPy has neither BF16 nor FP8.
 
-An FP32 source is uint32, a BF16 source uint16. Two passes over a strip of `block_n` rows by about
+An FP32 source is uint32, a BF16 source uint16. What is written says what is wanted: uint8 are codes, uint16
+what a server computes with, codes times scales in BF16. Two passes over a strip of `block_n` rows by about
 one page, so that the second finds it in the cache:
 
 - `amax` is an integer maximum over the magnitude bits. Rounding is monotonic, so only the amax is
@@ -22,7 +23,7 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-from .jit import fma, jit, pointer, prefetch
+from .jit import array_at, fma, jit, prefetch
 
 # Below it a remainder may have no exact FP32 number.
 SMALLEST_FMA_SCALE = np.float32(2.0**-92)
@@ -36,6 +37,13 @@ CORRECTED = np.int8(2)
 _HOW = np.zeros(128, np.int8)  # ulps to add to the reciprocal, or CORRECTED
 _HOW[list(RECIPROCAL_UP)], _HOW[list(RECIPROCAL_DOWN)], _HOW[list(NO_RECIPROCAL)] = 1, -1, CORRECTED
 CACHE_LINE = 64
+# Of each row, between the two passes. Times 128 rows it has to stay in the L2 cache.
+STRIP_BYTES = 4096
+# Constants of the rounding to BF16: half an ulp less one, the bit that breaks ties, bits to keep.
+BF16_STEP = tuple(map(np.uint32, (0x7FFF, 1, 0xFFFF0000)))
+NO_STEP = tuple(map(np.uint32, (0, 0, 0xFFFFFFFF)))
+# What tells Numba the type of elements: their bits, as the kernels read and write them.
+WIDE, SLIM, CODE = np.uint32(0), np.uint16(0), np.uint8(0)
 
 
 def _fp32_bits(x):
@@ -50,20 +58,23 @@ def _overload_fp32_bits(x):
 
 
 @jit()
-def _round(bits, half, odd, keep):
+def _round(bits, step):
+    half, odd, keep = step
     carry = np.uint32(np.uint32(bits >> np.uint32(16)) & odd)
     return np.uint32(np.uint32(np.uint32(bits + half) + carry) & keep)
 
 
-def _magnitude(x, half, odd, keep):
+def _magnitude(x, step):
     """Of a source element, as FP32, after the step to BF16, which BF16 has behind it."""
 
 
 @overload(_magnitude)
-def _overload_magnitude(x, half, odd, keep):
+def _overload_magnitude(x, step):
     if x == numba.types.uint32:  # one `and` takes what is rounded away and the sign
-        return lambda x, half, odd, keep: _float(_round(x, half, odd, keep & np.uint32(0x7FFFFFFF)))
-    return lambda x, half, odd, keep: _float(_fp32_bits(x) & np.uint32(0x7FFFFFFF))
+        return lambda x, step: _float(
+            _round(x, (step[0], step[1], step[2] & np.uint32(0x7FFFFFFF)))
+        )
+    return lambda x, step: _float(_fp32_bits(x) & np.uint32(0x7FFFFFFF))
 
 
 @jit()
@@ -103,7 +114,36 @@ def _code(y, x):
 
 
 @jit()
-def _reciprocal(amax, scale, round_keep, pow2_scale):
+def _served(y, scale, x):
+    """BF16 bits of `y` (as of `_code`) rounded to e4m3, times `scale`, with the sign of `x`."""
+    lowest = np.uint32(0x3C800000)  # 2**-6, the smallest normal e4m3
+    exponent = max(np.uint32(_bits(y) & np.uint32(0x7F800000)), lowest)
+    lift = _float(np.uint32(exponent + np.uint32(20 << 23)))
+    bits = _bits(np.float32(np.float32(np.float32(y + lift) - lift) * scale))
+    sign = np.uint32(_fp32_bits(x) & np.uint32(0x80000000))
+    return np.uint16(np.uint32(_round(bits, BF16_STEP) | sign) >> np.uint32(16))
+
+
+@jit()
+def _stored(y, scale, x, is_code):
+    """What is written for `y`: its code, or the value of that."""
+    return _code(y, x) if is_code else _served(y, scale, x)
+
+
+@jit()
+def _as_it_is(x, out):
+    """A row of a block that is not finite, in BF16."""
+    for c in range(x.size):
+        bits = np.uint32(_fp32_bits(x[c]))
+        if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+            bits |= np.uint32(0x00400000)  # a NaN stays one without its low bits
+        else:
+            bits = _round(bits, BF16_STEP)
+        out[c] = out.dtype.type(bits >> np.uint32(16))
+
+
+@jit()
+def _reciprocal(amax, scale, step, pow2_scale):
     """What `_encode` multiplies by instead of dividing by `scale`, or 0 where it has to divide.
 
     Negative: the product is corrected once by its own remainder.
@@ -113,7 +153,7 @@ def _reciprocal(amax, scale, round_keep, pow2_scale):
     an error of 2**-23 changes no code. In a tie, the side depends on two roundings, which have to
     fall as those of the quotient do; so it depends on the mantissa of amax and nothing else.
     """
-    if round_keep != np.uint32(0xFFFF0000) or scale < SMALLEST_FMA_SCALE:
+    if step[2] != np.uint32(0xFFFF0000) or scale < SMALLEST_FMA_SCALE:
         return np.float32(0.0)
     reciprocal = np.float32(1.0) / scale
     if pow2_scale:
@@ -125,22 +165,23 @@ def _reciprocal(amax, scale, round_keep, pow2_scale):
 
 
 @jit()
-def _encode(x, out, scale, reciprocal, round_half, round_odd, round_keep):
-    """Codes of a row of one block: those of `x / scale`, IEEE."""
+def _encode(x, out, scale, reciprocal, step):
+    """A row of one block: codes of `x / scale`, IEEE, or their values."""
+    is_code = out.itemsize == 1
     if reciprocal > np.float32(0.0):
         for c in range(x.size):
-            value = _magnitude(x[c], round_half, round_odd, round_keep)
-            out[c] = _code(np.float32(value * reciprocal), x[c])
+            value = _magnitude(x[c], step)
+            out[c] = _stored(np.float32(value * reciprocal), scale, x[c], is_code)
     elif reciprocal < np.float32(0.0):
         for c in range(x.size):
-            value = _magnitude(x[c], round_half, round_odd, round_keep)
+            value = _magnitude(x[c], step)
             quotient = np.float32(value * -reciprocal)
             remainder = fma(np.float32(-quotient), scale, value)
-            out[c] = _code(fma(remainder, -reciprocal, quotient), x[c])
+            out[c] = _stored(fma(remainder, -reciprocal, quotient), scale, x[c], is_code)
     else:
         for c in range(x.size):
-            value = _magnitude(x[c], round_half, round_odd, round_keep)
-            out[c] = _code(value / scale, x[c])
+            value = _magnitude(x[c], step)
+            out[c] = _stored(value / scale, scale, x[c], is_code)
 
 
 @jit()
@@ -155,52 +196,50 @@ def _scale(amax, pow2_scale):
 
 
 @jit()
-def cast_tiles(
-    source,
-    source_stride,
-    codes,
-    codes_stride,
-    scales,
-    scales_stride0,
-    scales_stride1,
-    nonfinite,
-    cols,
-    block_n,
-    block_k,
-    strip,
-    round_half,
-    round_odd,
-    round_keep,
-    pow2_scale,
-    row_start,
-    row_stop,
-):
-    """Cast whole rows of blocks, `row_start` (a multiple of `block_n`) to `row_stop`.
+def _fetch(address, nbytes):
+    for line in range(0, nbytes, CACHE_LINE):
+        prefetch(address + line)
 
-    `source` (uint32 or uint16), `codes` (uint8) and `scales` (float32) are flat; strides count
-    elements. `nonfinite` is uint8 [row blocks, column blocks]. At most `strip` blocks are done together.
+
+@jit()
+def cast_region(
+    source, source_unit, source_stride, target, target_unit, target_stride,
+    scales, scales_stride0, scales_stride1, nonfinite, rows, cols, block_n, block_k,
+    step, pow2_scale, row_start, row_stop,
+):  # fmt: skip
+    """Cast whole rows of blocks of a [rows, cols] region, `row_start` (a multiple of `block_n`) to `row_stop`.
+
+    Source, target (codes or their values), FP32 scales and uint8 flags [row blocks, column blocks] are
+    given by address, strides in elements; a unit is a number of the elements' type.
     """
     blocks = (cols + block_k - 1) // block_k
+    block_rows = (rows + block_n - 1) // block_n
+    x = array_at(source, (rows - 1) * source_stride + cols, source_unit)
+    out = array_at(target, (rows - 1) * target_stride + cols, target_unit)
+    scales_span = (block_rows - 1) * scales_stride0 + (blocks - 1) * scales_stride1 + 1
+    out_scales = array_at(scales, scales_span, np.float32(0))
+    flags = array_at(nonfinite, block_rows * blocks, np.uint8(0))
+    strip = max(1, STRIP_BYTES // (x.itemsize * block_k))
     across = (blocks + strip - 1) // strip
     strip = (blocks + across - 1) // across  # of about the same width each
     strips = across * ((row_stop - row_start + block_n - 1) // block_n)
     amaxes = np.zeros((2, strip), np.uint32)  # of this strip and of the next
     scale_of, reciprocal_of = np.empty(strip, np.float32), np.empty(strip, np.float32)
-    source_address, codes_address = source.ctypes.data, codes.ctypes.data
     row, first, height, count = row_start, 0, 0, 0
     for s in range(-1, strips):
         now, after = amaxes[s & 1], amaxes[(s + 1) & 1]
         after[:] = 0
         for i in range(count):
-            amax = _round(now[i], round_half, round_odd, round_keep)
+            amax = _round(now[i], step)
             # Unsigned, so a NaN that the rounding carries past 0x7fffffff is still above Inf.
             finite = amax < np.uint32(0x7F800000)
-            nonfinite[row // block_n, first + i] = not finite
+            flags[row // block_n * blocks + first + i] = not finite
             scale_of[i] = np.float32(0.0)
             if finite:
                 scale_of[i] = _scale(amax, pow2_scale)
-                reciprocal_of[i] = _reciprocal(amax, scale_of[i], round_keep, pow2_scale)
-                scales[row // block_n * scales_stride0 + (first + i) * scales_stride1] = scale_of[i]
+                reciprocal_of[i] = _reciprocal(amax, scale_of[i], step, pow2_scale)
+                at = row // block_n * scales_stride0 + (first + i) * scales_stride1
+                out_scales[at] = scale_of[i]
 
         next_row = row_start + (s + 1) // across * block_n
         next_first = (s + 1) % across * strip
@@ -212,44 +251,17 @@ def cast_tiles(
                     col = (next_first + i) * block_k
                     width = min(block_k, cols - col)
                     start = (next_row + r) * source_stride + col
-                    for line in range(0, width * source.itemsize, CACHE_LINE):
-                        prefetch(source_address + (start + source_stride) * source.itemsize + line)
-                    for line in range(0, width, CACHE_LINE):
-                        prefetch(codes_address + (next_row + r) * codes_stride + col + line)
-                    after[i] = _amax(source[start : start + width], after[i])
-                if i < count and r < height and scale_of[i] != np.float32(0.0):
+                    begin = (next_row + r) * target_stride + col
+                    _fetch(source + (start + source_stride) * x.itemsize, width * x.itemsize)
+                    _fetch(target + begin * out.itemsize, width * out.itemsize)
+                    after[i] = _amax(x[start : start + width], after[i])
+                if i < count and r < height:
                     col = (first + i) * block_k
                     width = min(block_k, cols - col)
-                    start, begin = (row + r) * source_stride + col, (row + r) * codes_stride + col
-                    x, out = source[start : start + width], codes[begin : begin + width]
-                    scale, reciprocal = scale_of[i], reciprocal_of[i]
-                    _encode(x, out, scale, reciprocal, round_half, round_odd, round_keep)
+                    start, begin = (row + r) * source_stride + col, (row + r) * target_stride + col
+                    values, to = x[start : start + width], out[begin : begin + width]
+                    if scale_of[i] != np.float32(0.0):
+                        _encode(values, to, scale_of[i], reciprocal_of[i], step)
+                    elif out.itemsize > 1:  # codes stay; what is computed with shows it
+                        _as_it_is(values, to)
         row, first, height, count = next_row, next_first, next_height, next_count
-
-
-@jit()
-def cast_region(
-    source, wide, source_stride, codes, codes_stride, scales, scales_stride0, scales_stride1,
-    nonfinite, rows, cols, block_n, block_k, strip_bytes, half, odd, keep, pow2_scale,
-    row_start, row_stop,
-):  # fmt: skip
-    """`cast_tiles` of a [rows, cols] region, given by addresses; `wide` says that it is FP32."""
-    block_rows, block_cols = (rows + block_n - 1) // block_n, (cols + block_k - 1) // block_k
-    span = (rows - 1) * source_stride + cols
-    codes_span = (rows - 1) * codes_stride + cols
-    scales_span = (block_rows - 1) * scales_stride0 + (block_cols - 1) * scales_stride1 + 1
-    out = numba.carray(pointer(codes), (codes_span,), np.uint8)
-    out_scales = numba.carray(pointer(scales), (scales_span,), np.float32)
-    flags = numba.carray(pointer(nonfinite), (block_rows, block_cols), np.uint8)
-    if wide:
-        cast_tiles(
-            numba.carray(pointer(source), (span,), np.uint32), source_stride, out, codes_stride,
-            out_scales, scales_stride0, scales_stride1, flags, cols, block_n, block_k,
-            max(1, strip_bytes // (4 * block_k)), half, odd, keep, pow2_scale, row_start, row_stop,
-        )  # fmt: skip
-    else:
-        cast_tiles(
-            numba.carray(pointer(source), (span,), np.uint16), source_stride, out, codes_stride,
-            out_scales, scales_stride0, scales_stride1, flags, cols, block_n, block_k,
-            max(1, strip_bytes // (2 * block_k)), half, odd, keep, pow2_scale, row_start, row_stop,
-        )  # fmt: skip

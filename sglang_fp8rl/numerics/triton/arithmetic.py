@@ -21,20 +21,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Kinds of source: FP32 comes as int32; BF16 and FP16 as int16.
-FP32, BF16, FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Kinds of source: FP32 comes as int32, BF16 as int16.
+FP32, BF16 = tl.constexpr(0), tl.constexpr(1)
 
 
 @triton.jit
 def fp32_bits(x, KIND: tl.constexpr):
     """FP32 bits (int32) of source bits."""
-    if KIND == FP32:
-        bits = x
-    elif KIND == BF16:
-        bits = x.to(tl.int32) << 16
-    else:
-        bits = x.to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    return bits
+    return x if KIND == FP32 else x.to(tl.int32) << 16
 
 
 @triton.jit

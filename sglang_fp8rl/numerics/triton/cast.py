@@ -1,9 +1,9 @@
-"""The GPU cast of one tensor: one Triton program per block, or per row; no padding, no cropping.
+"""The casts of one tensor on a GPU: to codes as a table of one piece, and through FP8 and back.
 
-128×128 blocks and rows run the functions of the tables (`tiles.py`). Blocks of another size, which no
-server has, are cast by PyTorch.
+The latter is one program per 128×128 block, or per row; read once, written once. In integers where Triton's
+interpreter rounds otherwise than hardware (`arithmetic.py`). Other blocks, which no server has, are PyTorch's.
 
-Importing this module imports Triton; `numerics/cast.py` does so on first use.
+Importing this module imports Triton; `backends.py` does so on first use.
 """
 
 # Triton reads these functions, not their annotations.
@@ -11,7 +11,6 @@ Importing this module imports Triton; `numerics/cast.py` does so on first use.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -19,185 +18,105 @@ import triton
 import triton.language as tl
 
 from .. import reference
-from ..grid import Blockwise, PerChannel, ScaleGranularity
-from .arithmetic import BF16, FP16, FP32
-from .hardware import has_packed_kernels, row_warps, tile_options
-from .tiles import cast_row, cast_tile
-
-# Longest row that one program keeps in registers between its two passes.
-LONGEST_ROW_READ_ONCE = 16384
-BLOCK = (128, 128)
-WIDEST = 16  # bytes of a load or store
-
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-_KIND = {torch.float32: FP32.value, torch.bfloat16: BF16.value, torch.float16: FP16.value}
-# Alignments are told by constants; a kernel for each stride would be compiled for nothing.
-_SIZES = ("rows", "cols", "source_stride_n", "source_stride_k", "codes_stride_n")
-_STRIDES = ("scales_stride_n", "scales_stride_k")
+from ..write_table import CastTable, Piece
+from .arithmetic import (
+    BF16,
+    FP32,
+    amax_to_scale_inv,
+    fp32_bits,
+    largest_magnitude,
+    round_bits_to_bf16,
+)
+from .hardware import BLOCK, on_device, row_warps, tile_options
+from .table import TritonTable
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
-def cast_tile_kernel(
+@triton.jit
+def served_bits(x, scale, finite, KIND: tl.constexpr, ROUND: tl.constexpr):
+    """BF16 bits of what source bits are served as; of a block that is not finite, of the source."""
+    bits = fp32_bits(x, KIND)
+    cast = round_bits_to_bf16(bits) if ROUND else bits
+    y = tl.math.div_rn(cast.to(tl.float32, bitcast=True), scale).to(tl.int32, bitcast=True)
+    a = tl.minimum(y & 0x7FFFFFFF, 0x43E00000)  # 448.0
+    # Adding this and taking it off again leaves no bit below the e4m3 ulp, as in `encode_e4m3`.
+    lift = tl.maximum(a & 0x7F800000, 0x3C800000) + (20 << 23)
+    lifted = a.to(tl.float32, bitcast=True) + lift.to(tl.float32, bitcast=True)
+    product = (lifted - lift.to(tl.float32, bitcast=True)) * scale
+    served = round_bits_to_bf16(product.to(tl.int32, bitcast=True)) | (bits & -2147483648)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    as_it_is = tl.where(is_nan, bits | 0x00400000, round_bits_to_bf16(bits))
+    return (tl.where(finite, served, as_it_is) >> 16).to(tl.int16)
+
+
+@triton.jit(do_not_specialize=["rows", "cols"])
+def through_kernel(
     source,
-    codes,
-    scales,
-    nonfinite,
+    out,
     rows,
     cols,
-    source_stride_n,
-    source_stride_k,
-    codes_stride_n,
-    scales_stride_n,
-    scales_stride_k,
-    CONTIGUOUS: tl.constexpr,
-    RAGGED: tl.constexpr,
-    SOURCE_ALIGN: tl.constexpr,
-    TARGET_ALIGN: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
     KIND: tl.constexpr,
     POW2: tl.constexpr,
     ROUND: tl.constexpr,
-    PACKED: tl.constexpr,
 ):
-    """One 128×128 block per program, columns fastest."""
+    """One block of a contiguous matrix per program, columns fastest: 128×128, or a row in one of that width."""
     pid = tl.program_id(0)
-    blocks_k = tl.cdiv(cols, 128).to(tl.int32)
-    block_n, block_k = (pid // blocks_k).to(tl.int64), (pid % blocks_k).to(tl.int64)
-    size: tl.constexpr = 4 if KIND == FP32 else 2
-    stride_n, codes_stride = source_stride_n.to(tl.int64), codes_stride_n.to(tl.int64)
-    if CONTIGUOUS:
-        stride_k = 1
-        corner = block_n * 128 * stride_n + block_k * 128
-    else:
-        stride_k = source_stride_k.to(tl.int64)
-        corner = block_n * 128 * stride_n + block_k * 128 * stride_k
-    scale, finite = cast_tile(
-        source.to(tl.int64) + corner * size,
-        stride_n,
-        stride_k,
-        codes.to(tl.int64) + block_n * 128 * codes_stride + block_k * 128,
-        codes_stride,
-        (rows - block_n * 128).to(tl.int32),
-        (cols - block_k * 128).to(tl.int32),
-        RAGGED,
-        SOURCE_ALIGN,
-        TARGET_ALIGN,
-        KIND,
-        POW2,
-        ROUND,
-        PACKED,
-    )
-    tl.store(scales + block_n * scales_stride_n + block_k * scales_stride_k, scale, mask=finite)
-    tl.store(nonfinite + pid, 1 - finite.to(tl.int8))
-
-
-@triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
-def cast_row_kernel(
-    source,
-    codes,
-    scales,
-    nonfinite,
-    rows,
-    cols,
-    source_stride_n,
-    source_stride_k,
-    codes_stride_n,
-    scales_stride_n,
-    scales_stride_k,
-    CONTIGUOUS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,
-    SOURCE_ALIGN: tl.constexpr,
-    TARGET_ALIGN: tl.constexpr,
-    KIND: tl.constexpr,
-    POW2: tl.constexpr,
-    ROUND: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """One row per program."""
-    n = tl.program_id(0).to(tl.int64)
-    size: tl.constexpr = 4 if KIND == FP32 else 2
-    stride_k = 1 if CONTIGUOUS else source_stride_k.to(tl.int64)
-    scale, finite = cast_row(
-        source.to(tl.int64) + n * source_stride_n * size,
-        stride_k,
-        codes.to(tl.int64) + n * codes_stride_n,
-        cols.to(tl.int32),
-        CHUNK,
-        ONE_CHUNK,
-        SOURCE_ALIGN,
-        TARGET_ALIGN,
-        KIND,
-        POW2,
-        ROUND,
-        PACKED,
-    )
-    tl.store(scales + n * scales_stride_n, scale, mask=finite)
-    tl.store(nonfinite + n, 1 - finite.to(tl.int8))
+    blocks_k = tl.cdiv(cols, WIDTH).to(tl.int32)
+    n = pid // blocks_k * HEIGHT + tl.arange(0, HEIGHT)
+    k = pid % blocks_k * WIDTH + tl.arange(0, WIDTH)
+    where = n.to(tl.int64)[:, None] * cols + k[None, :]
+    inside = (n < rows)[:, None] & (k < cols)[None, :]
+    x = tl.load(source + where, mask=inside, other=0)
+    scale, finite = amax_to_scale_inv(largest_magnitude(x, KIND), POW2, ROUND)
+    tl.store(out + where, served_bits(x, scale, finite, KIND, ROUND), mask=inside)
 
 
 def cast_into(
     source: torch.Tensor,
-    qweight: torch.Tensor,
-    weight_scale_inv: torch.Tensor,
-    granularity: ScaleGranularity,
+    target: torch.Tensor,
+    weight_scale: torch.Tensor,
+    nonfinite: torch.Tensor,
+    block: tuple[int, int],
     pow2_scale: bool,
     round_to_bf16: bool,
-) -> torch.Tensor:
-    """Cast a checked [N, K] source into codes [N, K] and scales of the granularity's shape.
+) -> None:
+    """As `reference.cast_into`, for FP32 and BF16 in contiguous rows; a NaN in BF16 may have other bits.
 
-    Returns bool of that shape, True where a block is not finite and was left alone; on the source's
-    device, without waiting for it. Blocks of another size than 128×128 go to the PyTorch cast.
+    A BF16 target gets neither scales nor flags.
     """
+    is_row = block == (1, source.shape[1])
+    if block != (BLOCK, BLOCK) and not is_row:
+        outs = (target, weight_scale, nonfinite)
+        reference.cast_into(source, *outs, block, pow2_scale, round_to_bf16)
+    elif target.dtype == torch.bfloat16:
+        _through(source, target, is_row, {"POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16)})
+    else:
+        table = CastTable.of([Piece((0, 0), source, target, weight_scale, block)])
+        rounding = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+        flags = TritonTable(table, source.device, **rounding).start([source.data_ptr()])
+        nonfinite.view(torch.int8).copy_(flags.view(nonfinite.shape))
+
+
+def _through(
+    source: torch.Tensor, out: torch.Tensor, is_row: bool, rounding: dict[str, Any]
+) -> None:
+    """One launch and no copy from the host, so that a CUDA graph may capture it."""
     rows, cols = source.shape
-    is_per_channel = isinstance(granularity, PerChannel)
-    if not is_per_channel and granularity != Blockwise(*BLOCK):
-        return reference.cast_into(
-            source, qweight, weight_scale_inv, granularity, pow2_scale, round_to_bf16
+    height, width, options = BLOCK, BLOCK, tile_options(1)
+    if is_row:
+        height, width = 1, max(16, triton.next_power_of_2(cols))
+        options = {"num_warps": row_warps(width)}
+    is_wide = source.dtype == torch.float32
+    with on_device(source.device):
+        through_kernel[(triton.cdiv(rows, height) * triton.cdiv(cols, width),)](
+            source.contiguous().view(torch.int32 if is_wide else torch.int16),
+            out.view(torch.int16),
+            rows,
+            cols,
+            HEIGHT=height,
+            WIDTH=width,
+            KIND=(FP32 if is_wide else BF16).value,
+            **rounding,
+            **options,
         )
-    nonfinite = torch.empty(weight_scale_inv.shape, dtype=torch.bool, device=source.device)
-    arguments = (
-        source.detach().view(_BITS[source.dtype]),
-        qweight.detach().view(torch.int8),
-        weight_scale_inv.detach(),
-        nonfinite.view(torch.int8),
-        rows,
-        cols,
-        *source.stride(),
-        qweight.stride(0),
-        *weight_scale_inv.stride(),
-    )
-    contiguous = source.stride(1) == 1 or cols == 1
-    size = source.element_size()
-    source_bytes = (source.data_ptr(), source.stride(0) * size)
-    options: dict[str, Any] = {
-        "CONTIGUOUS": contiguous,
-        "SOURCE_ALIGN": common_alignment(*source_bytes) if contiguous else size,
-        "TARGET_ALIGN": common_alignment(qweight.data_ptr(), qweight.stride(0), cols),
-        "KIND": _KIND[source.dtype],
-        "POW2": bool(pow2_scale),
-        "ROUND": bool(round_to_bf16),
-        "PACKED": round_to_bf16 and has_packed_kernels(source.device),
-    }
-    with _on_device(source.device):
-        if is_per_channel:
-            chunk = min(triton.next_power_of_2(cols), LONGEST_ROW_READ_ONCE)
-            options |= {"CHUNK": max(16, chunk), "ONE_CHUNK": cols <= chunk}
-            cast_row_kernel[(rows,)](*arguments, **options, num_warps=row_warps(chunk))
-        else:
-            options["RAGGED"] = bool(rows % BLOCK[0] or cols % BLOCK[1])
-            launch = tile_options(options["TARGET_ALIGN"])
-            cast_tile_kernel[(weight_scale_inv.numel(),)](*arguments, **options, **launch)
-    return nonfinite
-
-
-def common_alignment(*sizes: int) -> int:
-    """The largest power of two that divides all, up to the widest load."""
-    both = WIDEST
-    for size in sizes:
-        both |= size
-    return both & -both
-
-
-def _on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device; a CPU tensor only gets here in the interpreter."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

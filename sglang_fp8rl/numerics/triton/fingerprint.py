@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import known_multiple
+from ..fingerprint import by_torch
+from .pieces import known_multiple
 
 UNIT = 4  # bytes of a load's element: two words
 ROWS, ROWS_AT_ONCE = 64, 8  # of a program; of which so many are read together
@@ -86,15 +87,14 @@ def reads(matrix: torch.Tensor, first_byte: int) -> bool:
 
 def matrix_number(
     matrix: torch.Tensor, row: int, first_byte: int, seed: int, column_keys: np.ndarray
-) -> torch.Tensor:
-    """The sum over a matrix whose rows are contiguous and that `reads` is true of.
+) -> torch.Tensor | int:
+    """The sum over a matrix whose rows are contiguous, as int64 `[]` on its device, modulo 2^64.
 
     Args:
         row, first_byte: where it starts in the full tensor.
-
-    Returns:
-        int64 `[]` on the matrix's device, modulo 2^64; nothing waits for it here.
     """
+    if not reads(matrix, first_byte):
+        return by_torch(matrix, row, first_byte, seed, column_keys)
     rows, stride = matrix.shape[0], _row_bytes(matrix) // UNIT
     width = matrix.shape[1] * matrix.element_size() // UNIT
     down = torch.empty(rows, dtype=torch.int64, device=matrix.device)
@@ -118,12 +118,12 @@ def _row_bytes(matrix: torch.Tensor) -> int:
     return elements * matrix.element_size()
 
 
+_TABLES: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
 def _on_device(column_keys: np.ndarray, device: torch.device) -> torch.Tensor:
     """A table's copy, kept: all tables are the beginning of one sequence, so size is identity."""
     place = (column_keys.size, device)
     if place not in _TABLES:
         _TABLES[place] = torch.from_numpy(column_keys.view(np.int64).copy()).to(device)
     return _TABLES[place]
-
-
-_TABLES: dict[tuple[int, torch.device], torch.Tensor] = {}

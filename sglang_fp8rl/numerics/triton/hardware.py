@@ -1,11 +1,17 @@
-"""What depends on the GPU: whether it converts to e4m3, and how many warps a program has."""
+"""What depends on the GPU: whether it converts to e4m3, and what a program takes, in how many warps."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import torch
+
+BLOCK = 128  # rows and columns of the blocks that have kernels
+# Longest row that one program keeps in registers between its two passes.
+LONGEST_ROW_READ_ONCE = 16384
+WIDEST = 16  # bytes of a load or store
 
 # The first with a conversion to e4m3 (Ada); it also has the maximum of two BF16 at once.
 _CONVERTS_TO_E4M3 = (8, 9)
@@ -36,3 +42,8 @@ def tile_options(target_align: int) -> dict[str, Any]:
     if target_align >= _TILE_REGISTERS_FROM:
         options["maxnreg"] = _TILE_REGISTERS
     return options
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device; a CPU tensor only gets here in the interpreter."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from by_definition import quantize_blockwise
 from commands import begin, digests, send, status, update
 from forked import CONTEXT
 from models import MODELS
 from pool import on
 
-from sglang_fp8rl.numerics.reference import quantize_blockwise
 from sglang_fp8rl.wire.bucket import serialize
 from sglang_fp8rl.wire.refit_note import RefitNote
 

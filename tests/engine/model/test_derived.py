@@ -7,13 +7,12 @@ import hashlib
 import pytest
 import torch
 from _options import log_of_a_failed_start
+from by_definition import quantize_blockwise
 from commands import addresses, begin, digests, end, model_of, parameter, status, update
 from contract import HOST
 from models import MODELS, checkpoint
 from packaging.version import Version
 from pool import on
-
-from sglang_fp8rl.numerics.reference import quantize_blockwise
 
 pytestmark = pytest.mark.engine
 

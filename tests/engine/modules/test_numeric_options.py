@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from _options import overridden
+from by_definition import quantize_blockwise
 from commands import digests, parameter, status
 from contract import HOST, OLDEST
 from models import Model
 from pool import engine_key, on
-
-from sglang_fp8rl.numerics.reference import quantize_blockwise
 
 pytestmark = pytest.mark.engine
 

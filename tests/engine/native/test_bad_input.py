@@ -7,11 +7,10 @@ import pickle
 
 import pytest
 import torch
+from by_definition import quantize_blockwise
 from commands import digests, parameter, send, status, update, update_from_disk
 from models import MODELS
 from pool import on
-
-from sglang_fp8rl.numerics.reference import quantize_blockwise
 
 pytestmark = [pytest.mark.engine, on("qwen3-tp1", "qwen3-tp2")]
 

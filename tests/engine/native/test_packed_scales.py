@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from _options import plain_experts
+from by_definition import quantize_blockwise
 from commands import begin, digests, end, model_of, status, update
 from contract import HOST
 from fingerprint_commands import fingerprint
@@ -17,7 +18,6 @@ from packaging.version import Version
 from pool import on
 
 from sglang_fp8rl.engine.kv_scales.extension import KvScaling
-from sglang_fp8rl.numerics.reference import quantize_blockwise
 
 pytestmark = [pytest.mark.engine, on(plain_experts("tp1"))]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from by_definition import quantize_blockwise
 from commands import begin, digests, end, send, status, update, update_from_disk
 from models import MODELS
 from pool import on
 
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
-from sglang_fp8rl.numerics.reference import quantize_blockwise
 
 pytestmark = [pytest.mark.engine, on("qwen3-tp1")]
 

@@ -4,11 +4,11 @@ import random
 
 import pytest
 import torch
+from by_definition import quantize_blockwise, quantize_per_channel
 from commands import digests, parameter, plan_document, status, update
 from models import MODELS
 from pool import on
 
-from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 from sglang_fp8rl.wire.refit_note import RefitNote
 
 pytestmark = pytest.mark.engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from by_definition import quantize_blockwise
 from commands import (
     begin,
     digests,
@@ -18,7 +19,6 @@ from models import MODELS
 from pool import on
 
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
-from sglang_fp8rl.numerics.reference import quantize_blockwise
 from sglang_fp8rl.wire.refit_note import RefitNote
 
 pytestmark = [pytest.mark.engine, on("qwen3-tp1")]

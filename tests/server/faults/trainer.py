@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from by_definition import quantize_blockwise
 
 from sglang_fp8rl.client import RefitClient
-from sglang_fp8rl.numerics.reference import quantize_blockwise
 from sglang_fp8rl.wire import layout_text
 from sglang_fp8rl.wire.bucket import NamedTensor, flatten, serialize
 

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 pytest.importorskip("sglang")
+from by_definition import quantize_blockwise
+
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.modules.linear import Fp8BlockwiseOnlineLinearMethod
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
-from sglang_fp8rl.numerics.reference import quantize_blockwise
 from sglang_fp8rl.scheme import decide_scheme
 
 PART = 256  # rows, and this rank's columns, of each matrix

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from by_definition import quantize_blockwise
 
 from sglang_fp8rl.engine.modules.packed_scales import ServedWithPackedScales, pack
 from sglang_fp8rl.errors import HostError
-from sglang_fp8rl.numerics.reference import quantize_blockwise
 
 SHAPES = [(128, 128), (256, 512), (384, 640), (576, 7168), (320, 256)]
 

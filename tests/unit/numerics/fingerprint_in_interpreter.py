@@ -39,7 +39,7 @@ def differing(device: str = "cpu") -> list[str]:
             for seed in SEEDS:
                 arguments = (matrix, 11, before, seed, column_keys)
                 number = int(kernels.matrix_number(*arguments)) & definition.MASK
-                if number != definition._by_torch(*arguments):
+                if number != definition.by_torch(*arguments):
                     found.append(f"{dtype} {tuple(matrix.shape)} from byte {before}, seed {seed}")
     return found
 

@@ -16,9 +16,9 @@ from sglang_fp8rl.numerics import quantize_blockwise
 from sglang_fp8rl.numerics.fingerprint import (
     _COLUMN_SEED,
     MASK,
-    _by_torch,
     _column_keys,
     box_number,
+    by_torch,
     keys,
     scaled_number,
     seed_of,
@@ -52,7 +52,8 @@ def by_definition(tensor, seed):
 
 def test_threads_do_not_change_the_number(monkeypatch):
     cpu = pytest.importorskip("sglang_fp8rl.numerics.cpu.fingerprint")
-    monkeypatch.setattr(cpu, "_BYTES_PER_THREAD", 1000)
+    threads = pytest.importorskip("sglang_fp8rl.numerics.cpu.threads")
+    monkeypatch.setattr(threads, "WORTH_A_THREAD", 500)
     tensor, columns = random_bytes((37, 101), torch.bfloat16), _column_keys(1024)
     expected = by_definition(tensor, SEED)
     for threads in (1, 2, 5, 64):
@@ -65,7 +66,7 @@ def test_kernel_torch_and_definition_agree(dtype, width):
     tensor = random_bytes((37, width), dtype)[:, :101]
     expected = by_definition(tensor, SEED)
     assert tensor_number(tensor, SEED) == expected
-    assert _by_torch(tensor, 0, 0, SEED, _column_keys(1024)) == expected
+    assert by_torch(tensor, 0, 0, SEED, _column_keys(1024)) == expected
 
 
 def test_keys_are_odd_and_those_of_splitmix64():

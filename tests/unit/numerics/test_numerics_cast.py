@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+from by_definition import quantize_blockwise, quantize_per_channel
 from numerics_cases import (
     CASES,
     POISON_CODE,
@@ -26,7 +27,7 @@ from sglang_fp8rl.numerics import (
     cast_into,
 )
 from sglang_fp8rl.numerics.cpu import cast as cpu_cast
-from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
+from sglang_fp8rl.numerics.cpu import threads as cpu_threads
 
 BACKENDS = ["reference", "numba"]
 OPTIONS = [
@@ -144,13 +145,14 @@ def test_scales_may_be_strided(backend):
 def test_threads_do_not_change_the_bytes(monkeypatch):
     pytest.importorskip("numba")
 
-    monkeypatch.setattr(cpu_cast, "ELEMENTS_PER_THREAD", 1000)
+    monkeypatch.setattr(cpu_threads, "WORTH_A_THREAD", 1000)
     source = CASES["576x1368"].clone()
     source[400, 1000] = float("nan")
     results = []
     for threads in (1, 2, 3, 5, 64):
         _, qweight, _, scales = destination(576, 1368, (5, 11))
-        flags = cpu_cast.cast_into(source, qweight, scales, Blockwise(), False, True, threads)
+        flags = torch.empty(5, 11, dtype=torch.bool)
+        cpu_cast.cast_into(source, qweight, scales, flags, (128, 128), False, True, threads)
         results.append((bits(qweight.clone()), scales.clone(), flags))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
@@ -216,9 +218,11 @@ def test_without_numba_the_bytes_are_the_same():
         import sys, torch
         sys.modules["numba"] = None  # an import of it raises ImportError
         from sglang_fp8rl import numerics
-        numerics.warmup()
+        from sglang_fp8rl.numerics.runners import warm_up
+        from sglang_fp8rl.numerics.write_table import Widths
+        warm_up(torch.device("cpu"), Widths())
         x = torch.randn(300, 500)
-        expected, scale = numerics.reference.quantize_blockwise(x)
+        expected, scale = numerics.quantize(x, numerics.Blockwise(), backend="reference")
         q, s = torch.empty_like(expected), torch.empty_like(scale)
         numerics.cast_into(x, q, s, numerics.Blockwise())
         print(torch.equal(q.view(torch.uint8), expected.view(torch.uint8)), torch.equal(s, scale))

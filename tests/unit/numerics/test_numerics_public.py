@@ -2,6 +2,7 @@
 
 import itertools
 
+import by_definition
 import pytest
 import torch
 from numerics_cases import CASES, bits, same_bits
@@ -25,7 +26,7 @@ def test_gives_the_bytes_of_the_reference(name, function):
     before = bits(source.clone())
     for options in OPTIONS:
         codes, scale = getattr(sglang_fp8rl, function)(source, **options)
-        expected, expected_scale = getattr(reference, function)(source, **options)
+        expected, expected_scale = getattr(by_definition, function)(source, **options)
         assert same_bits(codes, expected)
         assert same_bits(scale, expected_scale)
         assert codes.is_contiguous()
@@ -36,7 +37,7 @@ def test_gives_the_bytes_of_the_reference(name, function):
 @pytest.mark.parametrize("block_size", [(1, 1), (3, 5), (1, 128), (64, 32), [128, 300], (500, 700)])
 def test_any_block_size(block_size):
     source = CASES["127x257"]
-    expected = reference.quantize_blockwise(source, tuple(block_size))
+    expected = by_definition.quantize_blockwise(source, tuple(block_size))
     for actual, wanted in zip(
         sglang_fp8rl.quantize_blockwise(source, block_size), expected, strict=True
     ):
@@ -51,7 +52,7 @@ def _never(*args, **kwargs):
 def without_the_reference(monkeypatch):
     """Every function of the reference that makes codes raises."""
     pytest.importorskip("numba")
-    for name in ("cast_into", "quantize_block_row", "quantize_channels", *NAMES):
+    for name in ("cast_into", "quantize_strip"):
         monkeypatch.setattr(reference, name, _never)
 
 
@@ -78,7 +79,7 @@ def test_what_is_not_finite_is_named_with_its_block_as_by_the_reference(bad, tra
         source = source.t().contiguous().t()
     for function in NAMES:
         said = []
-        for home in (sglang_fp8rl, reference):
+        for home in (sglang_fp8rl, by_definition):
             with pytest.raises(QuantizationError) as error:
                 getattr(home, function)(source, name="layers.3.up_proj.weight")
             said.append(str(error.value))
@@ -111,11 +112,11 @@ def test_refuses_a_block_that_is_none(block_size):
 @pytest.mark.gpu
 def test_on_a_gpu_the_bytes_are_the_reference_s_and_it_is_not_run(monkeypatch):
     expected = {
-        (name, function): getattr(reference, function)(source)
+        (name, function): getattr(by_definition, function)(source)
         for name, source in CASES.items()
         for function in NAMES
     }
-    for function in ("cast_into", "quantize_block_row", "quantize_channels"):
+    for function in ("cast_into", "quantize_strip"):
         monkeypatch.setattr(reference, function, _never)
     for (name, function), wanted in expected.items():
         made = getattr(sglang_fp8rl, function)(CASES[name].cuda())

@@ -8,6 +8,7 @@ import numpy
 import oracle_fp8
 import pytest
 import torch
+from by_definition import quantize_blockwise, quantize_per_channel
 from hypothesis import given, settings
 from numerics_cases import CASES, bits, same_bits
 
@@ -19,7 +20,6 @@ from sglang_fp8rl.numerics import (
     dequantize,
     sqnr_db,
 )
-from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 
 
 def _float32(pattern: int) -> float:

@@ -9,10 +9,10 @@ import sys
 import numerics_in_interpreter
 import pytest
 import torch
+from by_definition import quantize_blockwise, quantize_per_channel
 from numerics_cases import CASES, same_bits
 
-from sglang_fp8rl.numerics import Blockwise, PerChannel
-from sglang_fp8rl.numerics.reference import cast_into, quantize_blockwise, quantize_per_channel
+from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
 
 pytest.importorskip("triton")
 
@@ -58,8 +58,8 @@ def _expect_the_reference(jobs: dict[str, dict], results: list[tuple]) -> None:
             expected,
             expected_scales,
             granularity,
-            options["pow2_scale"],
-            options["round_to_bf16"],
+            backend="reference",
+            **options,
         )
         assert intact, name
         assert torch.equal(flags.cpu(), expected_flags.view(flags.shape)), name
@@ -102,8 +102,6 @@ def test_hardware_gives_the_reference_bytes():
 @pytest.mark.gpu
 def test_hardware_by_default_uses_triton_and_does_not_wait():
     source = torch.randn(4096, 4096, device="cuda")
-    from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
-
     qweight = torch.empty_like(source, dtype=torch.float8_e4m3fn)
     scales = torch.empty(32, 32, device="cuda")
     cast_into(source, qweight, scales, Blockwise())  # compiles

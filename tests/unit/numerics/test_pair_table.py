@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from by_definition import quantize_blockwise, quantize_per_channel
 
 from sglang_fp8rl.numerics.cast import has_nan_code
 from sglang_fp8rl.numerics.cpu.table import CpuTable
-from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 from sglang_fp8rl.numerics.write_table import NAN_CODE, CastTable, Kind, Piece
 
 ROUNDING = {"pow2_scale": False, "round_to_bf16": True}

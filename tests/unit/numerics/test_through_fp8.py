@@ -7,7 +7,7 @@ import torch
 
 from sglang_fp8rl.errors import QuantizationError
 from sglang_fp8rl.numerics import Blockwise, PerChannel, dequantize, quantize, through_fp8
-from sglang_fp8rl.numerics.cast import is_there
+from sglang_fp8rl.numerics.backends import is_there
 
 GRANULARITIES = {
     "blocks": Blockwise(),
@@ -16,7 +16,7 @@ GRANULARITIES = {
     "odd rows": Blockwise(1, 128),
     "odd blocks": Blockwise(96, 64),
 }
-BACKENDS = [one for one in ("reference", "numba") if is_there(one)]
+BACKENDS = ["reference", *(["numba"] if is_there("numba") else [])]
 
 
 def weight(dtype: torch.dtype, rows: int = 200) -> torch.Tensor:

@@ -150,14 +150,15 @@ def test_hardware_writes_the_bytes_of_the_cpu_table():
 
 def test_the_rehearsal_compiles_what_a_refit_launches():
     """Whatever the model's shapes: nothing is run here, only the launches are compared."""
-    from sglang_fp8rl.numerics.triton.table import TritonTable, rehearsal
+    from sglang_fp8rl.numerics.runners import rehearsal
+    from sglang_fp8rl.numerics.triton.table import TritonTable
     from sglang_fp8rl.numerics.write_table import CastTable, Kind, Piece, Widths
 
     rounding = {"pow2_scale": False, "round_to_bf16": True}
     cpu, fp8 = torch.device("cpu"), torch.float8_e4m3fn
     blockwise, channels, copied = (2048, 768), (1368, 24576), (2048, 128)
     widths = Widths(frozenset(copied), frozenset(blockwise), frozenset(channels))
-    rehearsed, _ = rehearsal(cpu, widths, **rounding)
+    rehearsed = TritonTable(rehearsal(cpu, widths)[0], cpu, **rounding)
     pieces = []
 
     def new(rows, cols, dtype):

@@ -9,6 +9,7 @@ import torch
 from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
 from sglang_fp8rl.numerics.cast import copy_finite_into
 from sglang_fp8rl.numerics.cpu import table as cpu_table
+from sglang_fp8rl.numerics.cpu import threads as cpu_threads
 from sglang_fp8rl.numerics.cpu.table import CpuTable
 from sglang_fp8rl.numerics.write_table import PIECE, CastTable, Kind, Piece
 
@@ -87,7 +88,7 @@ def _bytes(tensor):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_table_writes_the_bytes_of_one_call_per_tensor(seed, threads, monkeypatch):
-    monkeypatch.setattr(cpu_table, "ELEMENTS_PER_THREAD", 1000)  # or no second one is worth it
+    monkeypatch.setattr(cpu_threads, "WORTH_A_THREAD", 1000)  # or no second one is worth it
     case = Case(seed)
     case.check(case.run(threads))
 

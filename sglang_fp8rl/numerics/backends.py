@@ -1,0 +1,45 @@
+"""Which code casts and counts on a device: Numba on a CPU, Triton on a GPU, plain torch anywhere.
+
+All of them give the same bytes. Numba and Triton are optional, and imported on first use.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+from typing import Literal
+
+Backend = Literal["auto", "reference", "numba", "triton"]
+_FOLDERS = {"numba": "cpu", "triton": "triton"}
+_FASTEST = {"cpu": "numba", "cuda": "triton"}
+
+
+@functools.cache
+def kernels(what: str, device_type: str, backend: str = "auto") -> ModuleType | None:
+    """The module `what` of the device's folder, or None where plain torch does it.
+
+    A backend asked for by name is not replaced by another.
+    """
+    if backend == "auto":
+        backend = _FASTEST.get(device_type, "")
+        if not (backend and is_there(backend)):
+            return None
+    if backend == "reference":
+        return None
+    if backend not in _FOLDERS:
+        raise ValueError(f"backend {backend!r}: one of auto, reference, {', '.join(_FOLDERS)}")
+    return importlib.import_module(f".{_FOLDERS[backend]}.{what}", __package__)
+
+
+@functools.cache
+def is_there(library: str) -> bool:
+    """Whether an optional library can be imported.
+
+    The library and nothing of ours, so that our own fault is never taken for its absence.
+    """
+    try:
+        importlib.import_module(library)
+    except ImportError:  # Numba also raises it for a NumPy it doesn't know
+        return False
+    return True

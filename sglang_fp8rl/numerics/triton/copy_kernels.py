@@ -1,0 +1,182 @@
+"""The copies of a `CastTable`, a row per program: of what stays in high precision, and of codes and their scales."""
+
+# Triton reads these functions, not their annotations.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..write_table import BAD_SCALE, NAN_CODE
+from .arithmetic import (
+    BF16,
+    FP32,
+    fp32_bits,
+    largest_magnitude,
+    packed_bf16,
+    packed_largest_magnitude,
+    round_bits_to_bf16,
+)
+from .pieces import (
+    BLOCK_N,
+    COLS,
+    FLAGS,
+    SOURCE_STRIDE,
+    TARGET,
+    TARGET_STRIDE,
+    known_multiple,
+    piece_of,
+    raise_flag,
+    source_address,
+)
+
+_BAD_SCALE, _NAN_CODE = tl.constexpr(BAD_SCALE), tl.constexpr(NAN_CODE)
+
+
+@triton.jit
+def table_copy_kernel(
+    table,
+    owners,
+    call,
+    flags,
+    SOURCE_ALIGN: tl.constexpr,
+    TARGET_ALIGN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+    KIND: tl.constexpr,
+    TO_FP32: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """One row to FP32 or BF16, copied if all of it stays finite."""
+    row, n = piece_of(table, owners)
+    address = source_address(row, call)
+    # Of FP32 bits: Inf, or the smallest number that is Inf in BF16.
+    LIMIT: tl.constexpr = 0x7F7F8000 if KIND == FP32 and not TO_FP32 else 0x7F800000
+    size: tl.constexpr = 4 if KIND == FP32 else 2
+    bits: tl.constexpr = tl.int32 if KIND == FP32 else tl.int16
+    target_size: tl.constexpr = 4 if TO_FP32 else 2
+    target_bits: tl.constexpr = tl.int32 if TO_FP32 else tl.int16
+    address += n * tl.load(row + SOURCE_STRIDE) * size
+    source = tl.multiple_of(address.to(tl.pointer_type(bits)), SOURCE_ALIGN)
+    target = tl.load(row + TARGET) + n * tl.load(row + TARGET_STRIDE) * target_size
+    target = tl.multiple_of(target.to(tl.pointer_type(target_bits)), TARGET_ALIGN)
+    cols = known_multiple(tl.load(row + COLS).to(tl.int32), TARGET_ALIGN // target_size)
+    k = tl.arange(0, CHUNK)
+    if ONE_CHUNK:
+        x = tl.load(source + k, mask=k < cols, other=0)
+        if PACKED and KIND == BF16:
+            finite = packed_largest_magnitude(x) < LIMIT
+        else:
+            finite = largest_magnitude(x, KIND) < LIMIT
+        tl.store(target + k, copied(x, KIND, TO_FP32, PACKED), mask=(k < cols) & finite)
+    else:
+        largest = tl.zeros([CHUNK], tl.int32)
+        for first in range(0, cols, CHUNK):
+            at = first + k
+            x = tl.load(source + at, mask=at < cols, other=0)
+            largest = tl.maximum(largest, fp32_bits(x, KIND) & 0x7FFFFFFF)
+        finite = tl.max(largest, axis=0) < LIMIT
+        for first in range(0, cols, CHUNK):
+            at = first + k
+            x = tl.load(source + at, mask=at < cols, other=0)
+            x = copied(x, KIND, TO_FP32, PACKED)
+            tl.store(target + at, x, mask=(at < cols) & finite)
+    raise_flag(call, flags + tl.load(row + FLAGS) + n, finite)
+
+
+@triton.jit
+def copied(x, KIND: tl.constexpr, TO_FP32: tl.constexpr, PACKED: tl.constexpr):
+    """Bits of the destination from bits of the source."""
+    if TO_FP32:
+        bits = fp32_bits(x, KIND)
+    elif KIND == BF16:
+        bits = x
+    elif PACKED:
+        bits = packed_bf16(x, KIND)
+    else:
+        bits = (round_bits_to_bf16(fp32_bits(x, KIND)) >> 16).to(tl.int16)
+    return bits
+
+
+@triton.jit
+def table_scales_kernel(table, owners, call, flags, CHUNK: tl.constexpr):
+    """One row of scales, copied if all of it is positive and finite."""
+    row, at = piece_of(table, owners)
+    n = at.to(tl.int64)
+    cols = tl.load(row + COLS).to(tl.int32)
+    source = source_address(row, call).to(tl.pointer_type(tl.int32))
+    source += n * tl.load(row + SOURCE_STRIDE)
+    target = tl.load(row + TARGET).to(tl.pointer_type(tl.int32))
+    target += n * tl.load(row + TARGET_STRIDE)
+    k = tl.arange(0, CHUNK)
+    bad = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, cols, CHUNK):
+        bits = tl.load(source + first + k, mask=first + k < cols, other=1)
+        bad |= ((bits <= 0) | (bits >= 0x7F800000)).to(tl.int32)
+    good = tl.max(bad, axis=0) == 0
+    for first in range(0, cols, CHUNK):
+        inside = first + k < cols
+        tl.store(target + first + k, tl.load(source + first + k, mask=inside), mask=inside & good)
+    raise_flag(call, flags + tl.load(row + FLAGS) + n, tl.where(good, 1, 1 - _BAD_SCALE))
+
+
+@triton.jit
+def nan_codes(x, WORDS: tl.constexpr):
+    """Not zero where a word of four codes, or a code, has a NaN (0x7F or 0xFF)."""
+    if WORDS:  # noqa: SIM108 of the magnitudes 0 to 0x7F, only the last carries into the sign's place
+        nan = ((x & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80
+    else:
+        nan = ((x & 0x7F) == 0x7F).to(tl.int32)
+    return nan
+
+
+@triton.jit
+def table_codes_kernel(
+    table,
+    owners,
+    call,
+    flags,
+    SOURCE_ALIGN: tl.constexpr,
+    TARGET_ALIGN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+):
+    """One row of codes, copied if its scales were and none is NaN; four at a time where they are aligned so.
+
+    `CHUNK` counts codes. Programs of the same row of blocks may set its flag while others read it: only to
+    NAN_CODE, which stops no other row.
+    """
+    row, at = piece_of(table, owners)
+    address = source_address(row, call)
+    flag = flags + tl.load(row + FLAGS) + at // tl.load(row + BLOCK_N)
+    if tl.load(flag) != _BAD_SCALE:
+        WORDS: tl.constexpr = SOURCE_ALIGN >= 4 and TARGET_ALIGN >= 4
+        STEP: tl.constexpr = CHUNK // 4 if WORDS else CHUNK
+        address += at * tl.load(row + SOURCE_STRIDE)
+        target_address = tl.load(row + TARGET) + at * tl.load(row + TARGET_STRIDE)
+        cols = tl.load(row + COLS).to(tl.int32)
+        if WORDS:
+            source = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), SOURCE_ALIGN)
+            target = tl.multiple_of(target_address.to(tl.pointer_type(tl.int32)), TARGET_ALIGN)
+            cols = known_multiple(cols // 4, TARGET_ALIGN // 4)
+        else:
+            source = address.to(tl.pointer_type(tl.int8))
+            target = target_address.to(tl.pointer_type(tl.int8))
+        k = tl.arange(0, STEP)
+        if ONE_CHUNK:
+            x = tl.load(source + k, mask=k < cols, other=0)
+            is_nan = tl.max((nan_codes(x, WORDS) != 0).to(tl.int32), axis=0) != 0
+            tl.store(target + k, x, mask=(k < cols) & (is_nan == 0))
+        else:
+            nan = tl.zeros([STEP], tl.int32)
+            for first in range(0, cols, STEP):
+                at_k = first + k
+                nan |= nan_codes(tl.load(source + at_k, mask=at_k < cols, other=0), WORDS)
+            is_nan = tl.max((nan != 0).to(tl.int32), axis=0) != 0
+            for first in range(0, cols, STEP):
+                at_k = first + k
+                x = tl.load(source + at_k, mask=at_k < cols, other=0)
+                tl.store(target + at_k, x, mask=(at_k < cols) & (is_nan == 0))
+        tl.store(flag, tl.full([], _NAN_CODE, tl.int8), mask=is_nan)
+        tl.store(call, tl.full([], 1, tl.int64), mask=is_nan)
