@@ -152,14 +152,7 @@ def checked_log_ratio(
                 "log-probabilities are floating point",
                 "Pass the log-probabilities, not the token ids.",
             )
-    if mask.dim() != 2:
-        raise MismatchInputError(
-            "mask",
-            f"shape {tuple(mask.shape)}",
-            "tensors are (batch, seq)",
-            "Use `.unsqueeze(0)` for a single sequence; pad packed sequences first.",
-        )
-    keep = checked_mask(mask)
+    keep = _checked_mask(mask)
     for name, tensor in named.items():
         _check_logprobs(name, tensor, keep)
     wide = torch.promote_types(
@@ -169,28 +162,23 @@ def checked_log_ratio(
     return torch.where(keep, difference, torch.zeros_like(difference)), keep
 
 
-def checked_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Return the mask as bool.
-
-    Raises:
-        MismatchInputError: it holds something else than 0 and 1, or no 1.
-    """
-    keep = mask if mask.dtype == torch.bool else mask == 1
-    if mask.dtype != torch.bool and not bool((keep | (mask == 0)).all()):
-        raise MismatchInputError(
-            "mask",
-            f"values between {mask.min().item()} and {mask.max().item()}",
-            "a mask holds 0 and 1 only",
-            "Pass per-token loss weights to the loss, not as the mask.",
-        )
-    if not bool(keep.any()):
-        raise MismatchInputError(
-            "mask",
-            f"no token selected out of {mask.numel()}",
-            "a mean needs at least one response token",
-            "Skip the batch, or look for a filter that dropped every sample.",
-        )
-    return keep
+def _checked_mask(mask: torch.Tensor) -> torch.Tensor:
+    keep = mask == 1
+    if mask.dim() != 2:
+        found = f"shape {tuple(mask.shape)}"
+        rule = "tensors are (batch, seq)"
+        remedy = "Use `.unsqueeze(0)` for a single sequence; pad packed sequences first."
+    elif not bool((keep | (mask == 0)).all()):
+        found = f"values between {mask.min().item()} and {mask.max().item()}"
+        rule = "a mask holds 0 and 1 only"
+        remedy = "Pass per-token loss weights to the loss, not as the mask."
+    elif not bool(keep.any()):
+        found = f"no token selected out of {mask.numel()}"
+        rule = "a mean needs at least one response token"
+        remedy = "Skip the batch, or look for a filter that dropped every sample."
+    else:
+        return keep
+    raise MismatchInputError("mask", found, rule, remedy)
 
 
 def _check_logprobs(name: str, logprobs: torch.Tensor, keep: torch.Tensor) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from forked import run_forked
+from models import quantized
 
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import ACTIVATION_QUANT_VARIABLE
 from sglang_fp8rl.lab.testing.checkpoints import (
     BLOCK_FP8_CONFIG,
     make_config,
     make_state_dict,
-    quantized,
     quantized_names,
     save_checkpoint,
 )

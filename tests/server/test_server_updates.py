@@ -17,10 +17,9 @@ from _served import (
     served,
     weights,
 )
-from models import checkpoint
+from models import checkpoint, quantized
 
 from sglang_fp8rl.errors import RefitError
-from sglang_fp8rl.lab.testing.checkpoints import quantized
 from sglang_fp8rl.lab.testing.outputs import differences
 from sglang_fp8rl.numerics.reference import quantize_blockwise
 

@@ -50,7 +50,7 @@ class Grader:
     """
 
     def __init__(self, deadline: float = DEADLINE, workers: int | None = None) -> None:
-        _require("math_verify", "pebble")
+        require_packages()
         from pebble import ProcessPool
 
         self._deadline = deadline
@@ -126,13 +126,15 @@ def final_answer(response: str) -> str:
     return ""
 
 
-def _require(*modules: str) -> None:
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+def require_packages() -> None:
+    """Raise `GradingError` if samples could not be taken or graded here."""
+    needed = ("inspect_ai", "math_verify", "pebble")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise GradingError(
-            "grading",
+            "eval-aime",
             f"no module {' and '.join(missing)}",
-            "answers are judged by the Math-Verify library",
+            "samples are taken by Inspect and judged by the Math-Verify library",
             'Install "sglang-fp8rl[lab]".',
         )
 

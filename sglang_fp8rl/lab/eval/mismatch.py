@@ -81,13 +81,13 @@ def print_mismatch(report: MismatchReport, console: Console) -> None:
     table.add_column("rollout against trainer")
     table.add_column("value", justify="right")
     table.add_column("no gap", justify="right", style="dim")
-    values = metrics.as_dict()
     for label, name, ideal in _ROWS:
-        table.add_row(label, f"{values[name]:.4g}", ideal)
+        table.add_row(label, f"{getattr(metrics, name):.4g}", ideal)
     console.print(table)
     console.print(
-        f"Rollout: {settings.get('url')}; trainer: {settings.get('model')} in "
-        f"{settings.get('dtype')}; temperature {settings.get('temperature')}.",
+        "Rollout: {url}; trainer: {model} in {dtype}; temperature {temperature}.".format(
+            **settings
+        ),
         style="dim",
         markup=False,
     )

@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ConfigError, Fp8RlError
+from ...errors import Fp8RlError
 
 if TYPE_CHECKING:
-    from inspect_ai.dataset import Dataset, Sample
+    from inspect_ai.dataset import Sample
 
-PROMPT_TEMPLATE = (
-    "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-)
 # Column names of the AIME data sets in circulation, compared in lower case.
 PROBLEM_COLUMNS = ("problem", "question")
 ANSWER_COLUMNS = ("answer", "expected_answer")
@@ -26,21 +23,6 @@ ANSWER_COLUMNS = ("answer", "expected_answer")
 
 class ProblemError(Fp8RlError):
     """A data set, or a row of it, that can't be used."""
-
-
-def check_template(template: str) -> None:
-    """Raise `ConfigError` unless a problem has its place in the template."""
-    try:
-        good = "\0" in template.format(problem="\0")
-    except (KeyError, IndexError, ValueError):
-        good = False
-    if not good:
-        raise ConfigError(
-            "--template",
-            repr(template),
-            "it holds {problem}, and every other brace twice",
-            "Example: '{problem} Answer in \\boxed{{}}.'",
-        )
 
 
 def load_problems(source: str, split: str, template: str) -> list[Sample]:
@@ -54,6 +36,8 @@ def load_problems(source: str, split: str, template: str) -> list[Sample]:
         ProblemError: no such file or data set, a broken or incomplete row, an id that comes twice,
             or no row at all.
     """
+    from inspect_ai.dataset import hf_dataset, json_dataset
+
     rows = 0
 
     def to_sample(row: dict[str, Any]) -> Sample:
@@ -62,7 +46,10 @@ def load_problems(source: str, split: str, template: str) -> list[Sample]:
         return _to_sample(f"{source}, row {rows}", rows, row, template)
 
     try:
-        samples = list(_read(source, split, to_sample))
+        if Path(source).exists() or source.endswith(".jsonl"):
+            samples = list(json_dataset(source, to_sample))
+        else:
+            samples = list(hf_dataset(source, split=split, sample_fields=to_sample))
     except (OSError, ValueError) as error:  # unreachable or unknown; broken JSON, no such split
         raise ProblemError(
             "--problems",
@@ -86,14 +73,6 @@ def digest(samples: Sequence[Sample]) -> str:
     """Identifies prompts and answers, so that a log is never continued with other problems."""
     content = [[sample.id, sample.input, sample.target] for sample in samples]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-
-
-def _read(source: str, split: str, to_sample: Any) -> Dataset:
-    from inspect_ai.dataset import hf_dataset, json_dataset
-
-    if Path(source).exists() or source.endswith(".jsonl"):
-        return json_dataset(source, to_sample)
-    return hf_dataset(source, split=split, sample_fields=to_sample)
 
 
 def _to_sample(where: str, number: int, row: dict[str, Any], template: str) -> Sample:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from .results import SCORER, ResultsError
 from .stats import Comparison, Estimate, compare_paired, estimate_mean, pass_at_k
+from .task import SCORER, ResultsError
 
 if TYPE_CHECKING:
     from inspect_ai.log import EvalLog, EvalSample
@@ -91,8 +92,10 @@ def _arm(log: EvalLog, samples: int, confidence: float) -> ArmReport:
     def estimate(values: list[float]) -> Estimate:
         return estimate_mean(values, total, confidence)
 
+    statuses = Counter(_status(sample) for sample in taken)
     usages = [sample.output.usage for sample in taken]
     tokens = [usage.output_tokens for usage in usages if usage is not None]
+    powers = (2**i for i in range(samples.bit_length()))
     return ArmReport(
         endpoint=settings["url"],
         served=settings["served"],
@@ -100,22 +103,17 @@ def _arm(log: EvalLog, samples: int, confidence: float) -> ArmReport:
         avg_at_n=estimate([count / samples for count in correct.values()]),
         pass_at_k={
             k: estimate([pass_at_k(count, samples, k) for count in correct.values()])
-            for k in _powers_of_two_and(samples)
+            for k in sorted({*powers, samples})
         },
         truncated=sum(sample.output.stop_reason == "max_tokens" for sample in taken) / total,
-        no_answer=sum(_status(sample) == "no_answer" for sample in taken) / total,
-        grading_timeouts=sum(_status(sample) == "timeout" for sample in taken),
+        no_answer=statuses["no_answer"] / total,
+        grading_timeouts=statuses["timeout"],
         mean_tokens=sum(tokens) / total if len(tokens) == total else None,
     )
 
 
 def _status(sample: EvalSample) -> str:
-    metadata = (sample.scores or {})[SCORER].metadata or {}
-    return metadata["status"]
-
-
-def _powers_of_two_and(samples: int) -> list[int]:
-    return sorted({2**i for i in range(samples.bit_length()) if 2**i < samples} | {samples})
+    return ((sample.scores or {})[SCORER].metadata or {})["status"]
 
 
 def print_report(report: EvalReport, console: Console) -> None:
@@ -124,8 +122,7 @@ def print_report(report: EvalReport, console: Console) -> None:
     table = Table(title=f"{report.problems} problems, {report.samples} samples each")
     table.add_column("")
     for arm, role in zip(arms, ("candidate", "baseline"), strict=False):
-        model = arm.served.get("model", "")
-        table.add_column(f"{role}\n{arm.endpoint}\n{model}", justify="right")
+        table.add_column(f"{role}\n{arm.endpoint}\n{arm.served['model']}", justify="right")
     table.add_row(f"avg@{report.samples}", *(_interval(arm.avg_at_n) for arm in arms))
     for k in report.candidate.pass_at_k:
         table.add_row(f"pass@{k}", *(_interval(arm.pass_at_k[k]) for arm in arms))

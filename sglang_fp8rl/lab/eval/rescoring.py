@@ -1,4 +1,7 @@
-"""The same tokens' log-probabilities from a `transformers` model: the trainer's side of the gap."""
+"""The same tokens' log-probabilities from a `transformers` model: the trainer's side of the gap.
+
+`transformers` is imported on first use: every SGLang installation has it, and most trainers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...errors import ConfigError, Fp8RlError
+from ...errors import Fp8RlError
 from .rollouts import Rollout
 
 Precision = Literal["float32", "bfloat16"]
@@ -23,13 +26,11 @@ def load_model(path: str, precision: Precision, device: str) -> Any:
 
     Raises:
         RescoringError: no such model, or no such device.
-        ConfigError: `transformers` is not installed.
     """
-    transformers = _import_transformers()
+    from transformers import AutoModelForCausalLM
+
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, precision)
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, precision))
     except (OSError, ValueError) as error:  # what from_pretrained raises for a bad path or config
         raise RescoringError(
             "--model",
@@ -47,13 +48,14 @@ def load_model(path: str, precision: Precision, device: str) -> Any:
 
 def load_tokenizer(path: str) -> Any | None:
     """Return the tokenizer that lies beside the model, None if there is none."""
-    transformers = _import_transformers()
+    from transformers import AutoTokenizer
+
     folder = Path(path)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     if folder.is_dir() and not any((folder / name).exists() for name in names):
         return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise RescoringError(
             "--model",
@@ -94,16 +96,3 @@ def rescore(
         logprobs = predicting.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
         scored.append(logprobs.cpu())
     return scored
-
-
-def _import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            "mismatch",
-            "no module `transformers`",
-            "the reference log-probabilities come from a transformers model",
-            "Install transformers (every SGLang installation has it).",
-        ) from error
-    return transformers

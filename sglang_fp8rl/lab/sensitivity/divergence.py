@@ -7,6 +7,7 @@ layers from `i` on: those before give what they gave.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -89,19 +90,17 @@ def _keeping(layers: Sequence[torch.nn.Module], outputs: list[Any]) -> Iterator[
     def keep(layer: Any, args: Any, output: Any) -> None:
         outputs.append(output)
 
-    hooks = [layer.register_forward_hook(keep) for layer in layers]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(layer.register_forward_hook(keep).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextlib.contextmanager
 def _replaying(layers: Sequence[torch.nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
     """Within it, these layers compute nothing and give what they gave in the clean run."""
     for layer, output in zip(layers, outputs, strict=False):
-        layer.forward = _Gives(output)
+        layer.forward = functools.partial(_give, output)
     try:
         yield
     finally:
@@ -109,9 +108,5 @@ def _replaying(layers: Sequence[torch.nn.Module], outputs: Sequence[Any]) -> Ite
             del layer.forward
 
 
-class _Gives:
-    def __init__(self, output: Any) -> None:
-        self._output = output
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._output
+def _give(output: Any, *args: Any, **kwargs: Any) -> Any:
+    return output

@@ -11,13 +11,7 @@ from ...wire.plan import RefitPlan
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def needed_bytes(
-    plan: RefitPlan,
-    *,
-    value_bytes: int,
-    tokens: int,
-    tokens_at_once: int,
-) -> int:
+def needed_bytes(plan: RefitPlan, *, value_bytes: int, tokens: int, tokens_at_once: int) -> int:
     """An estimate: the weights, what is kept of the clean run, and the largest temporaries.
 
     Args:
@@ -43,28 +37,22 @@ def free_bytes(device: str) -> int:
     Raises:
         ConfigError: torch can't use the device.
     """
+    import psutil
+    import torch
+
     if device != "cpu":
-        return _free_on_gpu(device)
-    fields = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
-    )
-    free = int(fields["MemAvailable"].split()[0]) * 1024
+        try:
+            return torch.cuda.mem_get_info(torch.device(device))[0]
+        except (RuntimeError, AssertionError, ValueError) as error:  # torch's for an absent device
+            raise ConfigError(
+                "--device", f"{device!r}: {error}", "torch can use the device", "Use cpu or cuda."
+            ) from error
+    free = psutil.virtual_memory().available
     limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         # What is used counts files that can be dropped, so this is a cautious number.
         free = min(free, max(0, int(limit.read_text()) - int(used.read_text())))
     return free
-
-
-def _free_on_gpu(device: str) -> int:
-    import torch
-
-    try:
-        return torch.cuda.mem_get_info(torch.device(device))[0]
-    except (RuntimeError, AssertionError, ValueError) as error:  # torch's for an absent device
-        raise ConfigError(
-            "--device", f"{device!r}: {error}", "torch can use the device", "Use cpu or cuda."
-        ) from error
 
 
 def check_fits(model: str, needed: int, free: int, *, tokens: int, device: str) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .budget import choose
-from .finding import Finding, ModuleFinding
+from .finding import Finding
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOURS = ("#3b6fb6", "#c8553d", "#4f9d69", "#8e6bb0", "#b08a2e", "#4a4a4a")
+_RING: dict[str, Any] = {"s": 70, "facecolors": "none", "edgecolors": "black", "linewidths": 0.9}
 
 
 def plot_finding(finding: Finding, path: Path) -> None:
@@ -32,29 +32,20 @@ def plot_finding(finding: Finding, path: Path) -> None:
         effect.plot(layers, [one.kl.value for one in members], "o-", label=kind, **style)
         noise.plot(layers, [one.fit.weight_db for one in members], "o-", label=kind, **style)
         noise.plot(layers, [one.fit.activation_db for one in members], ":", **style)
-        _ring(effect, [one for one in members if one.is_exempt])
-    effect.set_yscale("log")
-    effect.set_title("quantized alone; ringed: left in BF16")
-    effect.set_ylabel("KL(BF16 || module in FP8), nats per token")
-    noise.set_title("SQNR: weights (solid), inputs (dotted)")
-    noise.set_ylabel("dB")
+        ringed = [(one.module.layer or 0, one.kl.value) for one in members if one.is_exempt]
+        effect.scatter([at for at, _ in ringed], [kl for _, kl in ringed], zorder=3, **_RING)
+    effect.set(
+        title="quantized alone; ringed: left in BF16",
+        ylabel="KL(BF16 || module in FP8), nats per token",
+        yscale="log",
+    )
+    noise.set(title="SQNR: weights (solid), inputs (dotted)", ylabel="dB")
+    _draw_memory(memory, finding)
     for axes in (effect, noise):
         axes.set_xlabel("decoder layer")
+    for axes in (effect, noise, memory):
         axes.legend(fontsize=7)
-    _draw_memory(memory, finding)
     figure.savefig(path, dpi=130)
-
-
-def _ring(axes: Axes, chosen: Sequence[ModuleFinding]) -> None:
-    axes.scatter(
-        [one.module.layer or 0 for one in chosen],
-        [one.kl.value for one in chosen],
-        s=70,
-        facecolors="none",
-        edgecolors="black",
-        linewidths=0.9,
-        zorder=3,
-    )
 
 
 def _draw_memory(axes: Axes, finding: Finding) -> None:
@@ -66,7 +57,7 @@ def _draw_memory(axes: Axes, finding: Finding) -> None:
     for module in order:
         spent.append(spent[-1] + 100 * module.extra_bytes / finding.saved_bytes)
         left.append(left[-1] - finding.effects[module.name] / total)
-    axes.plot(spent, left, color="#3b6fb6", label="predicted by the sum of effects")
+    axes.plot(spent, left, color=_COLOURS[0], label="predicted by the sum of effects")
     at = 100 * finding.choice.extra_bytes / finding.saved_bytes
     for name, check in finding.checks.items():
         axes.errorbar(
@@ -77,8 +68,9 @@ def _draw_memory(axes: Axes, finding: Finding) -> None:
             capsize=3,
             label=f"measured, {name.replace('_', ' ')}",
         )
-    axes.set_ylim(0, 1.05)
-    axes.set_xlabel("memory given back, % of what FP8 saves")
-    axes.set_ylabel("share of the KL that is left")
-    axes.set_title("what memory buys")
-    axes.legend(fontsize=7)
+    axes.set(
+        title="what memory buys",
+        xlabel="memory given back, % of what FP8 saves",
+        ylabel="share of the KL that is left",
+        ylim=(0, 1.05),
+    )

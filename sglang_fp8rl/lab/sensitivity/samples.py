@@ -61,30 +61,13 @@ def sample_answers(
         new_tokens: of an answer, at most; 0 gives the prompts alone, once.
         samples: answers to each prompt.
     """
-    for prompt in prompts:
-        if not new_tokens:
-            yield Sample(tuple(prompt))
-            continue
-        yield from _answers(model, tuple(prompt), new_tokens, samples, seed)
-
-
-def batches(samples: Sequence[Sample], tokens_at_once: int, device: torch.device) -> list[Batch]:
-    """Samples in their order, as many together as fit `tokens_at_once`; always one."""
-    groups: list[list[Sample]] = []
-    for sample in samples:
-        if groups and _size([*groups[-1], sample]) <= tokens_at_once:
-            groups[-1].append(sample)
-        else:
-            groups.append([sample])
-    return [_batch(group, device) for group in groups]
-
-
-def _answers(
-    model: Any, prompt: tuple[int, ...], new_tokens: int, samples: int, seed: int
-) -> Iterator[Sample]:
+    if not new_tokens:
+        yield from (Sample(tuple(prompt)) for prompt in prompts)
+        return
     from transformers import GenerationConfig
 
     ends = model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or ())
     # Nothing is taken over from the checkpoint's own settings but the end: no top-p, no penalty.
     settings = GenerationConfig(
         do_sample=True,
@@ -93,39 +76,35 @@ def _answers(
         top_p=1.0,
         max_new_tokens=new_tokens,
         num_return_sequences=samples,
-        eos_token_id=ends,
-        pad_token_id=_first(ends),
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
     )
-    ids = torch.tensor([prompt], device=model.device)
-    with torch.random.fork_rng(devices=[] if model.device.type == "cpu" else None):
-        torch.manual_seed(seed)
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    for row in made[:, len(prompt) :].tolist():
-        yield Sample(prompt, tuple(_up_to_end(row, ends)))
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)], device=model.device)
+        with torch.random.fork_rng(devices=[] if model.device.type == "cpu" else None):
+            torch.manual_seed(seed)
+            made = model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=settings
+            )
+        for row in made[:, len(prompt) :].tolist():
+            # An answer has its first end token; what comes behind it is filling.
+            end = next((at for at, token in enumerate(row, start=1) if token in ends), len(row))
+            yield Sample(tuple(prompt), tuple(row[:end]))
 
 
-def _first(ends: int | list[int] | None) -> int:
-    if ends is None:
-        return 0
-    return ends if isinstance(ends, int) else ends[0]
-
-
-def _up_to_end(row: list[int], ends: int | list[int] | None) -> list[int]:
-    """The answer and its first end token; the rest is filling."""
-    known = {ends} if isinstance(ends, int) else set(ends or ())
-    for at, token in enumerate(row):
-        if token in known:
-            return row[: at + 1]
-    return row
-
-
-def _size(group: Sequence[Sample]) -> int:
-    return len(group) * max(len(sample.ids) for sample in group)
+def batches(samples: Sequence[Sample], tokens_at_once: int, device: torch.device) -> list[Batch]:
+    """Samples in their order, as many together as fit `tokens_at_once`; always one."""
+    groups: list[list[Sample]] = []
+    for sample in samples:
+        wider = [*groups[-1], sample] if groups else []
+        if groups and len(wider) * max(len(one.ids) for one in wider) <= tokens_at_once:
+            groups[-1] = wider
+        else:
+            groups.append([sample])
+    return [_batch(group, device) for group in groups]
 
 
 def _batch(group: Sequence[Sample], device: torch.device) -> Batch:
-    longest = max(len(sample.ids) for sample in group)
-    ids = torch.zeros(len(group), longest, dtype=torch.long)
-    for row, sample in zip(ids, group, strict=True):
-        row[: len(sample.ids)] = torch.tensor(sample.ids)
+    rows = [torch.tensor(sample.ids) for sample in group]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     return Batch(ids.to(device), tuple(sample.counted for sample in group))

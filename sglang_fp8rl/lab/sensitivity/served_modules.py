@@ -10,8 +10,6 @@ from ...config import LAYER
 from ...numerics.grid import BlockGrid
 from ...wire.plan import RefitPlan, TensorPlan
 
-_SCALE_BYTES = 4
-
 
 @dataclass(frozen=True)
 class ServedModule:
@@ -48,14 +46,9 @@ class ServedModule:
         return LAYER.split(self.name)[-1]
 
     @property
-    def fp8_bytes(self) -> int:
-        """Codes and scales."""
-        return self.weights + _SCALE_BYTES * self.scales
-
-    @property
     def extra_bytes(self) -> int:
-        """What it takes more in BF16 than in FP8 with its scales."""
-        return 2 * self.weights - self.fp8_bytes
+        """What it takes more in BF16 than in FP8 with its FP32 scales."""
+        return 2 * self.weights - (self.weights + 4 * self.scales)
 
 
 def served_modules(plan: RefitPlan) -> list[ServedModule]:

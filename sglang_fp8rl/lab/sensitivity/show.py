@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from .finding import Check, Finding, ModuleFinding
@@ -29,8 +29,8 @@ def print_finding(finding: Finding, console: Console) -> None:
             f"{effect:.2e}",
             f"{effect / total:.1%}" if total else "",
             f"{memory:.1%}",
-            f"{_mean([one.fit.weight_db for one in members]):.1f}",
-            f"{_mean([one.fit.activation_db for one in members]):.1f}",
+            f"{fmean(one.fit.weight_db for one in members):.1f}",
+            f"{fmean(one.fit.activation_db for one in members):.1f}",
         )
     console.print("Each module quantized alone: KL(BF16 || that), nats per token, summed by kind")
     console.print(kinds)
@@ -87,7 +87,3 @@ def _text(measured: Measured) -> str:
 
 def _per_byte(one: ModuleFinding) -> float:
     return one.kl.value / one.module.extra_bytes
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

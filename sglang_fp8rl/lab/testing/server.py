@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import signal
 import subprocess
@@ -11,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import requests
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 # The smallest set that starts. --skip-server-warmup saves a generation of SGLang's own,
 # --skip-tokenizer-init lets checkpoints have no tokenizer (requests carry input_ids), and without
 # --sleep-on-idle every idle server keeps a core busy.
+WITHOUT_TOKENIZER = "--skip-tokenizer-init"
 BASE_ARGS = (
     "--host=127.0.0.1",
-    "--skip-tokenizer-init",
+    WITHOUT_TOKENIZER,
     "--skip-server-warmup",
     "--sleep-on-idle",
     "--log-level=info",
@@ -70,7 +71,7 @@ class Launched(Protocol):
 
 
 class ServerProcess:
-    """`python -m sglang.launch_server` on the CPU platform; a context manager.
+    """`python -m sglang.launch_server` in a process group of its own; a context manager.
 
     Args:
         model_path: checkpoint directory.
@@ -78,7 +79,8 @@ class ServerProcess:
         log_path: file that takes stdout and stderr.
         env: variables added to the environment.
         timeout: seconds until the server must be healthy.
-        fork: workers share the launcher's imports (see `launch`), which starts much faster.
+        on_gpu: serve on a GPU. Otherwise on the CPU platform, with workers that share the launcher's
+            imports (see `launch`), which starts much faster.
         tokenizer: the checkpoint has one (`testing.tokenizer`), and requests may carry text.
     """
 
@@ -90,17 +92,17 @@ class ServerProcess:
         log_path: str | Path,
         env: dict[str, str] | None = None,
         timeout: float = 420,
-        fork: bool = True,
+        on_gpu: bool = False,
         tokenizer: bool = False,
     ) -> None:
-        self.model_path, self.args, self.log_path = Path(model_path), tuple(args), Path(log_path)
-        launcher = "sglang_fp8rl.lab.testing.launch" if fork else "sglang.launch_server"
-        self.command = [sys.executable, "-m", launcher, f"--model-path={self.model_path}"]
-        base = [arg for arg in BASE_ARGS if not (tokenizer and arg == "--skip-tokenizer-init")]
-        self.command += [*base, *self.args]
+        self.log_path, self.timeout = Path(log_path), timeout
+        launcher = "sglang.launch_server" if on_gpu else "sglang_fp8rl.lab.testing.launch"
+        self.command = [sys.executable, "-m", launcher, f"--model-path={model_path}"]
+        self.command += [arg for arg in BASE_ARGS if not (tokenizer and arg == WITHOUT_TOKENIZER)]
+        self.command += [*args, *(attention_args() if on_gpu else ())]
         self._use_port(free_port())
-        self.env = {**os.environ, **cpu_env(self._tp_size()), **(env or {})}
-        self.timeout = timeout
+        platform = {} if on_gpu else cpu_env(_tp_size(args))
+        self.env = {**os.environ, **platform, **(env or {})}
         self.start_seconds = float("nan")
         self._process: Launched | None = None
 
@@ -166,24 +168,16 @@ class ServerProcess:
         self,
         input_ids: Sequence[int] | Sequence[Sequence[int]],
         max_new_tokens: int = 8,
-        *,
-        temperature: float = 0.0,
-        return_logprob: bool = True,
-        logprob_start_len: int | None = None,
+        **options: Any,
     ) -> Any:
-        """One `/generate` response (a list of them for a batch of prompts), as SGLang returns it."""
-        payload: dict[str, Any] = {
-            "input_ids": input_ids,
-            "sampling_params": {
-                "max_new_tokens": max_new_tokens,
-                "temperature": temperature,
-                "ignore_eos": True,
-            },
-            "return_logprob": return_logprob,
-        }
-        if logprob_start_len is not None:
-            payload["logprob_start_len"] = logprob_start_len
-        return self.post("/generate", payload)
+        """One greedy `/generate` response (a list of them for a batch), as SGLang returns it.
+
+        Args:
+            options: more keys of the request; log-probabilities are returned unless they say otherwise.
+        """
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True}
+        payload = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
+        return self.post("/generate", payload | options)
 
     def post(self, path: str, payload: Any = None, *, timeout: float = 120) -> Any:
         """POST JSON; the answer as JSON, or text. One that is not 2xx is an error with its body."""
@@ -198,19 +192,8 @@ class ServerProcess:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def _tp_size(self) -> int:
-        words = [word for arg in self.args for word in arg.split("=", 1)]
-        flags = ("--tp-size", "--tp", "--tensor-parallel-size")
-        found = [int(words[i + 1]) for i, word in enumerate(words) if word in flags]
-        return found[-1] if found else 1
 
     def _healthy(self) -> bool:
         try:
@@ -234,3 +217,10 @@ def cpu_env(tp_size: int = 1) -> dict[str, str]:
             str(cores[rank % len(cores)]) for rank in range(tp_size)
         )
     return env
+
+
+def _tp_size(args: Sequence[str]) -> int:
+    words = [word for arg in args for word in arg.split("=", 1)]
+    flags = ("--tp-size", "--tp", "--tensor-parallel-size")
+    found = [int(after) for word, after in itertools.pairwise(words) if word in flags]
+    return found[-1] if found else 1

@@ -18,11 +18,12 @@ from inspect_ai.log import list_eval_logs, read_eval_log
 from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.lab.eval.aime import EvalOptions, eval_aime, run_eval
+from sglang_fp8rl.lab.eval.aime import eval_aime, run_eval
 from sglang_fp8rl.lab.eval.grading import Grader
+from sglang_fp8rl.lab.eval.options import EvalOptions
 from sglang_fp8rl.lab.eval.problems import ProblemError
-from sglang_fp8rl.lab.eval.results import ResultsError
 from sglang_fp8rl.lab.eval.server import ServerError
+from sglang_fp8rl.lab.eval.task import ResultsError
 
 ANSWERS = {"one": 204, "two": 33, "three": 902}
 LEFTOVER = re.compile(r"statement (\w+)")

@@ -19,11 +19,18 @@ from sglang_fp8rl.lab.sensitivity.reference import SensitivityError, reference_o
 from sglang_fp8rl.lab.sensitivity.results_file import ResultsFile
 from sglang_fp8rl.lab.sensitivity.served_modules import savings, served_modules
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PLANTED = "model.layers.1.mlp.down_proj"
 SETTINGS = Settings(new_tokens=6, samples=2)
 KEY = {"model": "m"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Sums over the inputs of a module depend on it, in their last digit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
