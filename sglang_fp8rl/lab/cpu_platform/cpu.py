@@ -83,9 +83,6 @@ class Fp8RlCpuPlatform(SRTPlatform):
     def set_device(self, device: torch.device) -> None:
         """Nothing to set."""
 
-    def get_device_name(self, device_id: int = 0) -> str:
-        return "cpu"
-
     def get_device_uuid(self, device_id: int = 0) -> str:
         return f"cpu-{device_id}"
 
@@ -98,10 +95,6 @@ class Fp8RlCpuPlatform(SRTPlatform):
     def get_current_memory_usage(self, device: torch.device | None = None) -> float:
         memory = psutil.virtual_memory()
         return float(memory.total - memory.available)
-
-    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
 
     def empty_cache(self) -> None:
         gc.collect()

@@ -16,9 +16,7 @@ def use_absorbed_mla() -> None:
 
     Side effects on the host: registers a handler for `torch_native`.
     """
-    from sglang.srt.models.deepseek_common.attention_backend_handler import (
-        AttentionBackendRegistry,
-    )
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
     AttentionBackendRegistry.register("torch_native", _absorbed)
 

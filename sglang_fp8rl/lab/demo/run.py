@@ -159,11 +159,7 @@ def _server(checkpoint: Checkpoint, log: Path) -> Iterator[ServerProcess]:
     """A server that is still to be started, as a step of its own, and is stopped whatever happens."""
     args = (f"--quantization={QUANTIZATION_METHOD}", "--disable-radix-cache")
     server = ServerProcess(
-        checkpoint.path,
-        args,
-        log_path=log,
-        timeout=START_TIMEOUT,
-        on_gpu=torch.cuda.is_available(),
+        checkpoint.path, args, log_path=log, timeout=START_TIMEOUT, on_gpu=torch.cuda.is_available()
     )
     try:
         yield server

@@ -14,12 +14,9 @@ import re
 import time
 from concurrent.futures import TimeoutError as DeadlineError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ...errors import Fp8RlError
-
-if TYPE_CHECKING:
-    from pebble import ProcessFuture
 
 Status = Literal["correct", "wrong", "no_answer", "timeout"]
 
@@ -27,6 +24,7 @@ MEMORY_LIMIT = 4 << 30  # bytes of address space: an answer like 10^(10^9) must 
 TIME_LIMIT = 5  # seconds, for reading and for comparing each
 DEADLINE = 15.0  # seconds, after which the process is killed
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # one behind a backslash is a sign, no brace
 _TAIL = 2_000  # characters in which "the answer is ..." is looked for when nothing is boxed
 
 
@@ -78,9 +76,7 @@ class Grader:
         answer = final_answer(response)
         if not answer.strip():
             return Grade("no_answer", "")
-        work: ProcessFuture = self._pool.schedule(
-            _judge, args=[reference, answer], timeout=self._deadline
-        )
+        work = self._pool.schedule(_judge, args=[reference, answer], timeout=self._deadline)
         try:
             return Grade(work.result(), answer[-200:])
         except DeadlineError:
@@ -115,14 +111,11 @@ def final_answer(response: str) -> str:
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return text[-_TAIL:]
-    start = boxes[-1].end()
-    depth = 0
-    for position in range(start, len(text)):
-        character = text[position]
-        escaped = text[position - 1] == "\\" and text[position - 2] != "\\"
-        depth += 0 if escaped else (character == "{") - (character == "}")
+    start, depth = boxes[-1].end(), 0
+    for found in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(found.group(), 0)
         if depth == 0:
-            return "\\boxed" + text[start : position + 1]
+            return "\\boxed" + text[start : found.end()]
     return ""
 
 

@@ -22,11 +22,7 @@ class Rollout:
 
 
 def sample_rollouts(
-    url: str,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
+    url: str, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float = 1.0
 ) -> list[Rollout]:
     """Sample one completion of each prompt (token ids) over the whole vocabulary.
 

@@ -59,10 +59,7 @@ class Settings:
 
 
 def key_of(
-    reference: ReferenceModel,
-    plan: RefitPlan,
-    prompts: Sequence[Sequence[int]],
-    settings: Settings,
+    reference: ReferenceModel, plan: RefitPlan, prompts: Sequence[Sequence[int]], settings: Settings
 ) -> dict[str, Any]:
     """What measurements belong to: they are continued where all of this is the same."""
     text = json.dumps([list(prompt) for prompt in prompts]).encode()
@@ -137,7 +134,7 @@ class Measurement:
             self._results.add("effect", module=module.name, operand=operand.value, kl=kl)
             self._on_step(module.name)
 
-    def all_but(self, exempt: Sequence[str]) -> list[float]:
+    def all_but(self, exempt: Sequence[str]) -> None:
         """KL of each sample with all modules quantized but these."""
         key = tuple(sorted(exempt))
         if key not in self._results.known.sets:
@@ -145,7 +142,6 @@ class Measurement:
             kl = self._clean_run().divergence(0, self._quantized(names))
             self._results.add("set", exempt=key, kl=kl)
         self._on_step(f"all but {len(key)}")
-        return self._results.known.sets[key]
 
     def _clean_run(self) -> CleanRun:
         """Made when something is to be measured; what it shows of the operands is kept."""

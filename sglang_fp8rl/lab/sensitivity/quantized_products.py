@@ -39,18 +39,15 @@ class WeightMap:
     """
 
     def __init__(self, parameters: Iterable[tuple[torch.Tensor, ServedModule]]) -> None:
-        rows = sorted(
-            ((one.data_ptr(), one.data_ptr() + one.nbytes, module) for one, module in parameters),
-            key=lambda row: row[0],
-        )
-        self._rows, self._starts = rows, [row[0] for row in rows]
+        self._rows = sorted(parameters, key=lambda row: row[0].data_ptr())
 
     def find(self, weight: torch.Tensor) -> ServedModule | None:
-        at = bisect.bisect_right(self._starts, weight.data_ptr()) - 1
-        if at < 0:
+        address = weight.data_ptr()
+        at = bisect.bisect_right(self._rows, address, key=lambda row: row[0].data_ptr())
+        if not at:
             return None
-        _, end, module = self._rows[at]
-        return module if weight.data_ptr() < end else None
+        parameter, module = self._rows[at - 1]
+        return module if address < parameter.data_ptr() + parameter.nbytes else None
 
 
 class Products(TorchFunctionMode):
@@ -72,14 +69,19 @@ class Products(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
+        product = None
         if func is torch.nn.functional.linear:
-            x, weight, bias = _operands(*args, **kwargs)
-            module = self._weights.find(weight)
-            product = None if module is None else self._compute(module, x, weight)
-            if product is not None:
-                return product if bias is None else product + bias
-        return func(*args, **kwargs)
+            product = self._product(*args, **kwargs)
+        return func(*args, **kwargs) if product is None else product
+
+    def _product(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Arguments as `torch.nn.functional.linear` names them."""
+        module = self._weights.find(weight)
+        product = None if module is None else self._compute(module, input, weight)
+        return product if product is None or bias is None else product + bias
 
 
 class ServedArithmetic:
@@ -136,10 +138,3 @@ def served_activation(x: torch.Tensor, group: int, pow2_scale: bool = False) -> 
     codes, scale = quantize_per_token_group(rows, group, pow2_scale=pow2_scale)
     wide = scale.repeat_interleave(group, dim=1)[:, : rows.shape[1]]
     return (codes.float() * wide).reshape(x.shape)
-
-
-def _operands(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Under the names that `torch.nn.functional.linear` has for them."""
-    return input, weight, bias
