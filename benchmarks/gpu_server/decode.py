@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_fp8rl.errors import Fp8RlError
-from sglang_fp8rl.lab.testing.tokenizer import save_tokenizer
+from sglang_fp8rl.lab.testing.checkpoints import save_tokenizer
 
 from .budget import Budget
 from .models import batches

@@ -126,7 +126,7 @@ class Served:
             for module in self._modules
             if part == "all" or ((module.layer or 0) >= self._first) is (part == "trained")
         ]
-        return Products(self._reference.weights, ServedArithmetic(names, self._plan.rounding))
+        return Products(self._reference.weights, ServedArithmetic(names, self._plan))
 
 
 def gap_of(clean: torch.Tensor, changed: torch.Tensor) -> Gap:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
-from sglang_fp8rl.lab.testing.tokenizer import save_tokenizer
+from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint, save_tokenizer
 from verl_trainer.task import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
 
 END = "<|im_end|>"

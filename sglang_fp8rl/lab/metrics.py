@@ -1,6 +1,6 @@
 """How far the rollout engine's log-probabilities are from the trainer's.
 
-Every function takes `(batch, seq)` log-probabilities of the *sampled* tokens and a mask of the
+Every function takes `(batch, seq)` log-probabilities of the *sampled* tokens and a mask, 1 or True at
 response tokens. `log_ratio = trainer - rollout`, so `ratio = pi_trainer / pi_rollout`, as in veRL's
 `rollout_corr_helper` and in the importance weights of `correction.py`.
 """
@@ -77,19 +77,12 @@ class MismatchMetrics:
 def mismatch_metrics(
     rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mask: torch.Tensor
 ) -> MismatchMetrics:
-    """Compare two engines' log-probabilities of the same tokens.
-
-    Args:
-        rollout_logprobs: (batch, seq), what the serving engine reported when it sampled.
-        trainer_logprobs: (batch, seq), what the trainer computes for the same tokens.
-        mask: (batch, seq), 1 or True at response tokens.
+    """Compare what the serving engine reported when it sampled with what the trainer computes.
 
     Differences from veRL 0.9.1 (`compute_offpolicy_metrics`): exponents are clamped in *every*
     formula (veRL's `k3_kl` overflows to inf at a log-ratio of 89); rows without a response token
-    are left out (veRL counts each as a perplexity of 1); sums run in FP64; bad input is an error.
-
-    Raises:
-        MismatchInputError: see `checked_log_ratio`.
+    are left out (veRL counts each as a perplexity of 1); sums run in FP64; bad input is an error
+    (see `checked_log_ratio`).
     """
     log_ratio, mask = checked_log_ratio(rollout_logprobs, trainer_logprobs, mask)
     delta = log_ratio[mask].double()  # (tokens,)
@@ -132,9 +125,8 @@ def checked_log_ratio(
     Whatever stands outside the mask (NaN, inf, padding values) is never read.
 
     Raises:
-        MismatchInputError: shapes differ or are not (batch, seq); the mask is empty or holds
-            something else than 0 and 1; a log-probability under the mask is NaN, infinite or
-            above 0.
+        MismatchInputError: shapes differ or are not (batch, seq); a mask that selects nothing, or is
+            not 0 and 1; a log-probability under it that is NaN, infinite or above 0.
     """
     named = {"rollout_logprobs": rollout_logprobs, "trainer_logprobs": trainer_logprobs}
     for name, tensor in named.items():

@@ -8,8 +8,7 @@ from inspect_ai.log import list_eval_logs, read_eval_log
 from typer.testing import CliRunner
 
 from sglang_fp8rl.cli import app
-from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
-from sglang_fp8rl.lab.testing.tokenizer import save_tokenizer
+from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint, save_tokenizer
 
 pytestmark = pytest.mark.engine
 

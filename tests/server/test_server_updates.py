@@ -120,7 +120,7 @@ def test_the_radix_cache_of_the_old_weights_is_flushed(case, client):
     prompt = [7 * i % 500 for i in range(100)]
 
     def cached_tokens() -> int:
-        answer = case.server.generate(prompt, 4, return_logprob=False)
+        answer = case.client.generate(prompt, logprob_start_len=None)
         return answer["meta_info"]["cached_tokens"]
 
     cached_tokens()

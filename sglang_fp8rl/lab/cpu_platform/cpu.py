@@ -68,12 +68,13 @@ class Fp8RlCpuPlatform(SRTPlatform):
     def init_backend(self) -> None:
         """Called in each worker: share CPU tensors by file name (see `cpu_hooks`), and serve MLA."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
-        from .cpu_mla import use_absorbed_mla
+        from sglang.srt.models.deepseek_common.attention_backend_handler import (
+            AttentionBackendRegistry,
+        )
 
         register_attention_backend("torch_native")(_make_attention)
+        AttentionBackendRegistry.register("torch_native", _absorbed_mla)
         torch.multiprocessing.set_sharing_strategy("file_system")
-        use_absorbed_mla()
 
     # --- device ---
 
@@ -138,3 +139,13 @@ def _make_attention(runner: Any) -> Any:
         if other
         else TorchNativeAttnBackend(runner)
     )
+
+
+def _absorbed_mla(attention: Any, forward_batch: Any) -> Any:
+    """The forward method of MLA. SGLang's handler for other backends reads keys that the latent cache
+    does not hold; absorbed attention needs nothing but `w_kc`, `w_vc` and plain attention."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
+
+    return AttnForwardMethod.MLA

@@ -14,7 +14,7 @@ from .stats import Comparison, Estimate, compare_paired, estimate_mean, pass_at_
 from .task import SCORER, ResultsError
 
 if TYPE_CHECKING:
-    from inspect_ai.log import EvalLog, EvalSample
+    from inspect_ai.log import EvalLog
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,13 @@ def build_report(logs: Sequence[EvalLog], samples: int, alpha: float) -> EvalRep
 
 def _arm(log: EvalLog, samples: int, confidence: float) -> ArmReport:
     settings, taken = log.eval.metadata or {}, log.samples or []
+    total = len(taken)
+    statuses: Counter[str] = Counter()
     correct = {str(sample.id): 0 for sample in taken}
     for sample in taken:
-        correct[str(sample.id)] += _status(sample) == "correct"
-    total = len(taken)
+        status = ((sample.scores or {})[SCORER].metadata or {})["status"]
+        statuses[status] += 1
+        correct[str(sample.id)] += status == "correct"
     if total != samples * len(correct):
         raise ResultsError(
             log.location,
@@ -92,7 +95,6 @@ def _arm(log: EvalLog, samples: int, confidence: float) -> ArmReport:
     def estimate(values: list[float]) -> Estimate:
         return estimate_mean(values, total, confidence)
 
-    statuses = Counter(_status(sample) for sample in taken)
     usages = [sample.output.usage for sample in taken]
     tokens = [usage.output_tokens for usage in usages if usage is not None]
     powers = (2**i for i in range(samples.bit_length()))
@@ -112,10 +114,6 @@ def _arm(log: EvalLog, samples: int, confidence: float) -> ArmReport:
     )
 
 
-def _status(sample: EvalSample) -> str:
-    return ((sample.scores or {})[SCORER].metadata or {})["status"]
-
-
 def print_report(report: EvalReport, console: Console) -> None:
     """Show the report as a table and, for two arms, a verdict with what it rests on."""
     arms = [arm for arm in (report.candidate, report.baseline) if arm is not None]
@@ -133,13 +131,10 @@ def print_report(report: EvalReport, console: Console) -> None:
     table.add_row("tokens per response", *means)
     console.print(table)
     console.print(f"Intervals: {report.confidence:.0%}, clustered by problem.", style="dim")
-    if report.comparison is not None:
-        _print_comparison(report.comparison, console)
-
-
-def _print_comparison(found: Comparison, console: Console) -> None:
+    if report.comparison is None:
+        return
+    found, change = report.comparison, report.comparison.difference
     style = {"worse": "bold red", "better": "bold green", "within noise": "bold"}[found.verdict]
-    change = found.difference
     console.print(
         f"Verdict: {found.verdict}. Difference {change.value:+.1%} "
         f"[{change.low:+.1%}, {change.high:+.1%}], p = {found.p_value:.3g}, "

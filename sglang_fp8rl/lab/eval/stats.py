@@ -33,11 +33,9 @@ class Comparison:
 
     Attributes:
         difference: candidate's avg@n less the baseline's, with the interval on *these* problems.
-        p_value: two-sided, exact.
-        alpha: below it, the verdict is not "within noise".
+        p_value: two-sided, exact; up to `alpha` the verdict is not "within noise".
         detectable: the true difference that a run of this size finds in four of five cases: within
             noise never means "no difference", it means "less than about this".
-        verdict: of the candidate.
     """
 
     difference: Estimate

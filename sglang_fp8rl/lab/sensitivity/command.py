@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from ...terminal import FOUND_WRONG, JsonFlag, OptionsText, console, errors_told, parsed_options
 
@@ -51,23 +51,18 @@ def sensitivity(
     interrupted: the same command goes on from what was measured.
     """
     given = dict(locals())  # the parameters are called as the settings of a run are
-    from ..eval.mismatch_plot import check_plot_path
+    from ..eval.mismatch import check_plot_path
     from .measure import Settings
     from .run import run_sensitivity  # torch and transformers: not for `--help`
+    from .show import plot_finding, print_finding
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
     for name in ("model", "plot", "as_json"):
         del given[name]
     with errors_told(interrupted=f"Interrupted. The same command goes on from {results}."):
         if plot is not None:
             check_plot_path(plot)
         settings = Settings(**given | {"options": parsed_options(options)})
-        with Progress(*columns, console=console(stderr=True)) as progress:
+        with Progress(console=console(stderr=True)) as progress:
             task = progress.add_task("plan", total=None)
             finding = run_sensitivity(
                 model,
@@ -76,14 +71,10 @@ def sensitivity(
                 on_step=lambda name: progress.advance(task),
             )
         if plot is not None:
-            from .plot import plot_finding
-
             plot_finding(finding, plot)
     if as_json:
         typer.echo(json.dumps(finding.as_dict()))
     else:
-        from .show import print_finding
-
         print_finding(finding, console())
     if not finding.holds:
         raise typer.Exit(FOUND_WRONG)

@@ -11,12 +11,11 @@ from typing import Any
 
 from ...config import Options
 from ...wire.plan import RefitPlan
-from .budget import Choice
 from .noise import Fit
-from .prompt_groups import Groups, Measured
 from .quantized_products import Operand
 from .results_file import Measurements
-from .served_modules import ServedModule, model_bytes, savings
+from .samples import Groups, Measured
+from .served_modules import Choice, ServedModule, model_bytes, savings
 
 # The chosen set has to bring at least this part of the reduction that was predicted.
 KEPT_PROMISE = 0.5

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...wire.plan import RefitPlan
 from .divergence import CleanRun
 from .noise import FitObserver
 from .quantized_products import Operand, Products, ServedArithmetic
@@ -59,14 +58,14 @@ class Settings:
 
 
 def key_of(
-    reference: ReferenceModel, plan: RefitPlan, prompts: Sequence[Sequence[int]], settings: Settings
+    reference: ReferenceModel, prompts: Sequence[Sequence[int]], settings: Settings
 ) -> dict[str, Any]:
     """What measurements belong to: they are continued where all of this is the same."""
     text = json.dumps([list(prompt) for prompt in prompts]).encode()
     return {
         "sglang_fp8rl": __version__,
         "model": reference.fingerprint,
-        "plan": plan.digest,
+        "plan": reference.plan.digest,
         "prompts": hashlib.sha256(text).hexdigest()[:16],
         "new_tokens": settings.new_tokens,
         "samples": settings.samples,
@@ -86,23 +85,20 @@ class Measurement:
     def __init__(
         self,
         reference: ReferenceModel,
-        plan: RefitPlan,
-        modules: Sequence[ServedModule],
         results: ResultsFile,
         settings: Settings,
         on_step: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._reference, self._plan, self._modules = reference, plan, modules
-        self._results, self._settings, self._on_step = results, settings, on_step
+        self._reference, self._results = reference, results
+        self._settings, self._on_step = settings, on_step
         self._clean: CleanRun | None = None
-        self._pow2 = bool(plan.document["options"].get("use_activation_pow2_scale"))
 
     def remaining_effects(self) -> list[tuple[ServedModule, Operand]]:
         operands = tuple(Operand) if self._settings.by_operand else (Operand.BOTH,)
         known = self._results.known.effects
         return [
             (module, operand)
-            for module in self._modules
+            for module in self._reference.modules
             for operand in operands
             if (module.name, operand) not in known
         ]
@@ -138,30 +134,27 @@ class Measurement:
         """KL of each sample with all modules quantized but these."""
         key = tuple(sorted(exempt))
         if key not in self._results.known.sets:
-            names = [module.name for module in self._modules if module.name not in key]
+            names = [one.name for one in self._reference.modules if one.name not in key]
             kl = self._clean_run().divergence(0, self._quantized(names))
             self._results.add("set", exempt=key, kl=kl)
         self._on_step(f"all but {len(key)}")
 
     def _clean_run(self) -> CleanRun:
         """Made when something is to be measured; what it shows of the operands is kept."""
-        if self._clean is None:
-            known = self._results.known
-            wanted = [module.name for module in self._modules if module.name not in known.fits]
-            observer = FitObserver(wanted, self._plan.rounding, pow2_activations=self._pow2)
-            self._clean = CleanRun(
-                self._reference.model,
-                self._reference.layers,
-                batches(known.samples, self._settings.tokens_at_once, self._reference.device),
-                Products(self._reference.weights, observer),
-            )
-            for name, fit in observer.fits().items():
-                self._results.add("fit", module=name, **fit.as_dict())
-            self._check_all_seen()
-        return self._clean
-
-    def _check_all_seen(self) -> None:
-        unseen = [one.name for one in self._modules if one.name not in self._results.known.fits]
+        if self._clean is not None:
+            return self._clean
+        reference, known = self._reference, self._results.known
+        wanted = [one.name for one in reference.modules if one.name not in known.fits]
+        observer = FitObserver(wanted, reference.plan)
+        self._clean = CleanRun(
+            reference.model,
+            reference.layers,
+            batches(known.samples, self._settings.tokens_at_once, reference.device),
+            Products(reference.weights, observer),
+        )
+        for name, fit in observer.fits().items():
+            self._results.add("fit", module=name, **fit.as_dict())
+        unseen = [one.name for one in reference.modules if one.name not in known.fits]
         if unseen:
             raise SensitivityError(
                 unseen[0],
@@ -170,11 +163,10 @@ class Measurement:
                 "This model can't be measured; exempt modules by layer instead "
                 "(num_first_layers_in_bf16, num_last_layers_in_bf16).",
             )
+        return self._clean
 
     def _quantized(
         self, names: Sequence[str], operand: Operand = Operand.BOTH
     ) -> AbstractContextManager:
-        arithmetic = ServedArithmetic(
-            names, self._plan.rounding, pow2_activations=self._pow2, operand=operand
-        )
+        arithmetic = ServedArithmetic(names, self._reference.plan, operand)
         return Products(self._reference.weights, arithmetic)

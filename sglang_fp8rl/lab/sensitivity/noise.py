@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ...numerics.sqnr import SignalAndNoise
-from .quantized_products import served_activation, served_weight
+from ...wire.plan import RefitPlan
+from .quantized_products import has_pow2_activations, served_activation, served_weight
 from .served_modules import ServedModule
 
 _BLOCK = 128
@@ -58,13 +59,11 @@ class FitObserver:
 
     Args:
         names: modules to look at.
-        rounding, pow2_activations: as the plan has them.
+        plan: says how they are served.
     """
 
-    def __init__(
-        self, names: Collection[str], rounding: Mapping[str, Any], *, pow2_activations: bool = False
-    ) -> None:
-        self._names, self._rounding, self._pow2 = frozenset(names), rounding, pow2_activations
+    def __init__(self, names: Collection[str], plan: RefitPlan) -> None:
+        self._names, self._plan = frozenset(names), plan
         # By module, then by field of `Fit`.
         self._energies: dict[str, dict[str, SignalAndNoise]] = {}
         # By module, then by where a weight lies (experts have inputs of two sizes): the largest value
@@ -84,16 +83,16 @@ class FitObserver:
                 "weight_per_channel_db": (1, columns),
             }
             for name, block in blocks.items():
-                energies[name].add(
-                    weight, served_weight(weight, block, self._rounding, module.name)
-                )
+                served = served_weight(weight, block, self._plan.rounding, module.name)
+                energies[name].add(weight, served)
         groups = {
             "activation_db": module.block[1],
             "activation_groups_db": _BLOCK,
             "activation_tokens_db": columns,
         }
         for name, group in groups.items():
-            energies[name].add(x, served_activation(x, group, self._pow2))
+            served = served_activation(x, group, has_pow2_activations(self._plan))
+            energies[name].add(x, served)
         own = x.reshape(-1, columns).abs().amax(0)
         largest[address] = torch.maximum(own, largest.get(address, own))
 

@@ -2,8 +2,7 @@
 
 Every linear layer, and every expert, ends in `torch.nn.functional.linear`. Calls whose weight belongs to a
 chosen module get both operands quantized and dequantized by the server's rules (`numerics`, and the CPU
-platform's activations), and their product in FP32; all others run as they are. Nothing of the model is
-changed.
+platform's activations), and their product in FP32; all others run as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...numerics import Blockwise, PerChannel, dequantize, quantize
+from ...wire.plan import RefitPlan
 from ..cpu_platform.cpu_linear import quantize_per_token_group
 from .served_modules import ServedModule
 
@@ -33,9 +33,6 @@ class WeightMap:
     """Tells which served module a weight belongs to, by the memory that it lies in.
 
     A view finds its parameter: experts are slices `[N, K]` of one `[E, N, K]`.
-
-    Args:
-        parameters: of the model, each with the module that serves it.
     """
 
     def __init__(self, parameters: Iterable[tuple[torch.Tensor, ServedModule]]) -> None:
@@ -53,9 +50,8 @@ class WeightMap:
 class Products(TorchFunctionMode):
     """Within it, products with weights of a `WeightMap` go to `compute`.
 
-    Args:
-        compute: called as `compute(module, x [..., K], weight [N, K])`; returns `[..., N]` without bias,
-            or None to leave the product to torch.
+    That is called as `compute(module, x [..., K], weight [N, K])`, and returns `[..., N]` without bias, or
+    None to leave the product to torch.
     """
 
     def __init__(
@@ -89,21 +85,14 @@ class ServedArithmetic:
 
     Args:
         names: modules that are quantized; all others are left to torch.
-        rounding: of the weights, as `RefitPlan.rounding` has it.
-        pow2_activations: activation scales are powers of two.
+        plan: says how weights are rounded, and scales of activations.
         operand: what is quantized.
     """
 
     def __init__(
-        self,
-        names: Collection[str],
-        rounding: Mapping[str, Any],
-        *,
-        pow2_activations: bool = False,
-        operand: Operand = Operand.BOTH,
+        self, names: Collection[str], plan: RefitPlan, operand: Operand = Operand.BOTH
     ) -> None:
-        self._names, self._rounding = frozenset(names), rounding
-        self._pow2, self._operand = pow2_activations, operand
+        self._names, self._plan, self._operand = frozenset(names), plan, operand
 
     def __call__(
         self, module: ServedModule, x: torch.Tensor, weight: torch.Tensor
@@ -112,9 +101,9 @@ class ServedArithmetic:
             return None
         wide_x, wide_weight = x.float(), weight.float()
         if self._operand is not Operand.ACTIVATIONS:
-            wide_weight = served_weight(weight, module.block, self._rounding, module.name)
+            wide_weight = served_weight(weight, module.block, self._plan.rounding, module.name)
         if self._operand is not Operand.WEIGHTS:
-            wide_x = served_activation(x, module.block[1], self._pow2)
+            wide_x = served_activation(x, module.block[1], has_pow2_activations(self._plan))
         return torch.matmul(wide_x, wide_weight.t()).to(x.dtype)
 
 
@@ -130,6 +119,10 @@ def served_weight(
     granularity = PerChannel() if is_per_channel else Blockwise.of(block)
     codes, scales = quantize(weight.detach(), granularity, name=name, **rounding)
     return dequantize(codes, scales, block, torch.float32)
+
+
+def has_pow2_activations(plan: RefitPlan) -> bool:
+    return bool(plan.document["options"].get("use_activation_pow2_scale"))
 
 
 def served_activation(x: torch.Tensor, group: int, pow2_scale: bool = False) -> torch.Tensor:

@@ -28,6 +28,7 @@ class ReferenceModel:
     """The model as a trainer holds it, in evaluation mode.
 
     Attributes:
+        plan, modules: of the server.
         model: of `transformers`.
         layers: its decoder layers, in their order.
         weights: tells a weight's served module.
@@ -35,6 +36,8 @@ class ReferenceModel:
         fingerprint: of the values of all parameters and their names.
     """
 
+    plan: RefitPlan
+    modules: Sequence[ServedModule]
     model: Any
     layers: Sequence[torch.nn.Module]
     weights: WeightMap
@@ -97,6 +100,8 @@ def reference_of(model: Any, plan: RefitPlan, modules: Sequence[ServedModule]) -
         )
     container = next((where for where, _ in places.values() if where), "")
     return ReferenceModel(
+        plan=plan,
+        modules=modules,
         model=model,
         layers=list(model.get_submodule(container)) if container else [],
         weights=WeightMap(parameters),

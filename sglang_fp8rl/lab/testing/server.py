@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import requests
 
@@ -45,29 +45,16 @@ def attention_args() -> tuple[str, ...]:
     leaves it out.
     """
     spec = importlib.util.find_spec("sgl_kernel")
-    if spec is None or not spec.submodule_search_locations:
-        return ()
-    package = Path(next(iter(spec.submodule_search_locations)))
-    loader = package / "flash_attn.py"
-    wants_it = loader.exists() and "flash_ops" in loader.read_text()
-    if not wants_it or any(package.glob("flash_ops*")):
-        return ()
-    return ("--attention-backend=triton",)
+    for package in map(Path, (spec and spec.submodule_search_locations) or ()):
+        loader = package / "flash_attn.py"
+        wants_it = loader.exists() and "flash_ops" in loader.read_text()
+        if wants_it and not any(package.glob("flash_ops*")):
+            return ("--attention-backend=triton",)
+    return ()
 
 
 class _PortTakenError(HostError):
     """Something else had bound a port by the time the server wanted it."""
-
-
-class Launched(Protocol):
-    """What is asked of a launcher's process; `subprocess.Popen` has it."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def returncode(self) -> int | None: ...
-    def poll(self) -> int | None: ...
-    def wait(self) -> int: ...
 
 
 class ServerProcess:
@@ -81,7 +68,7 @@ class ServerProcess:
         timeout: seconds until the server must be healthy.
         on_gpu: serve on a GPU. Otherwise on the CPU platform, with workers that share the launcher's
             imports (see `launch`), which starts much faster.
-        tokenizer: the checkpoint has one (`testing.tokenizer`), and requests may carry text.
+        tokenizer: the checkpoint has one (`save_tokenizer`), and requests may carry text.
     """
 
     def __init__(
@@ -104,7 +91,7 @@ class ServerProcess:
         platform = {} if on_gpu else cpu_env(_tp_size(args))
         self.env = {**os.environ, **platform, **(env or {})}
         self.start_seconds = float("nan")
-        self._process: Launched | None = None
+        self._process: Any = None
 
     def start(self) -> Self:
         """Start and wait until `/health` answers, on another port where this one was taken meanwhile.
@@ -136,8 +123,8 @@ class ServerProcess:
         self.start_seconds = time.monotonic() - began
         return self
 
-    def _launch(self) -> Launched:
-        """The launcher, leader of a process group of its own, its output in the log."""
+    def _launch(self) -> Any:
+        """The launcher, leader of a process group of its own, its output in the log: a `Popen`."""
         with self.log_path.open("wb") as log:
             return subprocess.Popen(
                 self.command, env=self.env, stdout=log, stderr=log, start_new_session=True
@@ -160,24 +147,6 @@ class ServerProcess:
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
-
-    def log(self, tail: int = 4000) -> str:
-        return self.log_path.read_text(errors="replace")[-tail:]
-
-    def generate(
-        self,
-        input_ids: Sequence[int] | Sequence[Sequence[int]],
-        max_new_tokens: int = 8,
-        **options: Any,
-    ) -> Any:
-        """One greedy `/generate` response (a list of them for a batch), as SGLang returns it.
-
-        Args:
-            options: more keys of the request; log-probabilities are returned unless they say otherwise.
-        """
-        sampling = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True}
-        payload = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
-        return self.post("/generate", payload | options)
 
     def post(self, path: str, payload: Any = None, *, timeout: float = 120) -> Any:
         """POST JSON; the answer as JSON, or text. One that is not 2xx is an error with its body."""

@@ -27,7 +27,7 @@ from test_fold_laws import drifted, exponents_of, no_prefix_survives
 from test_when_exponents_move import HAS_SESSIONS, PROMPT, kv_status
 
 from sglang_fp8rl.engine.kv_scales.calibration import MAX_TOKENS
-from sglang_fp8rl.lab.testing.tokenizer import save_tokenizer
+from sglang_fp8rl.lab.testing.checkpoints import save_tokenizer
 
 pytestmark = pytest.mark.engine
 

@@ -17,8 +17,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
-from sglang_fp8rl.lab.testing.tokenizer import save_tokenizer
+from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint, save_tokenizer
 from sglang_fp8rl.trainer.served_weights import plan_of, served_modules
 
 LIBRARY = "sglang_fp8rl.verl_rollout.served_actor"

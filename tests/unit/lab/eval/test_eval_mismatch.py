@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.lab.eval.gap import compare_rollouts, run_mismatch
-from sglang_fp8rl.lab.eval.mismatch import mismatch
-from sglang_fp8rl.lab.eval.mismatch_plot import check_plot_path
+from sglang_fp8rl.lab.eval.mismatch import check_plot_path, mismatch
 from sglang_fp8rl.lab.eval.prompts import PromptError, load_prompts
 from sglang_fp8rl.lab.eval.rescoring import RescoringError, load_model, rescore
 from sglang_fp8rl.lab.eval.rollouts import Rollout, sample_rollouts

@@ -43,7 +43,7 @@ class Small:
         return CleanRun(self.model, self.reference.layers, batches(samples, tokens_at_once, CPU))
 
     def quantized(self, *names, operand=Operand.BOTH):
-        arithmetic = ServedArithmetic(names, self.plan.rounding, operand=operand)
+        arithmetic = ServedArithmetic(names, self.plan, operand=operand)
         return Products(self.reference.weights, arithmetic)
 
 
@@ -86,7 +86,7 @@ def test_products_are_those_of_the_served_kernels(llama):
         name = module.tensors[0]
         weight = llama.model.get_parameter(name)
         x = torch.randn(7, weight.shape[1], generator=generator).bfloat16().float()
-        ours = ServedArithmetic([module.name], llama.plan.rounding)(module, x, weight)
+        ours = ServedArithmetic([module.name], llama.plan)(module, x, weight)
         codes, scale = quantize_per_token_group(x, module.block[1])
         if module.scheme == "blockwise":
             q, s = quantize_blockwise(weight.detach())
@@ -215,7 +215,7 @@ def test_answers_are_samples_of_the_model_that_end_where_it_ends(llama):
 def test_an_outlier_channel_is_named_and_costs_the_row_more_than_the_block(llama):
     """One input channel a thousand times the others: a scale for the whole row loses the rest."""
     down = next(one for one in llama.modules if one.name == "model.layers.0.mlp.down_proj")
-    observer = FitObserver([down.name], llama.plan.rounding)
+    observer = FitObserver([down.name], llama.plan)
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(4))
     x[:, 200] *= 1000
     weight = llama.model.get_parameter(down.tensors[0]).detach()

@@ -10,14 +10,19 @@ import pytest
 import torch
 from sensitivity_model import PROMPTS, small_model, small_plan, small_weights
 
-from sglang_fp8rl.lab.sensitivity.budget import Choice, choose, share_left
 from sglang_fp8rl.lab.sensitivity.finding import effects_of, finding_of
 from sglang_fp8rl.lab.sensitivity.measure import Measurement, Settings, key_of
-from sglang_fp8rl.lab.sensitivity.prompt_groups import Groups, ratio
 from sglang_fp8rl.lab.sensitivity.quantized_products import Operand
 from sglang_fp8rl.lab.sensitivity.reference import SensitivityError, reference_of
 from sglang_fp8rl.lab.sensitivity.results_file import ResultsFile
-from sglang_fp8rl.lab.sensitivity.served_modules import savings, served_modules
+from sglang_fp8rl.lab.sensitivity.samples import Groups, ratio
+from sglang_fp8rl.lab.sensitivity.served_modules import (
+    Choice,
+    choose,
+    savings,
+    served_modules,
+    share_left,
+)
 
 PLANTED = "model.layers.1.mlp.down_proj"
 SETTINGS = Settings(new_tokens=6, samples=2)
@@ -55,7 +60,7 @@ class Cut(Exception):
 
 def measure(planted, path, stop_after=None, run_settings=SETTINGS):
     """All effects, everything, and the names that were measured now; cut off after some steps."""
-    reference, plan, modules = planted
+    reference, _, _ = planted
     steps = []
 
     def count(name):
@@ -63,9 +68,9 @@ def measure(planted, path, stop_after=None, run_settings=SETTINGS):
         if stop_after is not None and len(steps) == stop_after:
             raise Cut
 
-    key = key_of(reference, plan, PROMPTS, run_settings)
+    key = key_of(reference, PROMPTS, run_settings)
     with closing(ResultsFile(path, key)) as results:
-        run = Measurement(reference, plan, modules, results, run_settings, count)
+        run = Measurement(reference, results, run_settings, count)
         run.draw_samples(PROMPTS)
         run.measure_effects()
         run.all_but(())
@@ -97,8 +102,8 @@ def test_the_sum_of_effects_predicts_what_the_choice_brings(planted, whole, tmp_
     reference, plan, modules = planted
     path = tmp_path / "results.jsonl"
     path.write_text(whole[0].read_text())
-    with closing(ResultsFile(path, key_of(reference, plan, PROMPTS, SETTINGS))) as results:
-        run = Measurement(reference, plan, modules, results, SETTINGS)
+    with closing(ResultsFile(path, key_of(reference, PROMPTS, SETTINGS))) as results:
+        run = Measurement(reference, results, SETTINGS)
         effects = effects_of(modules, results.known, Groups(results.known.samples))
         choice = choose(modules, effects, savings(modules) // 4)
         run.all_but(choice.names)
