@@ -29,27 +29,37 @@ def importance_weights(
     mask: torch.Tensor,
     *,
     level: Level = "token",
+    cap: float | None = None,
+    band: tuple[float, float] | None = None,
 ) -> torch.Tensor:
-    """Return `pi_trainer / pi_rollout`, neither truncated nor masked.
+    """Return `pi_trainer / pi_rollout`.
 
     Args:
-        rollout_logprobs, trainer_logprobs: (batch, seq) log-probabilities of the sampled tokens.
-        mask: (batch, seq), 1 or True at response tokens.
         level: `token`: each token's own ratio (biased, low variance). `sequence`: the product
             over the row's response tokens (unbiased, high variance). `geometric`: that product to
             the power 1/length, which does not grow with the length.
+        cap: TIS: `min(ratio, cap)`; 2 is the published value. Equals veRL's `rollout_is=<level>`,
+            `rollout_is_threshold=cap` bit for bit in FP32; unlike there, padding that holds NaN gets
+            weight 0, and sums over BF16 input run in FP32.
+        band: MIS: 0 for a ratio outside of (low, high), such as (0.5, 2). Equals veRL's
+            `rollout_is_threshold="<low>_<high>"` bit for bit (it has no geometric level there).
 
     Returns:
         (batch, seq), FP32 or wider, detached; the row's weight at each of its response tokens for
         the sequence levels; 0 outside the mask. Exponents are clamped to ±`EXPONENT_BOUND`.
 
     Raises:
-        MismatchInputError: unknown level, or bad tensors (see `metrics.checked_log_ratio`).
+        MismatchInputError: an unknown level, a cap or band that is none, or bad tensors (see
+            `metrics.checked_log_ratio`).
     """
-    if level not in get_args(Level):
-        raise MismatchInputError(
-            "level", repr(level), f"levels are {', '.join(get_args(Level))}", "Choose one of them."
-        )
+    low, high = band or (math.nan, math.nan)
+    for name, value, is_good, rule in (
+        ("level", level, level in get_args(Level), f"levels are {', '.join(get_args(Level))}"),
+        ("cap", cap, cap is None or 0 < cap < math.inf, "the cap is a positive finite number"),
+        ("band", band, band is None or 0 < low <= high < math.inf, "0 < low <= high < inf"),
+    ):
+        if not is_good:
+            raise MismatchInputError(name, repr(value), rule, "Choose another value.")
     with torch.no_grad():
         log_ratio, keep = checked_log_ratio(rollout_logprobs, trainer_logprobs, mask)
         if level != "token":
@@ -57,51 +67,7 @@ def importance_weights(
         if level == "geometric":
             log_ratio = log_ratio / keep.sum(dim=-1, keepdim=True).clamp(min=1)
         weights = log_ratio.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp().expand(keep.shape)
-        return torch.where(keep, weights, torch.zeros_like(weights))
-
-
-def truncated_importance_weights(
-    rollout_logprobs: torch.Tensor,
-    trainer_logprobs: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    cap: float = 2.0,
-    level: Level = "token",
-) -> torch.Tensor:
-    """TIS: `min(ratio, cap)`. Arguments, result and errors as in `importance_weights`.
-
-    Equals veRL's `rollout_is=<level>`, `rollout_is_threshold=cap` bit for bit in FP32. Unlike
-    there, padding that holds NaN gets weight 0, and sums over BF16 input run in FP32.
-    """
-    if not (math.isfinite(cap) and cap > 0):
-        raise MismatchInputError(
-            "cap", str(cap), "the cap is a positive finite number", "2 is the published value."
-        )
-    weights = importance_weights(rollout_logprobs, trainer_logprobs, mask, level=level)
-    return weights.clamp(max=cap)
-
-
-def masked_importance_weights(
-    rollout_logprobs: torch.Tensor,
-    trainer_logprobs: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    low: float = 0.5,
-    high: float = 2.0,
-    level: Level = "token",
-) -> torch.Tensor:
-    """MIS: the ratio inside [low, high], 0 outside. Otherwise as `importance_weights`.
-
-    Equals veRL's `rollout_is=<level>`, `rollout_is_threshold="<low>_<high>"` bit for bit in FP32
-    (veRL has no geometric level there).
-    """
-    if not (0 < low <= high < math.inf):
-        raise MismatchInputError(
-            "low, high",
-            f"[{low}, {high}]",
-            "the band satisfies 0 < low <= high < inf",
-            "[0.5, 2] keeps ratios within a factor of two.",
-        )
-    weights = importance_weights(rollout_logprobs, trainer_logprobs, mask, level=level)
-    inside = (weights >= low) & (weights <= high)
-    return torch.where(inside, weights, torch.zeros_like(weights))
+        if band is not None:
+            keep = keep & (weights >= low) & (weights <= high)
+        weights = torch.where(keep, weights, torch.zeros_like(weights))
+        return weights if cap is None else weights.clamp(max=cap)

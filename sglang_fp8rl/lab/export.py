@@ -61,7 +61,6 @@ def export_checkpoint(
         model: directory of a checkpoint in safetensors, or a name that is cached here.
         out: a directory that is empty or not there.
         tp_size: the largest that it will be served with: what can't be cut then stays in BF16.
-        options: of `fp8_blockwise_online`.
         on_start, on_bytes: called with all bytes to read, and with those of each tensor.
 
     Raises:

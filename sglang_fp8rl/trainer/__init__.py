@@ -11,9 +11,7 @@ from .shards import LocalShard, assemble, full_tensors
 
 # Names that stood here before they moved to the lab, with the modules that have them now.
 _IN_THE_LAB = {
-    "sglang_fp8rl.lab.correction": (
-        "importance_weights masked_importance_weights truncated_importance_weights"
-    ),
+    "sglang_fp8rl.lab.correction": "importance_weights",
     "sglang_fp8rl.lab.metrics": "MismatchInputError MismatchMetrics mismatch_metrics",
 }
 

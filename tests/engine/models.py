@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,6 @@ from sglang_fp8rl.lab.testing.checkpoints import (
     make_config,
     make_state_dict,
     perturbed,
-    quantized_names,
     save_checkpoint,
 )
 
@@ -91,16 +89,6 @@ MODELS = {
         ),
     )
 }
-
-
-def quantized(
-    state_dict: StateDict, cast: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-) -> StateDict:
-    """The state dict of a block-FP8 checkpoint; `cast(weight)` gives e4m3 and `weight_scale_inv`."""
-    result = dict(state_dict)
-    for name in quantized_names(state_dict):
-        result[name], result[f"{name}_scale_inv"] = cast(state_dict[name])
-    return result
 
 
 def checkpoint(directory: Path, model: Model, which: str, **options: Any) -> Path:

@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+from block_fp8 import BLOCK_FP8_CONFIG
 from commands import (
     addresses,
     begin,
@@ -26,7 +27,7 @@ from models import checkpoint
 from packaging.version import Version
 from pool import as_param, engine_key
 
-from sglang_fp8rl.lab.testing.checkpoints import BLOCK_FP8_CONFIG, save_checkpoint
+from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 from sglang_fp8rl.numerics.reference import quantize_blockwise, quantize_per_channel
 
 QUANTIZE = {"blockwise": quantize_blockwise, "per_channel": quantize_per_channel}

@@ -12,16 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from block_fp8 import BLOCK_FP8_CONFIG, quantized, quantized_names
 from forked import run_forked
-from models import quantized
 
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import ACTIVATION_QUANT_VARIABLE
 from sglang_fp8rl.lab.testing.checkpoints import (
-    BLOCK_FP8_CONFIG,
     make_config,
     make_state_dict,
-    quantized_names,
     save_checkpoint,
 )
 from sglang_fp8rl.lab.testing.server import ServerProcess

@@ -17,7 +17,8 @@ from _served import (
     served,
     weights,
 )
-from models import checkpoint, quantized
+from block_fp8 import quantized
+from models import checkpoint
 
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.lab.testing.outputs import differences

@@ -22,8 +22,7 @@ from . import ATTENTION_VARIABLE
 
 # A reference server shares its host's memory with the trainer and the tests. SGLang's own default
 # (a fraction of all memory) would take it all, so the KV cache gets a fixed size instead.
-DEFAULT_MAX_TOTAL_TOKENS = 32768
-DEFAULT_MAX_RUNNING_REQUESTS = 32
+DEFAULT_MAX_TOTAL_TOKENS, DEFAULT_MAX_RUNNING_REQUESTS = 32768, 32
 
 
 class Fp8RlCpuPlatform(SRTPlatform):
@@ -133,12 +132,9 @@ def _make_attention(runner: Any) -> Any:
     """SGLang's torch attention, or that of the module that is asked for when a worker makes its own."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    other = os.environ.get(ATTENTION_VARIABLE)
-    return (
-        importlib.import_module(other).make_backend(runner)
-        if other
-        else TorchNativeAttnBackend(runner)
-    )
+    if other := os.environ.get(ATTENTION_VARIABLE):
+        return importlib.import_module(other).make_backend(runner)
+    return TorchNativeAttnBackend(runner)
 
 
 def _absorbed_mla(attention: Any, forward_batch: Any) -> Any:

@@ -98,7 +98,6 @@ class DemoReport:
     device: str
     sglang: str
     torch: str
-    sessions: bool = False
     plan: list[dict[str, str]] = field(default_factory=list)
     schemes: dict[str, int] = field(default_factory=dict)
     fp8_bytes: int = 0

@@ -46,7 +46,6 @@ def run_mismatch(
     """Sample completions from `url`, rescore them with `model`, and measure the gap.
 
     Args:
-        url: an SGLang server of `model`, quantized or not.
         model: checkpoint folder or model id, as the trainer holds it.
         prompts: see `prompts.load_prompts`.
         temperature: above 0; the estimates need tokens sampled from the rollout's distribution.

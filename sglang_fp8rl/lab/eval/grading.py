@@ -16,7 +16,7 @@ from concurrent.futures import TimeoutError as DeadlineError
 from dataclasses import dataclass
 from typing import Literal
 
-from ...errors import Fp8RlError
+from ...errors import EvaluationError
 
 Status = Literal["correct", "wrong", "no_answer", "timeout"]
 
@@ -26,10 +26,6 @@ DEADLINE = 15.0  # seconds, after which the process is killed
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # one behind a backslash is a sign, no brace
 _TAIL = 2_000  # characters in which "the answer is ..." is looked for when nothing is boxed
-
-
-class GradingError(Fp8RlError):
-    """The verifier is missing or died, or a reference answer can't be read."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class Grader:
         """Judge `response` against `reference`. Blocks; see `final_answer` for what is judged.
 
         Raises:
-            GradingError: the verifier's process died.
+            EvaluationError: the verifier's process died.
         """
         from pebble import ProcessExpired
 
@@ -82,7 +78,7 @@ class Grader:
         except DeadlineError:
             return Grade("timeout", answer[-200:])
         except ProcessExpired as error:
-            raise GradingError(
+            raise EvaluationError(
                 "grading",
                 f"the verifier's process ended with status {error.exitcode}",
                 "it lives until it is closed",
@@ -90,9 +86,9 @@ class Grader:
             ) from error
 
     def check_reference(self, subject: str, reference: str) -> None:
-        """Raise `GradingError` unless the verifier takes the reference for equal to itself."""
+        """Raise `EvaluationError` unless the verifier takes the reference for equal to itself."""
         if self.grade(reference, f"\\boxed{{{reference}}}").status != "correct":
-            raise GradingError(
+            raise EvaluationError(
                 subject,
                 f"answer {reference!r}",
                 "the verifier can't read it, so every response would be wrong",
@@ -120,11 +116,11 @@ def final_answer(response: str) -> str:
 
 
 def require_packages() -> None:
-    """Raise `GradingError` if samples could not be taken or graded here."""
+    """Raise `EvaluationError` if samples could not be taken or graded here."""
     needed = ("inspect_ai", "math_verify", "pebble")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise GradingError(
+        raise EvaluationError(
             "eval-aime",
             f"no module {' and '.join(missing)}",
             "samples are taken by Inspect and judged by the Math-Verify library",

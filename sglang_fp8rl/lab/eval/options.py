@@ -15,17 +15,11 @@ PROMPT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Everything that a run depends on.
+    """Everything that a run depends on: what the options of `eval_aime` say of themselves.
 
     Attributes:
-        url, baseline_url: the servers; with a baseline the run ends in a verdict.
-        problems: JSON lines file or Hugging Face dataset id; `split` of the latter.
-        out: folder of Inspect logs, continued if it has some.
         samples: n, per problem and server.
-        concurrency: requests in flight, over all servers.
-        timeout: seconds for one response.
         retries: attempts of a request that fails for a passing reason.
-        template: put around each statement; `{problem}` is where it goes.
         alpha: level of the test; intervals have confidence 1 - alpha.
     """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...errors import Fp8RlError
+from ...errors import EvaluationError
 
 BUILT_IN = (
     "Find the remainder when 7 to the power of 2024 is divided by 100. Think step by step.",
@@ -23,10 +23,6 @@ BUILT_IN = (
 _RANDOM_PROMPTS, _RANDOM_LENGTH = 16, 32
 
 
-class PromptError(Fp8RlError):
-    """A prompt file that can't be used."""
-
-
 def load_prompts(path: Path | None, tokenizer: Any | None, vocabulary: int) -> list[list[int]]:
     """Return prompts as token ids.
 
@@ -37,7 +33,7 @@ def load_prompts(path: Path | None, tokenizer: Any | None, vocabulary: int) -> l
         vocabulary: number of token ids.
 
     Raises:
-        PromptError: an unreadable file or line, text without a tokenizer, or no prompt at all.
+        EvaluationError: an unreadable file or line, text without a tokenizer, or no prompt at all.
     """
     if path is not None:
         is_json = path.suffix == ".jsonl"
@@ -56,17 +52,19 @@ def prompt_lines(path: Path) -> list[tuple[str, str]]:
     """The lines that are not blank, each behind where it stands.
 
     Raises:
-        PromptError: an unreadable file, or only blank lines.
+        EvaluationError: an unreadable file, or only blank lines.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(
+        raise EvaluationError(
             "--prompts", f"{path}: {error}", "it is a UTF-8 text file", "Check the path."
         ) from error
     found = [(f"{path}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
     if not found:
-        raise PromptError("--prompts", str(path), "it holds no prompt", "Add at least one line.")
+        raise EvaluationError(
+            "--prompts", str(path), "it holds no prompt", "Add at least one line."
+        )
     return found
 
 
@@ -74,7 +72,7 @@ def _parsed(where: str, line: str) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:
-        raise PromptError(
+        raise EvaluationError(
             where,
             f"{error}; the line starts with {line[:60]!r}",
             "each line of a .jsonl file is one JSON object",
@@ -89,14 +87,14 @@ def _ids(where: str, entry: Any, tokenizer: Any | None) -> list[int]:
             return ids
         entry = entry.get("prompt")
     if not isinstance(entry, str):
-        raise PromptError(
+        raise EvaluationError(
             where,
             f"{entry!r}",
             "a prompt is a text, or a JSON object with `prompt` (text) or `input_ids` (integers)",
             "Repair or delete the line; nothing was sent.",
         )
     if tokenizer is None:
-        raise PromptError(
+        raise EvaluationError(
             where,
             "a text",
             "there is no tokenizer beside the model to encode it",
@@ -104,5 +102,7 @@ def _ids(where: str, entry: Any, tokenizer: Any | None) -> list[int]:
         )
     ids = list(tokenizer(entry)["input_ids"])
     if not ids:
-        raise PromptError(where, repr(entry), "a prompt has at least one token", "Delete the line.")
+        raise EvaluationError(
+            where, repr(entry), "a prompt has at least one token", "Delete the line."
+        )
     return ids

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from ...errors import EvaluationError
 from .stats import Comparison, Estimate, compare_paired, estimate_mean, pass_at_k
-from .task import SCORER, ResultsError
+from .task import SCORER
 
 if TYPE_CHECKING:
     from inspect_ai.log import EvalLog
@@ -85,7 +86,7 @@ def _arm(log: EvalLog, samples: int, confidence: float) -> ArmReport:
         statuses[status] += 1
         correct[str(sample.id)] += status == "correct"
     if total != samples * len(correct):
-        raise ResultsError(
+        raise EvaluationError(
             log.location,
             f"{total} samples of {len(correct)} problems",
             f"each has {samples}",

@@ -11,28 +11,24 @@ from typing import Any, Literal
 
 import torch
 
-from ...errors import Fp8RlError
+from ...errors import EvaluationError
 from .rollouts import Rollout
 
 Precision = Literal["float32", "bfloat16"]
-
-
-class RescoringError(Fp8RlError):
-    """A reference model that can't be loaded, or that is not the served one."""
 
 
 def load_model(path: str, precision: Precision, device: str) -> Any:
     """Load a causal language model for inference.
 
     Raises:
-        RescoringError: no such model, or no such device.
+        EvaluationError: no such model, or no such device.
     """
     from transformers import AutoModelForCausalLM
 
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, precision))
     except (OSError, ValueError) as error:  # what from_pretrained raises for a bad path or config
-        raise RescoringError(
+        raise EvaluationError(
             "--model",
             f"{path!r}: {error}",
             "it is a checkpoint folder or model id that transformers loads",
@@ -41,7 +37,7 @@ def load_model(path: str, precision: Precision, device: str) -> Any:
     try:
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:  # torch's for an unknown or absent device
-        raise RescoringError(
+        raise EvaluationError(
             "--device", f"{device!r}: {error}", "torch can use the device", "Use cpu or cuda."
         ) from error
 
@@ -57,7 +53,7 @@ def load_tokenizer(path: str) -> Any | None:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise RescoringError(
+        raise EvaluationError(
             "--model",
             f"{path!r}: {error}",
             "its tokenizer can be loaded",
@@ -75,7 +71,7 @@ def rescore(
     `logits / temperature`, whatever the model's precision.
 
     Raises:
-        RescoringError: a token id is outside the model's vocabulary.
+        EvaluationError: a token id is outside the model's vocabulary.
     """
     device = next(model.parameters()).device
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -83,7 +79,7 @@ def rescore(
     for number, rollout in enumerate(rollouts):
         ids = rollout.prompt_ids + rollout.output_ids
         if max(ids) >= vocabulary:
-            raise RescoringError(
+            raise EvaluationError(
                 f"completion {number}",
                 f"token id {max(ids)}",
                 f"the model's vocabulary has {vocabulary} entries",

@@ -30,7 +30,7 @@ def sample_rollouts(
     `SGLANG_RETURN_ORIGINAL_LOGPROB`), before nucleus and top-k, which are switched off here.
 
     Raises:
-        ServerError: the server is unreachable, refuses, aborts, or gives no log-probabilities.
+        EvaluationError: the server is unreachable, refuses, aborts, or gives no log-probabilities.
     """
     url = normalize_url(url)
     sampling = {

@@ -7,16 +7,12 @@ from typing import Any
 
 import requests
 
-from ...errors import ConfigError, Fp8RlError
+from ...errors import ConfigError, EvaluationError
 
 # What a server is known by. The same URL may serve another model, or the same in another precision,
 # when a run is resumed; SGLang tells, other servers may not.
 _IDENTITY = ("model_path", "weight_version", "quantization", "dtype", "kv_cache_dtype")
 _CONNECT_S, _PAGE_S, _COMPLETION_S = 10.0, 30.0, 600.0
-
-
-class ServerError(Fp8RlError):
-    """A server that can't be reached, refuses a request, or answers something unexpected."""
 
 
 def normalize_url(url: str) -> str:
@@ -29,13 +25,10 @@ def normalize_url(url: str) -> str:
 
 
 def identify(url: str, api_key: str | None = None) -> dict[str, Any]:
-    """Ask who is there.
-
-    Returns:
-        `model`, the served name, and those of `_IDENTITY` that the server tells.
+    """Ask who is there: `model`, the served name, and those of `_IDENTITY` that the server tells.
 
     Raises:
-        ServerError: nobody answers, or it serves no model.
+        EvaluationError: nobody answers, or it serves no model.
     """
     rule = "the server lists the model that it serves"
     listing = request_json(url, "/v1/models", rule=rule, api_key=api_key)
@@ -63,7 +56,7 @@ def request_json(
     """GET, or POST of a body; the answer's JSON, or None where its status is one of `absent`.
 
     Raises:
-        ServerError: no answer, another status than 2xx, or no JSON; `rule` says what was expected.
+        EvaluationError: no answer, another status than 2xx, or no JSON; `rule` says what was expected.
     """
     method, patience = ("GET", _PAGE_S) if body is None else ("POST", _COMPLETION_S)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -72,7 +65,7 @@ def request_json(
             method, url + path, json=body, headers=headers, timeout=(_CONNECT_S, patience)
         )
     except requests.RequestException as error:
-        raise ServerError(
+        raise EvaluationError(
             url,
             f"{path}: {type(error).__name__}: {error}",
             "the server did not answer",
@@ -88,9 +81,9 @@ def request_json(
         raise unexpected(url, f"{path} gave {reply.text[:200]!r}", rule) from error
 
 
-def unexpected(url: str, found: str, rule: str) -> ServerError:
+def unexpected(url: str, found: str, rule: str) -> EvaluationError:
     """The error for an answer that breaks `rule`."""
     remedy = (
         "Check that URL, API key and model are right, and that prompts fit the model's context."
     )
-    return ServerError(url, found, rule, remedy)
+    return EvaluationError(url, found, rule, remedy)

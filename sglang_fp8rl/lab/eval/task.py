@@ -20,17 +20,12 @@ from inspect_ai.model import GenerateConfig, get_model
 from inspect_ai.scorer import CORRECT, INCORRECT, Score, Scorer, Target, accuracy, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
 
-from ...errors import Fp8RlError
+from ...errors import EvaluationError
 from .grading import Grader
 from .options import EvalOptions
 from .problems import digest
-from .server import ServerError
 
 SCORER = "math_verify"  # the score's name in a log
-
-
-class ResultsError(Fp8RlError):
-    """Logs that can't be continued."""
 
 
 def take_samples(
@@ -50,9 +45,8 @@ def take_samples(
         The full log of each server, in the order of `served`.
 
     Raises:
-        ServerError: a request fails for good; what was taken until then is in the logs.
-        ResultsError: there are samples of this URL under other settings.
-        KeyboardInterrupt: as it says; what was taken is in the logs.
+        EvaluationError: a request fails for good; what was taken until then is in the logs.
+        EvaluationError: there are samples of this URL under other settings.
     """
     # What the server's own defaults decide is not named here.
     sampling = {name: getattr(options, name) for name in ("temperature", "top_p", "max_tokens")}
@@ -91,7 +85,7 @@ def take_samples(
     found = {log.eval.metadata["url"]: log for log in headers if log.eval.metadata}
     for url, log in found.items():
         if log.status != "success":
-            raise ServerError(
+            raise EvaluationError(
                 url,
                 log.error.message if log.error else f"the run ended as {log.status}",
                 "every request is answered",
@@ -132,7 +126,7 @@ def math_verify(grader: Grader) -> Scorer:
 
 
 def _check_same_settings(out: Path, wanted: dict[str, Any]) -> None:
-    """Raise `ResultsError` if a log of this URL was taken otherwise: it must not be averaged in."""
+    """Raise `EvaluationError` if a log of this URL was taken otherwise: it must not be averaged in."""
     for info in list_eval_logs(str(out)) if out.is_dir() else []:
         before = read_eval_log(info, header_only=True).eval.metadata or {}
         if before.get("url") != wanted["url"]:
@@ -143,7 +137,7 @@ def _check_same_settings(out: Path, wanted: dict[str, Any]) -> None:
             if before.get(name) != wanted.get(name)
         ]
         if changed:
-            raise ResultsError(
+            raise EvaluationError(
                 f"{out} ({wanted['url']})",
                 "; ".join(changed),
                 "samples of different settings must not be averaged",

@@ -25,8 +25,7 @@ class CleanRun:
     Holds `[tokens, vocabulary]` FP32 log-probabilities and every layer's output.
 
     Args:
-        model: of `transformers`, without a change.
-        layers: its decoder layers.
+        layers: decoder layers of the model.
         observe: within it the model runs on the first batch, on the second, and so on.
     """
 

@@ -87,11 +87,9 @@ class Finding:
     """The result of a run.
 
     Attributes:
-        modules: in the order of the model.
         effects: what the choice was made from: KL per token by module, on prompts that had a say.
         checks: `chosen_on` and, if there were prompts to spare, `held_out`.
-        saved_bytes: what FP8 saves on this model.
-        served_bytes: of the weights that are served.
+        saved_bytes, served_bytes: what FP8 saves on this model, and what is served.
         options: what to serve with: the plan's, with the choice in `ignored_layers`.
     """
 

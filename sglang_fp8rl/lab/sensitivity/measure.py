@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
+from ...errors import EvaluationError
 from .divergence import CleanRun
 from .noise import FitObserver
 from .quantized_products import Operand, Products, ServedArithmetic
-from .reference import ReferenceModel, SensitivityError
+from .reference import ReferenceModel
 from .results_file import ResultsFile
 from .samples import batches, sample_answers
 from .served_modules import ServedModule
@@ -22,19 +23,9 @@ from .served_modules import ServedModule
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked for, beside the model.
+    """What is asked for, beside the model: what the options of the command say of themselves.
 
-    Attributes:
-        budget: see `budget.budget_bytes`.
-        prompts: see `prompts.load_prompts`.
-        new_tokens: of an answer, at most; 0 measures on the prompts themselves.
-        samples: answers to each prompt.
-        tp_size, ep_size, options: of the server: they decide the schemes.
-        results: file of the measurements.
-        by_operand: also measure weights and activations alone.
-        dtype, device: of the computation.
-        tokens_at_once: of a batch, padding included.
-        seed: of the answers.
+    `seed` is that of the answers.
     """
 
     budget: str = "10%"
@@ -156,7 +147,7 @@ class Measurement:
             self._results.add("fit", module=name, **fit.as_dict())
         unseen = [one.name for one in reference.modules if one.name not in known.fits]
         if unseen:
-            raise SensitivityError(
+            raise EvaluationError(
                 unseen[0],
                 "no product with its weights was seen",
                 f"{len(unseen)} modules compute without torch.nn.functional.linear in transformers",

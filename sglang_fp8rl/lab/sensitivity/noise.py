@@ -55,12 +55,7 @@ class Fit:
 
 
 class FitObserver:
-    """For `Products`: looks at operands in the clean run, and leaves the products to torch.
-
-    Args:
-        names: modules to look at.
-        plan: says how they are served.
-    """
+    """For `Products`: looks at operands of the modules `names`, and leaves all products to torch."""
 
     def __init__(self, names: Collection[str], plan: RefitPlan) -> None:
         self._names, self._plan = frozenset(names), plan

@@ -81,13 +81,7 @@ class Products(TorchFunctionMode):
 
 
 class ServedArithmetic:
-    """The product of a served module, for `Products`.
-
-    Args:
-        names: modules that are quantized; all others are left to torch.
-        plan: says how weights are rounded, and scales of activations.
-        operand: what is quantized.
-    """
+    """For `Products`: those of the modules `names` as the plan rounds their operands; others are torch's."""
 
     def __init__(
         self, names: Collection[str], plan: RefitPlan, operand: Operand = Operand.BOTH

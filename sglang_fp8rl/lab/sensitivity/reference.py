@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...errors import Fp8RlError
+from ...errors import EvaluationError
 from ...numerics.fingerprint import MASK, seed_of, tensor_number
 from ...wire.plan import RefitPlan
 from ..eval.rescoring import Precision, load_model
@@ -19,18 +19,13 @@ from .served_modules import ServedModule
 _LAYERS = re.compile(r"^(.*?\blayers)\.(\d+)\.")
 
 
-class SensitivityError(Fp8RlError):
-    """A model that can't be measured, or a measurement that can't be continued."""
-
-
 @dataclass(frozen=True)
 class ReferenceModel:
     """The model as a trainer holds it, in evaluation mode.
 
     Attributes:
         plan, modules: of the server.
-        model: of `transformers`.
-        layers: its decoder layers, in their order.
+        layers: decoder layers of the model, in their order.
         weights: tells a weight's served module.
         first_layers: module name to the first of `layers` that it is in; 0 where it is in none.
         fingerprint: of the values of all parameters and their names.
@@ -64,8 +59,8 @@ def load_reference(
     between the layers, and a CPU without instructions for BF16 is 10 to 40 times faster.
 
     Raises:
-        RescoringError: it can't be loaded, or there is no such device.
-        SensitivityError: a module of the plan has no parameter in this model.
+        EvaluationError: it can't be loaded, or there is no such device.
+        EvaluationError: a module of the plan has no parameter in this model.
     """
     as_stored = not plan.rounding["round_to_bf16"]
     model = load_model(path, "float32" if as_stored else "bfloat16", device)
@@ -73,7 +68,7 @@ def load_reference(
 
 
 def reference_of(model: Any, plan: RefitPlan, modules: Sequence[ServedModule]) -> ReferenceModel:
-    """The parts of a loaded model. Raises `SensitivityError` as `load_reference`.
+    """The parts of a loaded model. Raises `EvaluationError` as `load_reference`.
 
     Side effects: experts are computed one by one, so that each is a product of its own.
     """
@@ -92,7 +87,7 @@ def reference_of(model: Any, plan: RefitPlan, modules: Sequence[ServedModule]) -
             places[served] = min(place, places.get(served, place))
     lost = [name for name in by_name if name not in places]
     if lost:
-        raise SensitivityError(
+        raise EvaluationError(
             lost[0],
             f"no parameter of {type(model).__name__} has the name {by_name[lost[0]].tensors[0]!r}",
             f"{len(lost)} of {len(by_name)} FP8 modules can't be found in the transformers model",

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...errors import EvaluationError
 from .noise import Fit
 from .quantized_products import Operand
-from .reference import SensitivityError
 from .samples import Sample
 
 _FORMAT = {"format": "sglang-fp8rl/sensitivity", "version": 1}
@@ -54,7 +54,7 @@ class ResultsFile:
         key: what the measurements belong to: model, plan, prompts, options. Another key is refused.
 
     Raises:
-        SensitivityError: the file belongs to another run, is damaged, or can't be opened.
+        EvaluationError: the file belongs to another run, is damaged, or can't be opened.
     """
 
     def __init__(self, path: Path, key: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             row = None
         if not isinstance(row, dict) or "row" not in row:
-            raise SensitivityError(
+            raise EvaluationError(
                 f"{path}:{number}",
                 repr(line[:60]),
                 "each line is a JSON object with a `row`",
@@ -131,5 +131,5 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _refused(found: str, rule: str, remedy: str) -> SensitivityError:
-    return SensitivityError("--results", found, rule, remedy)
+def _refused(found: str, rule: str, remedy: str) -> EvaluationError:
+    return EvaluationError("--results", found, rule, remedy)

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import cast
 
 from ...engine.host.plan_offline import make_plan
-from ...errors import ConfigError
+from ...errors import ConfigError, EvaluationError
 from ...wire.plan import RefitPlan
 from ..eval.options import check_values
 from ..eval.prompts import load_prompts
 from ..eval.rescoring import Precision, load_tokenizer
 from .finding import Finding, effects_of, finding_of
 from .measure import Measurement, Settings, key_of
-from .reference import SensitivityError, load_reference
+from .reference import load_reference
 from .results_file import ResultsFile
 from .samples import Groups
 from .served_modules import budget_bytes, choose, served_modules
@@ -35,7 +35,6 @@ def run_sensitivity(
     """Plan, load, measure what `settings.results` does not have, choose, check.
 
     Args:
-        model: checkpoint folder or model id.
         on_total: called when a part begins: its name and its number of steps.
         on_step: called after each.
 
@@ -58,7 +57,7 @@ def run_sensitivity(
     )
     modules = served_modules(plan)
     if not modules:
-        raise SensitivityError(
+        raise EvaluationError(
             model,
             "no module is served in FP8",
             "there has to be something to leave out",

@@ -29,8 +29,7 @@ class ServedModule:
         block: what shares one scale of the weight; its second number is the columns of an activation
             that share one.
         tensors: what its weights are called in the checkpoint.
-        weights: elements, over all ranks.
-        scales: scales of them.
+        weights, scales: how many, over all ranks.
     """
 
     name: str
@@ -99,12 +98,9 @@ def _module(name: str, scheme: str, reason: str, entries: list[TensorPlan]) -> S
 
 @dataclass(frozen=True)
 class Choice:
-    """Modules for `ignored_layers`, in the order in which they were taken.
+    """Modules for `ignored_layers`, in the order in which they were taken, and what they cost.
 
-    Attributes:
-        modules: what stays in high precision.
-        extra_bytes: what that costs.
-        predicted_share: of the summed effects, what is left: 1 if nothing was taken.
+    `predicted_share` of the summed effects is left: 1 if nothing was taken.
     """
 
     modules: tuple[ServedModule, ...]

@@ -19,20 +19,6 @@ from .families import embedding_std, hub_config, hub_shapes, make_config
 
 TILE = 128
 
-# `quantization_config` of a block-FP8 checkpoint that SGLang's own `fp8` method serves.
-BLOCK_FP8_CONFIG: dict[str, Any] = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [TILE, TILE],
-}
-
-# Ids 0 to 2; a checkpoint's `bos_token_id` and `eos_token_id` are 1 and 2.
-SPECIAL = ("<pad>", "<bos>", "<eos>")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-
 
 def make_state_dict(config: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """Seeded FP32 weights under the names a checkpoint on the hub has.
@@ -53,18 +39,6 @@ def perturbed(state_dict: dict[str, torch.Tensor], seed: int) -> dict[str, torch
         noise = torch.randn(weight.shape, generator=_generator(name, seed))
         result[name] = (weight.float() * (1 + 0.05 * noise)).to(weight.dtype)
     return result
-
-
-def quantized_names(state_dict: dict[str, torch.Tensor]) -> list[str]:
-    """The weights a block-FP8 checkpoint on the hub quantizes: projections, not the router."""
-    return [
-        name
-        for name, weight in state_dict.items()
-        if weight.dim() == 2
-        and name.endswith("weight")
-        and "visual." not in name
-        and name.rsplit(".", 2)[-2] not in ("embed_tokens", "lm_head", "gate", "shared_expert_gate")
-    ]
 
 
 def save_checkpoint(
@@ -123,24 +97,6 @@ def make_checkpoint(
     return save_checkpoint(
         path, config, make_state_dict(config, seed=seed), dtype=dtype, shards=shards
     )
-
-
-def save_tokenizer(path: str | Path) -> None:
-    """Write a byte-level tokenizer of 259 tokens beside a checkpoint's `config.json`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    pad, bos, eos = SPECIAL
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(str(path))
 
 
 def _generator(name: str, seed: int) -> torch.Generator:

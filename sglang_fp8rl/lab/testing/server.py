@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 # The smallest set that starts. --skip-server-warmup saves a generation of SGLang's own,
 # --skip-tokenizer-init lets checkpoints have no tokenizer (requests carry input_ids), and without
 # --sleep-on-idle every idle server keeps a core busy.
-WITHOUT_TOKENIZER = "--skip-tokenizer-init"
 BASE_ARGS = (
     "--host=127.0.0.1",
-    WITHOUT_TOKENIZER,
+    "--skip-tokenizer-init",
     "--skip-server-warmup",
     "--sleep-on-idle",
     "--log-level=info",
@@ -61,14 +60,12 @@ class ServerProcess:
     """`python -m sglang.launch_server` in a process group of its own; a context manager.
 
     Args:
-        model_path: checkpoint directory.
         args: more flags of `launch_server`, e.g. `("--tp-size=2",)`.
-        log_path: file that takes stdout and stderr.
-        env: variables added to the environment.
+        log_path: takes stdout and stderr.
+        env: added to the environment.
         timeout: seconds until the server must be healthy.
         on_gpu: serve on a GPU. Otherwise on the CPU platform, with workers that share the launcher's
             imports (see `launch`), which starts much faster.
-        tokenizer: the checkpoint has one (`save_tokenizer`), and requests may carry text.
     """
 
     def __init__(
@@ -80,13 +77,11 @@ class ServerProcess:
         env: dict[str, str] | None = None,
         timeout: float = 420,
         on_gpu: bool = False,
-        tokenizer: bool = False,
     ) -> None:
         self.log_path, self.timeout = Path(log_path), timeout
         launcher = "sglang.launch_server" if on_gpu else "sglang_fp8rl.lab.testing.launch"
         self.command = [sys.executable, "-m", launcher, f"--model-path={model_path}"]
-        self.command += [arg for arg in BASE_ARGS if not (tokenizer and arg == WITHOUT_TOKENIZER)]
-        self.command += [*args, *(attention_args() if on_gpu else ())]
+        self.command += [*BASE_ARGS, *args, *(attention_args() if on_gpu else ())]
         self._use_port(free_port())
         platform = {} if on_gpu else cpu_env(_tp_size(args))
         self.env = {**os.environ, **platform, **(env or {})}

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
 from verl.trainer.ppo import rollout_corr_helper as verl
 
-from sglang_fp8rl.lab.correction import (
-    importance_weights,
-    masked_importance_weights,
-    truncated_importance_weights,
-)
+from sglang_fp8rl.lab.correction import importance_weights
 from sglang_fp8rl.lab.metrics import MismatchInputError
 
 LEVELS = ["token", "sequence", "geometric"]
-WEIGHTINGS = [importance_weights, truncated_importance_weights, masked_importance_weights]
+truncated = functools.partial(importance_weights, cap=2.0)
+masked = functools.partial(importance_weights, band=(0.5, 2.0))
+WEIGHTINGS = [importance_weights, truncated, masked]
 
 
 def small_gap(seed: int, gap: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -50,7 +49,7 @@ def test_truncated_weights_equal_verl_bit_for_bit(inputs, level, cap):
     theirs, _ = verl.compute_rollout_correction_weights(
         trainer - rollout, mask.float(), rollout_is=level, rollout_is_threshold=cap
     )
-    ours = truncated_importance_weights(rollout, trainer, mask, cap=cap, level=level)
+    ours = importance_weights(rollout, trainer, mask, cap=cap, level=level)
     assert torch.equal(ours, theirs)
 
 
@@ -65,7 +64,7 @@ def test_masked_weights_equal_verl_bit_for_bit(inputs, level, band):
         rollout_is=level,
         rollout_is_threshold=f"{band[0]}_{band[1]}",
     )
-    ours = masked_importance_weights(rollout, trainer, mask, low=band[0], high=band[1], level=level)
+    ours = importance_weights(rollout, trainer, mask, band=band, level=level)
     assert torch.equal(ours, theirs)
 
 
@@ -80,9 +79,7 @@ def test_acceptance_equals_verl_with_the_band_inverted(inputs, level, option):
     theirs, _ = verl.compute_rollout_rejection_mask(
         trainer - rollout, mask.float(), rollout_rs=option, rollout_rs_threshold="0.98_1.3"
     )
-    weights = masked_importance_weights(
-        rollout, trainer, mask, low=1 / 1.3, high=1 / 0.98, level=level
-    )
+    weights = importance_weights(rollout, trainer, mask, band=(1 / 1.3, 1 / 0.98), level=level)
     ours = weights > 0
     assert torch.equal(ours, theirs.bool())
     assert 0 < ours.sum() < mask.sum()
@@ -112,7 +109,7 @@ def test_weights_stay_finite_when_ratios_overflow(level):
     rollout, trainer, mask = overflowing(5)
     assert (trainer - rollout).double().exp().max() > torch.finfo(torch.float32).max
     assert importance_weights(rollout, trainer, mask, level=level).isfinite().all()
-    assert truncated_importance_weights(rollout, trainer, mask, level=level).max() == 2.0
+    assert truncated(rollout, trainer, mask, level=level).max() == 2.0
 
 
 def test_sequence_weight_is_the_product_and_geometric_its_root():
@@ -138,7 +135,7 @@ def test_band_ends_are_kept_and_one_step_beyond_is_not():
     mask = torch.ones(1, 4, dtype=torch.bool)
     # The band is what the weights round to, so that log() and exp() don't blur the test.
     low, high = importance_weights(rollout, trainer, mask)[0, :2].tolist()
-    kept = masked_importance_weights(rollout, trainer, mask, low=low, high=high) > 0
+    kept = importance_weights(rollout, trainer, mask, band=(low, high)) > 0
     assert kept.tolist() == [[True, True, False, False]]
 
 
@@ -162,8 +159,8 @@ def test_bf16_input_is_summed_in_fp32():
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
 def test_mask_dtype_does_not_matter(dtype):
     rollout, trainer, mask = small_gap(8)
-    expected = truncated_importance_weights(rollout, trainer, mask)
-    assert torch.equal(truncated_importance_weights(rollout, trainer, mask.to(dtype)), expected)
+    expected = truncated(rollout, trainer, mask)
+    assert torch.equal(truncated(rollout, trainer, mask.to(dtype)), expected)
 
 
 def test_inputs_are_not_changed():
@@ -208,7 +205,7 @@ def test_bad_options_are_named():
         importance_weights(*good, level="tokens")
     for cap in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(MismatchInputError, match="cap"):
-            truncated_importance_weights(*good, cap=cap)
+            importance_weights(*good, cap=cap)
     for low, high in ((2.0, 0.5), (0.0, 2.0), (0.5, float("inf")), (float("nan"), 2.0)):
         with pytest.raises(MismatchInputError, match="low <= high"):
-            masked_importance_weights(*good, low=low, high=high)
+            importance_weights(*good, band=(low, high))

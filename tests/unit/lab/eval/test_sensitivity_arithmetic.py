@@ -7,6 +7,7 @@ import torch
 from sensitivity_model import PROMPTS, small_model, small_plan, small_weights
 
 from sglang_fp8rl import dequantize, quantize_blockwise, quantize_per_channel
+from sglang_fp8rl.errors import EvaluationError
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import (
     block_scaled_matmul,
     channel_scaled_matmul,
@@ -21,7 +22,7 @@ from sglang_fp8rl.lab.sensitivity.quantized_products import (
     served_activation,
     served_weight,
 )
-from sglang_fp8rl.lab.sensitivity.reference import SensitivityError, reference_of
+from sglang_fp8rl.lab.sensitivity.reference import reference_of
 from sglang_fp8rl.lab.sensitivity.samples import Sample, batches, sample_answers
 from sglang_fp8rl.lab.sensitivity.served_modules import served_modules
 from sglang_fp8rl.numerics import sqnr_db
@@ -239,5 +240,5 @@ def test_a_module_that_transformers_does_not_have_is_an_error(llama):
     tensors["model.layers.0.mlp.elsewhere.weight"] = tensors.pop(name)
     plan = type(llama.plan)(lost, {**llama.plan.tensors}, "")
     del plan.tensors[name]
-    with pytest.raises(SensitivityError, match=r"layers\.0\.mlp\.down_proj"):
+    with pytest.raises(EvaluationError, match=r"layers\.0\.mlp\.down_proj"):
         reference_of(llama.model, plan, llama.modules)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from sensitivity_model import PROMPTS, small_model, small_plan, small_weights
 
+from sglang_fp8rl.errors import EvaluationError
 from sglang_fp8rl.lab.sensitivity.finding import effects_of, finding_of
 from sglang_fp8rl.lab.sensitivity.measure import Measurement, Settings, key_of
 from sglang_fp8rl.lab.sensitivity.quantized_products import Operand
-from sglang_fp8rl.lab.sensitivity.reference import SensitivityError, reference_of
+from sglang_fp8rl.lab.sensitivity.reference import reference_of
 from sglang_fp8rl.lab.sensitivity.results_file import ResultsFile
 from sglang_fp8rl.lab.sensitivity.samples import Groups, ratio
 from sglang_fp8rl.lab.sensitivity.served_modules import (
@@ -181,7 +182,7 @@ def test_measurements_of_another_run_don_t_mix(tmp_path, other, message):
     path = tmp_path / "results.jsonl"
     ResultsFile(path, KEY).close()
     before = path.read_text()
-    with pytest.raises(SensitivityError, match=message):
+    with pytest.raises(EvaluationError, match=message):
         ResultsFile(path, other)
     assert path.read_text() == before
     ResultsFile(path, KEY).close()
@@ -203,13 +204,13 @@ def test_measurements_of_another_run_don_t_mix(tmp_path, other, message):
 def test_a_file_that_holds_something_else_is_left_alone(tmp_path, content, message):
     path = tmp_path / "results.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(SensitivityError, match=message):
+    with pytest.raises(EvaluationError, match=message):
         ResultsFile(path, KEY)
     assert path.read_bytes() == (content if isinstance(content, bytes) else content.encode())
 
 
 def test_a_place_that_can_t_be_written_is_named(tmp_path):
-    with pytest.raises(SensitivityError, match="no-such-folder"):
+    with pytest.raises(EvaluationError, match="no-such-folder"):
         ResultsFile(tmp_path / "no-such-folder" / "a.jsonl", KEY)
 
 
