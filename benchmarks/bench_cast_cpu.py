@@ -1,7 +1,6 @@
 """C1 and C2: the CPU cast against plain torch and veRL's CPU fallback, in one process on the same inputs.
 
     python benchmarks/bench_cast_cpu.py               # C1, FP32 and BF16 source, and C2
-    python benchmarks/bench_cast_cpu.py --quick       # small, for CI
     python benchmarks/bench_cast_cpu.py --json out.jsonl
 
 Our bytes are compared with the reference cast first; if one differs, it exits 1 without a number.
@@ -207,7 +206,6 @@ def conditions(threads: int) -> dict[str, Any]:
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Few and small runs, for CI.")] = False,
     repetitions: Annotated[int, typer.Option(help="Timed runs of C1; C2 takes a third.")] = 30,
     threads: Annotated[int, typer.Option(help="For both sides.")] = 1,
     json_path: Annotated[
@@ -218,13 +216,11 @@ def main(
     torch.set_num_threads(threads)
     numerics.warmup()
     gate()
-    if quick:
-        repetitions = min(repetitions, 5)
     # C2 first: once C1 has run, the heap has grown and hides what a cast allocates.
-    whole_model = list(c2(2 if quick else LAYERS, max(3, repetitions // 3)))
+    whole_model = list(c2(LAYERS, max(3, repetitions // 3)))
     rows = [
-        *c1(torch.float32, 512 if quick else 4096, repetitions),
-        *c1(torch.bfloat16, 512 if quick else 4096, repetitions),
+        *c1(torch.float32, 4096, repetitions),
+        *c1(torch.bfloat16, 4096, repetitions),
         *whole_model,
     ]
     for row in rows:

@@ -76,7 +76,6 @@ def run_steps(run: Run) -> Iterator[Record]:
             sent = sender.send(policy.masters)
             record["refit_bytes"] = sent.nbytes
             record["refit_seconds"] = sent.seconds
-            record["blocks_sent"] = sent.blocks_sent
             if sent.changed is not None:
                 record["codes_changed"] = sent.changed.codes
                 record["blocks_changed"] = sent.changed.blocks

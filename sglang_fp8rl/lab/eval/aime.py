@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,7 +88,7 @@ def eval_aime(
     with errors_told(interrupted=kept):
         report = run_eval(EvalOptions(**given))
     if as_json:
-        typer.echo(json.dumps(report.as_dict()))
+        typer.echo(json.dumps(asdict(report)))
     else:
         from .report import print_report
 

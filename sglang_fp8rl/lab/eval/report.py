@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -53,9 +53,6 @@ class EvalReport:
     candidate: ArmReport
     baseline: ArmReport | None
     comparison: Comparison | None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def build_report(logs: Sequence[EvalLog], samples: int, alpha: float) -> EvalReport:

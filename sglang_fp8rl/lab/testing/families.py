@@ -35,6 +35,8 @@ _VISION: dict[str, Any] = {
     "out_hidden_size": _DENSE["hidden_size"],
 }
 
+_QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+
 # Routing of DeepSeek-V3 and GLM-4.5: two groups (or one), a bias that corrects the choice only.
 _GROUPED_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 4,
@@ -76,22 +78,8 @@ _FAMILIES: dict[str, Family] = {
     # Fused on disk: `qkv_proj` and `gate_up_proj` are one tensor each.
     "phi3": Family(),
     "mixtral": Family({"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2_moe": Family(
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 256,
-            "shared_expert_intermediate_size": 256,
-        }
-    ),
-    "qwen3_moe": Family(
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 256,
-            "norm_topk_prob": True,
-        }
-    ),
+    "qwen2_moe": Family({**_QWEN_EXPERTS, "shared_expert_intermediate_size": 256}),
+    "qwen3_moe": Family({**_QWEN_EXPERTS, "norm_topk_prob": True}),
     "glm4_moe": Family(
         {**_GROUPED_EXPERTS, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0}
     ),
