@@ -1,7 +1,6 @@
 """C1 and C2: the CPU cast against plain torch and veRL's CPU fallback, in one process on the same inputs.
 
     python benchmarks/bench_cast_cpu.py               # C1, FP32 and BF16 source, and C2
-    python benchmarks/bench_cast_cpu.py --quick       # small, for CI
     python benchmarks/bench_cast_cpu.py --json out.jsonl
 
 Our bytes are compared with the reference cast first; if one differs, it exits 1 without a number.
@@ -20,26 +19,22 @@ import json
 import math
 import pathlib
 import platform
-import statistics
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import metadata
 from typing import Annotated, Any
 
+import measured
 import torch
 import typer
 from outcome import SLOWER
 from rich.console import Console
-from rich.table import Table
 
 import sglang_fp8rl
 from sglang_fp8rl import numerics
 from sglang_fp8rl.numerics.runners import warm_up
 from sglang_fp8rl.numerics.write_table import Widths
 
-BLOCK = (128, 128)
+BLOCK, MIB = (128, 128), 1 << 20
 MIN_RATIO, MAX_GROWTH_MIB = 8.0, 64.0  # what C1 and C2 ask for
 BASELINES = ("verl", "eager")
 HIDDEN, INTERMEDIATE, LAYERS = 1024, 3072, 28  # Qwen3-0.6B: 16 query and 8 KV heads of 128
@@ -129,27 +124,6 @@ def gate() -> None:
         raise typer.Exit(1)
 
 
-def interleaved(runs: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    for _ in range(repetitions):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def summary(seconds: list[float]) -> dict[str, float]:
-    cuts = (
-        statistics.quantiles(seconds, n=10, method="inclusive")
-        if len(seconds) > 1
-        else [seconds[0]] * 9
-    )
-    return {"median_s": statistics.median(seconds), "p10_s": cuts[0], "p90_s": cuts[-1]}
-
-
 def c1(dtype: torch.dtype, rows: int, repetitions: int) -> Iterator[dict[str, Any]]:
     """One tensor, one thread: in place and through the public functions."""
     source = torch.randn(rows, 4096, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -168,12 +142,12 @@ def c1(dtype: torch.dtype, rows: int, repetitions: int) -> Iterator[dict[str, An
     case = f"[{rows}, 4096] {str(dtype).removeprefix('torch.')}"
     floor = source.numel() * (source.element_size() + 1)
     for granularity, runs in (("blockwise", blockwise), ("per channel", per_channel)):
-        for name, seconds in interleaved(runs, repetitions).items():
+        for name, seconds in measured.interleaved(runs, repetitions).items():
             yield {
                 "id": "C1",
                 "case": f"{case} {granularity}",
                 "what": name,
-                **summary(seconds),
+                **measured.spread(seconds),
                 "elements": source.numel(),
                 "floor_bytes": floor,
                 "repetitions": repetitions,
@@ -203,12 +177,11 @@ def c2(layers: int, repetitions: int) -> Iterator[dict[str, Any]]:
                 if verl:
                     runs["verl"] = partial(verl, source)
                 for name, run in runs.items():
-                    before = reset_peak_mib() if repetition < 0 else 0.0
-                    start = time.perf_counter()
-                    run()
-                    total[name] += time.perf_counter() - start
+                    _, before = measured.resident_bytes(reset_peak=repetition < 0)
+                    total[name] += measured.seconds_of(run)
                     if repetition < 0:
-                        growth[name] = max(growth[name], peak_mib() - before)
+                        _, peak = measured.resident_bytes()
+                        growth[name] = max(growth[name], (peak - before) / MIB)
         if repetition >= 0:
             for name in seconds:
                 seconds[name].append(total[name])
@@ -217,7 +190,7 @@ def c2(layers: int, repetitions: int) -> Iterator[dict[str, Any]]:
             "id": "C2",
             "case": f"Qwen3-0.6B, {layers * len(QWEN3_0_6B)} tensors, float32",
             "what": name,
-            **summary(values),
+            **measured.spread(values),
             "elements": elements,
             "floor_bytes": elements * 5,
             "memory_growth_mib": round(growth[name], 1),
@@ -225,34 +198,16 @@ def c2(layers: int, repetitions: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def reset_peak_mib() -> float:
-    """Make the kernel forget the peak so far (Linux), and return the present one."""
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    return peak_mib()
-
-
-def peak_mib() -> float:
-    status = pathlib.Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
-
-
 def conditions(threads: int) -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     info = pathlib.Path("/proc/cpuinfo")
     if info.exists():
         cpu = info.read_text().split("model name")[1].split("\n")[0].strip("\t :")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=pathlib.Path(__file__).parent,
-    ).stdout.strip()
-    versions = {name: metadata.version(name) for name in ("torch", "numba", "verl")}
-    return {"cpu": cpu, "threads": threads, "commit": commit, **versions}
+    versions = measured.versions("torch", "numba", "verl")
+    return {"cpu": cpu, "threads": threads, "commit": measured.commit(), **versions}
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Few and small runs, for CI.")] = False,
     repetitions: Annotated[int, typer.Option(help="Timed runs of C1; C2 takes a third.")] = 30,
     threads: Annotated[int, typer.Option(help="For both sides.")] = 1,
     json_path: Annotated[
@@ -263,13 +218,11 @@ def main(
     torch.set_num_threads(threads)
     warm_up(torch.device("cpu"), Widths())
     gate()
-    if quick:
-        repetitions = min(repetitions, 5)
     # C2 first: once C1 has run, the heap has grown and hides what a cast allocates.
-    whole_model = list(c2(2 if quick else LAYERS, max(3, repetitions // 3)))
+    whole_model = list(c2(LAYERS, max(3, repetitions // 3)))
     rows = [
-        *c1(torch.float32, 512 if quick else 4096, repetitions),
-        *c1(torch.bfloat16, 512 if quick else 4096, repetitions),
+        *c1(torch.float32, 4096, repetitions),
+        *c1(torch.bfloat16, 4096, repetitions),
         *whole_model,
     ]
     for row in rows:
@@ -302,11 +255,18 @@ def main(
 
 
 def show(rows: list[dict[str, Any]], where: dict[str, Any]) -> None:
-    table = Table(caption=", ".join(f"{k} {v}" for k, v in where.items()))
-    for column in ("id", "case", "what"):
-        table.add_column(column)
-    for column in ("median ms", "p10–p90 ms", "Gelem/s", "× veRL", "× eager", "MiB"):
-        table.add_column(column, justify="right")
+    columns = (
+        "id",
+        "case",
+        "what",
+        "median ms",
+        "p10–p90 ms",
+        "Gelem/s",
+        "× veRL",
+        "× eager",
+        "MiB",
+    )
+    table = measured.table(", ".join(f"{k} {v}" for k, v in where.items()), columns, words=3)
     for row in rows:
         table.add_row(
             row["id"],

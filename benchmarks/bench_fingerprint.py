@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import functools
 import json
-import statistics
-import time
 from collections.abc import Callable
 from typing import Annotated
 
+import measured
 import torch
 import typer
 
@@ -56,21 +55,18 @@ def _row(
     threads: int,
     dtype: str,
 ) -> dict[str, object]:
-    rates: dict[str, list[float]] = {name: [] for name in tasks}
-    for run in range(runs + 1):
-        for name, task in tasks.items():
-            began = time.perf_counter()
+    def seconds(task: Callable[[], object]) -> float:
+        def finished() -> None:
             task()
             if device != "cpu":
                 torch.cuda.synchronize()
-            if run:  # the first one compiles and touches memory
-                rates[name].append(nbytes / (time.perf_counter() - began) / 1e9)
+
+        return measured.seconds_of(finished)
+
     row: dict[str, object] = {"device": device, "dtype": dtype, "threads": threads}
-    for name, found in rates.items():
-        deciles = statistics.quantiles(found, n=10, method="inclusive")
-        row[f"{name}_gb_s"] = [
-            round(x, 2) for x in (statistics.median(found), deciles[0], deciles[-1])
-        ]
+    for name, found in measured.interleaved(tasks, runs, seconds).items():
+        rates = measured.spread([nbytes / one / 1e9 for one in found])
+        row[f"{name}_gb_s"] = [round(rate, 2) for rate in rates.values()]
     return row
 
 

@@ -11,23 +11,18 @@ same number of bytes on the same device: the practical ceiling.
 
 from __future__ import annotations
 
-import json
-import shutil
-import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import metadata
 from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
 
+import measured
 import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from shapes import MISALIGNED, MODELS
 
 from sglang_fp8rl import numerics
@@ -41,6 +36,7 @@ Run = Callable[[], Any]
 _SLEEP_CYCLES = 2_000_000
 # Inputs are rotated until together they are this many times the cache of the GPU.
 _CACHES = 4
+_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 class Clock:
@@ -55,9 +51,7 @@ class Clock:
 
     def seconds(self, run: Run) -> float:
         if self.device.type != "cuda":
-            began = time.perf_counter()
-            run()
-            return time.perf_counter() - began
+            return measured.seconds_of(run)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(_SLEEP_CYCLES)
         start.record()
@@ -67,13 +61,7 @@ class Clock:
         return start.elapsed_time(end) / 1e3
 
     def interleaved(self, runs: dict[str, Run], repetitions: int) -> dict[str, list[float]]:
-        for run in runs.values():
-            run()
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(repetitions):
-            for name, run in runs.items():
-                seconds[name].append(self.seconds(run))
-        return seconds
+        return measured.interleaved(runs, repetitions, self.seconds)
 
 
 def destination(rows: int, cols: int, block: tuple[int, int], device: torch.device) -> Any:
@@ -218,17 +206,15 @@ def whole_model(clock: Clock, name: str, dtype: torch.dtype, repeat: int) -> Ite
 def rows_of(
     number: str, case: str, seconds: dict[str, list[float]], floor: int
 ) -> Iterator[dict[str, Any]]:
-    copy = statistics.median(seconds["copy"]) if "copy" in seconds else None
+    copy = measured.spread(seconds["copy"])["median_s"] if "copy" in seconds else None
     for what, values in seconds.items():
-        cuts = statistics.quantiles(values, n=10, method="inclusive")
-        median = statistics.median(values)
+        times = measured.spread(values)
+        median = times["median_s"]
         yield {
             "id": number,
             "case": case,
             "what": what,
-            "median_s": median,
-            "p10_s": cuts[0],
-            "p90_s": cuts[-1],
+            **times,
             "floor_bytes": floor,
             "gb_per_s": floor / median / 1e9,
             "of_copy": copy / median if copy else None,
@@ -275,14 +261,12 @@ def main(
         for job in progress.track(jobs, description="timing"):
             found = list(job())
             rows += found
-            if json_path and not smoke:  # now: whatever ends this run early leaves them behind
-                with json_path.open("a") as file:
-                    file.writelines(json.dumps({**row, **where}) + "\n" for row in found)
+            # Now: whatever ends this run early leaves them behind.
+            measured.append(None if smoke else json_path, found, **where)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    table = Table(title=f"cast on {_device_name(device)}")
-    for column in ("id", "case", "what", "median ms", "GB/s of floor", "of copy"):
-        table.add_column(column)
+    columns = ("id", "case", "what", "median ms", "GB/s of floor", "of copy")
+    table = measured.table(f"cast on {_device_name(device)}", columns, words=3)
     for row in rows:
         of_copy = f"{row['of_copy']:.2f}" if row["of_copy"] else ""
         table.add_row(
@@ -292,25 +276,16 @@ def main(
     console.print(table)
 
 
-def said(command: list[str]) -> str | None:
-    """What a program prints; None where there is no such program, or it fails."""
-    if shutil.which(command[0]) is None:
-        return None
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else "this CPU (smoke run)"
 
 
 def conditions(device: torch.device) -> dict[str, Any]:
-    versions = {name: metadata.version(name) for name in ("torch", "triton")}
     return {
         "gpu": _device_name(device),
-        "driver": said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
-        "commit": said(["git", "rev-parse", "--short", "HEAD"]),
-        **versions,
+        "driver": measured.said(_DRIVER),
+        "commit": measured.commit(),
+        **measured.versions("torch", "triton"),
     }
 
 

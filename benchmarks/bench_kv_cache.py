@@ -23,7 +23,6 @@ cache, and operations of a decode step with and without scales, counted as torch
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import sys
@@ -39,6 +38,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 
 import kv_commands
+import measured
 from commands import update
 from engine_host import EngineHost
 from host_log import host_log
@@ -169,8 +169,6 @@ def main(
     only_times: Annotated[bool, typer.Option(help="Serve no model.")] = False,
 ) -> None:
     """Print both tables."""
-    from importlib.metadata import version
-
     errors: list[dict[str, Any]] = []
     facts: dict[str, Any] = {}
     with host_log("bench-kv-cache") as console:
@@ -179,15 +177,9 @@ def main(
         if not only_times:
             errors, facts = measure_errors(console)
             _show(console, errors, facts)
-    conditions = {
-        "sglang": version("sglang"),
-        "torch": torch.__version__,
-        "cpu": platform.processor() or platform.machine(),
-    }
-    if json_path is not None:
-        with json_path.open("a") as file:
-            for row in [*errors, *times, *([facts] if facts else [])]:
-                file.write(json.dumps({**row, **conditions}) + "\n")
+    conditions = measured.versions("sglang", "torch")
+    conditions["cpu"] = platform.processor() or platform.machine()
+    measured.append(json_path, [*errors, *times, *([facts] if facts else [])], **conditions)
     if plot is not None and errors:
         draw(errors, plot)
 
@@ -221,12 +213,10 @@ def _show(console: Console, errors: list[dict[str, Any]], facts: dict[str, Any])
 
 
 def draw(errors: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(9, 4.5), constrained_layout=True)
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axis = figure.subplots()
     for number, rule in enumerate(RULES):
         found = {row["case"]: row["mean_abs_dlogp"] for row in errors if row["rule"] == rule}
         middle, width = (len(RULES) - 1) / 2, 0.85 / len(RULES)
@@ -247,7 +237,6 @@ def draw(errors: list[dict[str, Any]], path: Path) -> None:
     axis.legend(fontsize=8)
     axis.grid(alpha=0.3, axis="y")
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ below e4m3's normal numbers as they reach attention.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 
 import kv_commands
+import measured
 from bench_kv_cache import LAYERS, VOCABULARY
 from engine_host import EngineHost
 from host_log import host_log
@@ -62,8 +62,6 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Append JSON lines.")] = None,
 ) -> None:
     """Print the rows."""
-    from importlib.metadata import version
-
     config = make_config(
         "qwen3",
         num_hidden_layers=LAYERS,
@@ -92,13 +90,10 @@ def main(
                     "exponents_of_keys": [keys for keys, _ in exponents],
                     **errors_of(torch.tensor(found), exact),
                     **shares,
-                    "sglang": version("sglang"),
-                    "torch": torch.__version__,
+                    **measured.versions("sglang", "torch"),
                 }
                 console.print(row, highlight=False)
-                if json_path is not None:
-                    with json_path.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                measured.append(json_path, [row])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ shared memory, which counts in full; so the bound is one bucket, plus twice the 
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import sys
@@ -26,11 +25,11 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 
 import commands
+import measured
 from engine_host import EngineHost
 from host_log import host_log
 from outcome import SLOWER
@@ -48,11 +47,7 @@ MAX_TIME_RATIO = 2.0
 
 def resident_bytes(_: Any, reset_peak: bool = False) -> tuple[int, int]:
     """(resident set, its peak) of a scheduler, in bytes."""
-    if reset_peak:
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    now, peak = (int(lines[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
-    return now, peak
+    return measured.resident_bytes(reset_peak=reset_peak)
 
 
 def buckets_of(state: dict[str, torch.Tensor], limit: int) -> list[list[tuple[str, torch.Tensor]]]:
@@ -111,8 +106,6 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="append a JSON line")] = None,
 ) -> None:
     """Compare an FP8 refit with SGLang's BF16 refit; exit 1 if bytes or memory are wrong."""
-    from importlib.metadata import version
-
     console = Console()
     config = make_config(
         "qwen3",
@@ -158,9 +151,10 @@ def main(
     seconds = {name: statistics.median(s for s, _ in rows) for name, rows in results.items()}
     memory = {name: max(peak for _, peak in rows) for name, rows in results.items()}
     ratio = seconds["fp8"] / seconds["bf16"]
-    table = Table(title=f"Full FP32 refit, {nbytes / MB:.0f} MB in {len(buckets[0])} buckets")
-    for column in ("engine", "median s", "GB/s of FP32", "peak growth MB"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
+    table = measured.table(
+        f"Full FP32 refit, {nbytes / MB:.0f} MB in {len(buckets[0])} buckets",
+        ("engine", "median s", "GB/s of FP32", "peak growth MB"),
+    )
     for name in engines:
         rate = nbytes / seconds[name] / 1e9
         table.add_row(name, f"{seconds[name]:.3f}", f"{rate:.2f}", f"{memory[name] / MB:.0f}")
@@ -169,27 +163,24 @@ def main(
         f"time fp8 / bf16 = {ratio:.2f} (bound {MAX_TIME_RATIO}); "
         f"memory bound {bound / MB:.0f} MB (one bucket + 2 × the largest tensor)"
     )
+    hosts = measured.versions("sglang", "torch")
     console.print(
-        f"sglang {version('sglang')}, torch {torch.__version__}, {platform.machine()}, "
-        f"{repetitions} alternating repetitions, hidden {hidden}, {layers} layers"
+        f"{hosts}, {platform.machine()}, {repetitions} alternating repetitions, hidden {hidden}, "
+        f"{layers} layers"
     )
-    if json_path:
-        record = {
-            "benchmark": "refit",
-            "bytes_fp32": nbytes,
-            "buckets": len(buckets[0]),
-            "seconds": seconds,
-            "ratio_fp8_to_bf16": ratio,
-            "peak_growth_bytes": memory,
-            "peak_growth_bound_bytes": bound,
-            "repetitions": repetitions,
-            "hidden": hidden,
-            "layers": layers,
-            "sglang": version("sglang"),
-            "torch": torch.__version__,
-        }
-        with json_path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    record = {
+        "benchmark": "refit",
+        "bytes_fp32": nbytes,
+        "buckets": len(buckets[0]),
+        "seconds": seconds,
+        "ratio_fp8_to_bf16": ratio,
+        "peak_growth_bytes": memory,
+        "peak_growth_bound_bytes": bound,
+        "repetitions": repetitions,
+        "hidden": hidden,
+        "layers": layers,
+    }
+    measured.append(json_path, [record], **hosts)
     if memory["fp8"] > bound:
         console.print("[red]the peak is above its bound[/red]")
         raise typer.Exit(1)

@@ -20,7 +20,6 @@ Bytes first: replayed and native have to agree on every parameter, or no number 
 from __future__ import annotations
 
 import dataclasses
-import json
 import pickle
 import platform
 import statistics
@@ -36,16 +35,17 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 
 import commands
+import measured
 from engine_host import EngineHost
 from host_log import host_log
 from outcome import SLOWER
+from shapes import many_names
 
-from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
+from sglang_fp8rl.lab.testing.checkpoints import make_state_dict, save_checkpoint
 from sglang_fp8rl.wire import layout_text
 
 MS = 1e3
@@ -188,14 +188,8 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="append a JSON line")] = None,
 ) -> None:
     """Time the replay of 18,624 names; exit 1 if bytes differ."""
-    from importlib.metadata import version
-
     console = Console()
-    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
-    config = make_config(
-        "qwen3_moe", num_experts=128, num_hidden_layers=layers, vocab_size=256, **sizes, **heads
-    )
+    config = many_names(layers)
     with (
         host_log("bench-replay") as shown,
         tempfile.TemporaryDirectory() as directory,
@@ -254,9 +248,10 @@ def main(
         "native_to_replayed": median["native"] / median["replayed"],
         "bf16_to_replayed": median["bf16"] / median["replayed"],
     }
-    table = Table(title=f"{len(shapes):,} names, {nbytes / 1e6:.0f} MB of BF16 in one bucket")
-    for column in ("what", "median ms", "fastest ms", "µs per name"):
-        table.add_column(column, justify="left" if column == "what" else "right")
+    table = measured.table(
+        f"{len(shapes):,} names, {nbytes / 1e6:.0f} MB of BF16 in one bucket",
+        ("what", "median ms", "fastest ms", "µs per name"),
+    )
     for what, values in times.items():
         cells = (median[what], MS * min(values), MS * median[what] / len(shapes))
         table.add_row(what, *(f"{cell:,.2f}" for cell in cells))
@@ -271,20 +266,16 @@ def main(
         f"SGLang's BF16 load / replayed = {ratios['bf16_to_replayed']:.1f} (target > 1)"
     )
     console.print(f"recipes {counted['recipes']}, tensors not replayed {counted['native_reasons']}")
-    if json_path:
-        record = {
-            "benchmark": "replay",
-            "names": len(shapes),
-            "bytes_bf16": nbytes,
-            "median_ms": median,
-            "ratios": ratios,
-            "repetitions": repetitions,
-            "sglang": version("sglang"),
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-        }
-        with json_path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    record = {
+        "benchmark": "replay",
+        "names": len(shapes),
+        "bytes_bf16": nbytes,
+        "median_ms": median,
+        "ratios": ratios,
+        "repetitions": repetitions,
+        "machine": platform.machine(),
+    }
+    measured.append(json_path, [record], **measured.versions("sglang", "torch"))
     missed = below_target(ratios, len(shapes))
     if missed:
         console.print(f"below target: {', '.join(missed)}")

@@ -11,12 +11,12 @@ in memory, its issue slots, and its own latency shared by the programs that fit 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
+import measured
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -149,9 +149,7 @@ def main(
     console = Console()
     console.width = max(console.width, 160)
     console.print(table)
-    if json_path:
-        with json_path.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    measured.append(json_path, rows)
     missed = [
         row["case"]
         for row in rows

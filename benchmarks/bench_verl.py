@@ -16,7 +16,6 @@ Bytes first: after `stock` and after `flat` the server has the same fingerprint,
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
 import sys
@@ -24,19 +23,19 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
+import measured
 import torch
 import typer
 from outcome import SLOWER
 from rich.console import Console
-from rich.table import Table
+from shapes import many_names
 from verl_trainer.names import CPU_PLATFORM
 
 from sglang_fp8rl.client import RefitClient
-from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
+from sglang_fp8rl.lab.testing.checkpoints import make_state_dict, save_checkpoint
 from sglang_fp8rl.lab.testing.ports import free_port
 from sglang_fp8rl.lab.testing.server import ServerProcess, cpu_env
 
@@ -148,11 +147,7 @@ def main(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     torch.distributed.init_process_group("gloo", rank=0, world_size=1)
     apply_hooks(ADAPTER_HOOKS)
-    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
-    config = make_config(
-        "qwen3_moe", num_experts=128, num_hidden_layers=layers, vocab_size=256, **sizes, **heads
-    )
+    config = many_names(layers)
     states = [
         {name: weight.bfloat16() for name, weight in make_state_dict(config, seed=seed).items()}
         for seed in (1, 2)
@@ -200,9 +195,11 @@ def report(
         way: {part: statistics.median(run[part] for run in runs) for part in runs[0]}
         for way, runs in times.items()
     }
-    table = Table(title=f"{names:,} names, {nbytes / 1e6:.0f} MB of BF16, veRL {version('verl')}")
-    for column in ("way", "update_weights s", "trainer s", "request s", "load_weights s"):
-        table.add_column(column, justify="left" if column == "way" else "right")
+    hosts = measured.versions("sglang", "verl", "torch")
+    table = measured.table(
+        f"{names:,} names, {nbytes / 1e6:.0f} MB of BF16, veRL {hosts['verl']}",
+        ("way", "update_weights s", "trainer s", "request s", "load_weights s"),
+    )
     for way, row in median.items():
         load = f"{row['load_weights']:.2f}" if "load_weights" in row else "-"
         trainer = row["total"] - row["request"]
@@ -216,20 +213,15 @@ def report(
         f"C5: stock / flat = {ratios['stock_to_flat']:.1f} (target {MIN_RATIO}), veRL's refit of "
         f"SGLang's BF16 / flat = {ratios['bf16_to_flat']:.1f}; the same fingerprints"
     )
-    if json_path:
-        record = {
-            "benchmark": "verl",
-            "names": names,
-            "bytes_bf16": nbytes,
-            "median_s": median,
-            "ratios": ratios,
-            "repetitions": len(times["flat"]),
-            "sglang": version("sglang"),
-            "verl": version("verl"),
-            "torch": torch.__version__,
-        }
-        with json_path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    record = {
+        "benchmark": "verl",
+        "names": names,
+        "bytes_bf16": nbytes,
+        "median_s": median,
+        "ratios": ratios,
+        "repetitions": len(times["flat"]),
+    }
+    measured.append(json_path, [record], **hosts)
     if ratios["stock_to_flat"] < MIN_RATIO:
         console.print("below target")
         raise typer.Exit(SLOWER)

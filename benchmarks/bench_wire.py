@@ -8,10 +8,8 @@ the same bytes in the engine, or no number is printed.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +22,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 
 import commands
+import measured
 import trainer_commands
 from engine_host import EngineHost
 from host_log import host_log
@@ -110,17 +109,8 @@ def main(
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(table)
     console.print(f"bytes served are equal; qwen3, hidden {hidden}, {layers} layers")
-    if json_path:
-        record = {
-            "benchmark": "wire",
-            "ways": rows,
-            "hidden": hidden,
-            "layers": layers,
-            "sglang": version("sglang"),
-            "torch": torch.__version__,
-        }
-        with json_path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    record = {"benchmark": "wire", "ways": rows, "hidden": hidden, "layers": layers}
+    measured.append(json_path, [record], **measured.versions("sglang", "torch"))
 
 
 if __name__ == "__main__":

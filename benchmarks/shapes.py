@@ -6,6 +6,7 @@ From the models' published `config.json`; a table is (name, rows, columns, count
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -59,3 +60,14 @@ MISALIGNED = [
     ("expert shard 96", 96, 2048),
     ("11008 / 8", 1376, 4096),
 ]
+
+
+def many_names(layers: int) -> Any:
+    """A Qwen3-MoE with the experts of Qwen3-30B-A3B, and matrices of one block: names, and few bytes."""
+    from sglang_fp8rl.lab.testing.checkpoints import make_config
+
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+    return make_config(
+        "qwen3_moe", num_experts=128, num_hidden_layers=layers, vocab_size=256, **sizes, **heads
+    )

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +29,7 @@ from rich.progress import track
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server"))
 
+import measured
 from _served import HAS_SESSIONS, MODEL, QUANTIZED
 from models import checkpoint
 from soaking import verdict
@@ -69,9 +69,7 @@ def main(
     found["ok"] = all(line.is_flat for line in lines) and not found["lost"] and not found["wrong"]
     for problem in [*found["lost"], *found["wrong"]][:20]:
         console.print(f"[red]{problem}[/]")
-    if json_path is not None:
-        with json_path.open("a") as file:
-            file.write(json.dumps(found) + "\n")
+    measured.append(json_path, [found])
     raise typer.Exit(0 if found["ok"] else 1)
 
 
@@ -105,7 +103,7 @@ def soak(
     counts, answers = sender.counts, generators.counts
     return {
         "conditions": {
-            "sglang": version("sglang"), "torch": version("torch"), "cpus": os.cpu_count(),
+            **measured.versions("sglang", "torch"), "cpus": os.cpu_count(),
             "machine": platform.processor() or platform.machine(), "load": os.getloadavg(),
             "model": MODEL.name, "clients": clients, "seed": seed, "refits": refits,
         },

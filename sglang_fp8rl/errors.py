@@ -67,3 +67,7 @@ class NoAnswerError(RefitError):
 
 class HostError(Fp8RlError):
     """An SGLang (or driver, or GPU) that this version does not support."""
+
+
+class EvaluationError(Fp8RlError):
+    """A model that can't be evaluated: its server, its checkpoint, a file or an answer is in the way."""

@@ -22,9 +22,9 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from small_dapo import records
 from small_dapo.check import (
@@ -102,13 +102,7 @@ def _run_all(
     old = records.load(path)
     done = [key for key in old if resume and len(old[key]) == steps + 1]
     records.keep(path, [key for key in old if key in done or (resume and key not in wanted)])
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("steps", total=len(wanted) * steps)
         for name, seed in wanted:
             if (name, seed) in done:

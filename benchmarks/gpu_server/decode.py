@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from byte_tokenizer import save_tokenizer
+
 from sglang_fp8rl.errors import Fp8RlError
-from sglang_fp8rl.lab.testing.tokenizer import save_tokenizer
 
 from .budget import Budget
 from .models import batches

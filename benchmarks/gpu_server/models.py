@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from block_fp8 import BLOCK_FP8_CONFIG, quantized_names
 from shapes import MODELS, Dense
 
 from sglang_fp8rl import quantize_blockwise
-from sglang_fp8rl.lab.testing.checkpoints import BLOCK_FP8_CONFIG, quantized_names
 from sglang_fp8rl.lab.testing.families import hub_config, hub_shapes, make_config
 from sglang_fp8rl.wire.bucket import NamedTensor, buckets_of
 

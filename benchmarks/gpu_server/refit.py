@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import measured
 import torch
 
 from sglang_fp8rl.errors import Fp8RlError
@@ -117,7 +118,7 @@ def rows_of(number: str, samples: dict[str, Samples]) -> list[dict[str, Any]]:
                 {
                     "id": name,
                     "what": what,
-                    **quantiles(seconds),
+                    **measured.spread(seconds),
                     "server_median_s": statistics.median(one.server) if one.server else None,
                     "request_floor_s": statistics.median(one.floor),
                     "buckets": one.buckets,
@@ -126,11 +127,6 @@ def rows_of(number: str, samples: dict[str, Samples]) -> list[dict[str, Any]]:
                 }
             )
     return found
-
-
-def quantiles(seconds: Sequence[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(seconds, n=10, method="inclusive")
-    return {"median_s": statistics.median(seconds), "p10_s": cuts[0], "p90_s": cuts[-1]}
 
 
 def _seed(repetition: int) -> int:

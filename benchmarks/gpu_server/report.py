@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import measured
 from rich.console import Console
-from rich.table import Table
 
 from .servers import BF16, NATIVE, OURS
 
@@ -42,15 +41,11 @@ class Report:
         """Append them now, so that whatever ends the run early leaves them behind."""
         found = list(rows)
         self.rows += found
-        if self.json_path:
-            with self.json_path.open("a") as file:
-                file.writelines(json.dumps({**row, **self.conditions}) + "\n" for row in found)
+        measured.append(self.json_path, found, **self.conditions)
 
     def show(self, title: str, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
         """A table of rows that were written."""
-        table = Table(title=title)
-        for column in columns:
-            table.add_column(column, justify="left" if column in ("id", "what") else "right")
+        table = measured.table(title, columns, words=2)
         for row in rows:
             table.add_row(*(_cell(column, row.get(column)) for column in columns))
         self.console.print(table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import torch
 
 from sglang_fp8rl import RefitClient
 from sglang_fp8rl.config import QUANTIZATION_METHOD
-from sglang_fp8rl.lab.testing.server import ServerProcess, attention_args
+from sglang_fp8rl.lab.testing.server import ServerProcess
 from sglang_fp8rl.wire.bucket import NamedTensor
 
 from .budget import Budget
@@ -81,19 +80,19 @@ class Setting:
             found.append(f"--quantization={mode.quantization}")
             found.append(f"--fp8-gemm-backend={self.fp8_gemm_backend}")
         found += ["--cuda-graph-bs-decode", *map(str, batches(self.max_batch))]
-        if self.device.type == "cuda":
-            found += attention_args()
         return [*found, *self.more]
 
     def server(self, path: Path, mode: Mode, log: str, timeout: float, *more: str) -> ServerProcess:
-        """Not started yet. On a GPU workers can't be forked, and the environment is the user's."""
+        """Not started yet."""
         on_gpu = self.device.type == "cuda"
-        args = [*self.args(mode), *more]
-        log_path = self.directory / f"{log}.log"
-        server = ServerProcess(path, args, log_path=log_path, timeout=timeout, fork=not on_gpu)
-        if on_gpu:
-            server.env = {**os.environ, **ENVIRONMENT}
-        return server
+        return ServerProcess(
+            path,
+            [*self.args(mode), *more],
+            log_path=self.directory / f"{log}.log",
+            env=ENVIRONMENT if on_gpu else {},
+            timeout=timeout,
+            on_gpu=on_gpu,
+        )
 
 
 @dataclass

@@ -6,13 +6,13 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from measured import versions
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from sglang_fp8rl.lab.eval.rescoring import Precision
 
@@ -63,8 +63,7 @@ def measure(
         "model": name,
         **json.loads((folder / RECORD).read_text()),
         **asdict(sizes),
-        "sglang": version("sglang"),
-        "torch": version("torch"),
+        **versions("sglang", "torch"),
         "avx512_bf16_products": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         "machine": platform.machine(),
         "inputs": inputs.prompts + inputs.windows,
@@ -73,13 +72,7 @@ def measure(
     del conditions["inputs"]
     conditions["threads"] = threads
     torch.set_num_threads(threads)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} tokens"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
+    with Progress(console=console) as progress:
         collector = Collector(folder, inputs, sizes, kept, threads, progress)
         served = {arm.name: collector.arm(arm) for arm in arms}
         own = {arm: served[arm]["own"] for arm in OWN_SAMPLES if arm in served}

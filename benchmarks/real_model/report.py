@@ -7,35 +7,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import measured
 from rich.console import Console
-from rich.table import Table
 
 from .arms import DEFAULT
 
 Line = dict[str, Any]
 _DIGITS = 5
+_COLUMNS = (
+    *("arm", "k3 KL", "mult. error", "error - 1, / default's", "99 %", "worst", "> C=2"),
+    *("k3, own samples", "perplexity / BF16's"),
+)
 
 
 def print_report(lines: Sequence[Line], console: Console) -> None:
     """Show every arm, and how its gap grows with the position in the answer."""
     conditions, arms = lines[0], lines[1:]
     gap = arms[0]["gap"]
-    table = Table(
-        title=f"{conditions['model']}: {gap['tokens']} tokens of {gap['answers']} answers, "
-        "rollout against the trainer in BF16 [95 %]"
+    table = measured.table(
+        f"{conditions['model']}: {gap['tokens']} tokens of {gap['answers']} answers, rollout against "
+        "the trainer in BF16 [95 %]",
+        _COLUMNS,
     )
-    for column in (
-        "arm",
-        "k3 KL",
-        "mult. error",
-        "error - 1, / default's",
-        "99 %",
-        "worst",
-        "> C=2",
-        "k3, own samples",
-        "perplexity / BF16's",
-    ):
-        table.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
     for line in arms:
         table.add_row(*_row(line))
     console.print(table)
@@ -92,10 +85,8 @@ def _row(line: Line) -> list[str]:
 
 def _print_positions(arms: Sequence[Line], console: Console) -> None:
     starts = [one["from"] for one in arms[0]["gap"]["by_position"]]
-    table = Table(title="k3 KL by position in the answer")
-    table.add_column("arm")
-    for start in starts:
-        table.add_column(f"from {start}", justify="right")
+    columns = ("arm", *(f"from {start}" for start in starts))
+    table = measured.table("k3 KL by position in the answer", columns)
     for line in arms:
         values = {one["from"]: one["kl_k3"] for one in line["gap"]["by_position"]}
         table.add_row(line["arm"], *(f"{values[start]:.2e}" for start in starts))

@@ -6,26 +6,24 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from measured import versions
+from small_dapo.dapo import Dapo
+from small_dapo.dynamic_sampling import dynamic_sampling
+from small_dapo.loop import rollout_figures
+from small_dapo.model import Policy
+from small_dapo.refit import FullSender
+from small_dapo.rollout import Group, grouped
+from small_dapo.settings import Settings
 
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import FP32_SUMS_VARIABLE
 
 from .arms import ARMS, BASELINE, DEFAULT, Arm, with_exemptions
-from .rl_policy import RealPolicy
 from .serving import ArmServer
 from .sums import Encode, Sum, draw_sums
-
-# Behind rl_policy, which puts the folder of small_dapo on the path.
-from small_dapo.dapo import Dapo  # isort: skip
-from small_dapo.dynamic_sampling import dynamic_sampling  # isort: skip
-from small_dapo.loop import rollout_figures  # isort: skip
-from small_dapo.refit import FullSender  # isort: skip
-from small_dapo.rollout import Group  # isort: skip
-from small_dapo.settings import Settings  # isort: skip
 
 Record = dict[str, Any]
 RESPONSE_TOKENS = 5
@@ -76,7 +74,7 @@ class RlRun:
     Attributes:
         folder: the converted checkpoint.
         encode: its tokenizer, from text to ids.
-        trained_layers: see `RealPolicy`.
+        trained_layers: see `Policy.trained`.
         work: takes the server's log.
         validate_every: so many steps; after the last one always.
         keep: takes the trained policy, as a checkpoint.
@@ -99,7 +97,7 @@ def run_steps(run: RlRun) -> Iterator[Record]:
     settings = SETTINGS if run.arm.tis else replace(SETTINGS, tis_cap=None)
     end = run.encode("\n")
     torch.manual_seed(run.seed)
-    policy = RealPolicy(run.folder, end[0], run.trained_layers)
+    policy = Policy.trained(run.folder, end[0], run.trained_layers)
     trainer = Dapo(policy, settings)
     draw = random.Random(f"sums {run.seed}")
     held_out = draw_sums(
@@ -113,9 +111,7 @@ def run_steps(run: RlRun) -> Iterator[Record]:
         yield {
             "step": 0,
             "val_accuracy": _validate(server, held_out, end),
-            "sglang": version("sglang"),
-            "torch": version("torch"),
-            "verl": version("verl"),
+            **versions("sglang", "torch", "verl"),
             "threads": run.threads,
             "trained_layers": run.trained_layers,
             "settings": asdict(settings),
@@ -147,12 +143,7 @@ def _sample(server: ArmServer, problems: Sequence[Sum], end: list[int]) -> list[
     server.sample([p.prompt for p in problems], 1, end)
     samples = SETTINGS.samples
     repeated = [p.prompt for p in problems for _ in range(samples)]
-    answers = server.sample(repeated, RESPONSE_TOKENS, end)
-    groups = []
-    for number, problem in enumerate(problems):
-        own = answers[number * samples : (number + 1) * samples]
-        groups.append(Group(problem, [a.output_ids for a in own], [a.logprobs for a in own]))
-    return groups
+    return grouped(problems, samples, server.sample(repeated, RESPONSE_TOKENS, end))
 
 
 def _validate(server: ArmServer, problems: Sequence[Sum], end: list[int]) -> float:

@@ -7,10 +7,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import measured
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
+from small_dapo import records
+from small_dapo.plot import draw
 
 from sglang_fp8rl.errors import ConfigError
 
@@ -18,9 +21,6 @@ from .fetch import fetch
 from .models import cache_folder
 from .rl import RlArm, RlRun, rl_arms, run_steps
 from .trainer_side import check_memory
-
-from small_dapo import records  # isort: skip  # behind rl, which puts its folder on the path
-from small_dapo.plot import draw  # isort: skip
 
 _COPIES = 8.0  # in FP32: masters, gradients, two moments, casts; the server's while it loads
 _ENDS = 3  # steps that are averaged at either end
@@ -58,8 +58,7 @@ def run_all(
     old = records.load(path)
     records.keep(path, [key for key in old if len(old[key]) > steps])
     wanted = [(arm, seed) for seed in range(seeds) for arm in arms]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    with Progress(console=console) as progress:
         for arm, seed in wanted:
             if (arm.name, seed) in old and len(old[arm.name, seed]) > steps:
                 continue
@@ -92,9 +91,10 @@ def kept_policy(model: str, arm: str, seed: int) -> Path:
 
 def table(runs: dict[tuple[str, int], list[dict[str, Any]]]) -> Table:
     """Accuracy at the start and at the end of each run, and its mean gap."""
-    found = Table(title=f"sums; ends are means of {_ENDS} steps")
-    for column in ("arm", "seed", "steps", "validation", "sampled", "k3 KL", "largest", "s/step"):
-        found.add_column(column, justify="left" if column == "arm" else "right")
+    found = measured.table(
+        f"sums; ends are means of {_ENDS} steps",
+        ("arm", "seed", "steps", "validation", "sampled", "k3 KL", "largest", "s/step"),
+    )
     for (arm, seed), lines in runs.items():
         steps = lines[1:]
         validated = [line for line in steps if "val_accuracy" in line]

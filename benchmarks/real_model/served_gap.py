@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
+import measured
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
-from torch.overrides import TorchFunctionMode
+from small_dapo.wide_products import wide_products
 
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.lab.eval.rescoring import load_model, rescore
@@ -64,8 +63,7 @@ def measure(
         "answers": answers,
         "answer_tokens": answer_tokens,
         "seed": seed,
-        "sglang": version("sglang"),
-        "torch": version("torch"),
+        **measured.versions("sglang", "torch"),
         "threads": threads,
     }
     lines = [conditions]
@@ -108,21 +106,10 @@ def _gap(
     arm: Arm, trainer: str, sampled: Sequence[Rollout], model: Any, progress: Progress
 ) -> measures.Gap:
     scored = []
-    with torch.no_grad(), WideProducts():
+    with torch.no_grad(), wide_products():
         for rollout in progress.track(sampled, description=f"{arm.name}: {trainer}"):
             scored += rescore(model, [rollout])
     return measures.gap([torch.tensor(one.logprobs) for one in sampled], scored)
-
-
-class WideProducts(TorchFunctionMode):
-    """BF16 products summed in FP32 and rounded once, on a CPU that multiplies BF16 one by one."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.linear or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return func(*args, **kwargs)
-        wide = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
-        return func(*wide, **kwargs).to(args[0].dtype)
 
 
 def _line(arm: Arm, trainer: str, gap: measures.Gap, proven: int) -> Line:
@@ -141,9 +128,11 @@ def _line(arm: Arm, trainer: str, gap: measures.Gap, proven: int) -> Line:
 
 def report(lines: Sequence[Line], console: Console) -> bool:
     """Show the table, and the four numbers last; whether they are within their bounds."""
-    table = Table(title=f"{lines[0]['model']}: answers that each server sampled itself [95 %]")
-    for column in ("server", "trainer", "k3 KL", "mult. error", "> C=2", "tokens", "proven"):
-        table.add_column(column, justify="left" if column in ("server", "trainer") else "right")
+    table = measured.table(
+        f"{lines[0]['model']}: answers that each server sampled itself [95 %]",
+        ("server", "trainer", "k3 KL", "mult. error", "> C=2", "tokens", "proven"),
+        words=2,
+    )
     for line in lines[1:]:
         table.add_row(
             line["server"],

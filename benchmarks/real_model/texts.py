@@ -10,8 +10,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.lab.eval.prompts import PromptError, prompt_lines
+from sglang_fp8rl.errors import ConfigError, EvaluationError
+from sglang_fp8rl.lab.eval.prompts import prompt_lines
 
 # Name to the file below site-packages and the characters to skip (title pages, lists of editions).
 TEXTS = {
@@ -55,17 +55,15 @@ def prompts(path: Path, tokenizer: Any, count: int) -> list[list[int]]:
     Each is a user's turn of the tokenizer's chat template; where it has none, plain text.
 
     Raises:
-        PromptError: no such file, no prompt in it, or one that becomes no token.
+        EvaluationError: no such file, no prompt in it, or one that becomes no token.
     """
     encoded = [_encode(where, line, tokenizer) for where, line in prompt_lines(path)]
-    if not encoded:
-        raise PromptError("--prompts", str(path), "it holds no prompt", "Add at least one line.")
     return [encoded[number % len(encoded)] for number in range(count)]
 
 
 def _encode(where: str, line: str, tokenizer: Any) -> list[int]:
     if not tokenizer(line, add_special_tokens=False)["input_ids"]:
-        raise PromptError(
+        raise EvaluationError(
             where, repr(line), "the tokenizer makes no token of it", "Delete or change the line."
         )
     if tokenizer.chat_template is None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from small_dapo.wide_products import wide_products
 
 from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.lab.eval.rescoring import Precision, load_model, rescore
 from sglang_fp8rl.lab.eval.rollouts import Rollout
 
 from .serving import Advance
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "accuracy"))
-
-from small_dapo.wide_products import widen_products
 
 _OVERHEAD = 3 << 30  # bytes: SGLang, torch, activations and logits of both processes
 
@@ -63,9 +59,9 @@ class TrainerSide:
         """FP32 log-probabilities of each continuation behind its prefix."""
         if self._model is None:
             self._model = load_model(str(self._folder), self._precision, "cpu")
-            widen_products(self._model)
         scored = []
         for prefix, rest in sequences:
-            scored += rescore(self._model, [Rollout(prefix, rest, [])])
+            with wide_products():
+                scored += rescore(self._model, [Rollout(prefix, rest, [])])
             advance(len(rest))
         return scored

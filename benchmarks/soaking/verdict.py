@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import measured
 from rich.console import Console
-from rich.table import Table
 
 from .resources import ALLOWED, Sample
 
@@ -46,33 +46,24 @@ def compare(samples: Sequence[Sample]) -> list[Line]:
 
 
 def show(console: Console, lines: Sequence[Line]) -> None:
-    table = Table(title="Last tenth against first tenth (medians)")
-    for column in ("", "first", "last", "change", "allowed", ""):
-        table.add_column(column, justify="left" if not column else "right")
+    columns = ("", "first", "last", "change", "allowed", "")
+    table = measured.table("Last tenth against first tenth (medians)", columns)
     for line in lines:
         numbers = (line.first, line.last, line.last - line.first, line.allowed)
         mark = "[green]flat[/]" if line.is_flat else "[red]grows[/]"
-        table.add_row(line.name, *(f"{number:g}" for number in map(_short, numbers)), mark)
+        table.add_row(line.name, *(f"{round(number, 2):g}" for number in numbers), mark)
     console.print(table)
-
-
-def _short(number: float) -> float:
-    return round(number, 2)
 
 
 def plot(samples: Sequence[Sample], warm_up: int, path: Path) -> None:
     """Every quantity over the refits, one panel each."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(2, 4, figsize=(14, 6), sharex=True, layout="constrained")
+    figure = Figure(figsize=(14, 6), layout="constrained")
+    panels = figure.subplots(2, 4, sharex=True)
     for panel, (key, (name, _)) in zip(panels.flat, ALLOWED.items(), strict=True):
         panel.plot([getattr(sample, key) for sample in samples], linewidth=1)
         panel.axvline(warm_up, color="grey", linestyle=":", linewidth=1)
-        panel.set_title(name, fontsize=10)
-        panel.set_ylim(bottom=0)
+        panel.set(title=name, ylim=(0, None))
     figure.supxlabel("refits")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -7,13 +7,13 @@ did not come as far as its first refit, which says nothing about either.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
 
+import measured
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -64,9 +64,7 @@ def main(
             raise typer.Exit(2)
         runs.append(run)
         found += [f"{one.name}: {text}" for text in problems(run, steps)]
-        if json_path:
-            with json_path.open("a") as file:
-                file.write(json.dumps(summary(run, tp_size)) + "\n")
+        measured.append(json_path, [summary(run, tp_size)])
     console.print(table(runs, tp_size))
     if plot_path:
         from verl_trainer.plot import plot
@@ -79,12 +77,11 @@ def main(
 
 
 def table(runs: list[RunResult], tp_size: int) -> Table:
-    shown = Table(
-        title=f"veRL {version('verl')}, SGLang {version('sglang')}, TP {tp_size}: "
-        "`python -m verl.trainer.main_ppo` on a CPU"
+    shown = measured.table(
+        f"veRL {version('verl')}, SGLang {version('sglang')}, TP {tp_size}: "
+        "`python -m verl.trainer.main_ppo` on a CPU",
+        ("run", "steps", "refits", "whole", "k3 KL", "reward", "refit s", "run s"),
     )
-    for column in ("run", "steps", "refits", "whole", "k3 KL", "reward", "refit s", "run s"):
-        shown.add_column(column, justify="left" if column == "run" else "right")
     for run in runs:
         row = summary(run, tp_size)
         whole = "-" if row["whole_refits"] is None else str(row["whole_refits"])
@@ -110,8 +107,7 @@ def summary(run: RunResult, tp_size: int) -> dict[str, Any]:
     return {
         "benchmark": "verl_trainer",
         "arm": run.arm.name,
-        "sglang": version("sglang"),
-        "verl": version("verl"),
+        **measured.versions("sglang", "verl"),
         "tp_size": tp_size,
         "steps": len(run.metrics),
         "refits": len(run.refits),

@@ -13,12 +13,10 @@ CURVES = ((KL, "k3 KL, rollout and trainer", "log"), (REWARD, "reward", "linear"
 
 def plot(runs: Sequence[RunResult], path: Path) -> None:
     """One line per run in each of two panels."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(CURVES), figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(CURVES))
     for panel, (key, title, scale) in zip(panels, CURVES, strict=True):
         for run in runs:
             steps = [number for number, step in enumerate(run.metrics, 1) if key in step]

@@ -44,7 +44,7 @@ def demo(
 
     Exit status: 0 if every output is bitwise equal; 1 if one differs; 2 if it could not be run.
     """
-    from .demo.run import DemoOptions, run_demo
+    from .demo.run import run_demo
     from .demo.show import Screen, print_report
 
     shown = console(stderr=as_json)
@@ -52,7 +52,7 @@ def demo(
     delete = not keep
     try:
         with errors_told(f"Files of this run: {directory}"):
-            report = run_demo(DemoOptions(model, directory), Screen(shown))
+            report = run_demo(model, directory, Screen(shown))
             print_report(report, shown)
         delete = delete and report.ok
     except typer.Exit as left:

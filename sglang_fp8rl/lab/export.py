@@ -27,8 +27,6 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"
 # SGLang asks for the parts of a fused module, whatever the checkpoint calls it.
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
-Progress = Callable[[int], None]
-
 
 @dataclass
 class ExportReport:
@@ -54,8 +52,8 @@ def export_checkpoint(
     tp_size: int = 1,
     options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
-    on_start: Progress = lambda total: None,
-    on_bytes: Progress = lambda done: None,
+    on_start: Callable[[int], None] = lambda total: None,
+    on_bytes: Callable[[int], None] = lambda done: None,
 ) -> ExportReport:
     """Read `model`, quantize what the plan has in blocks, and write `out`.
 
@@ -63,7 +61,6 @@ def export_checkpoint(
         model: directory of a checkpoint in safetensors, or a name that is cached here.
         out: a directory that is empty or not there.
         tp_size: the largest that it will be served with: what can't be cut then stays in BF16.
-        options: of `fp8_blockwise_online`.
         on_start, on_bytes: called with all bytes to read, and with those of each tensor.
 
     Raises:
@@ -71,6 +68,8 @@ def export_checkpoint(
         HostError: SGLang can't build the model.
         QuantizationError: a weight with NaN or Inf. `out` has no config.json then.
     """
+    from safetensors.torch import save_file
+
     directory = checkpoint_directory(model)
     files = safetensors_files(directory) if directory is not None else []
     if directory is None or not files:
@@ -87,26 +86,28 @@ def export_checkpoint(
     config = json.loads((directory / "config.json").read_text())
     found = config.get("quantization_config", {}).get("quant_method", "fp8_blockwise_online")
     if found != "fp8_blockwise_online":
-        raise ConfigError(
-            model,
-            f"quant_method {found!r}",
-            "only an unquantized checkpoint is quantized",
-            "Start from the BF16 or FP32 one.",
-        )
+        raise _quantized_already(model, f"quant_method {found!r}")
     plan = make_plan(model, tp_size=tp_size, options=options, trust_remote_code=trust_remote_code)
     out.mkdir(parents=True, exist_ok=True)
     on_start(sum(path.stat().st_size for path in files))
-    report, weight_map = ExportReport(), {}
+    report = ExportReport()
+    weight_map: dict[str, str] = {}
     for path in files:
-        tensors = {}
-        for name, tensor in _converted(path, plan, report, on_bytes):
-            tensors[name] = tensor.contiguous()
-            weight_map[name] = path.name
-        _save(tensors, out / path.name)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors_in([path]):
+            tensors |= _converted(name, tensor, plan, report)
+            report.nbytes_before += tensor.nbytes
+            on_bytes(tensor.nbytes)
+        save_file(tensors, out / path.name, metadata={"format": "pt"})
+        report.nbytes += sum(tensor.nbytes for tensor in tensors.values())
+        weight_map |= dict.fromkeys(tensors, path.name)
     if len(files) > 1:
         index = {"metadata": {"total_size": report.nbytes}, "weight_map": weight_map}
         (out / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    _copy_the_rest(directory, out)
+    for path in directory.iterdir():  # tokenizer, generation config, templates, code
+        skipped = path.name in ("config.json", INDEX_NAME) or path.name.startswith(".")
+        if path.is_file() and not skipped and path.suffix not in _NOT_COPIED:
+            shutil.copy(path, out / path.name)
     config["quantization_config"] = quantization_config(plan)
     config["dtype"] = config["torch_dtype"] = "bfloat16"
     # Last, so that what was left half-way is no checkpoint.
@@ -127,11 +128,10 @@ def quantization_config(plan: RefitPlan) -> dict[str, Any]:
 
 def _kept_modules(plan: RefitPlan) -> Iterator[str]:
     for name, entry in plan.tensors.items():
-        if entry.shape is not None and len(entry.shape) == 3:
+        dimensions = len(entry.shape or ())
+        if dimensions == 3:
             yield entry.module  # experts in one tensor: their scales would have no names
-        if not name.endswith(".weight") or entry.shape is None or len(entry.shape) != 2:
-            continue
-        if not _is_exported_in_fp8(entry):
+        if name.endswith(".weight") and dimensions == 2 and not _is_exported_in_fp8(entry):
             module = name.removesuffix(".weight")
             yield module
             prefix, _, leaf = module.rpartition(".")
@@ -143,63 +143,37 @@ def _is_exported_in_fp8(entry: TensorPlan) -> bool:
 
 
 def _converted(
-    path: Path, plan: RefitPlan, report: ExportReport, on_bytes: Progress
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in tensors_in([path]):
-        for out_name, out_tensor in _convert(name, tensor, plan, report):
-            report.nbytes += out_tensor.nbytes
-            yield out_name, out_tensor
-        report.nbytes_before += tensor.nbytes
-        on_bytes(tensor.nbytes)
-
-
-def _convert(
     name: str, tensor: torch.Tensor, plan: RefitPlan, report: ExportReport
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> dict[str, torch.Tensor]:
+    """What is written in place of a tensor: codes and scale, or itself in the dtype that is served."""
     entry = plan.tensors.get(name)
     if entry is not None and _is_exported_in_fp8(entry):
         codes, scale = quantize_piece(entry, piece_of(name, tensor), plan)
         report.quantized += 1
-        yield name, codes
-        yield entry.scale_name, scale
-        return
+        return {name: codes.contiguous(), entry.scale_name: scale.contiguous()}
     report.kept += 1
-    if tensor.element_size() == 1 and tensor.is_floating_point():
-        raise ConfigError(
-            name, str(tensor.dtype), "only an unquantized checkpoint is quantized", "Use that one."
-        )
-    why_misaligned = _misalignment(entry, plan) if entry is not None else ""
-    if why_misaligned:
-        report.misaligned[name] = why_misaligned
-    is_known = entry is not None and entry.scheme != UNUSED
-    wanted = getattr(torch, entry.dtype) if is_known and entry is not None else tensor.dtype
-    if tensor.is_floating_point() and entry is not None and entry.scheme == "per_channel":
-        wanted = torch.bfloat16
-    rounded = tensor.to(wanted) if tensor.is_floating_point() else tensor
+    if not tensor.is_floating_point():
+        return {name: tensor}
+    if tensor.element_size() == 1:
+        raise _quantized_already(name, str(tensor.dtype))
+    wanted = tensor.dtype
+    if entry is not None and entry.scheme != UNUSED:
+        is_per_channel = entry.scheme == Granularity.PER_CHANNEL.value
+        wanted = torch.bfloat16 if is_per_channel else getattr(torch, entry.dtype)
+        module = plan.modules.get(entry.module)
+        why = entry.reason if is_per_channel else ""
+        if module is not None and (is_per_channel or module.cause is Cause.MISALIGNED):
+            why = module.reason or why
+        if why:
+            report.misaligned[name] = why
+    rounded = tensor.to(wanted)
     if not bool(torch.isfinite(rounded).all()) and bool(torch.isfinite(tensor).all()):
         raise QuantizationError(
             name, f"too large for {wanted}", "every value stays finite", "Look at this weight."
         )
-    yield name, rounded
+    return {name: rounded.contiguous()}
 
 
-def _misalignment(entry: TensorPlan, plan: RefitPlan) -> str:
-    """Why a weight is not in blocks, in words; empty if it is, or if somebody asked for it."""
-    module = plan.modules.get(entry.module)
-    if entry.scheme == Granularity.PER_CHANNEL.value:
-        return (module.reason if module else "") or entry.reason
-    return module.reason if module and module.cause is Cause.MISALIGNED else ""
-
-
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
-def _copy_the_rest(source: Path, out: Path) -> None:
-    """Tokenizer, generation config, templates, code."""
-    for path in source.iterdir():
-        skipped = path.name in ("config.json", INDEX_NAME) or path.name.startswith(".")
-        if path.is_file() and not skipped and path.suffix not in _NOT_COPIED:
-            shutil.copy(path, out / path.name)
+def _quantized_already(subject: str, found: str) -> ConfigError:
+    rule = "only an unquantized checkpoint is quantized"
+    return ConfigError(subject, found, rule, "Start from the BF16 or FP32 one.")

@@ -1,6 +1,6 @@
 """How far the rollout engine's log-probabilities are from the trainer's.
 
-Every function takes `(batch, seq)` log-probabilities of the *sampled* tokens and a mask of the
+Every function takes `(batch, seq)` log-probabilities of the *sampled* tokens and a mask, 1 or True at
 response tokens. `log_ratio = trainer - rollout`, so `ratio = pi_trainer / pi_rollout`, as in veRL's
 `rollout_corr_helper` and in the importance weights of `correction.py`.
 """
@@ -77,19 +77,12 @@ class MismatchMetrics:
 def mismatch_metrics(
     rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mask: torch.Tensor
 ) -> MismatchMetrics:
-    """Compare two engines' log-probabilities of the same tokens.
-
-    Args:
-        rollout_logprobs: (batch, seq), what the serving engine reported when it sampled.
-        trainer_logprobs: (batch, seq), what the trainer computes for the same tokens.
-        mask: (batch, seq), 1 or True at response tokens.
+    """Compare what the serving engine reported when it sampled with what the trainer computes.
 
     Differences from veRL 0.9.1 (`compute_offpolicy_metrics`): exponents are clamped in *every*
     formula (veRL's `k3_kl` overflows to inf at a log-ratio of 89); rows without a response token
-    are left out (veRL counts each as a perplexity of 1); sums run in FP64; bad input is an error.
-
-    Raises:
-        MismatchInputError: see `checked_log_ratio`.
+    are left out (veRL counts each as a perplexity of 1); sums run in FP64; bad input is an error
+    (see `checked_log_ratio`).
     """
     log_ratio, mask = checked_log_ratio(rollout_logprobs, trainer_logprobs, mask)
     delta = log_ratio[mask].double()  # (tokens,)
@@ -132,9 +125,8 @@ def checked_log_ratio(
     Whatever stands outside the mask (NaN, inf, padding values) is never read.
 
     Raises:
-        MismatchInputError: shapes differ or are not (batch, seq); the mask is empty or holds
-            something else than 0 and 1; a log-probability under the mask is NaN, infinite or
-            above 0.
+        MismatchInputError: shapes differ or are not (batch, seq); a mask that selects nothing, or is
+            not 0 and 1; a log-probability under it that is NaN, infinite or above 0.
     """
     named = {"rollout_logprobs": rollout_logprobs, "trainer_logprobs": trainer_logprobs}
     for name, tensor in named.items():
@@ -152,14 +144,7 @@ def checked_log_ratio(
                 "log-probabilities are floating point",
                 "Pass the log-probabilities, not the token ids.",
             )
-    if mask.dim() != 2:
-        raise MismatchInputError(
-            "mask",
-            f"shape {tuple(mask.shape)}",
-            "tensors are (batch, seq)",
-            "Use `.unsqueeze(0)` for a single sequence; pad packed sequences first.",
-        )
-    keep = checked_mask(mask)
+    keep = _checked_mask(mask)
     for name, tensor in named.items():
         _check_logprobs(name, tensor, keep)
     wide = torch.promote_types(
@@ -169,28 +154,23 @@ def checked_log_ratio(
     return torch.where(keep, difference, torch.zeros_like(difference)), keep
 
 
-def checked_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Return the mask as bool.
-
-    Raises:
-        MismatchInputError: it holds something else than 0 and 1, or no 1.
-    """
-    keep = mask if mask.dtype == torch.bool else mask == 1
-    if mask.dtype != torch.bool and not bool((keep | (mask == 0)).all()):
-        raise MismatchInputError(
-            "mask",
-            f"values between {mask.min().item()} and {mask.max().item()}",
-            "a mask holds 0 and 1 only",
-            "Pass per-token loss weights to the loss, not as the mask.",
-        )
-    if not bool(keep.any()):
-        raise MismatchInputError(
-            "mask",
-            f"no token selected out of {mask.numel()}",
-            "a mean needs at least one response token",
-            "Skip the batch, or look for a filter that dropped every sample.",
-        )
-    return keep
+def _checked_mask(mask: torch.Tensor) -> torch.Tensor:
+    keep = mask == 1
+    if mask.dim() != 2:
+        found = f"shape {tuple(mask.shape)}"
+        rule = "tensors are (batch, seq)"
+        remedy = "Use `.unsqueeze(0)` for a single sequence; pad packed sequences first."
+    elif not bool((keep | (mask == 0)).all()):
+        found = f"values between {mask.min().item()} and {mask.max().item()}"
+        rule = "a mask holds 0 and 1 only"
+        remedy = "Pass per-token loss weights to the loss, not as the mask."
+    elif not bool(keep.any()):
+        found = f"no token selected out of {mask.numel()}"
+        rule = "a mean needs at least one response token"
+        remedy = "Skip the batch, or look for a filter that dropped every sample."
+    else:
+        return keep
+    raise MismatchInputError("mask", found, rule, remedy)
 
 
 def _check_logprobs(name: str, logprobs: torch.Tensor, keep: torch.Tensor) -> None:

@@ -10,13 +10,13 @@ import sys
 
 from forked import Forked
 
-from sglang_fp8rl.lab.testing.server import Launched, ServerProcess
+from sglang_fp8rl.lab.testing.server import ServerProcess
 
 
 class ForkedServer(ServerProcess):
     """As `ServerProcess`, but for what a library reads from the environment while it is imported."""
 
-    def _launch(self) -> Launched:
+    def _launch(self) -> Forked:
         # python -m sglang_fp8rl.lab.testing.launch FLAGS
         return Forked(_launcher, (self.command[3:],), self.log_path, self.env)
 

@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+from block_fp8 import BLOCK_FP8_CONFIG
 from by_definition import quantize_blockwise, quantize_per_channel
 from commands import (
     addresses,
@@ -27,7 +28,7 @@ from models import checkpoint
 from packaging.version import Version
 from pool import as_param, engine_key
 
-from sglang_fp8rl.lab.testing.checkpoints import BLOCK_FP8_CONFIG, save_checkpoint
+from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 
 QUANTIZE = {"blockwise": quantize_blockwise, "per_channel": quantize_per_channel}
 

@@ -24,7 +24,7 @@ from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.client.connection import Connection
 from sglang_fp8rl.compat import SESSIONS_SINCE
 from sglang_fp8rl.lab.testing.outputs import Output, ask, differences, make_prompts
-from sglang_fp8rl.lab.testing.server import Launched, ServerProcess, cpu_env
+from sglang_fp8rl.lab.testing.server import ServerProcess, cpu_env
 
 MODEL: Model = MODELS["qwen3"]
 PROMPTS = make_prompts(MODEL.config.vocab_size)[1::2]
@@ -184,7 +184,7 @@ def run_script(
     return subprocess.CompletedProcess(args, process.returncode, out, err)
 
 
-def kill_group(process: Launched) -> None:
+def kill_group(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):  # gone already
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-ACCURACY = Path(__file__).parents[2] / "benchmarks" / "accuracy"
-sys.path.insert(0, str(ACCURACY))
-
-from small_dapo.check import BASELINE, CHECKED, check, load_bounds  # noqa: E402
-from small_dapo.settings import ARMS, Settings  # noqa: E402
+from small_dapo.check import BASELINE, CHECKED, check, load_bounds
+from small_dapo.settings import ARMS, Settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
+ACCURACY = Path(__file__).parents[2] / "benchmarks" / "accuracy"
 STEPS = 2
 SETTINGS = Settings(
     prompts=16, samples=4, train_prompts=4, max_generations=1, validation=16, start_accuracy=0.01
@@ -67,7 +63,7 @@ def test_an_update_makes_rewarded_responses_likelier_than_others():
     from small_dapo.task import EOS, Problem
 
     problems = [Problem((3, 1, 2, 0, 5)), Problem((9, 8, 1, 1, 7, 2))]
-    policy = Policy(SETTINGS, seed=1)
+    policy = Policy.random(SETTINGS, seed=1)
     groups = []
     for problem in problems:
         responses = [problem.answer, [*problem.answer[:-2], EOS], [EOS], problem.answer]
@@ -101,7 +97,7 @@ def test_weights_above_the_cap_are_counted():
 
     problem = Problem((3, 1, 2, 0, 5))
     responses = [problem.answer, [EOS]]
-    policy = Policy(SETTINGS, seed=1)
+    policy = Policy.random(SETTINGS, seed=1)
     with torch.no_grad():
         logprobs, _ = policy.logprobs([problem.prompt] * 2, responses)
     rows = [logprobs[0, : len(problem.answer)].tolist(), logprobs[1, :1].tolist()]

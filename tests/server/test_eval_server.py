@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from byte_tokenizer import save_tokenizer
 from forked_server import ForkedServer
 from inspect_ai.log import list_eval_logs, read_eval_log
 from typer.testing import CliRunner
 
 from sglang_fp8rl.cli import app
 from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
-from sglang_fp8rl.lab.testing.tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.engine
 
@@ -27,7 +27,9 @@ def served(tmp_path_factory):
     save_tokenizer(checkpoint)
     args = ("--quantization=fp8_blockwise_online",)
     log = directory / "server.log"
-    with ForkedServer(checkpoint, args, log_path=log, tokenizer=True) as server:
+    server = ForkedServer(checkpoint, args, log_path=log)
+    server.command.remove("--skip-tokenizer-init")  # requests carry text
+    with server:
         yield server, checkpoint, directory
 
 

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from block_fp8 import BLOCK_FP8_CONFIG, quantized, quantized_names
 from forked import run_forked
 
+from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import ACTIVATION_QUANT_VARIABLE
 from sglang_fp8rl.lab.testing.checkpoints import (
-    BLOCK_FP8_CONFIG,
     make_config,
     make_state_dict,
-    quantized,
-    quantized_names,
     save_checkpoint,
 )
 from sglang_fp8rl.lab.testing.server import ServerProcess
@@ -79,7 +78,7 @@ def oracle_logprobs(state_dict: dict[str, torch.Tensor], *, w8a8: bool = False) 
 
 def prompt_logprobs(server: ServerProcess) -> torch.Tensor:
     server.post("/flush_cache")
-    answer = server.generate(PROMPT, 1, logprob_start_len=0)
+    answer = RefitClient(server.url).generate(PROMPT, 1)
     return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
 
 
@@ -135,7 +134,7 @@ def test_native_fp8_server_quantizes_activations(
     got = prompt_logprobs(running)
     assert error(got, oracle_logprobs(state_dict, w8a8=True)) < 0.2
     assert error(got, oracle_logprobs(served_weights(state_dict))) > 0.05
-    assert len(running.generate(PROMPT, 8)["output_ids"]) == 8
+    assert len(RefitClient(running.url).generate(PROMPT, 8)["output_ids"]) == 8
 
 
 @pytest.mark.slow
@@ -146,8 +145,9 @@ def test_same_request_same_bits(server: Any, fp8_checkpoint: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_generate_what_one_does(server: Any, dense_checkpoint: Path) -> None:
-    one = server(dense_checkpoint).generate(PROMPT, 16)
-    two = server(dense_checkpoint, "--tp-size=2").generate(PROMPT, 16)
+    one = RefitClient(server(dense_checkpoint).url).generate(PROMPT, 16)
+    sharded = server(dense_checkpoint, "--tp-size=2")
+    two = RefitClient(sharded.url).generate(PROMPT, 16)
     assert two["output_ids"] == one["output_ids"]
 
 

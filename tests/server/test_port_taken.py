@@ -9,6 +9,7 @@ from _served import MODEL, ONE_THREAD, QUANTIZED
 from forked_server import ForkedServer
 from models import checkpoint
 
+from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.lab.testing.start_failure import cause_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -35,7 +36,7 @@ def test_a_server_whose_port_was_taken_meanwhile_comes_up_on_another(checkpoint_
     try:
         server.start()
         assert server.port != first
-        assert len(server.generate([1, 2, 3])["output_ids"]) == 8
+        assert len(RefitClient(server.url).generate([1, 2, 3], 8)["output_ids"]) == 8
         assert f"'127.0.0.1', {first}): address already in use" in cause_of(server.first_log)
         # A server that serves: what its log has of errors, SGLang survived.
         assert cause_of(server.log_path.read_text(errors="replace")).startswith("no error")

@@ -17,11 +17,11 @@ from _served import (
     served,
     weights,
 )
+from block_fp8 import quantized
 from by_definition import quantize_blockwise
 from models import checkpoint
 
 from sglang_fp8rl.errors import RefitError
-from sglang_fp8rl.lab.testing.checkpoints import quantized
 from sglang_fp8rl.lab.testing.outputs import differences
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
@@ -121,7 +121,7 @@ def test_the_radix_cache_of_the_old_weights_is_flushed(case, client):
     prompt = [7 * i % 500 for i in range(100)]
 
     def cached_tokens() -> int:
-        answer = case.server.generate(prompt, 4, return_logprob=False)
+        answer = case.client.generate(prompt, logprob_start_len=None)
         return answer["meta_info"]["cached_tokens"]
 
     cached_tokens()

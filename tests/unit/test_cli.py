@@ -239,10 +239,10 @@ def test_demo_leaves_with_1_and_keeps_its_files_if_an_output_differs(monkeypatch
 
     refit = RefitFigures("update", 1, 4, 1, "flattened_bucket", 1.0, 0.5, {"blockwise": 31.6})
 
-    def run_demo(options, screen):
+    def run_demo(model, directory, screen):
         return DemoReport(
             model="m", device="d", sglang="s", torch="t", refits=[refit], checks={"c": found},
-            directory=str(options.directory),
+            directory=str(directory),
         )  # fmt: skip
 
     monkeypatch.setattr(demo_run, "run_demo", run_demo)

@@ -22,8 +22,7 @@ from . import ATTENTION_VARIABLE
 
 # A reference server shares its host's memory with the trainer and the tests. SGLang's own default
 # (a fraction of all memory) would take it all, so the KV cache gets a fixed size instead.
-DEFAULT_MAX_TOTAL_TOKENS = 32768
-DEFAULT_MAX_RUNNING_REQUESTS = 32
+DEFAULT_MAX_TOTAL_TOKENS, DEFAULT_MAX_RUNNING_REQUESTS = 32768, 32
 
 
 class Fp8RlCpuPlatform(SRTPlatform):
@@ -68,14 +67,16 @@ class Fp8RlCpuPlatform(SRTPlatform):
     def init_backend(self) -> None:
         """Called in each worker: share CPU tensors by file name, read them whole, and serve MLA."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
+        from sglang.srt.models.deepseek_common.attention_backend_handler import (
+            AttentionBackendRegistry,
+        )
 
-        from .cpu_mla import use_absorbed_mla
         from .shared_memory import check_shared_memory
 
         register_attention_backend("torch_native")(_make_attention)
+        AttentionBackendRegistry.register("torch_native", _absorbed_mla)
         torch.multiprocessing.set_sharing_strategy("file_system")
         check_shared_memory()
-        use_absorbed_mla()
 
     # --- device ---
 
@@ -84,9 +85,6 @@ class Fp8RlCpuPlatform(SRTPlatform):
 
     def set_device(self, device: torch.device) -> None:
         """Nothing to set."""
-
-    def get_device_name(self, device_id: int = 0) -> str:
-        return "cpu"
 
     def get_device_uuid(self, device_id: int = 0) -> str:
         return f"cpu-{device_id}"
@@ -100,10 +98,6 @@ class Fp8RlCpuPlatform(SRTPlatform):
     def get_current_memory_usage(self, device: torch.device | None = None) -> float:
         memory = psutil.virtual_memory()
         return float(memory.total - memory.available)
-
-    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
 
     def empty_cache(self) -> None:
         gc.collect()
@@ -141,9 +135,16 @@ def _make_attention(runner: Any) -> Any:
     """SGLang's torch attention, or that of the module that is asked for when a worker makes its own."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    other = os.environ.get(ATTENTION_VARIABLE)
-    return (
-        importlib.import_module(other).make_backend(runner)
-        if other
-        else TorchNativeAttnBackend(runner)
+    if other := os.environ.get(ATTENTION_VARIABLE):
+        return importlib.import_module(other).make_backend(runner)
+    return TorchNativeAttnBackend(runner)
+
+
+def _absorbed_mla(attention: Any, forward_batch: Any) -> Any:
+    """The forward method of MLA. SGLang's handler for other backends reads keys that the latent cache
+    does not hold; absorbed attention needs nothing but `w_kc`, `w_vc` and plain attention."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
     )
+
+    return AttnForwardMethod.MLA

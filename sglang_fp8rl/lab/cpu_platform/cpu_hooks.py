@@ -21,16 +21,26 @@ import torch
 
 from ...declared_hooks import Hook, register_hooks
 from .cpu_linear import apply_fp8_linear, block_fp8_linear
-from .cpu_mla import blocks_as_bf16
 from .cpu_moe import fused_experts, moe_forward_native
 
 
 def _dispatch_w8a8_block_fp8_linear(
     weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False
 ) -> Callable[..., torch.Tensor]:
-    if act_scale_ue8m0:
-        return functools.partial(block_fp8_linear, act_scale_ue8m0=True)
-    return block_fp8_linear
+    return functools.partial(block_fp8_linear, act_scale_ue8m0=act_scale_ue8m0)
+
+
+def _blocks_as_bf16(
+    codes: torch.Tensor, scales: torch.Tensor, block_size: list[int]
+) -> tuple[torch.Tensor, float]:
+    """`kv_b_proj` as a GPU derives from it: dequantized to BF16, and no scale.
+
+    Args:
+        codes: `[N, K]` e4m3. scales: `[ceil(N / block_n), ceil(K / block_k)]` FP32.
+    """
+    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+
+    return block_quant_dequant(codes, scales, block_size, torch.bfloat16), 1.0
 
 
 def _nothing() -> None:
@@ -107,7 +117,7 @@ CPU_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant",
         "REPLACE",
-        blocks_as_bf16,
+        _blocks_as_bf16,
         reason="MLA's w_kc and w_vc are BF16 on a GPU; elsewhere SGLang quantizes them again, per tensor, "
         "for a kernel that no CPU has",
         until="SGLang derives alike on every device",

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...client import RefitClient
-from ...compat import SESSIONS_SINCE, host_version
+from ...compat import host_version
 from ...config import QUANTIZATION_METHOD
 from ...terminal import plan_table
 from ...wire.bucket import NamedTensor
 from ..testing.checkpoints import make_checkpoint
-from ..testing.outputs import Output, ask, differences, make_prompts
-from ..testing.server import ServerProcess, attention_args
+from ..testing.outputs import ask, differences, make_prompts
+from ..testing.server import ServerProcess
 from ..testing.weight_sets import Checkpoint, masters, updated, write_updated
 from .show import DemoReport, RefitFigures, Screen
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # The demo's own model: small enough for two cores, large enough to have every kind of module.
 # 24 × 56 = 1344 rows of gate and up are no multiple of 128: that module goes per channel.
@@ -42,53 +39,50 @@ OWN_MODEL_BUCKET_BYTES = 512 << 20
 START_TIMEOUT = 1800.0
 
 
-@dataclass(frozen=True)
-class DemoOptions:
-    """`model`: a checkpoint of the user's, or None for the demo's own. `directory`: for files."""
-
-    model: Path | None
-    directory: Path
-
-
-def run_demo(options: DemoOptions, screen: Screen) -> DemoReport:
+def run_demo(model: Path | None, directory: Path, screen: Screen) -> DemoReport:
     """Run every step; what differs is in the report, what can't go on is raised.
+
+    Args:
+        model: a checkpoint of the user's, or None for the demo's own.
+        directory: for checkpoints and logs.
 
     Raises:
         Fp8RlError: a checkpoint that can't be served, a server that does not start, a refused
             update.
     """
     signal.signal(signal.SIGTERM, _terminate)  # so that the servers are stopped
-    host = host_version()
+    has_gpu = torch.cuda.is_available()
     report = DemoReport(
-        model=str(options.model or "the demo's own small Qwen3"),
-        device=(
-            torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU reference platform"
-        ),
-        sglang=str(host),
+        model=str(model or "the demo's own small Qwen3"),
+        device=torch.cuda.get_device_name() if has_gpu else "CPU reference platform",
+        sglang=str(host_version()),
         torch=torch.__version__,
-        sessions=host is not None and host >= SESSIONS_SINCE,
-        directory=str(options.directory),
+        directory=str(directory),
     )
     screen.note(f"SGLang {report.sglang}, torch {report.torch}, serving on: {report.device}")
-    first, second = _two_checkpoints(options, screen)
+    first, second = _two_checkpoints(model, directory, screen)
     prompts = make_prompts(first.vocab_size)
-    bucket_bytes = OWN_MODEL_BUCKET_BYTES if options.model else BUCKET_BYTES
 
-    with _server(options, first, "refitted") as server:
+    with _server(first, directory / "refitted-server.log") as server:
         with screen.step(f"starting a server with --quantization {QUANTIZATION_METHOD}"):
             server.start()
         client = RefitClient(server.url)
-        _read_plan(client, report, screen)
+        status = client.status()
+        report.plan, report.schemes = status["plan"], status["schemes"]
+        report.fp8_bytes = status["fp8_bytes"]
+        report.bf16_bytes_replaced = status["bf16_bytes_replaced"]
+        screen.console.print(plan_table(report.plan))
         with screen.step("generating with the first weights"):
             fresh_first = ask(client, prompts)
-        refit = _Refitting(client, report, screen, first.count()[1])
-        refit.send("update", updated(first), bucket_bytes, "flattened_bucket")
+        bucket_bytes = OWN_MODEL_BUCKET_BYTES if model else BUCKET_BYTES
+        refit = _Refitting(client, report, screen, first.count()[1], bucket_bytes)
+        refit.send("update", updated(first), "flattened_bucket")
         with screen.step("generating with the second weights"):
             refit_second = ask(client, prompts)
-        refit.send("back", masters(first), bucket_bytes, None)
+        refit.send("back", masters(first), None)
         with screen.step("generating with the first weights, sent back"):
             refit_first = ask(client, prompts)
-    with _server(options, second, "fresh") as server:
+    with _server(second, directory / "fresh-server.log") as server:
         with screen.step("starting a fresh server on the second weights"):
             server.start()
         with screen.step("generating with the fresh server"):
@@ -102,7 +96,10 @@ def run_demo(options: DemoOptions, screen: Screen) -> DemoReport:
         "first weights sent back = fresh server on the first weights": differences(
             refit_first, fresh_first
         ),
-        "the two weight sets can be told apart": _must_differ(fresh_first, fresh_second),
+        # A check that can't fail checks nothing: equal outputs of two weight sets are suspicious.
+        "the two weight sets can be told apart": ["both weight sets give the same outputs"]
+        if fresh_first == fresh_second
+        else [],
     }
     return report
 
@@ -115,19 +112,17 @@ class _Refitting:
     report: DemoReport
     screen: Screen
     total_bytes: int
+    bucket_bytes: int
 
-    def send(
-        self,
-        name: str,
-        tensors: Iterator[NamedTensor],
-        bucket_bytes: int,
-        load_format: str | None,
-    ) -> None:
+    def send(self, name: str, tensors: Iterator[NamedTensor], load_format: str | None) -> None:
         how = load_format or "named tensors"
         text = f"sending a full FP32 update over HTTP ({name}; {how})"
         with self.screen.bytes_step(text, self.total_bytes) as on_bucket:
             sent = self.client.update(
-                tensors, bucket_bytes=bucket_bytes, load_format=load_format, on_bucket=on_bucket
+                tensors,
+                bucket_bytes=self.bucket_bytes,
+                load_format=load_format,
+                on_bucket=on_bucket,
             )
         status = self.client.status()
         last = status["last_refit"]
@@ -147,55 +142,31 @@ class _Refitting:
         )
 
 
-def _two_checkpoints(options: DemoOptions, screen: Screen) -> tuple[Checkpoint, Checkpoint]:
-    if options.model is None:
+def _two_checkpoints(
+    model: Path | None, directory: Path, screen: Screen
+) -> tuple[Checkpoint, Checkpoint]:
+    if model is None:
         with screen.step("making a small Qwen3 checkpoint (seeded, no download)"):
-            path = make_checkpoint(options.directory / "first", "qwen3", shards=2, **DEMO_MODEL)
+            path = make_checkpoint(directory / "first", "qwen3", shards=2, **DEMO_MODEL)
             first = Checkpoint(path)
     else:
-        first = Checkpoint(options.model).check()
+        first = Checkpoint(model).check()
     with screen.count_step("writing the second weights, for the fresh server") as on_file:
-        second = write_updated(first, options.directory / "second", on_file)
+        second = write_updated(first, directory / "second", on_file)
     return first, second
 
 
-def _server(options: DemoOptions, checkpoint: Checkpoint, name: str) -> ServerProcess:
-    args = [f"--quantization={QUANTIZATION_METHOD}", "--disable-radix-cache"]
-    log = options.directory / f"{name}-server.log"
-    has_gpu = torch.cuda.is_available()
-    if has_gpu:
-        args += attention_args()
-    # On a CPU the workers are forked from the launcher: they share its imports and start sooner.
-    server = _NotStarted(
-        checkpoint.path,
-        args,
-        log_path=log,
-        timeout=START_TIMEOUT,
-        fork=not has_gpu,
+@contextlib.contextmanager
+def _server(checkpoint: Checkpoint, log: Path) -> Iterator[ServerProcess]:
+    """A server that is still to be started, as a step of its own, and is stopped whatever happens."""
+    args = (f"--quantization={QUANTIZATION_METHOD}", "--disable-radix-cache")
+    server = ServerProcess(
+        checkpoint.path, args, log_path=log, timeout=START_TIMEOUT, on_gpu=torch.cuda.is_available()
     )
-    if has_gpu:
-        server.env = dict(os.environ)
-    return server
-
-
-class _NotStarted(ServerProcess):
-    """A server that `with` does not start, so that starting is a step of its own."""
-
-    def __enter__(self) -> Self:
-        return self
-
-
-def _read_plan(client: RefitClient, report: DemoReport, screen: Screen) -> None:
-    status = client.status()
-    report.plan, report.schemes = status["plan"], status["schemes"]
-    report.fp8_bytes = status["fp8_bytes"]
-    report.bf16_bytes_replaced = status["bf16_bytes_replaced"]
-    screen.console.print(plan_table(report.plan))
-
-
-def _must_differ(one: list[Output], other: list[Output]) -> list[str]:
-    """A check that can't fail checks nothing: equal outputs of two weight sets are suspicious."""
-    return [] if one != other else ["both weight sets give the same outputs"]
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from time import monotonic
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -28,53 +30,39 @@ class Screen:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._step = 0
-        self._live: dict[str, Any] = {
-            "console": console,
-            "transient": True,
-            "disable": not console.is_terminal,
-        }
 
     @contextlib.contextmanager
     def step(self, text: str) -> Iterator[None]:
         """A step without a measure: a spinner and the time it has taken."""
-        self._announce(text)
-        began = monotonic()
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, **self._live) as progress:
-            progress.add_task("working", total=None)
+        with self._progress(text, SpinnerColumn(), TextColumn("working")):
             yield
-        self._done(began)
 
     @contextlib.contextmanager
     def bytes_step(self, text: str, total: int) -> Iterator[Advance]:
         """A step that moves bytes: a bar. The callback takes (tensors, bytes) so far."""
-        self._announce(text)
-        began = monotonic()
-        columns = (TextColumn("  "), BarColumn(), TransferSpeedColumn(), TimeElapsedColumn())
-        with Progress(*columns, **self._live) as progress:
-            task = progress.add_task("bytes", total=total)
-            yield lambda _, nbytes: progress.update(task, completed=nbytes)
-        self._done(began)
+        columns = (TextColumn("  "), BarColumn(), TransferSpeedColumn())
+        with self._progress(text, *columns, total=total) as update:
+            yield lambda _, nbytes: update(completed=nbytes)
 
     @contextlib.contextmanager
     def count_step(self, text: str) -> Iterator[Advance]:
         """A step of known length: a bar. The callback takes (done, total)."""
-        self._announce(text)
-        began = monotonic()
-        columns = (TextColumn("  "), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, **self._live) as progress:
-            task = progress.add_task("items", total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total)
-        self._done(began)
+        with self._progress(text, TextColumn("  "), BarColumn()) as update:
+            yield lambda done, total: update(completed=done, total=total)
 
     def note(self, text: str) -> None:
         self.console.print(f"   {text}", markup=False, highlight=False)
 
-    def _announce(self, text: str) -> None:
+    @contextlib.contextmanager
+    def _progress(
+        self, text: str, *columns: ProgressColumn, total: int | None = None
+    ) -> Iterator[Callable[..., None]]:
         self._step += 1
         self.console.print(f"[bold]{self._step:>2}[/bold] {text}", highlight=False)
-
-    def _done(self, began: float) -> None:
+        began, moves = monotonic(), self.console.is_terminal
+        columns = (*columns, TimeElapsedColumn())
+        with Progress(*columns, console=self.console, transient=True, disable=not moves) as shown:
+            yield functools.partial(shown.update, shown.add_task("", total=total))
         self.console.print(f"   done in {monotonic() - began:.1f} s", style="dim", highlight=False)
 
 
@@ -92,13 +80,14 @@ class RefitFigures:
     engine_seconds: float
     sqnr_db: dict[str, float | None]
 
-    @property
-    def engine_gb_per_s(self) -> float:
-        return self.nbytes / self.engine_seconds / 1e9 if self.engine_seconds else 0.0
+    def gb_per_s(self, seconds: float) -> float:
+        return self.nbytes / seconds / 1e9 if seconds else 0.0
 
-    @property
-    def http_gb_per_s(self) -> float:
-        return self.nbytes / self.http_seconds / 1e9 if self.http_seconds else 0.0
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "engine_gb_per_s": round(self.gb_per_s(self.engine_seconds), 3),
+            "http_gb_per_s": round(self.gb_per_s(self.http_seconds), 3),
+        }
 
 
 @dataclass
@@ -109,7 +98,6 @@ class DemoReport:
     device: str
     sglang: str
     torch: str
-    sessions: bool = False
     plan: list[dict[str, str]] = field(default_factory=list)
     schemes: dict[str, int] = field(default_factory=dict)
     fp8_bytes: int = 0
@@ -125,14 +113,7 @@ class DemoReport:
         return not self.problems and not any(self.checks.values())
 
     def as_dict(self) -> dict[str, Any]:
-        refits = [
-            asdict(refit)
-            | {
-                "engine_gb_per_s": round(refit.engine_gb_per_s, 3),
-                "http_gb_per_s": round(refit.http_gb_per_s, 3),
-            }
-            for refit in self.refits
-        ]
+        refits = [refit.as_dict() for refit in self.refits]
         return asdict(self) | {"refits": refits, "ok": self.ok}
 
 
@@ -150,7 +131,7 @@ def print_report(report: DemoReport, console: Console) -> None:
             f"{refit.buckets} × {refit.load_format}",
             f"{refit.http_seconds:.2f}",
             f"{refit.engine_seconds:.2f}",
-            f"{refit.engine_gb_per_s:.2f}",
+            f"{refit.gb_per_s(refit.engine_seconds):.2f}",
         )
     console.print(refits)
     facts = Table(show_header=False, box=None)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError
 from ..metrics import MismatchMetrics, mismatch_metrics
+from .options import check_values
 from .prompts import load_prompts
 from .rescoring import Precision, load_model, load_tokenizer, rescore
 from .rollouts import Rollout, sample_rollouts
@@ -46,7 +46,6 @@ def run_mismatch(
     """Sample completions from `url`, rescore them with `model`, and measure the gap.
 
     Args:
-        url: an SGLang server of `model`, quantized or not.
         model: checkpoint folder or model id, as the trainer holds it.
         prompts: see `prompts.load_prompts`.
         temperature: above 0; the estimates need tokens sampled from the rollout's distribution.
@@ -55,14 +54,11 @@ def run_mismatch(
         Fp8RlError: bad options or prompts, a model that can't be loaded or isn't the served one,
             a server that fails.
     """
-    checks = (
+    check_values(
         ("--max-new-tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
         ("--temperature", temperature, temperature > 0, "above 0: greedy tokens are no samples"),
         ("--dtype", precision, precision in ("float32", "bfloat16"), "float32 or bfloat16"),
     )
-    for name, value, good, rule in checks:
-        if not good:
-            raise ConfigError(name, str(value), f"it is {rule}", "Choose another value.")
     reference = load_model(model, precision, device)
     vocabulary = reference.get_input_embeddings().num_embeddings
     ids = load_prompts(prompts, load_tokenizer(model), vocabulary)

@@ -14,12 +14,9 @@ import re
 import time
 from concurrent.futures import TimeoutError as DeadlineError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from ...errors import Fp8RlError
-
-if TYPE_CHECKING:
-    from pebble import ProcessFuture
+from ...errors import EvaluationError
 
 Status = Literal["correct", "wrong", "no_answer", "timeout"]
 
@@ -27,11 +24,8 @@ MEMORY_LIMIT = 4 << 30  # bytes of address space: an answer like 10^(10^9) must 
 TIME_LIMIT = 5  # seconds, for reading and for comparing each
 DEADLINE = 15.0  # seconds, after which the process is killed
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # one behind a backslash is a sign, no brace
 _TAIL = 2_000  # characters in which "the answer is ..." is looked for when nothing is boxed
-
-
-class GradingError(Fp8RlError):
-    """The verifier is missing or died, or a reference answer can't be read."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class Grader:
     """
 
     def __init__(self, deadline: float = DEADLINE, workers: int | None = None) -> None:
-        _require("math_verify", "pebble")
+        require_packages()
         from pebble import ProcessPool
 
         self._deadline = deadline
@@ -71,22 +65,20 @@ class Grader:
         """Judge `response` against `reference`. Blocks; see `final_answer` for what is judged.
 
         Raises:
-            GradingError: the verifier's process died.
+            EvaluationError: the verifier's process died.
         """
         from pebble import ProcessExpired
 
         answer = final_answer(response)
         if not answer.strip():
             return Grade("no_answer", "")
-        work: ProcessFuture = self._pool.schedule(
-            _judge, args=[reference, answer], timeout=self._deadline
-        )
+        work = self._pool.schedule(_judge, args=[reference, answer], timeout=self._deadline)
         try:
             return Grade(work.result(), answer[-200:])
         except DeadlineError:
             return Grade("timeout", answer[-200:])
         except ProcessExpired as error:
-            raise GradingError(
+            raise EvaluationError(
                 "grading",
                 f"the verifier's process ended with status {error.exitcode}",
                 "it lives until it is closed",
@@ -94,9 +86,9 @@ class Grader:
             ) from error
 
     def check_reference(self, subject: str, reference: str) -> None:
-        """Raise `GradingError` unless the verifier takes the reference for equal to itself."""
+        """Raise `EvaluationError` unless the verifier takes the reference for equal to itself."""
         if self.grade(reference, f"\\boxed{{{reference}}}").status != "correct":
-            raise GradingError(
+            raise EvaluationError(
                 subject,
                 f"answer {reference!r}",
                 "the verifier can't read it, so every response would be wrong",
@@ -115,24 +107,23 @@ def final_answer(response: str) -> str:
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return text[-_TAIL:]
-    start = boxes[-1].end()
-    depth = 0
-    for position in range(start, len(text)):
-        character = text[position]
-        escaped = text[position - 1] == "\\" and text[position - 2] != "\\"
-        depth += 0 if escaped else (character == "{") - (character == "}")
+    start, depth = boxes[-1].end(), 0
+    for found in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(found.group(), 0)
         if depth == 0:
-            return "\\boxed" + text[start : position + 1]
+            return "\\boxed" + text[start : found.end()]
     return ""
 
 
-def _require(*modules: str) -> None:
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+def require_packages() -> None:
+    """Raise `EvaluationError` if samples could not be taken or graded here."""
+    needed = ("inspect_ai", "math_verify", "pebble")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise GradingError(
-            "grading",
+        raise EvaluationError(
+            "eval-aime",
             f"no module {' and '.join(missing)}",
-            "answers are judged by the Math-Verify library",
+            "samples are taken by Inspect and judged by the Math-Verify library",
             'Install "sglang-fp8rl[lab]".',
         )
 

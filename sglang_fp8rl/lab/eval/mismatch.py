@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from ...errors import ConfigError
 from ...terminal import JsonFlag, console, errors_told
-from .mismatch_plot import check_plot_path, plot_mismatch
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from .gap import MismatchReport
+
+_FORMATS = (".png", ".pdf", ".svg")
 
 # What is shown, in this order, with the value of two equal engines.
 _ROWS = (
@@ -67,7 +69,7 @@ def mismatch(
             device=device,
         )
         if plot is not None:
-            plot_mismatch(report.rollout_logprobs, report.trainer_logprobs, report.metrics, plot)
+            plot_mismatch(report, plot)
     if as_json:
         typer.echo(json.dumps(report.as_dict()))
     else:
@@ -81,13 +83,13 @@ def print_mismatch(report: MismatchReport, console: Console) -> None:
     table.add_column("rollout against trainer")
     table.add_column("value", justify="right")
     table.add_column("no gap", justify="right", style="dim")
-    values = metrics.as_dict()
     for label, name, ideal in _ROWS:
-        table.add_row(label, f"{values[name]:.4g}", ideal)
+        table.add_row(label, f"{getattr(metrics, name):.4g}", ideal)
     console.print(table)
     console.print(
-        f"Rollout: {settings.get('url')}; trainer: {settings.get('model')} in "
-        f"{settings.get('dtype')}; temperature {settings.get('temperature')}.",
+        "Rollout: {url}; trainer: {model} in {dtype}; temperature {temperature}.".format(
+            **settings
+        ),
         style="dim",
         markup=False,
     )
@@ -96,3 +98,57 @@ def print_mismatch(report: MismatchReport, console: Console) -> None:
             f"{metrics.clamped_tokens} tokens have ratios beyond e^20, counted as e^20.",
             style="yellow",
         )
+
+
+def check_plot_path(path: Path) -> None:
+    """Refuse, before any work is done, what could not be written at its end.
+
+    Raises:
+        ConfigError: no matplotlib, a format that isn't drawn, or no such folder.
+    """
+    if path.suffix.lower() not in _FORMATS:
+        raise ConfigError(
+            "--plot", str(path), f"the name ends in {', '.join(_FORMATS)}", "Rename the file."
+        )
+    if not path.absolute().parent.is_dir():
+        raise ConfigError("--plot", str(path), "its folder exists", "Create the folder.")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "--plot",
+            "no module `matplotlib`",
+            "plots are drawn with matplotlib",
+            'Install "sglang-fp8rl[lab]", or leave --plot out.',
+        ) from error
+
+
+def plot_mismatch(report: MismatchReport, path: Path) -> None:
+    """Draw log-ratios, and the two probabilities of every token, into `path`.
+
+    Side Effects:
+        Writes the file. No global matplotlib state is touched.
+    """
+    from matplotlib.figure import Figure
+
+    metrics, rollout, trainer = report.metrics, report.rollout_logprobs, report.trainer_logprobs
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.hist((trainer - rollout).double().numpy(), bins=80, color="#3b6fb6")
+    left.axvline(0.0, color="black", linewidth=0.8)
+    left.set(
+        title=f"k3 KL {metrics.kl_k3:.2e}, largest ratio {metrics.ratio_max:.3g}",
+        xlabel="log p(trainer) - log p(rollout)",
+        ylabel="tokens",
+        yscale="log",
+    )
+    right.plot([0, 1], [0, 1], color="black", linewidth=0.8)
+    probabilities = rollout.exp().numpy(), trainer.exp().numpy()
+    right.scatter(*probabilities, s=6, alpha=0.35, color="#3b6fb6", edgecolors="none")
+    right.set(
+        title=f"{metrics.tokens} tokens, Pearson {metrics.prob_pearson:.4f}",
+        xlabel="p(rollout)",
+        ylabel="p(trainer)",
+        aspect="equal",
+    )
+    figure.savefig(path, dpi=150)

@@ -11,49 +11,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ConfigError, Fp8RlError
+from ...errors import EvaluationError
 
 if TYPE_CHECKING:
-    from inspect_ai.dataset import Dataset, Sample
+    from inspect_ai.dataset import Sample
 
-PROMPT_TEMPLATE = (
-    "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-)
 # Column names of the AIME data sets in circulation, compared in lower case.
 PROBLEM_COLUMNS = ("problem", "question")
 ANSWER_COLUMNS = ("answer", "expected_answer")
 
 
-class ProblemError(Fp8RlError):
-    """A data set, or a row of it, that can't be used."""
-
-
-def check_template(template: str) -> None:
-    """Raise `ConfigError` unless a problem has its place in the template."""
-    try:
-        good = "\0" in template.format(problem="\0")
-    except (KeyError, IndexError, ValueError):
-        good = False
-    if not good:
-        raise ConfigError(
-            "--template",
-            repr(template),
-            "it holds {problem}, and every other brace twice",
-            "Example: '{problem} Answer in \\boxed{{}}.'",
-        )
-
-
 def load_problems(source: str, split: str, template: str) -> list[Sample]:
     """Read problems from `source`: a path to JSON lines, or else a Hugging Face dataset id.
 
-    Args:
-        split: of a dataset.
-        template: put around each statement.
-
     Raises:
-        ProblemError: no such file or data set, a broken or incomplete row, an id that comes twice,
+        EvaluationError: no such file or data set, a broken or incomplete row, an id that comes twice,
             or no row at all.
     """
+    from inspect_ai.dataset import hf_dataset, json_dataset
+
     rows = 0
 
     def to_sample(row: dict[str, Any]) -> Sample:
@@ -62,9 +38,12 @@ def load_problems(source: str, split: str, template: str) -> list[Sample]:
         return _to_sample(f"{source}, row {rows}", rows, row, template)
 
     try:
-        samples = list(_read(source, split, to_sample))
+        if Path(source).exists() or source.endswith(".jsonl"):
+            samples = list(json_dataset(source, to_sample))
+        else:
+            samples = list(hf_dataset(source, split=split, sample_fields=to_sample))
     except (OSError, ValueError) as error:  # unreachable or unknown; broken JSON, no such split
-        raise ProblemError(
+        raise EvaluationError(
             "--problems",
             f"{source!r}, after {rows} rows: {type(error).__name__}: {error}",
             "it is a file of JSON objects, one a line, or a dataset that can be loaded",
@@ -73,7 +52,7 @@ def load_problems(source: str, split: str, template: str) -> list[Sample]:
     ids = [sample.id for sample in samples]
     twice = {one for one in ids if ids.count(one) > 1}
     if twice or not ids:
-        raise ProblemError(
+        raise EvaluationError(
             "--problems",
             f"{source!r}: {len(ids)} rows, ids that come twice: {sorted(map(str, twice))}",
             "it holds problems, each under an id of its own",
@@ -88,14 +67,6 @@ def digest(samples: Sequence[Sample]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def _read(source: str, split: str, to_sample: Any) -> Dataset:
-    from inspect_ai.dataset import hf_dataset, json_dataset
-
-    if Path(source).exists() or source.endswith(".jsonl"):
-        return json_dataset(source, to_sample)
-    return hf_dataset(source, split=split, sample_fields=to_sample)
-
-
 def _to_sample(where: str, number: int, row: dict[str, Any], template: str) -> Sample:
     from inspect_ai.dataset import Sample
 
@@ -108,7 +79,7 @@ def _to_sample(where: str, number: int, row: dict[str, Any], template: str) -> S
         answer = int(answer)
     good_answer = isinstance(answer, (str, int)) and not isinstance(answer, bool)
     if not isinstance(statement, str) or not statement.strip() or not good_answer:
-        raise ProblemError(
+        raise EvaluationError(
             where,
             f"columns {sorted(row)}, answer {answer!r}",
             f"a row has a text in one of {', '.join(PROBLEM_COLUMNS)} and a number or LaTeX in one "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...errors import Fp8RlError
+from ...errors import EvaluationError
 
 BUILT_IN = (
     "Find the remainder when 7 to the power of 2024 is divided by 100. Think step by step.",
@@ -23,10 +23,6 @@ BUILT_IN = (
 _RANDOM_PROMPTS, _RANDOM_LENGTH = 16, 32
 
 
-class PromptError(Fp8RlError):
-    """A prompt file that can't be used."""
-
-
 def load_prompts(path: Path | None, tokenizer: Any | None, vocabulary: int) -> list[list[int]]:
     """Return prompts as token ids.
 
@@ -37,79 +33,76 @@ def load_prompts(path: Path | None, tokenizer: Any | None, vocabulary: int) -> l
         vocabulary: number of token ids.
 
     Raises:
-        PromptError: an unreadable file or line, text without a tokenizer, or no prompt at all.
+        EvaluationError: an unreadable file or line, text without a tokenizer, or no prompt at all.
     """
     if path is not None:
-        prompts = [_to_ids(where, entry, tokenizer) for where, entry in _read(path)]
-    elif tokenizer is not None:
-        prompts = [_encode("built-in prompt", text, tokenizer) for text in BUILT_IN]
-    else:
-        generator = torch.Generator().manual_seed(0)
-        shape = (_RANDOM_PROMPTS, _RANDOM_LENGTH)
-        prompts = torch.randint(vocabulary, shape, generator=generator).tolist()
-    if not prompts:
-        raise PromptError("--prompts", str(path), "it holds no prompt", "Add at least one line.")
-    return prompts
+        is_json = path.suffix == ".jsonl"
+        return [
+            _ids(where, _parsed(where, line) if is_json else line, tokenizer)
+            for where, line in prompt_lines(path)
+        ]
+    if tokenizer is not None:
+        return [_ids("built-in prompt", text, tokenizer) for text in BUILT_IN]
+    generator = torch.Generator().manual_seed(0)
+    shape = (_RANDOM_PROMPTS, _RANDOM_LENGTH)
+    return torch.randint(vocabulary, shape, generator=generator).tolist()
 
 
 def prompt_lines(path: Path) -> list[tuple[str, str]]:
     """The lines that are not blank, each behind where it stands.
 
     Raises:
-        PromptError: an unreadable file.
+        EvaluationError: an unreadable file, or only blank lines.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(
+        raise EvaluationError(
             "--prompts", f"{path}: {error}", "it is a UTF-8 text file", "Check the path."
         ) from error
-    return [(f"{path}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
-
-
-def _read(path: Path) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for where, line in prompt_lines(path):
-        if path.suffix != ".jsonl":
-            found.append((where, line))
-            continue
-        try:
-            found.append((where, json.loads(line)))
-        except ValueError as error:
-            raise PromptError(
-                where,
-                f"{error}; the line starts with {line[:60]!r}",
-                "each line of a .jsonl file is one JSON object",
-                "Repair or delete the line; nothing was sent.",
-            ) from error
+    found = [(f"{path}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise EvaluationError(
+            "--prompts", str(path), "it holds no prompt", "Add at least one line."
+        )
     return found
 
 
-def _to_ids(where: str, entry: Any, tokenizer: Any | None) -> list[int]:
+def _parsed(where: str, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise EvaluationError(
+            where,
+            f"{error}; the line starts with {line[:60]!r}",
+            "each line of a .jsonl file is one JSON object",
+            "Repair or delete the line; nothing was sent.",
+        ) from error
+
+
+def _ids(where: str, entry: Any, tokenizer: Any | None) -> list[int]:
     if isinstance(entry, dict):
         ids = entry.get("input_ids")
         if isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids):
             return ids
         entry = entry.get("prompt")
     if not isinstance(entry, str):
-        raise PromptError(
+        raise EvaluationError(
             where,
             f"{entry!r}",
             "a prompt is a text, or a JSON object with `prompt` (text) or `input_ids` (integers)",
             "Repair or delete the line; nothing was sent.",
         )
     if tokenizer is None:
-        raise PromptError(
+        raise EvaluationError(
             where,
             "a text",
             "there is no tokenizer beside the model to encode it",
             "Give `input_ids` in a .jsonl file, or leave --prompts out for random tokens.",
         )
-    return _encode(where, entry, tokenizer)
-
-
-def _encode(where: str, text: str, tokenizer: Any) -> list[int]:
-    ids = list(tokenizer(text)["input_ids"])
+    ids = list(tokenizer(entry)["input_ids"])
     if not ids:
-        raise PromptError(where, f"{text!r}", "a prompt has at least one token", "Delete the line.")
+        raise EvaluationError(
+            where, repr(entry), "a prompt has at least one token", "Delete the line."
+        )
     return ids

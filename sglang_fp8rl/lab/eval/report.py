@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from .results import SCORER, ResultsError
+from ...errors import EvaluationError
 from .stats import Comparison, Estimate, compare_paired, estimate_mean, pass_at_k
+from .task import SCORER
 
 if TYPE_CHECKING:
-    from inspect_ai.log import EvalLog, EvalSample
+    from inspect_ai.log import EvalLog
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,6 @@ class EvalReport:
     baseline: ArmReport | None
     comparison: Comparison | None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def build_report(logs: Sequence[EvalLog], samples: int, alpha: float) -> EvalReport:
     """Summarize the first log, and compare it with the second if there is one."""
@@ -76,12 +75,15 @@ def build_report(logs: Sequence[EvalLog], samples: int, alpha: float) -> EvalRep
 
 def _arm(log: EvalLog, samples: int, confidence: float) -> ArmReport:
     settings, taken = log.eval.metadata or {}, log.samples or []
+    total = len(taken)
+    statuses: Counter[str] = Counter()
     correct = {str(sample.id): 0 for sample in taken}
     for sample in taken:
-        correct[str(sample.id)] += _status(sample) == "correct"
-    total = len(taken)
+        status = ((sample.scores or {})[SCORER].metadata or {})["status"]
+        statuses[status] += 1
+        correct[str(sample.id)] += status == "correct"
     if total != samples * len(correct):
-        raise ResultsError(
+        raise EvaluationError(
             log.location,
             f"{total} samples of {len(correct)} problems",
             f"each has {samples}",
@@ -93,6 +95,7 @@ def _arm(log: EvalLog, samples: int, confidence: float) -> ArmReport:
 
     usages = [sample.output.usage for sample in taken]
     tokens = [usage.output_tokens for usage in usages if usage is not None]
+    powers = (2**i for i in range(samples.bit_length()))
     return ArmReport(
         endpoint=settings["url"],
         served=settings["served"],
@@ -100,22 +103,13 @@ def _arm(log: EvalLog, samples: int, confidence: float) -> ArmReport:
         avg_at_n=estimate([count / samples for count in correct.values()]),
         pass_at_k={
             k: estimate([pass_at_k(count, samples, k) for count in correct.values()])
-            for k in _powers_of_two_and(samples)
+            for k in sorted({*powers, samples})
         },
         truncated=sum(sample.output.stop_reason == "max_tokens" for sample in taken) / total,
-        no_answer=sum(_status(sample) == "no_answer" for sample in taken) / total,
-        grading_timeouts=sum(_status(sample) == "timeout" for sample in taken),
+        no_answer=statuses["no_answer"] / total,
+        grading_timeouts=statuses["timeout"],
         mean_tokens=sum(tokens) / total if len(tokens) == total else None,
     )
-
-
-def _status(sample: EvalSample) -> str:
-    metadata = (sample.scores or {})[SCORER].metadata or {}
-    return metadata["status"]
-
-
-def _powers_of_two_and(samples: int) -> list[int]:
-    return sorted({2**i for i in range(samples.bit_length()) if 2**i < samples} | {samples})
 
 
 def print_report(report: EvalReport, console: Console) -> None:
@@ -124,8 +118,7 @@ def print_report(report: EvalReport, console: Console) -> None:
     table = Table(title=f"{report.problems} problems, {report.samples} samples each")
     table.add_column("")
     for arm, role in zip(arms, ("candidate", "baseline"), strict=False):
-        model = arm.served.get("model", "")
-        table.add_column(f"{role}\n{arm.endpoint}\n{model}", justify="right")
+        table.add_column(f"{role}\n{arm.endpoint}\n{arm.served['model']}", justify="right")
     table.add_row(f"avg@{report.samples}", *(_interval(arm.avg_at_n) for arm in arms))
     for k in report.candidate.pass_at_k:
         table.add_row(f"pass@{k}", *(_interval(arm.pass_at_k[k]) for arm in arms))
@@ -136,13 +129,10 @@ def print_report(report: EvalReport, console: Console) -> None:
     table.add_row("tokens per response", *means)
     console.print(table)
     console.print(f"Intervals: {report.confidence:.0%}, clustered by problem.", style="dim")
-    if report.comparison is not None:
-        _print_comparison(report.comparison, console)
-
-
-def _print_comparison(found: Comparison, console: Console) -> None:
+    if report.comparison is None:
+        return
+    found, change = report.comparison, report.comparison.difference
     style = {"worse": "bold red", "better": "bold green", "within noise": "bold"}[found.verdict]
-    change = found.difference
     console.print(
         f"Verdict: {found.verdict}. Difference {change.value:+.1%} "
         f"[{change.low:+.1%}, {change.high:+.1%}], p = {found.p_value:.3g}, "

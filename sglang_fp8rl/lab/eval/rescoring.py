@@ -1,4 +1,7 @@
-"""The same tokens' log-probabilities from a `transformers` model: the trainer's side of the gap."""
+"""The same tokens' log-probabilities from a `transformers` model: the trainer's side of the gap.
+
+`transformers` is imported on first use: every SGLang installation has it, and most trainers.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,24 @@ from typing import Any, Literal
 
 import torch
 
-from ...errors import ConfigError, Fp8RlError
+from ...errors import EvaluationError
 from .rollouts import Rollout
 
 Precision = Literal["float32", "bfloat16"]
-
-
-class RescoringError(Fp8RlError):
-    """A reference model that can't be loaded, or that is not the served one."""
 
 
 def load_model(path: str, precision: Precision, device: str) -> Any:
     """Load a causal language model for inference.
 
     Raises:
-        RescoringError: no such model, or no such device.
-        ConfigError: `transformers` is not installed.
+        EvaluationError: no such model, or no such device.
     """
-    transformers = _import_transformers()
+    from transformers import AutoModelForCausalLM
+
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, precision)
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, precision))
     except (OSError, ValueError) as error:  # what from_pretrained raises for a bad path or config
-        raise RescoringError(
+        raise EvaluationError(
             "--model",
             f"{path!r}: {error}",
             "it is a checkpoint folder or model id that transformers loads",
@@ -40,22 +37,23 @@ def load_model(path: str, precision: Precision, device: str) -> Any:
     try:
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:  # torch's for an unknown or absent device
-        raise RescoringError(
+        raise EvaluationError(
             "--device", f"{device!r}: {error}", "torch can use the device", "Use cpu or cuda."
         ) from error
 
 
 def load_tokenizer(path: str) -> Any | None:
     """Return the tokenizer that lies beside the model, None if there is none."""
-    transformers = _import_transformers()
+    from transformers import AutoTokenizer
+
     folder = Path(path)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     if folder.is_dir() and not any((folder / name).exists() for name in names):
         return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise RescoringError(
+        raise EvaluationError(
             "--model",
             f"{path!r}: {error}",
             "its tokenizer can be loaded",
@@ -73,7 +71,7 @@ def rescore(
     `logits / temperature`, whatever the model's precision.
 
     Raises:
-        RescoringError: a token id is outside the model's vocabulary.
+        EvaluationError: a token id is outside the model's vocabulary.
     """
     device = next(model.parameters()).device
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -81,7 +79,7 @@ def rescore(
     for number, rollout in enumerate(rollouts):
         ids = rollout.prompt_ids + rollout.output_ids
         if max(ids) >= vocabulary:
-            raise RescoringError(
+            raise EvaluationError(
                 f"completion {number}",
                 f"token id {max(ids)}",
                 f"the model's vocabulary has {vocabulary} entries",
@@ -94,16 +92,3 @@ def rescore(
         logprobs = predicting.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
         scored.append(logprobs.cpu())
     return scored
-
-
-def _import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            "mismatch",
-            "no module `transformers`",
-            "the reference log-probabilities come from a transformers model",
-            "Install transformers (every SGLang installation has it).",
-        ) from error
-    return transformers

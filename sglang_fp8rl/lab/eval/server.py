@@ -1,22 +1,18 @@
-"""Who answers at a URL: the served model and, from SGLang, its weight version and precision."""
+"""Requests to a server that is evaluated, and who answers there: model, weight version, precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import requests
 
-from ...errors import ConfigError, Fp8RlError
+from ...errors import ConfigError, EvaluationError
 
 # What a server is known by. The same URL may serve another model, or the same in another precision,
 # when a run is resumed; SGLang tells, other servers may not.
 _IDENTITY = ("model_path", "weight_version", "quantization", "dtype", "kv_cache_dtype")
-_TIMEOUT_S = 30.0
-
-
-class ServerError(Fp8RlError):
-    """A server that can't be reached, refuses a request, or answers something unexpected."""
+_CONNECT_S, _PAGE_S, _COMPLETION_S = 10.0, 30.0, 600.0
 
 
 def normalize_url(url: str) -> str:
@@ -29,59 +25,47 @@ def normalize_url(url: str) -> str:
 
 
 def identify(url: str, api_key: str | None = None) -> dict[str, Any]:
-    """Ask who is there.
-
-    Returns:
-        `model`, the served name, and those of `_IDENTITY` that the server tells.
+    """Ask who is there: `model`, the served name, and those of `_IDENTITY` that the server tells.
 
     Raises:
-        ServerError: nobody answers, or it serves no model.
+        EvaluationError: nobody answers, or it serves no model.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    listing = _get(url, "/v1/models", headers)
-    models = [m.get("id") for m in listing.get("data") or [] if isinstance(m, dict)]
-    if not models:
-        raise ServerError(
-            url,
-            f"GET /v1/models gave {listing!r}",
-            "the server lists the model that it serves",
-            "Check that this is the URL of an SGLang or OpenAI-compatible server.",
-        )
-    told = _get(url, "/server_info", headers) | _get(url, "/model_info", headers)
-    return {"model": str(models[0])} | {name: told[name] for name in _IDENTITY if name in told}
+    rule = "the server lists the model that it serves"
+    listing = request_json(url, "/v1/models", rule=rule, api_key=api_key)
+    try:
+        model = str(listing["data"][0]["id"])
+    except (KeyError, TypeError, IndexError) as error:
+        raise unexpected(url, f"/v1/models gave {listing!r}", rule) from error
+    told = {}
+    for page in ("/server_info", "/model_info"):
+        # Other servers than SGLang have no such page, or don't show it.
+        found = request_json(url, page, rule=rule, api_key=api_key, absent=(401, 403, 404))
+        told.update(found if isinstance(found, dict) else {})
+    return {"model": model} | {name: told[name] for name in _IDENTITY if name in told}
 
 
-def _get(url: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
-    """The JSON object at `path`; empty where the server has no such page or doesn't show it."""
-    found = read_json(
-        url,
-        path,
-        lambda: requests.get(url + path, headers=headers, timeout=_TIMEOUT_S),
-        rule="the server says what it serves, in JSON",
-        remedy="Check the URL and the API key.",
-        absent=() if path == "/v1/models" else (401, 403, 404),
-    )
-    return found if isinstance(found, dict) else {}
-
-
-def read_json(
+def request_json(
     url: str,
     path: str,
-    send: Callable[[], requests.Response],
     *,
     rule: str,
-    remedy: str,
+    body: dict[str, Any] | None = None,
+    api_key: str | None = None,
     absent: Sequence[int] = (),
 ) -> Any:
-    """What a request is answered, as JSON; nothing where its status is one of `absent`.
+    """GET, or POST of a body; the answer's JSON, or None where its status is one of `absent`.
 
     Raises:
-        ServerError: no answer, another status than 2xx, or no JSON.
+        EvaluationError: no answer, another status than 2xx, or no JSON; `rule` says what was expected.
     """
+    method, patience = ("GET", _PAGE_S) if body is None else ("POST", _COMPLETION_S)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        reply = send()
+        reply = requests.request(
+            method, url + path, json=body, headers=headers, timeout=(_CONNECT_S, patience)
+        )
     except requests.RequestException as error:
-        raise ServerError(
+        raise EvaluationError(
             url,
             f"{path}: {type(error).__name__}: {error}",
             "the server did not answer",
@@ -90,10 +74,16 @@ def read_json(
     if reply.status_code in absent:
         return None
     if not reply.ok:
-        raise ServerError(
-            url, f"{path}: HTTP {reply.status_code}: {reply.text[:500].strip()}", rule, remedy
-        )
+        raise unexpected(url, f"{path}: HTTP {reply.status_code}: {reply.text[:500].strip()}", rule)
     try:
         return reply.json()
     except ValueError as error:
-        raise ServerError(url, f"{path} gave {reply.text[:200]!r}", rule, remedy) from error
+        raise unexpected(url, f"{path} gave {reply.text[:200]!r}", rule) from error
+
+
+def unexpected(url: str, found: str, rule: str) -> EvaluationError:
+    """The error for an answer that breaks `rule`."""
+    remedy = (
+        "Check that URL, API key and model are right, and that prompts fit the model's context."
+    )
+    return EvaluationError(url, found, rule, remedy)

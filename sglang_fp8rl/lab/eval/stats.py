@@ -33,11 +33,9 @@ class Comparison:
 
     Attributes:
         difference: candidate's avg@n less the baseline's, with the interval on *these* problems.
-        p_value: two-sided, exact.
-        alpha: below it, the verdict is not "within noise".
+        p_value: two-sided, exact; up to `alpha` the verdict is not "within noise".
         detectable: the true difference that a run of this size finds in four of five cases: within
             noise never means "no difference", it means "less than about this".
-        verdict: of the candidate.
     """
 
     difference: Estimate
@@ -74,13 +72,14 @@ def estimate_mean(values: Sequence[float], samples: int, confidence: float = 0.9
         values: one value per problem (share correct, pass@k).
         samples: responses in all, the most that the effective size can be.
     """
+    import numpy as np
     from scipy import stats
 
     clusters, tail = len(values), (1 - confidence) / 2
-    mean = sum(values) / clusters
-    variance = sum((v - mean) ** 2 for v in values) / (clusters * max(clusters - 1, 1))
-    effective = float(clusters)  # all problems agree: each counts once, whatever n
-    if variance > 0:
+    mean = float(np.mean(values))
+    effective = float(clusters)  # where all problems agree each counts once, whatever n
+    if min(values) < max(values):
+        variance = float(np.var(values)) / (clusters - 1)
         few = stats.t.ppf(1 - tail, samples - 1) / stats.t.ppf(1 - tail, clusters - 1)
         effective = min(mean * (1 - mean) / variance * few**2, float(samples))
     hits = mean * effective
@@ -111,29 +110,27 @@ def compare_paired(
     import numpy as np
     from scipy import stats
 
-    pairs = list(zip(candidate, baseline, strict=True))
+    counts = np.array([candidate, baseline])  # [2, problems]
+    ours, theirs = counts.sum(axis=1)
     outcomes = np.ones(1)
-    for ours, theirs in pairs:
-        outcomes = np.convolve(
-            outcomes,
-            stats.hypergeom.pmf(np.arange(samples + 1), 2 * samples, ours + theirs, samples),
-        )
-    middle = (sum(candidate) + sum(baseline)) / 2
-    off_middle = np.abs(np.arange(outcomes.size) - middle)
-    p_value = min(1.0, float(outcomes[off_middle >= abs(sum(candidate) - middle) - 1e-9].sum()))
+    for correct in counts.sum(axis=0):
+        split = stats.hypergeom.pmf(np.arange(samples + 1), 2 * samples, correct, samples)
+        outcomes = np.convolve(outcomes, split)
+    off_middle = np.abs(np.arange(outcomes.size) - (ours + theirs) / 2)
+    as_far = off_middle >= abs(ours - theirs) / 2 - 1e-9
+    p_value = min(1.0, float(outcomes[as_far].sum()))
 
-    difference = (sum(candidate) - sum(baseline)) / (samples * len(pairs))
-    shares = [(count + 1) / (samples + 2) for pair in pairs for count in pair]
-    error = math.sqrt(sum(s * (1 - s) / (samples + 2) for s in shares)) / len(pairs)
+    problems = len(candidate)
+    difference = float(ours - theirs) / (samples * problems)
+    shares = (counts + 1) / (samples + 2)
+    error = math.sqrt((shares * (1 - shares)).sum() / (samples + 2)) / problems
     reach = float(stats.norm.ppf(1 - alpha / 2))
     verdict: Verdict = "within noise"
     if p_value <= alpha:
         verdict = "better" if difference > 0 else "worse"
     return Comparison(
         difference=Estimate(
-            difference,
-            max(-1.0, difference - reach * error),
-            min(1.0, difference + reach * error),
+            difference, max(-1.0, difference - reach * error), min(1.0, difference + reach * error)
         ),
         p_value=p_value,
         alpha=alpha,

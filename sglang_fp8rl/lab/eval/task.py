@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,120 +20,79 @@ from inspect_ai.model import GenerateConfig, get_model
 from inspect_ai.scorer import CORRECT, INCORRECT, Score, Scorer, Target, accuracy, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
 
+from ...errors import EvaluationError
 from .grading import Grader
+from .options import EvalOptions
 from .problems import digest
-from .results import SCORER, ResultsError
-from .server import ServerError
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How each response is sampled. What is not named here is left to the server's defaults."""
-
-    temperature: float
-    top_p: float
-    max_tokens: int
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One server: its URL and what it says that it serves."""
-
-    url: str
-    served: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Requests:
-    """How requests are sent; nothing of this changes what is measured.
-
-    Attributes:
-        concurrency: requests in flight, over all servers.
-        timeout: seconds for one response.
-        retries: attempts of a request that fails for a passing reason.
-    """
-
-    concurrency: int
-    timeout: float
-    retries: int
-    api_key: str | None
+SCORER = "math_verify"  # the score's name in a log
 
 
 def take_samples(
-    arms: Sequence[Arm],
+    served: Mapping[str, dict[str, Any]],
     problems: Sequence[Sample],
-    samples: int,
-    sampling: Sampling,
-    requests: Requests,
-    out: Path,
+    options: EvalOptions,
     grader: Grader,
-) -> dict[str, EvalLog]:
-    """Fill the logs in `out` up to `samples` responses of each problem from each arm.
+) -> list[EvalLog]:
+    """Fill the logs in `options.out` up to n responses of each problem from each server.
 
     What is there already is kept. Progress goes to stderr.
 
+    Args:
+        served: by URL, what a server says that it serves.
+
     Returns:
-        The full log of each arm, by URL.
+        The full log of each server, in the order of `served`.
 
     Raises:
-        ServerError: a request fails for good; what was taken until then is in `out`.
-        ResultsError: `out` has samples of this URL under other settings.
-        KeyboardInterrupt: as it says; what was taken is in `out`.
+        EvaluationError: a request fails for good; what was taken until then is in the logs.
+        EvaluationError: there are samples of this URL under other settings.
     """
-    settings = {**asdict(sampling), "problems": digest(problems)}
+    # What the server's own defaults decide is not named here.
+    sampling = {name: getattr(options, name) for name in ("temperature", "top_p", "max_tokens")}
     tasks = []
-    for arm in arms:
-        wanted = {"url": arm.url, **settings, "served": arm.served}
-        _check_same_settings(out, wanted)
-        tasks.append(_task(arm, problems, sampling, requests.api_key, wanted, grader))
+    for url, identity in served.items():
+        settings = {"url": url, **sampling, "problems": digest(problems), "served": identity}
+        _check_same_settings(options.out, settings)
+        task = Task(
+            name=f"aime {url}",  # what a log is found by
+            dataset=MemoryDataset(list(problems), name="problems"),
+            solver=[generate(), refuse_aborted()],
+            scorer=math_verify(grader),
+            model=get_model(
+                f"openai-api/sglang/{identity['model']}",
+                base_url=f"{url}/v1",
+                api_key=options.api_key or "none",
+            ),
+            config=GenerateConfig(**sampling),
+            metadata=settings,
+        )
+        tasks.append(task)
     with contextlib.redirect_stdout(sys.stderr):  # Inspect's display, whatever it is
         _, headers = eval_set(
             tasks,
-            log_dir=str(out),
+            log_dir=str(options.out),
             log_dir_allow_dirty=True,
             retry_attempts=1,  # requests are retried; whether a whole run is, the user decides
-            epochs=samples,
+            epochs=options.samples,
             display="rich" if sys.stderr.isatty() else "plain",
-            max_connections=requests.concurrency,
-            max_samples=requests.concurrency,
-            max_retries=requests.retries,
-            attempt_timeout=max(1, round(requests.timeout)),
+            max_connections=options.concurrency,
+            max_samples=options.concurrency,
+            max_retries=options.retries,
+            attempt_timeout=max(1, round(options.timeout)),
             log_buffer=1,  # a sample may take minutes: each is written as it comes
         )
-    logs = {log.eval.metadata["url"]: log for log in headers if log.eval.metadata}
-    for url, log in logs.items():
+    found = {log.eval.metadata["url"]: log for log in headers if log.eval.metadata}
+    for url, log in found.items():
         if log.status != "success":
-            raise ServerError(
+            raise EvaluationError(
                 url,
                 log.error.message if log.error else f"the run ended as {log.status}",
                 "every request is answered",
                 "Check the server; a prompt and --max-tokens must fit its context. Samples are "
-                f"kept in {out}, the same command resumes.",
+                f"kept in {options.out}, the same command resumes.",
             )
-    return {url: read_eval_log(log.location) for url, log in logs.items()}
-
-
-def _task(
-    arm: Arm,
-    problems: Sequence[Sample],
-    sampling: Sampling,
-    api_key: str | None,
-    settings: dict[str, Any],
-    grader: Grader,
-) -> Task:
-    return Task(
-        name=f"aime {arm.url}",  # what a log is found by
-        dataset=MemoryDataset(list(problems), name="problems"),
-        solver=[generate(), refuse_aborted()],
-        scorer=math_verify(grader),
-        model=get_model(
-            f"openai-api/sglang/{arm.served['model']}",
-            base_url=f"{arm.url}/v1",
-            api_key=api_key or "none",
-        ),
-        config=GenerateConfig(**asdict(sampling)),
-        metadata=settings,
-    )
+    return [read_eval_log(found[url].location) for url in served]
 
 
 @solver
@@ -152,7 +110,7 @@ def refuse_aborted() -> Solver:
 def math_verify(grader: Grader) -> Scorer:
     """A scorer that asks `grader`; the grade's status is in the score's metadata."""
 
-    @scorer(metrics=[accuracy()], name=SCORER)
+    @scorer(metrics=[accuracy()], name=SCORER)  # without arguments, which Inspect would log
     def graded() -> Scorer:
         async def score(state: TaskState, target: Target) -> Score:
             grade = await asyncio.to_thread(grader.grade, target.text, state.output.completion)
@@ -168,7 +126,7 @@ def math_verify(grader: Grader) -> Scorer:
 
 
 def _check_same_settings(out: Path, wanted: dict[str, Any]) -> None:
-    """Raise `ResultsError` if a log of this URL was taken otherwise: it must not be averaged in."""
+    """Raise `EvaluationError` if a log of this URL was taken otherwise: it must not be averaged in."""
     for info in list_eval_logs(str(out)) if out.is_dir() else []:
         before = read_eval_log(info, header_only=True).eval.metadata or {}
         if before.get("url") != wanted["url"]:
@@ -179,7 +137,7 @@ def _check_same_settings(out: Path, wanted: dict[str, Any]) -> None:
             if before.get(name) != wanted.get(name)
         ]
         if changed:
-            raise ResultsError(
+            raise EvaluationError(
                 f"{out} ({wanted['url']})",
                 "; ".join(changed),
                 "samples of different settings must not be averaged",

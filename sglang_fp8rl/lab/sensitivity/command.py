@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from ...terminal import FOUND_WRONG, JsonFlag, OptionsText, console, errors_told, parsed_options
 
@@ -24,8 +24,12 @@ def sensitivity(
         int, typer.Option(min=0, help="Of the model's own answer to a prompt; 0: prompts only.")
     ] = 64,
     samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt.")] = 1,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the server.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel size of the server.")] = 1,
+    tp_size: Annotated[
+        int, typer.Option("--tp", min=1, help="Tensor-parallel size of the server.")
+    ] = 1,
+    ep_size: Annotated[
+        int, typer.Option("--ep", min=1, help="Expert-parallel size of the server.")
+    ] = 1,
     options: OptionsText = "{}",
     results: Annotated[
         Path, typer.Option(help="Measurements, written as they come; a run goes on from them.")
@@ -35,7 +39,9 @@ def sensitivity(
     ] = False,
     dtype: Annotated[str, typer.Option(help="Of the computation: float32, bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a forward pass.")] = 2048,
+    tokens_at_once: Annotated[
+        int, typer.Option("--batch-tokens", min=1, help="Tokens of a forward pass.")
+    ] = 2048,
     plot: Annotated[Path | None, typer.Option(help="Also draw it: .png, .pdf, .svg.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -44,51 +50,31 @@ def sensitivity(
     Exit status: 0; 1 if the choice does not bring half of what was predicted; 2 for bad input; 130 if
     interrupted: the same command goes on from what was measured.
     """
-    from ..eval.mismatch_plot import check_plot_path
+    given = dict(locals())  # the parameters are called as the settings of a run are
+    from ..eval.mismatch import check_plot_path
     from .measure import Settings
-    from .run import Wish, run_sensitivity  # torch and transformers: not for `--help`
+    from .run import run_sensitivity  # torch and transformers: not for `--help`
+    from .show import plot_finding, print_finding
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    for name in ("model", "plot", "as_json"):
+        del given[name]
     with errors_told(interrupted=f"Interrupted. The same command goes on from {results}."):
         if plot is not None:
             check_plot_path(plot)
-        with Progress(*columns, console=console(stderr=True)) as progress:
+        settings = Settings(**given | {"options": parsed_options(options)})
+        with Progress(console=console(stderr=True)) as progress:
             task = progress.add_task("plan", total=None)
             finding = run_sensitivity(
-                Wish(
-                    model=model,
-                    budget=budget,
-                    prompts=prompts,
-                    tp_size=tp,
-                    ep_size=ep,
-                    options=parsed_options(options),
-                    results=results,
-                    device=device,
-                ),
-                Settings(
-                    new_tokens=new_tokens,
-                    samples=samples,
-                    dtype=dtype,
-                    by_operand=by_operand,
-                    tokens_at_once=batch_tokens,
-                ),
+                model,
+                settings,
                 on_total=lambda name, total: progress.reset(task, description=name, total=total),
                 on_step=lambda name: progress.advance(task),
             )
         if plot is not None:
-            from .plot import plot_finding
-
             plot_finding(finding, plot)
     if as_json:
         typer.echo(json.dumps(finding.as_dict()))
     else:
-        from .show import print_finding
-
         print_finding(finding, console())
     if not finding.holds:
         raise typer.Exit(FOUND_WRONG)

@@ -7,6 +7,7 @@ layers from `i` on: those before give what they gave.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from .samples import Batch
 
-_ROWS_AT_ONCE = 256
+_AT_ONCE = 256  # rows
 
 
 class CleanRun:
@@ -24,8 +25,7 @@ class CleanRun:
     Holds `[tokens, vocabulary]` FP32 log-probabilities and every layer's output.
 
     Args:
-        model: of `transformers`, without a change.
-        layers: its decoder layers.
+        layers: decoder layers of the model.
         observe: within it the model runs on the first batch, on the second, and so on.
     """
 
@@ -36,15 +36,13 @@ class CleanRun:
         batches: Sequence[Batch],
         observe: AbstractContextManager | None = None,
     ) -> None:
-        self._model, self._layers, self._batches = model, layers, batches
-        self._outputs: list[list[Any]] = []
-        self._logprobs: list[list[torch.Tensor]] = []
+        self._model, self._layers = model, layers
+        # Of each batch: what its layers gave, and each sample's log-probabilities.
+        self._runs: list[tuple[Batch, list[Any], list[torch.Tensor]]] = []
         for batch in batches:
-            outputs: list[Any] = []
-            with _keeping(layers, outputs), observe or contextlib.nullcontext():
-                logits = _logits(model, batch)
-            self._outputs.append(outputs)
-            self._logprobs.append([rows.float().log_softmax(-1) for rows in batch.rows(logits)])
+            with _keeping(layers) as outputs, observe or contextlib.nullcontext():
+                rows = batch.rows(_logits(model, batch))
+            self._runs.append((batch, outputs, [one.float().log_softmax(-1) for one in rows]))
 
     def divergence(self, first_layer: int, change: AbstractContextManager) -> list[float]:
         """KL(clean || changed) of each sample, summed over its counted positions, in nats.
@@ -54,23 +52,18 @@ class CleanRun:
             change: within it the model is another. Entered once for each batch.
         """
         sums: list[float] = []
-        for batch, outputs, logprobs in zip(
-            self._batches, self._outputs, self._logprobs, strict=True
-        ):
+        for batch, outputs, logprobs in self._runs:
             with _replaying(self._layers[:first_layer], outputs), change:
-                logits = _logits(self._model, batch)
-            pairs = zip(logprobs, batch.rows(logits), strict=True)
-            sums += [_kl_sum(clean, changed) for clean, changed in pairs]
+                rows = batch.rows(_logits(self._model, batch))
+            sums += [_kl_sum(*pair) for pair in zip(logprobs, rows, strict=True)]
         return sums
 
 
 def _kl_sum(clean: torch.Tensor, logits: torch.Tensor) -> float:
     """Sum over rows of KL(clean || softmax(logits)); `[n, V]` log-probabilities and logits."""
     total = 0.0
-    for start in range(0, clean.shape[0], _ROWS_AT_ONCE):
-        rows = slice(start, start + _ROWS_AT_ONCE)
-        ours = clean[rows]
-        gap = ours - logits[rows].float().log_softmax(-1)
+    for ours, theirs in zip(clean.split(_AT_ONCE), logits.split(_AT_ONCE), strict=True):
+        gap = ours - theirs.float().log_softmax(-1)
         # exp(-inf) * (-inf + inf) of a token that a model rules out is no number; it weighs nothing.
         terms = torch.where(ours > -torch.inf, ours.exp() * gap, 0.0)
         total += float(terms.sum(-1).double().sum())
@@ -83,25 +76,24 @@ def _logits(model: Any, batch: Batch) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _keeping(layers: Sequence[torch.nn.Module], outputs: list[Any]) -> Iterator[None]:
-    """Within it, what each layer gives is appended to `outputs`."""
+def _keeping(layers: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
+    """Within it, what each layer gives is appended to the list."""
+    outputs: list[Any] = []
 
     def keep(layer: Any, args: Any, output: Any) -> None:
         outputs.append(output)
 
-    hooks = [layer.register_forward_hook(keep) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(layer.register_forward_hook(keep).remove)
+        yield outputs
 
 
 @contextlib.contextmanager
 def _replaying(layers: Sequence[torch.nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
     """Within it, these layers compute nothing and give what they gave in the clean run."""
     for layer, output in zip(layers, outputs, strict=False):
-        layer.forward = _Gives(output)
+        layer.forward = functools.partial(_give, output)
     try:
         yield
     finally:
@@ -109,9 +101,5 @@ def _replaying(layers: Sequence[torch.nn.Module], outputs: Sequence[Any]) -> Ite
             del layer.forward
 
 
-class _Gives:
-    def __init__(self, output: Any) -> None:
-        self._output = output
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._output
+def _give(output: Any, *args: Any, **kwargs: Any) -> Any:
+    return output

@@ -11,12 +11,11 @@ from typing import Any
 
 from ...config import Options
 from ...wire.plan import RefitPlan
-from .budget import Choice
 from .noise import Fit
-from .prompt_groups import Groups, Measured
 from .quantized_products import Operand
 from .results_file import Measurements
-from .served_modules import ServedModule, model_bytes, savings
+from .samples import Groups, Measured
+from .served_modules import Choice, ServedModule, model_bytes, savings
 
 # The chosen set has to bring at least this part of the reduction that was predicted.
 KEPT_PROMISE = 0.5
@@ -88,11 +87,9 @@ class Finding:
     """The result of a run.
 
     Attributes:
-        modules: in the order of the model.
         effects: what the choice was made from: KL per token by module, on prompts that had a say.
         checks: `chosen_on` and, if there were prompts to spare, `held_out`.
-        saved_bytes: what FP8 saves on this model.
-        served_bytes: of the weights that are served.
+        saved_bytes, served_bytes: what FP8 saves on this model, and what is served.
         options: what to serve with: the plan's, with the choice in `ignored_layers`.
     """
 
@@ -117,7 +114,8 @@ class Finding:
 
     @property
     def server_argument(self) -> str:
-        return "--json-model-override-args " + _quoted({"quantization_config": dict(self.options)})
+        override = json.dumps({"quantization_config": dict(self.options)})
+        return f"--json-model-override-args {shlex.quote(override)}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -151,24 +149,43 @@ def effects_of(
 
 
 def finding_of(
-    modules: Sequence[ServedModule],
-    plan: RefitPlan,
-    known: Measurements,
-    choice: Choice,
+    modules: Sequence[ServedModule], plan: RefitPlan, known: Measurements, choice: Choice
 ) -> Finding:
     """Put together what was measured, the choice's own divergence included."""
     groups = Groups(known.samples)
-    exempt = frozenset(choice.names)
+
+    def found(module: ServedModule) -> ModuleFinding:
+        kl = {
+            operand: groups.per_token(known.effects[module.name, operand], groups.all)
+            for operand in Operand
+            if (module.name, operand) in known.effects
+        }
+        both = kl.pop(Operand.BOTH)
+        alone = {operand.value: value for operand, value in kl.items()}
+        is_exempt = module.name in choice.names
+        return ModuleFinding(module, both, alone, known.fits[module.name], is_exempt)
+
+    everything, rest = known.sets[()], known.sets[tuple(sorted(choice.names))]
+    single = [known.effects[one.name, Operand.BOTH] for one in modules]
+    total = [sum(values) for values in zip(*single, strict=True)]
+
+    def check(prompts: set[int]) -> Check:
+        return Check(
+            prompts=len(prompts),
+            tokens=groups.tokens(prompts),
+            sum_of_effects=groups.per_token(total, prompts),
+            everything=groups.per_token(everything, prompts),
+            chosen=groups.per_token(rest, prompts),
+            predicted_share=choice.predicted_share,
+            share=groups.share(rest, everything, prompts),
+        )
+
     parts = {"chosen_on": groups.chosen_on, "held_out": groups.held_out}
     return Finding(
-        modules=tuple(_module_finding(one, known, groups, one.name in exempt) for one in modules),
+        modules=tuple(found(one) for one in modules),
         effects=effects_of(modules, known, groups),
         choice=choice,
-        checks={
-            name: _check(prompts, modules, known, choice, groups)
-            for name, prompts in parts.items()
-            if prompts
-        },
+        checks={name: check(prompts) for name, prompts in parts.items() if prompts},
         saved_bytes=savings(modules),
         served_bytes=model_bytes(plan, modules),
         options=options_with(plan, choice.names),
@@ -184,40 +201,3 @@ def options_with(plan: RefitPlan, ignored: Sequence[str]) -> dict[str, Any]:
         if option.name in given and given[option.name] != default:
             changed[option.name] = given[option.name]
     return {**changed, "ignored_layers": [*changed.get("ignored_layers", []), *ignored]}
-
-
-def _module_finding(
-    module: ServedModule, known: Measurements, groups: Groups, is_exempt: bool
-) -> ModuleFinding:
-    by_operand = {
-        operand.value: groups.per_token(known.effects[module.name, operand], groups.all)
-        for operand in (Operand.WEIGHTS, Operand.ACTIVATIONS)
-        if (module.name, operand) in known.effects
-    }
-    kl = groups.per_token(known.effects[module.name, Operand.BOTH], groups.all)
-    return ModuleFinding(module, kl, by_operand, known.fits[module.name], is_exempt)
-
-
-def _check(
-    prompts: set[int],
-    modules: Sequence[ServedModule],
-    known: Measurements,
-    choice: Choice,
-    groups: Groups,
-) -> Check:
-    everything, rest = known.sets[()], known.sets[tuple(sorted(choice.names))]
-    single = [known.effects[one.name, Operand.BOTH] for one in modules]
-    total = [sum(values) for values in zip(*single, strict=True)]
-    return Check(
-        prompts=len(prompts),
-        tokens=groups.tokens(prompts),
-        sum_of_effects=groups.per_token(total, prompts),
-        everything=groups.per_token(everything, prompts),
-        chosen=groups.per_token(rest, prompts),
-        predicted_share=choice.predicted_share,
-        share=groups.share(rest, everything, prompts),
-    )
-
-
-def _quoted(value: Any) -> str:
-    return shlex.quote(json.dumps(value))

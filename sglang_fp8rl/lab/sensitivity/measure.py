@@ -4,61 +4,59 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...wire.plan import RefitPlan
+from ...errors import EvaluationError
 from .divergence import CleanRun
 from .noise import FitObserver
 from .quantized_products import Operand, Products, ServedArithmetic
-from .reference import ReferenceModel, SensitivityError
+from .reference import ReferenceModel
 from .results_file import ResultsFile
 from .samples import batches, sample_answers
 from .served_modules import ServedModule
 
-Step = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run's numbers depend on beside the model and its plan.
+    """What is asked for, beside the model: what the options of the command say of themselves.
 
-    Attributes:
-        new_tokens: of an answer, at most; 0 measures on the prompts themselves.
-        samples: answers to each prompt.
-        dtype: of the computation.
-        by_operand: also measure weights and activations alone.
-        seed: of the answers.
-        tokens_at_once: of a batch, padding included.
+    `seed` is that of the answers.
     """
 
+    budget: str = "10%"
+    prompts: Path | None = None
     new_tokens: int = 64
     samples: int = 1
-    dtype: str = "float32"
+    tp_size: int = 1
+    ep_size: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    results: Path = Path("sensitivity.jsonl")
     by_operand: bool = False
-    seed: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
     tokens_at_once: int = 2048
+    seed: int = 0
 
     @property
-    def operands(self) -> tuple[Operand, ...]:
-        return tuple(Operand) if self.by_operand else (Operand.BOTH,)
+    def samples_each(self) -> int:
+        """Of a prompt: its answers, or itself."""
+        return self.samples if self.new_tokens else 1
 
 
 def key_of(
-    reference: ReferenceModel,
-    plan: RefitPlan,
-    prompts: Sequence[Sequence[int]],
-    settings: Settings,
+    reference: ReferenceModel, prompts: Sequence[Sequence[int]], settings: Settings
 ) -> dict[str, Any]:
     """What measurements belong to: they are continued where all of this is the same."""
     text = json.dumps([list(prompt) for prompt in prompts]).encode()
     return {
         "sglang_fp8rl": __version__,
         "model": reference.fingerprint,
-        "plan": plan.digest,
+        "plan": reference.plan.digest,
         "prompts": hashlib.sha256(text).hexdigest()[:16],
         "new_tokens": settings.new_tokens,
         "samples": settings.samples,
@@ -78,29 +76,27 @@ class Measurement:
     def __init__(
         self,
         reference: ReferenceModel,
-        plan: RefitPlan,
-        modules: Sequence[ServedModule],
         results: ResultsFile,
         settings: Settings,
-        on_step: Step = lambda name: None,
+        on_step: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._reference, self._plan, self._modules = reference, plan, modules
-        self._results, self._settings, self._on_step = results, settings, on_step
+        self._reference, self._results = reference, results
+        self._settings, self._on_step = settings, on_step
         self._clean: CleanRun | None = None
-        self._pow2 = bool(plan.document["options"].get("use_activation_pow2_scale"))
 
     def remaining_effects(self) -> list[tuple[ServedModule, Operand]]:
+        operands = tuple(Operand) if self._settings.by_operand else (Operand.BOTH,)
         known = self._results.known.effects
         return [
             (module, operand)
-            for module in self._modules
-            for operand in self._settings.operands
+            for module in self._reference.modules
+            for operand in operands
             if (module.name, operand) not in known
         ]
 
     def draw_samples(self, prompts: Sequence[Sequence[int]]) -> None:
         """Answers to those prompts that have none yet."""
-        each = self._settings.samples if self._settings.new_tokens else 1
+        each = self._settings.samples_each
         have = len(self._results.known.samples)
         for number, prompt in enumerate(prompts):
             drawn = sample_answers(
@@ -111,9 +107,9 @@ class Measurement:
                 seed=self._settings.seed + number,
             )
             # A run that was cut off between two answers to a prompt draws them again, and keeps the rest.
-            for at, sample in enumerate(drawn if have < (number + 1) * each else ()):
+            for at, one in enumerate(drawn if have < (number + 1) * each else ()):
                 if number * each + at >= have:
-                    self._results.add_sample(sample)
+                    self._results.add("sample", prompt=one.prompt, answer=one.answer)
             self._on_step("answers")
 
     def measure_effects(self) -> None:
@@ -121,56 +117,47 @@ class Measurement:
         for module, operand in self.remaining_effects():
             change = self._quantized([module.name], operand)
             first = self._reference.first_layers[module.name]
-            self._results.add_effect(
-                module.name, operand, self._clean_run().divergence(first, change)
-            )
+            kl = self._clean_run().divergence(first, change)
+            self._results.add("effect", module=module.name, operand=operand.value, kl=kl)
             self._on_step(module.name)
 
-    def all_but(self, exempt: Sequence[str]) -> list[float]:
+    def all_but(self, exempt: Sequence[str]) -> None:
         """KL of each sample with all modules quantized but these."""
         key = tuple(sorted(exempt))
         if key not in self._results.known.sets:
-            names = [module.name for module in self._modules if module.name not in key]
-            self._results.add_set(key, self._clean_run().divergence(0, self._quantized(names)))
+            names = [one.name for one in self._reference.modules if one.name not in key]
+            kl = self._clean_run().divergence(0, self._quantized(names))
+            self._results.add("set", exempt=key, kl=kl)
         self._on_step(f"all but {len(key)}")
-        return self._results.known.sets[key]
 
     def _clean_run(self) -> CleanRun:
         """Made when something is to be measured; what it shows of the operands is kept."""
-        if self._clean is None:
-            fits = self._results.known.fits
-            wanted = [module.name for module in self._modules if module.name not in fits]
-            observer = FitObserver(wanted, self._plan.rounding, pow2_activations=self._pow2)
-            self._clean = CleanRun(
-                self._reference.model,
-                self._reference.layers,
-                batches(
-                    self._results.known.samples,
-                    self._settings.tokens_at_once,
-                    self._reference.device,
-                ),
-                Products(self._reference.weights, observer),
-            )
-            for name, fit in observer.fits().items():
-                self._results.add_fit(name, fit)
-            self._check_all_seen()
-        return self._clean
-
-    def _check_all_seen(self) -> None:
-        unseen = [one.name for one in self._modules if one.name not in self._results.known.fits]
+        if self._clean is not None:
+            return self._clean
+        reference, known = self._reference, self._results.known
+        wanted = [one.name for one in reference.modules if one.name not in known.fits]
+        observer = FitObserver(wanted, reference.plan)
+        self._clean = CleanRun(
+            reference.model,
+            reference.layers,
+            batches(known.samples, self._settings.tokens_at_once, reference.device),
+            Products(reference.weights, observer),
+        )
+        for name, fit in observer.fits().items():
+            self._results.add("fit", module=name, **fit.as_dict())
+        unseen = [one.name for one in reference.modules if one.name not in known.fits]
         if unseen:
-            raise SensitivityError(
+            raise EvaluationError(
                 unseen[0],
                 "no product with its weights was seen",
                 f"{len(unseen)} modules compute without torch.nn.functional.linear in transformers",
                 "This model can't be measured; exempt modules by layer instead "
                 "(num_first_layers_in_bf16, num_last_layers_in_bf16).",
             )
+        return self._clean
 
     def _quantized(
         self, names: Sequence[str], operand: Operand = Operand.BOTH
     ) -> AbstractContextManager:
-        arithmetic = ServedArithmetic(
-            names, self._plan.rounding, pow2_activations=self._pow2, operand=operand
-        )
+        arithmetic = ServedArithmetic(names, self._reference.plan, operand)
         return Products(self._reference.weights, arithmetic)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 
 from ...numerics.sqnr import SignalAndNoise
-from .quantized_products import served_activation, served_weight
+from ...wire.plan import RefitPlan
+from .quantized_products import has_pow2_activations, served_activation, served_weight
 from .served_modules import ServedModule
 
 _BLOCK = 128
@@ -44,81 +46,59 @@ class Fit:
         return {name: None if value == math.inf else value for name, value in asdict(self).items()}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Fit:
-        outliers = tuple((int(channel), float(ratio)) for channel, ratio in values["outliers"])
-        numbers = {
-            name: math.inf if value is None else float(value)
-            for name, value in values.items()
-            if name != "outliers"
-        }
-        return cls(outliers=outliers, **numbers)
-
-
-@dataclass
-class _Sums:
-    weight: dict[str, SignalAndNoise] = field(default_factory=dict)
-    activation: dict[str, SignalAndNoise] = field(default_factory=dict)
-    # Largest value of each input channel, by where the weight lies: experts have inputs of two sizes.
-    largest: dict[int, torch.Tensor] = field(default_factory=dict)
-    seen: set[int] = field(default_factory=set)
+    def from_row(cls, row: Mapping[str, Any]) -> Fit:
+        """Of a row that has what `as_dict` gave."""
+        outliers = tuple((int(channel), float(ratio)) for channel, ratio in row["outliers"])
+        names = [one.name for one in fields(cls) if one.name != "outliers"]
+        values = {name: math.inf if row[name] is None else float(row[name]) for name in names}
+        return cls(**values, outliers=outliers)
 
 
 class FitObserver:
-    """For `Products`: looks at operands in the clean run, and leaves the products to torch.
+    """For `Products`: looks at operands of the modules `names`, and leaves all products to torch."""
 
-    Args:
-        names: modules to look at.
-        rounding, pow2_activations: as the plan has them.
-    """
-
-    def __init__(
-        self, names: Collection[str], rounding: Mapping[str, Any], *, pow2_activations: bool = False
-    ) -> None:
-        self._names, self._rounding, self._pow2 = frozenset(names), rounding, pow2_activations
-        self._sums: dict[str, _Sums] = {}
+    def __init__(self, names: Collection[str], plan: RefitPlan) -> None:
+        self._names, self._plan = frozenset(names), plan
+        # By module, then by field of `Fit`.
+        self._energies: dict[str, dict[str, SignalAndNoise]] = {}
+        # By module, then by where a weight lies (experts have inputs of two sizes): the largest value
+        # of each input channel.
+        self._largest: dict[str, dict[int, torch.Tensor]] = {}
 
     def __call__(self, module: ServedModule, x: torch.Tensor, weight: torch.Tensor) -> None:
         if module.name not in self._names:
             return
-        sums = self._sums.setdefault(module.name, _Sums())
-        columns = x.shape[-1]
-        if weight.data_ptr() not in sums.seen:  # the same in every batch
-            sums.seen.add(weight.data_ptr())
-            for which, block in _weight_blocks(module, columns).items():
-                served = served_weight(weight, block, self._rounding, module.name)
-                sums.weight.setdefault(which, SignalAndNoise()).add(weight, served)
-        for which, group in _groups(module, columns).items():
-            served = served_activation(x, group, self._pow2)
-            sums.activation.setdefault(which, SignalAndNoise()).add(x, served)
-        largest = x.reshape(-1, columns).abs().amax(0)
-        known = sums.largest.get(weight.data_ptr())
-        sums.largest[weight.data_ptr()] = (
-            largest if known is None else torch.maximum(known, largest)
-        )
+        energies = self._energies.setdefault(module.name, defaultdict(SignalAndNoise))
+        largest = self._largest.setdefault(module.name, {})
+        columns, address = x.shape[-1], weight.data_ptr()
+        if address not in largest:  # a weight is the same in every batch
+            blocks = {
+                "weight_db": module.block,
+                "weight_blockwise_db": (_BLOCK, _BLOCK),
+                "weight_per_channel_db": (1, columns),
+            }
+            for name, block in blocks.items():
+                served = served_weight(weight, block, self._plan.rounding, module.name)
+                energies[name].add(weight, served)
+        groups = {
+            "activation_db": module.block[1],
+            "activation_groups_db": _BLOCK,
+            "activation_tokens_db": columns,
+        }
+        for name, group in groups.items():
+            served = served_activation(x, group, has_pow2_activations(self._plan))
+            energies[name].add(x, served)
+        own = x.reshape(-1, columns).abs().amax(0)
+        largest[address] = torch.maximum(own, largest.get(address, own))
 
     def fits(self) -> dict[str, Fit]:
         """Of every module that was seen."""
-        return {name: _fit(sums) for name, sums in self._sums.items()}
-
-
-def _weight_blocks(module: ServedModule, columns: int) -> dict[str, tuple[int, int]]:
-    return {"served": module.block, "blockwise": (_BLOCK, _BLOCK), "per_channel": (1, columns)}
-
-
-def _groups(module: ServedModule, columns: int) -> dict[str, int]:
-    return {"served": module.block[1], "groups": _BLOCK, "tokens": columns}
-
-
-def _fit(sums: _Sums) -> Fit:
-    return Fit(
-        weight_db=sums.weight["served"].db,
-        weight_blockwise_db=sums.weight["blockwise"].db,
-        weight_per_channel_db=sums.weight["per_channel"].db,
-        activation_db=sums.activation["served"].db,
-        activation_groups_db=sums.activation["groups"].db,
-        activation_tokens_db=sums.activation["tokens"].db,
-        outliers=max((_outliers(one) for one in sums.largest.values()), key=lambda row: row[0][1]),
-    )
+        found = {}
+        for module, energies in self._energies.items():
+            outliers = [_outliers(one) for one in self._largest[module].values()]
+            decibels = {name: energy.db for name, energy in energies.items()}
+            found[module] = Fit(**decibels, outliers=max(outliers, key=lambda rows: rows[0][1]))
+        return found
 
 
 def _outliers(largest: torch.Tensor) -> tuple[tuple[int, float], ...]:

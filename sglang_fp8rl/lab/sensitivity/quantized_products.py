@@ -2,8 +2,7 @@
 
 Every linear layer, and every expert, ends in `torch.nn.functional.linear`. Calls whose weight belongs to a
 chosen module get both operands quantized and dequantized by the server's rules (`numerics`, and the CPU
-platform's activations), and their product in FP32; all others run as they are. Nothing of the model is
-changed.
+platform's activations), and their product in FP32; all others run as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...numerics import Blockwise, PerChannel, dequantize, quantize
+from ...wire.plan import RefitPlan
 from ..cpu_platform.cpu_linear import quantize_per_token_group
 from .served_modules import ServedModule
 
@@ -33,32 +33,25 @@ class WeightMap:
     """Tells which served module a weight belongs to, by the memory that it lies in.
 
     A view finds its parameter: experts are slices `[N, K]` of one `[E, N, K]`.
-
-    Args:
-        parameters: of the model, each with the module that serves it.
     """
 
     def __init__(self, parameters: Iterable[tuple[torch.Tensor, ServedModule]]) -> None:
-        rows = sorted(
-            ((one.data_ptr(), one.data_ptr() + one.nbytes, module) for one, module in parameters),
-            key=lambda row: row[0],
-        )
-        self._rows, self._starts = rows, [row[0] for row in rows]
+        self._rows = sorted(parameters, key=lambda row: row[0].data_ptr())
 
     def find(self, weight: torch.Tensor) -> ServedModule | None:
-        at = bisect.bisect_right(self._starts, weight.data_ptr()) - 1
-        if at < 0:
+        address = weight.data_ptr()
+        at = bisect.bisect_right(self._rows, address, key=lambda row: row[0].data_ptr())
+        if not at:
             return None
-        _, end, module = self._rows[at]
-        return module if weight.data_ptr() < end else None
+        parameter, module = self._rows[at - 1]
+        return module if address < parameter.data_ptr() + parameter.nbytes else None
 
 
 class Products(TorchFunctionMode):
     """Within it, products with weights of a `WeightMap` go to `compute`.
 
-    Args:
-        compute: called as `compute(module, x [..., K], weight [N, K])`; returns `[..., N]` without bias,
-            or None to leave the product to torch.
+    That is called as `compute(module, x [..., K], weight [N, K])`, and returns `[..., N]` without bias, or
+    None to leave the product to torch.
     """
 
     def __init__(
@@ -72,36 +65,28 @@ class Products(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
+        product = None
         if func is torch.nn.functional.linear:
-            x, weight, bias = _operands(*args, **kwargs)
-            module = self._weights.find(weight)
-            product = None if module is None else self._compute(module, x, weight)
-            if product is not None:
-                return product if bias is None else product + bias
-        return func(*args, **kwargs)
+            product = self._product(*args, **kwargs)
+        return func(*args, **kwargs) if product is None else product
+
+    def _product(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Arguments as `torch.nn.functional.linear` names them."""
+        module = self._weights.find(weight)
+        product = None if module is None else self._compute(module, input, weight)
+        return product if product is None or bias is None else product + bias
 
 
 class ServedArithmetic:
-    """The product of a served module, for `Products`.
-
-    Args:
-        names: modules that are quantized; all others are left to torch.
-        rounding: of the weights, as `RefitPlan.rounding` has it.
-        pow2_activations: activation scales are powers of two.
-        operand: what is quantized.
-    """
+    """For `Products`: those of the modules `names` as the plan rounds their operands; others are torch's."""
 
     def __init__(
-        self,
-        names: Collection[str],
-        rounding: Mapping[str, Any],
-        *,
-        pow2_activations: bool = False,
-        operand: Operand = Operand.BOTH,
+        self, names: Collection[str], plan: RefitPlan, operand: Operand = Operand.BOTH
     ) -> None:
-        self._names, self._rounding = frozenset(names), rounding
-        self._pow2, self._operand = pow2_activations, operand
+        self._names, self._plan, self._operand = frozenset(names), plan, operand
 
     def __call__(
         self, module: ServedModule, x: torch.Tensor, weight: torch.Tensor
@@ -110,9 +95,9 @@ class ServedArithmetic:
             return None
         wide_x, wide_weight = x.float(), weight.float()
         if self._operand is not Operand.ACTIVATIONS:
-            wide_weight = served_weight(weight, module.block, self._rounding, module.name)
+            wide_weight = served_weight(weight, module.block, self._plan.rounding, module.name)
         if self._operand is not Operand.WEIGHTS:
-            wide_x = served_activation(x, module.block[1], self._pow2)
+            wide_x = served_activation(x, module.block[1], has_pow2_activations(self._plan))
         return torch.matmul(wide_x, wide_weight.t()).to(x.dtype)
 
 
@@ -130,16 +115,13 @@ def served_weight(
     return dequantize(codes, scales, block, torch.float32)
 
 
+def has_pow2_activations(plan: RefitPlan) -> bool:
+    return bool(plan.document["options"].get("use_activation_pow2_scale"))
+
+
 def served_activation(x: torch.Tensor, group: int, pow2_scale: bool = False) -> torch.Tensor:
     """`[..., K]` as the kernels read it, quantized per token and `group` columns, in FP32."""
     rows = x.reshape(-1, x.shape[-1])
     codes, scale = quantize_per_token_group(rows, group, pow2_scale=pow2_scale)
     wide = scale.repeat_interleave(group, dim=1)[:, : rows.shape[1]]
     return (codes.float() * wide).reshape(x.shape)
-
-
-def _operands(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Under the names that `torch.nn.functional.linear` has for them."""
-    return input, weight, bias

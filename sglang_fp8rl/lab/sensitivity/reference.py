@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from ...errors import Fp8RlError
+from ...errors import EvaluationError
 from ...numerics.fingerprint import MASK, seed_of, tensor_number
 from ...wire.plan import RefitPlan
-from ..eval.rescoring import load_model
+from ..eval.rescoring import Precision, load_model
 from .quantized_products import WeightMap
 from .served_modules import ServedModule
 
-ComputeDtype = Literal["float32", "bfloat16"]
 _LAYERS = re.compile(r"^(.*?\blayers)\.(\d+)\.")
-
-
-class SensitivityError(Fp8RlError):
-    """A model that can't be measured, or a measurement that can't be continued."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +24,15 @@ class ReferenceModel:
     """The model as a trainer holds it, in evaluation mode.
 
     Attributes:
-        model: of `transformers`.
-        layers: its decoder layers, in their order.
+        plan, modules: of the server.
+        layers: decoder layers of the model, in their order.
         weights: tells a weight's served module.
         first_layers: module name to the first of `layers` that it is in; 0 where it is in none.
         fingerprint: of the values of all parameters and their names.
     """
 
+    plan: RefitPlan
+    modules: Sequence[ServedModule]
     model: Any
     layers: Sequence[torch.nn.Module]
     weights: WeightMap
@@ -54,7 +50,7 @@ def load_reference(
     modules: Sequence[ServedModule],
     *,
     device: str = "cpu",
-    dtype: ComputeDtype = "float32",
+    dtype: Precision = "float32",
 ) -> ReferenceModel:
     """Load a checkpoint's model for measuring.
 
@@ -63,8 +59,8 @@ def load_reference(
     between the layers, and a CPU without instructions for BF16 is 10 to 40 times faster.
 
     Raises:
-        RescoringError: it can't be loaded, or there is no such device.
-        SensitivityError: a module of the plan has no parameter in this model.
+        EvaluationError: it can't be loaded, or there is no such device.
+        EvaluationError: a module of the plan has no parameter in this model.
     """
     as_stored = not plan.rounding["round_to_bf16"]
     model = load_model(path, "float32" if as_stored else "bfloat16", device)
@@ -72,7 +68,7 @@ def load_reference(
 
 
 def reference_of(model: Any, plan: RefitPlan, modules: Sequence[ServedModule]) -> ReferenceModel:
-    """The parts of a loaded model. Raises `SensitivityError` as `load_reference`.
+    """The parts of a loaded model. Raises `EvaluationError` as `load_reference`.
 
     Side effects: experts are computed one by one, so that each is a product of its own.
     """
@@ -80,23 +76,35 @@ def reference_of(model: Any, plan: RefitPlan, modules: Sequence[ServedModule]) -
         model.set_experts_implementation("eager")
     by_name = {module.name: module for module in modules}
     parameters: list[tuple[torch.Tensor, ServedModule]] = []
-    containers: dict[str, str] = {}
-    first_layers: dict[str, int] = {}
+    places: dict[str, tuple[str, int]] = {}  # of a module: the list of layers, and the first in it
+    fingerprint = 0
     for name, parameter in model.named_parameters():
+        fingerprint = (fingerprint + tensor_number(parameter, seed_of(name))) & MASK
+        found = _LAYERS.match(name)
+        place = (found.group(1), int(found.group(2))) if found else ("", 0)
         for served in _modules_of(name, parameter, model, plan) & by_name.keys():
             parameters.append((parameter, by_name[served]))
-            found = _LAYERS.match(name)
-            container, number = (found.group(1), int(found.group(2))) if found else ("", 0)
-            containers[served] = container
-            first_layers[served] = min(number, first_layers.get(served, number))
-    _check_all_found(by_name, first_layers, model)
-    container = next(filter(None, containers.values()), "")
-    layers = list(model.get_submodule(container)) if container else []
-    for served, where in containers.items():
-        if where != container:
-            first_layers[served] = 0
+            places[served] = min(place, places.get(served, place))
+    lost = [name for name in by_name if name not in places]
+    if lost:
+        raise EvaluationError(
+            lost[0],
+            f"no parameter of {type(model).__name__} has the name {by_name[lost[0]].tensors[0]!r}",
+            f"{len(lost)} of {len(by_name)} FP8 modules can't be found in the transformers model",
+            "Measure a model whose checkpoint transformers reads by the names that it has on disk.",
+        )
+    container = next((where for where, _ in places.values() if where), "")
     return ReferenceModel(
-        model, layers, WeightMap(parameters), first_layers, _fingerprint_of(model)
+        plan=plan,
+        modules=modules,
+        model=model,
+        layers=list(model.get_submodule(container)) if container else [],
+        weights=WeightMap(parameters),
+        first_layers={
+            served: number if where == container else 0
+            for served, (where, number) in places.items()
+        },
+        fingerprint=f"{fingerprint:016x}",
     )
 
 
@@ -109,21 +117,3 @@ def _modules_of(name: str, parameter: torch.Tensor, model: Any, plan: RefitPlan)
     on_meta = torch.empty_like(parameter, device="meta")
     names = revert_weight_conversion(model, {name: on_meta})
     return {plan.tensors[one].module for one in names if one in plan.tensors}
-
-
-def _check_all_found(
-    wanted: Mapping[str, ServedModule], found: Mapping[str, int], model: Any
-) -> None:
-    lost = [name for name in wanted if name not in found]
-    if lost:
-        raise SensitivityError(
-            lost[0],
-            f"no parameter of {type(model).__name__} has the name {wanted[lost[0]].tensors[0]!r}",
-            f"{len(lost)} of {len(wanted)} FP8 modules can't be found in the transformers model",
-            "Measure a model whose checkpoint transformers reads by the names that it has on disk.",
-        )
-
-
-def _fingerprint_of(model: Any) -> str:
-    numbers = (tensor_number(value, seed_of(name)) for name, value in model.named_parameters())
-    return f"{functools.reduce(lambda total, one: (total + one) & MASK, numbers, 0):016x}"

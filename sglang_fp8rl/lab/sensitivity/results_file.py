@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...errors import EvaluationError
 from .noise import Fit
 from .quantized_products import Operand
-from .reference import SensitivityError
 from .samples import Sample
 
-_FORMAT = "sglang-fp8rl/sensitivity"
-_VERSION = 1
+_FORMAT = {"format": "sglang-fp8rl/sensitivity", "version": 1}
 
 
 @dataclass
@@ -33,6 +33,18 @@ class Measurements:
     fits: dict[str, Fit] = field(default_factory=dict)
     sets: dict[tuple[str, ...], list[float]] = field(default_factory=dict)
 
+    def take(self, row: Mapping[str, Any]) -> None:
+        """One row of a results file."""
+        kind = row["row"]
+        if kind == "sample":
+            self.samples.append(Sample(tuple(row["prompt"]), tuple(row["answer"])))
+        elif kind == "fit":
+            self.fits[row["module"]] = Fit.from_row(row)
+        elif kind == "effect":
+            self.effects[row["module"], Operand(row["operand"])] = row["kl"]
+        elif kind == "set":
+            self.sets[tuple(row["exempt"])] = row["kl"]
+
 
 class ResultsFile:
     """Appends measurements to a file, each line flushed; reads what an earlier run left.
@@ -42,69 +54,51 @@ class ResultsFile:
         key: what the measurements belong to: model, plan, prompts, options. Another key is refused.
 
     Raises:
-        SensitivityError: the file belongs to another run, is damaged, or can't be opened.
+        EvaluationError: the file belongs to another run, is damaged, or can't be opened.
     """
 
     def __init__(self, path: Path, key: Mapping[str, Any]) -> None:
-        self.path = path
         self.known = Measurements()
         rows = _read(path)
         if rows:
-            self._check_key(rows[0], key)
-            for row in rows:
-                _take(self.known, row)
+            _check_key(path, rows[0], json.loads(json.dumps(key)))
+        for row in rows:
+            self.known.take(row)
         try:
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise SensitivityError(
-                "--results", str(error), "the file can be written", "Choose another place."
+            raise _refused(
+                str(error), "the file can be written", "Choose another place."
             ) from error
         if not rows:
-            self._append({"row": "run", "format": _FORMAT, "version": _VERSION, "key": dict(key)})
+            self.add("run", **_FORMAT, key=key)
 
     def close(self) -> None:
         self._file.close()
 
-    def add_sample(self, sample: Sample) -> None:
-        """What divergence is measured on, in its order."""
-        self.known.samples.append(sample)
-        self._append({"row": "sample", "prompt": sample.prompt, "answer": sample.answer})
-
-    def add_fit(self, module: str, fit: Fit) -> None:
-        self.known.fits[module] = fit
-        self._append({"row": "fit", "module": module, **fit.as_dict()})
-
-    def add_effect(self, module: str, operand: Operand, kl: Sequence[float]) -> None:
-        self.known.effects[module, operand] = list(kl)
-        self._append({"row": "effect", "module": module, "operand": operand.value, "kl": list(kl)})
-
-    def add_set(self, exempt: tuple[str, ...], kl: Sequence[float]) -> None:
-        self.known.sets[exempt] = list(kl)
-        self._append({"row": "set", "exempt": exempt, "kl": list(kl)})
-
-    def _append(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
+    def add(self, row: str, **values: Any) -> None:
+        """Take a row of this kind down, here and in the file."""
+        whole = {"row": row, **values}
+        self.known.take(whole)
+        self._file.write(json.dumps(whole) + "\n")
         self._file.flush()
 
-    def _check_key(self, first: Mapping[str, Any], key: Mapping[str, Any]) -> None:
-        theirs = first.get("key")
-        if first.get("format") != _FORMAT or first.get("version") != _VERSION or not theirs:
-            raise SensitivityError(
-                "--results",
-                f"{self.path} begins with {str(first)[:60]!r}",
-                f"it holds measurements of format {_FORMAT!r}, version {_VERSION}",
-                "Choose another file.",
+
+def _check_key(path: Path, first: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    theirs = first.get("key")
+    if not theirs or any(first.get(name) != value for name, value in _FORMAT.items()):
+        raise _refused(
+            f"{path} begins with {str(first)[:60]!r}",
+            f"it holds measurements of format {_FORMAT['format']!r}, version {_FORMAT['version']}",
+            "Choose another file.",
+        )
+    for name in ours.keys() | theirs.keys():
+        if ours.get(name) != theirs.get(name):
+            raise _refused(
+                f"{path} was measured with {name} {theirs.get(name)!r}, now it is {ours.get(name)!r}",
+                "measurements of two runs don't mix",
+                "Choose another file, or delete this one.",
             )
-        ours = json.loads(json.dumps(dict(key)))
-        for name in ours.keys() | theirs.keys():
-            if ours.get(name) != theirs.get(name):
-                raise SensitivityError(
-                    "--results",
-                    f"{self.path} was measured with {name} {theirs.get(name)!r}, now it is "
-                    f"{ours.get(name)!r}",
-                    "measurements of two runs don't mix",
-                    "Choose another file, or delete this one.",
-                )
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -114,13 +108,12 @@ def _read(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SensitivityError(
-            "--results", f"{path}: {error}", "it is a file of JSON lines", "Choose another file."
+        raise _refused(
+            f"{path}: {error}", "it is a file of JSON lines", "Choose another file."
         ) from error
-    whole, _, rest = text.rpartition("\n")
+    whole, end, rest = text.rpartition("\n")
     if rest:
-        with path.open("r+", encoding="utf-8") as file:
-            file.truncate(len((whole + "\n").encode()) if whole else 0)
+        os.truncate(path, len((whole + end).encode()))
     rows = []
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
@@ -128,7 +121,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             row = None
         if not isinstance(row, dict) or "row" not in row:
-            raise SensitivityError(
+            raise EvaluationError(
                 f"{path}:{number}",
                 repr(line[:60]),
                 "each line is a JSON object with a `row`",
@@ -138,14 +131,5 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _take(known: Measurements, row: Mapping[str, Any]) -> None:
-    kind = row["row"]
-    if kind == "sample":
-        known.samples.append(Sample(tuple(row["prompt"]), tuple(row["answer"])))
-    elif kind == "fit":
-        values = {name: row[name] for name in row if name not in ("row", "module")}
-        known.fits[row["module"]] = Fit.from_dict(values)
-    elif kind == "effect":
-        known.effects[row["module"], Operand(row["operand"])] = row["kl"]
-    elif kind == "set":
-        known.sets[tuple(row["exempt"])] = row["kl"]
+def _refused(found: str, rule: str, remedy: str) -> EvaluationError:
+    return EvaluationError("--results", found, rule, remedy)

@@ -2,60 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from ...engine.host.plan_offline import make_plan
-from ...errors import ConfigError
+from ...errors import ConfigError, EvaluationError
 from ...wire.plan import RefitPlan
+from ..eval.options import check_values
 from ..eval.prompts import load_prompts
-from ..eval.rescoring import load_tokenizer
-from .budget import budget_bytes, choose
+from ..eval.rescoring import Precision, load_tokenizer
 from .finding import Finding, effects_of, finding_of
 from .measure import Measurement, Settings, key_of
-from .memory import check_fits, free_bytes, needed_bytes
-from .prompt_groups import Groups
-from .reference import ComputeDtype, SensitivityError, load_reference
+from .reference import load_reference
 from .results_file import ResultsFile
-from .served_modules import ServedModule, served_modules
+from .samples import Groups
+from .served_modules import budget_bytes, choose, served_modules
 
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2}
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What is asked for.
-
-    Attributes:
-        model: checkpoint folder or model id.
-        budget: see `budget.budget_bytes`.
-        prompts: see `prompts.load_prompts`.
-        tp_size, ep_size, options: of the server: they decide the schemes.
-        results: file of the measurements.
-        device: of torch.
-    """
-
-    model: str
-    budget: str = "10%"
-    prompts: Path | None = None
-    tp_size: int = 1
-    ep_size: int = 1
-    options: Mapping[str, Any] = field(default_factory=dict)
-    results: Path = Path("sensitivity.jsonl")
-    device: str = "cpu"
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def run_sensitivity(
-    wish: Wish,
+    model: str,
     settings: Settings,
     *,
     on_total: Callable[[str, int | None], None] = lambda name, total: None,
     on_step: Callable[[str], None] = lambda name: None,
 ) -> Finding:
-    """Plan, load, measure what `wish.results` does not have, choose, check.
+    """Plan, load, measure what `settings.results` does not have, choose, check.
 
     Args:
         on_total: called when a part begins: its name and its number of steps.
@@ -65,19 +42,38 @@ def run_sensitivity(
         Fp8RlError: bad options, prompts or budget; a model that can't be planned, held or measured; a
             results file of another run.
     """
-    _check_dtype(settings.dtype, wish.options)
-    plan = make_plan(wish.model, tp_size=wish.tp_size, ep_size=wish.ep_size, options=wish.options)
-    modules = _candidates(wish.model, plan)
-    allowed = budget_bytes(wish.budget, modules)
+    dtype, is_wide = settings.dtype, settings.options.get("round_to_bf16") is False
+    check_values(
+        ("--dtype", dtype, dtype in _VALUE_BYTES, "float32 or bfloat16"),
+        (
+            "--dtype",
+            dtype,
+            dtype == "float32" or not is_wide,
+            "float32 where round_to_bf16 is false",
+        ),
+    )
+    plan = make_plan(
+        model, tp_size=settings.tp_size, ep_size=settings.ep_size, options=settings.options
+    )
+    modules = served_modules(plan)
+    if not modules:
+        raise EvaluationError(
+            model,
+            "no module is served in FP8",
+            "there has to be something to leave out",
+            "Look at `sglang-fp8rl plan MODEL`, which gives the reasons.",
+        )
+    allowed = budget_bytes(settings.budget, modules)
     vocabulary = plan.document["model"]["vocab_size"] or 1
-    prompts = load_prompts(wish.prompts, load_tokenizer(wish.model), vocabulary)
-    _check_memory(wish, settings, plan, modules, prompts)
+    prompts = load_prompts(settings.prompts, load_tokenizer(model), vocabulary)
+    _check_memory(model, settings, plan, prompts)
     on_total("load the model", None)
     reference = load_reference(
-        wish.model, plan, modules, device=wish.device, dtype=cast(ComputeDtype, settings.dtype)
+        model, plan, modules, device=settings.device, dtype=cast(Precision, dtype)
     )
-    with closing(ResultsFile(wish.results, key_of(reference, plan, prompts, settings))) as results:
-        run = Measurement(reference, plan, modules, results, settings, on_step)
+    key = key_of(reference, prompts, settings)
+    with closing(ResultsFile(settings.results, key)) as results:
+        run = Measurement(reference, results, settings, on_step)
         on_total("answers", len(prompts))
         run.draw_samples(prompts)
         on_total("modules", len(run.remaining_effects()))
@@ -90,45 +86,76 @@ def run_sensitivity(
         return finding_of(modules, plan, results.known, choice)
 
 
-def _candidates(model: str, plan: RefitPlan) -> list[ServedModule]:
-    modules = served_modules(plan)
-    if not modules:
-        raise SensitivityError(
-            model,
-            "no module is served in FP8",
-            "there has to be something to leave out",
-            "Look at `sglang-fp8rl plan MODEL`, which gives the reasons.",
-        )
-    return modules
-
-
-def _check_dtype(dtype: str, options: Mapping[str, Any]) -> None:
-    if dtype not in _VALUE_BYTES:
-        raise ConfigError("--dtype", repr(dtype), "float32 or bfloat16", "Choose one of them.")
-    if dtype == "bfloat16" and options.get("round_to_bf16") is False:
-        raise ConfigError(
-            "--dtype",
-            "'bfloat16' with round_to_bf16: false",
-            "a cast without the step to BF16 needs the weights in FP32",
-            "Use --dtype float32.",
-        )
-
-
 def _check_memory(
-    wish: Wish,
-    settings: Settings,
-    plan: RefitPlan,
-    modules: Sequence[ServedModule],
-    prompts: Sequence[Sequence[int]],
+    model: str, settings: Settings, plan: RefitPlan, prompts: Sequence[Sequence[int]]
 ) -> None:
-    each = settings.samples if settings.new_tokens else 1
     lengths = [len(prompt) + settings.new_tokens for prompt in prompts]
-    tokens = each * sum(lengths)
+    tokens = settings.samples_each * sum(lengths)
     needed = needed_bytes(
         plan,
         value_bytes=_VALUE_BYTES[settings.dtype],
         tokens=tokens,
         tokens_at_once=min(tokens, max(settings.tokens_at_once, *lengths)),
     )
-    free = free_bytes(wish.device)
-    check_fits(wish.model, needed, free, tokens=tokens, device=wish.device)
+    free = free_bytes(settings.device)
+    check_fits(model, needed, free, tokens=tokens, device=settings.device)
+
+
+def needed_bytes(plan: RefitPlan, *, value_bytes: int, tokens: int, tokens_at_once: int) -> int:
+    """An estimate: the weights, what is kept of the clean run, and the largest temporaries.
+
+    Args:
+        value_bytes: of a weight as it is computed with (4 in FP32).
+        tokens: of all sequences, padding included.
+        tokens_at_once: of one batch.
+    """
+    shapes = [one.shape for one in plan.tensors.values() if one.shape is not None]
+    model = plan.document["model"]
+    hidden, vocabulary = model["hidden_size"] or 0, model["vocab_size"] or 0
+    layers = model["num_hidden_layers"] or 0
+    weights = value_bytes * sum(math.prod(shape) for shape in shapes)
+    kept = tokens * (value_bytes * hidden * layers + 4 * vocabulary)
+    largest = max((math.prod(shape[-2:]) for shape in shapes if len(shape) > 1), default=0)
+    # Logits as the model gives them, their log-softmax; one weight quantized and dequantized.
+    temporary = tokens_at_once * vocabulary * (value_bytes + 8) + 16 * largest
+    return weights + kept + temporary
+
+
+def free_bytes(device: str) -> int:
+    """What this process may still take: of the GPU, or of the machine and its control group.
+
+    Raises:
+        ConfigError: torch can't use the device.
+    """
+    import psutil
+    import torch
+
+    if device != "cpu":
+        try:
+            return torch.cuda.mem_get_info(torch.device(device))[0]
+        except (RuntimeError, AssertionError, ValueError) as error:  # torch's for an absent device
+            raise ConfigError(
+                "--device", f"{device!r}: {error}", "torch can use the device", "Use cpu or cuda."
+            ) from error
+    free = psutil.virtual_memory().available
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        # What is used counts files that can be dropped, so this is a cautious number.
+        free = min(free, max(0, int(limit.read_text()) - int(used.read_text())))
+    return free
+
+
+def check_fits(model: str, needed: int, free: int, *, tokens: int, device: str) -> None:
+    """Refuse what would end in an out-of-memory kill.
+
+    Raises:
+        ConfigError: with both sizes and what would make it fit.
+    """
+    if needed <= free:
+        return
+    raise ConfigError(
+        model,
+        f"{needed / 1e9:.1f} GB are needed for its weights and {tokens} tokens",
+        f"{free / 1e9:.1f} GB are free on {device}",
+        "Take fewer prompts or --new-tokens, --dtype bfloat16, or a machine or --device with more.",
+    )

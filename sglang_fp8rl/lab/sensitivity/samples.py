@@ -1,12 +1,20 @@
-"""What divergence is measured on: prompts, and answers that the unquantized model gives to them."""
+"""What divergence is measured on: prompts, and answers that the unquantized model gives to them.
+
+And sums over prompts: which of them have a say in the choice.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+
+# Every so many prompts one has no say in the choice, and is what the choice is checked on.
+HELD_OUT = 4
 
 
 @dataclass(frozen=True)
@@ -61,30 +69,13 @@ def sample_answers(
         new_tokens: of an answer, at most; 0 gives the prompts alone, once.
         samples: answers to each prompt.
     """
-    for prompt in prompts:
-        if not new_tokens:
-            yield Sample(tuple(prompt))
-            continue
-        yield from _answers(model, tuple(prompt), new_tokens, samples, seed)
-
-
-def batches(samples: Sequence[Sample], tokens_at_once: int, device: torch.device) -> list[Batch]:
-    """Samples in their order, as many together as fit `tokens_at_once`; always one."""
-    groups: list[list[Sample]] = []
-    for sample in samples:
-        if groups and _size([*groups[-1], sample]) <= tokens_at_once:
-            groups[-1].append(sample)
-        else:
-            groups.append([sample])
-    return [_batch(group, device) for group in groups]
-
-
-def _answers(
-    model: Any, prompt: tuple[int, ...], new_tokens: int, samples: int, seed: int
-) -> Iterator[Sample]:
+    if not new_tokens:
+        yield from (Sample(tuple(prompt)) for prompt in prompts)
+        return
     from transformers import GenerationConfig
 
     ends = model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or ())
     # Nothing is taken over from the checkpoint's own settings but the end: no top-p, no penalty.
     settings = GenerationConfig(
         do_sample=True,
@@ -93,39 +84,80 @@ def _answers(
         top_p=1.0,
         max_new_tokens=new_tokens,
         num_return_sequences=samples,
-        eos_token_id=ends,
-        pad_token_id=_first(ends),
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
     )
-    ids = torch.tensor([prompt], device=model.device)
-    with torch.random.fork_rng(devices=[] if model.device.type == "cpu" else None):
-        torch.manual_seed(seed)
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    for row in made[:, len(prompt) :].tolist():
-        yield Sample(prompt, tuple(_up_to_end(row, ends)))
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)], device=model.device)
+        with torch.random.fork_rng(devices=[] if model.device.type == "cpu" else None):
+            torch.manual_seed(seed)
+            made = model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=settings
+            )
+        for row in made[:, len(prompt) :].tolist():
+            # An answer has its first end token; what comes behind it is filling.
+            end = next((at for at, token in enumerate(row, start=1) if token in ends), len(row))
+            yield Sample(tuple(prompt), tuple(row[:end]))
 
 
-def _first(ends: int | list[int] | None) -> int:
-    if ends is None:
-        return 0
-    return ends if isinstance(ends, int) else ends[0]
-
-
-def _up_to_end(row: list[int], ends: int | list[int] | None) -> list[int]:
-    """The answer and its first end token; the rest is filling."""
-    known = {ends} if isinstance(ends, int) else set(ends or ())
-    for at, token in enumerate(row):
-        if token in known:
-            return row[: at + 1]
-    return row
-
-
-def _size(group: Sequence[Sample]) -> int:
-    return len(group) * max(len(sample.ids) for sample in group)
+def batches(samples: Sequence[Sample], tokens_at_once: int, device: torch.device) -> list[Batch]:
+    """Samples in their order, as many together as fit `tokens_at_once`; always one."""
+    groups: list[list[Sample]] = []
+    for sample in samples:
+        wider = [*groups[-1], sample] if groups else []
+        if groups and len(wider) * max(len(one.ids) for one in wider) <= tokens_at_once:
+            groups[-1] = wider
+        else:
+            groups.append([sample])
+    return [_batch(group, device) for group in groups]
 
 
 def _batch(group: Sequence[Sample], device: torch.device) -> Batch:
-    longest = max(len(sample.ids) for sample in group)
-    ids = torch.zeros(len(group), longest, dtype=torch.long)
-    for row, sample in zip(ids, group, strict=True):
-        row[: len(sample.ids)] = torch.tensor(sample.ids)
+    rows = [torch.tensor(sample.ids) for sample in group]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     return Batch(ids.to(device), tuple(sample.counted for sample in group))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A ratio of two sums over prompts, with its standard error (linearized, clustered by prompt)."""
+
+    value: float
+    error: float
+
+
+class Groups:
+    """Which samples have a say in the choice, and which it is checked on: whole prompts."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        order: dict[tuple[int, ...], int] = {}
+        self._prompts = [order.setdefault(sample.prompt, len(order)) for sample in samples]
+        self._tokens = [sample.tokens for sample in samples]
+        self.all = set(order.values())
+        self.held_out = {number for number in self.all if number % HELD_OUT == HELD_OUT - 1}
+        self.chosen_on = self.all - self.held_out
+
+    def tokens(self, prompts: set[int]) -> int:
+        return int(self._by_prompt(self._tokens, prompts).sum())
+
+    def per_token(self, kl: Sequence[float], prompts: set[int]) -> Measured:
+        """Of a sum per sample: over these prompts, per token."""
+        return self.share(kl, self._tokens, prompts)
+
+    def share(self, part: Sequence[float], whole: Sequence[float], prompts: set[int]) -> Measured:
+        return ratio(self._by_prompt(part, prompts), self._by_prompt(whole, prompts))
+
+    def _by_prompt(self, values: Sequence[float], prompts: set[int]) -> np.ndarray:
+        """Sums of per-sample values, for each of these prompts in order."""
+        return np.bincount(self._prompts, weights=values)[sorted(prompts)]
+
+
+def ratio(part: Sequence[float] | np.ndarray, whole: Sequence[float] | np.ndarray) -> Measured:
+    """Sum over sum; the error of a ratio estimator (Cochran 1977, section 6.3). NaN for one prompt."""
+    parts, wholes = np.asarray(part), np.asarray(whole)
+    total, count = float(wholes.sum()), len(parts)
+    value = float(parts.sum()) / total if total else math.nan
+    if count < 2:
+        return Measured(value, math.nan)
+    squares = float(np.square(parts - value * wholes).sum())
+    return Measured(value, math.sqrt(squares * count / (count - 1)) / total)

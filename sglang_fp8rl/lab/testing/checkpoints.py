@@ -7,28 +7,17 @@ own, so a scale written to the wrong place changes the output, and so does a mis
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from ...checkpoint import INDEX_NAME
 from ...numerics.grid import ceil_div
 from .families import embedding_std, hub_config, hub_shapes, make_config
 
 TILE = 128
-
-_EXPERT = re.compile(
-    r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight"
-)
-
-# `quantization_config` of a block-FP8 checkpoint that SGLang's own `fp8` method serves.
-BLOCK_FP8_CONFIG: dict[str, Any] = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [TILE, TILE],
-}
 
 
 def make_state_dict(config: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -52,51 +41,6 @@ def perturbed(state_dict: dict[str, torch.Tensor], seed: int) -> dict[str, torch
     return result
 
 
-def quantized_names(state_dict: dict[str, torch.Tensor]) -> list[str]:
-    """The weights a block-FP8 checkpoint on the hub quantizes: projections, not the router."""
-    return [
-        name
-        for name, weight in state_dict.items()
-        if weight.dim() == 2
-        and name.endswith("weight")
-        and "visual." not in name
-        and name.rsplit(".", 2)[-2] not in ("embed_tokens", "lm_head", "gate", "shared_expert_gate")
-    ]
-
-
-def quantized(
-    state_dict: dict[str, torch.Tensor],
-    cast: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-) -> dict[str, torch.Tensor]:
-    """The state dict of a block-FP8 checkpoint; `cast(weight)` gives e4m3 and `weight_scale_inv`."""
-    result = dict(state_dict)
-    for name in quantized_names(state_dict):
-        result[name], result[f"{name}_scale_inv"] = cast(state_dict[name])
-    return result
-
-
-def with_fused_experts(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same weights with the experts of a layer in one tensor, as `transformers` 5 saves them.
-
-    `experts.gate_up_proj` is `[E, 2I, H]` (gate rows first), `experts.down_proj` `[E, H, I]`.
-    """
-    result: dict[str, torch.Tensor] = {}
-    found: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
-    for name, weight in state_dict.items():
-        match = _EXPERT.fullmatch(name)
-        if match:
-            found.setdefault(match["experts"], {})[int(match["expert"]), match["part"]] = weight
-        else:
-            result[name] = weight
-    for prefix, parts in found.items():
-        count = 1 + max(expert for expert, _ in parts)
-        result[f"{prefix}.gate_up_proj"] = torch.stack(
-            [torch.cat([parts[e, "gate_proj"], parts[e, "up_proj"]]) for e in range(count)]
-        )
-        result[f"{prefix}.down_proj"] = torch.stack([parts[e, "down_proj"] for e in range(count)])
-    return result
-
-
 def save_checkpoint(
     path: str | Path,
     config: Any,
@@ -114,10 +58,11 @@ def save_checkpoint(
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    kept = {n for n in state_dict if dtype is None or _is_quantized(n, state_dict)}
-    tensors = {
-        name: (w if name in kept else w.to(dtype)).contiguous() for name, w in state_dict.items()
-    }
+    tensors = {}
+    for name, tensor in state_dict.items():
+        is_quantized = tensor.dtype == torch.float8_e4m3fn or name.endswith("_scale_inv")
+        wanted = tensor.dtype if dtype is None or is_quantized else dtype
+        tensors[name] = tensor.to(wanted).contiguous()
     content = hub_config(config)
     if quantization_config is not None:
         content["quantization_config"] = quantization_config
@@ -126,13 +71,15 @@ def save_checkpoint(
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
         return path
     weight_map = {}
-    for i, names in enumerate(_split(sorted(tensors), shards), start=1):
+    for i, names in enumerate(np.array_split(sorted(tensors), shards), start=1):
         file = f"model-{i:05d}-of-{shards:05d}.safetensors"
-        save_file({n: tensors[n] for n in names}, path / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(names, file))
-    size = sum(t.numel() * t.element_size() for t in tensors.values())
+        save_file(
+            {name: tensors[name] for name in names.tolist()}, path / file, metadata={"format": "pt"}
+        )
+        weight_map.update(dict.fromkeys(names.tolist(), file))
+    size = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (path / INDEX_NAME).write_text(json.dumps(index, indent=2))
     return path
 
 
@@ -150,15 +97,6 @@ def make_checkpoint(
     return save_checkpoint(
         path, config, make_state_dict(config, seed=seed), dtype=dtype, shards=shards
     )
-
-
-def _is_quantized(name: str, state_dict: dict[str, torch.Tensor]) -> bool:
-    return name.endswith("_scale_inv") or f"{name}_scale_inv" in state_dict
-
-
-def _split(names: list[str], count: int) -> Iterable[list[str]]:
-    size = ceil_div(len(names), count)
-    return (names[i * size : (i + 1) * size] for i in range(count))
 
 
 def _generator(name: str, seed: int) -> torch.Generator:

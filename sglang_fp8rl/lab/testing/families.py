@@ -1,7 +1,6 @@
 """The model families of the tests: small configurations of the real `transformers` classes.
 
-A new family is one entry of `_FAMILIES`. What a checkpoint on the hub calls its tensors is kept
-here too: `transformers` 5 renames modules and fuses experts in memory, checkpoints have neither.
+A new family is one entry of `_FAMILIES`.
 """
 
 from __future__ import annotations
@@ -36,6 +35,8 @@ _VISION: dict[str, Any] = {
     "out_hidden_size": _DENSE["hidden_size"],
 }
 
+_QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+
 # Routing of DeepSeek-V3 and GLM-4.5: two groups (or one), a bias that corrects the choice only.
 _GROUPED_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 4,
@@ -55,19 +56,12 @@ class Family:
     Attributes:
         sizes: what differs from `_DENSE`; of the language model where there is a vision tower.
         vision: the `vision_config` of a multimodal model.
-        renamed: prefixes in memory, and what a checkpoint on the hub has instead.
-        stored_buffers: leaf names of buffers that checkpoints hold.
-        expert_parts: what the hub calls an expert's gate, up and down projection; empty where
-            experts are one tensor there too.
         embedding_std: of the embedding's values.
         config_json: keys of the hub's `config.json` that `transformers` 5 has under other names.
     """
 
     sizes: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] = field(default_factory=dict)
-    renamed: tuple[tuple[str, str], ...] = ()
-    stored_buffers: tuple[str, ...] = ()
-    expert_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     embedding_std: float = 0.15
     config_json: dict[str, Any] = field(default_factory=dict)
 
@@ -83,30 +77,11 @@ _FAMILIES: dict[str, Family] = {
     ),
     # Fused on disk: `qkv_proj` and `gate_up_proj` are one tensor each.
     "phi3": Family(),
-    "mixtral": Family(
-        {"num_local_experts": 4, "num_experts_per_tok": 2},
-        renamed=((".mlp.", ".block_sparse_moe."),),
-        expert_parts=("w1", "w3", "w2"),
-    ),
-    "qwen2_moe": Family(
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 256,
-            "shared_expert_intermediate_size": 256,
-        }
-    ),
-    "qwen3_moe": Family(
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 256,
-            "norm_topk_prob": True,
-        }
-    ),
+    "mixtral": Family({"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": Family({**_QWEN_EXPERTS, "shared_expert_intermediate_size": 256}),
+    "qwen3_moe": Family({**_QWEN_EXPERTS, "norm_topk_prob": True}),
     "glm4_moe": Family(
-        {**_GROUPED_EXPERTS, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
-        stored_buffers=("e_score_correction_bias",),
+        {**_GROUPED_EXPERTS, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0}
     ),
     "deepseek_v3": Family(
         {
@@ -122,7 +97,6 @@ _FAMILIES: dict[str, Family] = {
             "v_head_dim": 64,
             "num_nextn_predict_layers": 0,
         },
-        stored_buffers=("e_score_correction_bias",),
         config_json={
             "rope_scaling": {
                 "type": "yarn",
@@ -140,16 +114,12 @@ _FAMILIES: dict[str, Family] = {
         },
     ),
     # Its activation has two one-element parameters a layer, and two buffers that checkpoints hold.
-    "apertus": Family({"hidden_act": "xielu"}, stored_buffers=("beta", "eps")),
+    "apertus": Family({"hidden_act": "xielu"}),
     "gpt_oss": Family(
-        {"num_local_experts": 4, "num_experts_per_tok": 2},
-        expert_parts=(),
-        config_json={"swiglu_limit": 7.0},
+        {"num_local_experts": 4, "num_experts_per_tok": 2}, config_json={"swiglu_limit": 7.0}
     ),
     "qwen2_5_vl": Family(
-        {"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}},
-        vision=_VISION,
-        renamed=(("model.visual.", "visual."), ("model.language_model.", "model.")),
+        {"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}, vision=_VISION
     ),
     "qwen3_vl": Family(
         {
@@ -208,39 +178,12 @@ def hub_config(config: Any) -> dict[str, Any]:
 
 
 def hub_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Name → shape as stored on the hub: experts are one tensor each, not fused.
+    """Name → shape as on the hub: in memory `transformers` 5 renames modules and fuses experts."""
+    from transformers.core_model_loading import revert_weight_conversion
 
-    Shapes come from the model class on the `meta` device, which fuses the experts in memory
-    (`experts.gate_up_proj`, `[E, 2I, H]`).
-    """
-    family = _FAMILIES[config.model_type]
     with torch.device("meta"):
         model: Any = model_class(config)(config)
-    shapes: dict[str, tuple[int, ...]] = {}
-    tied = {"lm_head.weight"} if model.config.get_text_config().tie_word_embeddings else set()
-    for name, parameter in [*model.named_parameters(), *_stored_buffers(model, family)]:
-        if name in tied:
-            continue
-        shape = tuple(parameter.shape)
-        for in_memory, on_hub in family.renamed:
-            name = name.replace(in_memory, on_hub)
-        if ".experts." not in name or len(shape) != 3 or not family.expert_parts:
-            shapes[name] = shape
-            continue
-        prefix, kind = name.rsplit(".", 1)
-        gate, up, down = family.expert_parts
-        for expert in range(shape[0]):
-            if kind == "gate_up_proj":
-                for part in (gate, up):
-                    shapes[f"{prefix}.{expert}.{part}.weight"] = (shape[1] // 2, shape[2])
-            else:
-                shapes[f"{prefix}.{expert}.{down}.weight"] = shape[1:]
-    return shapes
-
-
-def _stored_buffers(model: Any, family: Family) -> list[tuple[str, torch.Tensor]]:
-    return [
-        (name, buffer)
-        for name, buffer in model.named_buffers()
-        if name.rpartition(".")[2] in family.stored_buffers
-    ]
+    stored = revert_weight_conversion(model, model.state_dict())
+    if model.config.get_text_config().tie_word_embeddings:
+        stored.pop("lm_head.weight", None)
+    return {name: tuple(tensor.shape) for name, tensor in stored.items()}

@@ -11,19 +11,17 @@ import multiprocessing
 import runpy
 from typing import Any
 
-START_METHOD_SETTER = "sglang.srt.entrypoints.engine._set_envs_and_config"
-
-
-def _fork_from_now_on(result: Any, *args: Any, **kwargs: Any) -> None:
-    """Runs after SGLang's `mp.set_start_method("spawn", force=True)`."""
-    multiprocessing.set_start_method("fork", force=True)
+SPAWNS = "sglang.srt.entrypoints.engine._set_envs_and_config"  # calls set_start_method("spawn")
 
 
 def fork_workers() -> None:
     """Side effect: an engine that this process launches forks its workers."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(START_METHOD_SETTER, _fork_from_now_on, HookType.AFTER)
+    def fork(result: Any, *args: Any, **kwargs: Any) -> None:
+        multiprocessing.set_start_method("fork", force=True)
+
+    HookRegistry.register(SPAWNS, fork, HookType.AFTER)
 
 
 def main() -> None:

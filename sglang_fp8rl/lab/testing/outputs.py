@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...client import RefitClient
 
@@ -29,35 +28,29 @@ def make_prompts(vocab_size: int) -> list[list[int]]:
 
 def ask(client: RefitClient, prompts: Sequence[Sequence[int]]) -> list[Output]:
     """Greedy answers, one prompt at a time, so that the batch is the same on every server."""
-    return [_output(client.generate(prompt, NEW_TOKENS)) for prompt in prompts]
-
-
-def _output(answer: dict[str, Any]) -> Output:
-    meta = answer["meta_info"]
-    pairs = [*meta["input_token_logprobs"], *meta["output_token_logprobs"]]
-    return Output(
-        tokens=tuple(token for _, token, *_ in meta["output_token_logprobs"]),
-        logprobs=tuple(logprob for logprob, *_ in pairs),
-    )
+    outputs = []
+    for prompt in prompts:
+        meta = client.generate(prompt, NEW_TOKENS)["meta_info"]
+        new = meta["output_token_logprobs"]
+        every = [*meta["input_token_logprobs"], *new]
+        tokens = tuple(token for _, token, *_ in new)
+        outputs.append(Output(tokens, tuple(logprob for logprob, *_ in every)))
+    return outputs
 
 
 def differences(found: Sequence[Output], expected: Sequence[Output]) -> list[str]:
     """One line for each prompt whose tokens or log-probabilities are not bitwise equal."""
     lines = []
     for number, (one, other) in enumerate(zip(found, expected, strict=True), start=1):
-        if one.tokens != other.tokens:
-            at = _first(one.tokens, other.tokens)
-            lines.append(
-                f"prompt {number}: token {at} is {one.tokens[at]}, expected {other.tokens[at]}"
-            )
-        elif one.logprobs != other.logprobs:
-            at = _first(one.logprobs, other.logprobs)
-            lines.append(
-                f"prompt {number}: log-probability {at} is {one.logprobs[at]}, "
-                f"expected {other.logprobs[at]}"
-            )
+        kinds = {
+            "token": (one.tokens, other.tokens),
+            "log-probability": (one.logprobs, other.logprobs),
+        }
+        for kind, sides in kinds.items():
+            pairs = enumerate(zip(*sides, strict=True))
+            first = next(((at, a, b) for at, (a, b) in pairs if a != b), None)
+            if first is not None:
+                at, ours, theirs = first
+                lines.append(f"prompt {number}: {kind} {at} is {ours}, expected {theirs}")
+                break
     return lines
-
-
-def _first(one: Sequence[Any], other: Sequence[Any]) -> int:
-    return next(at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _IANA_EPHEMERAL = (49152, 65535)
-_LOWEST, _HIGHEST = 10_000, 65_535
 # Ports that SGLang derives from a server's own: with DP attention its rendezvous is 233 above, its
 # queues follow. The last is above all of them for eight replicas.
 _DERIVED = (0, *range(233, 250))
+_ALL = range(10_000, 65_536 - _DERIVED[-1])
 # Where SGLang 0.5.23 looks for the port of its rendezvous.
 _SGLANGS_OWN = range(22_000, 30_000)
 _DRAWS = random.SystemRandom()  # a seed of the tests would give all of them the same ports
@@ -27,13 +27,13 @@ def free_port() -> int:
     low, high = ephemeral_range()
     candidates = [
         port
-        for port in range(_LOWEST, _HIGHEST + 1 - _DERIVED[-1])
+        for port in _ALL
         if (port + _DERIVED[-1] < low or port > high)
         and port not in _SGLANGS_OWN
         and port + _DERIVED[-1] not in _SGLANGS_OWN
     ]
     # A host whose ephemeral range is nearly everything has no better ones.
-    candidates = candidates or list(range(_LOWEST, _HIGHEST + 1 - _DERIVED[-1]))
+    candidates = candidates or list(_ALL)
     for port in _DRAWS.sample(candidates, min(_TRIES, len(candidates))):
         if all(_is_free(port + more) for more in _DERIVED):
             return port

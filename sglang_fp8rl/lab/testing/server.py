@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import signal
 import subprocess
@@ -11,8 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import requests
 
@@ -44,42 +44,28 @@ def attention_args() -> tuple[str, ...]:
     leaves it out.
     """
     spec = importlib.util.find_spec("sgl_kernel")
-    if spec is None or not spec.submodule_search_locations:
-        return ()
-    package = Path(next(iter(spec.submodule_search_locations)))
-    loader = package / "flash_attn.py"
-    wants_it = loader.exists() and "flash_ops" in loader.read_text()
-    if not wants_it or any(package.glob("flash_ops*")):
-        return ()
-    return ("--attention-backend=triton",)
+    for package in map(Path, (spec and spec.submodule_search_locations) or ()):
+        loader = package / "flash_attn.py"
+        wants_it = loader.exists() and "flash_ops" in loader.read_text()
+        if wants_it and not any(package.glob("flash_ops*")):
+            return ("--attention-backend=triton",)
+    return ()
 
 
 class _PortTakenError(HostError):
     """Something else had bound a port by the time the server wanted it."""
 
 
-class Launched(Protocol):
-    """What is asked of a launcher's process; `subprocess.Popen` has it."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def returncode(self) -> int | None: ...
-    def poll(self) -> int | None: ...
-    def wait(self) -> int: ...
-
-
 class ServerProcess:
-    """`python -m sglang.launch_server` on the CPU platform; a context manager.
+    """`python -m sglang.launch_server` in a process group of its own; a context manager.
 
     Args:
-        model_path: checkpoint directory.
         args: more flags of `launch_server`, e.g. `("--tp-size=2",)`.
-        log_path: file that takes stdout and stderr.
-        env: variables added to the environment.
+        log_path: takes stdout and stderr.
+        env: added to the environment.
         timeout: seconds until the server must be healthy.
-        fork: workers share the launcher's imports (see `launch`), which starts much faster.
-        tokenizer: the checkpoint has one (`testing.tokenizer`), and requests may carry text.
+        on_gpu: serve on a GPU. Otherwise on the CPU platform, with workers that share the launcher's
+            imports (see `launch`), which starts much faster.
     """
 
     def __init__(
@@ -90,19 +76,17 @@ class ServerProcess:
         log_path: str | Path,
         env: dict[str, str] | None = None,
         timeout: float = 420,
-        fork: bool = True,
-        tokenizer: bool = False,
+        on_gpu: bool = False,
     ) -> None:
-        self.model_path, self.args, self.log_path = Path(model_path), tuple(args), Path(log_path)
-        launcher = "sglang_fp8rl.lab.testing.launch" if fork else "sglang.launch_server"
-        self.command = [sys.executable, "-m", launcher, f"--model-path={self.model_path}"]
-        base = [arg for arg in BASE_ARGS if not (tokenizer and arg == "--skip-tokenizer-init")]
-        self.command += [*base, *self.args]
+        self.log_path, self.timeout = Path(log_path), timeout
+        launcher = "sglang.launch_server" if on_gpu else "sglang_fp8rl.lab.testing.launch"
+        self.command = [sys.executable, "-m", launcher, f"--model-path={model_path}"]
+        self.command += [*BASE_ARGS, *args, *(attention_args() if on_gpu else ())]
         self._use_port(free_port())
-        self.env = {**os.environ, **cpu_env(self._tp_size()), **(env or {})}
-        self.timeout = timeout
+        platform = {} if on_gpu else cpu_env(_tp_size(args))
+        self.env = {**os.environ, **platform, **(env or {})}
         self.start_seconds = float("nan")
-        self._process: Launched | None = None
+        self._process: Any = None
 
     def start(self) -> Self:
         """Start and wait until `/health` answers, on another port where this one was taken meanwhile.
@@ -134,8 +118,8 @@ class ServerProcess:
         self.start_seconds = time.monotonic() - began
         return self
 
-    def _launch(self) -> Launched:
-        """The launcher, leader of a process group of its own, its output in the log."""
+    def _launch(self) -> Any:
+        """The launcher, leader of a process group of its own, its output in the log: a `Popen`."""
         with self.log_path.open("wb") as log:
             return subprocess.Popen(
                 self.command, env=self.env, stdout=log, stderr=log, start_new_session=True
@@ -159,32 +143,6 @@ class ServerProcess:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def log(self, tail: int = 4000) -> str:
-        return self.log_path.read_text(errors="replace")[-tail:]
-
-    def generate(
-        self,
-        input_ids: Sequence[int] | Sequence[Sequence[int]],
-        max_new_tokens: int = 8,
-        *,
-        temperature: float = 0.0,
-        return_logprob: bool = True,
-        logprob_start_len: int | None = None,
-    ) -> Any:
-        """One `/generate` response (a list of them for a batch of prompts), as SGLang returns it."""
-        payload: dict[str, Any] = {
-            "input_ids": input_ids,
-            "sampling_params": {
-                "max_new_tokens": max_new_tokens,
-                "temperature": temperature,
-                "ignore_eos": True,
-            },
-            "return_logprob": return_logprob,
-        }
-        if logprob_start_len is not None:
-            payload["logprob_start_len"] = logprob_start_len
-        return self.post("/generate", payload)
-
     def post(self, path: str, payload: Any = None, *, timeout: float = 120) -> Any:
         """POST JSON; the answer as JSON, or text. One that is not 2xx is an error with its body."""
         response = requests.post(self.url + path, json=payload or {}, timeout=timeout)
@@ -198,19 +156,8 @@ class ServerProcess:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def _tp_size(self) -> int:
-        words = [word for arg in self.args for word in arg.split("=", 1)]
-        flags = ("--tp-size", "--tp", "--tensor-parallel-size")
-        found = [int(words[i + 1]) for i, word in enumerate(words) if word in flags]
-        return found[-1] if found else 1
 
     def _healthy(self) -> bool:
         try:
@@ -234,3 +181,10 @@ def cpu_env(tp_size: int = 1) -> dict[str, str]:
             str(cores[rank % len(cores)]) for rank in range(tp_size)
         )
     return env
+
+
+def _tp_size(args: Sequence[str]) -> int:
+    words = [word for arg in args for word in arg.split("=", 1)]
+    flags = ("--tp-size", "--tp", "--tensor-parallel-size")
+    found = [int(after) for word, after in itertools.pairwise(words) if word in flags]
+    return found[-1] if found else 1

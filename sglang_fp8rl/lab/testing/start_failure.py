@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 _TRACEBACK = "Traceback (most recent call last)"
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|^[\w .-]+: error: |" + re.escape(_TRACEBACK))
@@ -27,40 +28,32 @@ def is_address_in_use(log: str) -> bool:
 def cause_of(log: str) -> str:
     """The log's first error, with what its traceback raised; its last lines where it has none."""
     lines = log.splitlines()
-    told = next(_errors(lines), None)
-    if told is None:
+    errors = _errors(lines)
+    if not errors:
         last = [line for line in lines if line.strip()][-_LAST_LINES:]
         return "no error in its log, which ends with:\n" + "\n".join(last)
-    return "the first error in its log:\n" + "\n".join(told)[:_MAX_CHARACTERS]
+    # A chain is often printed twice over, once as the cause of what it led to.
+    said = "\n".join(dict.fromkeys(line for line in errors[0] if line.strip()))
+    return "the first error in its log:\n" + said[:_MAX_CHARACTERS]
 
 
-def _errors(lines: Sequence[str]) -> Iterator[list[str]]:
+def _errors(lines: Sequence[str]) -> list[list[str]]:
     """Each error: the line that says so, and the last line of each traceback that follows from it."""
-    at = 0
-    while at < len(lines):
-        if not _ERROR.search(lines[at]):
-            at += 1
-            continue
-        said, before = lines[at].split(_TRACEBACK)[0].strip(), lines[at - 1] if at else ""
-        raised, at = _chain(lines, at)
-        if not _SURVIVED.search(said or before):
-            # A chain is often printed twice over, once as the cause of what it led to.
-            yield [line for line in dict.fromkeys([said, *raised]) if line.strip()]
-
-
-def _chain(lines: Sequence[str], at: int) -> tuple[list[str], int]:
-    """What was raised from the error at `at`, and where the log goes on."""
-    raised = []
-    if _TRACEBACK not in lines[at]:
-        at += 1
-    while at < len(lines) and _TRACEBACK in lines[at]:
-        at += 1
-        while at < len(lines) and _INSIDE.match(lines[at]):
-            at += 1
-        raised.append("".join(lines[at : at + 1]))
-        at = after = at + 1
-        while after < len(lines) and (not lines[after].strip() or _LINK.match(lines[after])):
-            after += 1
-        if after < len(lines) and _TRACEBACK in lines[after]:
-            at = after
-    return raised, at
+    errors: list[list[str]] = []
+    current: list[str] = []
+    state = "outside"  # or in the frames of a "traceback", or right "behind" an error
+    for before, line in itertools.pairwise(["", *lines]):
+        if state == "traceback":
+            if not _INSIDE.match(line):
+                current.append(line)
+                state = "behind"
+        elif state == "behind" and _TRACEBACK in line:
+            state = "traceback"
+        elif _ERROR.search(line):
+            said = line.split(_TRACEBACK)[0].strip()
+            current = [said]
+            errors += [] if _SURVIVED.search(said or before) else [current]
+            state = "traceback" if _TRACEBACK in line else "behind"
+        elif line.strip() and not _LINK.match(line):
+            state = "outside"
+    return errors

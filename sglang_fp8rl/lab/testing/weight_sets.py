@@ -33,13 +33,12 @@ class Checkpoint:
         return safetensors_files(self.path)
 
     @property
-    def vocab_size(self) -> int:
-        config = self._config()
-        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    def config(self) -> dict[str, Any]:
+        return json.loads((self.path / "config.json").read_text())
 
     @property
-    def nbytes(self) -> int:
-        return sum(file.stat().st_size for file in self.files)
+    def vocab_size(self) -> int:
+        return int(self.config.get("vocab_size") or self.config["text_config"]["vocab_size"])
 
     def check(self) -> Checkpoint:
         """Refuse what has no weights to move.
@@ -54,11 +53,11 @@ class Checkpoint:
                 "a directory with config.json and *.safetensors is needed",
                 "Download the model first, and give its directory.",
             )
-        quantization = self._config().get("quantization_config") or {}
-        if quantization.get("quant_method"):
+        method = (self.config.get("quantization_config") or {}).get("quant_method")
+        if method:
             raise ConfigError(
                 "--model",
-                f"quantized already ({quantization['quant_method']})",
+                f"quantized already ({method})",
                 "this method quantizes FP32, BF16 or FP16 weights while they load",
                 "Give the unquantized checkpoint.",
             )
@@ -73,9 +72,6 @@ class Checkpoint:
         sizes = [tensor.numel() for _, tensor in self.tensors()]
         return len(sizes), 4 * sum(sizes)
 
-    def _config(self) -> dict[str, Any]:
-        return json.loads((self.path / "config.json").read_text())
-
 
 def masters(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
     """The checkpoint as a trainer sends it: FP32."""
@@ -85,9 +81,8 @@ def masters(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
 
 def updated(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
     """The second set, in FP32: each value moved by about 5 %."""
-    for name, tensor in masters(checkpoint):
-        moved = perturbed({name: tensor}, UPDATE_SEED) if tensor.is_floating_point() else {}
-        yield name, moved.get(name, tensor)
+    for name, tensor in checkpoint.tensors():
+        yield name, _moved(name, tensor)
 
 
 def write_updated(
@@ -104,7 +99,8 @@ def write_updated(
     from safetensors.torch import save_file
 
     path.mkdir(parents=True)
-    free, needed = shutil.disk_usage(path).free, 2 * checkpoint.nbytes  # FP16 becomes FP32
+    free = shutil.disk_usage(path).free
+    needed = 2 * sum(file.stat().st_size for file in checkpoint.files)  # FP16 becomes FP32
     if free < needed:
         raise ConfigError(
             str(path),
@@ -115,14 +111,18 @@ def write_updated(
     for file in checkpoint.path.iterdir():
         if file.is_file() and file.suffix in (".json", ".txt", ".model", ".py"):
             shutil.copy(file, path / file.name)
-    for index, file in enumerate(checkpoint.files):
-        moved = {}
+    for index, file in enumerate(checkpoint.files, start=1):
+        tensors = {}
         for name, tensor in tensors_in([file]):
-            moved[name] = tensor
-            if tensor.is_floating_point():
-                master = perturbed({name: tensor.float()}, UPDATE_SEED)[name]
-                is_bf16_matrix = tensor.dtype == torch.bfloat16 and tensor.dim() > 1
-                moved[name] = master.bfloat16() if is_bf16_matrix else master
-        save_file(moved, path / file.name, metadata={"format": "pt"})
-        on_file(index + 1, len(checkpoint.files))
+            is_bf16_matrix = tensor.dtype == torch.bfloat16 and tensor.dim() > 1
+            moved = _moved(name, tensor)
+            tensors[name] = moved.bfloat16() if is_bf16_matrix else moved
+        save_file(tensors, path / file.name, metadata={"format": "pt"})
+        on_file(index, len(checkpoint.files))
     return Checkpoint(path)
+
+
+def _moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return perturbed({name: tensor.float()}, UPDATE_SEED)[name]

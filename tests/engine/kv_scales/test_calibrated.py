@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from _options import log_of_a_failed_start, overridden
+from byte_tokenizer import save_tokenizer
 from commands import begin, digests, end, model_of, status, update
 from engine_host import EngineHost
 from generation import finish, generate
@@ -27,7 +28,6 @@ from test_fold_laws import drifted, exponents_of, no_prefix_survives
 from test_when_exponents_move import HAS_SESSIONS, PROMPT, kv_status
 
 from sglang_fp8rl.engine.kv_scales.calibration import MAX_TOKENS
-from sglang_fp8rl.lab.testing.tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.engine
 

@@ -7,10 +7,11 @@ import torch
 from commands import begin, digests, end, status, update, update_from_disk
 from contract import HOST
 from engine_host import EngineHost
+from fused_experts import with_fused_experts
 from packaging.version import Version
 from pool import on
 
-from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint, with_fused_experts
+from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 
 pytestmark = pytest.mark.engine
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from _options import EXPERTS, plain_experts
 from commands import digests, status, update
+from fused_experts import with_fused_experts
 from pool import on
-
-from sglang_fp8rl.lab.testing.checkpoints import with_fused_experts
 
 pytestmark = [
     pytest.mark.engine,

@@ -8,12 +8,12 @@ import pytest
 import torch
 from commands import plan_document, update
 from fingerprint_commands import fingerprint, fingerprint_after_flip
+from fused_experts import with_fused_experts
 from generation import generate
 from pool import on
 from transformers import AutoModelForCausalLM
 
 from sglang_fp8rl.errors import RefitError
-from sglang_fp8rl.lab.testing.checkpoints import with_fused_experts
 from sglang_fp8rl.trainer.served_weights import (
     check_as_served,
     compute_as_served,

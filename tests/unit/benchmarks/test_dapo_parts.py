@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-ACCURACY = Path(__file__).parents[3] / "benchmarks" / "accuracy"
-sys.path.insert(0, str(ACCURACY))
-
-from small_dapo import records  # noqa: E402
-from small_dapo.changes import Changed, changed  # noqa: E402
-from small_dapo.check import (  # noqa: E402
+from small_dapo import records
+from small_dapo.changes import Changed, changed
+from small_dapo.check import (
     BASELINE,
     CHECKED,
     FINAL_STEPS,
@@ -25,12 +20,12 @@ from small_dapo.check import (  # noqa: E402
     final_accuracy,
     load_bounds,
 )
-from small_dapo.dynamic_sampling import dynamic_sampling  # noqa: E402
-from small_dapo.loop import nudged  # noqa: E402
-from small_dapo.rollout import Group  # noqa: E402
-from small_dapo.settings import Settings  # noqa: E402
-from small_dapo.summary import equal_rollouts  # noqa: E402
-from small_dapo.task import (  # noqa: E402
+from small_dapo.dynamic_sampling import dynamic_sampling
+from small_dapo.loop import nudged
+from small_dapo.rollout import Group
+from small_dapo.settings import Settings
+from small_dapo.summary import equal_rollouts
+from small_dapo.task import (
     EOS,
     MAX_RESPONSE_TOKENS,
     Problem,
@@ -40,8 +35,9 @@ from small_dapo.task import (  # noqa: E402
     reward,
 )
 
-from sglang_fp8rl.errors import ConfigError  # noqa: E402
+from sglang_fp8rl.errors import ConfigError
 
+ACCURACY = Path(__file__).parents[3] / "benchmarks" / "accuracy"
 BOUNDS = Bounds(accuracy_band=0.05, kl_k3=1e-3, steps=10, seeds=2)
 
 
@@ -240,7 +236,7 @@ def test_the_committed_run_is_whole():
 
 
 def test_a_widened_product_and_its_gradients_are_bf16_s_but_for_one_rounding():
-    from small_dapo.wide_products import _Wide
+    from small_dapo.wide_products import WideProducts
 
     torch.manual_seed(0)
     linear = torch.nn.Linear(64, 48, bias=True, dtype=torch.bfloat16)
@@ -254,7 +250,9 @@ def test_a_widened_product_and_its_gradients_are_bf16_s_but_for_one_rounding():
         made.backward(out)
         return made.detach(), given.grad, linear.weight.grad.clone(), linear.bias.grad.clone()
 
-    native, wide = product_and_gradients(linear.forward), product_and_gradients(_Wide(linear))
+    native = product_and_gradients(linear)
+    with WideProducts():
+        wide = product_and_gradients(linear)
     for one, other in zip(native, wide, strict=True):
         assert one.dtype == other.dtype == torch.bfloat16
         torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-6)

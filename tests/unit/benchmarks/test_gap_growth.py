@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from real_model.gap_growth import PARTS, gap_of, measure_growth
-from real_model.rl_policy import RealPolicy
+from small_dapo.model import Policy
 
 from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 
@@ -59,7 +59,7 @@ def test_a_model_that_was_not_trained_has_its_own_gap_on_either_answers(start):
 
 
 def test_a_policy_that_is_kept_is_measured_as_it_was_trained(start, tmp_path):
-    policy = RealPolicy(start, pad=0, trained_layers=1)
+    policy = Policy.trained(start, pad=0, last_layers=1)
     with torch.no_grad():
         policy.masters["model.layers.2.mlp.down_proj.weight"].mul_(3.0)
     policy.save(tmp_path / "kept")

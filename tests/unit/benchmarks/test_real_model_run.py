@@ -15,8 +15,7 @@ from real_model.trainer_side import check_memory
 from rich.progress import Progress
 
 from sglang_fp8rl.config import Options
-from sglang_fp8rl.errors import ConfigError, HostError
-from sglang_fp8rl.lab.eval.prompts import PromptError
+from sglang_fp8rl.errors import ConfigError, EvaluationError, HostError
 
 
 class WordTokenizer:
@@ -51,7 +50,7 @@ def test_prompts_are_repeated_up_to_the_count(tmp_path):
 def test_prompts_that_are_none_are_refused_by_line(tmp_path, content, message):
     if content is not None:
         (tmp_path / "prompts.txt").write_text(content)
-    with pytest.raises(PromptError, match=message):
+    with pytest.raises(EvaluationError, match=message):
         texts.prompts(tmp_path / "prompts.txt", WordTokenizer(), 3)
 
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
 from verl.trainer.ppo import rollout_corr_helper as verl
 
-from sglang_fp8rl.lab.correction import (
-    acceptance_mask,
-    effective_sample_size,
-    importance_weights,
-    masked_importance_weights,
-    summarize_weights,
-    truncated_importance_weights,
-)
+from sglang_fp8rl.lab.correction import importance_weights
 from sglang_fp8rl.lab.metrics import MismatchInputError
 
 LEVELS = ["token", "sequence", "geometric"]
-WEIGHTINGS = [importance_weights, truncated_importance_weights, masked_importance_weights]
+truncated = functools.partial(importance_weights, cap=2.0)
+masked = functools.partial(importance_weights, band=(0.5, 2.0))
+WEIGHTINGS = [importance_weights, truncated, masked]
 
 
 def small_gap(seed: int, gap: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -53,7 +49,7 @@ def test_truncated_weights_equal_verl_bit_for_bit(inputs, level, cap):
     theirs, _ = verl.compute_rollout_correction_weights(
         trainer - rollout, mask.float(), rollout_is=level, rollout_is_threshold=cap
     )
-    ours = truncated_importance_weights(rollout, trainer, mask, cap=cap, level=level)
+    ours = importance_weights(rollout, trainer, mask, cap=cap, level=level)
     assert torch.equal(ours, theirs)
 
 
@@ -68,7 +64,7 @@ def test_masked_weights_equal_verl_bit_for_bit(inputs, level, band):
         rollout_is=level,
         rollout_is_threshold=f"{band[0]}_{band[1]}",
     )
-    ours = masked_importance_weights(rollout, trainer, mask, low=band[0], high=band[1], level=level)
+    ours = importance_weights(rollout, trainer, mask, band=band, level=level)
     assert torch.equal(ours, theirs)
 
 
@@ -83,26 +79,10 @@ def test_acceptance_equals_verl_with_the_band_inverted(inputs, level, option):
     theirs, _ = verl.compute_rollout_rejection_mask(
         trainer - rollout, mask.float(), rollout_rs=option, rollout_rs_threshold="0.98_1.3"
     )
-    ours = acceptance_mask(rollout, trainer, mask, low=1 / 1.3, high=1 / 0.98, level=level)
+    weights = importance_weights(rollout, trainer, mask, band=(1 / 1.3, 1 / 0.98), level=level)
+    ours = weights > 0
     assert torch.equal(ours, theirs.bool())
     assert 0 < ours.sum() < mask.sum()
-
-
-@pytest.mark.parametrize("inputs", INPUTS[:2], ids=["small", "wide"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_summary_agrees_with_verl_metrics(inputs, level):
-    rollout, trainer, mask = inputs
-    _, theirs = verl.compute_rollout_correction_weights(
-        trainer - rollout, mask.float(), rollout_is=level, rollout_is_threshold=2.0
-    )
-    ours = summarize_weights(
-        truncated_importance_weights(rollout, trainer, mask, level=level), mask
-    )
-    assert ours.mean == pytest.approx(theirs["rollout_is_mean"], rel=1e-5)
-    assert ours.std == pytest.approx(theirs["rollout_is_std"], rel=1e-3)
-    assert ours.effective_sample_size == pytest.approx(
-        theirs["rollout_is_eff_sample_size"], rel=1e-5
-    )
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
@@ -129,7 +109,7 @@ def test_weights_stay_finite_when_ratios_overflow(level):
     rollout, trainer, mask = overflowing(5)
     assert (trainer - rollout).double().exp().max() > torch.finfo(torch.float32).max
     assert importance_weights(rollout, trainer, mask, level=level).isfinite().all()
-    assert truncated_importance_weights(rollout, trainer, mask, level=level).max() == 2.0
+    assert truncated(rollout, trainer, mask, level=level).max() == 2.0
 
 
 def test_sequence_weight_is_the_product_and_geometric_its_root():
@@ -155,7 +135,7 @@ def test_band_ends_are_kept_and_one_step_beyond_is_not():
     mask = torch.ones(1, 4, dtype=torch.bool)
     # The band is what the weights round to, so that log() and exp() don't blur the test.
     low, high = importance_weights(rollout, trainer, mask)[0, :2].tolist()
-    kept = masked_importance_weights(rollout, trainer, mask, low=low, high=high) > 0
+    kept = importance_weights(rollout, trainer, mask, band=(low, high)) > 0
     assert kept.tolist() == [[True, True, False, False]]
 
 
@@ -176,31 +156,11 @@ def test_bf16_input_is_summed_in_fp32():
     assert weight.item() == pytest.approx(math.exp(gap), rel=1e-5)
 
 
-def test_effective_sample_size_spans_zero_to_one():
-    mask = torch.tensor([[True] * 8 + [False] * 3])
-    one_token = torch.zeros(1, 11)
-    one_token[0, 2] = 5.0
-    assert effective_sample_size(torch.full((1, 11), 0.3), mask) == pytest.approx(1.0)
-    assert effective_sample_size(one_token, mask) == pytest.approx(1 / 8)
-    assert effective_sample_size(torch.zeros(1, 11), mask) == 0.0  # veRL divides by zero here
-
-
-def test_verl_divides_by_zero_when_all_is_masked_and_we_do_not():
-    rollout, mask = torch.full((2, 3), -9.0), torch.ones(2, 3)
-    trainer = torch.full((2, 3), -1.0)
-    with pytest.raises(ZeroDivisionError):
-        verl.compute_rollout_correction_weights(
-            trainer - rollout, mask, rollout_is="token", rollout_is_threshold="0.5_2"
-        )
-    summary = summarize_weights(masked_importance_weights(rollout, trainer, mask), mask)
-    assert (summary.zero_fraction, summary.effective_sample_size) == (1.0, 0.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
 def test_mask_dtype_does_not_matter(dtype):
     rollout, trainer, mask = small_gap(8)
-    expected = truncated_importance_weights(rollout, trainer, mask)
-    assert torch.equal(truncated_importance_weights(rollout, trainer, mask.to(dtype)), expected)
+    expected = truncated(rollout, trainer, mask)
+    assert torch.equal(truncated(rollout, trainer, mask.to(dtype)), expected)
 
 
 def test_inputs_are_not_changed():
@@ -233,7 +193,7 @@ NAN = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, float("nan"), -1.0]])
         (LOGPROBS.long(), LOGPROBS, MASK, "rollout_logprobs: dtype torch.int64"),
     ],
 )
-@pytest.mark.parametrize("weighting", [*WEIGHTINGS, acceptance_mask])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_bad_input_is_named(weighting, rollout, trainer, mask, message):
     with pytest.raises(MismatchInputError, match=message):
         weighting(rollout, trainer, mask)
@@ -245,15 +205,7 @@ def test_bad_options_are_named():
         importance_weights(*good, level="tokens")
     for cap in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(MismatchInputError, match="cap"):
-            truncated_importance_weights(*good, cap=cap)
+            importance_weights(*good, cap=cap)
     for low, high in ((2.0, 0.5), (0.0, 2.0), (0.5, float("inf")), (float("nan"), 2.0)):
         with pytest.raises(MismatchInputError, match="low <= high"):
-            masked_importance_weights(*good, low=low, high=high)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
-def test_bad_weights_are_named(bad):
-    with pytest.raises(MismatchInputError, match="finite and not negative"):
-        effective_sample_size(torch.full((2, 3), bad), MASK)
-    with pytest.raises(MismatchInputError, match="one weight for each token"):
-        effective_sample_size(torch.ones(3, 2), MASK)
+            importance_weights(*good, band=(low, high))

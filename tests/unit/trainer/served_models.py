@@ -6,11 +6,12 @@ import re
 from typing import Any
 
 import torch
+from fused_experts import with_fused_experts
 from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from sglang_fp8rl.lab.testing.checkpoints import make_state_dict, with_fused_experts
+from sglang_fp8rl.lab.testing.checkpoints import make_state_dict
 from sglang_fp8rl.lab.testing.families import hub_shapes, make_config
 from sglang_fp8rl.wire.plan import RefitPlan
 

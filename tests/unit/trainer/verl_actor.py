@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from byte_tokenizer import save_tokenizer
 from served_models import toy_plan
 from torch.distributed.fsdp import OffloadPolicy
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -18,7 +19,6 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
-from sglang_fp8rl.lab.testing.tokenizer import save_tokenizer
 from sglang_fp8rl.trainer.served_weights import plan_of, served_modules
 
 LIBRARY = "sglang_fp8rl.verl_rollout.served_actor"

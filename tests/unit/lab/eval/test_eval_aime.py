@@ -17,12 +17,10 @@ from eval_server import serving
 from inspect_ai.log import list_eval_logs, read_eval_log
 from typer.testing import CliRunner
 
-from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.lab.eval.aime import EvalOptions, eval_aime, run_eval
+from sglang_fp8rl.errors import ConfigError, EvaluationError
+from sglang_fp8rl.lab.eval.aime import eval_aime, run_eval
 from sglang_fp8rl.lab.eval.grading import Grader
-from sglang_fp8rl.lab.eval.problems import ProblemError
-from sglang_fp8rl.lab.eval.results import ResultsError
-from sglang_fp8rl.lab.eval.server import ServerError
+from sglang_fp8rl.lab.eval.options import EvalOptions
 
 ANSWERS = {"one": 204, "two": 33, "three": 902}
 LEFTOVER = re.compile(r"statement (\w+)")
@@ -115,7 +113,7 @@ def test_a_failing_server_keeps_what_was_sampled(problems, run):
             return answer(prompt, times)
 
         server.model = fails_after_ten
-        with pytest.raises(ServerError, match="out of memory"):
+        with pytest.raises(EvaluationError, match="out of memory"):
             run(given)
         kept = server.asked.total()
         assert kept >= 10
@@ -135,7 +133,7 @@ def test_a_passing_failure_is_tried_again_and_no_sample_is_lost(problems, run):
 def test_an_aborted_response_is_no_sample(problems, run):
     with serving(right_in(PERFECT)) as server:
         server.finish_reason = "abort"
-        with pytest.raises(ServerError, match="no sample"):
+        with pytest.raises(EvaluationError, match="no sample"):
             run(options(server, problems, samples=1))
 
 
@@ -143,7 +141,7 @@ def test_a_restarted_server_in_another_precision_is_not_averaged_in(problems, ru
     with serving(right_in(PERFECT)) as server:
         run(options(server, problems, samples=1))
         server.identity = server.identity | {"quantization": None}
-        with pytest.raises(ResultsError, match=r"'quantization': 'fp8'.*, is "):
+        with pytest.raises(EvaluationError, match=r"'quantization': 'fp8'.*, is "):
             run(options(server, problems))
 
 
@@ -157,10 +155,10 @@ def test_nothing_is_sent_for_bad_problems_or_an_unreachable_baseline(problems, r
     with serving(right_in(PERFECT)) as gone:
         url = gone.url
     with serving(right_in(PERFECT)) as server:
-        with pytest.raises(ServerError, match=url):
+        with pytest.raises(EvaluationError, match=url):
             run(options(server, problems, baseline_url=url))
         problems.write_text(problems.read_text() + '\n{"id": "four", "pro')
-        with pytest.raises(ProblemError, match=r"problems.jsonl.*after 3 rows"):
+        with pytest.raises(EvaluationError, match=r"problems.jsonl.*after 3 rows"):
             run(options(server, problems))
         assert server.bodies == []
 

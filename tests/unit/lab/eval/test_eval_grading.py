@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from sglang_fp8rl.lab.eval.grading import Grader, GradingError, final_answer
+from sglang_fp8rl.errors import EvaluationError
+from sglang_fp8rl.lab.eval.grading import Grader, final_answer
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +82,18 @@ def test_a_dead_verifier_is_an_error_and_not_a_wrong_answer():
         [child] = set(multiprocessing.active_children()) - before
         killer = threading.Timer(0.5, os.kill, (child.pid, signal.SIGKILL))
         killer.start()
-        with pytest.raises(GradingError, match="ended with status -9"):
+        with pytest.raises(EvaluationError, match="ended with status -9"):
             grader.grade("1", "\\boxed{2003^{2002^{2001}}}")
     assert not child.is_alive()
 
 
 def test_a_reference_that_cannot_be_read_is_refused(grader):
     grader.check_reference("problem '1'", "204")
-    with pytest.raises(GradingError, match=r"problem '2': answer '\\\\frac\{1'"):
+    with pytest.raises(EvaluationError, match=r"problem '2': answer '\\\\frac\{1'"):
         grader.check_reference("problem '2'", "\\frac{1")
 
 
 def test_a_missing_verifier_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(GradingError, match=r"sglang-fp8rl\[lab\]"):
+    with pytest.raises(EvaluationError, match=r"sglang-fp8rl\[lab\]"):
         Grader()

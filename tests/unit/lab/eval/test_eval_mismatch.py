@@ -12,14 +12,12 @@ import typer
 from eval_server import serving
 from typer.testing import CliRunner
 
-from sglang_fp8rl.errors import ConfigError
+from sglang_fp8rl.errors import ConfigError, EvaluationError
 from sglang_fp8rl.lab.eval.gap import compare_rollouts, run_mismatch
-from sglang_fp8rl.lab.eval.mismatch import mismatch
-from sglang_fp8rl.lab.eval.mismatch_plot import check_plot_path
-from sglang_fp8rl.lab.eval.prompts import PromptError, load_prompts
-from sglang_fp8rl.lab.eval.rescoring import RescoringError, load_model, rescore
+from sglang_fp8rl.lab.eval.mismatch import check_plot_path, mismatch
+from sglang_fp8rl.lab.eval.prompts import load_prompts
+from sglang_fp8rl.lab.eval.rescoring import load_model, rescore
 from sglang_fp8rl.lab.eval.rollouts import Rollout, sample_rollouts
-from sglang_fp8rl.lab.eval.server import ServerError
 
 VOCABULARY = 64
 
@@ -87,7 +85,7 @@ def test_rollouts_of_unequal_length_keep_their_tokens_together():
 
 def test_a_token_of_another_vocabulary_is_named(model):
     with pytest.raises(
-        RescoringError, match="completion 0: token id 64; the model's vocabulary has 64"
+        EvaluationError, match="completion 0: token id 64; the model's vocabulary has 64"
     ):
         rescore(model, [Rollout([1], [64], [-1.0])])
 
@@ -180,7 +178,7 @@ GOOD_META = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0,
 def test_a_reply_without_log_probabilities_is_an_error(reply, message):
     with serving(str) as server:
         server.faults = [reply]
-        with pytest.raises(ServerError, match=message):
+        with pytest.raises(EvaluationError, match=message):
             sample_rollouts(server.url, [[1, 2]], max_new_tokens=1)
 
 
@@ -225,18 +223,18 @@ def test_prompts_come_from_text_json_lines_built_ins_or_chance(tmp_path):
 def test_bad_prompts_are_named(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_text(content)
-    with pytest.raises(PromptError, match=message):
+    with pytest.raises(EvaluationError, match=message):
         load_prompts(path, tokenizer, 999)
 
 
 def test_text_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "p.txt").write_text("hello")
-    with pytest.raises(PromptError, match=r"p.txt:1: a text; there is no tokenizer"):
+    with pytest.raises(EvaluationError, match=r"p.txt:1: a text; there is no tokenizer"):
         load_prompts(tmp_path / "p.txt", None, 50)
-    with pytest.raises(PromptError, match="Check the path"):
+    with pytest.raises(EvaluationError, match="Check the path"):
         load_prompts(tmp_path / "none.txt", tokenizer, 50)
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\n")
-    with pytest.raises(PromptError, match="UTF-8"):
+    with pytest.raises(EvaluationError, match="UTF-8"):
         load_prompts(tmp_path / "b.txt", tokenizer, 50)
 
 
@@ -249,7 +247,7 @@ def test_bad_options_are_refused_before_anything_is_loaded(options):
 
 
 def test_an_unknown_device_is_named(checkpoint):
-    with pytest.raises(RescoringError, match="--device: 'gpu'"):
+    with pytest.raises(EvaluationError, match="--device: 'gpu'"):
         load_model(str(checkpoint), "float32", "gpu")
 
 

@@ -50,6 +50,11 @@ def test_agreement_of_few_problems_is_not_certainty(value):
     assert found.high - found.low > 0.5
 
 
+def test_agreement_on_no_round_number_is_not_certainty_either():
+    found = estimate_mean([0.1] * 3, samples=30)  # their mean in FP64 is another number than 0.1
+    assert found.high - found.low > 0.5
+
+
 @pytest.mark.parametrize("problems", [3, 10, 30])
 @pytest.mark.parametrize("shape", [0.3, 2.0])
 def test_intervals_cover_the_truth(problems, shape):

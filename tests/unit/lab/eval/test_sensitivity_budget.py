@@ -10,10 +10,15 @@ from sensitivity_model import small_plan
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.lab.sensitivity.budget import budget_bytes, choose
 from sglang_fp8rl.lab.sensitivity.finding import options_with
-from sglang_fp8rl.lab.sensitivity.memory import check_fits, free_bytes, needed_bytes
-from sglang_fp8rl.lab.sensitivity.served_modules import model_bytes, savings, served_modules
+from sglang_fp8rl.lab.sensitivity.run import check_fits, free_bytes, needed_bytes
+from sglang_fp8rl.lab.sensitivity.served_modules import (
+    budget_bytes,
+    choose,
+    model_bytes,
+    savings,
+    served_modules,
+)
 
 MODULES = served_modules(small_plan())
 

@@ -10,20 +10,33 @@ import pytest
 import torch
 from sensitivity_model import PROMPTS, small_model, small_plan, small_weights
 
-from sglang_fp8rl.lab.sensitivity.budget import Choice, choose, share_left
+from sglang_fp8rl.errors import EvaluationError
 from sglang_fp8rl.lab.sensitivity.finding import effects_of, finding_of
 from sglang_fp8rl.lab.sensitivity.measure import Measurement, Settings, key_of
-from sglang_fp8rl.lab.sensitivity.prompt_groups import Groups, ratio
 from sglang_fp8rl.lab.sensitivity.quantized_products import Operand
-from sglang_fp8rl.lab.sensitivity.reference import SensitivityError, reference_of
+from sglang_fp8rl.lab.sensitivity.reference import reference_of
 from sglang_fp8rl.lab.sensitivity.results_file import ResultsFile
-from sglang_fp8rl.lab.sensitivity.served_modules import savings, served_modules
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from sglang_fp8rl.lab.sensitivity.samples import Groups, ratio
+from sglang_fp8rl.lab.sensitivity.served_modules import (
+    Choice,
+    choose,
+    savings,
+    served_modules,
+    share_left,
+)
 
 PLANTED = "model.layers.1.mlp.down_proj"
 SETTINGS = Settings(new_tokens=6, samples=2)
 KEY = {"model": "m"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Sums over the inputs of a module depend on it, in their last digit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +61,7 @@ class Cut(Exception):
 
 def measure(planted, path, stop_after=None, run_settings=SETTINGS):
     """All effects, everything, and the names that were measured now; cut off after some steps."""
-    reference, plan, modules = planted
+    reference, _, _ = planted
     steps = []
 
     def count(name):
@@ -56,9 +69,9 @@ def measure(planted, path, stop_after=None, run_settings=SETTINGS):
         if stop_after is not None and len(steps) == stop_after:
             raise Cut
 
-    key = key_of(reference, plan, PROMPTS, run_settings)
+    key = key_of(reference, PROMPTS, run_settings)
     with closing(ResultsFile(path, key)) as results:
-        run = Measurement(reference, plan, modules, results, run_settings, count)
+        run = Measurement(reference, results, run_settings, count)
         run.draw_samples(PROMPTS)
         run.measure_effects()
         run.all_but(())
@@ -90,8 +103,8 @@ def test_the_sum_of_effects_predicts_what_the_choice_brings(planted, whole, tmp_
     reference, plan, modules = planted
     path = tmp_path / "results.jsonl"
     path.write_text(whole[0].read_text())
-    with closing(ResultsFile(path, key_of(reference, plan, PROMPTS, SETTINGS))) as results:
-        run = Measurement(reference, plan, modules, results, SETTINGS)
+    with closing(ResultsFile(path, key_of(reference, PROMPTS, SETTINGS))) as results:
+        run = Measurement(reference, results, SETTINGS)
         effects = effects_of(modules, results.known, Groups(results.known.samples))
         choice = choose(modules, effects, savings(modules) // 4)
         run.all_but(choice.names)
@@ -169,7 +182,7 @@ def test_measurements_of_another_run_don_t_mix(tmp_path, other, message):
     path = tmp_path / "results.jsonl"
     ResultsFile(path, KEY).close()
     before = path.read_text()
-    with pytest.raises(SensitivityError, match=message):
+    with pytest.raises(EvaluationError, match=message):
         ResultsFile(path, other)
     assert path.read_text() == before
     ResultsFile(path, KEY).close()
@@ -191,13 +204,13 @@ def test_measurements_of_another_run_don_t_mix(tmp_path, other, message):
 def test_a_file_that_holds_something_else_is_left_alone(tmp_path, content, message):
     path = tmp_path / "results.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(SensitivityError, match=message):
+    with pytest.raises(EvaluationError, match=message):
         ResultsFile(path, KEY)
     assert path.read_bytes() == (content if isinstance(content, bytes) else content.encode())
 
 
 def test_a_place_that_can_t_be_written_is_named(tmp_path):
-    with pytest.raises(SensitivityError, match="no-such-folder"):
+    with pytest.raises(EvaluationError, match="no-such-folder"):
         ResultsFile(tmp_path / "no-such-folder" / "a.jsonl", KEY)
 
 

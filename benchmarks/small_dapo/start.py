@@ -42,7 +42,7 @@ def supervised_start(settings: Settings, seed: int, cache: Path) -> dict[str, to
     path = cache / f"start-{seed}-{_key(settings)}.safetensors"
     if path.exists():
         return load_file(path)
-    policy = Policy(settings, seed)
+    policy = Policy.random(settings, seed)
     optimizer = torch.optim.AdamW(
         policy.masters.values(), lr=settings.start_learning_rate, weight_decay=0.0
     )

@@ -6,11 +6,11 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from measured import versions
 
 from sglang_fp8rl.lab.metrics import mismatch_metrics
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
@@ -19,7 +19,7 @@ from .dapo import Dapo
 from .dynamic_sampling import Sampled, dynamic_sampling
 from .model import Policy, padded
 from .refit import FullSender, make_sender
-from .rollout import RolloutServer, digest
+from .rollout import PolicyServer, digest
 from .settings import Arm, Settings
 from .task import draw_problems
 
@@ -54,15 +54,15 @@ def run_steps(run: Run) -> Iterator[Record]:
     refitted server.
     """
     settings = run.settings
-    policy = Policy(settings, run.seed)
+    policy = Policy.random(settings, run.seed)
     policy.load(nudged(run.start) if run.arm.nudged else run.start)
     checkpoint = save_checkpoint(run.work / "checkpoint", policy.config, policy.state_dict())
     trainer = Dapo(policy, settings)
     draw = random.Random(f"train {run.seed}")
     held_out = draw_problems(random.Random("validation"), settings.validation, held_out=True)
     log = run.work / "server.log"
-    with RolloutServer(run.arm, settings, checkpoint, run.seed, run.threads, log) as server:
-        sender = make_sender(run.arm.sender, server.process.url, run.fault)
+    with PolicyServer(run.arm, settings, checkpoint, run.seed, run.threads, log) as server:
+        sender = make_sender(run.arm.sender, server.url, run.fault)
         sender.send(policy.masters)
         yield {"step": 0, "val_accuracy": server.validate(held_out).accuracy, **conditions(run)}
         for step in range(1, run.steps + 1):
@@ -72,15 +72,10 @@ def run_steps(run: Run) -> Iterator[Record]:
             )
             record = {"step": step, **rollout_figures(policy, sampled)}
             if sampled.used:
-                updated = trainer.update(sampled.used)
-                record["loss"] = updated.loss
-                record["grad_norm"] = updated.grad_norm
-                record["clip_fraction"] = updated.clip_fraction
-                record["tis_capped"] = updated.tis_capped
+                record |= asdict(trainer.update(sampled.used))
             sent = sender.send(policy.masters)
             record["refit_bytes"] = sent.nbytes
             record["refit_seconds"] = sent.seconds
-            record["blocks_sent"] = sent.blocks_sent
             if sent.changed is not None:
                 record["codes_changed"] = sent.changed.codes
                 record["blocks_changed"] = sent.changed.blocks
@@ -89,7 +84,7 @@ def run_steps(run: Run) -> Iterator[Record]:
             record["step_seconds"] = time.perf_counter() - began
             if run.arm.sender != "full":
                 # The same masters by the other road; what is served has to be the same.
-                FullSender(server.process.url).send(policy.masters)
+                FullSender(server.url).send(policy.masters)
                 record["equals_full"] = server.validate(held_out) == served
             yield record
 
@@ -105,9 +100,7 @@ def nudged(start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def conditions(run: Run) -> Record:
     """What the run was made with."""
     return {
-        "sglang": version("sglang"),
-        "torch": version("torch"),
-        "verl": version("verl"),
+        **versions("sglang", "torch", "verl"),
         "threads": run.threads,
         "settings": asdict(run.settings),
     }

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
 
 import torch
 
-from sglang_fp8rl.client import RefitClient, fetch_plan
+from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.numerics import quantize_blockwise
 from sglang_fp8rl.trainer import quantize_for_refit
@@ -17,43 +16,33 @@ from sglang_fp8rl.trainer import quantize_for_refit
 from .changes import Changed, changed
 
 NamedTensor = tuple[str, torch.Tensor]
-FAULTS = ("scale",)
 FAULTY_WEIGHT = "model.layers.0.mlp.down_proj.weight"
 FAULTY_FACTOR = 1.25
 
 
 @dataclass(frozen=True)
 class SentFigures:
-    """One refit's cost.
+    """One refit's bytes on the wire, and seconds until the server answered.
 
-    Attributes:
-        nbytes: on the wire.
-        seconds: until the server answered.
-        blocks_sent: the fraction of FP8 blocks sent; 1 unless only changes were.
-        changed: since the last refit, where the trainer quantizes and so can tell.
+    `changed` since the last refit, where the trainer quantizes and so can tell.
     """
 
     nbytes: int
     seconds: float
-    blocks_sent: float = 1.0
     changed: Changed | None = None
-
-
-class Sender(Protocol):
-    def send(self, masters: Mapping[str, torch.Tensor]) -> SentFigures: ...
 
 
 class FullSender:
     """Every FP32 master; the server quantizes."""
 
     def __init__(self, url: str) -> None:
-        self._client = RefitClient(url)
+        self.client = RefitClient(url)
 
     def send(self, masters: Mapping[str, torch.Tensor]) -> SentFigures:
-        sent = self._client.update(self._tensors(masters), tp_size=1)
+        sent = self.client.update(self.tensors(masters), tp_size=1)
         return SentFigures(sent.nbytes, sent.seconds)
 
-    def _tensors(self, masters: Mapping[str, torch.Tensor]) -> Iterable[NamedTensor]:
+    def tensors(self, masters: Mapping[str, torch.Tensor]) -> Iterable[NamedTensor]:
         return ((name, weight.detach()) for name, weight in masters.items())
 
 
@@ -63,8 +52,8 @@ class FaultySender(FullSender):
     It takes the real path of weights quantized by the trainer, and nothing in the server can know.
     """
 
-    def _tensors(self, masters: Mapping[str, torch.Tensor]) -> Iterator[NamedTensor]:
-        for name, weight in super()._tensors(masters):
+    def tensors(self, masters: Mapping[str, torch.Tensor]) -> Iterator[NamedTensor]:
+        for name, weight in super().tensors(masters):
             if name != FAULTY_WEIGHT:
                 yield name, weight
                 continue
@@ -73,35 +62,36 @@ class FaultySender(FullSender):
             yield f"{name}_scale_inv", scale_inv * FAULTY_FACTOR
 
 
-class QuantizedSender:
+class QuantizedSender(FullSender):
     """FP8 and scales, made by the trainer from the server's plan; the rest as it is."""
 
     def __init__(self, url: str) -> None:
-        self._client = RefitClient(url)
-        self._plan = fetch_plan(url)
+        super().__init__(url)
+        self._plan = self.client.plan()
         self._last: dict[str, torch.Tensor] = {}
 
     def send(self, masters: Mapping[str, torch.Tensor]) -> SentFigures:
-        named = ((name, weight.detach()) for name, weight in masters.items())
         began = perf_counter()
-        quantized = dict(quantize_for_refit(named, self._plan))
-        sent = self._client.update(quantized.items(), tp_size=1, plan=self._plan)
+        quantized = dict(quantize_for_refit(self.tensors(masters), self._plan))
+        sent = self.client.update(quantized.items(), tp_size=1, plan=self._plan)
         seconds = perf_counter() - began
         difference = changed(self._last, quantized) if self._last else None
         self._last = quantized
         return SentFigures(sent.nbytes, seconds, changed=difference)
 
 
-def make_sender(kind: str, url: str, fault: str | None = None) -> Sender:
+# By `Arm.sender` and fault.
+_SENDERS = {
+    ("full", None): FullSender,
+    ("full", "scale"): FaultySender,
+    ("quantized", None): QuantizedSender,
+}
+
+
+def make_sender(kind: str, url: str, fault: str | None = None) -> FullSender:
     """The sender of an arm (`Arm.sender`); with a `fault` the wrong one."""
-    if fault is not None:
-        if fault not in FAULTS or kind != "full":
-            raise ConfigError(
-                "--fault", fault, f"one of {', '.join(FAULTS)}, in an arm that sends masters", ""
-            )
-        return FaultySender(url)
-    if kind == "full":
-        return FullSender(url)
-    if kind == "quantized":
-        return QuantizedSender(url)
-    raise ConfigError("sender", kind, "full or quantized", "")
+    if (kind, fault) not in _SENDERS:
+        raise ConfigError(
+            "--fault", str(fault), "`scale`, in an arm that sends masters", f"{kind} does not."
+        )
+    return _SENDERS[kind, fault](url)

@@ -30,13 +30,11 @@ def draw(
     Args:
         what: was run, for the title.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     arms = list(dict.fromkeys(arm for arm, _ in runs))
-    figure, axes = plt.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    axes = figure.subplots(2, 3)
     for axis, (key, title, scale) in zip(axes.flat, PANELS, strict=True):
         for number, arm in enumerate(arms):
             curves = [_curve(records, key) for (name, _), records in runs.items() if name == arm]
@@ -56,7 +54,6 @@ def draw(
     over = f"mean and range of {seeds} seeds, " if seeds > 1 else ""
     figure.suptitle(f"DAPO, {what}: {over}moving mean over {SMOOTHED} steps")
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def _curve(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:

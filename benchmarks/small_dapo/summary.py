@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any
 
+import measured
 from rich.table import Table
 
 from .check import BASELINE, final_accuracy, mean_kl
@@ -35,9 +36,7 @@ def summary(runs: Runs) -> Table:
     `late, less BF16` is the mean validation accuracy of the second half of the steps, less that of
     BF16 on the same seed. `codes` and `blocks` are the fractions that a step changed.
     """
-    table = Table(title="DAPO, small")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "arm" else "right")
+    table = measured.table("DAPO, small", COLUMNS)
     for arm in dict.fromkeys(arm for arm, _ in runs):
         own = [records for (name, _), records in runs.items() if name == arm]
         steps = [record for records in own for record in records if record["step"]]

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_fp8rl.config import QUANTIZATION_METHOD
-
 
 @dataclass(frozen=True)
 class Arm:
@@ -47,7 +45,6 @@ ARMS = {
         Arm("fp8_kv_cache_without_tis", server_args=_FP8_CACHE, tis=False),
     )
 }
-QUANTIZATION = QUANTIZATION_METHOD
 
 
 @dataclass(frozen=True)
