@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -86,13 +87,8 @@ def print_mismatch(report: MismatchReport, console: Console) -> None:
     for label, name, ideal in _ROWS:
         table.add_row(label, f"{getattr(metrics, name):.4g}", ideal)
     console.print(table)
-    console.print(
-        "Rollout: {url}; trainer: {model} in {dtype}; temperature {temperature}.".format(
-            **settings
-        ),
-        style="dim",
-        markup=False,
-    )
+    conditions = "Rollout: {url}; trainer: {model} in {dtype}; temperature {temperature}."
+    console.print(conditions.format(**settings), style="dim", markup=False)
     if metrics.clamped_tokens:
         console.print(
             f"{metrics.clamped_tokens} tokens have ratios beyond e^20, counted as e^20.",
@@ -112,15 +108,13 @@ def check_plot_path(path: Path) -> None:
         )
     if not path.absolute().parent.is_dir():
         raise ConfigError("--plot", str(path), "its folder exists", "Create the folder.")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
+    if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "--plot",
             "no module `matplotlib`",
             "plots are drawn with matplotlib",
             'Install "sglang-fp8rl[lab]", or leave --plot out.',
-        ) from error
+        )
 
 
 def plot_mismatch(report: MismatchReport, path: Path) -> None:

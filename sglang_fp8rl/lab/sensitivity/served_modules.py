@@ -63,11 +63,22 @@ def served_modules(plan: RefitPlan) -> list[ServedModule]:
     for entry in plan.tensors.values():
         if entry.block_size is not None and entry.shape is not None:
             tensors.setdefault(entry.module, []).append(entry)
-    return [
-        _module(name, module.scheme, module.reason, tensors[name])
-        for name, module in plan.modules.items()
-        if name in tensors
-    ]
+    modules = []
+    for name, module in plan.modules.items():
+        entries = tensors.get(name, [])
+        block = entries[0].block_size if entries else None
+        if block is None:
+            continue
+        weights = scales = 0
+        for entry in entries:
+            *stack, rows, columns = entry.shape or ()
+            weights += math.prod((*stack, rows, columns))
+            scales += math.prod((*stack, *BlockGrid((rows, columns), block).scale_shape))
+        names = tuple(entry.name for entry in entries)
+        modules.append(
+            ServedModule(name, module.scheme, module.reason, block, names, weights, scales)
+        )
+    return modules
 
 
 def savings(modules: Iterable[ServedModule]) -> int:
@@ -79,21 +90,6 @@ def model_bytes(plan: RefitPlan, modules: Iterable[ServedModule]) -> int:
     """The served model's weights: FP8 with scales, the rest in BF16. Replicas count once."""
     elements = sum(math.prod(one.shape) for one in plan.tensors.values() if one.shape is not None)
     return 2 * elements - savings(modules)
-
-
-def _module(name: str, scheme: str, reason: str, entries: list[TensorPlan]) -> ServedModule:
-    block = entries[0].block_size
-    assert block is not None
-    weights = scales = 0
-    for entry in entries:
-        assert entry.shape is not None
-        *stack, rows, columns = entry.shape
-        grid = BlockGrid((rows, columns), block)
-        weights += math.prod(entry.shape)
-        scales += math.prod(stack) * math.prod(grid.scale_shape)
-    return ServedModule(
-        name, scheme, reason, block, tuple(one.name for one in entries), weights, scales
-    )
 
 
 @dataclass(frozen=True)
