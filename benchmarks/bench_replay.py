@@ -19,7 +19,6 @@ Bytes first: replayed and native have to agree on every parameter, or no number 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 import platform
@@ -118,7 +117,7 @@ def _during_an_update(scheduler: Any) -> AbstractContextManager[Any]:
 
 def set_replay(scheduler: Any, on: bool) -> None:
     refit = commands.model_of(scheduler).fp8rl_refit
-    refit.options = dataclasses.replace(refit.options, replay=on)
+    refit.options = refit.options.model_copy(update={"replay": on})
 
 
 def host_only(scheduler: Any, how: str) -> float:

@@ -6,7 +6,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...config import Options
@@ -177,12 +177,8 @@ def finding_of(
 
 def options_with(plan: RefitPlan, ignored: Sequence[str]) -> dict[str, Any]:
     """The plan's options that are not defaults, and these modules added to `ignored_layers`."""
-    given = plan.document["options"]
-    changed: dict[str, Any] = {}
-    for option in fields(Options):
-        default = json.loads(json.dumps(option.default))
-        if option.name in given and given[option.name] != default:
-            changed[option.name] = given[option.name]
+    given = Options.model_validate_json(json.dumps(plan.document["options"]))
+    changed = given.model_dump(mode="json", exclude_defaults=True)
     return {**changed, "ignored_layers": [*changed.get("ignored_layers", []), *ignored]}
 
 
