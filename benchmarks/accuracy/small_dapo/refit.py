@@ -50,7 +50,7 @@ class FullSender:
         self._client = RefitClient(url)
 
     def send(self, masters: Mapping[str, torch.Tensor]) -> SentFigures:
-        sent = self._client.update(self._tensors(masters), tp_size=1)
+        sent = self._client.update(self._tensors(masters))
         return SentFigures(sent.nbytes, sent.seconds)
 
     def _tensors(self, masters: Mapping[str, torch.Tensor]) -> Iterable[NamedTensor]:
@@ -85,7 +85,7 @@ class QuantizedSender:
         named = ((name, weight.detach()) for name, weight in masters.items())
         began = perf_counter()
         quantized = dict(quantize_for_refit(named, self._plan))
-        sent = self._client.update(quantized.items(), tp_size=1, plan=self._plan)
+        sent = self._client.update(quantized.items(), plan=self._plan)
         seconds = perf_counter() - began
         difference = changed(self._last, quantized) if self._last else None
         self._last = quantized
