@@ -13,6 +13,7 @@ from .errors import ConfigError
 
 QUANTIZATION_METHOD = "fp8_blockwise_online"
 GRANULARITY_CHOICES = ("blockwise", "per_channel")
+ACTIVATION_CHOICES = ("fp8", "bf16")
 MISALIGNED_CHOICES = ("per_channel", "bf16", "error")
 UNKNOWN_NAME_CHOICES = ("error", "warn")
 KV_SCALE_CHOICES = ("certified", "calibrated", "sent", "unit")
@@ -24,6 +25,9 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _HOST_KEYS = frozenset(
     {"quant_method", "packed_modules_mapping", "hf_config", "requantization_method"}
 )
+
+# Options that mean nothing where no activations are quantized.
+_QUANTIZED_ACTIVATIONS = ("bf16_activations", "use_activation_pow2_scale")
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,10 @@ class Options:
             is below it), or `re:` and a regular expression that has to match the whole prefix.
         modules_to_not_convert: another name of `ignored_layers`, as Hugging Face writes it.
         misaligned: what becomes of a module that can't be cut into blocks.
+        activations: what FP8 weights are multiplied with: activations quantized to FP8, or as they
+            are. Nothing that is stored depends on it.
+        bf16_activations: modules whose activations stay as they are while the others' are
+            quantized; patterns as of `ignored_layers`.
         num_first_layers_in_bf16, num_last_layers_in_bf16: decoder layers that stay in high
             precision at either end.
         use_weight_pow2_scale: weight scales are rounded up to powers of two.
@@ -55,6 +63,8 @@ class Options:
     ignored_layers: tuple[str, ...] = ()
     modules_to_not_convert: tuple[str, ...] = ()
     misaligned: str = "per_channel"
+    activations: str = "fp8"
+    bf16_activations: tuple[str, ...] = ()
     num_first_layers_in_bf16: int = 0
     num_last_layers_in_bf16: int = 0
     use_weight_pow2_scale: bool = False
@@ -75,6 +85,7 @@ class Options:
             )
         _one_of("granularity", self.granularity, GRANULARITY_CHOICES)
         _one_of("misaligned", self.misaligned, MISALIGNED_CHOICES)
+        _one_of("activations", self.activations, ACTIVATION_CHOICES)
         _one_of("unknown_names", self.unknown_names, UNKNOWN_NAME_CHOICES)
         _one_of("kv_scales", self.kv_scales, KV_SCALE_CHOICES)
         _token_ids("kv_calibration_tokens", self.kv_calibration_tokens)
@@ -88,7 +99,17 @@ class Options:
         ):
             _one_of(name, getattr(self, name), (True, False))
         for pattern in self.patterns:
-            _check_pattern(pattern)
+            _check_pattern("ignored_layers", pattern)
+        for pattern in self.bf16_activations:
+            _check_pattern("bf16_activations", pattern)
+        idle = [name for name in _QUANTIZED_ACTIVATIONS if getattr(self, name)]
+        if self.activations == "bf16" and idle:
+            raise ConfigError(
+                idle[0],
+                f"{getattr(self, idle[0])!r} with activations='bf16'",
+                "it is about activations that are quantized, and none are",
+                "Leave one of the two options out.",
+            )
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -144,6 +165,8 @@ class Options:
         given["kv_calibration_tokens"] = _as_tuple("kv_calibration_tokens", tokens)
         converted = given.get("modules_to_not_convert") or ()
         given["modules_to_not_convert"] = _as_tuple("modules_to_not_convert", converted)
+        kept = given.get("bf16_activations") or ()
+        given["bf16_activations"] = _as_tuple("bf16_activations", kept)
         ignored = _as_tuple("ignored_layers", given.get("ignored_layers") or ())
         from_env = os.environ.get("SGLANG_FP8_IGNORED_LAYERS", "")
         given["ignored_layers"] = ignored + tuple(
@@ -153,14 +176,15 @@ class Options:
 
 
 @dataclass(frozen=True)
-class IgnoredLayers:
-    """Decides whether a module prefix is covered by the `ignored_layers` patterns."""
+class ModulePatterns:
+    """Decides whether a module prefix is covered by the patterns of an option."""
 
+    option: str
     patterns: tuple[str, ...]
     packed_modules_mapping: Mapping[str, Sequence[str]]
 
     def match(self, prefix: str) -> tuple[str, ...]:
-        """The patterns that cover this module; empty if it is to be quantized.
+        """The patterns that cover this module; empty if none does.
 
         A fused module is covered when the patterns cover it or all of its parts.
 
@@ -179,9 +203,9 @@ class IgnoredLayers:
             covered = [part for part, hit in zip(parts, found, strict=True) if hit]
             raise ConfigError(
                 prefix,
-                f"ignored_layers covers {covered} of its parts {list(parts)}",
+                f"{self.option} covers {covered} of its parts {list(parts)}",
                 "a fused module has one scheme",
-                f"Ignore all of {list(parts)} or none.",
+                f"{'Ignore' if self.option == 'ignored_layers' else 'Name'} all of {list(parts)} or none.",
             )
         return ()
 
@@ -198,17 +222,15 @@ class IgnoredLayers:
         return ""
 
 
-def _check_pattern(pattern: object) -> None:
+def _check_pattern(option: str, pattern: object) -> None:
     if not isinstance(pattern, str) or not pattern:
-        raise ConfigError(
-            "ignored_layers", repr(pattern), "entries are non-empty strings", "Remove it."
-        )
+        raise ConfigError(option, repr(pattern), "entries are non-empty strings", "Remove it.")
     if pattern.startswith("re:"):
         try:
             re.compile(pattern[3:])
         except re.error as error:
             raise ConfigError(
-                "ignored_layers",
+                option,
                 repr(pattern),
                 f"not a regular expression: {error}",
                 "Correct it, or write a full module prefix.",

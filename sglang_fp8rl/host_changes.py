@@ -124,6 +124,12 @@ CHANGES = (
         "SGLang gives no vision tower the language model's quantization",
     ),
     Change(
+        ("fused.mode",),
+        "Blackwell: a fused gate and up projection takes any FP8 layer without blocks for its own, and quantizes "
+        "activations",
+        "SGLang asks the quantization method whether its layers may be fused",
+    ),
+    Change(
         ("layer.fp8rl_prefix", "fused.fp8rl_part_rows", "setattr(model, …)"),
         "notes of ours on SGLang's objects: the prefix that options name, rows of fused parts, the refit",
         "SGLang tells a layer its prefix, and plugins their model",

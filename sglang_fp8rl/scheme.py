@@ -26,21 +26,29 @@ class Cause(str, Enum):
 
 @dataclass(frozen=True)
 class Scheme:
-    """A module's granularity and, where it is not blockwise, why.
+    """A module's granularity and, where it is not blockwise, why; and what it multiplies with.
 
     Attributes:
         granularity: what shares one scale.
         cause: what decided.
         reason: empty for blockwise; otherwise the value and the rule that decided, in words.
+        keeps_activations: an option leaves the activations of an FP8 module in BF16. Nothing that is
+            stored depends on it.
     """
 
     granularity: Granularity
     cause: Cause = Cause.ALIGNED
     reason: str = ""
+    keeps_activations: bool = False
 
     @property
     def is_fp8(self) -> bool:
         return self.granularity is not Granularity.HIGH_PRECISION
+
+    @property
+    def activations(self) -> str:
+        """`fp8` or `bf16`, as the plan says it."""
+        return "fp8" if self.is_fp8 and not self.keeps_activations else "bf16"
 
 
 def misalignment(

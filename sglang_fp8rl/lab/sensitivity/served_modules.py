@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...config import LAYER
 from ...numerics.grid import BlockGrid
-from ...wire.plan import RefitPlan, TensorPlan
+from ...wire.plan import ModulePlan, RefitPlan, TensorPlan
 
 _SCALE_BYTES = 4
 
@@ -21,6 +21,7 @@ class ServedModule:
         name: SGLang's (`model.layers.0.self_attn.qkv_proj`), as a prefix of `ignored_layers`.
         scheme: `blockwise` or `per_channel`.
         reason: why it is not blockwise; empty if it is.
+        activations: `fp8` or `bf16`, as the plan says.
         block: what shares one scale of the weight; its second number is the columns of an activation
             that share one.
         tensors: what its weights are called in the checkpoint.
@@ -31,6 +32,7 @@ class ServedModule:
     name: str
     scheme: str
     reason: str
+    activations: str
     block: tuple[int, int]
     tensors: tuple[str, ...]
     weights: int
@@ -65,9 +67,7 @@ def served_modules(plan: RefitPlan) -> list[ServedModule]:
         if entry.block_size is not None and entry.shape is not None:
             tensors.setdefault(entry.module, []).append(entry)
     return [
-        _module(name, module.scheme, module.reason, tensors[name])
-        for name, module in plan.modules.items()
-        if name in tensors
+        _module(module, tensors[name]) for name, module in plan.modules.items() if name in tensors
     ]
 
 
@@ -82,7 +82,7 @@ def model_bytes(plan: RefitPlan, modules: Iterable[ServedModule]) -> int:
     return 2 * elements - savings(modules)
 
 
-def _module(name: str, scheme: str, reason: str, entries: list[TensorPlan]) -> ServedModule:
+def _module(module: ModulePlan, entries: list[TensorPlan]) -> ServedModule:
     block = entries[0].block_size
     assert block is not None
     weights = scales = 0
@@ -92,6 +92,5 @@ def _module(name: str, scheme: str, reason: str, entries: list[TensorPlan]) -> S
         grid = BlockGrid((rows, columns), block)
         weights += math.prod(entry.shape)
         scales += math.prod(stack) * math.prod(grid.scale_shape)
-    return ServedModule(
-        name, scheme, reason, block, tuple(one.name for one in entries), weights, scales
-    )
+    decided = (module.module, module.scheme, module.reason, module.activations)
+    return ServedModule(*decided, block, tuple(one.name for one in entries), weights, scales)

@@ -14,10 +14,8 @@ from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
 from sglang.srt.layers.quantization import fp8
 
-from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.modules import moe
-from sglang_fp8rl.engine.modules.decisions import Decisions
-from sglang_fp8rl.engine.modules.layouts import check_no_experts_turned
+from sglang_fp8rl.engine.modules.built import check_no_experts_turned
 from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.scheme import decide_scheme
 
@@ -47,7 +45,7 @@ def experts(monkeypatch, scheme: str, backend: MoeRunnerBackend):
         activation_scheme="dynamic",
         weight_block_size=[128, 128],
     )
-    method = moe.Fp8BlockwiseOnlineMoEMethod(config, Decisions(Options()), "model.layers.0.experts")
+    method = moe.Fp8BlockwiseOnlineMoEMethod(config, "model.layers.0.experts")
     layer = torch.nn.Module()
     layer.moe_runner_config = SimpleNamespace(is_gated=True)
     reason = "" if scheme == "blockwise" else "192 is not a multiple of 128"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sensitivity_model import PROMPTS, small_model, small_plan, small_weights
 
 from sglang_fp8rl import dequantize, quantize_blockwise, quantize_per_channel
-from sglang_fp8rl.lab.cpu_platform.cpu_linear import (
-    block_scaled_matmul,
-    channel_scaled_matmul,
-    quantize_per_token_group,
-)
+from sglang_fp8rl.lab.cpu_platform.cpu_linear import quantize_per_token_group
 from sglang_fp8rl.lab.sensitivity.divergence import CleanRun
 from sglang_fp8rl.lab.sensitivity.noise import FitObserver
 from sglang_fp8rl.lab.sensitivity.quantized_products import (
@@ -25,6 +23,7 @@ from sglang_fp8rl.lab.sensitivity.reference import SensitivityError, reference_o
 from sglang_fp8rl.lab.sensitivity.samples import Sample, batches, sample_answers
 from sglang_fp8rl.lab.sensitivity.served_modules import served_modules
 from sglang_fp8rl.numerics import sqnr_db
+from sglang_fp8rl.numerics.linear import exact_product
 
 CPU = torch.device("cpu")
 SAMPLES = [Sample(tuple(prompt)) for prompt in PROMPTS]
@@ -90,12 +89,24 @@ def test_products_are_those_of_the_served_kernels(llama):
         codes, scale = quantize_per_token_group(x, module.block[1])
         if module.scheme == "blockwise":
             q, s = quantize_blockwise(weight.detach())
-            exact = block_scaled_matmul(codes, scale, q, s, [128, 128])
         else:
             q, s = quantize_per_channel(weight.detach())
-            exact = channel_scaled_matmul(codes, scale, q, s)
+        exact = exact_product(codes, q, s, x_scale=scale)
         assert sqnr_db(exact, ours) > 120
     assert {module.scheme for module in llama.modules[:4]} == {"blockwise", "per_channel"}
+
+
+def test_activations_that_the_plan_leaves_in_bf16_are_not_quantized(llama):
+    module = replace(llama.modules[0], activations="bf16")
+    weight = llama.model.get_parameter(module.tensors[0])
+    x = torch.randn(7, weight.shape[1], generator=torch.Generator().manual_seed(5))
+    arithmetic = [
+        ServedArithmetic([module.name], llama.plan.rounding, operand=operand)
+        for operand in (Operand.BOTH, Operand.WEIGHTS)
+    ]
+    both, weights = (one(module, x, weight) for one in arithmetic)
+    assert torch.equal(both, weights)
+    assert not torch.equal(both, arithmetic[0](llama.modules[0], x, weight))
 
 
 def test_a_suffix_of_the_clean_run_gives_the_divergence_of_the_whole(small):
