@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .errors import ConfigError
@@ -177,11 +177,16 @@ class Options:
 
 @dataclass(frozen=True)
 class ModulePatterns:
-    """Decides whether a module prefix is covered by the patterns of an option."""
+    """Decides whether a module prefix is covered by the patterns of an option.
+
+    Attributes:
+        used: patterns that covered one so far.
+    """
 
     option: str
     patterns: tuple[str, ...]
     packed_modules_mapping: Mapping[str, Sequence[str]]
+    used: set[str] = field(default_factory=set)
 
     def match(self, prefix: str) -> tuple[str, ...]:
         """The patterns that cover this module; empty if none does.
@@ -193,19 +198,20 @@ class ModulePatterns:
         """
         direct = self._match_one(prefix)
         parent, _, leaf = prefix.rpartition(".")
-        parts = self.packed_modules_mapping.get(leaf)
-        if direct or not parts:
-            return (direct,) if direct else ()
-        found = [self._match_one(f"{parent}.{part}" if parent else part) for part in parts]
+        parts = [] if direct else list(self.packed_modules_mapping.get(leaf, ()))
+        above = f"{parent}." if parent else ""
+        found = [self._match_one(above + part) for part in parts] or [direct]
         if all(found):
+            self.used.update(found)
             return tuple(dict.fromkeys(found))
         if any(found):
             covered = [part for part, hit in zip(parts, found, strict=True) if hit]
+            verb = "Ignore" if self.option == "ignored_layers" else "Name"
             raise ConfigError(
                 prefix,
-                f"{self.option} covers {covered} of its parts {list(parts)}",
+                f"{self.option} covers {covered} of its parts {parts}",
                 "a fused module has one scheme",
-                f"{'Ignore' if self.option == 'ignored_layers' else 'Name'} all of {list(parts)} or none.",
+                f"{verb} all of {parts} or none.",
             )
         return ()
 

@@ -70,7 +70,6 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         self._ignored = ModulePatterns("ignored_layers", self.options.patterns, mapping)
         self._kept = ModulePatterns("bf16_activations", self.options.bf16_activations, mapping)
         self._num_layers = num_layers
-        self._used: set[tuple[str, str]] = set()  # option and pattern
 
     def get_name(self) -> str:
         return QUANTIZATION_METHOD
@@ -106,21 +105,14 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         layer.fp8rl_prefix = prefix
         is_linear = isinstance(layer, LinearBase)
         reason = self.options.layer_reason(prefix, self._num_layers)
-        if patterns := self._match(self._ignored, prefix):
+        if patterns := self._ignored.match(prefix):
             reason = f"ignored_layers: {', '.join(patterns)}"
-        keeps_activations = self.options.activations == "bf16" or bool(
-            self._match(self._kept, prefix)
-        )
+        keeps_activations = self.options.activations == "bf16" or bool(self._kept.match(prefix))
         if reason:
             self.schemes[prefix] = Scheme(Granularity.HIGH_PRECISION, Cause.ASKED, reason)
             return UnquantizedLinearMethod() if is_linear else unquantized_experts(layer)
         method = Fp8BlockwiseOnlineLinearMethod if is_linear else Fp8BlockwiseOnlineMoEMethod
         return method(self, prefix, keeps_activations)
-
-    def _match(self, patterns: ModulePatterns, prefix: str) -> tuple[str, ...]:
-        found = patterns.match(prefix)
-        self._used.update((patterns.option, pattern) for pattern in found)
-        return found
 
     def settle(self, model: torch.nn.Module) -> None:
         """What can be said only when SGLang has built the model, before anything is loaded.
@@ -130,11 +122,11 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         """
         check_and_complete(model, self)
         # A pattern that matches nothing is a typing error, not a wish.
-        for option in (self._ignored, self._kept):
-            for pattern in option.patterns:
-                if (option.option, pattern) not in self._used:
+        for named in (self._ignored, self._kept):
+            for pattern in named.patterns:
+                if pattern not in named.used:
                     raise ConfigError(
-                        option.option,
+                        named.option,
                         repr(pattern),
                         f"matches none of the {len(self.schemes)} linear modules, for example "
                         f"{', '.join(list(self.schemes)[:3])}",

@@ -63,5 +63,4 @@ class DecidedMethod:
         if self.served is not None:
             self.served.derive()
         elif self.reads_packed_scales(layer):
-            leaves = [(name, f"{name}_scale_inv") for name in self.weight_leaves]
-            self.served = ServedWithPackedScales(layer, leaves, self.prefix)
+            self.served = ServedWithPackedScales(layer, self.weight_leaves, self.prefix)
