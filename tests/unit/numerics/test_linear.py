@@ -63,6 +63,16 @@ def test_the_operator_says_a_shape_and_a_dtype_without_running():
     assert (found.shape, found.dtype) == ((2, 3, 96), torch.bfloat16)
 
 
+def test_the_operator_is_one_that_torch_can_trace():
+    import sglang_fp8rl.lab.cpu_platform.cpu_linear  # noqa: F401  registers the CPU's kernel
+
+    x, codes, scale, bias = case(3, 130, 256, BLOCK, with_bias=True)
+    # "test_schema" multiplies the codes, which no CPU can.
+    checks = ("test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(linear, (x, codes, scale, bias), test_utils=checks)
+    assert torch.equal(linear(x, codes, scale, bias), exact_linear(x, codes, scale, bias))
+
+
 @pytest.mark.gpu
 def test_fp32_activations_are_refused():
     """Tensor cores would round them to TF32."""

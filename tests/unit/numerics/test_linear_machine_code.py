@@ -39,7 +39,7 @@ def test_a_small_batch_is_read_in_sixteen_bytes_and_few_instructions(m, n, gpu):
     code, tile = compiled(m, n, gpu), tile_for(m, n)
     wide = code.widths("LDGSTS", in_loop=True)
     assert wide == {16: (tile.codes_per_thread + tile.bytes_of_x_per_thread) // 16, 4: 1}
-    assert len(code.loop) <= (4.5 if m == 1 else 5.8) * tile.codes_per_thread
+    assert len(code.loop) <= (4.5 if m == 1 else 6) * tile.codes_per_thread
 
 
 @pytest.mark.parametrize("gpu", GPUS)
