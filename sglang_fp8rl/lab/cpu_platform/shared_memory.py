@@ -10,6 +10,7 @@ is kept.
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,11 +27,13 @@ from ...wire.bucket import FILES, HEADER, READERS, file_of
 def check_shared_memory() -> None:
     """What is unpickled from now on maps shared memory only if it is all there.
 
-    Side effects: two functions of `torch.multiprocessing.reductions` are replaced.
+    Side effects: two functions of `torch.multiprocessing.reductions` are replaced, under the same names: a
+    pickle that is made here says them, and SGLang reads no others.
     """
-    if reductions.rebuild_storage_filename is not _mapped_by_name:
-        reductions.rebuild_storage_filename = _mapped_by_name
-        reductions.rebuild_storage_fd = _checked_by_descriptor(reductions.rebuild_storage_fd)
+    by_name, by_descriptor = reductions.rebuild_storage_filename, reductions.rebuild_storage_fd
+    if not hasattr(by_name, "__wrapped__"):
+        reductions.rebuild_storage_filename = functools.wraps(by_name)(_mapped_by_name)
+        reductions.rebuild_storage_fd = _checked_by_descriptor(by_descriptor)
 
 
 def _mapped_by_name(
@@ -129,6 +132,7 @@ def _is_mapped_by_its_sender(file: Path) -> bool:
 
 
 def _checked_by_descriptor(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def rebuild_storage_fd(cls: Any, descriptor: Any, size: int) -> Any:
         return original(cls, _Checked(descriptor, size), size)
 
