@@ -152,12 +152,12 @@ def scan_only(scheduler: Any) -> float:
 
 def build_plan(scheduler: Any) -> float:
     """Seconds that making the recipe takes, of a load that is recorded."""
-    from sglang_fp8rl.engine.replay import recipes
+    from sglang_fp8rl.engine.replay import learning
     from sglang_fp8rl.engine.replay.recipes import RecipeStore
 
     model_refit = commands.model_of(scheduler).fp8rl_refit
     plans, model_refit.recipes = model_refit.recipes, RecipeStore()
-    recipe_of, seconds = recipes._recipe_of, []
+    recipe_of, seconds = learning.recipe_of, []
 
     def timed(*arguments: Any) -> Any:
         began = time.perf_counter()
@@ -165,11 +165,11 @@ def build_plan(scheduler: Any) -> float:
         seconds.append(time.perf_counter() - began)
         return plan
 
-    recipes._recipe_of = timed  # type: ignore[assignment]
+    learning.recipe_of = timed  # type: ignore[assignment]
     try:
         load(scheduler)
     finally:
-        recipes._recipe_of, model_refit.recipes = recipe_of, plans
+        learning.recipe_of, model_refit.recipes = recipe_of, plans
     return seconds[0]
 
 

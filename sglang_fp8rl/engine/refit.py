@@ -42,8 +42,8 @@ from .native.observer import Observer
 from .native.pairs import PairTable
 from .native.recording import Recording
 from .registered import extensions
-from .replay.recipes import Recipe, RecipeStore
-from .replay.replay import replay
+from .replay.learning import learn
+from .replay.recipes import Recipe, RecipeStore, replay
 from .report.report import RefitReport
 
 
@@ -195,7 +195,7 @@ class ModelRefit:
                 if self.derived.is_needed:
                     self.derived.refresh(bucket.names)
         if call.recording is not None:
-            self.recipes.learn(call.recording, self.report, call, self.options)
+            learn(self.recipes, call.recording, self.report, call, self.options)
         return result
 
     def _arrived(self, weights: Any, *, may_replay: bool) -> tuple[Bucket | None, Recipe | None]:

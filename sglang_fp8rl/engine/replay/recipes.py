@@ -9,19 +9,20 @@ native path, by name.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...config import Options
-from ...numerics.runners import TableRunner, make_runner
-from ...numerics.write_table import CastTable
+from ...numerics.runners import TableRunner
+from ...numerics.write_table import BAD_SCALE, NAN_CODE, Kind
 from ..arrival.bucket import Bucket, FlatBucket
+from ..modules.packed_scales import are_no_exponents
 from ..native.call import Call
-from ..native.recording import Recording, Sample
+from ..native.pairs import bad_scale_error, nan_code_error
+from ..native.recording import Sample
 from ..report.report import Arrived, RefitReport
 
 # Tensors of all recipes together: a table row of 136 bytes each, its name and its layout. Four times
@@ -76,11 +77,15 @@ class ReplayCounts:
 
 
 class RecipeStore:
-    """Recipes by layout: few of them, the one longest unused goes first."""
+    """Recipes by layout: few of them, the one longest unused goes first.
+
+    Attributes:
+        never: keys of buckets that are left to SGLang's loaders.
+    """
 
     def __init__(self) -> None:
         self._recipes: OrderedDict[tuple, list[Recipe]] = OrderedDict()
-        self._never: set[tuple] = set()
+        self.never: set[tuple] = set()
         self.counts = ReplayCounts()
 
     def find(self, bucket: Bucket) -> Recipe | None:
@@ -109,39 +114,12 @@ class RecipeStore:
     def give_up(self, bucket: Bucket, reason: str) -> None:
         """Buckets like this one are left to SGLang's loaders from now on."""
         self._recipes.pop(bucket.key, None)
-        self._never.add(bucket.key)
+        self.never.add(bucket.key)
         self.counts.native_reasons[reason] += 1
 
     def forget(self) -> None:
         """What was written once and is not written again is gone with the memory."""
         self._recipes.clear()
-
-    def learn(
-        self, recording: Recording, report: RefitReport, call: Call, options: Options
-    ) -> None:
-        """After a call that succeeded: keep its recipe, or count why there is none."""
-        bucket = recording.bucket
-        if bucket.key in self._never:
-            return
-        for source, reason in call.observer.native.items():
-            recording.refuse(source, reason)
-        for reason in call.observer.unsourced:
-            recording.refuse(None, reason)
-        for position, name in enumerate(bucket.names):
-            if name in call.kv_scales:
-                recording.refused.setdefault(position, "a scale of the KV cache, read as it comes")
-            elif name not in call.touched and name not in call.unneeded:
-                recording.refused.setdefault(position, "no loader was called for it by name")
-        recipe = _recipe_of(recording, report, call, options)
-        self.counts.native_calls += 1
-        if recipe is not None:
-            self.add(bucket, recipe)
-        else:
-            whole = recording.refused.get(-1)
-            reasons = call.observer.unsourced or [whole] if whole else recording.refused.values()
-            self.counts.native_reasons.update(
-                set(reasons) or {"two tensors of it are written to one place"}
-            )
 
     def count_replayed(self, recipe: Recipe) -> None:
         self.counts.calls += 1
@@ -162,72 +140,73 @@ class RecipeStore:
         return {"recipes": len(self), **vars(self.counts), "native_reasons": reasons}
 
 
-def _recipe_of(
-    recording: Recording, report: RefitReport, call: Call, options: Options
-) -> Recipe | None:
-    """The recipe that a successful call was recorded for; None if it can't be replayed at all.
+_DEPENDS = "what SGLang's loaders do with some tensors of the bucket depends on the others"
 
-    It can't where writes go to several devices, or their boxes overlap.
+
+def replay(
+    call: Call,
+    bucket: Bucket,
+    recipe: Recipe,
+    recipes: RecipeStore,
+    report: RefitReport,
+    load_natively: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
+) -> Any:
+    """Write a bucket from its recipe; what that leaves to SGLang's loaders goes to them.
+
+    Returns:
+        what SGLang's `load_weights` returns, where it was needed.
     """
-    if -1 in recording.refused:
-        return None
-    bucket, native = recording.bucket, _native_of(recording)
-    rows, of_rows, boxes = recording.rows, recording.of_rows, recording.boxes
-    if native:
-        left = list(native)
-        is_ours = ~np.isin(of_rows[:, 0], left)
-        rows, of_rows = rows[is_ours], of_rows[is_ours]
-        boxes = boxes[~np.isin(boxes[:, 0], left)]
-    devices = {recording.targets[at].parameter.device for at in np.unique(of_rows[:, 1]).tolist()}
-    if report.coverage.overlap(boxes[:, 2]) or len(devices) > 1:
-        return None
-    targets = np.unique(boxes[:, 1])
-    owners = [recording.targets[at] for at in targets.tolist()]
-    memory = [tensor for one in owners for tensor in (one.parameter, one.scale)]
-    runner = make_runner(
-        CastTable.of_rows(rows, tuple(tensor for tensor in memory if tensor is not None)),
-        devices.pop() if devices else torch.device("cpu"),
-        pow2_scale=options.use_weight_pow2_scale,
-        round_to_bf16=options.round_to_bf16,
-    )
-    if runner is None:
-        return None
-    assert call.brings is not None
-    return Recipe(
-        layout=bucket.layout,
-        brings=call.brings._replace(has_taken=bool(call.touched)),
-        positions=of_rows[:, 0].copy(),
-        runner=runner,
-        native=native,
-        native_reach={
-            place
-            for place, sources in call.reached.items()
-            if any(source.position in native for source in sources)
-        },
-        regions=boxes[:, 2].copy(),
-        targets=targets,
-        samples=[one for one in recording.samples if one.position not in native],
-        owners=[(one.parameter, one.parameter.data_ptr()) for one in owners],
-        exponents=tuple(
-            pair.scale
-            for pair in recording.pairs
-            if pair.takes_exponents and pair.weight not in native
-        ),
-        metadata=bucket.metadata if isinstance(bucket, FlatBucket) else (),
-    )
+    if not _are_exponents(bucket, recipe.exponents):
+        return load_natively(bucket)  # refuses the pair by name
+    flags = recipe.runner.run(bucket.addresses())
+    if flags.any():
+        _note_bad_pieces(call, recipe, bucket, flags)
+    report.written_again(recipe.targets, recipe.regions)
+    _sample(recipe, bucket, report)
+    recipes.count_replayed(recipe)
+    result = None
+    if recipe.native:
+        result = load_natively(
+            [(bucket.names[at], bucket.tensor(at)) for at in sorted(recipe.native)]
+        )
+        if call.reached.keys() - recipe.native_reach:
+            recipes.give_up(bucket, _DEPENDS)
+            result = load_natively(bucket)
+    return result
 
 
-def _native_of(recording: Recording) -> dict[int, str]:
-    """What stays native, with the reason: of a pair both halves or neither."""
-    native = dict(recording.refused)
-    for position, count in recording.waiting.items():
-        if count:
-            native.setdefault(position, "half of an FP8 pair, the other is in another bucket")
-    pairs = [(one.weight, one.scale) for one in recording.pairs]
-    while any((weight in native) != (scale in native) for weight, scale in pairs):
-        for weight, scale in pairs:
-            reason = native.get(weight) or native.get(scale)
-            if reason is not None:
-                native.setdefault(weight, reason)
-                native.setdefault(scale, reason)
-    return native
+def _sample(recipe: Recipe, bucket: Bucket, report: RefitReport) -> None:
+    """Measure the SQNR of one write of each granularity that wants it."""
+    noise, sampled = report.refit.noise, set()
+    for one in recipe.samples:
+        if one.granularity not in sampled and noise.wants(one.granularity):
+            sampled.add(one.granularity)
+            view = one.write.repeat(bucket.tensor(one.position)).source
+            assert view is not None
+            noise.add(one.granularity, view, one.codes, one.scales)
+
+
+def _are_exponents(bucket: Bucket, positions: tuple[int, ...]) -> bool:
+    """Whether these scales of a bucket are powers of two: the table would copy any. Waits for a GPU."""
+    if not positions:
+        return True
+    scales = torch.cat([bucket.tensor(position).reshape(-1) for position in positions])
+    return not bool(are_no_exponents(scales).any())
+
+
+def _note_bad_pieces(call: Call, recipe: Recipe, bucket: Bucket, flags: Any) -> None:
+    """Put what the table did not write down to the names it came under."""
+    table = recipe.runner.table
+    for piece in table.bad_pieces(flags):
+        name = bucket.names[recipe.positions[piece]]
+        found = table.flags_of(flags, piece)
+        if table.pieces["kind"][piece] != Kind.CODES:
+            call.not_finite.append((name, torch.from_numpy(found.astype(bool))))
+            continue
+        codes = set(found.ravel().tolist())
+        if NAN_CODE in codes:
+            call.errors[name] = str(nan_code_error(name))
+        if BAD_SCALE in codes:
+            scale_name = bucket.names[recipe.positions[piece - 1]]
+            text = str(bad_scale_error(scale_name))
+            call.errors |= {name: text, scale_name: text}

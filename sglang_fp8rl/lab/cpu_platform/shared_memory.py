@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from ...errors import RefitError
-from ...wire.bucket import FILES, HEADER, READERS, file_of
+from ...wire.bucket import FILES, HEADER, READERS
 
 
 def check_shared_memory() -> None:
@@ -59,7 +59,7 @@ def _mapped_by_name(
 
 
 def _checked_file_of(handle: bytes) -> Path:
-    file = file_of(handle)
+    file = FILES / os.fsdecode(handle).removeprefix("/")
     if file.parent != FILES or not file.name.startswith("torch_"):
         raise RefitError(
             f"shared memory {os.fsdecode(handle)!r}",
