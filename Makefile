@@ -128,6 +128,7 @@ gpu-session-1:
 	$(ON_GPU) benchmarks/bench_fingerprint.py --device cuda | tee $(RESULTS)/fingerprint_gpu.jsonl
 gpu-session-2:
 	$(ON_GPU) benchmarks/bench_sass.py --json $(RESULTS)/sass.jsonl
+	$(ON_GPU) benchmarks/bench_linear_gpu.py --json $(RESULTS)/linear_gpu.jsonl
 gpu-session-3:
 	-$(ON_GPU) -c "from sglang_fp8rl.cli import app; app()" doctor
 	$(ON_GPU) benchmarks/bench_gpu_server.py --model qwen3-0.6b --budget-s 380 --json $(RESULTS)/server_gpu.jsonl

@@ -7,6 +7,11 @@ Per kernel: instructions a thread issues for each element of its own, registers,
 each load and store. The last column is a model, not a measurement: on an H200 (132 multiprocessors
 at 1.98 GHz with 4 issue slots each, 4.3 TB/s in a device copy) a tile takes the longest of its time
 in memory, its issue slots, and its own latency shared by the programs that fit at once.
+
+The second table is of the product with stored codes, by the same model: the share of the time that the codes
+alone would take in memory. A layer takes the longest of that; of the busiest multiprocessor's issue slots; of
+codes and tokens on their way out of the cache (5,120 bytes a cycle, NVIDIA's number for an A100: there is none for
+later GPUs); and of its programs' latency, where their loads ahead don't hide it. What a launch takes is not in it.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from typing import Annotated, Any
 
 import measured
 import typer
+from linear_code import HOPPER_SHARED, MULTIPROCESSORS, compiled, tile_for
 from rich.console import Console
 from rich.table import Table
 from sass import MachineCode, compile_kernel
@@ -32,7 +38,13 @@ MAX_REGISTERS = 64
 # The model's machine.
 SLOTS, BYTES_PER_CYCLE = 4, 4.3e12 / 132 / 1.98e9
 REGISTERS, MAX_THREADS = 65536, 2048
-LATENCY = 4 * 700  # cycles: three numbers from the table one after the other, then the tile
+ACCESS = 700  # cycles of latency
+LATENCY = 4 * ACCESS  # three numbers from the table one after the other, then the tile
+CACHE_BYTES_PER_CYCLE = 5120
+# Rows and columns of Qwen3-8B's layers: gate and up, down, QKV, output.
+LAYERS = ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096))
+TOKENS = (1, 16, 64)
+LINEAR_LIMITS = {1: 4.5, 16: 4.5, 64: 6.0}  # instructions for each code
 
 
 @dataclass(frozen=True)
@@ -136,6 +148,40 @@ def row_of(case: Case, capability: int) -> dict[str, Any]:
     }
 
 
+def programs_at_once(code: MachineCode, warps: int) -> int:
+    """Of one multiprocessor."""
+    by_registers = REGISTERS // (-(-code.registers // 8) * 8 * 32 * warps)
+    return max(1, min(by_registers, HOPPER_SHARED // code.shared, MAX_THREADS // 32 // warps))
+
+
+def linear_row(m: int, n: int, k: int) -> dict[str, Any]:
+    """The product of `m` tokens with a layer of `[n, k]` codes, see this module's docstring."""
+    code, tile = compiled(m, n, 90), tile_for(m, n)
+    programs = -(-m // tile.tokens) * -(-n // tile.rows)
+    busiest, steps = -(-programs // MULTIPROCESSORS), -(-k // tile.columns)
+    issued = len(code.loop) * steps + len(code.executed) - len(code.loop)
+    in_turn = -(-busiest // programs_at_once(code, tile.warps))
+    cycles = {
+        "memory": n * k / BYTES_PER_CYCLE / MULTIPROCESSORS,
+        "issue": busiest * issued * tile.warps / SLOTS,
+        "cache": (n * k + programs * min(m, tile.tokens) * 2 * k) / CACHE_BYTES_PER_CYCLE,
+        "latency": in_turn * (1 + steps / (tile.stages - 1)) * ACCESS,
+    }
+    limit = max(cycles, key=lambda name: cycles[name])
+    return {
+        "benchmark": "sass_linear",
+        "tokens": m,
+        "layer": f"{n} × {k}",
+        "instructions_per_code": round(len(code.loop) / tile.codes_per_thread, 2),
+        "registers": code.registers,
+        "spilled_bytes": code.spilled,
+        "programs": programs,
+        "limit": limit,
+        "modelled_share_of_weights_bandwidth": round(cycles["memory"] / cycles[limit], 2),
+        "triton": metadata.version("triton"),
+    }
+
+
 def main(
     guard: Annotated[
         bool, typer.Option("--guard", help="sm_90 alone, and only what has a limit")
@@ -156,7 +202,15 @@ def main(
     console = Console()
     console.width = max(console.width, 160)
     console.print(table)
-    measured.append(json_path, rows)
+    products = [linear_row(m, *layer) for layer in LAYERS[: 1 if guard else None] for m in TOKENS]
+    table = Table(title="product with stored codes, sm_90")
+    for column in ("tokens", "layer", "instructions per code", "registers", "spilled", "programs",
+                   "limit", "of the weights' bandwidth (model)"):  # fmt: skip
+        table.add_column(column)
+    for row in products:
+        table.add_row(*map(str, list(row.values())[1:-1]))
+    console.print(table)
+    measured.append(json_path, [*rows, *products])
     missed = [
         row["case"]
         for row in rows
@@ -166,6 +220,11 @@ def main(
             or row["registers"] > MAX_REGISTERS
             or row["spilled_bytes"] > 16
         )
+    ]
+    missed += [
+        f"{row['tokens']} tokens × {row['layer']}"
+        for row in products
+        if row["instructions_per_code"] > LINEAR_LIMITS[row["tokens"]] or row["spilled_bytes"]
     ]
     if missed:
         console.print(f"[red]above the limits: {', '.join(missed)}[/red]")

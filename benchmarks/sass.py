@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class Instruction:
     @property
     def target(self) -> int | None:
         """Where a branch goes."""
-        found = re.search(r"(?:BRA|CALL\S*)\s.*?(0x[0-9a-f]+)", self.text)
+        found = re.search(r"(?:BRA|CALL)\S*\s.*?(0x[0-9a-f]+)", self.text)
         return int(found[1], 16) if found else None
 
 
@@ -42,24 +43,27 @@ class MachineCode:
     Attributes:
         executed: instructions that a thread issues on the common way: no slow path of a division, no
             exit before the end, loops once, every block behind a condition.
+        loop: of these, those between the longest way back and its target, if a tensor core is among them.
         spilled: bytes of stack.
         shared: bytes of shared memory.
     """
 
     executed: list[Instruction]
+    loop: list[Instruction]
     registers: int
     spilled: int
     shared: int
     ptx: str = field(repr=False)
 
-    def count(self, operation: str) -> int:
+    def count(self, operation: str, *, in_loop: bool = False) -> int:
         """Executed instructions whose operation begins so."""
-        return sum(one.operation.startswith(operation) for one in self.executed)
+        where = self.loop if in_loop else self.executed
+        return sum(one.operation.startswith(operation) for one in where)
 
-    def widths(self, operation: str) -> Counter[int]:
-        """Bytes of each LDG or STG, with their number."""
+    def widths(self, operation: str, *, in_loop: bool = False) -> Counter[int]:
+        """Bytes of each LDG, LDGSTS or STG, with their number."""
         found: Counter[int] = Counter()
-        for one in self.executed:
+        for one in self.loop if in_loop else self.executed:
             if one.operation.startswith(operation):
                 bits = next((b for b in (256, 128, 64, 16, 8) if f"{b}" in one.operation.split(".")
                              or f"U{b}" in one.operation.split(".")), 32)  # fmt: skip
@@ -72,6 +76,7 @@ def compile_kernel(
     constants: dict[str, Any],
     capability: int = 90,
     types: dict[str, str] | None = None,
+    divisible: Collection[str] = (),
     **options: Any,
 ) -> MachineCode:
     """Compile for a compute capability (90 is Hopper) with the Triton that is installed.
@@ -79,6 +84,7 @@ def compile_kernel(
     Args:
         types: of the arguments that are no constants; default those of a table's kernels. Pointers
             are taken to be aligned.
+        divisible: integers among them that 16 divides.
     """
     types = types or _TABLE
     position = {argument: i for i, argument in enumerate(kernel.arg_names)}
@@ -90,7 +96,7 @@ def compile_kernel(
         attrs={
             (position[name],): [["tt.divisibility", 16]]
             for name, kind in types.items()
-            if kind.startswith("*")
+            if kind.startswith("*") or name in divisible
         },
     )
     compiled = compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -99,8 +105,10 @@ def compile_kernel(
     registers = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", resources)
     assert registers is not None, resources
     count, spilled, shared = map(int, registers.groups())
-    executed = _executed(_instructions(_cuobjdump("-sass", cubin)))
-    return MachineCode(executed, count, spilled, shared, compiled.asm["ptx"])
+    instructions = _instructions(_cuobjdump("-sass", cubin))
+    shared = max(shared, compiled.metadata.shared)  # what a launch adds is not in the cubin
+    ptx = compiled.asm["ptx"]
+    return MachineCode(_executed(instructions), _loop(instructions), count, spilled, shared, ptx)
 
 
 def _cuobjdump(option: str, cubin: bytes) -> str:
@@ -143,3 +151,14 @@ def _executed(instructions: list[Instruction]) -> list[Instruction]:
             if not one.predicated or calls:
                 i = target
     return done
+
+
+def _loop(instructions: list[Instruction]) -> list[Instruction]:
+    at = {one.address: i for i, one in enumerate(instructions)}
+    found: list[Instruction] = []
+    for i, one in enumerate(instructions):
+        target = at.get(one.target or -1, i) if one.operation.startswith("BRA") else i
+        body = instructions[target : i + 1]
+        if len(body) > len(found) and any("MMA" in inner.operation for inner in body):
+            found = body
+    return found

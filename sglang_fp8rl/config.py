@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -57,6 +58,8 @@ class Options(BaseModel):
     ignored_layers: _Patterns = ()
     modules_to_not_convert: _Patterns = ()  # the same, as Hugging Face writes it
     misaligned: Literal["per_channel", "bf16", "error"] = "per_channel"
+    activations: Literal["fp8", "bf16"] = "fp8"  # nothing that is stored depends on it
+    bf16_activations: _Patterns = ()  # modules that keep theirs while the others' are quantized
     num_first_layers_in_bf16: NonNegativeInt = 0
     num_last_layers_in_bf16: NonNegativeInt = 0
     use_weight_pow2_scale: bool = False
@@ -71,47 +74,6 @@ class Options(BaseModel):
     def patterns(self) -> tuple[str, ...]:
         """Everything that names modules to leave alone."""
         return self.ignored_layers + self.modules_to_not_convert
-
-    def patterns_for(
-        self, prefix: str, fused_parts: Mapping[str, Sequence[str]]
-    ) -> tuple[str, ...]:
-        """The patterns that cover this module; empty if it is to be quantized.
-
-        A fused module is covered when the patterns cover it or all of its parts.
-
-        Args:
-            fused_parts: name of a fused module to the names of its parts.
-
-        Raises:
-            ConfigError: the patterns cover some parts of a fused module and not others.
-        """
-        direct = self._pattern_for(prefix)
-        if direct:
-            return (direct,)
-        parent, dot, leaf = prefix.rpartition(".")
-        parts = fused_parts.get(leaf, ())
-        found = [self._pattern_for(parent + dot + part) for part in parts]
-        covered = [part for part, pattern in zip(parts, found, strict=True) if pattern]
-        if covered and len(covered) < len(parts):
-            raise ConfigError(
-                prefix,
-                f"ignored_layers covers {covered} of its parts {list(parts)}",
-                "a fused module has one scheme",
-                f"Ignore all of {list(parts)} or none.",
-            )
-        return tuple(dict.fromkeys(filter(None, found)))
-
-    def _pattern_for(self, prefix: str) -> str:
-        bare = prefix.removeprefix("model.")
-        for pattern in self.patterns:
-            stem = pattern.removeprefix("model.")
-            if pattern.startswith("re:"):
-                is_covered = re.fullmatch(pattern[3:], prefix) is not None
-            else:
-                is_covered = bare == stem or bare.startswith(stem + ".")
-            if is_covered:
-                return pattern
-        return ""
 
     def layer_reason(self, prefix: str, num_layers: int | None) -> str:
         """Why a module of that prefix stays in high precision by its layer's number, or empty.
@@ -147,13 +109,17 @@ class Options(BaseModel):
         """
         given = {key: value for key, value in config.items() if key not in _HOST_KEYS}
         _check_keys(given, list(cls.model_fields))
-        for name in ("ignored_layers", "modules_to_not_convert"):  # Hugging Face writes null
+        for name in (
+            "ignored_layers",
+            "modules_to_not_convert",
+            "bf16_activations",
+        ):  # Hugging Face writes null
             given[name] = given.get(name) or ()
         from_env = map(str.strip, os.environ.get("SGLANG_FP8_IGNORED_LAYERS", "").split(","))
         if isinstance(given["ignored_layers"], (list, tuple)):
             given["ignored_layers"] = [*given["ignored_layers"], *filter(None, from_env)]
         try:
-            return cls.model_validate_json(json.dumps(given, default=repr))
+            options = cls.model_validate_json(json.dumps(given, default=repr))
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
@@ -164,6 +130,15 @@ class Options(BaseModel):
                 field.description or first["msg"].removeprefix("Value error, "),
                 f"Correct it, or leave it out: the default is {json.dumps(field.default)}.",
             ) from error
+        for name in ("bf16_activations", "use_activation_pow2_scale"):
+            if options.activations == "bf16" and getattr(options, name):
+                raise ConfigError(
+                    name,
+                    f"{getattr(options, name)!r} with activations='bf16'",
+                    "it is about activations that are quantized, and none are",
+                    "Leave one of the two options out.",
+                )
+        return options
 
 
 def _check_keys(given: Mapping[str, Any], known: list[str]) -> None:
@@ -176,3 +151,56 @@ def _check_keys(given: Mapping[str, Any], known: list[str]) -> None:
             f"known keys are {', '.join(known)}",
             f"Did you mean {near[0]!r}?" if near else "Remove it.",
         )
+
+
+@dataclass(frozen=True)
+class ModulePatterns:
+    """Decides whether a module prefix is covered by the patterns of an option.
+
+    Attributes:
+        used: patterns that covered one so far.
+    """
+
+    option: str
+    patterns: tuple[str, ...]
+    packed_modules_mapping: Mapping[str, Sequence[str]]
+    used: set[str] = field(default_factory=set)
+
+    def match(self, prefix: str) -> tuple[str, ...]:
+        """The patterns that cover this module; empty if none does.
+
+        A fused module is covered when the patterns cover it or all of its parts.
+
+        Raises:
+            ConfigError: the patterns cover some parts of a fused module and not others.
+        """
+        direct = self._match_one(prefix)
+        parent, _, leaf = prefix.rpartition(".")
+        parts = [] if direct else list(self.packed_modules_mapping.get(leaf, ()))
+        above = f"{parent}." if parent else ""
+        found = [self._match_one(above + part) for part in parts] or [direct]
+        if all(found):
+            self.used.update(found)
+            return tuple(dict.fromkeys(found))
+        if any(found):
+            covered = [part for part, hit in zip(parts, found, strict=True) if hit]
+            verb = "Ignore" if self.option == "ignored_layers" else "Name"
+            raise ConfigError(
+                prefix,
+                f"{self.option} covers {covered} of its parts {parts}",
+                "a fused module has one scheme",
+                f"{verb} all of {parts} or none.",
+            )
+        return ()
+
+    def _match_one(self, prefix: str) -> str:
+        bare = prefix.removeprefix("model.")
+        for pattern in self.patterns:
+            if pattern.startswith("re:"):
+                if re.fullmatch(pattern[3:], prefix):
+                    return pattern
+            else:
+                stem = pattern.removeprefix("model.")
+                if bare == stem or bare.startswith(stem + "."):
+                    return pattern
+        return ""

@@ -31,10 +31,18 @@ class Scheme:
     granularity: Granularity
     cause: Cause = Cause.ALIGNED
     reason: str = ""  # the value and the rule that decided, in words; empty for blockwise
+    keeps_activations: bool = (
+        False  # an FP8 module's stay in BF16: nothing that is stored depends on it
+    )
 
     @property
     def is_fp8(self) -> bool:
         return self.granularity is not Granularity.HIGH_PRECISION
+
+    @property
+    def activations(self) -> str:
+        """`fp8` or `bf16`, as the plan says it."""
+        return "fp8" if self.is_fp8 and not self.keeps_activations else "bf16"
 
 
 def misalignment(

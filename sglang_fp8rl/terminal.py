@@ -79,7 +79,8 @@ def plan_table(plan: Iterable[dict[str, str]], title: str = "plan") -> Table:
     table.add_column("scheme", no_wrap=True)
     table.add_column("reason", overflow="fold")
     for module, scheme, reason in grouped(plan):
-        table.add_row(module, scheme, reason or "–", style=_STYLES.get(scheme, "dim"))
+        style = _STYLES.get(scheme.partition(",")[0], "dim")
+        table.add_row(module, scheme, reason or "–", style=style)
     return table
 
 
@@ -89,7 +90,9 @@ def grouped(plan: Iterable[dict[str, str]]) -> list[tuple[str, str, str]]:
     for row in plan:
         found = _NUMBER.search(row["module"])
         pattern = _NUMBER.sub("{}", row["module"], count=1)
-        key = (pattern, row["scheme"], row["reason"])
+        is_kept = row["scheme"] != "high_precision" and row.get("activations") == "bf16"
+        scheme = f"{row['scheme']}, bf16 activations" if is_kept else row["scheme"]
+        key = (pattern, scheme, row["reason"])
         groups.setdefault(key, []).extend([int(found.group())] if found else [])
     return [
         (pattern.replace("{}", _ranges(numbers)) if numbers else pattern, scheme, reason)

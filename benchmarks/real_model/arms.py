@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.lab.cpu_platform.cpu_linear import ACTIVATION_QUANT_VARIABLE
 
 BASELINE, DEFAULT = "bf16", "fp8_blockwise"
 
@@ -44,7 +43,7 @@ ARMS = {
         Arm("fp8_per_channel", "one scale a row", options={"granularity": "per_channel"}),
         Arm("fp8_direct", "FP32 to FP8 without BF16", options={"round_to_bf16": False}),
         Arm("fp8_pow2", "weight scales 2^n", options={"use_weight_pow2_scale": True}),
-        Arm("fp8_weights_only", "activations stay BF16", env={ACTIVATION_QUANT_VARIABLE: "0"}),
+        Arm("fp8_weights_only", "activations stay BF16", options={"activations": "bf16"}),
         Arm("fp8_kv_cache", "KV cache in e4m3 too", args=("--kv-cache-dtype=fp8_e4m3",)),
         Arm("without_down", "down_proj in BF16", options=_without(r"\.down_proj")),
         Arm("without_gate_up", "gate_up_proj in BF16", options=_without(r"\.gate_up_proj")),

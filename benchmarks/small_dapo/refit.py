@@ -39,7 +39,7 @@ class FullSender:
         self.client = RefitClient(url)
 
     def send(self, masters: Mapping[str, torch.Tensor]) -> SentFigures:
-        sent = self.client.update(self.tensors(masters), tp_size=1)
+        sent = self.client.update(self.tensors(masters))
         return SentFigures(sent.nbytes, sent.seconds)
 
     def tensors(self, masters: Mapping[str, torch.Tensor]) -> Iterable[NamedTensor]:
@@ -73,7 +73,7 @@ class QuantizedSender(FullSender):
     def send(self, masters: Mapping[str, torch.Tensor]) -> SentFigures:
         began = perf_counter()
         quantized = dict(quantize_for_refit(self.tensors(masters), self._plan))
-        sent = self.client.update(quantized.items(), tp_size=1, plan=self._plan)
+        sent = self.client.update(quantized.items(), plan=self._plan)
         seconds = perf_counter() - began
         difference = changed(self._last, quantized) if self._last else None
         self._last = quantized

@@ -69,7 +69,6 @@ class RefitClient:
         *,
         bucket_bytes: int = 512 << 20,
         load_format: str | None = "flattened_bucket",
-        tp_size: int | None = None,
         on_bucket: Progress | None = None,
         plan: RefitPlan | None = None,
         verify: bool = False,
@@ -87,7 +86,6 @@ class RefitClient:
             bucket_bytes: a bucket ends before the tensor that would pass this size. A single
                 larger tensor is a bucket of its own.
             load_format: "flattened_bucket" (one shared buffer a bucket), or None (one each).
-            tp_size: ranks of the server; asked from it if None.
             on_bucket: called after each bucket with the tensors and bytes sent so far.
             plan: that `named_tensors` were quantized by; compared with the server's first.
             verify: prove afterwards that the server holds what was sent, byte for byte, wherever it
@@ -123,7 +121,6 @@ class RefitClient:
             named_tensors,
             bucket_bytes=bucket_bytes,
             load_format=load_format,
-            tp_size=tp_size,
             on_bucket=on_bucket,
         )
         unproven: Mapping[str, str] = {}

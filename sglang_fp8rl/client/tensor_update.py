@@ -78,7 +78,6 @@ class TensorUpdate:
         *,
         bucket_bytes: int,
         load_format: str | None,
-        tp_size: int | None,
         on_bucket: Progress | None,
     ) -> None:
         """Send all of them in a session, a bucket being made while the server has the one before.
@@ -103,9 +102,7 @@ class TensorUpdate:
             for bucket, is_last in itertools.chain([first], buckets):
                 if staging is not None:
                     staging.least = 0 if is_last else bucket_bytes
-                payload = payload_of(
-                    bucket, load_format, tp_size or self._tp_size, self.is_ours, staging
-                )
+                payload = payload_of(bucket, load_format, self._tp_size, self.is_ours, staging)
                 if answer is not None:
                     self._count(answer.result(), on_bucket)
                 answer = poster.submit(self._post_payload, payload, load_format, is_last)

@@ -76,22 +76,24 @@ def projected(rows: Rows, gain: torch.Tensor) -> torch.Tensor:
     """
     weight, g = rows.weight.detach(), gain.detach().double().abs()
     columns = weight.shape[1]
-    if rows.scales is None:
-        bound, _ = _norms(weight, None, g)
-    else:  # and activations in e4m3
-        scales, width = rows.scales.detach().double().abs(), _BLOCK
+    of_row, of_block = g.new_ones(1), g.new_ones(-(-len(weight) // _BLOCK), 1)
+    if rows.scales is not None:
+        scales = rows.scales.detach().double().abs()
         if scales.shape == (len(weight), 1):
-            norms, width = scales[:, 0] * _norms(weight, None, g), columns
+            of_row = scales[:, 0]
         else:
-            norms = _norms(weight, scales, g)
-        bound = norms[0] * (1 + _E4M3) + norms[1] * _SUBNORMAL * math.sqrt(width)
-    bound = math.sqrt(columns) * bound
+            of_block = scales
+    exact, bounding = of_row * _norms(weight, of_block, g)
+    if rows.scales is not None:  # and activations in e4m3, which share a scale in a group
+        in_group = math.sqrt(columns // of_block.shape[1])
+        exact = exact * (1 + _E4M3) + bounding * _SUBNORMAL * in_group
+    bound = math.sqrt(columns) * exact
     if rows.bias is not None:
         bound = bound + rows.bias.detach().double().abs()
     return bound * _SLACK
 
 
-def _norms(weight: torch.Tensor, scales: torch.Tensor | None, g: torch.Tensor) -> torch.Tensor:
+def _norms(weight: torch.Tensor, scales: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """`|w * s * g|_2` of each row, and `|w * s * G|_2`: in a group of columns an activation is at most its
     largest gain `G` times the norm of `n` in the group.
 
@@ -99,26 +101,23 @@ def _norms(weight: torch.Tensor, scales: torch.Tensor | None, g: torch.Tensor) -
     nothing of the weight's size is allocated.
 
     Args:
-        scales: FP64 `[R / 128, K / 128]`; None for 1, and one group of all columns.
+        scales: FP64 `[R / 128, groups]`.
         g: FP64 `[K]`.
 
     Returns:
         FP64 `[2, R]`.
     """
-    groups = 1 if scales is None else scales.shape[1]
-    width, blocks = len(g) // groups, -(-len(weight) // _BLOCK)
-    largest = g.view(groups, width).amax(1).clamp_min(_AMAX_FLOOR)
-    factors = torch.stack([g, largest.repeat_interleave(width)])[:, None]  # [2, 1, K]
-    if scales is not None:
-        factors = factors * scales.repeat_interleave(width, 1)
-    factors = factors.expand(2, blocks, len(g))
+    width = len(g) // scales.shape[1]
+    largest = g.view(-1, width).amax(1).clamp_min(_AMAX_FLOOR)
+    gains = torch.stack([g, largest.repeat_interleave(width)])  # [2, K]
     if weight.dtype == FP8_DTYPE and weight.device.type == "cpu" and is_there("numba"):
         from .cpu.row_norms import row_norms
 
-        return row_norms(weight, factors, _BLOCK)
+        return row_norms(weight, scales, gains, _BLOCK)
     found = []
-    for chunk, of_chunk in zip(weight.split(_BLOCK), factors.unbind(1), strict=True):
-        found.append(torch.linalg.vector_norm(chunk.double() * of_chunk[:, None], dim=2))
+    for chunk, of_chunk in zip(weight.split(_BLOCK), scales, strict=True):
+        factors = of_chunk.repeat_interleave(width) * gains
+        found.append(torch.linalg.vector_norm(chunk.double() * factors[:, None], dim=2))
     return torch.cat(found, 1)
 
 
@@ -135,10 +134,7 @@ def rotated(bound: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def normed(gain: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Bound on every channel of a head behind its own RMSNorm and a rotary embedding: FP64 scalar.
-
-    Args:
-        gain: `[head_dim]`, the norm's weight.
-    """
+    """Bound on every channel of a head behind its own RMSNorm, with weight `gain` `[head_dim]`, and a
+    rotary embedding: FP64 scalar."""
     largest = gain.detach().double().abs().amax()
     return math.sqrt(gain.numel()) * largest * rotation.gain * _SLACK

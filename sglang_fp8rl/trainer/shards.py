@@ -90,18 +90,17 @@ class Piece:
             return local
         from torch.distributed.tensor import DTensor
 
-        mesh, placements = self.sent.device_mesh, self.sent.placements
-        expected, at = _box_of(full_shape, mesh, placements)
-        if (expected, at) != (tuple(local.shape), start):
-            raise RefitError(
-                name,
-                f"shards of {tuple(local.shape)} at {start} of {full_shape}",
-                f"a DTensor would be cut into {expected} at {at}",
-                "Gather it first (tensor.full_tensor()).",
-            )
+        expected = _box_of(full_shape, self.sent)
+        if expected != (tuple(local.shape), start):
+            raise _gather_first(name, (tuple(local.shape), start), f"it is cut into {expected}")
         full = torch.empty(full_shape, device="meta")
         return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+            local,
+            self.sent.device_mesh,
+            self.sent.placements,
+            run_check=False,
+            shape=full.shape,
+            stride=full.stride(),
         )
 
 
@@ -113,28 +112,18 @@ def piece_of(name: str, sent: Any) -> Piece:
     """
     if isinstance(sent, LocalShard):
         return Piece(sent, sent.tensor.detach(), sent.full_shape, sent.start)
-    if hasattr(sent, "to_local") and hasattr(sent, "placements"):
+    if hasattr(sent, "full_tensor"):
         from torch.distributed.tensor import Replicate, Shard
 
         # By exact class: a strided shard's rows lie apart, and a partial sum is no weight yet.
-        odd = [one for one in sent.placements if type(one) not in (Shard, Replicate)]
-        if odd:
-            raise RefitError(
-                name,
-                f"a DTensor placed as {tuple(sent.placements)}",
-                "shards are boxes: Shard(dim) or Replicate() on every mesh dimension",
-                "Gather it first (tensor.full_tensor()).",
-            )
-        local = sent.to_local().detach()
-        shape, start = _box_of(tuple(sent.shape), sent.device_mesh, sent.placements)
+        if any(type(one) not in (Shard, Replicate) for one in sent.placements):
+            rule = "shards are boxes: Shard(dim) or Replicate() on every mesh dimension"
+            raise _gather_first(name, tuple(sent.placements), rule)
+        local, full_shape = sent.to_local().detach(), tuple(sent.shape)
+        shape, start = _box_of(full_shape, sent)
         if shape != tuple(local.shape):
-            raise RefitError(
-                name,
-                f"a local shard of {tuple(local.shape)} where {shape} was expected",
-                f"{tuple(sent.shape)} is cut evenly over {tuple(sent.device_mesh.shape)}",
-                "Gather it first (tensor.full_tensor()).",
-            )
-        return Piece(sent, local, tuple(sent.shape), start)
+            raise _gather_first(name, tuple(local.shape), f"{full_shape} is cut into {shape}")
+        return Piece(sent, local, full_shape, start)
     if not isinstance(sent, torch.Tensor):
         raise RefitError(
             name,
@@ -144,6 +133,22 @@ def piece_of(name: str, sent: Any) -> Piece:
         )
     local = sent.detach()
     return Piece(local, local, tuple(local.shape), (0,) * local.dim())
+
+
+def _box_of(full_shape: Box, like: Any) -> tuple[Box, Box]:
+    """Shape and start of this rank's box of a tensor that is placed as a DTensor is."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, start = compute_local_shape_and_global_offset(
+        full_shape, like.device_mesh, like.placements
+    )
+    return tuple(shape), tuple(start)
+
+
+def _gather_first(name: str, found: object, rule: str) -> RefitError:
+    return RefitError(
+        name, f"a DTensor with {found}", rule, "Gather it first (tensor.full_tensor())."
+    )
 
 
 def full_tensors(named_tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -161,7 +166,7 @@ def full_tensors(named_tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str
         if not hasattr(tensor, "full_tensor"):
             yield name, tensor
         elif tensor.element_size() == 1:
-            yield name, _as_bytes(tensor).full_tensor().view(tensor.dtype)
+            yield name, tensor.view(torch.uint8).full_tensor().view(tensor.dtype)
         else:
             yield name, tensor.full_tensor()
 
@@ -194,24 +199,3 @@ def assemble(name: str, shards: Iterable[LocalShard]) -> torch.Tensor:
             "Gather over all ranks that hold a part of it.",
         )
     return full
-
-
-def _as_bytes(tensor: Any) -> Any:
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        tensor.to_local().view(torch.uint8),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-
-
-def _box_of(full_shape: Box, mesh: Any, placements: Any) -> tuple[Box, Box]:
-    """Local shape and start of a DTensor on this rank."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, start = compute_local_shape_and_global_offset(full_shape, mesh, placements)
-    return tuple(shape), tuple(start)

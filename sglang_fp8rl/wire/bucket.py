@@ -63,7 +63,7 @@ def flatten(
     metadata, end = [], 0
     for name, tensor in named_tensors:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        end = start + nbytes_of(tensor)
+        end = start + tensor.nbytes
         metadata.append(
             SimpleNamespace(
                 name=name,
@@ -89,13 +89,12 @@ def in_shared_memory(named_tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
     Without that, torch moves each into a file of its own when it is pickled, and the trainer's weights
     stay there for good.
     """
-    positions = [at for at, (_, one) in enumerate(named_tensors) if one.device.type == "cpu"]
-    copied = list(named_tensors)
-    if positions:
-        flat, metadata = flatten([named_tensors[at] for at in positions])
-        for at, meta in zip(positions, metadata, strict=True):
-            copied[at] = (meta.name, _place_in(flat, meta))
-    return copied
+    sent = dict(named_tensors)
+    of_a_cpu = [(name, one) for name, one in named_tensors if one.device.type == "cpu"]
+    if of_a_cpu:
+        flat, metadata = flatten(of_a_cpu)
+        sent |= {meta.name: _place_in(flat, meta) for meta in metadata}
+    return list(sent.items())
 
 
 def _place_in(flat: torch.Tensor, meta: SimpleNamespace) -> torch.Tensor:
@@ -176,7 +175,7 @@ def payload_of(
         content = {"flattened_tensor": memory, "metadata": layout}
         if staging is not None:
             content["is_staged"] = True
-    nbytes = sum(nbytes_of(tensor) for _, tensor in bucket)
+    nbytes = sum(tensor.nbytes for _, tensor in bucket)
     return Payload([serialize(content) for _ in range(ranks)], memory, len(bucket), nbytes)
 
 
@@ -190,11 +189,6 @@ def _shared_by_file_name() -> Iterator[None]:
         yield
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
-
-
-def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of the elements, whatever the strides."""
-    return tensor.numel() * tensor.element_size()
 
 
 def buckets_of(
@@ -217,11 +211,10 @@ def buckets_of(
                 "Look at what the trainer's iterator yields; the update was ended there.",
             )
         seen.add(name)
-        nbytes = nbytes_of(tensor)
-        if bucket and size + nbytes > limit:
+        if bucket and size + tensor.nbytes > limit:
             yield bucket, False
             bucket, size = [], 0
         bucket.append((name, tensor))
-        size += nbytes
+        size += tensor.nbytes
     if bucket:
         yield bucket, True

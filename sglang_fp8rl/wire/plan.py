@@ -72,12 +72,14 @@ class ModulePlan:
         scheme: `blockwise`, `per_channel` or `high_precision`.
         cause: what decided.
         reason: the same in words, with the value and the rule; empty for blockwise.
+        activations: `fp8`, or `bf16` where the module multiplies with them as they are.
     """
 
     module: str
     scheme: str
     cause: Cause
     reason: str
+    activations: str
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from _options import overridden
+from _served import QUANTIZED
 from block_fp8 import BLOCK_FP8_CONFIG, quantized, quantized_names
 from forked import run_forked
 
 from sglang_fp8rl.client import RefitClient
-from sglang_fp8rl.lab.cpu_platform.cpu_linear import ACTIVATION_QUANT_VARIABLE
 from sglang_fp8rl.lab.testing.checkpoints import (
     make_config,
     make_state_dict,
@@ -113,11 +114,11 @@ def test_unquantized_server_computes_the_model(
 
 
 @pytest.mark.slow
-def test_native_fp8_server_multiplies_by_the_dequantized_weights(
-    server: Any, fp8_checkpoint: Path, state_dict: dict[str, torch.Tensor]
+def test_with_activations_in_bf16_a_server_multiplies_by_the_dequantized_weights(
+    server: Any, dense_checkpoint: Path, state_dict: dict[str, torch.Tensor]
 ) -> None:
-    """Activation quantization off: the weights alone, to BF16 rounding."""
-    running = server(fp8_checkpoint, env={ACTIVATION_QUANT_VARIABLE: "0"})
+    """The weights alone, to BF16 rounding."""
+    running = server(dense_checkpoint, QUANTIZED, *overridden(activations="bf16"))
     got = prompt_logprobs(running)
     assert error(got, oracle_logprobs(served_weights(state_dict))) < 0.05
     assert error(got, oracle_logprobs(state_dict)) > 0.1

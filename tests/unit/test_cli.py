@@ -184,10 +184,12 @@ def test_a_plan_puts_layers_that_are_alike_into_one_row():
         {"module": f"model.layers.{number}.mlp.down_proj", "scheme": scheme, "reason": ""}
         for number, scheme in rows
     ] + [{"module": "lm_head", "scheme": "high_precision", "reason": "ignored"}]
+    plan.append({**plan[0], "module": "model.layers.4.mlp.down_proj", "activations": "bf16"})
     assert grouped(plan) == [
         ("model.layers.{0-1,3}.mlp.down_proj", "blockwise", ""),
         ("model.layers.2.mlp.down_proj", "per_channel", ""),
         ("lm_head", "high_precision", "ignored"),
+        ("model.layers.4.mlp.down_proj", "blockwise, bf16 activations", ""),
     ]
 
 

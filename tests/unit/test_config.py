@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_fp8rl.config import Options
+from sglang_fp8rl.config import ModulePatterns, Options
 from sglang_fp8rl.errors import ConfigError
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -44,6 +44,8 @@ def test_an_unknown_key_is_refused_with_the_known_ones_and_a_guess():
         ("unknown_names", "ignore"),
         ("num_first_layers_in_bf16", -1),
         ("num_last_layers_in_bf16", True),
+        ("activations", "bfloat16"),
+        ("bf16_activations", ["re:("]),
         ("use_weight_pow2_scale", 1),
         ("round_to_bf16", "no"),
     ],
@@ -59,37 +61,51 @@ def test_the_environment_adds_ignored_layers(monkeypatch):
     assert options.ignored_layers == ("model.layers.7", "model.layers.0", "model.layers.3.mlp")
 
 
+@pytest.mark.parametrize(
+    "option", [{"bf16_activations": ["model"]}, {"use_activation_pow2_scale": True}]
+)
+def test_an_option_about_quantized_activations_is_refused_where_there_are_none(option):
+    (name,) = option
+    Options.from_dict(option)
+    with pytest.raises(ConfigError, match=f"{name}: .*activations='bf16'"):
+        Options.from_dict({**option, "activations": "bf16"})
+
+
+def test_patterns_name_their_option_where_they_cut_a_fused_module():
+    patterns = ModulePatterns("bf16_activations", ("re:.*k_proj",), FUSED)
+    with pytest.raises(ConfigError, match=r"bf16_activations covers \['k_proj'\].*Name all of"):
+        patterns.match("model.layers.0.self_attn.qkv_proj")
+
+
 def ignored(*patterns):
-    return Options(ignored_layers=patterns)
+    return ModulePatterns("ignored_layers", patterns, FUSED)
 
 
 def test_a_prefix_covers_what_is_below_it_and_not_its_namesakes():
     layers = ignored("model.layers.1")
-    assert layers.patterns_for("model.layers.1.mlp.down_proj", FUSED)
-    assert not layers.patterns_for("model.layers.10.mlp.down_proj", FUSED)
-    assert not layers.patterns_for("model.layers.2.mlp.down_proj", FUSED)
+    assert layers.match("model.layers.1.mlp.down_proj")
+    assert not layers.match("model.layers.10.mlp.down_proj")
+    assert not layers.match("model.layers.2.mlp.down_proj")
 
 
 def test_a_prefix_without_model_is_the_same_prefix():
-    assert ignored("layers.1.mlp").patterns_for("model.layers.1.mlp.down_proj", FUSED)
+    assert ignored("layers.1.mlp").match("model.layers.1.mlp.down_proj")
 
 
 def test_a_regular_expression_has_to_match_the_whole_prefix():
-    assert ignored(r"re:.*\.down_proj").patterns_for("model.layers.1.mlp.down_proj", FUSED)
-    assert not ignored(r"re:down_proj").patterns_for("model.layers.1.mlp.down_proj", FUSED)
+    assert ignored(r"re:.*\.down_proj").match("model.layers.1.mlp.down_proj")
+    assert not ignored(r"re:down_proj").match("model.layers.1.mlp.down_proj")
 
 
 def test_all_parts_of_a_fused_module_cover_it():
     prefix = "model.layers.0.self_attn"
     parts = [f"{prefix}.{part}" for part in FUSED["qkv_proj"]]
-    assert set(ignored(*parts).patterns_for(f"{prefix}.qkv_proj", FUSED)) == set(parts)
+    assert set(ignored(*parts).match(f"{prefix}.qkv_proj")) == set(parts)
 
 
 def test_some_parts_of_a_fused_module_are_an_error():
     with pytest.raises(ConfigError, match=r"covers \['q_proj'\]"):
-        ignored("model.layers.0.self_attn.q_proj").patterns_for(
-            "model.layers.0.self_attn.qkv_proj", FUSED
-        )
+        ignored("model.layers.0.self_attn.q_proj").match("model.layers.0.self_attn.qkv_proj")
 
 
 def test_first_and_last_layers_are_counted_from_either_end():

@@ -33,8 +33,8 @@ CHANGING = {
     "add_quantization_method_choices",
     "register_attention_backend",
 }
-# Of this package's attributes, those that hold an object of a host.
-LENT = {"data", "owner"}
+# Of this package's attributes, those that hold an object of a host, or that an object of a host has too.
+LENT = {"data", "owner", "mode"}
 # Objects of other libraries, made here: an HTTP session, the tokenizer of a seeded checkpoint.
 NO_HOST = {
     "self._http.headers",

@@ -24,7 +24,6 @@ from ...errors import ConfigError
 from .attention_layers import AttentionLayer
 
 MAX_TOKENS = 512
-_OPTION = "kv_calibration_tokens"
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def calibration_of(runner: Any, options: Options) -> Calibration:
     tokens = list(options.kv_calibration_tokens or _of_text(get_server_args()))[:MAX_TOKENS]
     if max(tokens) >= size or len(tokens) > length:
         raise ConfigError(
-            _OPTION,
+            "kv_calibration_tokens",
             f"{len(tokens)} tokens, the largest is {max(tokens)}",
             f"this model has {size} tokens and room for {length} in a sequence",
             "Give ids of this model's tokenizer.",
@@ -149,6 +148,6 @@ def _of_text(args: Any) -> list[int]:
             f"kv_scales 'calibrated', {path}",
             value,
             "the text to calibrate with has to become tokens",
-            f"Put the tokenizer beside the model, or give token ids as {_OPTION}.",
+            "Put the tokenizer beside the model, or give token ids as kv_calibration_tokens.",
         )
     return tokens

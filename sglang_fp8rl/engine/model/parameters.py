@@ -17,7 +17,7 @@ from ...numerics.write_table import Widths
 from ...scheme import Granularity
 from ..interception.watch import kind_of, tensors_in, watched
 from ..interception.writes import RecordedWrite, Region, Write, extent_of, storage_of
-from ..modules.layouts import experts_may_move
+from ..modules.built import experts_may_move
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 from ..modules.moe import Fp8BlockwiseOnlineMoEMethod
 

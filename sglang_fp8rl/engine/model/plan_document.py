@@ -73,6 +73,7 @@ def module_rows(schemes: Mapping[str, Scheme]) -> list[dict[str, str]]:
             "scheme": scheme.granularity.value,
             "cause": scheme.cause.value,
             "reason": scheme.reason,
+            "activations": scheme.activations,
         }
         for name, scheme in schemes.items()
     ]

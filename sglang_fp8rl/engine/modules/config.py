@@ -11,20 +11,13 @@ from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
-from ...config import QUANTIZATION_METHOD, Options
+from ...config import QUANTIZATION_METHOD, ModulePatterns, Options
 from ...declared_hooks import check_hooks_in_force
 from ...errors import ConfigError, HostError
 from ...scheme import Cause, Granularity, Scheme
-from .decisions import Decisions
-from .layouts import (
-    check_derivable,
-    check_layout,
-    check_no_copies_of_the_start,
-    check_no_experts_turned,
-)
+from .built import check_and_complete
 from .linear import Fp8BlockwiseOnlineLinearMethod
 from .moe import Fp8BlockwiseOnlineMoEMethod, unquantized_experts
-from .vision_towers import leave_vision_towers
 
 # For models that fuse but declare no `packed_modules_mapping`.
 _FUSED_PARTS = {
@@ -38,10 +31,16 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
 
     It is an `Fp8Config` that declares an FP8 block checkpoint, so SGLang allocates the buffers,
     picks the kernels and passes its `isinstance` checks as for one. One object belongs to one
-    model; `decisions` fills up while the model is built.
+    model, and its methods fill it while the model is built.
 
     SGLang makes it before it builds a model, so this is where a missing hook ends the start: nothing
     was loaded yet, and other quantization methods never come here.
+
+    Attributes:
+        options: of the user.
+        schemes: of every module, by full name, in building order.
+        refused: why modules can't be served as asked; the start fails with the first one, unless the
+            built model shows that the module stays in high precision (`built.py`).
 
     Raises:
         HostError: a hook that SGLang did not apply.
@@ -56,28 +55,21 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         check_hooks_in_force()
         # Without a `quantization_config` SGLang calls this with nothing: the environment's
         # ignored layers count all the same.
-        options = Options.from_dict({}) if options is None else options
+        self.options = Options.from_dict({}) if options is None else options
         super().__init__(
             is_checkpoint_fp8_serialized=True,
             activation_scheme="dynamic",
-            weight_block_size=list(options.weight_block_size),
-            **_activation_arguments(options),
+            weight_block_size=list(self.options.weight_block_size),
+            **_activation_arguments(self.options),
         )
-        self.decisions = Decisions(options)
+        self.schemes: dict[str, Scheme] = {}
+        self.refused: dict[str, ConfigError] = {}
         # What `Fp8Config` read from the environment is in `options` too, with stricter matching.
         self.ignored_layers: list[str] = []
-        self._fused_parts = {**_FUSED_PARTS, **(packed_modules_mapping or {})}
+        mapping = {**_FUSED_PARTS, **(packed_modules_mapping or {})}
+        self._ignored = ModulePatterns("ignored_layers", self.options.patterns, mapping)
+        self._kept = ModulePatterns("bf16_activations", self.options.bf16_activations, mapping)
         self._num_layers = num_layers
-        self._patterns_used: set[str] = set()
-
-    @property
-    def options(self) -> Options:
-        return self.decisions.options
-
-    @property
-    def schemes(self) -> dict[str, Scheme]:
-        """Of every module, by full name; complete once the model is built."""
-        return self.decisions.schemes
 
     def get_name(self) -> str:
         return QUANTIZATION_METHOD
@@ -109,20 +101,18 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         if not isinstance(layer, (LinearBase, FusedMoE)):
             return None
         # SGLang's prefix is not the path in the model everywhere (Mixtral's lacks `model.`), and
-        # `ignored_layers` names the prefix: so does the plan.
+        # options name the prefix: so does the plan.
         layer.fp8rl_prefix = prefix
         is_linear = isinstance(layer, LinearBase)
-        patterns = self.options.patterns_for(prefix, self._fused_parts)
-        self._patterns_used.update(patterns)
         reason = self.options.layer_reason(prefix, self._num_layers)
-        if patterns:
+        if patterns := self._ignored.match(prefix):
             reason = f"ignored_layers: {', '.join(patterns)}"
+        keeps_activations = self.options.activations == "bf16" or bool(self._kept.match(prefix))
         if reason:
-            self.decisions.record(prefix, Scheme(Granularity.HIGH_PRECISION, Cause.ASKED, reason))
+            self.schemes[prefix] = Scheme(Granularity.HIGH_PRECISION, Cause.ASKED, reason)
             return UnquantizedLinearMethod() if is_linear else unquantized_experts(layer)
-        if is_linear:
-            return Fp8BlockwiseOnlineLinearMethod(self, self.decisions, prefix)
-        return Fp8BlockwiseOnlineMoEMethod(self, self.decisions, prefix)
+        method = Fp8BlockwiseOnlineLinearMethod if is_linear else Fp8BlockwiseOnlineMoEMethod
+        return method(self, prefix, keeps_activations)
 
     def settle(self, model: torch.nn.Module) -> None:
         """What can be said only when SGLang has built the model, before anything is loaded.
@@ -130,29 +120,18 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         Raises:
             ConfigError, HostError: a module that can't be served as asked, a pattern without one.
         """
-        check_layout()
-        leave_vision_towers(model)
-        self.decisions.raise_refused()
-        check_derivable(model)
-        check_no_copies_of_the_start(model)
-        check_no_experts_turned(model)
-        self.check_patterns_used()
-
-    def check_patterns_used(self) -> None:
-        """An `ignored_layers` entry that matches nothing is a typing error, not a wish.
-
-        Raises:
-            ConfigError: naming the first pattern without a module.
-        """
-        for pattern in self.options.patterns:
-            if pattern not in self._patterns_used:
-                raise ConfigError(
-                    "ignored_layers",
-                    repr(pattern),
-                    f"matches none of the {len(self.schemes)} linear modules, for example "
-                    f"{', '.join(list(self.schemes)[:3])}",
-                    "Correct the prefix; `sglang-fp8rl plan MODEL` lists them all.",
-                )
+        check_and_complete(model, self)
+        # A pattern that matches nothing is a typing error, not a wish.
+        for named in (self._ignored, self._kept):
+            for pattern in named.patterns:
+                if pattern not in named.used:
+                    raise ConfigError(
+                        named.option,
+                        repr(pattern),
+                        f"matches none of the {len(self.schemes)} linear modules, for example "
+                        f"{', '.join(list(self.schemes)[:3])}",
+                        "Correct the prefix; `sglang-fp8rl plan MODEL` lists them all.",
+                    )
 
 
 def _activation_arguments(options: Options) -> dict[str, str]:

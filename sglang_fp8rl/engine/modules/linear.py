@@ -6,31 +6,33 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.parameter import ChannelQuantScaleParameter, ModelWeightParameter
-from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.layers.quantization.fp8_utils import (
     apply_fp8_linear,
     deepgemm_w8a8_block_fp8_linear_with_fallback,
 )
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
-from ...errors import ConfigError, HostError
+from ...errors import HostError
+from ...numerics.linear import linear
 from ...scheme import misalignment
-from .decisions import DecidedMethod, Decisions
+from .method import DecidedMethod
 from .packed_scales import takes_packed_scales
 
 
 class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
-    """W8A8 linear layer whose FP8 weight is written by quantizing what its loader loads.
+    """Linear layer whose FP8 weight is written by quantizing what its loader loads.
 
-    One instance serves one layer. Blockwise layers are allocated, post-processed and run by
-    SGLang's own code; per-channel layers keep the loader's `[N, K]` layout and hand the
-    kernel a transposed view, so no pointer moves.
+    Blockwise layers are allocated, post-processed and run by SGLang's own code; per-channel layers
+    keep the loader's `[N, K]` layout and hand the kernel a transposed view, so no pointer moves.
+    Where activations stay in BF16, the kernel is ours, for both.
     """
 
     weight_leaves = ("weight",)
+    fallbacks = ("per_channel", "bf16")
 
-    def __init__(self, quant_config: Fp8Config, decisions: Decisions, prefix: str) -> None:
-        super().__init__(quant_config, decisions, prefix)
+    def __init__(self, quant_config: Any, prefix: str, keeps_activations: bool = False) -> None:
+        super().__init__(quant_config, prefix, keeps_activations)
         if self.use_marlin:
             raise HostError(
                 prefix,
@@ -56,58 +58,27 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
         `weight_scale_inv` `[ceil(N/128), ceil(K/128)]` (blockwise) or an FP32 `weight_scale`
         `[N, 1]` (per channel), or a `weight` of `params_dtype` (misaligned and `bf16`).
         """
-        self.created_with = {
+        sizes: dict[str, Any] = {
             "input_size_per_partition": input_size_per_partition,
             "output_partition_sizes": output_partition_sizes,
             "input_size": input_size,
             "output_size": output_size,
-            "params_dtype": params_dtype,
-            **extra_weight_attrs,
         }
-        options = self.decisions.options
-        reason = misalignment(
-            input_size=input_size,
-            input_size_per_partition=input_size_per_partition,
-            output_size=output_size,
-            output_partition_sizes=output_partition_sizes,
-            block_size=options.weight_block_size,
-        )
-        if reason and options.misaligned == "error" and options.granularity == "blockwise":
-            # Raised when the model is built: a vision tower is not quantized after all.
-            self.decisions.refused[self.prefix] = ConfigError(
-                self.prefix,
-                reason,
-                "misaligned='error' allows no fallback",
-                "Set misaligned to 'per_channel' or 'bf16', add the module to ignored_layers, or "
-                "use another tensor-parallel size.",
-            )
-        self.decide(reason)
+        self.created_with = {**sizes, "params_dtype": params_dtype, **extra_weight_attrs}
+        block_size = self.quant_config.options.weight_block_size
+        scheme = self.decide(misalignment(**sizes, block_size=block_size))
         if self.block_quant:
             super().create_weights(layer, **self.created_with)
             # A scale that was never written has to be seen, not multiplied with.
             layer.weight_scale_inv.data.fill_(float("nan"))
-        else:
-            weight_loader = extra_weight_attrs.get("weight_loader")
-            self._create_unblocked_weights(
-                layer, input_size_per_partition, output_partition_sizes, params_dtype, weight_loader
-            )
-
-    def _create_unblocked_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        params_dtype: torch.dtype,
-        weight_loader: Any,
-    ) -> None:
-        assert self.fp8rl_scheme is not None
-        self.weight_block_size = None  # SGLang asks it what `w_kc` and `w_vc` are derived from
+            return
         rows = sum(output_partition_sizes)
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition = input_size_per_partition
         layer.output_size_per_partition = rows
         layer.orig_dtype = params_dtype
-        dtype = torch.float8_e4m3fn if self.fp8rl_scheme.is_fp8 else params_dtype
+        weight_loader = extra_weight_attrs.get("weight_loader")
+        dtype = torch.float8_e4m3fn if scheme.is_fp8 else params_dtype
         weight = ModelWeightParameter(
             data=torch.empty(rows, input_size_per_partition, dtype=dtype),
             input_dim=1,
@@ -115,7 +86,7 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
             weight_loader=weight_loader,
         )
         layer.register_parameter("weight", weight)
-        if self.fp8rl_scheme.is_fp8:
+        if scheme.is_fp8:
             scale = ChannelQuantScaleParameter(
                 data=torch.full((rows, 1), float("nan"), dtype=torch.float32),
                 output_dim=0,
@@ -126,26 +97,34 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Idempotent: SGLang calls it after the first load and at the end of every session."""
-        if not self.block_quant:
-            return
         if self.reads_packed_scales(layer):
             self.derive(layer)
-        else:
+        elif self._runs_sglangs_blocks:
             super().process_weights_after_loading(layer)
+
+    @property
+    def _runs_sglangs_blocks(self) -> bool:
+        assert self.fp8rl_scheme is not None
+        return self.block_quant and not self.fp8rl_scheme.keeps_activations
 
     def reads_packed_scales(self, layer: Any) -> bool:
         """Whether this layer's kernel takes its scales as exponents; only powers of two are any."""
-        if not self.block_quant:
-            return False
         runner: Any = self.w8a8_block_fp8_linear
         is_deepgemm = (
             getattr(runner, "func", runner) is deepgemm_w8a8_block_fp8_linear_with_fallback
         )
-        return is_deepgemm and takes_packed_scales(layer, layer.weight, is_moe=False)
+        return (
+            self._runs_sglangs_blocks
+            and is_deepgemm
+            and takes_packed_scales(layer, layer.weight, is_moe=False)
+        )
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x [..., K]` in `params_dtype` to `[..., N]`, by SGLang's kernel for the scheme."""
+        """`x [..., K]` in `params_dtype` to `[..., N]`, by the kernel for the scheme."""
         assert self.fp8rl_scheme is not None
+        if self.fp8rl_scheme.keeps_activations:
+            scale = layer.weight_scale_inv if self.block_quant else layer.weight_scale
+            return linear(x, layer.weight, scale, bias)
         if self.block_quant:
             return super().apply(self.served or layer, x, bias)
         if not self.fp8rl_scheme.is_fp8:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from sglang.srt.utils import set_weight_attrs
 
 from ...errors import ConfigError
 from ...scheme import expert_misalignment
-from .decisions import DecidedMethod
-from .layouts import experts_may_move
+from .built import experts_may_move
+from .method import DecidedMethod
 from .packed_scales import takes_packed_scales
 
 
 class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
-    """W8A8 experts whose FP8 weights are written by quantizing what their loader loads.
+    """Experts whose FP8 weights are written by quantizing what their loader loads.
 
     Blockwise experts are allocated, post-processed and run by SGLang's own code. Experts whose
     shard fails alignment are stored per channel and run by SGLang's Triton runner
@@ -28,6 +29,7 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
     """
 
     weight_leaves = ("w13_weight", "w2_weight")
+    fallbacks = ("per_channel",)
 
     def create_weights(
         self,
@@ -42,6 +44,9 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
 
         Side effects on the host: registers on `layer` FP8 weights `[E, 2I, H]` and `[E, H, I]` with
         FP32 `*_weight_scale_inv` (one per 128×128 block) or `*_weight_scale` (`[E, rows, 1]`).
+
+        Raises:
+            ConfigError: experts that can't be served as asked.
         """
         if extra_weight_attrs.get("with_bias"):
             raise ConfigError(
@@ -50,44 +55,39 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
                 "they are published in MXFP4, and no FP8 path of this method carries their biases",
                 "Serve the model with its own quantization, or add the module to ignored_layers.",
             )
-        options = self.decisions.options
         reason = expert_misalignment(
             hidden_size=hidden_size,
             intermediate_size_per_partition=intermediate_size_per_partition,
-            block_size=options.weight_block_size,
+            block_size=self.quant_config.options.weight_block_size,
         )
-        falls_back = reason and options.granularity == "blockwise"
-        if falls_back and options.misaligned != "per_channel":
-            raise ConfigError(
-                self.prefix,
-                reason,
-                f"misaligned={options.misaligned!r} can't hold fused experts: they fall back per "
-                "channel or not at all",
-                "Set misaligned to 'per_channel', add the module to ignored_layers, or use "
-                "another tensor-parallel or expert-parallel size.",
-            )
         self.decide(reason)
+        self._check_activations()
+        if self.prefix in self.quant_config.refused:
+            raise self.quant_config.refused[self.prefix]
+        sizes = (num_experts, hidden_size, intermediate_size_per_partition)
         if self.block_quant:
-            super().create_weights(
-                layer,
-                num_experts,
-                hidden_size,
-                intermediate_size_per_partition,
-                params_dtype,
-                **extra_weight_attrs,
-            )
+            super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
         else:
-            self._create_per_channel(
-                layer,
-                num_experts,
-                hidden_size,
-                intermediate_size_per_partition,
-                **extra_weight_attrs,
-            )
+            self._create_per_channel(layer, *sizes, **extra_weight_attrs)
         for name, parameter in layer.named_parameters(recurse=False):
             if "_weight_scale" in name:
                 # A scale that was never written has to be seen, not multiplied with.
                 parameter.data.fill_(float("nan"))
+
+    def _check_activations(self) -> None:
+        """Refuse BF16 activations where SGLang's kernels would run: none of them has FP8 weights beside."""
+        from sglang.srt.runtime_context import get_server_args
+
+        assert self.fp8rl_scheme is not None
+        device = get_server_args().device if self.fp8rl_scheme.keeps_activations else "cpu"
+        if device != "cpu":
+            raise ConfigError(
+                self.prefix,
+                f"experts in FP8 with activations in BF16 on {device!r}",
+                "SGLang's fused experts multiply FP8 weights with FP8 activations only",
+                "Leave activations='bf16' out and name modules that are no experts in "
+                "bf16_activations, or add the experts to ignored_layers.",
+            )
 
     def _create_per_channel(
         self,
@@ -97,7 +97,6 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
         intermediate_size: int,
         **extra_weight_attrs: Any,
     ) -> None:
-        self.weight_block_size = None
         shards = 2 if layer.moe_runner_config.is_gated else 1
         attributes = {
             **extra_weight_attrs,
@@ -139,10 +138,10 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
                 "Leave the option out, or start with --moe-runner-backend triton.",
             )
         runner = getattr(self, "runner", None)  # CUTLASS is called without one
-        if self.block_quant or (runner is not None and runner.runner_backend.is_triton()):
+        backend = get_moe_runner_backend() if runner is None else runner.runner_backend
+        if self.block_quant or (runner is not None and backend.is_triton()):
             return
         assert self.fp8rl_scheme is not None
-        backend = get_moe_runner_backend() if runner is None else runner.runner_backend
         raise ConfigError(
             self.prefix,
             f"experts with one scale a row ({self.fp8rl_scheme.reason}) and the MoE runner "
@@ -167,27 +166,33 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
 
     def reads_packed_scales(self, layer: Any) -> bool:
         """Whether these experts' kernel takes their scales as exponents; only powers of two are any."""
-        if not self.block_quant:
-            return False
-        is_deepgemm = self.is_deepgemm_moe_runner_backend_enabled()
-        return is_deepgemm and takes_packed_scales(layer, layer.w13_weight, is_moe=True)
+        return (
+            self.block_quant
+            and self.is_deepgemm_moe_runner_backend_enabled()
+            and takes_packed_scales(layer, layer.w13_weight, is_moe=True)
+        )
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """SGLang's runner, on the scales in the form it reads."""
         return super().apply(self.served or layer, dispatch_output)
 
     def get_triton_quant_info(self, layer: Any) -> TritonMoeQuantInfo:
-        """What SGLang's Triton runner needs; per channel as its channel-wise checkpoints ask."""
+        """What SGLang's Triton runner needs; per channel as its channel-wise checkpoints ask.
+
+        Without `use_fp8_w8a8` where activations stay as they are; the CPU platform knows what it means.
+        """
+        assert self.fp8rl_scheme is not None
         if self.block_quant:
-            return super().get_triton_quant_info(layer)
-        return TritonMoeQuantInfo(
-            w13_weight=layer.w13_weight,
-            w2_weight=layer.w2_weight,
-            use_fp8_w8a8=True,
-            per_channel_quant=True,
-            w13_scale=layer.w13_weight_scale,
-            w2_scale=layer.w2_weight_scale,
-        )
+            info = super().get_triton_quant_info(layer)
+        else:
+            info = TritonMoeQuantInfo(
+                w13_weight=layer.w13_weight,
+                w2_weight=layer.w2_weight,
+                per_channel_quant=True,
+                w13_scale=layer.w13_weight_scale,
+                w2_scale=layer.w2_weight_scale,
+            )
+        return replace(info, use_fp8_w8a8=not self.fp8rl_scheme.keeps_activations)
 
 
 def unquantized_experts(layer: Any) -> UnquantizedFusedMoEMethod:

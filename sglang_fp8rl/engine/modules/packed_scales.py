@@ -42,12 +42,12 @@ class ServedWithPackedScales:
 
     Args:
         layer: the module; its FP32 scales stay what updates write.
-        leaves: pairs of a weight's name and its scale's.
+        weights: names of its blockwise weights.
         module: for errors.
     """
 
-    def __init__(self, layer: Any, leaves: Iterable[tuple[str, str]], module: str) -> None:
-        self._layer, self._leaves, self._module = layer, tuple(leaves), module
+    def __init__(self, layer: Any, weights: Iterable[str], module: str) -> None:
+        self._layer, self._weights, self._module = layer, tuple(weights), module
         self.derive()
 
     def __getattr__(self, name: str) -> Any:
@@ -59,9 +59,10 @@ class ServedWithPackedScales:
         Raises:
             HostError: a scale that is not a power of two.
         """
-        for weight_name, scale_name in self._leaves:
-            weight, scale = getattr(self._layer, weight_name), getattr(self._layer, scale_name)
-            packed = pack(scale.data, weight.shape[-2], f"{self._module}.{scale_name}")
+        for name in self._weights:
+            scale_name = f"{name}_scale_inv"
+            rows, scale = getattr(self._layer, name).shape[-2], getattr(self._layer, scale_name)
+            packed = pack(scale.data, rows, f"{self._module}.{scale_name}")
             kept = vars(self).get(scale_name)
             if kept is None:
                 packed.format_ue8m0 = True  # type: ignore[attr-defined]

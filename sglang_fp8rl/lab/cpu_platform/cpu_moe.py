@@ -3,7 +3,7 @@
 One expert at a time, in the Triton kernels' order of rounding: gate/up product → activation dtype,
 `silu(gate) * up` in FP32 → activation dtype, down product × router weight in FP32 → activation dtype,
 then the sum over the top-k slots in FP32, first slot to last. A token's result does not depend on
-the batch it is in (see `cpu_kernels` for the products).
+the batch it is in (see `numerics.linear.exact_product`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .cpu_linear import (
-    apply_fp8_linear,
-    block_fp8_linear,
-)
+from .cpu_linear import apply_fp8_linear, block_fp8_linear, linear_as_it_is
 
 
 def fused_experts(
@@ -43,6 +40,7 @@ def fused_experts(
         w1: `[E, 2I, H]`, gate rows then up rows. w2: `[E, H, I]`.
         topk_output: router weights and expert ids `[T, top_k]`; id −1 is an expert of another rank.
         moe_runner_config: SGLang's `MoeRunnerConfig`.
+        use_fp8_w8a8: quantize activations; without it FP8 weights meet them as they are.
         w1_scale, w2_scale: blocks `[E, N / block_n, K / block_k]`, rows `[E, N, 1]`, or `[E]`.
         block_shape: `[block_n, block_k]`, or None for one scale per row or expert.
         others: the Triton runner's remaining arguments; a value that would change the result is
@@ -60,15 +58,14 @@ def fused_experts(
         x = hidden_states[token]
         if config.apply_router_weight_on_input:
             x = (x.float() * weight).to(x.dtype)
-        scale1 = w1_scale[expert] if w1_scale is not None else None
-        scale2 = w2_scale[expert] if w2_scale is not None else None
-        gate_up = _linear(
-            x, w1[expert], scale1, block_shape, b1[expert] if b1 is not None else None
+        scale1, scale2, bias1, bias2 = (
+            None if one is None else one[expert] for one in (w1_scale, w2_scale, b1, b2)
         )
+        shared: dict[str, Any] = {"block_shape": block_shape, "use_fp8_w8a8": use_fp8_w8a8}
+        gate_up = _linear(x, w1[expert], scale1, bias1, x.dtype, **shared)
         x = _gated(gate_up, config.activation)
-        x = _linear(
-            x, w2[expert], scale2, block_shape, b2[expert] if b2 is not None else None, True
-        )
+        # The router weight comes before rounding.
+        x = _linear(x, w2[expert], scale2, bias2, torch.float32, **shared)
         if not config.apply_router_weight_on_input:
             x = x * weight
         slots[token, slot] = x.to(slots.dtype)
@@ -100,14 +97,17 @@ def _linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
-    block_shape: list[int] | None,
     bias: torch.Tensor | None,
-    keep_fp32: bool = False,
+    out_dtype: torch.dtype,
+    *,
+    block_shape: list[int] | None,
+    use_fp8_w8a8: bool,
 ) -> torch.Tensor:
-    """One expert's projection; FP32 out if `keep_fp32`, for the router weight comes before rounding."""
-    out_dtype = torch.float32 if keep_fp32 else x.dtype
+    """One expert's projection."""
     if weight_scale is None:
         output = x.double() @ weight.double().t()
+    elif not use_fp8_w8a8:
+        output = linear_as_it_is(x.float(), weight, weight_scale)
     elif block_shape is not None:
         output = block_fp8_linear(x.float(), weight, block_shape, weight_scale)
     else:

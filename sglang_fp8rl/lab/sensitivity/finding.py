@@ -194,10 +194,6 @@ def finding_of(
 
 def options_with(plan: RefitPlan, ignored: Sequence[str]) -> dict[str, Any]:
     """The plan's options that are not defaults, and these modules added to `ignored_layers`."""
-    given, defaults = plan.document["options"], Options().model_dump(mode="json")
-    changed = {
-        name: given[name]
-        for name, default in defaults.items()
-        if name in given and given[name] != default
-    }
+    given = Options.model_validate_json(json.dumps(plan.document["options"]))
+    changed = given.model_dump(mode="json", exclude_defaults=True)
     return {**changed, "ignored_layers": [*changed.get("ignored_layers", []), *ignored]}

@@ -26,7 +26,7 @@ class Fit:
     Attributes:
         weight_db: SQNR of the weight as it is served, dB.
         weight_blockwise_db, weight_per_channel_db: with one scale per 128×128 block, or per row.
-        activation_db: SQNR of the inputs as they are served.
+        activation_db: SQNR of the inputs as they are served, or would be in FP8.
         activation_groups_db, activation_tokens_db: with one scale per token and 128 columns, or per
             token.
         outliers: the input channels with the largest values: number, and how many times the median

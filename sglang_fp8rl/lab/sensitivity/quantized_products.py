@@ -1,4 +1,5 @@
-"""Products of a `transformers` model as a server computes them: FP8 weights, FP8 activations.
+"""Products of a `transformers` model as a server computes them: FP8 weights, FP8 activations unless the plan
+leaves those in BF16.
 
 Every linear layer, and every expert, ends in `torch.nn.functional.linear`. Calls whose weight belongs to a
 chosen module get both operands quantized and dequantized by the server's rules (`numerics`, and the CPU
@@ -96,7 +97,7 @@ class ServedArithmetic:
         wide_x, wide_weight = x.float(), weight.float()
         if self._operand is not Operand.ACTIVATIONS:
             wide_weight = served_weight(weight, module.block, self._plan.rounding, module.name)
-        if self._operand is not Operand.WEIGHTS:
+        if self._operand is not Operand.WEIGHTS and module.activations == "fp8":
             wide_x = served_activation(x, module.block[1], has_pow2_activations(self._plan))
         return torch.matmul(wide_x, wide_weight.t()).to(x.dtype)
 

@@ -68,7 +68,7 @@ def refusal_of_copies(scheduler):
     """What the start would say with `--dcp-replicate-q-proj`, which SGLang takes on a GPU only."""
     from sglang.srt import runtime_context
 
-    from sglang_fp8rl.engine.modules.layouts import check_no_copies_of_the_start
+    from sglang_fp8rl.engine.modules.built import check_no_copies_of_the_start
     from sglang_fp8rl.errors import ConfigError
 
     check_no_copies_of_the_start(model_of(scheduler))

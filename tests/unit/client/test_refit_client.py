@@ -40,7 +40,7 @@ class FakeServer(ThreadingHTTPServer):
         self.sessions, self.fail_at = sessions, fail_at
         self.status: dict = {"consistent": True, "state": "whole"}
         self.busy = busy
-        self.is_ours = True
+        self.is_ours, self.tp_size = True, 2
         self.notes: list[dict] = []
         self.calls: list[str] = []
         self.updates: list[dict] = []
@@ -105,7 +105,9 @@ class _Handler(BaseHTTPRequestHandler):
             section = (
                 {**status, "flat_layout": layout_text.VERSION} if self.server.is_ours else None
             )
-            self._reply(200, {"tp_size": 2, "internal_states": [{"fp8rl": section}]})
+            self._reply(
+                200, {"tp_size": self.server.tp_size, "internal_states": [{"fp8rl": section}]}
+            )
 
     def do_POST(self) -> None:
         self.server.keys[self.path] = self.headers.get("authorization")
@@ -158,7 +160,8 @@ def test_the_last_bucket_and_no_other_flushes_the_cache(server):
 def test_one_payload_is_sent_for_each_rank(server):
     RefitClient(server.url).update(TENSORS)
     assert len(server.updates[0]["serialized_named_tensors"]) == 2
-    RefitClient(server.url).update(TENSORS, tp_size=4)
+    server.tp_size = 4
+    RefitClient(server.url).update(TENSORS)
     assert len(server.updates[1]["serialized_named_tensors"]) == 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +15,8 @@ from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
 from sglang.srt.layers.quantization import fp8
 
-from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.modules import moe
-from sglang_fp8rl.engine.modules.decisions import Decisions
-from sglang_fp8rl.engine.modules.layouts import check_no_experts_turned
+from sglang_fp8rl.engine.modules.built import check_no_experts_turned
 from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.scheme import decide_scheme
 
@@ -47,7 +46,7 @@ def experts(monkeypatch, scheme: str, backend: MoeRunnerBackend):
         activation_scheme="dynamic",
         weight_block_size=[128, 128],
     )
-    method = moe.Fp8BlockwiseOnlineMoEMethod(config, Decisions(Options()), "model.layers.0.experts")
+    method = moe.Fp8BlockwiseOnlineMoEMethod(config, "model.layers.0.experts")
     layer = torch.nn.Module()
     layer.moe_runner_config = SimpleNamespace(is_gated=True)
     reason = "" if scheme == "blockwise" else "192 is not a multiple of 128"
@@ -139,6 +138,23 @@ def test_packed_scales_of_experts_that_move_are_refused(monkeypatch, option, pac
         return
     with pytest.raises(ConfigError, match=r"layers\.0\.experts.*--enable-eplb.*triton"):
         method.create_moe_runner(layer, layer.moe_runner_config)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("keeps_activations", [False, True])
+def test_experts_with_bf16_activations_are_refused_where_sglangs_kernels_would_run(
+    monkeypatch, device, keeps_activations
+):
+    method, layer = experts(monkeypatch, "per_channel", MoeRunnerBackend.TRITON)
+    method.fp8rl_scheme = replace(method.fp8rl_scheme, keeps_activations=keeps_activations)
+    server = SimpleNamespace(device=device)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: server)
+    if not keeps_activations or device == "cpu":
+        method._check_activations()
+        assert method.get_triton_quant_info(layer).use_fp8_w8a8 is not keeps_activations
+        return
+    with pytest.raises(ConfigError, match=r"layers\.0\.experts.*'cuda'.*bf16_activations"):
+        method._check_activations()
 
 
 SWIGLU = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"

@@ -206,10 +206,10 @@ def test_the_cpu_kernel_norms_rows_of_every_code_as_fp64_does_and_tells_nan():
     expected = [
         (codes.double() * one.repeat_interleave(120, 0)[:320]).norm(dim=1) for one in factors
     ]
-    for found, exact in zip(row_norms(codes, factors, 120), expected, strict=True):
+    for found, exact in zip(row_norms(codes, scales, gains, 120), expected, strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-6, atol=0)
     codes.view(torch.uint8)[3, 70] = 0xFF
-    for found in row_norms(codes, factors, 120):
+    for found in row_norms(codes, scales, gains, 120):
         assert found.isnan().nonzero().tolist() == [[3]]
 
 

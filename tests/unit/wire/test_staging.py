@@ -70,7 +70,6 @@ def test_a_server_reads_what_was_sent_though_the_next_bucket_is_made_meanwhile()
         iter(sent),
         bucket_bytes=4000,
         load_format="flattened_bucket",
-        tp_size=None,
         on_bucket=None,
     )
     for received, (_, tensor) in zip(server.received, sent, strict=True):

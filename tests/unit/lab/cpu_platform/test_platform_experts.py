@@ -64,18 +64,27 @@ def spread(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return weight.double() * tiles[: weight.shape[0], : weight.shape[1]]
 
 
-def oracle(layer: SimpleNamespace, scale1: torch.Tensor, scale2: torch.Tensor, group: int | None):
+def oracle(
+    layer: SimpleNamespace,
+    scale1: torch.Tensor,
+    scale2: torch.Tensor,
+    group: int | None,
+    *,
+    quantizes: bool = True,
+):
     scores, ids, _ = layer.topk
     result = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for token in range(TOKENS):
         for score, expert in zip(scores[token], ids[token], strict=True):
             if expert < 0:
                 continue
-            x = fake_quantized(layer.x[token], group or HIDDEN)
+            x = layer.x[token].double()
+            if quantizes:
+                x = fake_quantized(layer.x[token], group or HIDDEN)
             up_gate = (spread(layer.w1[expert], scale1[expert]) @ x).bfloat16().double()
             gate, up = up_gate[:INTERMEDIATE], up_gate[INTERMEDIATE:]
             inner = (gate * torch.sigmoid(gate) * up).bfloat16()
-            inner = fake_quantized(inner, group or INTERMEDIATE)
+            inner = fake_quantized(inner, group or INTERMEDIATE) if quantizes else inner.double()
             result[token] += score.double() * (spread(layer.w2[expert], scale2[expert]) @ inner)
     return result
 
@@ -84,7 +93,9 @@ def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
 
 
-def run(layer: SimpleNamespace, kind: str, **changes: object) -> torch.Tensor:
+def run(
+    layer: SimpleNamespace, kind: str, *, quantizes: bool = True, **changes: object
+) -> torch.Tensor:
     scales = {"w1_scale": getattr(layer, f"{kind}1"), "w2_scale": getattr(layer, f"{kind}2")}
     block = BLOCK if kind == "blocks" else None
     return fused_experts(
@@ -93,7 +104,7 @@ def run(layer: SimpleNamespace, kind: str, **changes: object) -> torch.Tensor:
         layer.w2,
         layer.topk,
         config(**changes),
-        use_fp8_w8a8=True,
+        use_fp8_w8a8=quantizes,
         per_channel_quant=block is None,
         block_shape=block,
         **scales,
@@ -106,6 +117,15 @@ def test_experts_are_the_exact_sum_to_output_rounding(
 ) -> None:
     exact = oracle(layer, getattr(layer, f"{kind}1"), getattr(layer, f"{kind}2"), group)
     assert relative_error(run(layer, kind), exact) < 5e-3  # two BF16 roundings
+
+
+@pytest.mark.parametrize("kind", ["blocks", "rows"])
+def test_activations_may_stay_as_they_are(layer: SimpleNamespace, kind: str) -> None:
+    scales = getattr(layer, f"{kind}1"), getattr(layer, f"{kind}2")
+    exact = oracle(layer, *scales, None, quantizes=False)
+    found = run(layer, kind, quantizes=False)
+    assert relative_error(found, exact) < 5e-3
+    assert relative_error(found, run(layer, kind).double()) > 1e-2
 
 
 def test_experts_of_other_ranks_add_nothing(layer: SimpleNamespace) -> None:

@@ -14,6 +14,7 @@ from sglang_fp8rl.lab.cpu_platform.cpu_linear import (
     block_fp8_linear,
     quantize_per_token_group,
 )
+from sglang_fp8rl.numerics.linear import linear, widened
 
 BLOCK = [128, 128]
 E4M3 = torch.float8_e4m3fn
@@ -163,21 +164,19 @@ def test_nan_weight_is_seen() -> None:
     assert got.isnan().sum() == 1
 
 
-def test_activation_quantization_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_linear, "activation_quant_enabled", lambda: False)
+def test_activations_may_stay_as_they_are() -> None:
     x = activations("magnitudes_apart", 4, 300).float()
     weight, scale = weights(200, 300)
     exact = x.double() @ oracle_block_weight(weight, scale).t()
     bound = 1e-6 * (x.double().abs() @ oracle_block_weight(weight, scale).abs().t())
-    assert ((block_fp8_linear(x, weight, BLOCK, scale).double() - exact).abs() <= bound).all()
+    assert ((linear(x, weight, scale).double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_codes_become_their_exact_values_whatever_the_strides(monkeypatch, dtype):
-    monkeypatch.setattr(cpu_linear, "sum_dtype", lambda: dtype)
+def test_codes_become_their_exact_values_whatever_the_strides(dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(torch.float8_e4m3fn)
     for one in (codes, codes.t(), codes[3:, ::2]):
-        values = cpu_linear.as_summed(one)
+        values = widened(one, dtype)
         assert values.dtype == dtype
         torch.testing.assert_close(values, one.to(dtype), rtol=0, atol=0, equal_nan=True)
         assert torch.equal(values.signbit(), one.to(dtype).signbit())  # -0.0 too
@@ -199,17 +198,10 @@ def test_sums_in_fp32_are_near_the_exact_ones_and_not_them(monkeypatch):
         assert (one - other).norm() <= 1e-5 * other.norm()
 
 
-@pytest.mark.parametrize(
-    ("variable", "read"),
-    [
-        (cpu_linear.ACTIVATION_QUANT_VARIABLE, cpu_linear.activation_quant_enabled),
-        (cpu_linear.FP32_SUMS_VARIABLE, cpu_linear.sum_dtype),
-    ],
-)
-def test_a_switch_that_is_neither_0_nor_1_is_an_error_that_names_it(monkeypatch, variable, read):
-    monkeypatch.setenv(variable, "yes")
-    with pytest.raises(ConfigError, match=f"{variable}.*'yes'"):
-        read.__wrapped__()
+def test_a_switch_that_is_neither_0_nor_1_is_an_error_that_names_it(monkeypatch):
+    monkeypatch.setenv(cpu_linear.FP32_SUMS_VARIABLE, "yes")
+    with pytest.raises(ConfigError, match=f"{cpu_linear.FP32_SUMS_VARIABLE}.*'yes'"):
+        cpu_linear.sum_dtype.__wrapped__()
 
 
 def test_sums_are_exact_unless_fp32_is_asked_for(monkeypatch):

@@ -62,6 +62,7 @@ def small_plan(family: str = "llama", **options: Any) -> RefitPlan:
                 "scheme": scheme.granularity.value,
                 "cause": scheme.cause.value,
                 "reason": scheme.reason,
+                "activations": scheme.activations,
             }
         )
         for name in names:

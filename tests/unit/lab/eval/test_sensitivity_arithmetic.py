@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sensitivity_model import PROMPTS, small_model, small_plan, small_weights
 
 from sglang_fp8rl import dequantize, quantize_blockwise, quantize_per_channel
-from sglang_fp8rl.errors import EvaluationError
-from sglang_fp8rl.lab.cpu_platform.cpu_linear import (
-    block_scaled_matmul,
-    channel_scaled_matmul,
-    quantize_per_token_group,
-)
+from sglang_fp8rl.lab.cpu_platform.cpu_linear import quantize_per_token_group
 from sglang_fp8rl.lab.sensitivity.divergence import CleanRun
 from sglang_fp8rl.lab.sensitivity.noise import FitObserver
 from sglang_fp8rl.lab.sensitivity.quantized_products import (
@@ -22,10 +19,11 @@ from sglang_fp8rl.lab.sensitivity.quantized_products import (
     served_activation,
     served_weight,
 )
-from sglang_fp8rl.lab.sensitivity.reference import reference_of
+from sglang_fp8rl.lab.sensitivity.reference import SensitivityError, reference_of
 from sglang_fp8rl.lab.sensitivity.samples import Sample, batches, sample_answers
 from sglang_fp8rl.lab.sensitivity.served_modules import served_modules
 from sglang_fp8rl.numerics import sqnr_db
+from sglang_fp8rl.numerics.linear import exact_product
 
 CPU = torch.device("cpu")
 SAMPLES = [Sample(tuple(prompt)) for prompt in PROMPTS]
@@ -44,7 +42,7 @@ class Small:
         return CleanRun(self.model, self.reference.layers, batches(samples, tokens_at_once, CPU))
 
     def quantized(self, *names, operand=Operand.BOTH):
-        arithmetic = ServedArithmetic(names, self.plan, operand=operand)
+        arithmetic = ServedArithmetic(names, self.plan.rounding, operand=operand)
         return Products(self.reference.weights, arithmetic)
 
 
@@ -87,16 +85,28 @@ def test_products_are_those_of_the_served_kernels(llama):
         name = module.tensors[0]
         weight = llama.model.get_parameter(name)
         x = torch.randn(7, weight.shape[1], generator=generator).bfloat16().float()
-        ours = ServedArithmetic([module.name], llama.plan)(module, x, weight)
+        ours = ServedArithmetic([module.name], llama.plan.rounding)(module, x, weight)
         codes, scale = quantize_per_token_group(x, module.block[1])
         if module.scheme == "blockwise":
             q, s = quantize_blockwise(weight.detach())
-            exact = block_scaled_matmul(codes, scale, q, s, [128, 128])
         else:
             q, s = quantize_per_channel(weight.detach())
-            exact = channel_scaled_matmul(codes, scale, q, s)
+        exact = exact_product(codes, q, s, x_scale=scale)
         assert sqnr_db(exact, ours) > 120
     assert {module.scheme for module in llama.modules[:4]} == {"blockwise", "per_channel"}
+
+
+def test_activations_that_the_plan_leaves_in_bf16_are_not_quantized(llama):
+    module = replace(llama.modules[0], activations="bf16")
+    weight = llama.model.get_parameter(module.tensors[0])
+    x = torch.randn(7, weight.shape[1], generator=torch.Generator().manual_seed(5))
+    arithmetic = [
+        ServedArithmetic([module.name], llama.plan.rounding, operand=operand)
+        for operand in (Operand.BOTH, Operand.WEIGHTS)
+    ]
+    both, weights = (one(module, x, weight) for one in arithmetic)
+    assert torch.equal(both, weights)
+    assert not torch.equal(both, arithmetic[0](llama.modules[0], x, weight))
 
 
 def test_a_suffix_of_the_clean_run_gives_the_divergence_of_the_whole(small):
@@ -216,7 +226,7 @@ def test_answers_are_samples_of_the_model_that_end_where_it_ends(llama):
 def test_an_outlier_channel_is_named_and_costs_the_row_more_than_the_block(llama):
     """One input channel a thousand times the others: a scale for the whole row loses the rest."""
     down = next(one for one in llama.modules if one.name == "model.layers.0.mlp.down_proj")
-    observer = FitObserver([down.name], llama.plan)
+    observer = FitObserver([down.name], llama.plan.rounding)
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(4))
     x[:, 200] *= 1000
     weight = llama.model.get_parameter(down.tensors[0]).detach()
@@ -240,5 +250,5 @@ def test_a_module_that_transformers_does_not_have_is_an_error(llama):
     tensors["model.layers.0.mlp.elsewhere.weight"] = tensors.pop(name)
     plan = type(llama.plan)(lost, {**llama.plan.tensors}, "")
     del plan.tensors[name]
-    with pytest.raises(EvaluationError, match=r"layers\.0\.mlp\.down_proj"):
+    with pytest.raises(SensitivityError, match=r"layers\.0\.mlp\.down_proj"):
         reference_of(llama.model, plan, llama.modules)

@@ -1,0 +1,194 @@
+"""A model that SGLang has built, before anything is loaded: what is served otherwise, and what is refused.
+
+*Vision towers* stay in high precision: told by the types of their modules, not by names. Some of SGLang's
+multimodal models give their vision tower the language model's quantization, some do not. Neither
+checkpoints nor trainers quantize it. A linear layer belongs to the language model if it is in a decoder
+layer: an element of a list of which one element at least attends to the KV cache (`RadixAttention`). A
+tower attends within one image (`VisionAttention`), and its projector to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError, HostError
+from ...scheme import Cause, Granularity, Scheme
+from .linear import Fp8BlockwiseOnlineLinearMethod
+
+TOWER = "not in a decoder layer of a multimodal model: a vision tower or its projector"
+_FUSED_SWIGLU = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
+
+
+def check_and_complete(model: torch.nn.Module, config: Any) -> None:
+    """Leave vision towers unquantized, and refuse what can't be served or updated.
+
+    Args:
+        config: the model's `Fp8BlockwiseOnlineConfig`.
+
+    Side effects on the host: a vision tower's layers get SGLang's `UnquantizedLinearMethod` and a weight of
+    it; `DualGemm` is turned off.
+
+    Raises:
+        ConfigError, HostError: naming the first module or option.
+    """
+    from sglang.srt.layers.attention.vision import VisionAttention
+
+    _check_layout()
+    if any(isinstance(module, VisionAttention) for module in model.modules()):
+        _leave_vision_towers(model, config)
+    for error in config.refused.values():
+        raise error
+    _leave_dual_gemm(model)
+    _check_derivable(model)
+    check_no_copies_of_the_start(model)
+    check_no_experts_turned(model)
+
+
+# -- what is served otherwise ----------------------------------------------------------------------
+
+
+def _leave_vision_towers(model: torch.nn.Module, config: Any) -> None:
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    decoders = {id(module) for layer in _decoder_layers(model) for module in layer.modules()}
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if not isinstance(method, Fp8BlockwiseOnlineLinearMethod) or id(layer) in decoders:
+            continue
+        for leaf in ("weight", "weight_scale_inv", "weight_scale", "input_scale"):
+            layer._parameters.pop(leaf, None)
+        layer.quant_method = unquantized = UnquantizedLinearMethod()
+        # SGLang's newer loader is for the parameter classes of quantized layers.
+        arguments = {**method.created_with, "weight_loader": layer.weight_loader}
+        unquantized.create_weights(layer, **arguments)
+        # Nothing about it can be refused any more.
+        config.refused.pop(method.prefix, None)
+        config.schemes[method.prefix] = Scheme(
+            Granularity.HIGH_PRECISION, Cause.VISION_TOWER, TOWER
+        )
+
+
+def _decoder_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    for layers in model.modules():
+        if isinstance(layers, torch.nn.ModuleList) and any(
+            isinstance(module, RadixAttention) for module in layers.modules()
+        ):
+            yield from layers
+
+
+def _leave_dual_gemm(model: torch.nn.Module) -> None:
+    """Run the layers of an MLP one by one, on a GPU for which SGLang fuses them (Blackwell).
+
+    Its fused kernel takes any `Fp8LinearMethod` without blocks for its own: it would read `[N, K]` as
+    `[K, N]`, and quantize activations whatever the options say.
+    """
+    for module in model.modules():
+        method = getattr(getattr(module, "gate_up_proj", None), "quant_method", None)
+        fused = getattr(module, "dual_gemm", None)
+        if fused is not None and isinstance(method, Fp8BlockwiseOnlineLinearMethod):
+            fused.mode = None
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def experts_may_move() -> bool:
+    """Whether SGLang balances experts over ranks while serving."""
+    from sglang.srt.runtime_context import get_server_args
+
+    args = get_server_args()
+    return bool(args.enable_eplb or args.elastic_ep_backend)
+
+
+def _check_layout() -> None:
+    """Refuse pipeline parallelism: ranks compare what they found within one stage, and the first answers."""
+    from sglang.srt.runtime_context import get_parallel
+
+    stages = get_parallel().pp_size
+    if stages > 1:
+        raise ConfigError(
+            "--pp-size",
+            str(stages),
+            "an update that fails in a stage behind the first would be answered as a success: no other "
+            "stage answers requests",
+            "Start with --pp-size 1 and a larger --tp-size.",
+        )
+
+
+def _check_derivable(model: torch.nn.Module) -> None:
+    """Refuse row scales of a `kv_b_proj`, where this SGLang would read them as block scales."""
+    from sglang.srt.models.deepseek_common import deepseek_weight_loader
+
+    if hasattr(deepseek_weight_loader, "_resolve_layer_weight_block_size"):
+        return  # it asks the layer
+    for name, module in model.named_modules():
+        method: Any = getattr(getattr(module, "kv_b_proj", None), "quant_method", None)
+        scheme = getattr(method, "fp8rl_scheme", None)
+        if scheme is not None and scheme.granularity is Granularity.PER_CHANNEL:
+            raise HostError(
+                f"{name}.kv_b_proj",
+                scheme.reason,
+                "this SGLang derives w_kc and w_vc from blocks only",
+                "Add kv_b_proj to ignored_layers, or use a newer SGLang (0.5.23 can).",
+            )
+
+
+def check_no_copies_of_the_start(model: torch.nn.Module) -> None:
+    """Refuse the option with which SGLang keeps copies of weights that no update path renews.
+
+    `--dcp-replicate-q-proj` (models of DeepSeek's family take it by default under DCP): `q_b_proj` and
+    `w_kc` of all ranks are gathered once, before graphs are captured, and decoding would go on with the
+    first policy's queries. (DSpark keeps an FP8 copy of `lm_head` on ROCm, where SGLang takes no method
+    of a plugin.)
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    if not getattr(get_parallel(), "dcp_replicate_q_proj", False):
+        return
+    for name, module in model.named_modules():
+        if "w_kc_qrep" in vars(module):
+            raise ConfigError(
+                f"{name}.w_kc_qrep",
+                "--dcp-replicate-q-proj",
+                "these copies of q_b_proj and w_kc are made once, at the start; after an update, decoding "
+                "would use the old ones",
+                "Start with --no-dcp-replicate-q-proj.",
+            )
+
+
+def check_no_experts_turned(model: torch.nn.Module) -> None:
+    """Refuse what has SGLang rearrange experts once, behind their first load.
+
+    MegaMoE interleaves gate and up rows of codes and scales, in a buffer of its own or in the parameter;
+    `SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED` does so to experts left in BF16. An update writes them in the
+    checkpoint's order.
+    """
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+    from sglang.srt.runtime_context import get_server_args
+
+    name = next((name for name, one in model.named_modules() if isinstance(one, FusedMoE)), None)
+    if name is None:
+        return
+    args = get_server_args()
+    options = {
+        "--moe-a2a-backend": str(args.moe_a2a_backend),
+        "--moe-runner-backend": str(args.moe_runner_backend),
+    }
+    turned = [f"{option} {value}" for option, value in options.items() if "megamoe" in value]
+    # As SGLang reads a switch of the environment.
+    is_set = os.environ.get(_FUSED_SWIGLU, "").lower() in ("true", "1", "yes", "y")
+    turned += [_FUSED_SWIGLU] if is_set else []
+    if turned:
+        raise ConfigError(
+            name,
+            turned[0],
+            "gate and up rows of experts are interleaved once, behind the first load; an update would "
+            "write them in the checkpoint's order",
+            "Leave it out.",
+        )
