@@ -196,7 +196,7 @@ def whole_model(clock: Clock, name: str, dtype: torch.dtype, repeat: int) -> Ite
         yield {
             **row,
             "tensors": len(pieces),
-            "launches": getattr(runner, "launches", None),
+            "launches": len(getattr(runner, "launches", [])),
             "table_bytes": getattr(runner, "nbytes", runner.table.pieces.nbytes),
             "build_s": build,
             "peak_extra_bytes": grown,

@@ -94,7 +94,14 @@ def cases() -> list[Case]:
             found.append(
                 Case(name, cast_kernels.table_row_kernel, constants, options, chunk, size + 1, 13.0)
             )
-        constants = {**aligned, "CHUNK": 4096, "KIND": kind, "TO_FP32": False, "PACKED": True}
+        constants = {
+            **aligned,
+            "CHUNK": 4096,
+            "KIND": kind,
+            "TO_FP32": False,
+            "SCALES": False,
+            "PACKED": True,
+        }
         options = {"num_warps": row_warps(4096)}
         found.append(
             Case(f"copy {label} → BF16, 4096 columns", copy_kernels.table_copy_kernel, constants, options,

@@ -14,8 +14,9 @@ from .grid import BlockGrid, ScaleGranularity
 from .reference import FP8_DTYPE
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of a source that is copied for the kernels first (transposed, FP16), about this much at a time.
-_ELEMENTS_AT_ONCE = 256 * 1024
+# Of a source that is copied or looked at in parts, so that no temporary grows with it: about this much at a
+# time, and on a CPU what its caches hold of what a kernel reads at once.
+_CHUNK_ELEMENTS, _CACHED_ELEMENTS = 4 * 1024 * 1024, 256 * 1024
 
 
 def cast_into(
@@ -107,7 +108,7 @@ def _cast(
     if module is reference or (lies_in_rows and source.dtype != torch.float16):
         module.cast_into(source, target, scales, nonfinite, *how)
         return nonfinite
-    strips = list(grid.strips(_ELEMENTS_AT_ONCE))
+    strips = list(grid.strips(_CHUNK_ELEMENTS if source.is_cuda else _CACHED_ELEMENTS))
     dtype = torch.float32 if source.dtype == torch.float16 else source.dtype
     room = torch.empty(source[strips[0][0]].shape, dtype=dtype, device=source.device)
     for rows, blocks in strips:
@@ -154,21 +155,16 @@ def _check_destinations(
                 "Pass the region that is written, of a buffer on the source's device",
             )
     (rows, cols), (stride_n, stride_k) = qweight.shape, qweight.stride()
-    if (cols > 1 and stride_k != 1) or (rows > 1 and stride_n < cols):
+    is_expanded = any(
+        n > 1 and not step for n, step in zip(scale.shape, scale.stride(), strict=True)
+    )
+    if is_expanded or (cols > 1 and stride_k != 1) or (rows > 1 and stride_n < cols):
         raise QuantizationError(
             name,
-            f"destination strides {[stride_n, stride_k]} for shape {[rows, cols]}",
-            "the codes of a row are contiguous and rows do not overlap",
-            "Pass a row-major view",
-        )
-    if any(
-        size > 1 and not stride for size, stride in zip(scale.shape, scale.stride(), strict=True)
-    ):
-        raise QuantizationError(
-            name,
-            f"weight scale strides {list(scale.stride())}",
-            "each weight scale has its own memory",
-            "Do not pass an expanded view",
+            f"codes {[rows, cols]} of strides {[stride_n, stride_k]}, weight scales of strides"
+            f" {list(scale.stride())}",
+            "the codes of a row are contiguous, rows do not overlap, and each scale has its own memory",
+            "Pass a row-major view of codes, and no expanded one of scales",
         )
 
 
@@ -180,10 +176,6 @@ def has_nan_code(codes: torch.Tensor) -> bool:
     if codes.numel() == 0:
         return False
     return int(codes.view(torch.int8).max()) == 0x7F or int(codes.view(torch.uint8).max()) == 0xFF
-
-
-# Of a source whose rows are checked and copied at a time, so that no temporary grows with it.
-_CHUNK_ELEMENTS = 4 * 1024 * 1024
 
 
 def copy_finite_into(source: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:

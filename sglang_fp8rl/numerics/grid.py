@@ -130,7 +130,7 @@ class Blockwise(ScaleGranularity):
     block_k: int = 128
 
     def __post_init__(self) -> None:
-        if not (_is_size(self.block_n) and _is_size(self.block_k)):
+        if not all(type(size) is int and size > 0 for size in (self.block_n, self.block_k)):
             raise _no_block((self.block_n, self.block_k))
 
     @classmethod
@@ -163,10 +163,6 @@ def granularity_of(scheme: str, weight_block_size: Sequence[int]) -> ScaleGranul
     if scheme == "blockwise":
         return Blockwise.of(weight_block_size)
     raise ValueError(f"scheme {scheme!r} has no scales")
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _no_block(block_size: Sequence[int]) -> QuantizationError:

@@ -129,13 +129,7 @@ class Fingerprinter:
             value = box_number(piece.local, piece.full_shape, piece.start, seed)
             self.count(weight, Number(_form_of(entry), value, 0))
             return
-        if entry.shape is not None and piece.full_shape != entry.shape:
-            raise RefitError(
-                name,
-                f"shape {piece.full_shape}",
-                f"the server takes the full, unsharded {entry.shape}",
-                "Describe a shard with LocalShard or a DTensor.",
-            )
+        piece.check_shape(name, entry.shape)
         self.count(name, _number_of(entry, piece, self.plan))
 
     def _weight_of_scale(self, name: str) -> str | None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from ..errors import RefitError
 from ..numerics import FP8_DTYPE, quantize
 from ..numerics.grid import BlockGrid, Blockwise
 from ..wire.plan import RefitPlan, TensorPlan
@@ -99,13 +98,7 @@ def quantize_for_refit(
 def _quantized(entry: TensorPlan, tensor: Any, plan: RefitPlan) -> list[tuple[str, Any]]:
     """Codes and scale of what is FP8 on the wire, each of the kind of `tensor`; else `tensor` as it is."""
     piece = piece_of(entry.name, tensor)
-    if entry.shape is not None and piece.full_shape != entry.shape:
-        raise RefitError(
-            entry.name,
-            f"shape {piece.full_shape}",
-            f"the server takes the full, unsharded {entry.shape}",
-            "Send what the checkpoint has; describe a shard with LocalShard or a DTensor.",
-        )
+    piece.check_shape(entry.name, entry.shape)
     if not entry.is_fp8_on_wire:
         return [(entry.name, tensor)]
     codes, scale = quantize_piece(entry, piece, plan)

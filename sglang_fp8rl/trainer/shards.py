@@ -61,6 +61,16 @@ class Piece:
     def shape(self) -> Box:
         return tuple(self.local.shape)
 
+    def check_shape(self, name: str, shape: Box | None) -> None:
+        """Raises `RefitError` unless it is of a tensor of this shape; None is any."""
+        if shape is not None and self.full_shape != shape:
+            raise RefitError(
+                name,
+                f"shape {self.full_shape}",
+                f"the server takes the full, unsharded {shape}",
+                "Send what the checkpoint has; describe a shard with LocalShard or a DTensor.",
+            )
+
     def check_on_blocks(self, name: str, grid: BlockGrid) -> None:
         """Raises `RefitError` if the box starts or ends inside a scale block of the full matrix, or of each."""
         if not grid.is_whole(self.start[-2:], self.shape[-2:]):

@@ -18,7 +18,6 @@ import torch
 from ...config import Options
 from ...errors import Fp8RlError
 from ...numerics.fingerprint import MASK, plain_number, scaled_number
-from ...numerics.grid import granularity_of
 from ...wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Number, compare, form_of
 from ...wire.plan import FP8
 from ..extension import Extension
@@ -170,7 +169,7 @@ def _number(
     if not target.is_fp8:
         form = form_of(str(served.dtype).removeprefix("torch."))
         return HeldBox(form, box, plain_number(name, served, shape, box.start), target.name)
-    granularity = granularity_of(target.granularity, options.weight_block_size)
+    granularity = target.granularity_for(options.weight_block_size)
     block = granularity.block(target.parameter.shape)
     try:
         scales = torch.stack(target.scales_of(name, region, granularity))  # [matrices, …]

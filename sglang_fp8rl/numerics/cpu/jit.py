@@ -22,12 +22,7 @@ def jit(fastmath: Collection[str] = ()) -> Callable[[Callable], Any]:
         fastmath: what LLVM may do with floating-point sums; nothing, unless a kernel's result is no
             byte of a weight.
     """
-    options = {
-        "nogil": True,
-        "fastmath": set(fastmath) or False,
-        "error_model": "numpy",
-        "boundscheck": False,
-    }
+    options = {"nogil": True, "fastmath": set(fastmath) or False, "error_model": "numpy"}
 
     def compiled(function: Callable) -> Any:
         try:

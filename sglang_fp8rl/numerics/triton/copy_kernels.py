@@ -13,7 +13,6 @@ from .arithmetic import (
     BF16,
     FP32,
     fp32_bits,
-    largest_magnitude,
     packed_bf16,
     packed_largest_magnitude,
     round_bits_to_bf16,
@@ -46,9 +45,10 @@ def table_copy_kernel(
     ONE_CHUNK: tl.constexpr,
     KIND: tl.constexpr,
     TO_FP32: tl.constexpr,
+    SCALES: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """One row to FP32 or BF16, copied if all of it stays finite."""
+    """One row to FP32 or BF16, copied if all of it stays finite; of `SCALES`, if all is positive too."""
     row, n = piece_of(table, owners)
     address = source_address(row, call)
     # Of FP32 bits: Inf, or the smallest number that is Inf in BF16.
@@ -68,14 +68,14 @@ def table_copy_kernel(
         if PACKED and KIND == BF16:
             finite = packed_largest_magnitude(x) < LIMIT
         else:
-            finite = largest_magnitude(x, KIND) < LIMIT
+            finite = tl.max(magnitudes(x, k < cols, KIND, SCALES), axis=0) < LIMIT
         tl.store(target + k, copied(x, KIND, TO_FP32, PACKED), mask=(k < cols) & finite)
     else:
         largest = tl.zeros([CHUNK], tl.int32)
         for first in range(0, cols, CHUNK):
             at = first + k
             x = tl.load(source + at, mask=at < cols, other=0)
-            largest = tl.maximum(largest, fp32_bits(x, KIND) & 0x7FFFFFFF)
+            largest = tl.maximum(largest, magnitudes(x, at < cols, KIND, SCALES))
         finite = tl.max(largest, axis=0) < LIMIT
         for first in range(0, cols, CHUNK):
             at = first + k
@@ -83,6 +83,13 @@ def table_copy_kernel(
             x = copied(x, KIND, TO_FP32, PACKED)
             tl.store(target + at, x, mask=(at < cols) & finite)
     raise_flag(call, flags + tl.load(row + FLAGS) + n, finite)
+
+
+@triton.jit
+def magnitudes(x, inside, KIND: tl.constexpr, SCALES: tl.constexpr):
+    """FP32 bits of |x|; what is no scale counts as infinite."""
+    bits = tl.where(inside & (x <= 0), 0x7F800000, x) if SCALES else fp32_bits(x, KIND)
+    return bits & 0x7FFFFFFF
 
 
 @triton.jit
@@ -97,28 +104,6 @@ def copied(x, KIND: tl.constexpr, TO_FP32: tl.constexpr, PACKED: tl.constexpr):
     else:
         bits = (round_bits_to_bf16(fp32_bits(x, KIND)) >> 16).to(tl.int16)
     return bits
-
-
-@triton.jit
-def table_scales_kernel(table, owners, call, flags, CHUNK: tl.constexpr):
-    """One row of scales, copied if all of it is positive and finite."""
-    row, at = piece_of(table, owners)
-    n = at.to(tl.int64)
-    cols = tl.load(row + COLS).to(tl.int32)
-    source = source_address(row, call).to(tl.pointer_type(tl.int32))
-    source += n * tl.load(row + SOURCE_STRIDE)
-    target = tl.load(row + TARGET).to(tl.pointer_type(tl.int32))
-    target += n * tl.load(row + TARGET_STRIDE)
-    k = tl.arange(0, CHUNK)
-    bad = tl.zeros([CHUNK], tl.int32)
-    for first in range(0, cols, CHUNK):
-        bits = tl.load(source + first + k, mask=first + k < cols, other=1)
-        bad |= ((bits <= 0) | (bits >= 0x7F800000)).to(tl.int32)
-    good = tl.max(bad, axis=0) == 0
-    for first in range(0, cols, CHUNK):
-        inside = first + k < cols
-        tl.store(target + first + k, tl.load(source + first + k, mask=inside), mask=inside & good)
-    raise_flag(call, flags + tl.load(row + FLAGS) + n, tl.where(good, 1, 1 - _BAD_SCALE))
 
 
 @triton.jit

@@ -10,12 +10,14 @@ three instructions for a word. Row keys are made by a kernel of their own.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from ..fingerprint import by_torch
+from ..fingerprint import _column_keys, by_torch
 from .pieces import known_multiple
 
 UNIT = 4  # bytes of a load's element: two words
@@ -100,7 +102,7 @@ def matrix_number(
     down = torch.empty(rows, dtype=torch.int64, device=matrix.device)
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(width, CHUNK))
     partial = torch.empty(grid, dtype=torch.int64, device=matrix.device)
-    across = _on_device(column_keys, matrix.device)[first_byte // 2 :]
+    across = _column_keys_on(matrix.device, column_keys.size)[first_byte // 2 :]
     units = matrix.view(torch.int32) if rows > 1 else matrix[0].view(torch.int32)
     is_aligned = not any(number % 4 for number in (matrix.data_ptr() // UNIT, stride, width))
     row_keys_kernel[(triton.cdiv(rows, KEYS),)](down, seed, row, rows, BLOCK=KEYS)
@@ -118,12 +120,7 @@ def _row_bytes(matrix: torch.Tensor) -> int:
     return elements * matrix.element_size()
 
 
-_TABLES: dict[tuple[int, torch.device], torch.Tensor] = {}
-
-
-def _on_device(column_keys: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A table's copy, kept: all tables are the beginning of one sequence, so size is identity."""
-    place = (column_keys.size, device)
-    if place not in _TABLES:
-        _TABLES[place] = torch.from_numpy(column_keys.view(np.int64).copy()).to(device)
-    return _TABLES[place]
+@functools.cache
+def _column_keys_on(device: torch.device, count: int) -> torch.Tensor:
+    """A copy of the table that has so many."""
+    return torch.from_numpy(_column_keys(count).view(np.int64).copy()).to(device)

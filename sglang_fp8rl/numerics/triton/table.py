@@ -39,7 +39,7 @@ class Launch:
     Attributes:
         owners: int32 [programs], the piece of each.
         sources: positions of the tensors it reads.
-        align: bytes that divide offsets and strides of the sources; 0 for a kernel that asks for none.
+        align: bytes that divide offsets and strides of the sources.
     """
 
     kernel: Any
@@ -70,7 +70,7 @@ class TritonTable:
         }
         rows = np.zeros((len(table.pieces), len(COLUMNS)), np.int64)
         rows[:, :-1] = table.pieces.view(np.int64).reshape(len(table.pieces), -1)
-        self._launches = [
+        self.launches = [
             self._launch(group, pieces, rows) for group, pieces in _groups(table.pieces)
         ]
         self._rows = self._on_device(rows)
@@ -81,14 +81,10 @@ class TritonTable:
         self._no_flags = np.zeros(table.flag_count, np.uint8)
 
     @property
-    def launches(self) -> int:
-        return len(self._launches)
-
-    @property
     def nbytes(self) -> int:
         """Device memory of the table, its programs and its flags."""
         held = [self._rows, self._flags, self._call]
-        return sum(one.nbytes for one in [*held, *(launch.owners for launch in self._launches)])
+        return sum(one.nbytes for one in [*held, *(launch.owners for launch in self.launches)])
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         """A copy that nothing waits for."""
@@ -108,7 +104,7 @@ class TritonTable:
             kernel,
             self._on_device(np.repeat(pieces.astype(np.int32), programs)),
             np.unique(table["source"]),
-            0 if group.kind == Kind.SCALES else group.source_align,
+            group.source_align,
             constants,
             options,
         )
@@ -123,14 +119,13 @@ class TritonTable:
             constants |= {"RAGGED": bool(group.is_ragged), **kind, **self._rounding}
             return cast_kernels.table_tile_kernel, constants, tile_options(group.target_align)
         options = {"num_warps": row_warps(group.chunk)}
-        if group.kind == Kind.SCALES:
-            return copy_kernels.table_scales_kernel, {"CHUNK": group.chunk}, options
         constants |= {"CHUNK": group.chunk, "ONE_CHUNK": cols <= group.chunk}
         if group.kind == Kind.CAST:
             return cast_kernels.table_row_kernel, constants | kind | self._rounding, options
         if group.kind == Kind.CODES:
             return copy_kernels.table_codes_kernel, constants, options
         constants |= {"TO_FP32": group.target_dtype == Dtype.FP32, "PACKED": self._packed}
+        constants["SCALES"] = group.kind == Kind.SCALES
         return copy_kernels.table_copy_kernel, constants | kind, options
 
     def run(self, addresses: Sequence[int]) -> np.ndarray:
@@ -151,13 +146,12 @@ class TritonTable:
         lowest = (where | WIDEST) & -(where | WIDEST)
         with on_device(self._device):
             self._call.copy_(self._sent, non_blocking=True)  # its first number says: no flags
-            for launch in self._launches:
+            for launch in self.launches:
                 arguments = (self._rows, launch.owners, self._call, self._flags)
-                constants = launch.constants
-                if launch.align:  # one source at an odd address slows down the others of its launch
-                    align = min(launch.align, int(lowest[launch.sources].min()))
-                    constants = {"SOURCE_ALIGN": align, **constants}
-                launch.kernel[(len(launch.owners),)](*arguments, **constants, **launch.options)
+                # One source at an odd address slows down the others of its launch.
+                align = min(launch.align, int(lowest[launch.sources].min()))
+                constants = {"SOURCE_ALIGN": align, **launch.constants, **launch.options}
+                launch.kernel[(len(launch.owners),)](*arguments, **constants)
         return self._flags[: self.table.flag_count]
 
 
@@ -177,11 +171,12 @@ class _Group:
 
 def _groups(pieces: np.ndarray) -> list[tuple[_Group, np.ndarray]]:
     """Each group with the indices of its pieces, in the order of their kinds."""
-    kind, is_scales = pieces["kind"], pieces["kind"] == Kind.SCALES
+    kind = pieces["kind"]
+    is_copy = (kind == Kind.COPY) | (kind == Kind.SCALES)
     is_block = (kind == Kind.CAST) & (pieces["block_n"] > 1)
     is_ragged = is_block & ((pieces["rows"] % BLOCK != 0) | (pieces["cols"] % BLOCK != 0))
     size = _SIZES[pieces["source_dtype"]]
-    target_size = np.where(kind == Kind.COPY, _SIZES[pieces["destination_dtype"]], 1)
+    target_size = np.where(is_copy, _SIZES[pieces["destination_dtype"]], 1)
     source = pieces["source_offset"] | pieces["source_stride"] * size | WIDEST
     target = (
         pieces["destination"]
@@ -194,10 +189,10 @@ def _groups(pieces: np.ndarray) -> list[tuple[_Group, np.ndarray]]:
         kind,
         is_block,
         is_ragged,
-        np.where(is_scales, 0, source & -source),
-        np.where(is_scales, 0, target & -target),
-        np.where(is_scales, 0, pieces["source_dtype"]),
-        np.where(kind == Kind.COPY, pieces["destination_dtype"], 0),
+        source & -source,
+        target & -target,
+        pieces["source_dtype"],
+        np.where(is_copy, pieces["destination_dtype"], 0),
         np.where(is_block, 0, chunks),
     )
     found = defaultdict(list)
