@@ -5,8 +5,7 @@ holds handles, not the weights. Server and client therefore run on one machine, 
 both have to number the GPUs alike (`CUDA_VISIBLE_DEVICES`).
 
 A server of this package reads the layout of a flattened bucket as one string (`layout_text`). Any
-other reads SGLang's metadata by attribute, so plain namespaces take the place of its class, and
-sglang is not imported.
+other reads SGLang's metadata by attribute, so sglang is not imported.
 """
 
 from __future__ import annotations
@@ -64,16 +63,7 @@ def flatten(
     for name, tensor in named_tensors:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = start + tensor.nbytes
-        metadata.append(
-            SimpleNamespace(
-                name=name,
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                start_idx=start,
-                end_idx=end,
-                numel=end - start,
-            )
-        )
+        metadata.append(layout_text.flat_tensor(name, tensor.shape, tensor.dtype, start, end))
     flat = allocate(end, device) if into is None else into.take(end, device)
     for (_, tensor), meta in zip(named_tensors, metadata, strict=True):
         _place_in(flat, meta).copy_(tensor)

@@ -162,10 +162,8 @@ class RefitPlan:
         """Why the engine does without that name (tied, computed); empty if it takes it."""
         if name in self.tensors:
             return ""
-        for pattern, reason in self._left_out:
-            if pattern.search(name):
-                return reason
-        return ""
+        found = (row for row in self.document["left_out"] if re.search(row["pattern"], name))
+        return next(found, {"reason": ""})["reason"]
 
     @functools.cached_property
     def modules(self) -> Mapping[str, ModulePlan]:
@@ -174,10 +172,6 @@ class RefitPlan:
             row["module"]: ModulePlan(**{**row, "cause": Cause(row["cause"])})
             for row in self.document["modules"]
         }
-
-    @functools.cached_property
-    def _left_out(self) -> list[tuple[re.Pattern[str], str]]:
-        return [(re.compile(row["pattern"]), row["reason"]) for row in self.document["left_out"]]
 
     def of(self, name: str) -> TensorPlan:
         """The plan of one tensor.
