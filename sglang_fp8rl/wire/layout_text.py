@@ -49,11 +49,7 @@ def to_text(tensors: Iterable[Any]) -> str:
 
 
 def from_text(text: str) -> list[SimpleNamespace]:
-    """The tensors of `to_text`. Where they lie is not checked here.
-
-    Raises:
-        RefitError: it is not such a string, of another version, or has a dtype we don't know.
-    """
+    """The tensors of `to_text`; raises `RefitError` for any other text. Where they lie is not checked here."""
     names, shapes, dtypes, starts, ends = _columns(text)
     sides = [side for shape in shapes if type(shape) is list for side in shape]
     if not (_are(str, names + dtypes) and _are(list, shapes) and _are(int, starts + ends + sides)):

@@ -96,13 +96,10 @@ class RefitPlan:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> RefitPlan:
-        """Read a document from wherever it was kept.
-
-        Raises:
-            RefitError: it is no plan, of a format this version does not read, or was changed.
-        """
-        is_one = isinstance(document, Mapping)
-        found = (document.get("format"), document.get("version")) if is_one else type(document)
+        """Read a document from wherever it was kept. Raises `RefitError` if it is no plan that this version
+        reads, or was changed."""
+        is_document = isinstance(document, Mapping)
+        found = is_document and (document.get("format"), document.get("version"))
         if found != (PLAN_FORMAT, PLAN_VERSION):
             raise RefitError(
                 "plan",
@@ -174,11 +171,7 @@ class RefitPlan:
         }
 
     def of(self, name: str) -> TensorPlan:
-        """The plan of one tensor.
-
-        Raises:
-            RefitError: the plan knows no such name; with near matches.
-        """
+        """The plan of one tensor. Raises `RefitError`, with near matches, for a name that it does not know."""
         found = self.tensors.get(name)
         if found is None:
             model = self.document["model"]["architecture"]
