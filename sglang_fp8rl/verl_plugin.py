@@ -1,11 +1,9 @@
 """The veRL entry point: put this package's rollout where veRL looks for SGLang's.
 
-`import verl` imports this module, in every process that does, and calls nothing in it (veRL 0.9.1:
-`entry_point.load()`), so importing it is what registers. veRL 0.8 has no such entry points;
-`VERL_USE_EXTERNAL_MODULES=sglang_fp8rl.verl_plugin` does the same there.
-
-Two registries of veRL are all that is touched here. Both are read when a rollout by SGLang is
-wanted, so a process that only imports veRL imports nothing of SGLang.
+`import verl` imports this module and calls nothing in it (veRL 0.9.1: `entry_point.load()`), so importing it is
+what registers. veRL 0.8 has no such entry points; `VERL_USE_EXTERNAL_MODULES=sglang_fp8rl.verl_plugin` does the
+same there. Both registries are read when a rollout by SGLang is wanted, so a process that only imports veRL
+imports nothing of SGLang.
 """
 
 from __future__ import annotations
@@ -31,11 +29,8 @@ ADAPTER = "sglang_fp8rl.verl_rollout.adapter.ServerAdapter"
 
 
 def register() -> None:
-    """Register server and adapter of the rollout `sglang`; idempotent.
-
-    On a veRL or SGLang outside the supported range it says so in the log (veRL writes what a plugin
-    raises to its debug log only), and a rollout that asks for this method is refused; others are
-    veRL's own.
+    """Register server and adapter of the rollout `sglang`; idempotent. What is wrong is logged, as veRL writes what
+    a plugin raises to its debug log only.
 
     Side effects on the host: one entry of `RolloutReplicaRegistry`, one of `_ROLLOUT_REGISTRY`.
     """
@@ -45,8 +40,7 @@ def register() -> None:
     try:
         from verl.workers.rollout import base, replica
 
-        registry = replica.RolloutReplicaRegistry
-        adapters = base._ROLLOUT_REGISTRY
+        registry, adapters = replica.RolloutReplicaRegistry, base._ROLLOUT_REGISTRY
         verls_own = registry._registry[ROLLOUT]
     except (ImportError, AttributeError, KeyError) as error:
         logger.error(
@@ -66,19 +60,14 @@ def check_verl() -> list[str]:
         version = Version(importlib.metadata.version("verl"))
     except importlib.metadata.PackageNotFoundError:
         return ["verl is not installed; pip install --no-deps verl==" + TESTED_VERL]
-    if not OLDEST_VERL <= version < NEWEST_VERL_EXCLUDED:
-        return [
-            f"verl {version} is outside the supported range >={OLDEST_VERL},<{NEWEST_VERL_EXCLUDED}"
-            f"; {TESTED_VERL} is tested"
-        ]
-    return []
+    if OLDEST_VERL <= version < NEWEST_VERL_EXCLUDED:
+        return []
+    supported = f">={OLDEST_VERL},<{NEWEST_VERL_EXCLUDED}"
+    return [f"verl {version} is outside the supported range {supported}; {TESTED_VERL} is tested"]
 
 
 class ReplicaLoader:
     """What veRL calls for the replica's class, when a rollout by SGLang is wanted.
-
-    veRL's own is loaded first: it prepares imports that its modules need. Not on the CPU platform: what it
-    prepares is SGLang's CPU engine, whose kernels are not in the released wheel.
 
     Args:
         problems: why a rollout by this method is refused; veRL's own replica serves all others then.
@@ -90,6 +79,8 @@ class ReplicaLoader:
     def __call__(self) -> Any:
         if self._problems:
             return _refusing(self._load_verls_own(), "; ".join(self._problems))
+        # veRL's own prepares imports that its modules need. On a CPU that is SGLang's CPU engine, whose kernels
+        # are not in the released wheel.
         if not on_cpu_platform():
             self._load_verls_own()
         from .verl_rollout.server import Replica

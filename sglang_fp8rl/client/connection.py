@@ -60,37 +60,44 @@ class Connection:
             NoAnswerError: the server can't be reached, or took too long.
             RefitError: its answer is no success, in its own words.
         """
-        return _content(self._ask("GET", path, self._key_for(path), headers=headers))
+        return _content(self._ask("GET", path, headers=headers))
 
-    def post(self, path: str, body: dict[str, Any], *, patience: float = 0) -> Any:
-        """As `get`. `patience`: seconds that the server may wait before it begins."""
-        key = self._key_for(path)
-        return _content(self._ask("POST", path, key, body=body, patience=patience))
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """As `get`."""
+        return _content(self._ask("POST", path, body=body))
 
     def post_if_known(self, path: str, body: dict[str, Any]) -> bool:
         """As `post`; False if the server has no such endpoint."""
-        answer = self._ask("POST", path, self._admin_key, body=body)
+        answer = self._ask("POST", path, body=body)
         if answer.status_code == HTTPStatus.UNAUTHORIZED:
             # SGLang asks for the api key where it knows no such endpoint, before it says so.
-            answer = self._ask("POST", path, self._api_key, body=body)
+            answer = self._ask("POST", path, body=body, is_unknown=True)
         if answer.status_code == HTTPStatus.NOT_FOUND:
             return False
         _content(answer)
         return True
 
-    def _key_for(self, path: str) -> str | None:
-        return self._api_key if path in _FOR_THE_API_KEY else self._admin_key
+    def flush_cache(self, timeout: float) -> bool:
+        """Let the server drop what the old weights computed; it waits `timeout` seconds for running requests.
+
+        Returns:
+            Whether it was done. Raises `NoAnswerError` as `get`.
+        """
+        path = f"/flush_cache?timeout={timeout}"
+        return self._ask("POST", path, body={}, patience=timeout).ok
 
     def _ask(
         self,
         method: str,
         path: str,
-        key: str | None,
         *,
         body: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
+        is_unknown: bool = False,
         patience: float = 0,
     ) -> requests.Response:
+        takes_api_key = is_unknown or path in _FOR_THE_API_KEY
+        key = self._api_key if takes_api_key else self._admin_key
         url = self.url + path
         bearer = {"Authorization": f"Bearer {key}"} if key else {}
         try:

@@ -41,15 +41,15 @@ class UpdateResult:
 
 
 class RefitClient:
-    """Updates, and asks, one server.
+    """Updates, and asks, one server. Every method raises `NoAnswerError` where it does not answer, and
+    `RefitError` where it refuses, or does not serve with this method.
 
     Args:
         url: of the server, e.g. `http://127.0.0.1:30000`.
         timeout: seconds for one request.
-        api_key: of `--api-key`, if the server was started with one: for plan, status, generation,
-            and for updates too where there is no admin key.
-        admin_api_key: of `--admin-api-key`: SGLang asks for it (and takes no other) at every
-            endpoint that changes the server, updates and sessions among them, and the fingerprint.
+        api_key: of `--api-key`: for plan, status, generation, and all else where there is no admin key.
+        admin_api_key: of `--admin-api-key`, which SGLang wants at every endpoint that changes the server
+            (updates, sessions) and at the fingerprint.
     """
 
     def __init__(
@@ -78,31 +78,25 @@ class RefitClient:
     ) -> UpdateResult:
         """Send tensors, full and unsharded, under their checkpoint names; return when served.
 
-        Opens a weight-update session where the server knows them (SGLang 0.5.21 and newer).
-
         Args:
             named_tensors: consumed lazily; two buckets of them are held at a time, the next one
-                being made while the server casts the one before, in two buffers that take turns.
-            bucket_bytes: a bucket ends before the tensor that would pass this size. A single
-                larger tensor is a bucket of its own.
+                being made while the server casts the one before.
+            bucket_bytes: a bucket ends before the tensor that would pass this size.
             load_format: "flattened_bucket" (one shared buffer a bucket), or None (one each).
             on_bucket: called after each bucket with the tensors and bytes sent so far.
             plan: that `named_tensors` were quantized by; compared with the server's first.
-            verify: prove afterwards that the server holds what was sent, byte for byte, wherever it
-                lies. Each tensor is cast here too as it goes by. What can't be proven is `unproven` in
-                the result.
+            verify: prove afterwards that the server holds what was sent, byte for byte. Each tensor is
+                cast here too as it goes by.
             weight_version: what SGLang calls the new weights (`weight_version` in `/model_info` and
-                in each answer's `meta_info`). Set when all of the update succeeded; before that,
-                and after a failure, the old one stays.
+                in each answer's `meta_info`), once all of the update succeeded.
             partial: what is not among `named_tensors` is declared still right (frozen layers,
                 adapters). Otherwise the server refuses an update that leaves anything out.
-            flush_timeout: seconds to wait for running requests, where they keep the server from
-                flushing its cache behind the last bucket.
+            flush_timeout: seconds to wait for running requests that keep the server from flushing its
+                cache.
 
         Raises:
-            RefitError: the server refused; the message is its own. What was sent before stays, and
-                the status says so until all of an update came.
-                Or `plan` is not the server's: nothing was sent. Or what is served differs (`verify`).
+            RefitError: the server refused, in its own words; what was sent before stays. Or `plan` is
+                not the server's: nothing was sent. Or what is served differs (`verify`).
         """
         if load_format not in LOAD_FORMATS:
             raise RefitError("load_format", repr(load_format), f"one of {LOAD_FORMATS}", "")
@@ -117,12 +111,7 @@ class RefitClient:
         extent = PARTIAL if partial else ALL
         refit = TensorUpdate(self._connection, RefitNote(uuid4().hex, weight_version, extent))
         began, waited_before = perf_counter(), self._connection.seconds_waited
-        refit.send(
-            named_tensors,
-            bucket_bytes=bucket_bytes,
-            load_format=load_format,
-            on_bucket=on_bucket,
-        )
+        refit.send(named_tensors, bucket_bytes, load_format, on_bucket)
         unproven: Mapping[str, str] = {}
         if numbers is not None:
             expected = numbers.fingerprint("the trainer")
@@ -141,18 +130,14 @@ class RefitClient:
         )
 
     def plan(self) -> RefitPlan:
-        """The server's plan: how each tensor is stored, and how it may be sent.
-
-        Raises:
-            RefitError: the server can't be reached, or does not serve with this method.
-        """
+        """The server's plan: how each tensor is stored, and how it may be sent."""
         return RefitPlan.from_dict(self._connection.get(PLAN_PATH))
 
     def check_plan(self, plan: RefitPlan) -> None:
         """Ask the server whether `plan` is its own; only the digest goes over the wire.
 
         Raises:
-            RefitError: it is not, with both digests; or as `plan`.
+            RefitError: it is not, with both digests.
         """
         theirs = self._connection.get(PLAN_PATH, **{"If-None-Match": f'"{plan.digest}"'})
         if not theirs:
@@ -190,12 +175,8 @@ class RefitClient:
         return compare(self.fingerprint(), expected, partial=partial)
 
     def fingerprint(self) -> Fingerprint:
-        """`GET /fp8rl/fingerprint`: one number for each name, over all ranks.
-
-        Raises:
-            RefitError: the server can't be reached, does not serve with this method, or its weights'
-                memory is released.
-        """
+        """`GET /fp8rl/fingerprint`: one number for each name, over all ranks. Refused while the weights' memory
+        is released."""
         return Fingerprint.from_dict(self._connection.get(FINGERPRINT_PATH), self.url)
 
     def generate(
@@ -225,19 +206,11 @@ class RefitClient:
         return self._connection.get(SERVER_INFO_PATH)
 
     def status(self) -> dict[str, Any]:
-        """`GET /fp8rl/status`: of a server's data-parallel replicas, that of the worst.
-
-        Raises:
-            RefitError: the server was not started with `fp8_blockwise_online`.
-        """
+        """`GET /fp8rl/status`: of a server's data-parallel replicas, that of the worst."""
         return self._connection.get(STATUS_PATH)
 
     def close_session(self) -> None:
-        """End a session that a client which is gone left open; what it sent stays.
-
-        Raises:
-            RefitError: there is none.
-        """
+        """End a session that a client which is gone left open; what it sent stays."""
         self._connection.post("/end_weight_update", {})
 
 

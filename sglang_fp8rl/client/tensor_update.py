@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..errors import NoAnswerError, RefitError
@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]
 
 def is_ours(server_info: Mapping[str, Any]) -> bool:
     """Whether it is a server of this package: it reads layouts as text, and notes, and has read all of a
-    bucket when it answers. Replicas of one server are all alike."""
+    bucket when it answers."""
     section = (server_info.get("internal_states") or [{}])[0].get("fp8rl") or {}
     return section.get("flat_layout") == layout_text.VERSION
 
@@ -75,18 +75,12 @@ class TensorUpdate:
     def send(
         self,
         named_tensors: Iterable[NamedTensor],
-        *,
         bucket_bytes: int,
         load_format: str | None,
-        on_bucket: Progress | None,
+        on_bucket: Progress | None = None,
     ) -> None:
-        """Send all of them in a session, a bucket being made while the server has the one before.
-
-        Args: as `RefitClient.update`.
-
-        Raises:
-            RefitError: the server refused, or there was nothing to send.
-        """
+        """Send all of them in a session, a bucket being made while the server has the one before; args as
+        `RefitClient.update`. Raises `RefitError` where the server refuses, or there is nothing to send."""
         buckets = buckets_of(named_tensors, bucket_bytes)
         first = next(buckets, None)
         if first is None:  # no session is opened for nothing
@@ -96,28 +90,25 @@ class TensorUpdate:
                 "it names at least one tensor",
                 "Check the source.",
             )
+
+        def post(payload: Payload, is_last: bool) -> None:
+            self.post(payload.texts, load_format, is_last)
+            self.buckets += 1
+            self.tensors, self.nbytes = self.tensors + payload.tensors, self.nbytes + payload.nbytes
+            if on_bucket is not None:
+                on_bucket(self.tensors, self.nbytes)
+
         with self.session(), ThreadPoolExecutor(1) as poster:
             staging = StagingBuffers(allocate) if self.is_ours else None
-            answer: Future[Payload] | None = None
+            answer: Any = None
             for bucket, is_last in itertools.chain([first], buckets):
                 if staging is not None:
                     staging.least = 0 if is_last else bucket_bytes
                 payload = payload_of(bucket, load_format, self._tp_size, self.is_ours, staging)
                 if answer is not None:
-                    self._count(answer.result(), on_bucket)
-                answer = poster.submit(self._post_payload, payload, load_format, is_last)
-            assert answer is not None
-            self._count(answer.result(), on_bucket)
-
-    def _post_payload(self, payload: Payload, load_format: str | None, is_last: bool) -> Payload:
-        self.post(payload.texts, load_format, is_last)
-        return payload
-
-    def _count(self, answered: Payload, on_bucket: Progress | None) -> None:
-        self.buckets += 1
-        self.tensors, self.nbytes = self.tensors + answered.tensors, self.nbytes + answered.nbytes
-        if on_bucket is not None:
-            on_bucket(self.tensors, self.nbytes)
+                    answer.result()
+                answer = poster.submit(post, payload, is_last)
+            answer.result()
 
     def post(self, texts: list[str], load_format: str | None, is_last: bool) -> None:
         """One bucket, in the session; the last one asks for the flush.
@@ -159,16 +150,7 @@ class TensorUpdate:
         if self._note.version is not None:
             version = {"new_version": self._note.version, "abort_all_requests": False}
             self._connection.post("/update_weight_version", version)
-        if not self._is_flush_refused:
-            return True
-        flush = f"/flush_cache?timeout={flush_timeout}"
-        try:
-            self._connection.post(flush, {}, patience=flush_timeout)
-        except NoAnswerError:
-            raise
-        except RefitError:
-            return False
-        return True
+        return not self._is_flush_refused or self._connection.flush_cache(flush_timeout)
 
 
 def _check_replicas(server_info: Mapping[str, Any]) -> None:

@@ -63,18 +63,17 @@ def quantize_for_refit(
     """Quantize what the plan's server holds in FP8; pass on the rest. Lazy, one tensor at a time.
 
     Args:
-        named_tensors: FP32, BF16 or FP16 under checkpoint names: full tensors; DTensors whose
-            shards are whole blocks; or `LocalShard`. On any device. Full tensors of fused experts
-            are taken apart.
-        plan: of the server (`fetch_plan`). Hand it to `RefitClient.update(..., plan=plan)` too, so
-            that a server with another plan is sent nothing.
+        named_tensors: FP32, BF16 or FP16 under checkpoint names, on any device: full tensors, of fused
+            experts too; DTensors whose shards are whole blocks; or `LocalShard`.
+        plan: of the server. Hand it to `RefitClient.update(..., plan=plan)` too, so that a server with
+            another plan is sent nothing.
         stats: counts what goes by.
 
     Yields:
         `(name, codes)` e4m3fn and `(name_scale_inv or name_scale, FP32 scales)` for what is FP8 on
-        the wire; everything else untouched. Of the kind that came: a DTensor gives DTensors with
-        its placements (`full_tensors` gathers them), a LocalShard gives LocalShards. Names that the
-        engine does without (a tied `lm_head`, rotary tables) are left out; scales of the KV cache pass.
+        the wire, of the kind that came: a DTensor gives DTensors with its placements (`full_tensors`
+        gathers them). Everything else untouched; names that the engine does without (a tied
+        `lm_head`, rotary tables) are left out.
 
     Raises:
         RefitError: a name that the plan doesn't know, a shape that is not the plan's, a shard that
@@ -113,14 +112,8 @@ def _quantized(entry: TensorPlan, tensor: Any, plan: RefitPlan) -> list[tuple[st
 def quantize_piece(
     entry: TensorPlan, piece: Piece, plan: RefitPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of a full tensor or of a shard that consists of whole blocks.
-
-    Returns:
-        e4m3fn of the piece's shape, and FP32 `[row blocks, column blocks]` of the piece.
-
-    Raises:
-        RefitError, QuantizationError: as `quantize_for_refit`.
-    """
+    """Codes (e4m3fn, of the piece's shape) and scales (FP32, `[row blocks, column blocks]`) of a full tensor, or
+    of a shard that consists of whole blocks. Raises as `quantize_for_refit`."""
     grid, source = _grid(entry), piece.local
     piece.check_on_blocks(entry.name, grid)
     if not source.numel():  # a rank without rows

@@ -105,11 +105,8 @@ class Piece:
 
 
 def piece_of(name: str, sent: Any) -> Piece:
-    """Take a tensor, a DTensor or a `LocalShard` apart.
-
-    Raises:
-        RefitError: it is none of them, or a DTensor with placements that are no boxes.
-    """
+    """Take a tensor, a DTensor or a `LocalShard` apart. Raises `RefitError` for anything else, and for a DTensor
+    with placements that are no boxes."""
     if isinstance(sent, LocalShard):
         return Piece(sent, sent.tensor.detach(), sent.full_shape, sent.start)
     if hasattr(sent, "full_tensor"):
@@ -152,17 +149,12 @@ def _gather_first(name: str, found: object, rule: str) -> RefitError:
 
 
 def full_tensors(named_tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gather DTensors, one by one; every rank of their mesh has to go through it. FP8 travels as
-    bytes, which every backend can gather.
-
-    Raises:
-        RefitError: a `LocalShard`: gather those with `assemble` and a collective of your own.
-    """
+    """Gather DTensors, one by one; every rank of their mesh has to go through it. FP8 travels as bytes, which
+    every backend can gather. Raises `RefitError` for a `LocalShard`, which knows no mesh."""
     for name, tensor in named_tensors:
         if isinstance(tensor, LocalShard):
-            raise RefitError(
-                name, "a LocalShard", "it knows no mesh to gather over", "Use assemble()."
-            )
+            rule = "it knows no mesh to gather over"
+            raise RefitError(name, "a LocalShard", rule, "Gather it yourself, and use assemble().")
         if not hasattr(tensor, "full_tensor"):
             yield name, tensor
         elif tensor.element_size() == 1:
@@ -172,11 +164,8 @@ def full_tensors(named_tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str
 
 
 def assemble(name: str, shards: Iterable[LocalShard]) -> torch.Tensor:
-    """The full tensor from the boxes of all ranks (overlaps are replicas).
-
-    Raises:
-        RefitError: they are of different tensors, or leave a part out.
-    """
+    """The full tensor from the boxes of all ranks (overlaps are replicas). Raises `RefitError` if they are of
+    different tensors, or leave a part out."""
     parts = list(shards)
     shapes = {(part.full_shape, part.tensor.dtype) for part in parts}
     if len(shapes) != 1:

@@ -87,14 +87,11 @@ VERL_HOOKS = (*SERVER_HOOKS, *ADAPTER_HOOKS)
 
 
 def apply_hooks(hooks: tuple[Hook, ...]) -> None:
-    """Put hooks in force in this process, once each.
+    """Put hooks in force in this process, once each. Raises `HostError` where a target of veRL is gone.
 
     Side effects on the host: SGLang's plugins are loaded (veRL builds `ServerArgs` before SGLang
     would load them, and 0.5.16 refuses a quantization method it does not know yet); the targets of
     `hooks` are replaced.
-
-    Raises:
-        HostError: a target of veRL is gone.
     """
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry

@@ -36,18 +36,14 @@ class RankGroup:
 
     def share(self, outcome: Any) -> Any:
         """The leading rank's, on all ranks; raised if it is a `RefitError`."""
-        if self._mesh.size() > 1:
-            values = [outcome]
-            dist.broadcast_object_list(values, src=self._first, group=self._mesh.get_group())
-            outcome = values[0]
-        if isinstance(outcome, RefitError):
-            raise outcome
-        return outcome
+        values = [outcome]
+        dist.broadcast_object_list(values, src=self._first, group=self._mesh.get_group())
+        if isinstance(values[0], RefitError):
+            raise values[0]
+        return values[0]
 
     def gather(self, own: Any) -> list[Any]:
         """What every rank has, on the first; nothing on the others."""
-        if self._mesh.size() == 1:
-            return [own]
         gathered: list[Any] | None = [None] * self._mesh.size() if self.leads else None
         dist.gather_object(own, gathered, dst=self._first, group=self._mesh.get_group())
         return gathered or []

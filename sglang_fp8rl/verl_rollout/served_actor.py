@@ -45,12 +45,8 @@ def install() -> None:
 
 
 def plan_of_the_run() -> RefitPlan:
-    """The plan of the servers that will be started: they are not there when an actor is built.
-
-    Raises:
-        ConfigError: no file is named, or none is there.
-        RefitError: it is no plan.
-    """
+    """The plan of the servers that will be started: they are not there when an actor is built. Raises `ConfigError`
+    where no file has it."""
     path = Path(os.environ.get(PLAN_FILE, ""))
     if not path.is_file():
         raise ConfigError(

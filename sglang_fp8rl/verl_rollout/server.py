@@ -15,21 +15,13 @@ class HttpServer(SGLangHttpServer):
     """The actor that runs SGLang's launcher and HTTP server."""
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
-        """As veRL's, with `SERVER_HOOKS` in force in this one process.
-
-        Raises:
-            HostError: see `apply_hooks`.
-        """
+        """As veRL's, with `SERVER_HOOKS` in force in this one process."""
         apply_hooks(SERVER_HOOKS)
         await super().launch_server(*args, **kwargs)
 
 
 class Replica(SGLangReplica):
-    """Starts `HttpServer` where veRL would start its own actor.
-
-    Raises:
-        RefitError: the rollout asks for this method and for veRL's deltas.
-    """
+    """Starts `HttpServer` where veRL would start its own actor; not for a rollout of deltas."""
 
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
         check_backend(config)

@@ -5,8 +5,7 @@ holds handles, not the weights. Server and client therefore run on one machine, 
 both have to number the GPUs alike (`CUDA_VISIBLE_DEVICES`).
 
 A server of this package reads the layout of a flattened bucket as one string (`layout_text`). Any
-other reads SGLang's metadata by attribute, so plain namespaces take the place of its class, and
-sglang is not imported.
+other reads SGLang's metadata by attribute, so sglang is not imported.
 """
 
 from __future__ import annotations
@@ -52,28 +51,13 @@ _ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor st
 def flatten(
     named_tensors: Sequence[NamedTensor], into: StagingBuffers | None = None
 ) -> tuple[torch.Tensor, list[SimpleNamespace]]:
-    """One uint8 tensor with all of them, and where each lies in it.
-
-    On a CPU the buffer is shared memory from the start, so sending it copies nothing again.
-
-    Args:
-        into: where the memory is taken; None allocates it.
-    """
+    """One uint8 tensor with all of them, in memory `into` or of `allocate`; and where each lies in it."""
     device = named_tensors[0][1].device
     metadata, end = [], 0
     for name, tensor in named_tensors:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = start + tensor.nbytes
-        metadata.append(
-            SimpleNamespace(
-                name=name,
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                start_idx=start,
-                end_idx=end,
-                numel=end - start,
-            )
-        )
+        metadata.append(layout_text.flat_tensor(name, tensor.shape, tensor.dtype, start, end))
     flat = allocate(end, device) if into is None else into.take(end, device)
     for (_, tensor), meta in zip(named_tensors, metadata, strict=True):
         _place_in(flat, meta).copy_(tensor)
@@ -84,11 +68,8 @@ def flatten(
 
 
 def in_shared_memory(named_tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
-    """The same tensors; those of a CPU are copied into one file of shared memory.
-
-    Without that, torch moves each into a file of its own when it is pickled, and the trainer's weights
-    stay there for good.
-    """
+    """The same tensors; those of a CPU are copied into one file of shared memory. torch would move each into a
+    file of its own when it is pickled, and the trainer's weights would stay there for good."""
     sent = dict(named_tensors)
     of_a_cpu = [(name, one) for name, one in named_tensors if one.device.type == "cpu"]
     if of_a_cpu:
@@ -140,12 +121,12 @@ class Payload:
     Attributes:
         texts: one for each rank. Each is to be read once: a handle counts its readers, and one that
             more of them open than it was made for is gone too early.
-        memory: what has to stay alive until the server answers.
+        content: what they say, whose memory has to stay until the server answers.
         tensors, nbytes: how many, and of how many bytes.
     """
 
     texts: list[str]
-    memory: Any
+    content: Any
     tensors: int
     nbytes: int
 
@@ -165,18 +146,17 @@ def payload_of(
             answers, and knows by `is_staged` that it will see the memory again.
     """
     named_tensors = [(name, tensor.detach()) for name, tensor in bucket]
-    memory: Any
     content: Any
     if load_format is None:
-        memory = content = in_shared_memory(named_tensors)
+        content = in_shared_memory(named_tensors)
     else:
-        memory, metadata = flatten(named_tensors, staging)
+        flat, metadata = flatten(named_tensors, staging)
         layout = layout_text.to_text(metadata) if layout_as_text else metadata
-        content = {"flattened_tensor": memory, "metadata": layout}
+        content = {"flattened_tensor": flat, "metadata": layout}
         if staging is not None:
             content["is_staged"] = True
     nbytes = sum(tensor.nbytes for _, tensor in bucket)
-    return Payload([serialize(content) for _ in range(ranks)], memory, len(bucket), nbytes)
+    return Payload([serialize(content) for _ in range(ranks)], content, len(bucket), nbytes)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,38 +25,31 @@ DTYPES = {
 _COLUMNS = ("names", "shapes", "dtypes", "starts", "ends")
 
 
-@dataclass(frozen=True)
-class FlatTensor:
-    """One tensor of a bucket: the attributes that SGLang's own metadata has.
+def flat_tensor(
+    name: str, shape: torch.Size, dtype: torch.dtype, start: int, end: int
+) -> SimpleNamespace:
+    """One tensor of a bucket, with the attributes of SGLang's own metadata; every unpickler of SGLang's takes it.
 
-    Attributes:
-        start_idx, end_idx: in bytes of the bucket; `numel` is their difference, as SGLang has it.
+    Args:
+        start, end: in bytes of the bucket; `numel` is their difference, as SGLang has it.
     """
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    start_idx: int
-    end_idx: int
-
-    @property
-    def numel(self) -> int:
-        return self.end_idx - self.start_idx
+    return SimpleNamespace(
+        name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start
+    )
 
 
 def to_text(tensors: Iterable[Any]) -> str:
-    """Describe `FlatTensor`s, or SGLang's objects, in one string; equal layouts, equal strings."""
-    rows = [(t.name, list(t.shape), _name(t.dtype), t.start_idx, t.end_idx) for t in tensors]
+    """Describe a bucket's `flat_tensor`s in one string; equal layouts, equal strings."""
+    rows = [
+        (t.name, list(t.shape), str(t.dtype).removeprefix("torch."), t.start_idx, t.end_idx)
+        for t in tensors
+    ]
     table = dict(zip(_COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
     return json.dumps({"version": VERSION, **table}, separators=(",", ":"))
 
 
-def from_text(text: str) -> list[FlatTensor]:
-    """The tensors of `to_text`. Where they lie is not checked here.
-
-    Raises:
-        RefitError: it is not such a string, of another version, or has a dtype we don't know.
-    """
+def from_text(text: str) -> list[SimpleNamespace]:
+    """The tensors of `to_text`; raises `RefitError` for any other text. Where they lie is not checked here."""
     names, shapes, dtypes, starts, ends = _columns(text)
     sides = [side for shape in shapes if type(shape) is list for side in shape]
     if not (_are(str, names + dtypes) and _are(list, shapes) and _are(int, starts + ends + sides)):
@@ -69,7 +62,7 @@ def from_text(text: str) -> list[FlatTensor]:
         raise _unreadable(f"dtypes {sorted(unknown)}", f"known dtypes are {sorted(DTYPES)}")
     rows = zip(names, shapes, dtypes, starts, ends, strict=True)
     return [
-        FlatTensor(name, torch.Size(shape), DTYPES[dtype], start, end)
+        flat_tensor(name, torch.Size(shape), DTYPES[dtype], start, end)
         for name, shape, dtype, start, end in rows
     ]
 
@@ -100,7 +93,3 @@ def _unreadable(value: str, rule: str) -> RefitError:
         rule,
         "Make the bucket with RefitClient of the server's version; nothing of it was read.",
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

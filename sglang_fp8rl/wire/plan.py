@@ -98,13 +98,10 @@ class RefitPlan:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> RefitPlan:
-        """Read a document from wherever it was kept.
-
-        Raises:
-            RefitError: it is no plan, of a format this version does not read, or was changed.
-        """
-        is_one = isinstance(document, Mapping)
-        found = (document.get("format"), document.get("version")) if is_one else type(document)
+        """Read a document from wherever it was kept. Raises `RefitError` if it is no plan that this version
+        reads, or was changed."""
+        is_document = isinstance(document, Mapping)
+        found = is_document and (document.get("format"), document.get("version"))
         if found != (PLAN_FORMAT, PLAN_VERSION):
             raise RefitError(
                 "plan",
@@ -164,10 +161,8 @@ class RefitPlan:
         """Why the engine does without that name (tied, computed); empty if it takes it."""
         if name in self.tensors:
             return ""
-        for pattern, reason in self._left_out:
-            if pattern.search(name):
-                return reason
-        return ""
+        found = (row for row in self.document["left_out"] if re.search(row["pattern"], name))
+        return next(found, {"reason": ""})["reason"]
 
     @functools.cached_property
     def modules(self) -> Mapping[str, ModulePlan]:
@@ -177,16 +172,8 @@ class RefitPlan:
             for row in self.document["modules"]
         }
 
-    @functools.cached_property
-    def _left_out(self) -> list[tuple[re.Pattern[str], str]]:
-        return [(re.compile(row["pattern"]), row["reason"]) for row in self.document["left_out"]]
-
     def of(self, name: str) -> TensorPlan:
-        """The plan of one tensor.
-
-        Raises:
-            RefitError: the plan knows no such name; with near matches.
-        """
+        """The plan of one tensor. Raises `RefitError`, with near matches, for a name that it does not know."""
         found = self.tensors.get(name)
         if found is None:
             model = self.document["model"]["architecture"]

@@ -34,7 +34,9 @@ def test_a_file_goes_with_the_last_view_of_it(nbytes):
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
 def test_a_bucket_that_nobody_read_leaves_no_file(load_format):
     payload = payload_of([("w", torch.ones(100))], load_format, 2, True)
-    memory = payload.memory if load_format else payload.memory[0][1]
+    content = payload.content
+    memory = content["flattened_tensor"] if load_format else content[0][1]
+    del content
     file = file_of(memory)
     del memory
     assert file.exists()
@@ -45,7 +47,7 @@ def test_a_bucket_that_nobody_read_leaves_no_file(load_format):
 @pytest.mark.parametrize("replicas", [1, 5])
 def test_a_bucket_that_was_read_leaves_no_file(replicas):
     payload = payload_of([("w", torch.ones(100))], None, 2, True)
-    file = file_of(payload.memory[0][1])
+    file = file_of(payload.content[0][1])
     with get_context("spawn").Pool(1) as pool:
         assert pool.map(total_of, payload.texts * replicas) == [100] * 2 * replicas
     assert file.exists()  # whoever reads it, it is the sender's

@@ -66,12 +66,7 @@ def test_a_server_reads_what_was_sent_though_the_next_bucket_is_made_meanwhile()
     server = SlowServer()
     sent = [(f"w{number}", torch.full((1000,), float(number))) for number in range(6)]
     update = TensorUpdate(server, RefitNote("a"))
-    update.send(
-        iter(sent),
-        bucket_bytes=4000,
-        load_format="flattened_bucket",
-        on_bucket=None,
-    )
+    update.send(iter(sent), 4000, "flattened_bucket")
     for received, (_, tensor) in zip(server.received, sent, strict=True):
         assert torch.equal(received, tensor)
     assert len(server.handles) == COUNT
