@@ -14,17 +14,9 @@ INJECTED = "injected on purpose"
 _OURS = "sglang_fp8rl.engine."
 # What turns exceptions into answers, and the look at a model's attribute that says whether it is ours.
 _NOT_IN, _NOT = "sglang_fp8rl.engine.host.boundary", "refit_of"
-# Who makes a boundary or asks it holds the collectives that all ranks enter, and so does who calls what holds
-# one; what they call beside them is seen by itself.
-_BOUNDARY = {
-    "Boundary",
-    "is_fine",
-    "gathered",
-    "failures",
-    "asked",
-    "end_weight_update",
-    "_said_by_all",
-}
+# Who makes a boundary or asks it holds the collectives that all ranks enter; what it calls beside them is
+# seen by itself.
+_BOUNDARY = {"Boundary", "is_fine", "gathered", "failures", "asked", "end_weight_update"}
 
 
 class InjectedError(RuntimeError):

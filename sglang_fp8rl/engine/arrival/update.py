@@ -42,6 +42,7 @@ class Update:
         is_last_call: whether the client asked for the flush, which those without sessions do last.
         note: what the client says of its refit.
         version: what SGLang calls the new weights, where the request says so.
+        ends_session: whether it is the end of a session, which brings nothing.
         touches_target: whether it updates the served model, not a draft alone.
         calls: of `load_weights` that belong to it, so far.
         refit: that its last call belongs to.
@@ -53,6 +54,7 @@ class Update:
     is_last_call: bool = True
     note: RefitNote | None = None
     version: str | None = None
+    ends_session: bool = False
     touches_target: bool = True
     calls: int = 0
     refit: Any = None

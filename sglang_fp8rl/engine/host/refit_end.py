@@ -28,7 +28,7 @@ _NOTHING_SEEN = RefitError(
 
 @dataclass(frozen=True)
 class _Said:
-    """What one rank says of a request, or of a session that ends.
+    """What one rank says of a request.
 
     Attributes:
         error: why it failed there.
@@ -48,39 +48,43 @@ def end_request(
     update: Update,
     result: Any,
     *,
-    is_asked: bool,
-) -> None:
-    """Behind an update request: its refit goes on, or ends here.
+    is_asked: bool = True,
+) -> Refit | None:
+    """Behind an update request, or the end of a session: its refit goes on, or ends here.
 
     Args:
         result: of this rank; it tells the client of all ranks' failures afterwards.
         is_asked: whether SGLang was asked at all: where one rank refused, none was.
+
+    Returns:
+        the refit of a session that ends.
     """
     own = boundary.step(_said, refit, update, result, is_asked) or _Said()
-    ranks = _said_by_all(boundary, own)
-    boundary.step(_end_together, boundary, manager, refit, update, ranks, result)
-
-
-def _said_by_all(boundary: Boundary, own: _Said) -> list[_Said]:
-    """By rank. What this rank's steps raised is in it; what is raised from here on, `fail_behind` reports."""
     if boundary.errors:
         own = replace(own, error=own.error or " | ".join(boundary.errors))
     ranks = boundary.gathered(own)
-    boundary.errors.clear()
-    return ranks
+    boundary.errors.clear()  # what is raised from here on, `fail_behind` reports
+    return boundary.step(_end_together, boundary, manager, refit, update, ranks, result)
 
 
 def _said(refit: ModelRefit, update: Update, result: Any, is_asked: bool) -> _Said:
-    report, message = refit.report, None
+    report, error = refit.report, None
+    missing = tuple(refit.pairs.give_up().values()) if update.ends_session else ()
     # A cache that could not be flushed behind weights that are stored is no failure of the refit.
     if is_asked and not result.success and update.cache_flushed is not False:
-        message = result.message
-    if message is None and is_asked and not update.calls and update.touches_target:
-        message = result.message = str(_NOTHING_SEEN)
+        error = result.message
+    elif update.ends_session:
+        error = _wrong_with_an_empty_session(refit)
+    elif is_asked and not update.calls and update.touches_target:
+        error = result.message = str(_NOTHING_SEEN)
         result.success = False
-    may_end = update.calls > 0 and report.log.may_end(update)
-    verdict = report.verdict(update) if may_end else None
-    return _Said(message, verdict, update.cache_flushed)
+    if error is not None:
+        error = " | ".join((error, *missing))
+    verdict = None
+    if report.log.may_end(update) and (update.calls or update.ends_session):
+        verdict = report.verdict(update)
+        verdict = replace(verdict, failures=(*missing, *verdict.failures))
+    return _Said(error, verdict, update.cache_flushed)
 
 
 def _end_together(
@@ -90,54 +94,23 @@ def _end_together(
     update: Update,
     ranks: list[_Said],
     result: Any,
-) -> None:
+) -> Refit | None:
+    report, ended = refit.report, None
     if update.cache_flushed is None and any(one.flushed for one in ranks):
         # A rank that failed asked for no flush; its prefixes would not be those of the others.
         update.cache_flushed = bool(manager.flush_cache())
     if any(one.error is not None for one in ranks):
         _fail_together(boundary, refit, update, [one.error for one in ranks], result)
-        return
+        return update.refit
     if update.refit is not None:
         update.refit.cache_flushed = update.cache_flushed
     verdicts = [one.verdict for one in ranks if one.verdict is not None]
-    if not verdicts:
-        return
-    ended = refit.report.end_request(Verdict.of_all(verdicts), update)
+    if verdicts:
+        ended = report.end_request(Verdict.of_all(verdicts), update)
+    if ended is None and update.ends_session:
+        ended = report.log.session.failed if report.log.session is not None else None
     if ended is not None:
         _tell(ended, result, needs_all=update.origin is Origin.DISK)
-
-
-def end_session_of(boundary: Boundary, refit: ModelRefit, result: Any) -> Refit | None:
-    """Behind `end_weight_update`: the running refit ends here; halves that never met fail it.
-
-    Returns:
-        it, if it wrote anything or failed.
-    """
-    own = boundary.step(_said_at_end, boundary, refit) or _Said()
-    return boundary.step(_end_session_together, refit, _said_by_all(boundary, own), result)
-
-
-def _said_at_end(boundary: Boundary, refit: ModelRefit) -> _Said:
-    missing = tuple(refit.pairs.give_up().values())
-    error = None if boundary.errors else _wrong_with_an_empty_session(refit)
-    if refit.report.log.current is None:
-        return _Said(error)
-    found = refit.report.verdict()
-    return _Said(error, replace(found, failures=(*missing, *found.failures)))
-
-
-def _end_session_together(refit: ModelRefit, ranks: list[_Said], result: Any) -> Refit | None:
-    report, log = refit.report, refit.report.log
-    verdicts = [one.verdict for one in ranks if one.verdict is not None]
-    errors = tuple(one.error for one in ranks if one.error is not None)
-    if errors and log.current is None:
-        log.refuse(Update(Origin.TENSOR, in_session=True), errors)
-    ended: Refit | None = report.end_session()
-    if log.current is not None:
-        verdict = Verdict.of_all(verdicts or [Verdict(is_complete=False)])
-        ended = log.conclude(replace(verdict, failures=(*errors, *verdict.failures)))
-    if ended is not None:
-        _tell(ended, result)
     return ended
 
 

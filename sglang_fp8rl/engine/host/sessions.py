@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from ...wire.refit_note import note_of
+from ..arrival.update import Origin, Update
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
-from .refit_end import end_session_of, fail_behind
+from .refit_end import end_request, fail_behind
 from .request_checks import check_selector, check_weights_are_there
 
 
@@ -65,7 +66,8 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
         text = " | ".join(boundary.errors)
         result = io_struct.EndWeightUpdateReqOutput(success=False, message=text)
     boundary.step(refit.sender_memory.release)
-    ended = end_session_of(boundary, refit, result)
+    update = Update(Origin.TENSOR, in_session=True, ends_session=True)
+    ended = end_request(boundary, manager, refit, update, result)
     refit.report.log.session = None  # it is over, whatever was raised there
     for extension in refit.extensions:
         boundary.step(extension.end_session, manager)

@@ -131,7 +131,7 @@ class RefitLog:
         current = self.current
         if current is None:
             return False
-        if update.origin.is_alone:
+        if update.origin.is_alone or update.ends_session:
             return True
         return current.session is None and (update.is_last_call or current.note is None)
 
@@ -139,7 +139,7 @@ class RefitLog:
         """Whether it does."""
         current = self.current
         assert current is not None
-        if update.origin.is_alone or verdict.failures:
+        if update.origin.is_alone or update.ends_session or verdict.failures:
             return True
         if current.note is not None:
             return update.is_last_call
