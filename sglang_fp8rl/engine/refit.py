@@ -184,9 +184,7 @@ class ModelRefit:
             if bucket is None:
                 result = self._load_natively(call, weights, *args, **kw)
             elif recipe is None:
-                call.recording = (
-                    Recording(bucket, self.options.weight_block_size) if may_replay else None
-                )
+                call.recording = Recording(bucket) if may_replay else None
                 # Of a bucket the tensors are made before anything is watched.
                 result = self._load_natively(call, list(bucket), *args, **kw)
             else:

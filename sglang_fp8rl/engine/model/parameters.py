@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from ...config import Options
 from ...errors import RefitError
 from ...numerics.cast import cast_into
-from ...numerics.grid import ScaleGranularity, granularity_of
+from ...numerics.grid import Blockwise, PerChannel, ScaleGranularity
 from ...numerics.write_table import Widths
 from ...scheme import Granularity
 from ..interception.watch import kind_of, tensors_in, watched
@@ -59,13 +59,12 @@ class Target:
     def is_fp8(self) -> bool:
         return self.scale is not None
 
-    def granularity_for(self, weight_block_size: Sequence[int]) -> ScaleGranularity:
-        """What shares a scale, of an FP8 weight."""
-        return granularity_of(self.granularity, weight_block_size)
+    @cached_property
+    def shares_scale(self) -> ScaleGranularity:
+        """What shares one scale, of an FP8 weight."""
+        return PerChannel() if self.granularity is Granularity.PER_CHANNEL else Blockwise()
 
-    def scales_of(
-        self, name: str, region: Region, granularity: ScaleGranularity
-    ) -> list[torch.Tensor]:
+    def scales_of(self, name: str, region: Region) -> list[torch.Tensor]:
         """The scales of each matrix of a region of an FP8 weight.
 
         Args:
@@ -78,7 +77,7 @@ class Target:
         scales = self.scale.data
         if scales.dim() == 3:  # one matrix per expert
             scales = scales[region.start[0] : region.start[0] + region.shape[0]]
-        grid = granularity.grid(self.parameter.shape)
+        grid = self.shares_scale.grid(self.parameter.shape)
         start, shape = region.start[-2:], region.shape[-2:]
         if not grid.is_whole(start, shape):
             raise RefitError(
@@ -137,15 +136,14 @@ def quantize_write(target: Target, name: str, write: Write, options: Options) ->
             "Send the tensor as the checkpoint has it.",
         )
     codes = write.destination(target.parameter)
-    granularity = target.granularity_for(options.weight_block_size)
     rounding: Any = {
         "pow2_scale": options.use_weight_pow2_scale,
         "round_to_bf16": options.round_to_bf16,
     }
-    scales = target.scales_of(name, region, granularity)
+    scales = target.scales_of(name, region)
     for one_source, one_codes, part in zip(matrices(source), matrices(codes), scales, strict=True):
         arguments = (one_source.to(codes.device), one_codes, part)
-        yield (*arguments, cast_into(*arguments, granularity, name=name, **rounding))
+        yield (*arguments, cast_into(*arguments, target.shares_scale, name=name, **rounding))
 
 
 def targets_of(model: torch.nn.Module) -> dict[int, Target]:

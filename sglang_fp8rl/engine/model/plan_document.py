@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...config import Options
-from ...numerics.grid import PerChannel, ScaleGranularity, granularity_of
+from ...numerics.grid import PerChannel, ScaleGranularity
 from ...scheme import Granularity, Scheme
 from ...wire.plan import FP8, PLAN_FORMAT, PLAN_VERSION, UNUSED, digest_of
 from .landings import Known, Landing, NameTable, left_out
@@ -106,7 +106,7 @@ class _Maker:
             if module in self._schemes:
                 reason = self._schemes[module].reason or f"{leaf} of a quantized module"
             return _entry(known.shape, module, scheme, reason, _name_of(target.parameter.dtype))
-        granularity = granularity_of(target.granularity, self._options.weight_block_size)
+        granularity = target.shares_scale
         block = granularity.block(target.parameter.shape)
         reason = _why_not_on_the_wire(name, known, landings, granularity)
         if reason:

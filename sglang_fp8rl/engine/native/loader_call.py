@@ -247,7 +247,7 @@ class LoaderCalls:
         if pair is None:
             return
         with unwatched():
-            copies = store_pair(pair, self.options.weight_block_size)
+            copies = store_pair(pair)
         boxes = [self.report.written(target, write.region) for write in pair.both[0].writes]
         if call.recording is not None:
             # The codes of a pair are boxes, or `store_pair` had refused them.

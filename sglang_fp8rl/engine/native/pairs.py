@@ -133,7 +133,7 @@ class PairCopy:
     block_n: int
 
 
-def store_pair(pair: Pair, block_size: tuple[int, int]) -> list[PairCopy]:
+def store_pair(pair: Pair) -> list[PairCopy]:
     """Copy the codes, and the block scales (or row scales) that belong to this rank's part.
 
     Returns:
@@ -145,7 +145,7 @@ def store_pair(pair: Pair, block_size: tuple[int, int]) -> list[PairCopy]:
             Nothing was copied.
         QuantizationError: this rank's part starts inside a block.
     """
-    copies = _copies_of(pair, block_size)
+    copies = _copies_of(pair)
     for copy in copies:
         source = copy.write.source
         assert source is not None
@@ -246,9 +246,9 @@ def _start_of(weight: torch.Tensor, write: Write) -> tuple[int, int] | None:
     return (row, column) if is_in_it else None
 
 
-def _copies_of(pair: Pair, block_size: tuple[int, int]) -> list[PairCopy]:
+def _copies_of(pair: Pair) -> list[PairCopy]:
     target, (weight, scale) = pair.target, pair.both
-    granularity = target.granularity_for(block_size)
+    granularity = target.shares_scale
     sent = granularity.grid(weight.tensor.shape)
     shapes: list[tuple[int, ...]] = [sent.scale_shape]
     if isinstance(granularity, PerChannel):
@@ -271,6 +271,6 @@ def _copies_of(pair: Pair, block_size: tuple[int, int]) -> list[PairCopy]:
     for write, start in zip(weight.writes, starts, strict=True):
         assert write.region is not None
         source = sent.scales_of(start, write.shape, name=weight.name)
-        (destination,) = target.scales_of(weight.name, write.region, granularity)
+        (destination,) = target.scales_of(weight.name, write.region)
         copies.append(PairCopy(write, sent_scale[source], destination, sent.block[0]))
     return copies

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...numerics.cast import as_matrix
-from ...numerics.write_table import ROW_FIELDS, BlockSize, Kind, Piece
+from ...numerics.write_table import ROW_FIELDS, Kind, Piece
 from ...scheme import Granularity
 from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source
@@ -52,17 +52,14 @@ class RecordedPair(NamedTuple):
 class Recording:
     """What the native loaders did with each tensor of a bucket; filled from several threads.
 
-    Args:
-        block_size: of blockwise scales.
-
     Attributes:
         targets: that anything was written into, by index.
         waiting: halves of pairs whose other half has not come, by position.
         refused: positions that are left to the native loaders, with the reason (-1: the whole bucket).
     """
 
-    def __init__(self, bucket: Bucket, block_size: BlockSize) -> None:
-        self.bucket, self._block_size = bucket, block_size
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
         self.samples: list[Sample] = []
         self.pairs: list[RecordedPair] = []
         self.targets: dict[int, Target] = {}
@@ -158,7 +155,7 @@ class Recording:
         place = self._place(source, view)
         if scales is None:
             return Piece(place, rows, out)
-        block = target.granularity_for(self._block_size).block(rows.shape)
+        block = target.shares_scale.block(rows.shape)
         return Piece(place, rows, out, scales, block)
 
     def _place(self, source: Source, view: torch.Tensor) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ...config import Options
 from ...errors import Fp8RlError
 from ...numerics.fingerprint import MASK, plain_number, scaled_number
 from ...wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Number, compare, form_of
@@ -74,7 +73,7 @@ def rank_of(refit: ModelRefit) -> Rank:
     # Derived from the weights as they are served, which those of the trainer are not.
     stale = refit.derived.renewed(list(known))
     with refit.unfolded():
-        return Rank({name: _held(name, one, refit.options) for name, one in known.items()}, stale)
+        return Rank({name: _held(name, one) for name, one in known.items()}, stale)
 
 
 def fingerprint_of_ranks(ranks: Sequence[Rank]) -> Fingerprint:
@@ -135,7 +134,7 @@ def _why_unproven(held: dict[int, Held], boxes: dict[tuple[str, Region], HeldBox
     return ""
 
 
-def _held(name: str, known: Known, options: Options) -> Held:
+def _held(name: str, known: Known) -> Held:
     held = Held(known.shape, reason="" if known.landings else known.reason)
     places = {
         (id(landing.target), box, region): landing.target
@@ -143,7 +142,7 @@ def _held(name: str, known: Known, options: Options) -> Held:
         for box, region in zip(landing.boxes, landing.regions, strict=True)
     }
     for (_, box, region), target in places.items():
-        found = _number(name, known.shape, target, box, region, options)
+        found = _number(name, known.shape, target, box, region)
         if isinstance(found, str):
             held.reason = found
         else:
@@ -157,7 +156,6 @@ def _number(
     target: Target,
     box: Region | None,
     region: Region | None,
-    options: Options,
 ) -> HeldBox | str:
     """The box's number, or why it has none."""
     if box is None or region is None or _without_ones(box.shape) != _without_ones(region.shape):
@@ -169,10 +167,10 @@ def _number(
     if not target.is_fp8:
         form = form_of(str(served.dtype).removeprefix("torch."))
         return HeldBox(form, box, plain_number(name, served, shape, box.start), target.name)
-    granularity = target.granularity_for(options.weight_block_size)
+    granularity = target.shares_scale
     block = granularity.block(target.parameter.shape)
     try:
-        scales = torch.stack(target.scales_of(name, region, granularity))  # [matrices, …]
+        scales = torch.stack(target.scales_of(name, region))  # [matrices, …]
         scales = scales.reshape(*box.shape[:-2], *scales.shape[1:])
         value = scaled_number(name, served, scales, shape, box.start, block)
     except Fp8RlError as error:  # of what no cast would write either

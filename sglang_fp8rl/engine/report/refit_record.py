@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,26 +20,16 @@ from ..arrival.update import Origin
 _SAMPLES_PER_REFIT = 4
 
 
-@dataclass
-class Power(SignalAndNoise):
-    """Of the samples of one granularity."""
-
-    samples: int = 0
-
-    def decibels(self) -> float | None:
-        return round(self.db, 2) if self.signal and self.noise else None
-
-
-@dataclass
 class Noise:
-    """The samples of one refit, a few of each scheme. Loaders may add from several threads."""
+    """SQNR of the cast, measured on a few samples of each granularity. Loaders may add from several threads."""
 
-    power: dict[Granularity, Power] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self._power: defaultdict[Granularity, SignalAndNoise] = defaultdict(SignalAndNoise)
+        self._samples: Counter[Granularity] = Counter()
+        self._lock = threading.Lock()
 
     def wants(self, granularity: Granularity) -> bool:
-        power = self.power.get(granularity)
-        return power is None or power.samples < _SAMPLES_PER_REFIT
+        return self._samples[granularity] < _SAMPLES_PER_REFIT
 
     def add(
         self,
@@ -48,13 +39,10 @@ class Noise:
         scales: torch.Tensor,
     ) -> None:
         """Measure the cast on one corner block of a write, unless there are samples enough."""
-        if not self.wants(granularity):
-            return
         with self._lock:
-            power = self.power.setdefault(granularity, Power())
-            if power.samples >= _SAMPLES_PER_REFIT:
+            if not self.wants(granularity):
                 return
-            power.samples += 1
+            self._samples[granularity] += 1
         rows, columns = min(128, source.shape[0]), min(128, source.shape[1])
         if granularity is Granularity.PER_CHANNEL:
             rows, columns, scale = min(8, rows), source.shape[1], scales[: min(8, rows)]
@@ -63,14 +51,17 @@ class Noise:
         exact = source[:rows, :columns].to(torch.bfloat16).float()
         served = dequantize(codes[:rows, :columns], scale, dtype=torch.float32)
         if bool(torch.isfinite(exact - served).all()):
-            power.add(exact, served)
+            self._power[granularity].add(exact, served)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """For the status section."""
-        powers = {granularity.value: power for granularity, power in self.power.items()}
+        power = {one.value: self._power[one] for one in self._samples}
         return {
-            "sqnr_db": {name: power.decibels() for name, power in powers.items()},
-            "sqnr_samples": {name: power.samples for name, power in powers.items()},
+            "sqnr_db": {
+                name: round(one.db, 2) if one.signal and one.noise else None
+                for name, one in power.items()
+            },
+            "sqnr_samples": {one.value: count for one, count in self._samples.items()},
         }
 
 
