@@ -184,7 +184,8 @@ class Observer:
 
     def _read(self, func: Any, tensor: torch.Tensor) -> Any:
         """Python asks for a value."""
-        if self._made_of(tensor):
+        self._thread.has_read = bool(self._made_of(tensor))
+        if self._thread.has_read:
             self._thread.unused_reads.append(tensor)
         return _NO_VALUE if tensor.device.type == "meta" else func(tensor)
 
@@ -194,7 +195,8 @@ class Observer:
         In that function only: elsewhere Python may have computed what is filled in.
         """
         reads = self._thread.unused_reads
-        if not reads or not self._place_of(destination) or asked_by() != _DEFAULT_LOADER:
+        is_copy = reads and self._thread.has_read and self._place_of(destination)
+        if not is_copy or asked_by() != _DEFAULT_LOADER:
             return None
         return reads.pop().as_strided(destination.shape, [0] * destination.dim())
 
@@ -273,12 +275,14 @@ class _Thread(threading.local):
         is_watched: whether its mode is on.
         loader: what the loader that it is in has done.
         unused_reads: of which sent tensors Python read the value, without a fill so far.
+        has_read: whether the last value that it read is of one.
     """
 
     def __init__(self, all_reads: list[list[torch.Tensor]]) -> None:
         self.is_watched = False
         self.loader: LoaderWrites | None = None
         self.unused_reads: list[torch.Tensor] = []
+        self.has_read = False
         all_reads.append(self.unused_reads)
 
 
