@@ -114,7 +114,7 @@ class Observer:
         finally:
             thread.loader = outer
             self._note_reads(thread.unused_reads, reads)
-        found.is_all = self._known == known
+        found.is_all = self._known == known and not found.reads_other
         return found
 
     def leave_native(self, sources: tuple[Source, ...], reason: str) -> None:
@@ -187,6 +187,8 @@ class Observer:
         self._thread.has_read = bool(self._made_of(tensor))
         if self._thread.has_read:
             self._thread.unused_reads.append(tensor)
+        elif self._thread.loader is not None:
+            self._thread.loader.reads_other = True
         return _NO_VALUE if tensor.device.type == "meta" else func(tensor)
 
     def _take_read(self, destination: torch.Tensor) -> torch.Tensor | None:
