@@ -13,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 See = Callable[[Any, tuple, dict], Any]
+# Whose functions lie between an operation and who sees it.
+_BETWEEN = ("torch.", __name__.partition(".")[0] + ".")
 _MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 
 
@@ -57,31 +59,41 @@ def unwatched() -> AbstractContextManager[None]:
     return torch._C._ExcludeDispatchKeyGuard(_MODES)
 
 
+def asked_by() -> tuple[str, str]:
+    """Module and name of the function that asked for the operation that is being seen."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame.f_globals["__name__"], frame.f_code.co_name
+
+
 class OperationKind(NamedTuple):
     """What an operation does, as its schema says.
 
     Attributes:
         is_view: whether its results are views of its arguments, and nothing is written.
-        written, written_names: the arguments that it writes, by position and by name.
+        written: the arguments that it writes, by position and name.
     """
 
     is_view: bool
-    written: tuple[int, ...]
-    written_names: tuple[str, ...]
+    written: tuple[tuple[int, str], ...]
+
+    def written_of(self, args: tuple, kwargs: dict) -> list[Any]:
+        """Those that it writes, of these; `out` is given by name."""
+        found = [args[at] if at < len(args) else kwargs.get(name) for at, name in self.written]
+        return [one for one in found if one is not None]
 
 
 @functools.cache
 def kind_of(func: Any) -> OperationKind:
     schema = func._schema
-    written = [
+    written = tuple(
         (at, one.name)
         for at, one in enumerate(schema.arguments)
         if one.alias_info is not None and one.alias_info.is_write
-    ]
-    is_view = not written and any(one.alias_info is not None for one in schema.returns)
-    return OperationKind(
-        is_view, tuple(at for at, _ in written), tuple(name for _, name in written)
     )
+    is_view = not written and any(one.alias_info is not None for one in schema.returns)
+    return OperationKind(is_view, written)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -184,6 +184,7 @@ class LoaderWrites:
         writes: its copies and fills. None is an answer: this rank holds nothing of the tensor (an
             expert of another rank).
         other: an operation that is neither, and was not done; empty if there was none.
+        reads_other: whether Python read a value that was not sent, which a fill may be of.
         is_all: whether it did nothing else that was seen.
     """
 
@@ -192,7 +193,7 @@ class LoaderWrites:
         self._parameter = storage_of(parameter)
         self.writes: list[Write] = []
         self.other = ""
-        self.is_all = False
+        self.reads_other = self.is_all = False
 
     def has(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) == self._storage

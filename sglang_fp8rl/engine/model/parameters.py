@@ -224,6 +224,10 @@ class ModelMemory:
         owners = self._targets.get(storage)
         return owners[0].name if owners else self._others.get(storage, "")
 
+    def indices_of(self, tensor: torch.Tensor) -> set[int]:
+        """Of the targets in whose storage `tensor` lies."""
+        return {target.index for target in self._targets.get(storage_of(tensor), ())}
+
     def is_quantized(self, tensor: torch.Tensor) -> bool:
         """Whether FP8 codes or their scales lie in the same storage."""
         return storage_of(tensor) in self._quantized
@@ -276,9 +280,8 @@ def refusing_writes(memory: ModelMemory, is_expected: Callable[[], bool]) -> wat
     """
 
     def see(func: Any, args: tuple, kwargs: dict) -> Any:
-        kind = kind_of(func)
         if not is_expected():
-            for tensor in tensors_in([args[at] for at in kind.written if at < len(args)]):
+            for tensor in tensors_in(kind_of(func).written_of(args, kwargs)):
                 place = memory.place_of(tensor)
                 if place:
                     raise RefitError(

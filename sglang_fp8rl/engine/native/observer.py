@@ -20,7 +20,14 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import RefitError
 from ..arrival.sent_tensors import Source, SourceIndex
-from ..interception.watch import OperationKind, each_new_thread, kind_of, tensors_in, watched
+from ..interception.watch import (
+    OperationKind,
+    asked_by,
+    each_new_thread,
+    kind_of,
+    tensors_in,
+    watched,
+)
 from ..interception.writes import LoaderWrites, Write, write_into
 from ..model.parameters import ModelMemory, Target
 
@@ -39,6 +46,7 @@ class Observer:
     Attributes:
         native: sent tensors of which more than copies was made, and what.
         unsourced: reasons why the call as a whole is more than copies of what was sent.
+        written: indices of the targets that the call wrote so far.
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class Observer:
         self._sources, self._memory, self._store, self._stores = sources, memory, store, stores
         self.native: dict[Source, str] = {}
         self.unsourced: dict[str, None] = {}
+        self.written: set[int] = set()
         self._reads: list[list[torch.Tensor]] = []
         self._thread = _Thread(self._reads)
         self._is_over = False
@@ -105,7 +114,7 @@ class Observer:
         finally:
             thread.loader = outer
             self._note_reads(thread.unused_reads, reads)
-        found.is_all = self._known == known
+        found.is_all = self._known == known and not found.reads_other
         return found
 
     def leave_native(self, sources: tuple[Source, ...], reason: str) -> None:
@@ -156,9 +165,7 @@ class Observer:
         return self._write(destination, source, 0.0)
 
     def _filled(self, func: Any, destination: torch.Tensor, value: Any = 0.0) -> bool:
-        source = None
-        if func is aten.fill_.Scalar:
-            source = self._take_read(value, destination)
+        source = self._take_read(destination) if func is aten.fill_.Scalar else None
         return self._write(destination, source, float(value))
 
     def _write(self, destination: torch.Tensor, source: torch.Tensor | None, fill: float) -> bool:
@@ -177,21 +184,23 @@ class Observer:
 
     def _read(self, func: Any, tensor: torch.Tensor) -> Any:
         """Python asks for a value."""
-        if self._sources.made_of(tensor).sources:
+        self._thread.has_read = bool(self._made_of(tensor))
+        if self._thread.has_read:
             self._thread.unused_reads.append(tensor)
+        elif self._thread.loader is not None:
+            self._thread.loader.reads_other = True
         return _NO_VALUE if tensor.device.type == "meta" else func(tensor)
 
-    def _take_read(self, value: Any, destination: torch.Tensor) -> torch.Tensor | None:
-        """What `fill_(tensor.item())` is a copy of: SGLang loads one-element parameters that way."""
+    def _take_read(self, destination: torch.Tensor) -> torch.Tensor | None:
+        """What `fill_(tensor.item())` is a copy of: SGLang loads one-element parameters that way.
+
+        In that function only: elsewhere Python may have computed what is filled in.
+        """
         reads = self._thread.unused_reads
-        if not reads or not self._place_of(destination):
+        is_copy = reads and self._thread.has_read and self._place_of(destination)
+        if not is_copy or asked_by() != _DEFAULT_LOADER:
             return None
-        read = reads[-1]
-        known = _NO_VALUE if read.device.type == "meta" else read.item()
-        if known != value and (known == known or value == value):
-            return None
-        del reads[-1]
-        return read.as_strided(destination.shape, [0] * destination.dim())
+        return reads.pop().as_strided(destination.shape, [0] * destination.dim())
 
     def _note_reads(self, reads: list[torch.Tensor], kept: int = 0) -> None:
         """Values that were read for anything but a fill: what Python makes of them is not known."""
@@ -207,8 +216,7 @@ class Observer:
         sources = tuple(used)
         if sources:
             self.leave_native(sources, f"SGLang computes with it while loading ({func})")
-        written = [args[at] for at in kind.written if at < len(args)]
-        written += [kwargs[name] for name in kind.written_names if name in kwargs]
+        written = kind.written_of(args, kwargs)
         may_write = [self._may_write(tensor, func, sources) for tensor in tensors_in(written)]
         if not all(may_write):
             return args[0]
@@ -246,7 +254,11 @@ class Observer:
         return self._stores
 
     def _made_of(self, tensor: torch.Tensor) -> tuple[Source, ...]:
-        return self._sources.made_of(tensor).sources
+        """Not known of what a loader wrote: what is made of that is made of the whole call."""
+        sources = self._sources.made_of(tensor).sources
+        if not sources and self._memory.indices_of(tensor) & self.written:
+            self.leave_native((), f"SGLang reads {self._memory.place_of(tensor)} while loading")
+        return sources
 
     def _place_of(self, tensor: torch.Tensor) -> str:
         loader = self._thread.loader
@@ -265,12 +277,14 @@ class _Thread(threading.local):
         is_watched: whether its mode is on.
         loader: what the loader that it is in has done.
         unused_reads: of which sent tensors Python read the value, without a fill so far.
+        has_read: whether the last value that it read is of one.
     """
 
     def __init__(self, all_reads: list[list[torch.Tensor]]) -> None:
         self.is_watched = False
         self.loader: LoaderWrites | None = None
         self.unused_reads: list[torch.Tensor] = []
+        self.has_read = False
         all_reads.append(self.unused_reads)
 
 
@@ -280,4 +294,5 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 # What Python reads of a tensor without values, in a probe: a number that loaders can divide by.
 _NO_VALUE = 1
+_DEFAULT_LOADER = "sglang.srt.model_loader.weight_utils", "default_weight_loader"
 _FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})

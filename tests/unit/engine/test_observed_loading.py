@@ -5,6 +5,7 @@ The models are toys, each with one habit of a model class of SGLang's. The judge
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable
 
@@ -179,7 +180,7 @@ class OfWhatWasSent(Toy):
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         if name == "table":
-            self.table = tensor.clone()
+            self.table = tensor  # no operation of torch
         else:
             super().load(name, tensor)
 
@@ -273,6 +274,33 @@ class Refreshed(Toy):
         self.plus_one.copy_(self.b.weight.data).add_(1.0)
 
 
+class Kept(Toy):
+    """What Python makes of a parameter behind its loading, and keeps where nobody looks."""
+
+    def load_weights(self, weights: Named) -> None:
+        super().load_weights(weights)
+        self.doubled = [2 * self.a.weight.data]
+        self.first = self.b.weight.data[0, 0].item()
+
+
+class Folded(Toy):
+    """A value that Python computed is filled in; of zero, it is the one that was sent."""
+
+    names = (*Toy.names, "gate", "door")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.door = (nn.Parameter(torch.zeros(1), requires_grad=False) for _ in range(2))
+        self.gate.weight_loader = lambda parameter, loaded: parameter.data.fill_(
+            math.tanh(loaded.item())
+        )
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "door":
+            tensor = torch.tensor([math.tanh(tensor.item())])
+        super().load(name, tensor)
+
+
 class Rebound(Toy):
     """A parameter's data is replaced instead of written."""
 
@@ -350,6 +378,32 @@ def test_what_is_more_than_copies_is_native_and_says_why(kind):
     counts = refit.recipes.counts
     assert counts.native_tensors or counts.native_calls == 2, counts
     assert counts.native_reasons
+
+
+def test_what_is_kept_of_a_loaded_parameter_follows_it():
+    refit = loaded(Kept, 0)
+    for seed in (1, 2, 3):
+        update(refit, weights(refit.model, seed))
+        fresh = loaded(Kept, seed).model
+        assert torch.equal(refit.model.doubled[0], fresh.doubled[0])
+        assert refit.model.first == fresh.first
+    assert any("reads b.weight" in why for why in refit.recipes.counts.native_reasons)
+
+
+def test_a_fill_with_what_was_computed_is_no_copy():
+    for name in ("gate", "door"):
+        refit = loaded(Folded, 0)
+        for value in (0.0, 0.5):
+            update(refit, weights(refit.model, 1) | {name: torch.tensor([value])})
+            assert getattr(refit.model, name).item() == pytest.approx(math.tanh(value))
+
+
+def test_nobody_else_writes_by_naming_the_result():
+    refit = loaded(Toy, 0)
+    one = refit.model.a.weight.data
+    with refit.only_through_load_weights(), pytest.raises(RefitError, match="load_weights"):
+        torch.add(torch.ones(6, 4), 1, out=one)
+    assert torch.equal(one, weights(refit.model, 0)["a.weight"])
 
 
 def test_tensors_that_depend_on_each_other_are_never_parted_again():
