@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -119,18 +119,37 @@ def served_gap_command(
     answers: Annotated[int, typer.Option(min=2, help="sampled by each server")] = 32,
     answer_tokens: Annotated[int, typer.Option(min=1, help="at most, of each")] = 48,
     threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="an FP8 KV cache, and a trainer that quantizes inputs, too"),
+    ] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="write a line per row")] = None,
 ) -> None:
     """What is left of FP8's gap when the trainer computes with served weights. Exit status 1: too much."""
+    from . import served_gap
     from .report import write_lines
-    from .served_gap import measure, report
 
-    shown = console(width=140)
+    shown = console(width=150)
+    servers, trainers = served_gap.SERVERS, served_gap.TRAINERS
+    if everything:
+        servers, trainers = served_gap.ALL_SERVERS, served_gap.ALL_TRAINERS
+
+    def keep(lines: list[dict[str, Any]]) -> None:
+        if json_path is not None:
+            write_lines(lines, json_path)
+
     with errors_told():
-        lines = measure(model, answers, answer_tokens, shown, threads=threads)
-    if json_path is not None:
-        write_lines(lines, json_path)
-    if not report(lines, shown):
+        lines = served_gap.measure(
+            model,
+            answers,
+            answer_tokens,
+            shown,
+            threads=threads,
+            servers=servers,
+            trainers=trainers,
+            keep=keep,
+        )
+    if not served_gap.report(lines, shown):
         raise typer.Exit(FOUND_WRONG)
 
 
