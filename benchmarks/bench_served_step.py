@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch
 import typer
 from real_model.fetch import fetch
 from rich.console import Console
+from served_plan import plan_text
 
 from sglang_fp8rl.trainer.served_weights import (
     compute_as_served,
@@ -46,7 +45,7 @@ def main(
     console = Console(width=None if Console().is_terminal else 120)
     torch.set_num_threads(threads)
     folder = fetch(model, console)
-    plan = plan_of(folder)
+    plan = RefitPlan.from_dict(json.loads(plan_text(folder)))
     rows = []
     for one in way or WAYS[:2]:
         trained = load(folder, one)
@@ -66,13 +65,6 @@ def main(
     console.print(shown)
     within = all(r["time"] <= TIME_BOUND and r["peak_memory"] <= MEMORY_BOUND for r in rows)
     raise typer.Exit(int(not within))
-
-
-def plan_of(folder: Path) -> RefitPlan:
-    """Of a server with the default options."""
-    command = [sys.executable, "-c", "from sglang_fp8rl.cli import app; app()", "plan"]
-    said = subprocess.run([*command, str(folder), "--json"], capture_output=True, check=True).stdout
-    return RefitPlan.from_dict(json.loads(said))
 
 
 def load(folder: Path, way: str) -> Any:

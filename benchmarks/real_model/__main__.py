@@ -153,6 +153,28 @@ def served_gap_command(
         raise typer.Exit(FOUND_WRONG)
 
 
+@app.command("activations")
+def activations_command(
+    model: ModelName = DEFAULT,
+    groups: Annotated[
+        str, typer.Option(help="names, separated by commas; the first is the base")
+    ] = "",
+    answers: Annotated[int, typer.Option(min=2, help="at most")] = 32,
+    threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write a line per row")] = None,
+) -> None:
+    """Which activations matter once the trainer computes with served weights; on answers of `served-gap`."""
+    from .kept_activations import GROUPS, measure
+    from .report import write_lines
+
+    with errors_told():
+        lines = measure(
+            model, _names(groups) or tuple(GROUPS), answers, threads, console(width=140)
+        )
+    if json_path is not None:
+        write_lines(lines, json_path)
+
+
 @app.command("growth")
 def growth_command(
     model: ModelName = DEFAULT,
