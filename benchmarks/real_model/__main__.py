@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,20 +124,17 @@ def served_gap_command(
         bool,
         typer.Option("--all", help="an FP8 KV cache, and a trainer that quantizes inputs, too"),
     ] = False,
+    only: Annotated[str, typer.Option(help="these servers, separated by commas")] = "",
     json_path: Annotated[Path | None, typer.Option("--json", help="write a line per row")] = None,
 ) -> None:
     """What is left of FP8's gap when the trainer computes with served weights. Exit status 1: too much."""
     from . import served_gap
-    from .report import write_lines
 
     shown = console(width=150)
     servers, trainers = served_gap.SERVERS, served_gap.TRAINERS
     if everything:
         servers, trainers = served_gap.ALL_SERVERS, served_gap.ALL_TRAINERS
-
-    def keep(lines: list[dict[str, Any]]) -> None:
-        if json_path is not None:
-            write_lines(lines, json_path)
+    servers = _names(only) or servers
 
     with errors_told():
         lines = served_gap.measure(
@@ -147,9 +145,9 @@ def served_gap_command(
             threads=threads,
             servers=servers,
             trainers=trainers,
-            keep=keep,
+            keep=_keep(json_path),
         )
-    if not served_gap.report(lines, shown):
+    if not only and not served_gap.report(lines, shown):
         raise typer.Exit(FOUND_WRONG)
 
 
@@ -165,14 +163,10 @@ def activations_command(
 ) -> None:
     """Which activations matter once the trainer computes with served weights; on answers of `served-gap`."""
     from .kept_activations import GROUPS, measure
-    from .report import write_lines
 
     with errors_told():
-        lines = measure(
-            model, _names(groups) or tuple(GROUPS), answers, threads, console(width=140)
-        )
-    if json_path is not None:
-        write_lines(lines, json_path)
+        chosen_groups = _names(groups) or tuple(GROUPS)
+        measure(model, chosen_groups, answers, threads, console(width=140), keep=_keep(json_path))
 
 
 @app.command("growth")
@@ -199,6 +193,17 @@ def growth_command(
             samples=samples,
             path=json_path,
         )
+
+
+def _keep(path: Path | None) -> Callable[[list[dict[str, Any]]], None]:
+    """Writes what there is so far, so that a stop loses nothing."""
+    from .report import write_lines
+
+    def keep(lines: list[dict[str, Any]]) -> None:
+        if path is not None:
+            write_lines(lines, path)
+
+    return keep
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ the trainer's log-probabilities, with the weights as served, are taken once, and
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -56,9 +56,14 @@ GROUPS = {
 
 
 def measure(
-    name: str, groups: Sequence[str], answers: int, threads: int, console: Console
+    name: str,
+    groups: Sequence[str],
+    answers: int,
+    threads: int,
+    console: Console,
+    keep: Callable[[list[Line]], object] = list,
 ) -> list[Line]:
-    """A line for each group, behind one of conditions.
+    """A line for each group, behind one of conditions; `keep` gets them after each.
 
     Raises:
         Fp8RlError: no such group, no answers of a run of `served-gap`, a server that fails.
@@ -98,6 +103,7 @@ def measure(
             gap = measures.gap(scored, trained)
             none = none or gap
             lines.append(_line(arm, gap, none))
+            keep(lines)
             progress.console.print(f"{arm.name}: k3 {interval(lines[-1]['kl_k3'])}")
     return lines
 
