@@ -40,7 +40,8 @@ def register() -> None:
     try:
         from verl.workers.rollout import base, replica
 
-        registry, adapters = replica.RolloutReplicaRegistry, base._ROLLOUT_REGISTRY
+        registry = replica.RolloutReplicaRegistry
+        adapters = base._ROLLOUT_REGISTRY
         verls_own = registry._registry[ROLLOUT]
     except (ImportError, AttributeError, KeyError) as error:
         logger.error(

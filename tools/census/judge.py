@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,7 +226,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _line(error: BaseException) -> str:
     """With the function that raised it, where nothing else says what is wrong."""
     traceback.print_exception(error)  # into the log
-    text = " ".join(str(error).split())
+    text = re.sub(r"https?://[^\s']+", "…", " ".join(str(error).split()))
     if isinstance(error, Fp8RlError):
         return text[:400]
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -75,7 +75,7 @@ def names_without_tensors(trainer: Trainer) -> Answer:
     return trainer.payload([encoded(pickle.dumps([DOWN, UP]))])
 
 
-@row("load_weights", "could not take it")
+@row("7", "no text", "a name of the checkpoint")
 def a_name_that_is_a_number(trainer: Trainer) -> Answer:
     return trainer.pickled([(7, trainer.new[DOWN])])
 

@@ -9,6 +9,7 @@ import torch
 from sensitivity_model import PROMPTS, small_model, small_plan, small_weights
 
 from sglang_fp8rl import dequantize, quantize_blockwise, quantize_per_channel
+from sglang_fp8rl.errors import EvaluationError
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import quantize_per_token_group
 from sglang_fp8rl.lab.sensitivity.divergence import CleanRun
 from sglang_fp8rl.lab.sensitivity.noise import FitObserver
@@ -19,7 +20,7 @@ from sglang_fp8rl.lab.sensitivity.quantized_products import (
     served_activation,
     served_weight,
 )
-from sglang_fp8rl.lab.sensitivity.reference import SensitivityError, reference_of
+from sglang_fp8rl.lab.sensitivity.reference import reference_of
 from sglang_fp8rl.lab.sensitivity.samples import Sample, batches, sample_answers
 from sglang_fp8rl.lab.sensitivity.served_modules import served_modules
 from sglang_fp8rl.numerics import sqnr_db
@@ -42,7 +43,7 @@ class Small:
         return CleanRun(self.model, self.reference.layers, batches(samples, tokens_at_once, CPU))
 
     def quantized(self, *names, operand=Operand.BOTH):
-        arithmetic = ServedArithmetic(names, self.plan.rounding, operand=operand)
+        arithmetic = ServedArithmetic(names, self.plan, operand=operand)
         return Products(self.reference.weights, arithmetic)
 
 
@@ -85,7 +86,7 @@ def test_products_are_those_of_the_served_kernels(llama):
         name = module.tensors[0]
         weight = llama.model.get_parameter(name)
         x = torch.randn(7, weight.shape[1], generator=generator).bfloat16().float()
-        ours = ServedArithmetic([module.name], llama.plan.rounding)(module, x, weight)
+        ours = ServedArithmetic([module.name], llama.plan)(module, x, weight)
         codes, scale = quantize_per_token_group(x, module.block[1])
         if module.scheme == "blockwise":
             q, s = quantize_blockwise(weight.detach())
@@ -101,7 +102,7 @@ def test_activations_that_the_plan_leaves_in_bf16_are_not_quantized(llama):
     weight = llama.model.get_parameter(module.tensors[0])
     x = torch.randn(7, weight.shape[1], generator=torch.Generator().manual_seed(5))
     arithmetic = [
-        ServedArithmetic([module.name], llama.plan.rounding, operand=operand)
+        ServedArithmetic([module.name], llama.plan, operand=operand)
         for operand in (Operand.BOTH, Operand.WEIGHTS)
     ]
     both, weights = (one(module, x, weight) for one in arithmetic)
@@ -226,7 +227,7 @@ def test_answers_are_samples_of_the_model_that_end_where_it_ends(llama):
 def test_an_outlier_channel_is_named_and_costs_the_row_more_than_the_block(llama):
     """One input channel a thousand times the others: a scale for the whole row loses the rest."""
     down = next(one for one in llama.modules if one.name == "model.layers.0.mlp.down_proj")
-    observer = FitObserver([down.name], llama.plan.rounding)
+    observer = FitObserver([down.name], llama.plan)
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(4))
     x[:, 200] *= 1000
     weight = llama.model.get_parameter(down.tensors[0]).detach()
@@ -250,5 +251,5 @@ def test_a_module_that_transformers_does_not_have_is_an_error(llama):
     tensors["model.layers.0.mlp.elsewhere.weight"] = tensors.pop(name)
     plan = type(llama.plan)(lost, {**llama.plan.tensors}, "")
     del plan.tensors[name]
-    with pytest.raises(SensitivityError, match=r"layers\.0\.mlp\.down_proj"):
+    with pytest.raises(EvaluationError, match=r"layers\.0\.mlp\.down_proj"):
         reference_of(llama.model, plan, llama.modules)
