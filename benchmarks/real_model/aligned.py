@@ -22,10 +22,12 @@ def aligned_config(config: Any) -> Any:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shared = config.num_attention_heads // config.num_key_value_heads
     twin.head_dim = head
-    twin.hidden_size = _up(config.hidden_size)
     step = BLOCK // math.gcd(BLOCK, head)
     twin.num_key_value_heads = -(-config.num_key_value_heads // step) * step
     twin.num_attention_heads = shared * twin.num_key_value_heads
+    # transformers refuses a Llama whose heads do not divide it.
+    unit = math.lcm(BLOCK, twin.num_attention_heads)
+    twin.hidden_size = -(-config.hidden_size // unit) * unit
     twin.rms_norm_eps = config.rms_norm_eps * config.hidden_size / twin.hidden_size
     return twin
 
@@ -41,7 +43,3 @@ def aligned_model(model: Any) -> Any:
             parameter.zero_()
             parameter[tuple(slice(size) for size in source.shape)] = source
     return twin
-
-
-def _up(size: int) -> int:
-    return -(-size // BLOCK) * BLOCK
