@@ -63,7 +63,7 @@ unit: .venv/.ready  ## what needs no server: under two minutes
 unit-312: .venv-312/.ready  ## the same on Python 3.12, which SGLang's images have
 	.venv-312/bin/python $(PYTEST) tests/unit $(PYTEST_ARGS)
 
-accuracy: .venv/.ready  ## DAPO on a small model: eight arms, three seeds, 60 steps; three hours
+accuracy: .venv/.ready  ## DAPO on a small model: nine arms, three seeds, 60 steps; three hours
 	.venv/bin/python benchmarks/accuracy/dapo_small.py $(ARGS)
 
 accuracy-short: .venv/.ready  ## the same for CI: fails if FP8 does not train as BF16 does

@@ -177,7 +177,10 @@ def growth_command(
     trained_layers: Annotated[int, typer.Option(min=1, help="so many last layers")] = 8,
     problems: Annotated[int, typer.Option(min=1)] = 16,
     samples: Annotated[int, typer.Option(min=1, help="answers to each")] = 4,
-    json_path: Annotated[Path | None, typer.Option("--json", help="write a line per row")] = None,
+    as_served: Annotated[
+        bool, typer.Option("--as-served", help="against a trainer with the weights as served")
+    ] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="append a line per row")] = None,
 ) -> None:
     """Why the gap grows: the start and what `rl --keep` trained, on each other's answers."""
     from .gap_growth import run_growth
@@ -191,6 +194,7 @@ def growth_command(
             trained_layers=trained_layers,
             problems=problems,
             samples=samples,
+            as_served=as_served,
             path=json_path,
         )
 
@@ -204,6 +208,21 @@ def _keep(path: Path | None) -> Callable[[list[dict[str, Any]]], None]:
             write_lines(lines, path)
 
     return keep
+
+
+@app.command("deployed")
+def deployed_command(
+    model: ModelName = DEFAULT,
+    arm: Annotated[str, typer.Option(help="whose kept policy; start: the model itself")] = "served",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
+    json_path: Annotated[Path | None, typer.Option("--json", help="append a line per way")] = None,
+) -> None:
+    """What `rl --keep` trained, served in BF16, with served weights in BF16, and in FP8."""
+    from .deployed import run_deployed
+
+    with errors_told():
+        run_deployed(model, arm, seed, console(width=140), threads=threads, path=json_path)
 
 
 def _names(text: str) -> tuple[str, ...]:
