@@ -84,7 +84,7 @@ served-gap: .venv/.ready  ## what is left of FP8's gap when the trainer computes
 rl-real: .venv/.ready  ## RL on it, BF16 against FP8: 15 s a step and more (ARGS="--trained-layers 8 --steps 40")
 	$(REAL_MODEL) rl $(ARGS)
 
-verl: .venv/.ready  ## veRL's own trainer on a CPU: FP8, BF16, and a wrong scale that has to show
+verl: .venv/.ready  ## veRL's own trainer on a CPU: FP8, BF16, an actor that trains what is served, a wrong scale that has to show
 	PYTHONPATH=benchmarks .venv/bin/python -m verl_trainer --json $(RESULTS)/verl_trainer.jsonl \
 	    --plot $(RESULTS)/verl_trainer.png $(ARGS)
 

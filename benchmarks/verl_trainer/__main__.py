@@ -1,4 +1,4 @@
-"""`make verl`: veRL's own trainer, three times: FP8, BF16, and FP8 with a wrong scale.
+"""`make verl`: veRL's own trainer: FP8, with a plain actor and one that trains what is served, BF16, and FP8 with a wrong scale.
 
 Exits with 1 if what a run shows is not what it has to show: it did not end well, a refit was not whole
 by the server's own status, k3 KL is out of its bounds, or the wrong scale is not seen. With 2 if a run
