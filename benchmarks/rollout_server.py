@@ -12,6 +12,7 @@ from sglang_fp8rl.lab.eval.rollouts import Rollout
 from sglang_fp8rl.lab.testing.server import ServerProcess
 
 _TIMEOUT_S = 1800.0
+_START_TIMEOUT_S = 1200.0  # on a machine that others keep busy
 
 
 class RolloutServer(ServerProcess):
@@ -60,7 +61,13 @@ class RolloutServer(ServerProcess):
             override = json.dumps({"quantization_config": dict(options)})
             flags.append(f"--json-model-override-args={override}")
         own = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        super().__init__(model, [*flags, *args], log_path=log_path, env={**own, **(env or {})})
+        super().__init__(
+            model,
+            [*flags, *args],
+            log_path=log_path,
+            env={**own, **(env or {})},
+            timeout=_START_TIMEOUT_S,
+        )
 
     def answers(
         self, prompts: Sequence[list[int]], tokens: int, stop: list[int], temperature: float

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -119,19 +120,53 @@ def served_gap_command(
     answers: Annotated[int, typer.Option(min=2, help="sampled by each server")] = 32,
     answer_tokens: Annotated[int, typer.Option(min=1, help="at most, of each")] = 48,
     threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="an FP8 KV cache, and a trainer that quantizes inputs, too"),
+    ] = False,
+    only: Annotated[str, typer.Option(help="these servers, separated by commas")] = "",
     json_path: Annotated[Path | None, typer.Option("--json", help="write a line per row")] = None,
 ) -> None:
     """What is left of FP8's gap when the trainer computes with served weights. Exit status 1: too much."""
-    from .report import write_lines
-    from .served_gap import measure, report
+    from . import served_gap
 
-    shown = console(width=140)
+    shown = console(width=150)
+    servers, trainers = served_gap.SERVERS, served_gap.TRAINERS
+    if everything:
+        servers, trainers = served_gap.ALL_SERVERS, served_gap.ALL_TRAINERS
+    servers = _names(only) or servers
+
     with errors_told():
-        lines = measure(model, answers, answer_tokens, shown, threads=threads)
-    if json_path is not None:
-        write_lines(lines, json_path)
-    if not report(lines, shown):
+        lines = served_gap.measure(
+            model,
+            answers,
+            answer_tokens,
+            shown,
+            threads=threads,
+            servers=servers,
+            trainers=trainers,
+            keep=_keep(json_path),
+        )
+    if not only and not served_gap.report(lines, shown):
         raise typer.Exit(FOUND_WRONG)
+
+
+@app.command("activations")
+def activations_command(
+    model: ModelName = DEFAULT,
+    groups: Annotated[
+        str, typer.Option(help="names, separated by commas; the first is the base")
+    ] = "",
+    answers: Annotated[int, typer.Option(min=2, help="at most")] = 32,
+    threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write a line per row")] = None,
+) -> None:
+    """Which activations matter once the trainer computes with served weights; on answers of `served-gap`."""
+    from .kept_activations import GROUPS, measure
+
+    with errors_told():
+        chosen_groups = _names(groups) or tuple(GROUPS)
+        measure(model, chosen_groups, answers, threads, console(width=140), keep=_keep(json_path))
 
 
 @app.command("growth")
@@ -142,7 +177,10 @@ def growth_command(
     trained_layers: Annotated[int, typer.Option(min=1, help="so many last layers")] = 8,
     problems: Annotated[int, typer.Option(min=1)] = 16,
     samples: Annotated[int, typer.Option(min=1, help="answers to each")] = 4,
-    json_path: Annotated[Path | None, typer.Option("--json", help="write a line per row")] = None,
+    as_served: Annotated[
+        bool, typer.Option("--as-served", help="against a trainer with the weights as served")
+    ] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="append a line per row")] = None,
 ) -> None:
     """Why the gap grows: the start and what `rl --keep` trained, on each other's answers."""
     from .gap_growth import run_growth
@@ -156,8 +194,35 @@ def growth_command(
             trained_layers=trained_layers,
             problems=problems,
             samples=samples,
+            as_served=as_served,
             path=json_path,
         )
+
+
+def _keep(path: Path | None) -> Callable[[list[dict[str, Any]]], None]:
+    """Writes what there is so far, so that a stop loses nothing."""
+    from .report import write_lines
+
+    def keep(lines: list[dict[str, Any]]) -> None:
+        if path is not None:
+            write_lines(lines, path)
+
+    return keep
+
+
+@app.command("deployed")
+def deployed_command(
+    model: ModelName = DEFAULT,
+    arm: Annotated[str, typer.Option(help="whose kept policy; start: the model itself")] = "served",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
+    json_path: Annotated[Path | None, typer.Option("--json", help="append a line per way")] = None,
+) -> None:
+    """What `rl --keep` trained, served in BF16, with served weights in BF16, and in FP8."""
+    from .deployed import run_deployed
+
+    with errors_told():
+        run_deployed(model, arm, seed, console(width=140), threads=threads, path=json_path)
 
 
 def _names(text: str) -> tuple[str, ...]:

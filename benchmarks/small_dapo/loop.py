@@ -64,6 +64,8 @@ def run_steps(run: Run) -> Iterator[Record]:
     with PolicyServer(run.arm, settings, checkpoint, run.seed, run.threads, log) as server:
         sender = make_sender(run.arm.sender, server.url, run.fault)
         sender.send(policy.masters)
+        if run.arm.served:
+            policy.compute_as_served(sender.client.plan())
         yield {"step": 0, "val_accuracy": server.validate(held_out).accuracy, **conditions(run)}
         for step in range(1, run.steps + 1):
             began = time.perf_counter()
@@ -81,6 +83,8 @@ def run_steps(run: Run) -> Iterator[Record]:
                 record["blocks_changed"] = sent.changed.blocks
             served = server.validate(held_out)
             record["val_accuracy"] = served.accuracy
+            if run.arm.served:
+                record["tensors_proven"] = policy.prove(sender.client)
             record["step_seconds"] = time.perf_counter() - began
             if run.arm.sender != "full":
                 # The same masters by the other road; what is served has to be the same.

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.lab.testing.checkpoints import make_config
+from sglang_fp8rl.trainer.served_weights import check_as_served, compute_as_served
+from sglang_fp8rl.wire.plan import RefitPlan
 
 from .settings import Settings
 from .task import BOS, EOS, MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, PAD, VOCAB_SIZE
@@ -46,6 +49,8 @@ class Policy:
 
     def __init__(self, model: Any, pad: int, width: int | None = None) -> None:
         self._model, self._pad, self._width = model, pad, width
+        # `logits_to_keep` cuts a view, which torch multiplies 30 times slower in BF16 on some CPUs.
+        model.get_output_embeddings().register_forward_pre_hook(_contiguous)
         self.config = model.config
         self.masters: dict[str, torch.Tensor] = dict(model.named_parameters())
 
@@ -60,19 +65,6 @@ class Policy:
         )
         return cls(model, PAD, SEQUENCE_TOKENS)
 
-    @classmethod
-    def trained(cls, folder: Path, pad: int, last_layers: int | None = None) -> Policy:
-        """A checkpoint's; only so many last layers go on to be trained, all of it if None."""
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa"
-        )
-        if last_layers is not None:
-            model.requires_grad_(False)
-            model.model.layers[-last_layers:].requires_grad_(True)
-        return cls(model, pad)
-
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of the masters."""
         return {name: weight.detach().clone() for name, weight in self.masters.items()}
@@ -81,6 +73,14 @@ class Policy:
         with torch.no_grad():
             for name, weight in self.masters.items():
                 weight.copy_(state[name])
+
+    def compute_as_served(self, plan: RefitPlan) -> None:
+        """Compute with the weights as the plan's server holds them, from the first pass on."""
+        compute_as_served(self._model, plan)
+
+    def prove(self, client: RefitClient) -> int:
+        """The number of tensors that the server holds as this model computes with them: all, or it raises."""
+        return check_as_served(self._model, client).compared
 
     def save(self, folder: Path) -> None:
         """Write the masters as a checkpoint in FP32, without a tokenizer."""
@@ -107,13 +107,21 @@ class Policy:
             begin = len(row) - len(response) - 1 - first
             where[number, : len(response)] = torch.arange(begin, begin + len(response))
             mask[number, : len(response)] = 1
-        bf16 = {name: weight.bfloat16() for name, weight in self.masters.items()}
-        options = {"use_cache": False, "logits_to_keep": width - first}
         with wide_products():
-            output = torch.func.functional_call(self._model, bf16, (ids,), options)
-        everywhere = output.logits[:, :-1].float().log_softmax(-1)  # [batch, width - first - 1, V]
+            logits = self._logits(rows, ids, width - first)
+        everywhere = logits[:, :-1].float().log_softmax(-1)  # [batch, width - first - 1, V]
         taken = everywhere.gather(-1, ids[:, first + 1 :, None])[..., 0]
         return taken.gather(1, where) * mask, mask
+
+    def _logits(self, rows: Sequence[Sequence[int]], ids: torch.Tensor, kept: int) -> torch.Tensor:
+        """Of the last `kept` positions, BF16 `[batch, kept, V]`; `ids` are the rows, padded."""
+        bf16 = {name: weight.bfloat16() for name, weight in self.masters.items()}
+        options = {"use_cache": False, "logits_to_keep": kept}
+        return torch.func.functional_call(self._model, bf16, (ids,), options).logits
+
+
+def _contiguous(_: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(one.contiguous() for one in inputs)
 
 
 def padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:

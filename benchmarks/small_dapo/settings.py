@@ -18,6 +18,7 @@ class Arm:
         options: of the method.
         server_args: more flags of the server.
         tis: whether the trainer corrects for the rollout's probabilities.
+        served: whether the trainer computes with the weights as they are served.
         nudged: one weight of the start is one step of BF16 larger, so that the run leaves the trajectory of its
             twin: what differs at the end is what rounding alone makes.
     """
@@ -28,6 +29,7 @@ class Arm:
     options: Mapping[str, Any] = field(default_factory=dict)
     server_args: tuple[str, ...] = ()
     tis: bool = True
+    served: bool = False
     nudged: bool = False
 
 
@@ -38,6 +40,7 @@ ARMS = {
         Arm("bf16", quantized_server=False),
         Arm("fp8_blockwise"),
         Arm("fp8_blockwise_nudged", nudged=True),
+        Arm("fp8_blockwise_served", served=True),
         Arm("fp8_direct", options={"round_to_bf16": False}),
         Arm("fp8_per_channel", options={"granularity": "per_channel"}),
         Arm("quantized_before_transfer", sender="quantized"),

@@ -1,4 +1,4 @@
-"""`make verl`: veRL's own trainer, three times: FP8, BF16, and FP8 with a wrong scale.
+"""`make verl`: veRL's own trainer: FP8, with a plain actor and one that trains what is served, BF16, and FP8 with a wrong scale.
 
 Exits with 1 if what a run shows is not what it has to show: it did not end well, a refit was not whole
 by the server's own status, k3 KL is out of its bounds, or the wrong scale is not seen. With 2 if a run
@@ -24,9 +24,15 @@ from verl_trainer.model import make_model
 from verl_trainer.task import write_problems
 from verl_trainer.trainer_run import Arm, RunResult, run_trainer
 
-ARMS = (Arm("fp8"), Arm("bf16", quantization=None), Arm("wrong-scale", wrong_scale=4.0))
+ARMS = (
+    Arm("fp8"),
+    Arm("served", served=True),
+    Arm("bf16", quantization=None),
+    Arm("wrong-scale", wrong_scale=4.0),
+    Arm("served-wrong-scale", wrong_scale=4.0, served=True),
+)
 STEPS, SHORT_STEPS = 8, 3
-RUN_TIMEOUT_S = 900
+RUN_TIMEOUT_S = 900.0
 
 
 def main(
@@ -37,6 +43,7 @@ def main(
     out: Annotated[
         Path | None, typer.Option(help="keep logs here (else a temporary folder)")
     ] = None,
+    timeout: Annotated[float, typer.Option(help="seconds of each run")] = RUN_TIMEOUT_S,
     json_path: Annotated[Path | None, typer.Option("--json", help="append a line per run")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="write the curves here")] = None,
 ) -> None:
@@ -57,7 +64,7 @@ def main(
             steps=steps,
             tp_size=tp_size,
             out=out / one.name,
-            timeout=RUN_TIMEOUT_S,
+            timeout=timeout,
         )
         if not run.refits:
             console.print(why_it_never_began(run), style="red", markup=False, highlight=False)

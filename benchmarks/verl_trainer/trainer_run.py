@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from served_plan import plan_text
 
 from sglang_fp8rl.lab.testing.server import cpu_env
 from verl_trainer.names import CPU_PLATFORM, RECORD, WRONG_SCALE
 from verl_trainer.task import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
 
 HERE = Path(__file__).parent
+SERVED_ACTOR, PLAN_FILE = "sglang_fp8rl.verl_rollout.served_actor", "SGLANG_FP8RL_SERVED_PLAN"
 MODULES = "verl_trainer.cpu_platform,sglang_fp8rl.verl_plugin,verl_trainer.recorder"
 
 
@@ -30,11 +32,13 @@ class Arm:
     Attributes:
         quantization: SGLang's `--quantization`; None serves BF16.
         wrong_scale: factor on one weight's scales in every refit; 1 is right.
+        served: the actor computes with the weights as served.
     """
 
     name: str
     quantization: str | None = "fp8_blockwise_online"
     wrong_scale: float = 1.0
+    served: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,8 @@ def overrides(
     ]
     if arm.quantization:
         lines.append(f"{sglang}.quantization={arm.quantization}")
+    if arm.served:
+        lines.append(f"actor_rollout_ref.model.external_lib={SERVED_ACTOR}")
     return lines
 
 
@@ -153,6 +159,8 @@ def environment(arm: Arm, out: Path, tp_size: int) -> dict[str, str]:
     env.pop("CUDA_VISIBLE_DEVICES", None)
     if arm.wrong_scale != 1:
         env[WRONG_SCALE] = str(arm.wrong_scale)
+    if arm.served:
+        env[PLAN_FILE] = str(out / "plan.json")
     return env
 
 
@@ -163,6 +171,8 @@ def run_trainer(
     out.mkdir(parents=True, exist_ok=True)
     for stale in ("metrics.jsonl", "refits.jsonl"):
         (out / stale).unlink(missing_ok=True)
+    if arm.served:
+        (out / "plan.json").write_text(plan_text(model, tp_size))
     log = out / "trainer.log"
     command = [sys.executable, "-m", "verl.trainer.main_ppo"]
     command += overrides(model, problems, arm, steps=steps, tp_size=tp_size, out=out)

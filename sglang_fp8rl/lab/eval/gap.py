@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ...client import RefitClient
+from ...trainer.served_weights import check_as_served, compute_as_served
 from ..metrics import MismatchMetrics, mismatch_metrics
 from .options import check_values
 from .prompts import load_prompts
@@ -42,17 +44,19 @@ def run_mismatch(
     temperature: float = 1.0,
     precision: Precision = "bfloat16",
     device: str = "cpu",
+    as_served: bool = False,
 ) -> MismatchReport:
     """Sample completions from `url`, rescore them with `model`, and measure the gap.
 
     Args:
         model: checkpoint folder or model id, as the trainer holds it.
+        as_served: the model computes with the weights as the server holds them, proven by bytes.
         prompts: see `prompts.load_prompts`.
         temperature: above 0; the estimates need tokens sampled from the rollout's distribution.
 
     Raises:
         Fp8RlError: bad options or prompts, a model that can't be loaded or isn't the served one,
-            a server that fails.
+            a server that fails, or is not of this package where `as_served` asks for its plan.
     """
     check_values(
         ("--max-new-tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
@@ -60,6 +64,10 @@ def run_mismatch(
         ("--dtype", precision, precision in ("float32", "bfloat16"), "float32 or bfloat16"),
     )
     reference = load_model(model, precision, device)
+    if as_served:
+        client = RefitClient(url)
+        compute_as_served(reference, client.plan())
+        check_as_served(reference, client)
     vocabulary = reference.get_input_embeddings().num_embeddings
     ids = load_prompts(prompts, load_tokenizer(model), vocabulary)
     rollouts = sample_rollouts(url, ids, max_new_tokens=max_new_tokens, temperature=temperature)
@@ -67,6 +75,7 @@ def run_mismatch(
         "url": url,
         "model": model,
         "dtype": precision,
+        "as_served": as_served,
         "temperature": temperature,
         "max_new_tokens": max_new_tokens,
         "prompts": len(ids),

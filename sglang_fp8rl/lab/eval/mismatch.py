@@ -48,6 +48,9 @@ def mismatch(
     temperature: Annotated[float, typer.Option(help="Of the sampling, above 0.")] = 1.0,
     dtype: Annotated[str, typer.Option(help="Of the reference: float32, bfloat16.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="Of the reference: cpu, cuda.")] = "cpu",
+    as_served: Annotated[
+        bool, typer.Option("--as-served", help="The reference computes with the served weights.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the gap: .png, .pdf, .svg.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -68,6 +71,7 @@ def mismatch(
             temperature=temperature,
             precision=dtype,  # type: ignore[arg-type]  # checked by run_mismatch
             device=device,
+            as_served=as_served,
         )
         if plot is not None:
             plot_mismatch(report, plot)
@@ -87,8 +91,9 @@ def print_mismatch(report: MismatchReport, console: Console) -> None:
     for label, name, ideal in _ROWS:
         table.add_row(label, f"{getattr(metrics, name):.4g}", ideal)
     console.print(table)
-    conditions = "Rollout: {url}; trainer: {model} in {dtype}; temperature {temperature}."
-    console.print(conditions.format(**settings), style="dim", markup=False)
+    conditions = "Rollout: {url}; trainer: {model} in {dtype}{weights}; temperature {temperature}."
+    weights = ", weights as served" if settings["as_served"] else ""
+    console.print(conditions.format(**settings, weights=weights), style="dim", markup=False)
     if metrics.clamped_tokens:
         console.print(
             f"{metrics.clamped_tokens} tokens have ratios beyond e^20, counted as e^20.",

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from real_model.gap_growth import PARTS, gap_of, measure_growth
-from small_dapo.model import Policy
+from real_model.rl_policy import trained_policy
 
 from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 
@@ -25,8 +25,8 @@ def start(tmp_path_factory):
     return save_checkpoint(tmp_path_factory.mktemp("start"), config, state)
 
 
-def measured(start, trained):
-    lines = measure_growth(start, trained, encode, trained_layers=1, problems=3, samples=2)
+def measured(start, trained, **how):
+    lines = measure_growth(start, trained, encode, trained_layers=1, problems=3, samples=2, **how)
     return {(line.model, line.answers, line.part): line for line in lines}
 
 
@@ -59,7 +59,7 @@ def test_a_model_that_was_not_trained_has_its_own_gap_on_either_answers(start):
 
 
 def test_a_policy_that_is_kept_is_measured_as_it_was_trained(start, tmp_path):
-    policy = Policy.trained(start, pad=0, last_layers=1)
+    policy = trained_policy(start, 0, 1)
     with torch.no_grad():
         policy.masters["model.layers.2.mlp.down_proj.weight"].mul_(3.0)
     policy.save(tmp_path / "kept")
@@ -67,3 +67,9 @@ def test_a_policy_that_is_kept_is_measured_as_it_was_trained(start, tmp_path):
     same = found["start", "start", "front"].gap
     assert found["trained", "start", "front"].gap.spread != same.spread
     assert found["trained", "trained", "trained"].gap != found["start", "trained", "trained"].gap
+
+
+def test_with_the_weights_as_served_what_is_left_is_what_activations_make(start):
+    plain, as_served = measured(start, start), measured(start, start, as_served=True)
+    for key, line in as_served.items():
+        assert 0 < line.gap.kl < plain[key].gap.kl

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from real_model.rl_policy import trained_policy
 from real_model.sums import EXAMPLES, draw_sums, make_sum
-from small_dapo.model import Policy
 
 from sglang_fp8rl.lab.eval.rescoring import load_model, rescore
 from sglang_fp8rl.lab.eval.rollouts import Rollout
@@ -49,7 +49,7 @@ def test_validation_never_sees_a_sum_of_training():
 
 
 def test_the_trainers_logprobs_are_those_of_each_answer_alone(checkpoint):
-    found, mask = Policy.trained(checkpoint, pad=0).logprobs(PROMPTS, RESPONSES)
+    found, mask = trained_policy(checkpoint, 0, None).logprobs(PROMPTS, RESPONSES)
     alone = load_model(str(checkpoint), "bfloat16", "cpu")
     rollouts = [Rollout(p, r, []) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     for row, kept, expected in zip(found, mask, rescore(alone, rollouts), strict=True):
@@ -58,9 +58,9 @@ def test_the_trainers_logprobs_are_those_of_each_answer_alone(checkpoint):
         assert not row[len(expected) :].any()
 
 
-def test_what_is_trained_changes_nothing_of_the_logprobs(checkpoint):
-    whole = Policy.trained(checkpoint, pad=0)
-    policy = Policy.trained(checkpoint, pad=0, last_layers=1)
+def test_what_is_in_front_of_the_trained_layers_is_kept_and_gives_the_same(checkpoint):
+    whole = trained_policy(checkpoint, 0, None)
+    policy = trained_policy(checkpoint, 0, 1)
     for count in (3, 2, 3):  # a shorter batch in between, and one that was seen
         expected, _ = whole.logprobs(PROMPTS[:count], RESPONSES[:count])
         found, _ = policy.logprobs(PROMPTS[:count], RESPONSES[:count])
@@ -76,7 +76,7 @@ def test_what_is_trained_changes_nothing_of_the_logprobs(checkpoint):
 
 
 def test_only_the_last_layers_are_trained_where_so_many_are_asked_for(checkpoint):
-    policy = Policy.trained(checkpoint, pad=0, last_layers=1)
+    policy = trained_policy(checkpoint, 0, 1)
     logprobs, _ = policy.logprobs(PROMPTS, RESPONSES)
     logprobs.sum().backward()
     trained = {name for name, weight in policy.masters.items() if weight.grad is not None}
@@ -92,7 +92,7 @@ def test_without_tis_an_update_does_not_depend_on_the_rollouts_logprobs(checkpoi
     problems = [make_sum(1, 2, lambda text: [ord(c) % 100 for c in text]) for _ in range(2)]
 
     def updated(cap, rollout_logprob):
-        policy = Policy.trained(checkpoint, pad=0)
+        policy = trained_policy(checkpoint, 0, None)
         settings = replace(Settings(), tis_cap=cap, warmup_updates=1, learning_rate=1e-3)
         groups = [
             Group(p, [p.answer, [5, 6]], [[rollout_logprob] * 2, [rollout_logprob] * 2])
