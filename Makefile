@@ -50,7 +50,7 @@ demo: .venv/.ready  ## serve, refit and check a small model on real parts (ARGS=
 test: .venv/.ready  ## the suite on the newest supported SGLang; 7 to 12 minutes on two slow cores
 	.venv/bin/python $(PYTEST) $(PYTEST_ARGS)
 
-test-all: .venv/.ready  ## every case of it: all models and layouts of the contract, DAPO, large shapes; 25 minutes
+test-all: .venv/.ready  ## every case of it: all models and layouts of the contract, DAPO, large shapes; an hour
 	.venv/bin/python -m tools.census
 	.venv/bin/python $(PYTEST) --all $(PYTEST_ARGS)
 
