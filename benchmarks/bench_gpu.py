@@ -248,10 +248,7 @@ def main(
 ) -> None:
     """Time the cast on a GPU; exit 1 if bytes differ, 2 without a GPU."""
     console = Console()
-    if not smoke and not torch.cuda.is_available():
-        console.print("[red]no GPU: nothing measured (try --smoke)[/red]")
-        raise typer.Exit(2)
-    device = torch.device("cpu" if smoke else "cuda")
+    device = device_of(console, smoke=smoke)
     clock = Clock(device)
     gate(device)
     rows: list[dict[str, Any]] = []
@@ -274,6 +271,14 @@ def main(
             f"{row['gb_per_s']:.0f}", of_copy,
         )  # fmt: skip
     console.print(table)
+
+
+def device_of(console: Console, *, smoke: bool) -> torch.device:
+    """The GPU, or the CPU for a smoke run; exit 2 without a GPU."""
+    if not smoke and not torch.cuda.is_available():
+        console.print("[red]no GPU: nothing measured; run it on a GPU host, or try --smoke[/red]")
+        raise typer.Exit(2)
+    return torch.device("cpu" if smoke else "cuda")
 
 
 def _device_name(device: torch.device) -> str:

@@ -22,9 +22,8 @@ from types import FrameType
 from typing import Annotated, Any
 
 import requests
-import torch
 import typer
-from bench_gpu import conditions
+from bench_gpu import conditions, device_of
 from gpu_server import decode, graphs, refit
 from gpu_server.budget import Budget
 from gpu_server.models import REAL, TINY, Layout, Model, Values
@@ -162,11 +161,8 @@ def main(
     if smoke and json_path:
         console.print("[red]--json with --smoke: smoke numbers are no results; leave one out[/red]")
         raise typer.Exit(2)
-    if not smoke and not torch.cuda.is_available():
-        console.print("[red]no GPU: nothing measured; run it on a GPU host, or try --smoke[/red]")
-        raise typer.Exit(2)
+    device = device_of(console, smoke=smoke)
     signal.signal(signal.SIGTERM, _terminate)  # so that the servers are stopped
-    device = torch.device("cpu" if smoke else "cuda")
     chosen = TINY if smoke else REAL[model.value]
     if smoke:
         repetitions, decode_repetitions, max_batch, output_tokens = 2, 3, 4, 48

@@ -12,18 +12,17 @@ same run, over the time taken.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import measured
 import torch
 import typer
-from bench_gpu import Clock, Run, cache_bytes, conditions, rotated, rows_of
+from bench_gpu import Clock, Run, cache_bytes, conditions, device_of, rotated, rows_of
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from sglang_fp8rl.numerics import Blockwise, quantize, sqnr_db
 from sglang_fp8rl.numerics.linear import exact_linear, linear
@@ -90,25 +89,20 @@ def main(
 ) -> None:
     """Time a layer's product on a GPU; exit 1 if it is wrong, 2 without a GPU."""
     console = Console()
-    if not smoke and not torch.cuda.is_available():
-        console.print("[red]no GPU: nothing measured (try --smoke)[/red]")
-        raise typer.Exit(2)
-    device = torch.device("cpu" if smoke else "cuda")
+    device = device_of(console, smoke=smoke)
     if smoke:
         import sglang_fp8rl.lab.cpu_platform.cpu_linear  # noqa: F401  registers the CPU's product
     gate(device)
     jobs = [(m, *layer) for layer in LAYERS for m in TOKENS]
     jobs = [(1, 256, 256)] if smoke else jobs
-    table = Table(title="one layer's product")
-    for column in ("layer", "tokens", "what", "median µs", "of weights"):
-        table.add_column(column)
+    columns = ("layer", "tokens", "what", "median µs", "of weights")
+    table = measured.table("one layer's product", columns, words=3)
     where = conditions(device)
     with Progress(console=console) as progress:
         for job in progress.track(jobs, description="timing"):
             rows = layer_rows(Clock(device), *job, 3 if smoke else repetitions)
-            if json_path and not smoke:  # now: whatever ends this run early leaves them behind
-                with json_path.open("a") as file:
-                    file.writelines(json.dumps({**row, **where}) + "\n" for row in rows)
+            # Now: whatever ends this run early leaves them behind.
+            measured.append(None if smoke else json_path, rows, **where)
             for row in rows:
                 shown = (row["case"], row["tokens"], row["what"], f"{row['median_s'] * 1e6:.1f}")
                 table.add_row(*map(str, shown), f"{row['of_weights']:.2f}")

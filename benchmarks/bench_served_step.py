@@ -7,7 +7,6 @@ timed, the weights that are computed with are compared with the cast's, byte by 
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from contextlib import nullcontext
@@ -19,8 +18,8 @@ import torch
 import typer
 from real_model.fetch import fetch
 from rich.console import Console
-from served_plan import plan_text
 
+from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.trainer.served_weights import (
     compute_as_served,
     compute_as_stored,
@@ -45,7 +44,7 @@ def main(
     console = Console(width=None if Console().is_terminal else 120)
     torch.set_num_threads(threads)
     folder = fetch(model, console)
-    plan = RefitPlan.from_dict(json.loads(plan_text(folder)))
+    plan = make_plan(str(folder))
     rows = []
     for one in way or WAYS[:2]:
         trained = load(folder, one)

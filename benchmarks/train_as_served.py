@@ -22,6 +22,7 @@ from verl_trainer.model import make_model
 from sglang_fp8rl import RefitClient
 from sglang_fp8rl.lab.eval.rescoring import rescore
 from sglang_fp8rl.lab.eval.rollouts import Rollout
+from sglang_fp8rl.lab.metrics import mismatch_metrics
 from sglang_fp8rl.trainer.served_weights import check_as_served, compute_as_served, plan_of
 
 PROMPTS, SAMPLES, TOKENS, END = 4, 4, 16, 2
@@ -36,10 +37,10 @@ def refit_and_sample(
     client.update(model.state_dict().items(), plan=plan_of(model))
     proven = check_as_served(model, client).compared
     rollouts = server.answers(prompts, TOKENS, [END], 1.0)
-    scored = torch.cat(rescore(model, rollouts)).double()
-    said = torch.tensor([value for one in rollouts for value in one.logprobs]).double()
-    ratio = scored - said
-    rows.append({"tokens": len(ratio), "k3": float((ratio.expm1() - ratio).mean())})
+    scored = torch.cat(rescore(model, rollouts))[None]
+    said = torch.tensor([[value for one in rollouts for value in one.logprobs]])
+    gap = mismatch_metrics(said, scored, torch.ones_like(said))
+    rows.append({"tokens": gap.tokens, "k3": gap.kl_k3})
     rows[-1] |= {"proven": proven, "reward": sum(map(reward, rollouts)) / len(rollouts)}
     return rollouts
 

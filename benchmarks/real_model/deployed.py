@@ -37,7 +37,7 @@ from .report import Line, interval
 from .rl import RESPONSE_TOKENS, rl_arms
 from .rl_runs import kept_policy
 from .serving import ArmServer
-from .sums import LARGEST, Encode, Sum, make_sum
+from .sums import LARGEST, Encode, Sum, encoder_of, make_sum
 
 START = "start"  # the policy that was not trained
 _BATCH = 128
@@ -99,8 +99,6 @@ def run_deployed(
     Raises:
         ConfigError: it left nothing.
     """
-    from transformers import AutoTokenizer
-
     start = fetch(model, console)
     policy = start if arm == START else kept_policy(model, arm, seed)
     if not policy.is_dir():
@@ -110,11 +108,7 @@ def run_deployed(
             "no trained policy was kept",
             f"Run `python -m real_model rl --keep` with this arm, or name {START!r}.",
         )
-    tokenizer = AutoTokenizer.from_pretrained(start)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
+    encode = encoder_of(start)
     problems, end = held_out_sums(encode), encode("\n")
     drawn, ones = Resamples(len(problems)), np.ones(len(problems))
     found: dict[str, dict[str, np.ndarray]] = {}

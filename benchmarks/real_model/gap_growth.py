@@ -35,7 +35,7 @@ from sglang_fp8rl.wire.plan import RefitPlan
 from .fetch import fetch
 from .rl import RESPONSE_TOKENS
 from .rl_runs import kept_policy
-from .sums import Encode, draw_sums
+from .sums import Encode, draw_sums, encoder_of
 
 _TOKENS_AT_ONCE = 1024
 PARTS = ("all", "front", "trained")
@@ -222,8 +222,6 @@ def run_growth(
     Raises:
         ConfigError: it left nothing.
     """
-    from transformers import AutoTokenizer
-
     start, trained = fetch(model, console), kept_policy(model, arm, seed)
     if not trained.is_dir():
         raise ConfigError(
@@ -232,13 +230,12 @@ def run_growth(
             "no trained policy was kept",
             "Run `python -m real_model rl --keep` with this arm; a run that is whole is not run again.",
         )
-    tokenizer = AutoTokenizer.from_pretrained(start)
     with Progress(console=console) as progress:
         task = progress.add_task("gaps", total=4 * len(PARTS))
         lines = measure_growth(
             start,
             trained,
-            lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            encoder_of(start),
             trained_layers=trained_layers,
             problems=problems,
             samples=samples,

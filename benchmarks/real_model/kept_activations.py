@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import measured
@@ -122,7 +121,6 @@ def _line(arm: Arm, gap: measures.Gap, first: measures.Gap) -> Line:
         "kind": "group",
         "bf16_activations": arm.name,
         "modules": arm.says,
-        "kl_k3": asdict(drawn.ratio(gap.sums(measures.k3), gap.counts)),
-        "mult_prob_error": asdict(drawn.ratio(gap.sums(measures.multiplicative), gap.counts)),
+        **measures.means(gap, drawn),
         "to_first": measures.against(gap, first, drawn),
     }

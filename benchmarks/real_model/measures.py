@@ -89,6 +89,14 @@ def gap(rollout: Sequence[torch.Tensor], trainer: Sequence[torch.Tensor]) -> Gap
     return Gap([(t.double() - r.double()).numpy() for r, t in pairs])
 
 
+def means(own: Gap, resamples: Resamples) -> dict[str, Any]:
+    """Mean k3 and multiplicative error of one arm, with their intervals."""
+    return {
+        "kl_k3": asdict(resamples.ratio(own.sums(k3), own.counts)),
+        "mult_prob_error": asdict(resamples.ratio(own.sums(multiplicative), own.counts)),
+    }
+
+
 def summarize(own: Gap, resamples: Resamples) -> dict[str, Any]:
     """Mean, tail and positions of one arm's gap, as plain values."""
     flat = own.flat
@@ -98,8 +106,7 @@ def summarize(own: Gap, resamples: Resamples) -> dict[str, Any]:
     return {
         "answers": len(own.log_ratio),
         "tokens": len(flat),
-        "kl_k3": asdict(resamples.ratio(own.sums(k3), own.counts)),
-        "mult_prob_error": asdict(resamples.ratio(own.sums(multiplicative), own.counts)),
+        **means(own, resamples),
         "abs_log_ratio": asdict(resamples.ratio(own.sums(np.abs), own.counts)),
         "log_ratio_mean": float(flat.mean()),
         "quantiles": {str(q): float(np.quantile(size, q)) for q in QUANTILES},

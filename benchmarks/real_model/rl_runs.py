@@ -20,6 +20,7 @@ from sglang_fp8rl.errors import ConfigError
 from .fetch import fetch
 from .models import cache_folder
 from .rl import RlArm, RlRun, rl_arms, run_steps
+from .sums import encoder_of
 from .trainer_side import check_memory
 
 _COPIES = 8.0  # in FP32: masters, gradients, two moments, casts; the server's while it loads
@@ -47,13 +48,11 @@ def run_all(
     Raises:
         ConfigError: an unknown arm, or a model that does not fit into memory.
     """
-    from transformers import AutoTokenizer
-
     known = rl_arms(ignored_layers)
     arms = [_arm(known, name) for name in names]
     folder = fetch(model, console)
     check_memory(folder, _COPIES)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encode = encoder_of(folder)
     torch.set_num_threads(threads)
     old = records.load(path)
     records.keep(path, [key for key in old if len(old[key]) > steps])
@@ -66,7 +65,7 @@ def run_all(
             run = RlRun(
                 arm,
                 folder,
-                lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+                encode,
                 seed,
                 steps,
                 threads,

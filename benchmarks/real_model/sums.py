@@ -8,10 +8,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 LARGEST = 20
 EXAMPLES = "2+3=5\n7+4=11\n"
 Encode = Callable[[str], list[int]]
+
+
+def encoder_of(folder: Path) -> Encode:
+    """From text to ids, without special tokens, by a checkpoint's tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from served_plan import plan_text
 
+from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.lab.testing.server import cpu_env
 from verl_trainer.names import CPU_PLATFORM, RECORD, WRONG_SCALE
 from verl_trainer.task import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
@@ -172,7 +172,8 @@ def run_trainer(
     for stale in ("metrics.jsonl", "refits.jsonl"):
         (out / stale).unlink(missing_ok=True)
     if arm.served:
-        (out / "plan.json").write_text(plan_text(model, tp_size))
+        plan = make_plan(str(model), tp_size=tp_size)
+        (out / "plan.json").write_text(json.dumps(plan.document))
     log = out / "trainer.log"
     command = [sys.executable, "-m", "verl.trainer.main_ppo"]
     command += overrides(model, problems, arm, steps=steps, tp_size=tp_size, out=out)
