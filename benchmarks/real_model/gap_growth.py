@@ -82,17 +82,25 @@ class Served:
     Args:
         folder: of its checkpoint.
         plan: of the server.
+        end: the token that ends an answer, as in the run: what a model would say behind it nobody trained.
         trained_layers: so many last layers are the part `trained`, all others `front`.
         as_served: the trainer computes with the weights as served; a part then adds FP8 activations.
     """
 
     def __init__(
-        self, folder: Path, plan: RefitPlan, trained_layers: int, *, as_served: bool = False
+        self,
+        folder: Path,
+        plan: RefitPlan,
+        end: int,
+        trained_layers: int,
+        *,
+        as_served: bool = False,
     ) -> None:
         self._as_served = as_served
         self._modules = served_modules(plan)
         self._plan = plan
         self._reference: ReferenceModel = load_reference(str(folder), plan, self._modules)
+        self._reference.model.generation_config.eos_token_id = end
         self._first = len(self._reference.layers) - trained_layers
 
     def answers(self, prompts: Sequence[Sequence[int]], samples: int, seed: int) -> list[Sample]:
@@ -190,7 +198,7 @@ def measure_growth(
     plan = make_plan(str(start))
     folders = {"start": start, "trained": trained}
     models = {
-        name: Served(folder, plan, trained_layers, as_served=as_served)
+        name: Served(folder, plan, encode("\n")[-1], trained_layers, as_served=as_served)
         for name, folder in folders.items()
     }
     drawn = draw_sums(random.Random(f"growth {seed}"), problems, encode, held_out=True)

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
-from real_model.gap_growth import PARTS, gap_of, measure_growth
+from real_model.gap_growth import PARTS, Served, gap_of, measure_growth
+from real_model.rl import RESPONSE_TOKENS
 from real_model.rl_policy import trained_policy
 
+from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("plans_in_forks")
@@ -56,6 +58,16 @@ def test_a_model_that_was_not_trained_has_its_own_gap_on_either_answers(start):
         assert line.gap.kl > 0
     parts = [found["start", "start", part].gap.kl for part in PARTS]
     assert len(set(parts)) == len(PARTS)
+
+
+def test_nothing_behind_the_end_of_an_answer_counts(start):
+    plan, prompts = make_plan(str(start)), [encode("2+3=")]
+    (whole,) = Served(start, plan, end=127, trained_layers=1).answers(prompts, 1, seed=0)
+    second = whole.answer[1]
+    (cut,) = Served(start, plan, end=second, trained_layers=1).answers(prompts, 1, seed=0)
+    assert len(whole.answer) == RESPONSE_TOKENS
+    assert cut.answer == whole.answer[: 1 + whole.answer.index(second)]
+    assert cut.tokens < RESPONSE_TOKENS
 
 
 def test_a_policy_that_is_kept_is_measured_as_it_was_trained(start, tmp_path):
