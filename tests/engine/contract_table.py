@@ -90,7 +90,7 @@ def _origins(found: dict[str, Any]) -> str:
     """Which cases are from which run."""
     runs: dict[str, list[str]] = {}
     for case in found["cases"]:
-        origin = results.described(found.get("provenance", {}).get(case))
+        origin = results.described(found["provenance"][case])
         runs.setdefault(origin, []).append(case)
     if len(runs) == 1:
         return next(iter(runs))

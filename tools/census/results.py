@@ -25,10 +25,8 @@ def provenance() -> dict[str, str]:
     return {"commit": commit, "date": today} | {name: version(name) for name in PACKAGES}
 
 
-def described(origin: dict[str, str] | None) -> str:
+def described(origin: dict[str, str]) -> str:
     """A sentence on where results are from, of their `provenance`."""
-    if not origin:
-        return "Recorded before results knew their commit."
     versions = ", ".join(f"{name} {origin[name]}" for name in PACKAGES)
     return f"From commit `{origin['commit']}` of {origin['date']}, with {versions}."
 
