@@ -175,8 +175,8 @@ def growth_command(
     arm: Annotated[str, typer.Option(help="whose kept policy")] = "fp8",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     trained_layers: Annotated[int, typer.Option(min=1, help="so many last layers")] = 8,
-    problems: Annotated[int, typer.Option(min=1)] = 16,
-    samples: Annotated[int, typer.Option(min=1, help="answers to each")] = 4,
+    problems: Annotated[int, typer.Option(min=2)] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="answers to each")] = 2,
     as_served: Annotated[
         bool, typer.Option("--as-served", help="against a trainer with the weights as served")
     ] = False,

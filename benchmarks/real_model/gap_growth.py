@@ -16,12 +16,14 @@ from pathlib import Path
 from statistics import mean
 
 import measured
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.errors import ConfigError
+from sglang_fp8rl.lab.eval.stats import Estimate
 from sglang_fp8rl.lab.sensitivity.quantized_products import (
     Operand,
     Products,
@@ -33,6 +35,7 @@ from sglang_fp8rl.lab.sensitivity.served_modules import ServedModule, served_mod
 from sglang_fp8rl.wire.plan import RefitPlan
 
 from .fetch import fetch
+from .measures import Resamples
 from .rl import RESPONSE_TOKENS
 from .rl_runs import kept_policy
 from .sums import Encode, draw_sums, encoder_of
@@ -67,6 +70,8 @@ class Line:
     Attributes:
         model, answers: whose; `start` or `trained`.
         part: which modules are quantized; one of `PARTS`.
+        kl: of `gap`, with its 95 % interval by resampling problems.
+        kl_median: of a position. A mean far above it is that of a few tokens.
     """
 
     model: str
@@ -74,6 +79,8 @@ class Line:
     part: str
     positions: int
     gap: Gap
+    kl: Estimate
+    kl_median: float
 
 
 class Served:
@@ -114,14 +121,12 @@ class Served:
             )
         )
 
-    def gaps(self, samples: Sequence[Sample]) -> Iterator[tuple[str, int, Gap]]:
-        """For each part: positions that were compared, and what FP8 in it changes there."""
+    def gaps(self, samples: Sequence[Sample]) -> Iterator[tuple[str, list[Gap]]]:
+        """For each part: what FP8 in it changes at every position that an answer comes from."""
         clean = self._logits(samples, self._trainer())
         for part in PARTS:
             changed = self._logits(samples, self._quantized(part))
-            rows = [gap_of(*pair) for pair in zip(clean, changed, strict=True)]
-            means = {one.name: mean(getattr(row, one.name) for row in rows) for one in fields(Gap)}
-            yield part, len(rows), Gap(**means)
+            yield part, [gap_of(*pair) for pair in zip(clean, changed, strict=True)]
 
     @torch.inference_mode()
     def _logits(
@@ -178,14 +183,29 @@ def gap_of(clean: torch.Tensor, changed: torch.Tensor) -> Gap:
     )
 
 
+def line_of(
+    model: str, answers: str, part: str, samples: Sequence[Sample], rows: Sequence[Gap]
+) -> Line:
+    """Means over the rows; `samples` say which problem each is of."""
+    means = {one.name: mean(getattr(row, one.name) for row in rows) for one in fields(Gap)}
+    kls = np.array([row.kl for row in rows])
+    number: dict[tuple[int, ...], int] = {}
+    problem = [
+        number.setdefault(one.prompt, len(number)) for one in samples for _ in range(one.tokens)
+    ]
+    sums, counts = np.bincount(problem, weights=kls), np.bincount(problem)
+    kl = Resamples(len(counts)).ratio(sums, counts)
+    return Line(model, answers, part, len(rows), Gap(**means), kl, float(np.median(kls)))
+
+
 def measure_growth(
     start: Path,
     trained: Path,
     encode: Encode,
     *,
     trained_layers: int,
-    problems: int = 16,
-    samples: int = 4,
+    problems: int,
+    samples: int,
     seed: int = 0,
     as_served: bool = False,
     on_line: Callable[[], None] = lambda: None,
@@ -207,8 +227,8 @@ def measure_growth(
     lines = []
     for name, model in models.items():
         for whose, answers in texts.items():
-            for part, positions, gap in model.gaps(answers):
-                lines.append(Line(name, whose, part, positions, gap))
+            for part, rows in model.gaps(answers):
+                lines.append(line_of(name, whose, part, answers, rows))
                 on_line()
     return lines
 
@@ -267,14 +287,15 @@ def show(lines: Sequence[Line], console: Console) -> None:
     """A table; the last column is what FP8 adds, relative to what it is added to."""
     columns = (
         *("model", "answers of", "quantized", "positions", "entropy"),
-        *("KL", "noise", "spread", "noise / spread", "of likely"),
+        *("KL", "median", "noise", "spread", "noise / spread", "of likely"),
     )
     table = measured.table("FP8's gap by model, answers and quantized layers", columns, words=3)
     for line in lines:
         gap = line.gap
         table.add_row(
             *(line.model, line.answers, line.part, str(line.positions)),
-            *(f"{gap.entropy:.3f}", f"{gap.kl:.4f}", f"{gap.noise:.3f}", f"{gap.spread:.3f}"),
+            *(f"{gap.entropy:.3f}", f"{line.kl.value:.4f} [{line.kl.low:.4f}, {line.kl.high:.4f}]"),
+            *(f"{line.kl_median:.4f}", f"{gap.noise:.3f}", f"{gap.spread:.3f}"),
             *(f"{gap.noise / gap.spread:.4f}", f"{gap.noise_of_likely:.3f}"),
         )
     console.print(table)

@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
-from real_model.gap_growth import PARTS, Served, gap_of, measure_growth
+from real_model.gap_growth import PARTS, Gap, Served, gap_of, line_of, measure_growth
 from real_model.rl import RESPONSE_TOKENS
 from real_model.rl_policy import trained_policy
 
 from sglang_fp8rl.engine.host.plan_offline import make_plan
+from sglang_fp8rl.lab.sensitivity.samples import Sample
 from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("plans_in_forks")
@@ -55,9 +56,19 @@ def test_a_model_that_was_not_trained_has_its_own_gap_on_either_answers(start):
     assert len(found) == 4 * len(PARTS)
     for (_, _, part), line in found.items():
         assert line.gap == found["start", "start", part].gap
-        assert line.gap.kl > 0
+        assert 0 < line.kl.low <= line.kl.value <= line.kl.high
     parts = [found["start", "start", part].gap.kl for part in PARTS]
     assert len(set(parts)) == len(PARTS)
+
+
+def test_the_interval_is_over_problems_not_over_tokens():
+    samples = [Sample((1,) * n, (7, 8)) for n in (1, 2, 3) for _ in range(2)]
+    alike = [Gap(0.0, kl, 0.0, 0.0, 0.0) for kl in (1.0, 2.0, 3.0, 4.0) * 3]
+    apart = [Gap(0.0, float(n), 0.0, 0.0, 0.0) for n in (0, 3, 6) for _ in range(4)]
+    line = line_of("start", "start", "all", samples, alike)
+    assert (line.kl.low, line.kl.value, line.kl.high) == (2.5, 2.5, 2.5)
+    line = line_of("start", "start", "all", samples, apart)
+    assert (line.kl.low, line.kl.value, line.kl.high, line.kl_median) == (0.0, 3.0, 6.0, 3.0)
 
 
 def test_nothing_behind_the_end_of_an_answer_counts(start):
