@@ -13,9 +13,6 @@ code of the quotient is tried for every BF16 amax and every BF16 value below it,
 `tests/unit/numerics/test_packed_quotient.py`.
 """
 
-# Triton reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

@@ -6,9 +6,6 @@ interpreter rounds otherwise than hardware (`arithmetic.py`). Other blocks, whic
 Importing this module imports Triton; `backends.py` does so on first use.
 """
 
-# Triton reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 from typing import Any

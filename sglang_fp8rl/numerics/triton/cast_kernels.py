@@ -1,8 +1,5 @@
 """The casts of a `CastTable`, from memory to memory: of 128×128 blocks, and of rows."""
 
-# Triton reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

@@ -1,8 +1,5 @@
 """The copies of a `CastTable`, a row per program: of what stays in high precision, and of codes and their scales."""
 
-# Triton reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

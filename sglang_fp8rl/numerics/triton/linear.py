@@ -9,9 +9,6 @@ A tile depends on the layer's shape and on the number of tokens: so do the last 
 tiles of a size give alike for a token whatever the others are.
 """
 
-# Triton reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import torch

@@ -14,9 +14,6 @@ columns too); they are told to Triton where they are used, because what is said 
 enters or leaves a function.
 """
 
-# Triton reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton
