@@ -15,7 +15,6 @@ import torch
 
 from ..grid import ceil_div
 from ..write_table import CastTable, Dtype, Kind
-from . import cast_kernels, copy_kernels
 from .hardware import (
     BLOCK,
     LONGEST_ROW_READ_ONCE,
@@ -26,6 +25,12 @@ from .hardware import (
     tile_options,
 )
 from .pieces import COLUMNS
+from .table_kernels import (
+    table_codes_kernel,
+    table_copy_kernel,
+    table_row_kernel,
+    table_tile_kernel,
+)
 
 _SIZES = np.array([4, 2, 1])  # bytes, by `Dtype`
 # Rows are read in chunks of these sizes: one launch for each that a table has.
@@ -117,16 +122,16 @@ class TritonTable:
         kind: dict[str, int | bool] = {"KIND": group.source_dtype}
         if group.is_block:
             constants |= {"RAGGED": bool(group.is_ragged), **kind, **self._rounding}
-            return cast_kernels.table_tile_kernel, constants, tile_options(group.target_align)
+            return table_tile_kernel, constants, tile_options(group.target_align)
         options = {"num_warps": row_warps(group.chunk)}
         constants |= {"CHUNK": group.chunk, "ONE_CHUNK": cols <= group.chunk}
         if group.kind == Kind.CAST:
-            return cast_kernels.table_row_kernel, constants | kind | self._rounding, options
+            return table_row_kernel, constants | kind | self._rounding, options
         if group.kind == Kind.CODES:
-            return copy_kernels.table_codes_kernel, constants, options
+            return table_codes_kernel, constants, options
         constants |= {"TO_FP32": group.target_dtype == Dtype.FP32, "PACKED": self._packed}
         constants["SCALES"] = group.kind == Kind.SCALES
-        return copy_kernels.table_copy_kernel, constants | kind, options
+        return table_copy_kernel, constants | kind, options
 
     def run(self, addresses: Sequence[int]) -> np.ndarray:
         """As `TableRunner.run`; waits for the device, so the sender may reuse its memory."""
