@@ -219,7 +219,7 @@ def test_without_numba_the_bytes_are_the_same():
         import sys, torch
         sys.modules["numba"] = None  # an import of it raises ImportError
         from sglang_fp8rl import numerics
-        from sglang_fp8rl.numerics.runners import warm_up
+        from sglang_fp8rl.numerics.backends import warm_up
         from sglang_fp8rl.numerics.write_table import Widths
         warm_up(torch.device("cpu"), Widths())
         x = torch.randn(300, 500)

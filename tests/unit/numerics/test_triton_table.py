@@ -150,7 +150,7 @@ def test_hardware_writes_the_bytes_of_the_cpu_table():
 
 def test_the_rehearsal_compiles_what_a_refit_launches():
     """Whatever the model's shapes: nothing is run here, only the launches are compared."""
-    from sglang_fp8rl.numerics.runners import rehearsal
+    from sglang_fp8rl.numerics.backends import rehearsal
     from sglang_fp8rl.numerics.triton.table import TritonTable
     from sglang_fp8rl.numerics.write_table import CastTable, Kind, Piece, Widths
 
