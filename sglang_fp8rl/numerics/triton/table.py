@@ -17,7 +17,6 @@ from ..grid import ceil_div
 from ..write_table import CastTable, Dtype, Kind
 from .hardware import (
     BLOCK,
-    LONGEST_ROW_READ_ONCE,
     WIDEST,
     has_packed_kernels,
     on_device,
@@ -33,8 +32,9 @@ from .table_kernels import (
 )
 
 _SIZES = np.array([4, 2, 1])  # bytes, by `Dtype`
-# Rows are read in chunks of these sizes: one launch for each that a table has.
-_CHUNKS = np.array([64, 512, 2048, 4096, 8192, LONGEST_ROW_READ_ONCE])
+# Rows are read in chunks of these sizes: one launch for each that a table has. The last is the longest row that
+# one program keeps in registers between its two passes.
+_CHUNKS = np.array([64, 512, 2048, 4096, 8192, 16384])
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,6 @@ class TritonTable:
         self._sent = torch.zeros(1 + sources, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._call = torch.zeros(1 + sources, dtype=torch.int64, device=device)
         self._no_flags = np.zeros(table.flag_count, np.uint8)
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory of the table, its programs and its flags."""
-        held = [self._rows, self._flags, self._call]
-        return sum(one.nbytes for one in [*held, *(launch.owners for launch in self.launches)])
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         """A copy that nothing waits for."""
