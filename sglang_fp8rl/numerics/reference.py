@@ -9,8 +9,8 @@
 3. `q = e4m3fn(clamp(x_bf16 / weight_scale_inv, -448, 448))`: IEEE division by the *stored* scale,
    round to nearest even, saturating.
 
-The block format is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2); 448 is the largest e4m3fn.
-Nothing here is fast, and nothing here holds more than a few blocks of rows beside the result.
+The block format is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2); 448 is the largest e4m3fn. Nothing
+here is fast, and nothing holds more than a few blocks of rows beside the result.
 """
 
 from __future__ import annotations

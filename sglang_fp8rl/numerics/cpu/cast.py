@@ -1,7 +1,4 @@
-"""The CPU cast through Numba; it allocates nothing the size of a tensor.
-
-Importing this module imports Numba (about half a second); `backends.py` does so on first use.
-"""
+"""The CPU cast through Numba; it allocates nothing the size of a tensor."""
 
 from __future__ import annotations
 
