@@ -31,7 +31,7 @@ from rich.console import Console
 
 import sglang_fp8rl
 from sglang_fp8rl import numerics
-from sglang_fp8rl.numerics.runners import warm_up
+from sglang_fp8rl.numerics.backends import warm_up
 from sglang_fp8rl.numerics.write_table import Widths
 
 BLOCK, MIB = (128, 128), 1 << 20

@@ -27,7 +27,7 @@ from shapes import MISALIGNED, MODELS
 
 from sglang_fp8rl import numerics
 from sglang_fp8rl.numerics import Blockwise, PerChannel
-from sglang_fp8rl.numerics.runners import make_runner
+from sglang_fp8rl.numerics.backends import make_runner
 from sglang_fp8rl.numerics.write_table import CastTable, Piece
 
 BLOCK = (128, 128)

@@ -24,8 +24,9 @@ from bench_gpu import Clock, Run, cache_bytes, conditions, device_of, rotated, r
 from rich.console import Console
 from rich.progress import Progress
 
+from sglang_fp8rl.lab.cpu_platform.cpu_linear import exact_linear
 from sglang_fp8rl.numerics import Blockwise, quantize, sqnr_db
-from sglang_fp8rl.numerics.linear import exact_linear, linear
+from sglang_fp8rl.numerics.linear import linear
 
 # Rows and columns of Qwen3-8B's layers: gate and up, down, QKV, output.
 LAYERS = ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096))

@@ -125,7 +125,7 @@ def host_only(scheduler: Any, how: str) -> float:
     from sglang_fp8rl.numerics.cpu.table import CpuTable
 
     run = CpuTable.run
-    CpuTable.run = lambda self, addresses: self._flags  # type: ignore[method-assign, assignment, misc]
+    CpuTable.run = lambda self, addresses: self._flags  # type: ignore[method-assign]
     try:
         return load_separate(scheduler) if how == "separate" else load(scheduler, how == "text")
     finally:

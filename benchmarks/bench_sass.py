@@ -28,8 +28,13 @@ from rich.console import Console
 from rich.table import Table
 from sass import MachineCode, compile_kernel
 
-from sglang_fp8rl.numerics.triton import cast_kernels, copy_kernels
 from sglang_fp8rl.numerics.triton.hardware import row_warps, tile_options
+from sglang_fp8rl.numerics.triton.table_kernels import (
+    table_codes_kernel,
+    table_copy_kernel,
+    table_row_kernel,
+    table_tile_kernel,
+)
 
 BF16, FP32 = 1, 0
 # What a guard allows, per element: the limits that the design was made for.
@@ -81,19 +86,13 @@ def cases() -> list[Case]:
             constants |= {"KIND": kind, **rounding}
             name = f"tile {label}{' ragged' if ragged else ''}, {source_align} → {align} bytes"
             options = tile_options(align)
-            found.append(
-                Case(
-                    name, cast_kernels.table_tile_kernel, constants, options, 16384, size + 1, limit
-                )
-            )
+            found.append(Case(name, table_tile_kernel, constants, options, 16384, size + 1, limit))
         aligned = {"SOURCE_ALIGN": 16, "TARGET_ALIGN": 16, "ONE_CHUNK": True}
         for chunk in (2048, 8192, 16384):
             constants = {**aligned, "CHUNK": chunk, "KIND": kind, **rounding}
             options = {"num_warps": row_warps(chunk)}
             name = f"channel {label}, {chunk} columns"
-            found.append(
-                Case(name, cast_kernels.table_row_kernel, constants, options, chunk, size + 1, 13.0)
-            )
+            found.append(Case(name, table_row_kernel, constants, options, chunk, size + 1, 13.0))
         constants = {
             **aligned,
             "CHUNK": 4096,
@@ -104,13 +103,11 @@ def cases() -> list[Case]:
         }
         options = {"num_warps": row_warps(4096)}
         found.append(
-            Case(f"copy {label} → BF16, 4096 columns", copy_kernels.table_copy_kernel, constants, options,
+            Case(f"copy {label} → BF16, 4096 columns", table_copy_kernel, constants, options,
                  4096, size + 2)
         )  # fmt: skip
     constants = {**aligned, "CHUNK": 4096}
-    found.append(
-        Case("codes, 4096 columns", copy_kernels.table_codes_kernel, constants, options, 4096, 2)
-    )
+    found.append(Case("codes, 4096 columns", table_codes_kernel, constants, options, 4096, 2))
     return found
 
 

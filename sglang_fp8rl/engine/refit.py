@@ -16,8 +16,8 @@ import torch
 
 from ..config import Options
 from ..errors import Fp8RlError, HostError
+from ..numerics.backends import warm_up
 from ..numerics.fingerprint import MASK
-from ..numerics.runners import warm_up
 from ..scheme import Scheme
 from ..wire.plan import RefitPlan
 from .arrival.bucket import Bucket, SenderMemory, bucket_of, check_bucket

@@ -1,9 +1,14 @@
 """Casts and splits: torch only, no host. Numba and Triton are optional and imported on first use."""
 
 from .backends import Backend
-from .cast import cast_into, through_fp8
+from .cast import (
+    cast_into,
+    quantize,
+    quantize_blockwise,
+    quantize_per_channel,
+    through_fp8,
+)
 from .grid import BlockGrid, Blockwise, PerChannel, granularity_of
-from .quantize import quantize, quantize_blockwise, quantize_per_channel
 from .reference import FP8_DTYPE, FP8_MAX, dequantize
 from .sqnr import sqnr_db
 

@@ -1,19 +1,22 @@
-"""The casts that everything uses: in place into any region, or a weight through FP8 and back.
+"""The casts that everything uses: into codes and scales, new or in place in any region, or through FP8 and back.
 
 The definition is `reference.py`; every backend gives its bytes. Copies in high precision are here too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from ..errors import QuantizationError
 from . import reference
 from .backends import Backend, kernels
-from .grid import BlockGrid, ScaleGranularity
+from .grid import BlockGrid, Blockwise, PerChannel, ScaleGranularity
 from .reference import FP8_DTYPE
 
-SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Quantized = tuple[torch.Tensor, torch.Tensor]
 # Of a source that is copied or looked at in parts, so that no temporary grows with it: about this much at a
 # time, and on a CPU what its caches hold of what a kernel reads at once.
 _CHUNK_ELEMENTS, _CACHED_ELEMENTS = 4 * 1024 * 1024, 256 * 1024
@@ -51,7 +54,7 @@ def cast_into(
     Raises:
         QuantizationError: shapes, dtypes, strides or devices that do not fit.
     """
-    check_source(source, name)
+    _check_source(source, name)
     grid = granularity.grid(source.shape)
     _check_destinations(source, qweight, weight_scale, grid, name)
     return _cast(source, qweight, weight_scale, grid, pow2_scale, round_to_bf16, backend)
@@ -74,7 +77,7 @@ def through_fp8(
     Raises:
         QuantizationError: wrong dtype or rank.
     """
-    check_source(weight, name)
+    _check_source(weight, name)
     source, grid = weight, granularity.grid(weight.shape)
     if grid.block[0] == 1 and weight.shape[1] % grid.block[1] == 0:
         # A scale for each row of each rank's columns: rows of their own, as every kernel knows them.
@@ -86,6 +89,70 @@ def through_fp8(
     return out.view(weight.shape)
 
 
+def quantize(
+    weight: torch.Tensor,
+    granularity: ScaleGranularity,
+    *,
+    pow2_scale: bool = False,
+    round_to_bf16: bool = True,
+    name: str = "weight",
+    backend: Backend = "auto",
+) -> Quantized:
+    """Quantize `weight`. Arguments are those of `cast_into`.
+
+    Returns:
+        `qweight` [N, K] e4m3fn, contiguous, and the FP32 scales of the granularity's shape, on the
+        weight's device.
+
+    Raises:
+        QuantizationError: wrong dtype or rank; or a NaN or Inf: names the block. Asking for one
+            waits for a GPU.
+    """
+    _check_source(weight, name)
+    grid = granularity.grid(weight.shape)
+    qweight = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
+    scale = torch.empty(grid.scale_shape, dtype=torch.float32, device=weight.device)
+    nonfinite = _cast(weight, qweight, scale, grid, pow2_scale, round_to_bf16, backend)
+    if bool(nonfinite.any()):
+        where = nonfinite.nonzero()
+        i, j = where[0].tolist()
+        rows, columns = (f"{part.start}:{part.stop}" for part in grid.values_of(i, j))
+        raise QuantizationError(
+            name,
+            f"NaN or Inf in block ({i}, {j}), rows {rows}, columns {columns}"
+            f" ({len(where)} of {nonfinite.numel()} blocks; BF16 overflows to Inf from 3.3962e38)",
+            "a block that is not finite is never quantized",
+            "Look at the step that produced this weight",
+        )
+    return qweight, scale
+
+
+def quantize_blockwise(
+    weight: torch.Tensor,
+    block_size: Sequence[int] = (128, 128),
+    *,
+    pow2_scale: bool = False,
+    round_to_bf16: bool = True,
+    name: str = "weight",
+) -> Quantized:
+    """`quantize` with `Blockwise`: codes and `weight_scale_inv` [ceil(N / block_n), ceil(K / block_k)]."""
+    rounding: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+    return quantize(weight, Blockwise.of(block_size), name=name, **rounding)
+
+
+def quantize_per_channel(
+    weight: torch.Tensor,
+    *,
+    pow2_scale: bool = False,
+    round_to_bf16: bool = True,
+    name: str = "weight",
+) -> Quantized:
+    """`quantize` with `PerChannel`: codes, and `weight_scale` [N, 1] of the rows of this (local) shard, a
+    multiplier like `weight_scale_inv`: both names are SGLang's."""
+    rounding: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+    return quantize(weight, PerChannel(), name=name, **rounding)
+
+
 def _cast(
     source: torch.Tensor,
     target: torch.Tensor,
@@ -95,11 +162,7 @@ def _cast(
     round_to_bf16: bool,
     backend: Backend,
 ) -> torch.Tensor:
-    """Write codes, or in a BF16 `target` what they and their scales stand for; returns flags as `cast_into`.
-
-    Kernels take FP32 and BF16 in contiguous rows. Of anything else some rows of blocks are copied for them, one
-    part after the other into the same memory.
-    """
+    """Write codes, or in a BF16 `target` what they and their scales stand for; returns flags as `cast_into`."""
     source, target, scales = source.detach(), target.detach(), scales.detach()
     nonfinite = torch.empty(grid.scale_shape, dtype=torch.bool, device=source.device)
     how = (grid.block, pow2_scale, round_to_bf16)
@@ -108,6 +171,8 @@ def _cast(
     if module is reference or (lies_in_rows and source.dtype != torch.float16):
         module.cast_into(source, target, scales, nonfinite, *how)
         return nonfinite
+    # Kernels take FP32 and BF16 in contiguous rows. Of anything else some rows of blocks are copied for them,
+    # one part after the other into the same memory.
     strips = list(grid.strips(_CHUNK_ELEMENTS if source.is_cuda else _CACHED_ELEMENTS))
     dtype = torch.float32 if source.dtype == torch.float16 else source.dtype
     room = torch.empty(source[strips[0][0]].shape, dtype=dtype, device=source.device)
@@ -117,12 +182,12 @@ def _cast(
     return nonfinite
 
 
-def check_source(source: torch.Tensor, name: str) -> None:
+def _check_source(source: torch.Tensor, name: str) -> None:
     """A cast starts from a non-empty matrix in FP32, BF16 or FP16.
 
     FP64 is refused rather than narrowed: FP64→FP32→BF16 rounds twice, and no trainer sends it.
     """
-    if source.dtype not in SOURCE_DTYPES:
+    if source.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise QuantizationError(
             name,
             f"dtype {source.dtype}",

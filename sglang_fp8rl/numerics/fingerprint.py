@@ -101,21 +101,34 @@ def _matrices(
 
 
 def _matrix_number(matrix: torch.Tensor, row: int, column: int, seed: int) -> int:
-    if matrix.stride(1) != 1 or (matrix.shape[0] > 1 and matrix.stride(0) < matrix.shape[1]):
+    if len(matrix) == 1:
+        matrix = matrix.flatten()[None]  # whatever the step to the next row was
+    if matrix.stride(1) != 1 or matrix.stride(0) < matrix.shape[1]:
         matrix = matrix.contiguous()
     kernel: Any = kernels("fingerprint", matrix.device.type)
     first_byte = column * matrix.element_size()
     words = (first_byte + matrix.shape[1] * matrix.element_size() + 1) // 2
-    number = by_torch if kernel is None else kernel.matrix_number
+    is_read = kernel is not None and lies_on(kernel.UNIT, matrix, first_byte)
+    number = kernel.matrix_number if is_read else by_torch
     return int(number(matrix, row, first_byte, seed, _column_keys(words)))
+
+
+def lies_on(unit: int, matrix: torch.Tensor, first_byte: int) -> bool:
+    """Whether every row is whole units, of so many bytes, in memory and in the full tensor."""
+    size = matrix.element_size()
+    places = (first_byte, matrix.data_ptr(), matrix.shape[1] * size, matrix.stride(0) * size)
+    return not any(place % unit for place in places)
 
 
 def by_torch(
     matrix: torch.Tensor, row: int, first_byte: int, seed: int, column_keys: np.ndarray
 ) -> int:
-    """The definition in torch, for any device; int64 wraps as uint64 does."""
-    size = matrix.element_size()
-    if size % 2 == 0:
+    """The definition in torch, for any device: the sum over a matrix whose rows are contiguous, mod 2^64.
+
+    Args:
+        row, first_byte: where it starts in the full tensor.
+    """
+    if matrix.element_size() % 2 == 0:
         pieces, mask = matrix.view(torch.int16), 0xFFFF
         factors = column_keys[first_byte // 2 :][: pieces.shape[1]]
     else:
@@ -124,7 +137,7 @@ def by_torch(
         factors = column_keys[places // 2] << (places % 2 * np.uint64(8))
     across = _as_int64(factors, matrix.device)
     step = max(1, _CHUNK_ELEMENTS // pieces.shape[1])
-    total = torch.zeros((), dtype=torch.int64, device=matrix.device)
+    total = torch.zeros((), dtype=torch.int64, device=matrix.device)  # wraps as uint64 does
     for first in range(0, len(pieces), step):
         chunk = pieces[first : first + step].to(torch.int64) & mask
         down = _as_int64(keys(seed, row + first, len(chunk)), matrix.device)

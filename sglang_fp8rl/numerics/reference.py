@@ -9,8 +9,8 @@
 3. `q = e4m3fn(clamp(x_bf16 / weight_scale_inv, -448, 448))`: IEEE division by the *stored* scale,
    round to nearest even, saturating.
 
-The block format is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2); 448 is the largest e4m3fn.
-Nothing here is fast, and nothing here holds more than a few blocks of rows beside the result.
+The block format is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2); 448 is the largest e4m3fn. Nothing
+here is fast, and nothing holds more than a few blocks of rows beside the result.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import QuantizationError
-from .grid import Blockwise, ceil_div
+from .grid import Blockwise, Pair, ceil_div
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
-SMALLEST_NORMAL_FP32 = torch.finfo(torch.float32).tiny
 # Of the source, about this much at a time: bounds the temporaries of a large matrix.
 _ELEMENTS_AT_ONCE = 256 * 1024
-
-BlockSize = tuple[int, int]
 
 
 def dequantize(
     qweight: torch.Tensor,
     weight_scale: torch.Tensor,
-    block_size: BlockSize = (128, 128),
+    block_size: Pair = (128, 128),
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """`q · scale` in FP32, then one cast to `dtype`; [N, K].
@@ -75,7 +72,7 @@ def cast_into(
     target: torch.Tensor,
     weight_scale: torch.Tensor,
     nonfinite: torch.Tensor,
-    block: BlockSize,
+    block: Pair,
     pow2_scale: bool,
     round_to_bf16: bool,
 ) -> None:
@@ -101,7 +98,7 @@ def cast_into(
 
 
 def quantize_strip(
-    source: torch.Tensor, block: BlockSize, pow2_scale: bool, round_to_bf16: bool
+    source: torch.Tensor, block: Pair, pow2_scale: bool, round_to_bf16: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes [n, K] e4m3fn of some rows of blocks [n, K], their scales FP32 and not-finite flags
     [ceil(n / block_n), ceil(K / block_k)]; no device sync.
@@ -120,7 +117,7 @@ def quantize_strip(
     return quotient.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE), scale_inv, ~amax.isfinite()
 
 
-def _spread(of_blocks: torch.Tensor, block: BlockSize, shape: Sequence[int]) -> torch.Tensor:
+def _spread(of_blocks: torch.Tensor, block: Pair, shape: Sequence[int]) -> torch.Tensor:
     """What the values of a block share, for each of them: [ceil(N / block_n), ceil(K / block_k)] to [N, K]."""
     by_row = of_blocks.repeat_interleave(block[0], 0)[: shape[0]]
     return by_row.repeat_interleave(block[1], 1)[:, : shape[1]]
@@ -128,7 +125,7 @@ def _spread(of_blocks: torch.Tensor, block: BlockSize, shape: Sequence[int]) -> 
 
 def amax_to_scale_inv(amax: torch.Tensor, pow2_scale: bool) -> torch.Tensor:
     """FP32 `amax` >= 0 to the stored scale, same shape."""
-    scale_inv = (amax / FP8_MAX).clamp(min=SMALLEST_NORMAL_FP32)
+    scale_inv = (amax / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
     scale_inv = torch.where(amax == 0, torch.ones_like(scale_inv), scale_inv)
     return round_up_to_pow2(scale_inv) if pow2_scale else scale_inv
 

@@ -14,10 +14,8 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from .grid import ceil_div
+from .grid import Pair, ceil_div
 from .reference import FP8_DTYPE
-
-BlockSize = tuple[int, int]
 
 
 class Kind(IntEnum):
@@ -84,7 +82,7 @@ class Piece:
     view: torch.Tensor
     destination: torch.Tensor
     scales: torch.Tensor | None = None
-    block_size: BlockSize = (1, 1)
+    block_size: Pair = (1, 1)
     kind: Kind | None = None
 
     @property

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ...config import Options
-from ...numerics.runners import make_runner
+from ...numerics.backends import make_runner
 from ...numerics.write_table import CastTable
 from ..arrival.bucket import FlatBucket
 from ..native.call import Call

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...numerics.runners import TableRunner
+from ...numerics.backends import TableRunner
 from ...numerics.write_table import BAD_SCALE, NAN_CODE, Kind
 from ..arrival.bucket import Bucket, FlatBucket
 from ..modules.packed_scales import are_no_exponents

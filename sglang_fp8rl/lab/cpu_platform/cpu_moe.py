@@ -3,7 +3,7 @@
 One expert at a time, in the Triton kernels' order of rounding: gate/up product → activation dtype,
 `silu(gate) * up` in FP32 → activation dtype, down product × router weight in FP32 → activation dtype,
 then the sum over the top-k slots in FP32, first slot to last. A token's result does not depend on
-the batch it is in (see `numerics.linear.exact_product`).
+the batch it is in (see `cpu_linear.exact_product`).
 """
 
 from __future__ import annotations

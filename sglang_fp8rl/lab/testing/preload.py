@@ -9,7 +9,7 @@ from sglang.srt.entrypoints import http_server  # noqa: F401
 from sglang.srt.models.registry import ModelRegistry
 
 from ...engine.host import hooks  # noqa: F401
-from ...numerics.runners import warm_up
+from ...numerics.backends import warm_up
 from ...numerics.write_table import Widths
 
 ModelRegistry.get_supported_archs()

@@ -1,7 +1,4 @@
-"""The CPU cast through Numba; it allocates nothing the size of a tensor.
-
-Importing this module imports Numba (about half a second); `backends.py` does so on first use.
-"""
+"""The CPU cast through Numba; it allocates nothing the size of a tensor."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ from functools import partial
 
 import torch
 
+from .jit import by_rows
 from .kernels import BF16_STEP, CODE, NO_STEP, SLIM, WIDE, cast_region
-from .threads import by_rows
 
 
 def cast_into(
@@ -21,13 +18,10 @@ def cast_into(
     block: tuple[int, int],
     pow2_scale: bool,
     round_to_bf16: bool,
-    threads: int | None = None,
 ) -> None:
     """As `reference.cast_into`, for FP32 and BF16 in contiguous rows; a NaN in BF16 may have other bits.
 
-    Args:
-        threads: at most this many; default `torch.get_num_threads()` for large tensors. The bytes
-            do not depend on it.
+    The bytes do not depend on the number of threads, which is torch's for a large tensor.
     """
     rows, cols = source.shape
     # Addresses, because arrays cost a small tensor more than its cast: each is three calls here.
@@ -48,4 +42,4 @@ def cast_into(
         BF16_STEP if round_to_bf16 else NO_STEP,
         bool(pow2_scale),
     )
-    by_rows(cast_rows, rows, cols, block[0], threads)
+    by_rows(cast_rows, rows, cols, block[0])

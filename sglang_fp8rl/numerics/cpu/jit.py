@@ -1,22 +1,30 @@
-"""How CPU kernels are compiled, and LLVM instructions that Numba has no name for."""
-
-# Numba reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
+"""How CPU kernels are compiled, and run in as many threads as the work is worth; and LLVM instructions that
+Numba has no name for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numba
+import torch
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, overload
 from numba.np.numpy_support import as_dtype
 
+from ..grid import ceil_div
+
+T = TypeVar("T")
+
+# Elements (of a fingerprint: words). Below this, starting a thread costs more than it saves.
+WORTH_A_THREAD = 2 * 1024 * 1024
+
 
 def jit(fastmath: Collection[str] = ()) -> Callable[[Callable], Any]:
-    """`njit`, cached on disk where that is possible: servers start often, on read-only images too.
+    """`njit` without the GIL, cached on disk where that is possible: servers start often, on read-only images too.
 
     Args:
         fastmath: what LLVM may do with floating-point sums; nothing, unless a kernel's result is no
@@ -31,6 +39,36 @@ def jit(fastmath: Collection[str] = ()) -> Callable[[Callable], Any]:
             return numba.njit(**options)(function)
 
     return compiled
+
+
+def threads_for(elements: int) -> int:
+    """How many are worth it, up to torch's."""
+    return min(torch.get_num_threads(), 1 + elements // WORTH_A_THREAD)
+
+
+def by_rows(work: Callable[[int, int], T], rows: int, cols: int, block_n: int) -> list[T]:
+    """What `work(first row, row behind the last)` returns, over all rows, cut between rows of blocks."""
+    block_rows = ceil_div(rows, block_n)
+    count = min(threads_for(rows * cols), block_rows)
+    if count == 1:
+        return [work(0, rows)]
+    edges = [min(rows, block_n * (block_rows * part // count)) for part in range(count + 1)]
+    return in_threads(work, edges, count)
+
+
+def in_threads(work: Callable[[int, int], T], edges: Sequence[int], threads: int) -> list[T]:
+    """What `work` returns of each two neighbouring edges; a thread that is done takes the next two."""
+    spans = iter(list(pairwise(edges)))  # its `next` is one step for the GIL
+
+    def run() -> list[T]:
+        return [work(*span) for span in spans]
+
+    if threads <= 1:
+        return run()
+    # A pool per call: one that is kept would hang in a forked child.
+    with ThreadPoolExecutor(threads - 1) as pool:
+        others = [pool.submit(run) for _ in range(threads - 1)]
+        return run() + [one for other in others for one in other.result()]
 
 
 @intrinsic

@@ -14,9 +14,6 @@ Both inner loops become vector instructions only while every intermediate stays 
 Numba widens `uint32 + uint32` to 64: hence the many `np.uint32(...)`.
 """
 
-# Numba reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import numba

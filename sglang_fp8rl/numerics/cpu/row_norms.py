@@ -3,9 +3,6 @@
 torch converts e4m3 an element at a time; here the square of a code is looked up.
 """
 
-# Numba reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import numpy as np

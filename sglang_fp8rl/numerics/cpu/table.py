@@ -1,8 +1,5 @@
 """Run a `CastTable` on a CPU: one call, the same kernels and bytes as `cast.py`."""
 
-# Numba reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,7 +9,7 @@ import numpy as np
 
 from ..grid import ceil_div
 from ..write_table import BAD_SCALE, NAN_CODE, CastTable, Dtype, Kind
-from .jit import array_at, jit
+from .jit import array_at, in_threads, jit, threads_for
 from .kernels import (
     BF16_STEP,
     CODE,
@@ -24,7 +21,6 @@ from .kernels import (
     _round,
     cast_region,
 )
-from .threads import in_threads, threads_for
 
 # A unit of work for a thread: rows of blocks of one piece, about this many elements.
 _ELEMENTS_PER_ITEM = 256 * 1024
@@ -51,16 +47,11 @@ class CpuTable:
         self._run = partial(run_items, table.pieces, self._items)
         self._options = (BF16_STEP if round_to_bf16 else NO_STEP, bool(pow2_scale))
 
-    def run(self, addresses: Sequence[int], threads: int | None = None) -> np.ndarray:
-        """As `TableRunner.run`.
-
-        Args:
-            threads: at most this many; default `torch.get_num_threads()`. The bytes do not depend
-                on it.
-        """
+    def run(self, addresses: Sequence[int]) -> np.ndarray:
+        """As `TableRunner.run`, in torch's number of threads; the bytes do not depend on it."""
         run = partial(self._run, np.asarray(addresses, np.int64), self._flags, *self._options)
         run(0, self._scales_end)
-        threads = threads_for(self._elements, threads)
+        threads = threads_for(self._elements)
         chunks = threads * _CHUNKS_PER_THREAD if threads > 1 else 1
         edges = np.linspace(self._scales_end, len(self._items), chunks + 1).astype(int)
         in_threads(run, edges.tolist(), threads)

@@ -13,9 +13,6 @@ code of the quotient is tried for every BF16 amax and every BF16 value below it,
 `tests/unit/numerics/test_packed_quotient.py`.
 """
 
-# Triton reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton
@@ -39,9 +36,7 @@ def round_bits_to_bf16(bits):
 
 @triton.jit
 def amax_to_scale_inv(amax, POW2: tl.constexpr, ROUND: tl.constexpr):
-    """Bits of an amax, rounded here if `ROUND`, to (scale FP32, finite int1); the definition is
-    `reference.amax_to_scale_inv`.
-    """
+    """Bits of an amax, rounded here if `ROUND`, to (scale FP32, finite int1), as in `reference.py`."""
     finite = amax < 0x7F800000
     if ROUND:
         amax = tl.where(finite, round_bits_to_bf16(amax), amax)  # a NaN would wrap around
@@ -59,9 +54,7 @@ def amax_to_scale_inv(amax, POW2: tl.constexpr, ROUND: tl.constexpr):
 def encode_e4m3(bits, scale):
     """Codes (int8) of finite FP32 `bits` over `scale`: nearest even, saturating at 448.
 
-    For 2**e <= |y| < 2**(e+1) the sum |y| + 2**(e+20) keeps no bit below 2**(e-3), the e4m3 ulp;
-    e is at least -6, so subnormals need no branch. What the sum added to the bits of 2**(e+20)
-    is |y| in ulps.
+    Rounded by a sum, as in `cpu.kernels._code`; what it added to the bits of 2**(e+20) is |y| in ulps.
     """
     y = tl.math.div_rn(bits.to(tl.float32, bitcast=True), scale).to(tl.int32, bitcast=True)
     a = tl.minimum(y & 0x7FFFFFFF, 0x43E00000)  # 448.0

@@ -1,13 +1,8 @@
 """The casts of one tensor on a GPU: to codes as a table of one piece, and through FP8 and back.
 
-The latter is one program per 128×128 block, or per row; read once, written once. In integers where Triton's
-interpreter rounds otherwise than hardware (`arithmetic.py`). Other blocks, which no server has, are PyTorch's.
-
-Importing this module imports Triton; `backends.py` does so on first use.
+The latter is one program per 128×128 block, or per row; read once, written once. Other blocks, which no server
+has, are PyTorch's.
 """
-
-# Triton reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 

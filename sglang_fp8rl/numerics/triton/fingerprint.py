@@ -5,9 +5,6 @@ added up first, each times its row's key, so that a column's keys are read and m
 three instructions for a word. Row keys are made by a kernel of their own.
 """
 
-# Triton reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import functools
@@ -17,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..fingerprint import _column_keys, by_torch
+from ..fingerprint import _column_keys
 from .pieces import known_multiple
 
 UNIT = 4  # bytes of a load's element: two words
@@ -80,30 +77,16 @@ def rows_number_kernel(
     tl.store(partial + place, total.to(tl.int64, bitcast=True))
 
 
-def reads(matrix: torch.Tensor, first_byte: int) -> bool:
-    """Whether these kernels take it: whole units from a unit's beginning, in every row."""
-    size = matrix.element_size()
-    numbers = (matrix.data_ptr(), first_byte, matrix.shape[1] * size, _row_bytes(matrix))
-    return not any(number % UNIT for number in numbers)
-
-
 def matrix_number(
     matrix: torch.Tensor, row: int, first_byte: int, seed: int, column_keys: np.ndarray
-) -> torch.Tensor | int:
-    """The sum over a matrix whose rows are contiguous, as int64 `[]` on its device, modulo 2^64.
-
-    Args:
-        row, first_byte: where it starts in the full tensor.
-    """
-    if not reads(matrix, first_byte):
-        return by_torch(matrix, row, first_byte, seed, column_keys)
-    rows, stride = matrix.shape[0], _row_bytes(matrix) // UNIT
-    width = matrix.shape[1] * matrix.element_size() // UNIT
+) -> torch.Tensor:
+    """As `by_torch`, of a matrix that lies on units: int64 `[]` on its device, modulo 2^64."""
+    rows, units = matrix.shape[0], matrix.view(torch.int32)
+    width, stride = units.shape[1], units.stride(0)
     down = torch.empty(rows, dtype=torch.int64, device=matrix.device)
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(width, CHUNK))
     partial = torch.empty(grid, dtype=torch.int64, device=matrix.device)
     across = _column_keys_on(matrix.device, column_keys.size)[first_byte // 2 :]
-    units = matrix.view(torch.int32) if rows > 1 else matrix[0].view(torch.int32)
     is_aligned = not any(number % 4 for number in (matrix.data_ptr() // UNIT, stride, width))
     row_keys_kernel[(triton.cdiv(rows, KEYS),)](down, seed, row, rows, BLOCK=KEYS)
     rows_number_kernel[grid](
@@ -112,12 +95,6 @@ def matrix_number(
         num_warps=WARPS,
     )  # fmt: skip
     return partial.sum()
-
-
-def _row_bytes(matrix: torch.Tensor) -> int:
-    """From one row to the next; of a single row its width, whatever its stride."""
-    elements = matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
-    return elements * matrix.element_size()
 
 
 @functools.cache

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 BLOCK = 128  # rows and columns of the blocks that have kernels
-# Longest row that one program keeps in registers between its two passes.
-LONGEST_ROW_READ_ONCE = 16384
 WIDEST = 16  # bytes of a load or store
 
 # The first with a conversion to e4m3 (Ada); it also has the maximum of two BF16 at once.

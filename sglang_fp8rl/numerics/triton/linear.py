@@ -9,17 +9,13 @@ A tile depends on the layer's shape and on the number of tokens: so do the last 
 tiles of a size give alike for a token whatever the others are.
 """
 
-# Triton reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-from .cast import on_device
-from .hardware import has_packed_kernels
+from .hardware import has_packed_kernels, on_device
 
 # FP16 has every value of e4m3; from there BF16 is one step by way of FP32, two codes at a time.
 _TWO = """
@@ -55,7 +51,7 @@ def values_of(codes, PACKED: tl.constexpr):
 
 @triton.jit
 def with_bias(total, bias, AFTER_ROUNDING: tl.constexpr, DTYPE: tl.constexpr):
-    """FP32 sums `[rows, tokens]` and the bias of each row, as `numerics.linear.with_bias`."""
+    """FP32 sums `[rows, tokens]` and the bias of each row, where `numerics.linear` says."""
     if AFTER_ROUNDING:
         total = total.to(DTYPE).to(tl.float32)
     return total + tl.load(bias)[:, None].to(tl.float32)

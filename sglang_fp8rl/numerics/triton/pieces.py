@@ -14,9 +14,6 @@ columns too); they are told to Triton where they are used, because what is said 
 enters or leaves a function.
 """
 
-# Triton reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton
@@ -30,7 +27,7 @@ _COLUMNS = tl.constexpr(len(COLUMNS))
 _SOURCE, _OFFSET, _FIRST = _AT["source"], _AT["source_offset"], _AT["first"]
 SOURCE_STRIDE = _AT["source_stride"]
 TARGET, TARGET_STRIDE = _AT["destination"], _AT["destination_stride"]
-SCALES, SCALES_N, SCALES_K = _AT["scales"], _AT["scales_stride0"], _AT["scales_stride1"]
+SCALES_AT, SCALES_N, SCALES_K = _AT["scales"], _AT["scales_stride0"], _AT["scales_stride1"]
 ROWS, COLS, BLOCK_N = _AT["rows"], _AT["cols"], _AT["block_n"]
 FLAGS, FLAG_COLS = _AT["flags"], _AT["flag_cols"]
 

@@ -15,10 +15,8 @@ import torch
 
 from ..grid import ceil_div
 from ..write_table import CastTable, Dtype, Kind
-from . import cast_kernels, copy_kernels
 from .hardware import (
     BLOCK,
-    LONGEST_ROW_READ_ONCE,
     WIDEST,
     has_packed_kernels,
     on_device,
@@ -26,10 +24,17 @@ from .hardware import (
     tile_options,
 )
 from .pieces import COLUMNS
+from .table_kernels import (
+    table_codes_kernel,
+    table_copy_kernel,
+    table_row_kernel,
+    table_tile_kernel,
+)
 
 _SIZES = np.array([4, 2, 1])  # bytes, by `Dtype`
-# Rows are read in chunks of these sizes: one launch for each that a table has.
-_CHUNKS = np.array([64, 512, 2048, 4096, 8192, LONGEST_ROW_READ_ONCE])
+# Rows are read in chunks of these sizes: one launch for each that a table has. The last is the longest row that
+# one program keeps in registers between its two passes.
+_CHUNKS = np.array([64, 512, 2048, 4096, 8192, 16384])
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Launch:
         owners: int32 [programs], the piece of each.
         sources: positions of the tensors it reads.
         align: bytes that divide offsets and strides of the sources.
+        constants: with the options of the launch.
     """
 
     kernel: Any
@@ -47,7 +53,6 @@ class Launch:
     sources: np.ndarray
     align: int
     constants: dict[str, int | bool]
-    options: dict[str, Any]
 
 
 class TritonTable:
@@ -80,12 +85,6 @@ class TritonTable:
         self._call = torch.zeros(1 + sources, dtype=torch.int64, device=device)
         self._no_flags = np.zeros(table.flag_count, np.uint8)
 
-    @property
-    def nbytes(self) -> int:
-        """Device memory of the table, its programs and its flags."""
-        held = [self._rows, self._flags, self._call]
-        return sum(one.nbytes for one in [*held, *(launch.owners for launch in self.launches)])
-
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         """A copy that nothing waits for."""
         tensor = torch.from_numpy(array)
@@ -99,34 +98,26 @@ class TritonTable:
         if group.is_block:
             programs = ceil_div(programs, BLOCK) * table["flag_cols"]
         rows[pieces, -1] = np.cumsum(programs) - programs
-        kernel, constants, options = self._kernel(group, int(table["cols"].max()))
-        return Launch(
-            kernel,
-            self._on_device(np.repeat(pieces.astype(np.int32), programs)),
-            np.unique(table["source"]),
-            group.source_align,
-            constants,
-            options,
-        )
+        owners = self._on_device(np.repeat(pieces.astype(np.int32), programs))
+        kernel, constants = self._kernel(group, int(table["cols"].max()))
+        return Launch(kernel, owners, np.unique(table["source"]), group.source_align, constants)
 
-    def _kernel(
-        self, group: _Group, cols: int
-    ) -> tuple[Any, dict[str, int | bool], dict[str, Any]]:
-        """The kernel of pieces of at most `cols` columns, its constants, and the launch's options."""
+    def _kernel(self, group: _Group, cols: int) -> tuple[Any, dict[str, int | bool]]:
+        """The kernel of pieces of at most `cols` columns, and its constants and launch options."""
         constants: dict[str, int | bool] = {"TARGET_ALIGN": group.target_align}
         kind: dict[str, int | bool] = {"KIND": group.source_dtype}
         if group.is_block:
-            constants |= {"RAGGED": bool(group.is_ragged), **kind, **self._rounding}
-            return cast_kernels.table_tile_kernel, constants, tile_options(group.target_align)
-        options = {"num_warps": row_warps(group.chunk)}
+            constants |= {"RAGGED": bool(group.is_ragged), **tile_options(group.target_align)}
+            return table_tile_kernel, constants | kind | self._rounding
         constants |= {"CHUNK": group.chunk, "ONE_CHUNK": cols <= group.chunk}
+        constants["num_warps"] = row_warps(group.chunk)
         if group.kind == Kind.CAST:
-            return cast_kernels.table_row_kernel, constants | kind | self._rounding, options
+            return table_row_kernel, constants | kind | self._rounding
         if group.kind == Kind.CODES:
-            return copy_kernels.table_codes_kernel, constants, options
+            return table_codes_kernel, constants
         constants |= {"TO_FP32": group.target_dtype == Dtype.FP32, "PACKED": self._packed}
         constants["SCALES"] = group.kind == Kind.SCALES
-        return copy_kernels.table_copy_kernel, constants | kind, options
+        return table_copy_kernel, constants | kind
 
     def run(self, addresses: Sequence[int]) -> np.ndarray:
         """As `TableRunner.run`; waits for the device, so the sender may reuse its memory."""
@@ -150,8 +141,9 @@ class TritonTable:
                 arguments = (self._rows, launch.owners, self._call, self._flags)
                 # One source at an odd address slows down the others of its launch.
                 align = min(launch.align, int(lowest[launch.sources].min()))
-                constants = {"SOURCE_ALIGN": align, **launch.constants, **launch.options}
-                launch.kernel[(len(launch.owners),)](*arguments, **constants)
+                launch.kernel[(len(launch.owners),)](
+                    *arguments, SOURCE_ALIGN=align, **launch.constants
+                )
         return self._flags[: self.table.flag_count]
 
 

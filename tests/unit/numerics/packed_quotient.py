@@ -6,9 +6,6 @@ What remains to be believed is that the hardware's conversion to e4m3 rounds to 
 saturates, as its manual says.
 """
 
-# Numba reads these functions, not their annotations.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import time

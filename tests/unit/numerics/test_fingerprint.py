@@ -52,12 +52,12 @@ def by_definition(tensor, seed):
 
 def test_threads_do_not_change_the_number(monkeypatch):
     cpu = pytest.importorskip("sglang_fp8rl.numerics.cpu.fingerprint")
-    threads = pytest.importorskip("sglang_fp8rl.numerics.cpu.threads")
-    monkeypatch.setattr(threads, "WORTH_A_THREAD", 500)
+    monkeypatch.setattr("sglang_fp8rl.numerics.cpu.jit.WORTH_A_THREAD", 500)
     tensor, columns = random_bytes((37, 101), torch.bfloat16), _column_keys(1024)
     expected = by_definition(tensor, SEED)
     for threads in (1, 2, 5, 64):
-        assert cpu.matrix_number(tensor, 0, 0, SEED, columns, threads) & MASK == expected
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # noqa: B023
+        assert cpu.matrix_number(tensor, 0, 0, SEED, columns) & MASK == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

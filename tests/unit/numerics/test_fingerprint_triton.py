@@ -78,4 +78,4 @@ def test_bytes_are_read_once_in_wide_loads(capability):
 )
 def test_what_does_not_lie_on_units_is_left_to_torch(shape, dtype, cut, is_read):
     matrix = torch.zeros(shape, dtype=torch.float32).to(dtype)[:, cut:]
-    assert kernels.reads(matrix, cut * matrix.element_size()) is is_read
+    assert definition.lies_on(kernels.UNIT, matrix, cut * matrix.element_size()) is is_read

@@ -7,8 +7,9 @@ import torch
 from linear_cases import BLOCK, case
 
 from sglang_fp8rl.errors import QuantizationError
+from sglang_fp8rl.lab.cpu_platform.cpu_linear import exact_linear
 from sglang_fp8rl.numerics import FP8_DTYPE, PerChannel, dequantize
-from sglang_fp8rl.numerics.linear import exact_linear, is_per_channel, linear
+from sglang_fp8rl.numerics.linear import is_per_channel, linear
 
 SHAPES = [(1, 128, 128), (5, 200, 384), (3, 130, 256)]
 
@@ -64,8 +65,6 @@ def test_the_operator_says_a_shape_and_a_dtype_without_running():
 
 
 def test_the_operator_is_one_that_torch_can_trace():
-    import sglang_fp8rl.lab.cpu_platform.cpu_linear  # noqa: F401  registers the CPU's kernel
-
     x, codes, scale, bias = case(3, 130, 256, BLOCK, with_bias=True)
     # "test_schema" multiplies the codes, which no CPU can.
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")

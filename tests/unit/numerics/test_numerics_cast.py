@@ -27,7 +27,7 @@ from sglang_fp8rl.numerics import (
     cast_into,
 )
 from sglang_fp8rl.numerics.cpu import cast as cpu_cast
-from sglang_fp8rl.numerics.cpu import threads as cpu_threads
+from sglang_fp8rl.numerics.cpu import jit as cpu_jit
 
 BACKENDS = ["reference", "numba"]
 OPTIONS = [
@@ -145,14 +145,15 @@ def test_scales_may_be_strided(backend):
 def test_threads_do_not_change_the_bytes(monkeypatch):
     pytest.importorskip("numba")
 
-    monkeypatch.setattr(cpu_threads, "WORTH_A_THREAD", 1000)
+    monkeypatch.setattr(cpu_jit, "WORTH_A_THREAD", 1000)
     source = CASES["576x1368"].clone()
     source[400, 1000] = float("nan")
     results = []
     for threads in (1, 2, 3, 5, 64):
         _, qweight, _, scales = destination(576, 1368, (5, 11))
         flags = torch.empty(5, 11, dtype=torch.bool)
-        cpu_cast.cast_into(source, qweight, scales, flags, (128, 128), False, True, threads)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # noqa: B023
+        cpu_cast.cast_into(source, qweight, scales, flags, (128, 128), False, True)
         results.append((bits(qweight.clone()), scales.clone(), flags))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
@@ -218,7 +219,7 @@ def test_without_numba_the_bytes_are_the_same():
         import sys, torch
         sys.modules["numba"] = None  # an import of it raises ImportError
         from sglang_fp8rl import numerics
-        from sglang_fp8rl.numerics.runners import warm_up
+        from sglang_fp8rl.numerics.backends import warm_up
         from sglang_fp8rl.numerics.write_table import Widths
         warm_up(torch.device("cpu"), Widths())
         x = torch.randn(300, 500)

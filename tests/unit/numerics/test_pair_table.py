@@ -42,10 +42,13 @@ def test_a_pair_is_copied_byte_for_byte(shape, quantize, block_n):
 @pytest.mark.parametrize("value", [0.0, -0.0, -1.0, float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(("quantize", "block_n"), CASES)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_row_with_a_bad_scale_keeps_codes_and_scales(value, quantize, block_n, threads):
+def test_a_row_with_a_bad_scale_keeps_codes_and_scales(
+    value, quantize, block_n, threads, monkeypatch
+):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     codes, scales, old_codes, old_scales, table, runner = made((300, 257), quantize, block_n)
     scales[1, -1] = value
-    flags = runner.run([scales.data_ptr(), codes.data_ptr()], threads)
+    flags = runner.run([scales.data_ptr(), codes.data_ptr()])
     assert table.bad_pieces(flags) == [1]
     assert table.flags_of(flags, 1).nonzero()[0].tolist() == [1]
     kept = slice(block_n, 2 * block_n)
@@ -60,11 +63,14 @@ def test_a_row_with_a_bad_scale_keeps_codes_and_scales(value, quantize, block_n,
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 @pytest.mark.parametrize(("quantize", "block_n"), CASES)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_row_with_a_nan_among_its_codes_keeps_its_codes(code, quantize, block_n, threads):
+def test_a_row_with_a_nan_among_its_codes_keeps_its_codes(
+    code, quantize, block_n, threads, monkeypatch
+):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     codes, scales, old_codes, _, table, runner = made((300, 257), quantize, block_n)
     codes.view(torch.uint8)[130, 256] = code
     addresses = [scales.data_ptr(), codes.data_ptr()]
-    flags = runner.run(addresses, threads)
+    flags = runner.run(addresses)
     assert table.bad_pieces(flags) == [1]
     found = table.flags_of(flags, 1).ravel()
     assert found.nonzero()[0].tolist() == [130 // block_n]
@@ -73,7 +79,7 @@ def test_a_row_with_a_nan_among_its_codes_keeps_its_codes(code, quantize, block_
     assert (old_codes.view(torch.uint8)[130] == 0x11).all()
     assert torch.equal(old_codes.view(torch.uint8)[others], codes.view(torch.uint8)[others])
     codes.view(torch.uint8)[130, 256] = 0x7E
-    assert not runner.run(addresses, threads).any()
+    assert not runner.run(addresses).any()
     assert torch.equal(old_codes.view(torch.uint8), codes.view(torch.uint8))
 
 

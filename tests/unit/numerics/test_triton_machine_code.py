@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 
 from sass import compile_kernel
 
-from sglang_fp8rl.numerics.triton import cast_kernels, copy_kernels
+from sglang_fp8rl.numerics.triton import table_kernels
 from sglang_fp8rl.numerics.triton.hardware import row_warps, tile_options
 
 FP32, BF16 = 0, 1
@@ -18,7 +18,7 @@ ELEMENTS = 64  # of a tile, per thread
 def tile(kind, ragged, capability=90, **constants):
     constants = {**ALIGNED, **PACKED, "KIND": kind, "RAGGED": ragged, **constants}
     options = tile_options(constants["TARGET_ALIGN"])
-    return compile_kernel(cast_kernels.table_tile_kernel, constants, capability, **options)
+    return compile_kernel(table_kernels.table_tile_kernel, constants, capability, **options)
 
 
 def assert_ieee(code):
@@ -65,7 +65,7 @@ def test_older_gpus_and_unrounded_sources_divide():
 def test_a_channel_is_read_once_in_wide_loads(chunk):
     constants = {**ALIGNED, **PACKED, "KIND": BF16, "CHUNK": chunk, "ONE_CHUNK": True}
     options = {"num_warps": row_warps(chunk)}
-    code = compile_kernel(cast_kernels.table_row_kernel, constants, **options)
+    code = compile_kernel(table_kernels.table_row_kernel, constants, **options)
     elements = chunk // (32 * row_warps(chunk))
     assert code.widths("LDG")[16] == elements * 2 // 16
     assert code.widths("STG")[16] == elements // 16
@@ -75,13 +75,13 @@ def test_a_channel_is_read_once_in_wide_loads(chunk):
 def test_a_copied_row_is_read_once_in_wide_loads():
     constants = {**ALIGNED, "KIND": BF16, "TO_FP32": False, "SCALES": False, "PACKED": True}
     constants |= {"CHUNK": 4096, "ONE_CHUNK": True}
-    code = compile_kernel(copy_kernels.table_copy_kernel, constants, num_warps=4)
+    code = compile_kernel(table_kernels.table_copy_kernel, constants, num_warps=4)
     assert code.widths("LDG")[16] == code.widths("STG")[16] == 4
 
 
 def test_codes_are_copied_sixteen_at_a_time():
     constants = {**ALIGNED, "CHUNK": 4096, "ONE_CHUNK": True}
-    code = compile_kernel(copy_kernels.table_codes_kernel, constants, num_warps=4)
+    code = compile_kernel(table_kernels.table_codes_kernel, constants, num_warps=4)
     assert code.widths("LDG")[16] == code.widths("STG")[16] == 2
     constants |= {"KIND": FP32, "TO_FP32": True, "SCALES": True, "PACKED": True, "CHUNK": 64}
-    assert compile_kernel(copy_kernels.table_copy_kernel, constants, num_warps=1).executed
+    assert compile_kernel(table_kernels.table_copy_kernel, constants, num_warps=1).executed

@@ -8,8 +8,8 @@ import torch
 
 from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
 from sglang_fp8rl.numerics.cast import copy_finite_into
+from sglang_fp8rl.numerics.cpu import jit as cpu_jit
 from sglang_fp8rl.numerics.cpu import table as cpu_table
-from sglang_fp8rl.numerics.cpu import threads as cpu_threads
 from sglang_fp8rl.numerics.cpu.table import CpuTable
 from sglang_fp8rl.numerics.write_table import PIECE, CastTable, Kind, Piece
 
@@ -45,7 +45,7 @@ class Case:
         blocks = (rows, 1) if kind == "per_channel" else (-(-rows // 128), -(-cols // 128))
         return codes.view(torch.float8_e4m3fn), torch.full((blocks[0], blocks[1] + 2), 9.0)[:, 1:-1]
 
-    def run(self, threads=None, **rounding):
+    def run(self, **rounding):
         """The same writes twice: one by one, and as a table. Returns both kinds of flags."""
         flags, pieces = [], []
         for number, (view, kind) in enumerate(zip(self.views, self.kinds, strict=True)):
@@ -64,7 +64,7 @@ class Case:
         table = CastTable.of(pieces)
         defaults = {"pow2_scale": False, "round_to_bf16": True}
         runner = CpuTable(table, **{**defaults, **rounding})
-        found = runner.run([sent.data_ptr() for sent in self.sent], threads)
+        found = runner.run([sent.data_ptr() for sent in self.sent])
         return flags, [
             torch.from_numpy(table.flags_of(found, n).copy()) for n in range(len(pieces))
         ]
@@ -88,9 +88,10 @@ def _bytes(tensor):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_table_writes_the_bytes_of_one_call_per_tensor(seed, threads, monkeypatch):
-    monkeypatch.setattr(cpu_threads, "WORTH_A_THREAD", 1000)  # or no second one is worth it
+    monkeypatch.setattr(cpu_jit, "WORTH_A_THREAD", 1000)  # or no second one is worth it
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     case = Case(seed)
-    case.check(case.run(threads))
+    case.check(case.run())
 
 
 @pytest.mark.parametrize("rounding", [{"pow2_scale": True}, {"round_to_bf16": False}])

@@ -13,8 +13,9 @@ from sglang_fp8rl.lab.cpu_platform.cpu_linear import (
     apply_fp8_linear,
     block_fp8_linear,
     quantize_per_token_group,
+    widened,
 )
-from sglang_fp8rl.numerics.linear import linear, widened
+from sglang_fp8rl.numerics.linear import linear
 
 BLOCK = [128, 128]
 E4M3 = torch.float8_e4m3fn

@@ -10,7 +10,7 @@ from sensitivity_model import PROMPTS, small_model, small_plan, small_weights
 
 from sglang_fp8rl import dequantize, quantize_blockwise, quantize_per_channel
 from sglang_fp8rl.errors import EvaluationError
-from sglang_fp8rl.lab.cpu_platform.cpu_linear import quantize_per_token_group
+from sglang_fp8rl.lab.cpu_platform.cpu_linear import exact_product, quantize_per_token_group
 from sglang_fp8rl.lab.sensitivity.divergence import CleanRun
 from sglang_fp8rl.lab.sensitivity.noise import FitObserver
 from sglang_fp8rl.lab.sensitivity.quantized_products import (
@@ -24,7 +24,6 @@ from sglang_fp8rl.lab.sensitivity.reference import reference_of
 from sglang_fp8rl.lab.sensitivity.samples import Sample, batches, sample_answers
 from sglang_fp8rl.lab.sensitivity.served_modules import served_modules
 from sglang_fp8rl.numerics import sqnr_db
-from sglang_fp8rl.numerics.linear import exact_product
 
 CPU = torch.device("cpu")
 SAMPLES = [Sample(tuple(prompt)) for prompt in PROMPTS]
