@@ -217,7 +217,7 @@ class _Binding(NamedTuple):
         """Whether it stands for the same object in the same memory."""
         mine, its = self.data, other.data
         is_same = self.tensor is other.tensor and storage_of(mine) == storage_of(its)
-        return is_same and mine.storage_offset() == its.storage_offset()
+        return is_same and int(mine.storage_offset()) == int(its.storage_offset())
 
 
 def _put_back(old: _Binding, new: _Binding) -> None:

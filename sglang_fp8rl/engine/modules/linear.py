@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.layers.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.layers.quantization.fp8_utils import (
     apply_fp8_linear,
     deepgemm_w8a8_block_fp8_linear_with_fallback,
 )
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from torch.nn import Parameter
 
 from ...errors import HostError
 from ...numerics.linear import linear
@@ -67,37 +67,28 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
         scheme = self.decide(misalignment(**sizes, block_size=block_size))
         if not scheme.is_fp8:
             self.leave_unquantized(layer)
-            return
-        if self.block_quant:
+        elif self.block_quant:
             super().create_weights(layer, **self._created_with)
             # A scale that was never written has to be seen, not multiplied with.
             layer.weight_scale_inv.data.fill_(float("nan"))
-            return
-        rows = sum(output_partition_sizes)
-        weight_loader = extra_weight_attrs.get("weight_loader")
-        weight = ModelWeightParameter(
-            data=torch.empty(rows, input_size_per_partition, dtype=torch.float8_e4m3fn),
-            input_dim=1,
-            output_dim=0,
-            weight_loader=weight_loader,
-        )
-        scale = ChannelQuantScaleParameter(
-            data=torch.full((rows, 1), float("nan"), dtype=torch.float32),
-            output_dim=0,
-            weight_loader=weight_loader,
-        )
-        layer.register_parameter("weight", weight)
-        layer.register_parameter("weight_scale", scale)
-        layer.register_parameter("input_scale", None)
+        else:
+            self._create_whole(layer, torch.float8_e4m3fn)
+            scale = torch.full((sum(output_partition_sizes), 1), float("nan"), dtype=torch.float32)
+            layer.register_parameter("weight_scale", Parameter(scale, requires_grad=False))
+            layer.register_parameter("input_scale", None)
+
+    def _create_whole(self, layer: Any, dtype: torch.dtype) -> None:
+        """Register a `weight` `[N, K]` that is not cut into blocks, as SGLang's own method does."""
+        # SGLang's newer loader is for the parameter classes of quantized layers.
+        ours = {"params_dtype": dtype, "weight_loader": layer.weight_loader}
+        UnquantizedLinearMethod().create_weights(layer, **self._created_with | ours)
 
     def leave_unquantized(self, layer: Any) -> None:
         """Give `layer` SGLang's own method for what is not quantized, and a weight of it, in place of ours."""
         for leaf in ("weight", "weight_scale_inv", "weight_scale", "input_scale"):
             layer._parameters.pop(leaf, None)
         layer.quant_method = UnquantizedLinearMethod()
-        # SGLang's newer loader is for the parameter classes of quantized layers.
-        arguments = {**self._created_with, "weight_loader": layer.weight_loader}
-        layer.quant_method.create_weights(layer, **arguments)
+        self._create_whole(layer, self._created_with["params_dtype"])
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Idempotent: SGLang calls it after the first load and at the end of every session."""
