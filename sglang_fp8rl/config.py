@@ -107,17 +107,14 @@ class Options(BaseModel):
         Raises:
             ConfigError: an unknown key (the known ones are listed) or a value out of range.
         """
-        given = {key: value for key, value in config.items() if key not in _HOST_KEYS}
+        # Hugging Face writes null for what is not set.
+        given = {key: value for key, value in config.items() if value is not None}
+        given = {key: value for key, value in given.items() if key not in _HOST_KEYS}
         _check_keys(given, list(cls.model_fields))
-        for name in (
-            "ignored_layers",
-            "modules_to_not_convert",
-            "bf16_activations",
-        ):  # Hugging Face writes null
-            given[name] = given.get(name) or ()
         from_env = map(str.strip, os.environ.get("SGLANG_FP8_IGNORED_LAYERS", "").split(","))
-        if isinstance(given["ignored_layers"], (list, tuple)):
-            given["ignored_layers"] = [*given["ignored_layers"], *filter(None, from_env)]
+        ignored = given.get("ignored_layers", [])
+        if isinstance(ignored, (list, tuple)):
+            given["ignored_layers"] = [*ignored, *filter(None, from_env)]
         try:
             options = cls.model_validate_json(json.dumps(given, default=repr))
         except ValidationError as error:
@@ -155,16 +152,12 @@ def _check_keys(given: Mapping[str, Any], known: list[str]) -> None:
 
 @dataclass(frozen=True)
 class ModulePatterns:
-    """Decides whether a module prefix is covered by the patterns of an option.
-
-    Attributes:
-        used: patterns that covered one so far.
-    """
+    """Decides whether a module prefix is covered by the patterns of an option."""
 
     option: str
     patterns: tuple[str, ...]
     packed_modules_mapping: Mapping[str, Sequence[str]]
-    used: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)  # patterns that covered one so far
 
     def match(self, prefix: str) -> tuple[str, ...]:
         """The patterns that cover this module; empty if none does.
@@ -174,33 +167,32 @@ class ModulePatterns:
         Raises:
             ConfigError: the patterns cover some parts of a fused module and not others.
         """
-        direct = self._match_one(prefix)
-        parent, _, leaf = prefix.rpartition(".")
-        parts = [] if direct else list(self.packed_modules_mapping.get(leaf, ()))
-        above = f"{parent}." if parent else ""
-        found = [self._match_one(above + part) for part in parts] or [direct]
-        if all(found):
-            self.used.update(found)
-            return tuple(dict.fromkeys(found))
-        if any(found):
-            covered = [part for part, hit in zip(parts, found, strict=True) if hit]
+        if direct := self._match_one(prefix):
+            self.used.add(direct)
+            return (direct,)
+        parent, dot, leaf = prefix.rpartition(".")
+        parts = self.packed_modules_mapping.get(leaf, ())
+        found = {part: self._match_one(f"{parent}{dot}{part}") for part in parts}
+        covered = [part for part, pattern in found.items() if pattern]
+        if len(covered) not in (0, len(found)):
             verb = "Ignore" if self.option == "ignored_layers" else "Name"
             raise ConfigError(
                 prefix,
-                f"{self.option} covers {covered} of its parts {parts}",
+                f"{self.option} covers {covered} of its parts {list(parts)}",
                 "a fused module has one scheme",
-                f"{verb} all of {parts} or none.",
+                f"{verb} all of {list(parts)} or none.",
             )
-        return ()
+        patterns = tuple(dict.fromkeys(found[part] for part in covered))
+        self.used.update(patterns)
+        return patterns
 
     def _match_one(self, prefix: str) -> str:
-        bare = prefix.removeprefix("model.")
+        """The first pattern that covers this prefix; in front of either, `model.` does not count."""
         for pattern in self.patterns:
             if pattern.startswith("re:"):
-                if re.fullmatch(pattern[3:], prefix):
-                    return pattern
+                expression = pattern[3:]
             else:
-                stem = pattern.removeprefix("model.")
-                if bare == stem or bare.startswith(stem + "."):
-                    return pattern
+                expression = rf"(model\.)?{re.escape(pattern.removeprefix('model.'))}(\..*)?"
+            if re.fullmatch(expression, prefix):
+                return pattern
         return ""

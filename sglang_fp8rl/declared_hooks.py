@@ -14,11 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from packaging.version import Version
-
-from .compat import host_version
+from .compat import find, host_version
 from .errors import HostError
-from .host_symbols import find
 
 
 @dataclass(frozen=True)
@@ -29,9 +26,7 @@ class Hook:
         target: dotted path of a function, method or class of the host (or of veRL).
         kind: as SGLang's `HookType`; or `WRAP`, a global name of a veRL module, which gets what
             `function` makes of what stood there (`verl_rollout/hooks.py` applies those itself).
-        function: what runs there.
         reason, until: why it is needed, and what has to happen for it to go.
-        since: the first SGLang that has the target; None if every supported one does.
     """
 
     target: str
@@ -39,11 +34,6 @@ class Hook:
     function: Callable[..., Any]
     reason: str
     until: str
-    since: Version | None = None
-
-    def is_for(self, version: Version | None) -> bool:
-        """Whether an SGLang of that version has the target."""
-        return self.since is None or version is None or version >= self.since
 
 
 # What this process gave to SGLang's registry, in order.
@@ -51,18 +41,13 @@ _registered: list[Hook] = []
 
 
 def register_hooks(hooks: Iterable[Hook]) -> None:
-    """Hand hooks to SGLang's registry; `load_plugins()` applies them. Idempotent.
-
-    Side effects on the host: adds to `HookRegistry` what this SGLang has a target for.
-    """
+    """Hand hooks to SGLang's registry; `load_plugins()` applies them. Idempotent."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    version = host_version()
     for hook in hooks:
-        if hook in _registered or not hook.is_for(version):
-            continue
-        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
-        _registered.append(hook)
+        if hook not in _registered:
+            HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+            _registered.append(hook)
 
 
 def targets_not_hooked() -> dict[str, Hook]:

@@ -18,12 +18,12 @@ from .compat import (
     OLDEST,
     TESTED,
     check_host,
+    check_symbols,
     host_version,
     installed,
 )
 from .config import QUANTIZATION_METHOD
 from .declared_hooks import targets_not_hooked
-from .host_symbols import check_symbols
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 MIN_CAPABILITY = (8, 9)

@@ -29,11 +29,10 @@ class Scheme:
     """A module's granularity, and what decided."""
 
     granularity: Granularity
-    cause: Cause = Cause.ALIGNED
-    reason: str = ""  # the value and the rule that decided, in words; empty for blockwise
-    keeps_activations: bool = (
-        False  # an FP8 module's stay in BF16: nothing that is stored depends on it
-    )
+    cause: Cause
+    reason: str  # the value and the rule that decided, in words; empty for blockwise
+    # An FP8 module's activations stay in BF16: nothing that is stored depends on it.
+    keeps_activations: bool = False
 
     @property
     def is_fp8(self) -> bool:
@@ -60,7 +59,6 @@ def misalignment(
     `block_k` columns, and a group may not be cut short. A last block of *rows* may be short.
 
     Args:
-        input_size: columns of the unsharded weight, and `input_size_per_partition` of the shard.
         output_size: rows of the unsharded weight, as SGLang counts them (replicated KV heads
             counted once per rank that holds them).
         output_partition_sizes: rows of each logical matrix fused into this rank's shard.
@@ -90,10 +88,9 @@ def misalignment(
 def expert_misalignment(
     *, hidden_size: int, intermediate_size_per_partition: int, block_size: tuple[int, int]
 ) -> str:
-    """Why one expert's shard can't be cut into blocks; empty if it can.
+    """Why one expert's shard can't be cut into blocks; empty if it can. All of a layer have one shape.
 
-    SGLang's rule in `Fp8MoEMethod.create_weights`, and the activation groups of its kernels, as in
-    `misalignment`. All experts of a layer have one shape, so one answer holds for all of them.
+    SGLang's rule in `Fp8MoEMethod.create_weights`, and the activation groups of its kernels.
     """
     block_n, block_k = block_size
     if intermediate_size_per_partition % block_n or intermediate_size_per_partition % block_k:
@@ -107,20 +104,24 @@ def expert_misalignment(
 
 
 def decide_scheme(
-    why_misaligned: str, misaligned: str, granularity: str = Granularity.BLOCKWISE.value
+    why_misaligned: str,
+    misaligned: str,
+    granularity: str = Granularity.BLOCKWISE.value,
+    *,
+    keeps_activations: bool = False,
 ) -> Scheme:
     """The scheme of a module that is to be quantized.
 
     Args:
-        why_misaligned: what `misalignment` answered.
-        misaligned: the option of that name: `per_channel` or `bf16` (`error` is the caller's,
-            who knows the module's name).
-        granularity: the option of that name; `per_channel` holds whatever the shape.
+        why_misaligned: what `misalignment` or `expert_misalignment` answered.
+        misaligned, granularity: the options of these names; `per_channel` is a granularity whatever the shape.
+        keeps_activations: options leave its activations in BF16.
     """
+    cause, reason = Cause.MISALIGNED, why_misaligned
+    stored = Granularity.HIGH_PRECISION if misaligned == "bf16" else Granularity.PER_CHANNEL
     if granularity == Granularity.PER_CHANNEL.value:
-        return Scheme(Granularity.PER_CHANNEL, Cause.ASKED, f"granularity={granularity!r}")
-    if not why_misaligned:
-        return Scheme(Granularity.BLOCKWISE)
-    if misaligned == "bf16":
-        return Scheme(Granularity.HIGH_PRECISION, Cause.MISALIGNED, why_misaligned)
-    return Scheme(Granularity.PER_CHANNEL, Cause.MISALIGNED, why_misaligned)
+        stored, cause = Granularity.PER_CHANNEL, Cause.ASKED
+        reason = f"granularity={granularity!r}"
+    elif not why_misaligned:
+        stored, cause = Granularity.BLOCKWISE, Cause.ALIGNED
+    return Scheme(stored, cause, reason, keeps_activations)

@@ -11,14 +11,11 @@ import importlib
 from types import SimpleNamespace
 from typing import Any
 
-from packaging.version import Version
-
-from ..compat import SESSIONS_SINCE, host_version
+from ..compat import host_version
 from ..declared_hooks import Hook, register_hooks
 from ..errors import HostError
 
 _ROLLOUT = "verl.workers.rollout.sglang_rollout"
-STRUCT_ARGS_SINCE = Version("0.5.20")
 
 
 def _fields_of_structs_too(original: Any) -> Any:
@@ -59,9 +56,8 @@ SERVER_HOOKS = (
         "WRAP",
         _fields_of_structs_too,
         "the server actor asks `dataclasses.fields(ServerArgs)`, a msgspec struct since SGLang "
-        f"{STRUCT_ARGS_SINCE}: no server would start",
+        "0.5.20: no server would start",
         "veRL looks for fields of ServerArgs in another way",
-        since=STRUCT_ARGS_SINCE,
     ),
     Hook(
         "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
@@ -78,9 +74,8 @@ ADAPTER_HOOKS = (
         "WRAP",
         _with_sessions,
         "begin_weight_update and end_weight_update are abstract in SGLang's EngineBase since "
-        f"{SESSIONS_SINCE}: veRL's adapter could not even be created",
+        "0.5.21: veRL's adapter could not even be created",
         "veRL's adapter has them",
-        since=SESSIONS_SINCE,
     ),
 )
 VERL_HOOKS = (*SERVER_HOOKS, *ADAPTER_HOOKS)
@@ -100,7 +95,7 @@ def apply_hooks(hooks: tuple[Hook, ...]) -> None:
     register_hooks(hook for hook in hooks if hook.kind != "WRAP")
     HookRegistry.apply_hooks()
     for hook in hooks:
-        if hook.kind == "WRAP" and hook.is_for(host_version()):
+        if hook.kind == "WRAP":
             _wrap(hook)
 
 

@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from sglang_fp8rl.compat import NEWEST_EXCLUDED, OLDEST
-from sglang_fp8rl.host_symbols import PACKAGE, SINCE, host_symbols
+from sglang_fp8rl.compat import NEWEST_EXCLUDED, OLDEST, PACKAGE, SINCE, host_symbols
 
 SYMBOLS = host_symbols()
 
@@ -39,14 +38,12 @@ def test_what_only_some_versions_have_is_used_and_in_the_supported_range():
 
 def look(more: list[str]) -> None:
     """In a process of its own."""
-    from sglang_fp8rl import host_symbols
-    from sglang_fp8rl.compat import host_version
+    from sglang_fp8rl import compat
 
-    version, find = host_version(), host_symbols.find
-    late = [path for path in SINCE if not host_symbols.is_expected(path, version)]
-    early = [path for path in late if find(path) is not None]
-    host_symbols.host_symbols = lambda: SYMBOLS | set(more)
-    print(json.dumps([host_symbols.check_symbols(), early]))
+    late = [path for path, since in SINCE.items() if compat.host_version() < since]
+    early = [path for path in late if compat.find(path) is not None]
+    compat.host_symbols = lambda: SYMBOLS | set(more)
+    print(json.dumps([compat.check_symbols(), early]))
 
 
 @pytest.fixture(scope="module")

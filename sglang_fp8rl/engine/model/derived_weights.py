@@ -1,11 +1,10 @@
 """Weights that SGLang derives from others after it loaded them: never stale, never moved.
 
 MLA is the case that matters: `kv_b_proj` is served as `w_kc` and `w_vc`, plain attributes of the
-attention module, computed by the model's `post_load_weights`. SGLang's own `load_weights` calls it as
-its last step. Here it is called too where that step is not reached: after a replayed bucket, and
-after a call that failed half-way, for what it had stored by then.
+attention module, computed by the model's `post_load_weights`, the last step of its `load_weights`. Here it is
+called too where that step is not reached: after a replayed bucket, and after a call that failed half-way.
 
-Packed scales (`packed_scales.py`) and copies that SGLang keeps of a weight (`kept_copies.py`) are made again
+Packed scales (`modules/method.py`) and copies that SGLang keeps of a weight (`kept_copies.py`) are made again
 at the end of every update call, session or not.
 
 CUDA graphs hold addresses. Some derivations bind a new tensor (`w_scale` of an FP8 `kv_b_proj` on every
@@ -26,6 +25,7 @@ from ...errors import RefitError
 from ...numerics.fingerprint import tensor_number
 from ..interception.watch import unwatched
 from ..interception.writes import storage_of
+from ..modules.method import DecidedMethod, ServedWithPackedScales
 from .kept_copies import KeptCopies
 from .parameters import held_tensors
 
@@ -35,18 +35,14 @@ _DERIVE = ("post_load_weights", "fuse_scale")
 
 
 class DerivedWeights:
-    """The derived weights of one model.
-
-    Args:
-        model: as SGLang built it, before or after its first load.
-    """
+    """The derived weights of one model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._modules = dict(model.named_modules())
         self.kept_copies = KeptCopies(model, self._is_derived)
-        methods = ((getattr(one, "quant_method", None), one) for one in self._modules.values())
-        self._quantized: list[Any] = [pair for pair in methods if hasattr(pair[0], "served")]
+        methods = (getattr(module, "quant_method", None) for module in self._modules.values())
+        self._methods = [method for method in methods if isinstance(method, DecidedMethod)]
         self._derivers = [
             _Deriver(prefix, module, method)
             for prefix, module in self._modules.items()
@@ -93,7 +89,8 @@ class DerivedWeights:
         with torch.no_grad(), self.in_place():
             for deriver in self._derivers:
                 if deriver.is_used:
-                    self._derive(deriver, **deriver.told(names))
+                    limit = {"weight_names": names} if deriver.takes_names else {}
+                    self._derive(deriver, **limit)
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
@@ -106,13 +103,14 @@ class DerivedWeights:
             self._is_held_back = False
             for key, new in self._bindings().items():
                 if key not in before:
-                    del new.owner[new.leaf]
+                    del new.owner[new.attribute]
             for old in before.values():
-                old.owner[old.leaf] = old.tensor
+                old.owner[old.attribute] = old.tensor
 
     def end_of_update(self) -> None:
-        """What no loader knows of: packed scales (`modules/packed_scales.py`) and copies (`kept_copies.py`)."""
-        self._pack_scales()
+        """What no loader knows of: packed scales and copies."""
+        for served in self._with_packed_scales():
+            served.derive()
         self.kept_copies.renew()
 
     def renewed(self, names: Iterable[str]) -> list[str]:
@@ -128,30 +126,16 @@ class DerivedWeights:
             place for place, one in self._derived() if before.get(place, 0) != tensor_number(one, 0)
         ]
 
-    def _derived(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _derived(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Whatever is neither a parameter nor part of one, each memory once."""
-        prefixes = {module: name for name, module in self._modules.items()}
-        found = list(held_tensors(self._model))
-        found += [(f"{prefixes[layer]}.{leaf}", one) for layer, leaf, one in self._packed_tensors()]
-        found += [(f"a copy of weight {at}", copy) for at, (copy, _) in enumerate(self.kept_copies)]
-        seen: set[tuple[int, torch.Size]] = set()
-        for place, one in found:
-            if one.device.type != "meta" and (one.data_ptr(), one.shape) not in seen:
-                seen.add((one.data_ptr(), one.shape))
-                yield place, one
+        found = [*held_tensors(self._model), *self.kept_copies.places()]
+        for served in self._with_packed_scales():
+            found += [(f"{served.module}.{leaf}", one) for leaf, one in served.packed.items()]
+        on_device = ((place, one) for place, one in found if one.device.type != "meta")
+        return {(one.data_ptr(), one.shape): (place, one) for place, one in on_device}.values()
 
-    def _pack_scales(self) -> None:
-        for method, layer in self._packed():
-            method.derive(layer)
-
-    def _packed_tensors(self) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
-        for method, layer in self._packed():
-            for leaf, one in vars(method.served).items():
-                if isinstance(one, torch.Tensor):
-                    yield layer, leaf, one
-
-    def _packed(self) -> Iterator[tuple[Any, torch.nn.Module]]:
-        return (pair for pair in self._quantized if pair[0].served is not None)
+    def _with_packed_scales(self) -> Iterator[ServedWithPackedScales]:
+        return (method.served for method in self._methods if method.served is not None)
 
     @contextmanager
     def in_place(self, *, from_now_on: bool = True) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -184,87 +168,78 @@ class DerivedWeights:
                 for attribute, value in owner.items():
                     if isinstance(value, torch.Tensor):
                         place = f"{name}.{attribute}" if name else attribute
-                        found[id(owner), attribute] = _Binding(owner, place, value, value.data)
+                        one = _Binding(owner, attribute, place, value, value.data)
+                        found[id(owner), attribute] = one
         return found
 
     def _moved(
         self, before: dict[tuple[int, str], _Binding], *, puts_back: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
         after = self._bindings()
-        lost = [old.place for key, old in before.items() if key not in after] if puts_back else []
-        if lost:
-            raise RefitError(
-                lost[0],
-                "no tensor any more",
-                "a derived weight keeps its shape, dtype and address, for captured graphs use it",
-                "Restart the server on these weights.",
-            )
+        for key, old in before.items():
+            if puts_back and key not in after:
+                raise _changed(old, "no tensor any more")
         for key, new in after.items():
-            old = before.get(key)
-            if old is not None and old.tensor is new.tensor and _is_same(old.data, new.data):
-                continue
-            yield new.place, new.data
-            if old is not None and puts_back:
-                _put_back(old, new)
+            known = before.get(key)
+            if known is None or not known.lies_where(new):
+                yield new.place, new.data
+                if known is not None and puts_back:
+                    _put_back(known, new)
 
 
 class _Deriver:
     """A method of a module that writes what it computes from weights.
 
     Attributes:
+        takes_names: of weights, and derives only what they lead to. A model inside another is given names
+            that the outer one made of those that were sent.
         is_used: whether SGLang calls it by itself.
     """
 
     def __init__(self, prefix: str, module: torch.nn.Module, method: str) -> None:
         self.prefix, self.module, self.method = prefix, module, method
         self.native = getattr(module, method)
-        self.takes_names = "weight_names" in inspect.signature(self.native).parameters
+        parameters = inspect.signature(self.native).parameters
+        self.takes_names = not prefix and "weight_names" in parameters
         self.is_used = False
-
-    def told(self, names: list[str]) -> dict[str, Any]:
-        """Arguments that limit it to what these weights lead to; none: everything.
-
-        A model inside another is given names that the outer one made of those that were sent.
-        """
-        return {"weight_names": names} if self.takes_names and not self.prefix else {}
 
 
 class _Binding(NamedTuple):
     """A name of a module, and what it stood for: the object, and the memory that it had."""
 
     owner: dict[str, Any]
+    attribute: str
     place: str
     tensor: torch.Tensor
     data: torch.Tensor
 
-    @property
-    def leaf(self) -> str:
-        return self.place.rpartition(".")[2]
-
-
-def _is_same(old: torch.Tensor, new: torch.Tensor) -> bool:
-    return (storage_of(old), old.storage_offset()) == (storage_of(new), new.storage_offset())
+    def lies_where(self, other: _Binding) -> bool:
+        """Whether it stands for the same object in the same memory."""
+        mine, its = self.data, other.data
+        is_same = self.tensor is other.tensor and storage_of(mine) == storage_of(its)
+        return is_same and int(mine.storage_offset()) == int(its.storage_offset())
 
 
 def _put_back(old: _Binding, new: _Binding) -> None:
     """Copy the new value into the old memory, and bind that again."""
-    if not _fits(new.data, old.data):
-        raise RefitError(
-            old.place,
-            f"{_described(new.data)} instead of {_described(old.data)}",
-            "a derived weight keeps its shape, dtype and address, for captured graphs use it",
-            "Restart the server on these weights.",
+    before, after = old.data, new.data
+    if (after.shape, after.dtype, after.device) != (before.shape, before.dtype, before.device):
+        raise _changed(
+            old,
+            f"{after.dtype} of shape {tuple(after.shape)} instead of "
+            f"{before.dtype} of shape {tuple(before.shape)}",
         )
     with torch.no_grad():
-        old.data.copy_(new.data)
+        before.copy_(after)
         if new.tensor is old.tensor:
-            old.tensor.data = old.data
-    old.owner[old.leaf] = old.tensor
+            old.tensor.data = before
+    old.owner[old.attribute] = old.tensor
 
 
-def _fits(new: torch.Tensor, old: torch.Tensor) -> bool:
-    return new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
-
-
-def _described(value: torch.Tensor) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}"
+def _changed(old: _Binding, what: str) -> RefitError:
+    return RefitError(
+        old.place,
+        what,
+        "a derived weight keeps its shape, dtype and address, for captured graphs use it",
+        "Restart the server on these weights.",
+    )

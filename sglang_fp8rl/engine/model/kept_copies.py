@@ -3,7 +3,8 @@
 Some modules convert a weight when they first run, and keep the result: a router's weight in FP32, a
 norm with a scale folded into it. No update path of SGLang renews these, so its own refit leaves them
 behind. They are found by looking, once, before the first update is stored: what the modules hold by
-then is compared with what they held when the model was loaded.
+then is compared with what they held when the model was loaded. What appeared since then and is no copy of
+any weight is a cache or work space: updates leave it as it is.
 """
 
 from __future__ import annotations
@@ -24,50 +25,36 @@ class KeptCopies:
         is_derived: whether a place is written by something that every update calls again.
 
     Attributes:
-        as_loaded: what the modules held when the model was loaded, each with its number; None once that was
-            compared.
-        unexplained: tensors that appeared since the load and are no copy of any weight: caches and
-            work space, most likely. An update leaves them as they are.
+        as_loaded: what the modules held when loaded, each with its number; None once that was compared.
     """
 
     def __init__(self, model: torch.nn.Module, is_derived: Callable[[str], bool]) -> None:
         self._model, self._is_derived = model, is_derived
         self.as_loaded: dict[str, tuple[torch.Tensor, int]] | None = None
-        self._copies: list[tuple[torch.Tensor, Target]] = []
-        self.unexplained: list[str] = []
+        self._copies: dict[str, tuple[torch.Tensor, Target]] = {}
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """`(copy, weight)` of every copy that was found."""
-        return ((copy, target.parameter.data) for copy, target in self._copies)
+    def places(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`(module.attribute, copy)` of every copy that was found."""
+        return ((place, copy) for place, (copy, _) in self._copies.items())
 
     def note_loaded(self, written: Iterable[Target]) -> None:
-        """Remember what the modules hold now, but for `written`, which every update writes again.
+        """Begin anew with what the modules hold now, but for `written`, which every update writes again."""
+        self.as_loaded = {
+            place: (one, tensor_number(one.detach(), 0)) for place, one in self._held(written)
+        }
+        self._copies = {}
 
-        Side effect: what was found before is forgotten.
-        """
-        rest = {id(target.parameter) for target in written}
-        held = ((place, one) for place, one in self._held() if id(one) not in rest)
-        self.as_loaded = {place: (one, tensor_number(one.detach(), 0)) for place, one in held}
-        self._copies, self.unexplained = [], []
-
-    def look(self, written: Iterable[Target]) -> None:
+    def look(self, written: list[Target]) -> None:
         """Find what was made since then; once.
-
-        Args:
-            written: targets that updates write.
 
         Raises:
             HostError: a tensor that was changed in place, or that could be a copy of either of two.
         """
         before, self.as_loaded = self.as_loaded or {}, None
-        candidates = list(written)
-        known = {id(target.parameter) for target in candidates}
-        for place, one in self._held():
-            if id(one) in known:
-                continue
+        for place, one in self._held(written):
             old = before.get(place)
             if old is None or old[0] is not one:
-                self._explain(place, one, candidates)
+                self._explain(place, one, written)
             elif old[1] != tensor_number(one.detach(), 0) and not self._is_derived(place):
                 raise HostError(
                     place,
@@ -78,10 +65,7 @@ class KeptCopies:
 
     def _explain(self, place: str, made: torch.Tensor, candidates: list[Target]) -> None:
         equal = [target for target in candidates if _is_copy(made, target.parameter.data)]
-        if not equal:
-            self.unexplained.append(place)
-            return
-        near = max(_common(place, target.name) for target in equal)
+        near = max((_common(place, target.name) for target in equal), default=0)
         nearest = [target for target in equal if _common(place, target.name) == near]
         if len(nearest) > 1:
             raise HostError(
@@ -90,17 +74,22 @@ class KeptCopies:
                 "these have the same values, so it is not known which one it has to follow",
                 "Start the server on weights that differ.",
             )
-        self._copies.append((made, nearest[0]))
+        if nearest:
+            self._copies[place] = (made, nearest[0])
 
     def renew(self) -> None:
         """Give every copy the values of its weight, where it lies."""
         with torch.no_grad():
-            for copy, weight in self:
-                copy.copy_(weight.reshape(copy.shape))
+            for copy, target in self._copies.values():
+                copy.copy_(target.parameter.data.reshape(copy.shape))
 
-    def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _held(self, written: Iterable[Target]) -> Iterator[tuple[str, torch.Tensor]]:
+        """All that the modules hold, but for `written`."""
+        known = {id(target.parameter) for target in written}
         found = {**dict(self._model.named_parameters()), **dict(held_tensors(self._model))}
-        return ((place, one) for place, one in found.items() if one.device.type != "meta")
+        for place, one in found.items():
+            if one.device.type != "meta" and id(one) not in known:
+                yield place, one
 
 
 def _is_copy(made: torch.Tensor, weight: torch.Tensor) -> bool:

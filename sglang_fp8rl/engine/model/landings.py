@@ -13,8 +13,6 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ..arrival.sent_tensors import Source
 from ..interception.writes import Region, Write, region_of
 from .parameters import Target
@@ -25,10 +23,8 @@ class Landing:
     """One loader call for one tensor.
 
     Attributes:
-        target: the parameter.
-        part: what the loader was told (see `parameters.part_of`).
-        boxes: of the sent tensor, what this rank stores; None for what is not a plain box of it.
-            Empty if this rank stores nothing.
+        part: see `parameters.part_of`.
+        boxes: of the sent tensor, what this rank stores (maybe nothing); None for what is not a plain box of it.
         regions: of the parameter, where each of them lands.
     """
 
@@ -44,7 +40,6 @@ class Known:
 
     Attributes:
         shape: of the full tensor.
-        landings: where it, or parts of it, are stored.
         reason: what more than copies SGLang makes of it; empty if nothing.
     """
 
@@ -69,13 +64,10 @@ class NameTable:
         self, sources: Iterable[Source], target: Target, part: tuple, writes: Sequence[Write]
     ) -> None:
         """What one loader call wrote into a target was made of these sent tensors."""
-        copies = [(write.source, write) for write in writes if write.source is not None]
-        regions = tuple(write.region for _, write in copies)
+        copies = [write for write in writes if write.source is not None]
+        regions = tuple(write.region for write in copies)
         for source in sources:
-            boxes = tuple(
-                _box(source, taken) if _is_row_major(write.shape, write.stride) else None
-                for taken, write in copies
-            )
+            boxes = tuple(_box(source, write) for write in copies)
             landing = Landing(target, part, boxes, regions)
             with self._lock:
                 self.known.setdefault(source.name, Known(source.shape)).landings.append(landing)
@@ -95,11 +87,13 @@ class NameTable:
         self.unused.update(dict.fromkeys(name for name in names if name not in self.known))
 
 
-def _box(sent: Source, view: torch.Tensor) -> Region | None:
-    """Which box of what was sent a view of it covers; None for a tensor that the loader made, or turned."""
-    offset = sent.offset_of(view)
-    shape, stride = tuple(view.shape), tuple(view.stride())
-    if offset is None or not _is_row_major(shape, stride):
+def _box(sent: Source, write: Write) -> Region | None:
+    """Which box of what was sent a write takes; None for a tensor that the loader made, or turned."""
+    view = write.source
+    assert view is not None
+    offset, shape, stride = sent.offset_of(view), tuple(view.shape), tuple(view.stride())
+    is_straight = _is_row_major(write.shape, write.stride) and _is_row_major(shape, stride)
+    if offset is None or not is_straight:
         return None
     return region_of(offset, shape, stride, sent.shape)
 
@@ -109,39 +103,26 @@ def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return steps == sorted(steps, reverse=True)
 
 
-# Tables that the engine computes for itself; some trainers keep them as buffers.
-_ROTARY_TABLES = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+# Some trainers keep them as buffers.
+_ROTARY_TABLES = r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
 
 
 def left_out(model: Any) -> list[dict[str, str]]:
     """Patterns of names that every rank of this model does without, each with its reason."""
-    rows = [{"pattern": _ROTARY_TABLES.pattern, "reason": "a rotary table: the engine computes it"}]
-    if getattr(_text_config(model), "tie_word_embeddings", False):
-        rows.append({"pattern": r"(^|\.)lm_head\.weight$", "reason": "tied to the embedding"})
-    return rows + _draft_layers(_text_config(model))
-
-
-def _draft_layers(config: Any) -> list[dict[str, str]]:
-    """Layers behind the last one are an embedded draft (MTP): the draft model takes them, if any."""
-    count = getattr(config, "num_nextn_predict_layers", None) or 0
-    first = getattr(config, "num_hidden_layers", 0)
-    return [
-        {
-            "pattern": rf"(^|\.)layers\.{layer}\.",
-            "reason": f"layer {layer} is the embedded draft model's (MTP)",
-        }
-        for layer in range(first, first + count)
-    ]
-
-
-def skipped_by_design(name: str, model: Any) -> str:
-    """Why this model does without a tensor of that name, in words; empty if it takes one."""
-    for row in left_out(model):
-        if re.search(row["pattern"], name):
-            return row["reason"]
-    return ""
-
-
-def _text_config(model: Any) -> Any:
     config = getattr(model, "config", None)
-    return getattr(config, "text_config", config)
+    config = getattr(config, "text_config", config)
+    rows = [{"pattern": _ROTARY_TABLES, "reason": "a rotary table: the engine computes it"}]
+    if getattr(config, "tie_word_embeddings", False):
+        rows.append({"pattern": r"(^|\.)lm_head\.weight$", "reason": "tied to the embedding"})
+    # Layers behind the last one are an embedded draft: the draft model takes them, if any.
+    first = getattr(config, "num_hidden_layers", 0)
+    count = getattr(config, "num_nextn_predict_layers", None) or 0
+    for layer in range(first, first + count):
+        reason = f"layer {layer} is the embedded draft model's (MTP)"
+        rows.append({"pattern": rf"(^|\.)layers\.{layer}\.", "reason": reason})
+    return rows
+
+
+def is_left_out(name: str, model: Any) -> bool:
+    """Whether this model does without a tensor of that name, by design."""
+    return any(re.search(row["pattern"], name) for row in left_out(model))

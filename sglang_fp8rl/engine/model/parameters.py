@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...config import Options
-from ...errors import RefitError
+from ...errors import QuantizationError, RefitError
 from ...numerics.cast import cast_into
 from ...numerics.grid import Blockwise, PerChannel, ScaleGranularity
 from ...numerics.write_table import Widths
@@ -18,10 +18,8 @@ from ...scheme import Granularity
 from ..interception.watch import kind_of, tensors_in, watched
 from ..interception.writes import RecordedWrite, Region, Write, extent_of, storage_of
 from ..modules.built import experts_may_move
-from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
-from ..modules.moe import Fp8BlockwiseOnlineMoEMethod
+from ..modules.method import DecidedMethod
 
-OUR_METHODS = (Fp8BlockwiseOnlineLinearMethod, Fp8BlockwiseOnlineMoEMethod)
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 
@@ -30,12 +28,11 @@ class Target:
     """One parameter or buffer of the served model.
 
     Attributes:
-        name: as in `model.named_parameters()` or `model.named_buffers()`.
-        parameter: what is served; its storage never changes.
-        granularity: blockwise or per channel for an FP8 weight; high precision for all else.
+        parameter: its storage never changes.
+        granularity: high precision for all but FP8 weights.
+        module: that owns the parameter.
         scale: the FP32 scale parameter of an FP8 weight.
-        module: the module that owns the parameter.
-        index: its position among all targets.
+        index: among all targets.
     """
 
     name: str
@@ -65,10 +62,7 @@ class Target:
         return PerChannel() if self.granularity is Granularity.PER_CHANNEL else Blockwise()
 
     def scales_of(self, name: str, region: Region) -> list[torch.Tensor]:
-        """The scales of each matrix of a region of an FP8 weight.
-
-        Args:
-            name: of the tensor that is written there.
+        """The scales of each matrix of a region of an FP8 weight, where the tensor `name` is written.
 
         Raises:
             RefitError: the region does not consist of whole blocks.
@@ -78,15 +72,15 @@ class Target:
         if scales.dim() == 3:  # one matrix per expert
             scales = scales[region.start[0] : region.start[0] + region.shape[0]]
         grid = self.shares_scale.grid(self.parameter.shape)
-        start, shape = region.start[-2:], region.shape[-2:]
-        if not grid.is_whole(start, shape):
+        try:
+            part = grid.scales_of(region.start[-2:], region.shape[-2:])
+        except QuantizationError as error:
             raise RefitError(
                 name,
                 f"a write to {region} of {self.name}",
                 f"it starts or ends inside a {self.granularity.value} scale's block",
                 "Add the module to ignored_layers, or use another tensor-parallel size.",
-            )
-        part = grid.scales_of(start, shape, name=name)
+            ) from error
         return [one[part] for one in matrices(scales)]
 
     @cached_property
@@ -101,10 +95,7 @@ def matrices(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def part_of(args: tuple, kwargs: dict) -> tuple:
-    """Which part of a parameter a loader call is for; the same for a weight and its scale.
-
-    A fused layer is passed a shard id, an expert its weight's name, shard id and number.
-    """
+    """Which part of a parameter a loader call is for; the same for a weight and its scale."""
     given = (*args, *(value for _, value in sorted(kwargs.items())))
     return tuple(
         value.removesuffix("_inv").removesuffix("_scale") if isinstance(value, str) else value
@@ -112,16 +103,13 @@ def part_of(args: tuple, kwargs: dict) -> tuple:
     )
 
 
-# (source, codes, scales) of one matrix, and its blocks that were not finite.
+# (source, codes, scales) of one matrix, and a bool tensor of its blocks that kept their old bytes: not finite.
 Cast = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def quantize_write(target: Target, name: str, write: Write, options: Options) -> Iterator[Cast]:
-    """Cast FP32, BF16 or FP16 through BF16 to FP8, straight into the served bytes, matrix by matrix (a 3-D
-    source holds experts).
-
-    Yields:
-        per matrix what was cast and a bool tensor of blocks that kept their old bytes.
+    """Cast FP32, BF16 or FP16 to FP8, straight into the served bytes, matrix by matrix (a 3-D source holds
+    experts).
 
     Raises:
         RefitError: the write does not consist of whole blocks (or rows) of a matrix.
@@ -151,29 +139,19 @@ def targets_of(model: torch.nn.Module) -> dict[int, Target]:
     targets: dict[int, Target] = {}
     for prefix, module in model.named_modules():
         method: Any = getattr(module, "quant_method", None)
-        ours = isinstance(method, OUR_METHODS)
+        is_fp8 = isinstance(method, DecidedMethod)
         owned = dict(module.named_parameters(recurse=False))
         owned |= {leaf: one for leaf, one in module._buffers.items() if one is not None}
         for leaf, parameter in owned.items():
             if id(parameter) in targets:
                 continue
-            target = Target(
-                name=f"{prefix}.{leaf}" if prefix else leaf,
-                parameter=parameter,
-                granularity=Granularity.HIGH_PRECISION,
-                module=module,
-                index=len(targets),
-            )
-            targets[id(parameter)] = target
-        if not ours or not method.fp8rl_scheme.is_fp8:
-            continue
-        for leaf in owned:
-            for suffix in _SCALE_SUFFIXES:
-                if leaf + suffix in owned:
-                    weight = targets[id(owned[leaf])]
-                    weight.granularity = method.fp8rl_scheme.granularity
-                    weight.scale = owned[leaf + suffix]
-                    break
+            scales = [owned.get(leaf + suffix) for suffix in _SCALE_SUFFIXES] if is_fp8 else []
+            scale = next((one for one in scales if one is not None), None)
+            stored = Granularity.HIGH_PRECISION
+            if scale is not None:
+                stored = method.fp8rl_scheme.granularity
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            targets[id(parameter)] = Target(name, parameter, stored, module, scale, len(targets))
     return targets
 
 
@@ -203,11 +181,7 @@ _DEPTH = 3  # of containers and plain objects inside a module's attribute
 
 
 class ModelMemory:
-    """Whose memory a tensor lies in; of the tensors that the model holds when this is made.
-
-    Args:
-        targets: parameters and buffers, which an update may write.
-    """
+    """Whose memory a tensor lies in; of the tensors that the model holds when this is made."""
 
     def __init__(self, model: torch.nn.Module, targets: Iterable[Target]) -> None:
         self._targets: dict[int, list[Target]] = {}
@@ -244,10 +218,7 @@ class ModelMemory:
 
 
 def held_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that a module holds, and where: buffers and attributes, also in containers.
-
-    Parameters are not among them.
-    """
+    """Every tensor but parameters that a module holds, and where: buffers and attributes, also in containers."""
     for prefix, module in model.named_modules():
         for name, value in (*module._buffers.items(), *vars(module).items()):
             if name not in _NOT_HELD:

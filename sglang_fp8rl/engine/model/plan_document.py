@@ -29,7 +29,6 @@ def plan_document(
     """The document, its digest included; JSON types only.
 
     Args:
-        model: as SGLang built it; parameters may be on `meta`.
         names: filled by a load or a probe.
         more: sections of extensions.
     """
@@ -37,11 +36,17 @@ def plan_document(
 
     text_config = getattr(model.config, "text_config", None) or model.config
     sizes = ("num_hidden_layers", "hidden_size", "vocab_size")
-    maker = _Maker(names, schemes, options)
-    tensors = {name: maker.entry(name, known) for name, known in names.known.items()}
-    unused = _entry(
-        None, "", UNUSED, "in the checkpoint, but no parameter of rank 0 takes it", "any"
-    )
+    # An expert of another rank lands nowhere here; it is cut as its like on this rank.
+    likes: dict[tuple, Landing] = {}
+    for known in names.known.values():
+        for landing in known.landings:
+            if landing.boxes:
+                likes.setdefault(_kind_of(known, landing), landing)
+    tensors = {
+        name: _tensor(name, known, likes, schemes, options) for name, known in names.known.items()
+    }
+    reason = "in the checkpoint, but no parameter of rank 0 takes it"
+    unused = _entry(None, "", UNUSED, reason, "any")
     document: dict[str, Any] = {
         "format": PLAN_FORMAT,
         "version": PLAN_VERSION,
@@ -79,44 +84,39 @@ def module_rows(schemes: Mapping[str, Scheme]) -> list[dict[str, str]]:
     ]
 
 
-class _Maker:
-    """Decides, name by name, how a tensor may be sent."""
-
-    def __init__(self, names: NameTable, schemes: Mapping[str, Scheme], options: Options) -> None:
-        self._schemes, self._options = schemes, options
-        # An expert of another rank lands nowhere here; it is cut as its like on this rank.
-        self._likes: dict[tuple, Landing] = {}
-        for known in names.known.values():
-            for landing in known.landings:
-                if landing.boxes:
-                    self._likes.setdefault(_kind_of(known, landing), landing)
-
-    def entry(self, name: str, known: Known) -> dict[str, Any]:
-        if not known.landings:
-            scheme = Granularity.HIGH_PRECISION.value
-            return _entry(known.shape, "", scheme, known.reason, "float32")
-        landings = [self._likes.get(_kind_of(known, one), one) for one in known.landings]
-        # Of several (tied) parameters the quantized one has the say.
-        target = max((one.target for one in known.landings), key=lambda target: target.is_fp8)
-        owner, _, leaf = target.name.rpartition(".")
-        module = getattr(target.module, "fp8rl_prefix", "") or owner
-        scheme = target.granularity.value
-        if not target.is_fp8:
-            reason = "SGLang builds this module without quantization"
-            if module in self._schemes:
-                reason = self._schemes[module].reason or f"{leaf} of a quantized module"
-            return _entry(known.shape, module, scheme, reason, _name_of(target.parameter.dtype))
-        granularity = target.shares_scale
-        block = granularity.block(target.parameter.shape)
-        reason = _why_not_on_the_wire(name, known, landings, granularity)
-        if reason:
-            dtype = _name_of(torch.bfloat16 if self._options.round_to_bf16 else torch.float32)
-            return _entry(known.shape, module, scheme, reason, dtype, block)
-        entry = _entry(known.shape, module, scheme, "", FP8, block)
-        suffix = "_scale" if isinstance(granularity, PerChannel) else "_scale_inv"
-        scale_shape = list(granularity.grid(known.shape).scale_shape)
-        entry["wire"] |= {"scale": name + suffix, "scale_shape": scale_shape}
-        return entry
+def _tensor(
+    name: str,
+    known: Known,
+    likes: Mapping[tuple, Landing],
+    schemes: Mapping[str, Scheme],
+    options: Options,
+) -> dict[str, Any]:
+    """How a tensor is stored and may be sent."""
+    if not known.landings:
+        scheme = Granularity.HIGH_PRECISION.value
+        return _entry(known.shape, "", scheme, known.reason, "float32")
+    landings = [likes.get(_kind_of(known, one), one) for one in known.landings]
+    # Of several (tied) parameters the quantized one has the say.
+    target = max((one.target for one in known.landings), key=lambda target: target.is_fp8)
+    owner, _, leaf = target.name.rpartition(".")
+    module = getattr(target.module, "fp8rl_prefix", "") or owner
+    scheme = target.granularity.value
+    if not target.is_fp8:
+        reason = "SGLang builds this module without quantization"
+        if module in schemes:
+            reason = schemes[module].reason or f"{leaf} of a quantized module"
+        return _entry(known.shape, module, scheme, reason, _name_of(target.parameter.dtype))
+    granularity = target.shares_scale
+    block = granularity.block(target.parameter.shape)
+    reason = _why_not_on_the_wire(name, known, landings, granularity)
+    if reason:
+        dtype = _name_of(torch.bfloat16 if options.round_to_bf16 else torch.float32)
+        return _entry(known.shape, module, scheme, reason, dtype, block)
+    entry = _entry(known.shape, module, scheme, "", FP8, block)
+    suffix = "_scale" if isinstance(granularity, PerChannel) else "_scale_inv"
+    scale_shape = list(granularity.grid(known.shape).scale_shape)
+    entry["wire"] |= {"scale": name + suffix, "scale_shape": scale_shape}
+    return entry
 
 
 def _entry(

@@ -1,9 +1,9 @@
 """What SGLang's own loaders do not take in every way that it may come: parts of a fused weight, fused experts.
 
 MLA models read `q_a_proj` and `kv_a_proj_with_mqa` into one weight. SGLang keeps the first of them
-in a local variable of `load_weights` until the second comes, and forgets it at the end of the call;
-an FP8 weight and its scale, which go by under one name, would overwrite each other there. A bucket
-may end anywhere, so each part has a loader of its own here: its rows of the fused weight.
+in a local variable of `load_weights` until the second comes, and forgets it at the end of the call (a bucket may
+end anywhere); an FP8 weight and its scale, which go by under one name, would overwrite each other there. So each
+part has a loader of its own here: its rows of the fused weight.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
-from ...scheme import Granularity
 from ...wire.sent_names import FUSED_PARTS, matrices_of
 from ..arrival.sent_tensors import Source
+from ..modules.method import DecidedMethod
 from .parameters import set_loader
 
 _FUSED = "fused_qkv_a_proj_with_mqa"
@@ -60,11 +60,21 @@ def load_parts_singly(model: torch.nn.Module) -> LoadWeights:
 
 def _take_parts(name: str, fused: Any, first_rows: Any) -> None:
     """Give a fused module's weight a loader that knows where each part lies."""
-    _check_blocks(name, fused, first_rows)
+    method = fused.quant_method
+    block_n = 1
+    if isinstance(method, DecidedMethod) and method.block_quant:
+        block_n = method.quant_config.options.weight_block_size[0]
+    if first_rows % block_n:
+        raise ConfigError(
+            name,
+            f"q_lora_rank {first_rows}",
+            f"its parts {_FIRST} and {_SECOND} are cut at a multiple of block_n {block_n}, or one "
+            "block would belong to both",
+            "Add the module to ignored_layers.",
+        )
     weight, native = fused.weight, fused.weight.weight_loader
-    rows = {_FIRST: first_rows, _SECOND: weight.shape[0] - first_rows}
+    fused.fp8rl_part_rows = rows = {_FIRST: first_rows, _SECOND: weight.shape[0] - first_rows}
     starts = {_FIRST: 0, _SECOND: first_rows}
-    fused.fp8rl_part_rows = rows
 
     def weight_loader(parameter: Any, loaded: torch.Tensor, part: str | None = None) -> None:
         if part is None:
@@ -75,49 +85,28 @@ def _take_parts(name: str, fused: Any, first_rows: Any) -> None:
     set_loader(weight, weight_loader)
 
 
-def _check_blocks(name: str, fused: Any, first_rows: int) -> None:
-    scheme = getattr(fused.quant_method, "fp8rl_scheme", None)
-    if scheme is None or scheme.granularity is not Granularity.BLOCKWISE:
-        return
-    block_n = fused.quant_method.quant_config.options.weight_block_size[0]
-    if first_rows % block_n:
-        raise ConfigError(
-            name,
-            f"q_lora_rank {first_rows}",
-            f"its parts {_FIRST} and {_SECOND} are cut at a multiple of block_n {block_n}, or one "
-            "block would belong to both",
-            "Add the module to ignored_layers.",
-        )
-
-
 def load_left_experts(
     model: torch.nn.Module, left: Iterable[Source], load_weights: LoadWeights
 ) -> None:
     """Load the fused experts among `left`, the tensors that no loader was called for.
 
-    `transformers` 5 holds experts as one tensor. Some of SGLang's models read `experts.gate_up_proj`
-    themselves, in a layout of their own. For the others, what they left is handed to them once more,
-    expert by expert, under the names they know.
-
-    A name counts as fused experts if it is that of a `FusedMoE` module with `gate_up_proj` (`[E, 2I,
-    H]`, gate rows first) or `down_proj` (`[E, H, I]`) behind it. The shapes are checked with each expert.
+    `transformers` 5 holds experts as one tensor: `gate_up_proj` (`[E, 2I, H]`, gate rows first) or `down_proj`
+    (`[E, H, I]`) behind the name of a `FusedMoE` module. Some of SGLang's models read these themselves, in a
+    layout of their own. For the others, what they left is handed to them once more, expert by expert, under the
+    names they know. The shapes are checked with each expert.
     """
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
-    fused = {
-        source.name: source.tensor
-        for source in left
-        if source.tensor is not None and len(source.shape) == 3
-    }
-    if not fused:
+    sent = {one.name: one.tensor for one in left if one.tensor is not None and len(one.shape) == 3}
+    if not sent:
         return
     parts = [
         matrix
         for prefix, module in model.named_modules()
         if isinstance(module, FusedMoE)
         for leaf in FUSED_PARTS
-        if f"{prefix}.{leaf}" in fused
-        for matrix in matrices_of(prefix, leaf, fused[f"{prefix}.{leaf}"])
+        if f"{prefix}.{leaf}" in sent
+        for matrix in matrices_of(prefix, leaf, sent[f"{prefix}.{leaf}"])
     ]
     if parts:
         load_weights(parts)

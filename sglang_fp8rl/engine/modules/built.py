@@ -10,7 +10,6 @@ tower attends within one image (`VisionAttention`), and its projector to nothing
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ...errors import ConfigError, HostError
 from ...scheme import Cause, Granularity, Scheme
 from .linear import Fp8BlockwiseOnlineLinearMethod
 
-TOWER = "not in a decoder layer of a multimodal model: a vision tower or its projector"
+_TOWER = "not in a decoder layer of a multimodal model: a vision tower or its projector"
 _FUSED_SWIGLU = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 
 
@@ -52,34 +51,30 @@ def check_and_complete(model: torch.nn.Module, config: Any) -> None:
 
 
 def _leave_vision_towers(model: torch.nn.Module, config: Any) -> None:
-    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    from sglang.srt.layers.linear import LinearBase
 
-    decoders = {id(module) for layer in _decoder_layers(model) for module in layer.modules()}
+    decoders = _in_decoder_layers(model)
     for layer in model.modules():
-        method: Any = getattr(layer, "quant_method", None)
-        if not isinstance(method, Fp8BlockwiseOnlineLinearMethod) or id(layer) in decoders:
+        prefix = getattr(layer, "fp8rl_prefix", None)
+        if prefix is None or layer in decoders or not isinstance(layer, LinearBase):
             continue
-        for leaf in ("weight", "weight_scale_inv", "weight_scale", "input_scale"):
-            layer._parameters.pop(leaf, None)
-        layer.quant_method = unquantized = UnquantizedLinearMethod()
-        # SGLang's newer loader is for the parameter classes of quantized layers.
-        arguments = {**method.created_with, "weight_loader": layer.weight_loader}
-        unquantized.create_weights(layer, **arguments)
-        # Nothing about it can be refused any more.
-        config.refused.pop(method.prefix, None)
-        config.schemes[method.prefix] = Scheme(
-            Granularity.HIGH_PRECISION, Cause.VISION_TOWER, TOWER
-        )
+        if isinstance(layer.quant_method, Fp8BlockwiseOnlineLinearMethod):
+            layer.quant_method.leave_unquantized(layer)
+        if config.schemes[prefix].cause is not Cause.ASKED:
+            config.refused.pop(prefix, None)  # nothing about it can be refused any more
+            config.schemes[prefix] = Scheme(Granularity.HIGH_PRECISION, Cause.VISION_TOWER, _TOWER)
 
 
-def _decoder_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _in_decoder_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
     from sglang.srt.layers.radix_attention import RadixAttention
 
+    found: set[torch.nn.Module] = set()
     for layers in model.modules():
-        if isinstance(layers, torch.nn.ModuleList) and any(
-            isinstance(module, RadixAttention) for module in layers.modules()
-        ):
-            yield from layers
+        if isinstance(layers, torch.nn.ModuleList):
+            modules = set(layers.modules())
+            if any(isinstance(module, RadixAttention) for module in modules):
+                found |= modules
+    return found
 
 
 def _leave_dual_gemm(model: torch.nn.Module) -> None:
@@ -140,12 +135,11 @@ def _check_derivable(model: torch.nn.Module) -> None:
 
 
 def check_no_copies_of_the_start(model: torch.nn.Module) -> None:
-    """Refuse the option with which SGLang keeps copies of weights that no update path renews.
+    """Refuse `--dcp-replicate-q-proj`, which models of DeepSeek's family take by default under DCP.
 
-    `--dcp-replicate-q-proj` (models of DeepSeek's family take it by default under DCP): `q_b_proj` and
-    `w_kc` of all ranks are gathered once, before graphs are captured, and decoding would go on with the
-    first policy's queries. (DSpark keeps an FP8 copy of `lm_head` on ROCm, where SGLang takes no method
-    of a plugin.)
+    `q_b_proj` and `w_kc` of all ranks are gathered once, before graphs are captured, and no update path
+    renews these copies. (DSpark keeps an FP8 copy of `lm_head` on ROCm, where SGLang takes no method of a
+    plugin.)
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -163,11 +157,9 @@ def check_no_copies_of_the_start(model: torch.nn.Module) -> None:
 
 
 def check_no_experts_turned(model: torch.nn.Module) -> None:
-    """Refuse what has SGLang rearrange experts once, behind their first load.
+    """Refuse what has SGLang interleave gate and up rows of experts once, behind their first load.
 
-    MegaMoE interleaves gate and up rows of codes and scales, in a buffer of its own or in the parameter;
-    `SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED` does so to experts left in BF16. An update writes them in the
-    checkpoint's order.
+    MegaMoE does so to codes and scales, `SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED` to experts left in BF16.
     """
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
     from sglang.srt.runtime_context import get_server_args
@@ -182,8 +174,8 @@ def check_no_experts_turned(model: torch.nn.Module) -> None:
     }
     turned = [f"{option} {value}" for option, value in options.items() if "megamoe" in value]
     # As SGLang reads a switch of the environment.
-    is_set = os.environ.get(_FUSED_SWIGLU, "").lower() in ("true", "1", "yes", "y")
-    turned += [_FUSED_SWIGLU] if is_set else []
+    if os.environ.get(_FUSED_SWIGLU, "").lower() in ("true", "1", "yes", "y"):
+        turned.append(_FUSED_SWIGLU)
     if turned:
         raise ConfigError(
             name,

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.layers.quantization.fp8 import Fp8Config
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
 
 from ...config import QUANTIZATION_METHOD, ModulePatterns, Options
 from ...declared_hooks import check_hooks_in_force
@@ -17,7 +20,7 @@ from ...errors import ConfigError, HostError
 from ...scheme import Cause, Granularity, Scheme
 from .built import check_and_complete
 from .linear import Fp8BlockwiseOnlineLinearMethod
-from .moe import Fp8BlockwiseOnlineMoEMethod, unquantized_experts
+from .moe import Fp8BlockwiseOnlineMoEMethod
 
 # For models that fuse but declare no `packed_modules_mapping`.
 _FUSED_PARTS = {
@@ -30,14 +33,10 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
     """Options, and what they decided for every module of one model.
 
     It is an `Fp8Config` that declares an FP8 block checkpoint, so SGLang allocates the buffers,
-    picks the kernels and passes its `isinstance` checks as for one. One object belongs to one
-    model, and its methods fill it while the model is built.
-
-    SGLang makes it before it builds a model, so this is where a missing hook ends the start: nothing
-    was loaded yet, and other quantization methods never come here.
+    picks the kernels and passes its `isinstance` checks as for one. SGLang makes it before it builds a model, so
+    this is where a missing hook ends the start.
 
     Attributes:
-        options: of the user.
         schemes: of every module, by full name, in building order.
         refused: why modules can't be served as asked; the start fails with the first one, unless the
             built model shows that the module stays in high precision (`built.py`).
@@ -53,8 +52,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         num_layers: int | None = None,
     ) -> None:
         check_hooks_in_force()
-        # Without a `quantization_config` SGLang calls this with nothing: the environment's
-        # ignored layers count all the same.
+        # SGLang calls this with nothing too; the environment's ignored layers count all the same.
         self.options = Options.from_dict({}) if options is None else options
         super().__init__(
             is_checkpoint_fp8_serialized=True,
@@ -81,11 +79,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Fp8BlockwiseOnlineConfig:
-        """Read the model's `quantization_config`.
-
-        Raises:
-            ConfigError: an unknown key or a value that can't be served.
-        """
+        """Read the model's `quantization_config`, as `Options.from_dict`."""
         hf_config = config.get("hf_config")
         text_config = getattr(hf_config, "text_config", hf_config)
         return cls(
@@ -110,7 +104,11 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         keeps_activations = self.options.activations == "bf16" or bool(self._kept.match(prefix))
         if reason:
             self.schemes[prefix] = Scheme(Granularity.HIGH_PRECISION, Cause.ASKED, reason)
-            return UnquantizedLinearMethod() if is_linear else unquantized_experts(layer)
+            if is_linear:
+                return UnquantizedLinearMethod()
+            return UnquantizedFusedMoEMethod(
+                layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe
+            )
         method = Fp8BlockwiseOnlineLinearMethod if is_linear else Fp8BlockwiseOnlineMoEMethod
         return method(self, prefix, keeps_activations)
 
@@ -135,11 +133,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
 
 
 def _activation_arguments(options: Options) -> dict[str, str]:
-    """How SGLang is asked for power-of-two activation scales.
-
-    Raises:
-        HostError: this SGLang can't be asked.
-    """
+    """How SGLang is asked for power-of-two activation scales; raises `HostError` where it can't be."""
     if not options.use_activation_pow2_scale:
         return {}
     if "scale_fmt" not in inspect.signature(Fp8Config.__init__).parameters:

@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.layers.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.layers.quantization.fp8_utils import (
     apply_fp8_linear,
     deepgemm_w8a8_block_fp8_linear_with_fallback,
 )
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from torch.nn import Parameter
 
 from ...errors import HostError
 from ...numerics.linear import linear
 from ...scheme import misalignment
-from .method import DecidedMethod
-from .packed_scales import takes_packed_scales
+from .method import DecidedMethod, takes_packed_scales
 
 
 class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
@@ -40,7 +39,6 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
                 "Marlin repacks the weight, so it can't be written in place",
                 "Use a GPU of compute capability 8.9 or newer, and unset SGLANG_FORCE_FP8_MARLIN.",
             )
-        self.created_with: dict[str, Any] = {}
 
     def create_weights(
         self,
@@ -56,7 +54,7 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
 
         Side effects on the host: registers on `layer` an FP8 `weight` `[N, K]` with an FP32
         `weight_scale_inv` `[ceil(N/128), ceil(K/128)]` (blockwise) or an FP32 `weight_scale`
-        `[N, 1]` (per channel), or a `weight` of `params_dtype` (misaligned and `bf16`).
+        `[N, 1]` (per channel); or leaves it unquantized (misaligned and `bf16`).
         """
         sizes: dict[str, Any] = {
             "input_size_per_partition": input_size_per_partition,
@@ -64,36 +62,33 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
             "input_size": input_size,
             "output_size": output_size,
         }
-        self.created_with = {**sizes, "params_dtype": params_dtype, **extra_weight_attrs}
+        self._created_with = {**sizes, "params_dtype": params_dtype, **extra_weight_attrs}
         block_size = self.quant_config.options.weight_block_size
         scheme = self.decide(misalignment(**sizes, block_size=block_size))
-        if self.block_quant:
-            super().create_weights(layer, **self.created_with)
+        if not scheme.is_fp8:
+            self.leave_unquantized(layer)
+        elif self.block_quant:
+            super().create_weights(layer, **self._created_with)
             # A scale that was never written has to be seen, not multiplied with.
             layer.weight_scale_inv.data.fill_(float("nan"))
-            return
-        rows = sum(output_partition_sizes)
-        layer.logical_widths = output_partition_sizes
-        layer.input_size_per_partition = input_size_per_partition
-        layer.output_size_per_partition = rows
-        layer.orig_dtype = params_dtype
-        weight_loader = extra_weight_attrs.get("weight_loader")
-        dtype = torch.float8_e4m3fn if scheme.is_fp8 else params_dtype
-        weight = ModelWeightParameter(
-            data=torch.empty(rows, input_size_per_partition, dtype=dtype),
-            input_dim=1,
-            output_dim=0,
-            weight_loader=weight_loader,
-        )
-        layer.register_parameter("weight", weight)
-        if scheme.is_fp8:
-            scale = ChannelQuantScaleParameter(
-                data=torch.full((rows, 1), float("nan"), dtype=torch.float32),
-                output_dim=0,
-                weight_loader=weight_loader,
-            )
-            layer.register_parameter("weight_scale", scale)
-        layer.register_parameter("input_scale", None)
+        else:
+            self._create_whole(layer, torch.float8_e4m3fn)
+            scale = torch.full((sum(output_partition_sizes), 1), float("nan"), dtype=torch.float32)
+            layer.register_parameter("weight_scale", Parameter(scale, requires_grad=False))
+            layer.register_parameter("input_scale", None)
+
+    def _create_whole(self, layer: Any, dtype: torch.dtype) -> None:
+        """Register a `weight` `[N, K]` that is not cut into blocks, as SGLang's own method does."""
+        # SGLang's newer loader is for the parameter classes of quantized layers.
+        ours = {"params_dtype": dtype, "weight_loader": layer.weight_loader}
+        UnquantizedLinearMethod().create_weights(layer, **self._created_with | ours)
+
+    def leave_unquantized(self, layer: Any) -> None:
+        """Give `layer` SGLang's own method for what is not quantized, and a weight of it, in place of ours."""
+        for leaf in ("weight", "weight_scale_inv", "weight_scale", "input_scale"):
+            layer._parameters.pop(leaf, None)
+        layer.quant_method = UnquantizedLinearMethod()
+        self._create_whole(layer, self._created_with["params_dtype"])
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Idempotent: SGLang calls it after the first load and at the end of every session."""
@@ -104,31 +99,22 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
 
     @property
     def _runs_sglangs_blocks(self) -> bool:
-        assert self.fp8rl_scheme is not None
         return self.block_quant and not self.fp8rl_scheme.keeps_activations
 
     def reads_packed_scales(self, layer: Any) -> bool:
-        """Whether this layer's kernel takes its scales as exponents; only powers of two are any."""
         runner: Any = self.w8a8_block_fp8_linear
-        is_deepgemm = (
-            getattr(runner, "func", runner) is deepgemm_w8a8_block_fp8_linear_with_fallback
-        )
-        return (
-            self._runs_sglangs_blocks
-            and is_deepgemm
-            and takes_packed_scales(layer, layer.weight, is_moe=False)
-        )
+        runner = getattr(runner, "func", runner)
+        if runner is not deepgemm_w8a8_block_fp8_linear_with_fallback:
+            return False
+        return self._runs_sglangs_blocks and takes_packed_scales(layer, layer.weight, is_moe=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x [..., K]` in `params_dtype` to `[..., N]`, by the kernel for the scheme."""
-        assert self.fp8rl_scheme is not None
         if self.fp8rl_scheme.keeps_activations:
             scale = layer.weight_scale_inv if self.block_quant else layer.weight_scale
             return linear(x, layer.weight, scale, bias)
         if self.block_quant:
             return super().apply(self.served or layer, x, bias)
-        if not self.fp8rl_scheme.is_fp8:
-            return UnquantizedLinearMethod().apply(layer, x, bias)
         return apply_fp8_linear(
             input=x,
             weight=layer.weight.t(),

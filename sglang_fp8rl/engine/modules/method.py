@@ -1,14 +1,28 @@
-"""What the methods of linear layers and of experts have in common: a scheme, and packed scales beside it."""
+"""What the methods of linear layers and of experts have in common: a scheme, and packed scales beside it.
+
+On Blackwell DeepGEMM reads a weight's scales as exponents (UE8M0), one byte for every row and 128 columns, four
+to an int32, column-major and padded for TMA. SGLang requantizes the FP8 weight once after loading and
+replaces the FP32 scales by the packed ones; the next update would find a parameter of another shape.
+Here the FP32 scales stay in the parameter, updates write them, and the packed form is derived from them
+at the end of every update, into the same memory. Packing loses nothing: the scales are powers of two
+(`use_weight_pow2_scale`), so the FP8 bytes are the ones that were quantized.
+
+Proven without a Blackwell GPU: the packed bytes and strides equal those of DeepGEMM's and SGLang's own
+packing functions on a CPU, and a second update derives anew. No kernel has read them yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from ...errors import ConfigError
-from ...scheme import Granularity, Scheme, decide_scheme
-from .packed_scales import ServedWithPackedScales
+import torch
+
+from ...errors import ConfigError, HostError
+from ...scheme import Cause, Granularity, Scheme, decide_scheme
+
+_BLOCK = [128, 128]
 
 
 class DecidedMethod:
@@ -17,7 +31,6 @@ class DecidedMethod:
     Args:
         quant_config: the model's `Fp8BlockwiseOnlineConfig`; the scheme is recorded there.
         prefix: the module's full name.
-        keeps_activations: options leave its activations in BF16.
 
     Attributes:
         weight_leaves: names of a layer's FP8 weights.
@@ -31,18 +44,23 @@ class DecidedMethod:
     block_quant: bool
     quant_config: Any
     reads_packed_scales: Callable[[Any], bool]
+    fp8rl_scheme: Scheme
 
     def __init__(self, quant_config: Any, prefix: str, keeps_activations: bool = False) -> None:
         super().__init__(quant_config)  # type: ignore[call-arg]
         self.prefix, self._keeps_activations = prefix, keeps_activations
-        self.fp8rl_scheme: Scheme | None = None
         self.served: ServedWithPackedScales | None = None
 
     def decide(self, why_misaligned: str) -> Scheme:
         """Decide the scheme from the shape, and record it, or why there is none."""
         config, options = self.quant_config, self.quant_config.options
-        falls_back = why_misaligned and options.granularity == Granularity.BLOCKWISE.value
-        if falls_back and options.misaligned not in self.fallbacks:
+        scheme = decide_scheme(
+            why_misaligned,
+            options.misaligned,
+            options.granularity,
+            keeps_activations=self._keeps_activations,
+        )
+        if scheme.cause is Cause.MISALIGNED and options.misaligned not in self.fallbacks:
             config.refused[self.prefix] = ConfigError(
                 self.prefix,
                 why_misaligned,
@@ -50,8 +68,6 @@ class DecidedMethod:
                 f"Set misaligned to {' or '.join(map(repr, self.fallbacks))}, add the module to "
                 "ignored_layers, or use another tensor-parallel or expert-parallel size.",
             )
-        scheme = decide_scheme(why_misaligned, options.misaligned, options.granularity)
-        scheme = replace(scheme, keeps_activations=self._keeps_activations and scheme.is_fp8)
         self.fp8rl_scheme = config.schemes[self.prefix] = scheme
         self.block_quant = scheme.granularity is Granularity.BLOCKWISE
         if not self.block_quant:
@@ -64,3 +80,80 @@ class DecidedMethod:
             self.served.derive()
         elif self.reads_packed_scales(layer):
             self.served = ServedWithPackedScales(layer, self.weight_leaves, self.prefix)
+
+
+def takes_packed_scales(layer: Any, weight: torch.Tensor, *, is_moe: bool) -> bool:
+    """SGLang's own decision, for a layer whose runner is DeepGEMM."""
+    from sglang.srt.model_loader.utils import should_deepgemm_weight_requant_ue8m0
+
+    options: dict[str, Any] = {
+        "output_dtype": torch.bfloat16 if is_moe else getattr(layer, "orig_dtype", None),
+        "weight_shape": weight.shape[-2:],
+    }
+    if "grouped_moe" in inspect.signature(should_deepgemm_weight_requant_ue8m0).parameters:
+        options["grouped_moe"] = is_moe
+    return should_deepgemm_weight_requant_ue8m0(_BLOCK, **options)
+
+
+class ServedWithPackedScales:
+    """A layer as SGLang's kernels see it: everything is the layer's, its scales are packed.
+
+    Args:
+        weights: names of its blockwise weights.
+        module: its full name.
+
+    Attributes:
+        packed: scales as the kernels read them, by the names of those in FP32, which updates write.
+    """
+
+    def __init__(self, layer: Any, weights: Iterable[str], module: str) -> None:
+        self._layer, self._weights, self.module = layer, tuple(weights), module
+        self.packed: dict[str, torch.Tensor] = {}
+        self.derive()
+
+    def __getattr__(self, name: str) -> Any:
+        return self.packed[name] if name in self.packed else getattr(self._layer, name)
+
+    def derive(self) -> None:
+        """Pack the scales as they are now, into the memory they were packed into before.
+
+        Raises:
+            HostError: a scale that is not a power of two.
+        """
+        for weight in self._weights:
+            name = f"{weight}_scale_inv"
+            rows, scale = getattr(self._layer, weight).shape[-2], getattr(self._layer, name)
+            packed = pack(scale.data, rows, f"{self.module}.{name}")
+            packed.format_ue8m0 = True  # type: ignore[attr-defined]
+            self.packed.setdefault(name, packed).copy_(packed)
+
+
+def are_no_exponents(scale: torch.Tensor) -> torch.Tensor:
+    """Which FP32 scales packing would change, bool of their shape: those with a mantissa, and NaN."""
+    return (scale.view(torch.int32) & 0x007FFFFF) != 0
+
+
+def pack(scale: torch.Tensor, rows: int, name: str) -> torch.Tensor:
+    """FP32 scales of 128×128 blocks as DeepGEMM reads them.
+
+    Args:
+        scale: `[..., ceil(rows / 128), K / 128]` FP32 powers of two (NaN where nothing was loaded yet).
+        rows: of the weight.
+
+    Returns:
+        `[..., rows, ceil(K / 512)]` int32, column-major, its leading stride aligned for TMA.
+
+    Raises:
+        HostError: a scale that is not a power of two; packing would change it.
+    """
+    if bool((are_no_exponents(scale) & ~scale.isnan()).any()):
+        raise HostError(
+            name,
+            "a scale that is not a power of two",
+            "DeepGEMM on this GPU reads scales as exponents, and rounding them now would change the "
+            "weight",
+            "Set use_weight_pow2_scale to true in quantization_config.",
+        )
+    from sglang.srt.layers.quantization.fp8_utils import transform_scale_ue8m0
+
+    return transform_scale_ue8m0(scale, mn=rows, use_torch_impl=not scale.is_cuda)

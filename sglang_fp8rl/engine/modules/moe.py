@@ -10,14 +10,12 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoeWeightScaleSupported
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 from sglang.srt.layers.moe.utils import get_moe_runner_backend
 from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
-from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.utils import set_weight_attrs
 
 from ...errors import ConfigError
 from ...scheme import expert_misalignment
 from .built import experts_may_move
-from .method import DecidedMethod
-from .packed_scales import takes_packed_scales
+from .method import DecidedMethod, takes_packed_scales
 
 
 class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
@@ -61,9 +59,9 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
             block_size=self.quant_config.options.weight_block_size,
         )
         self.decide(reason)
-        self._check_activations()
         if self.prefix in self.quant_config.refused:
             raise self.quant_config.refused[self.prefix]
+        self._check_activations()
         sizes = (num_experts, hidden_size, intermediate_size_per_partition)
         if self.block_quant:
             super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
@@ -78,7 +76,6 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
         """Refuse BF16 activations where SGLang's kernels would run: none of them has FP8 weights beside."""
         from sglang.srt.runtime_context import get_server_args
 
-        assert self.fp8rl_scheme is not None
         device = get_server_args().device if self.fp8rl_scheme.keeps_activations else "cpu"
         if device != "cpu":
             raise ConfigError(
@@ -98,9 +95,8 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
         **extra_weight_attrs: Any,
     ) -> None:
         shards = 2 if layer.moe_runner_config.is_gated else 1
-        attributes = {
-            **extra_weight_attrs,
-            "quant_method": FusedMoeWeightScaleSupported.CHANNEL.value,
+        attributes = extra_weight_attrs | {
+            "quant_method": FusedMoeWeightScaleSupported.CHANNEL.value
         }
         for name, rows, columns in (
             ("w13", shards * intermediate_size, hidden_size),
@@ -115,14 +111,13 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
             setattr(layer, f"{name}_input_scale", None)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
-        """SGLang's choice of a runner, if it can read the scheme; called after `create_weights`.
+        """SGLang's choice of a runner; called after `create_weights`.
 
         Raises:
-            ConfigError: experts with one scale a row, and a runner that would read them otherwise;
-                CUTLASS with expert parallelism, which SGLang refuses of `fp8` by its name; or packed
-                scales of experts that move.
+            ConfigError: it can't read the scheme, or not of experts on several ranks, or of those that move.
         """
         super().create_moe_runner(layer, moe_runner_config)
+        # Of `fp8`, SGLang refuses this by its name.
         if get_moe_runner_backend().is_cutlass() and getattr(layer, "moe_ep_size", 1) > 1:
             raise ConfigError(
                 self.prefix,
@@ -141,7 +136,6 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
         backend = get_moe_runner_backend() if runner is None else runner.runner_backend
         if self.block_quant or (runner is not None and backend.is_triton()):
             return
-        assert self.fp8rl_scheme is not None
         raise ConfigError(
             self.prefix,
             f"experts with one scale a row ({self.fp8rl_scheme.reason}) and the MoE runner "
@@ -165,7 +159,6 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
             )
 
     def reads_packed_scales(self, layer: Any) -> bool:
-        """Whether these experts' kernel takes their scales as exponents; only powers of two are any."""
         return (
             self.block_quant
             and self.is_deepgemm_moe_runner_backend_enabled()
@@ -173,15 +166,13 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
         )
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        """SGLang's runner, on the scales in the form it reads."""
         return super().apply(self.served or layer, dispatch_output)
 
     def get_triton_quant_info(self, layer: Any) -> TritonMoeQuantInfo:
         """What SGLang's Triton runner needs; per channel as its channel-wise checkpoints ask.
 
-        Without `use_fp8_w8a8` where activations stay as they are; the CPU platform knows what it means.
+        The CPU platform knows what it means without `use_fp8_w8a8`: activations stay as they are.
         """
-        assert self.fp8rl_scheme is not None
         if self.block_quant:
             info = super().get_triton_quant_info(layer)
         else:
@@ -193,8 +184,3 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
                 w2_scale=layer.w2_weight_scale,
             )
         return replace(info, use_fp8_w8a8=not self.fp8rl_scheme.keeps_activations)
-
-
-def unquantized_experts(layer: Any) -> UnquantizedFusedMoEMethod:
-    """SGLang's own method for experts that stay in high precision."""
-    return UnquantizedFusedMoEMethod(layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe)

@@ -12,7 +12,7 @@ from ...errors import Fp8RlError, RefitError, listed
 from ..arrival.sent_tensors import weight_name_of
 from ..extension import Extension
 from ..model.derived_weights import DerivedWeights
-from ..model.landings import skipped_by_design
+from ..model.landings import is_left_out
 from ..report.report import Arrived, RefitReport
 from .call import Call
 from .checks import (
@@ -164,5 +164,5 @@ class Audit:
             name
             for name in call.sources.unused()
             if weight_name_of(name) not in self._report.names.unused
-            and not skipped_by_design(name, self._model)
+            and not is_left_out(name, self._model)
         ]

@@ -13,7 +13,7 @@ from ...numerics.grid import PerChannel
 from ..arrival.sent_tensors import Source
 from ..interception.writes import Write
 from ..model.parameters import Target
-from ..modules.packed_scales import are_no_exponents
+from ..modules.method import are_no_exponents
 
 
 @dataclass

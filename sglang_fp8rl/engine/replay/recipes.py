@@ -19,7 +19,7 @@ import torch
 from ...numerics.backends import TableRunner
 from ...numerics.write_table import BAD_SCALE, NAN_CODE, Kind
 from ..arrival.bucket import Bucket, FlatBucket
-from ..modules.packed_scales import are_no_exponents
+from ..modules.method import are_no_exponents
 from ..native.call import Call
 from ..native.pairs import bad_scale_error, nan_code_error
 from ..native.recording import Sample

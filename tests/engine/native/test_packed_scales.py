@@ -50,7 +50,7 @@ def serve_plain(scheduler: Any) -> None:
 
 def is_packed_as_stored(scheduler: Any) -> bool:
     """Whether the packed scales are those of the scales that are stored, in every layer."""
-    from sglang_fp8rl.engine.modules.packed_scales import pack
+    from sglang_fp8rl.engine.modules.method import pack
 
     return all(
         torch.equal(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from by_definition import quantize_blockwise
 
-from sglang_fp8rl.engine.modules.packed_scales import ServedWithPackedScales, pack
+from sglang_fp8rl.engine.modules.method import ServedWithPackedScales, pack
 from sglang_fp8rl.errors import HostError
 
 SHAPES = [(128, 128), (256, 512), (384, 640), (576, 7168), (320, 256)]
