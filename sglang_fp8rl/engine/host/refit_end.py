@@ -106,7 +106,7 @@ def _end_together(
         update.refit.cache_flushed = update.cache_flushed
     verdicts = [one.verdict for one in ranks if one.verdict is not None]
     if verdicts:
-        ended = report.end_request(Verdict.of_all(verdicts), update)
+        ended = report.log.end_request(Verdict.of_all(verdicts), update)
     if ended is None and update.ends_session:
         ended = report.log.session.failed if report.log.session is not None else None
     if ended is not None:

@@ -19,7 +19,7 @@ from ..model.parameters import Target
 from .coverage import NEVER, CoverageTable, longer
 from .full_extent import FullExtent
 from .law import RefitLog
-from .refit_record import Outcome, Part, Refit, Session, Verdict, left_out
+from .refit_record import Outcome, Part, Refit, Session, Verdict
 
 MAX_LISTED = 16
 
@@ -88,7 +88,7 @@ class RefitReport:
         elif current is not None and (repeated := self.brought.repeated(numbers, current.since)):
             self._begin_behind(current, repeated, self.brought.latest(numbers), update)
         refit = log.current or log.begin(update, log.stamp)
-        refit.outcome, refit.is_complete = Outcome.OPEN, False
+        refit.outcome = Outcome.OPEN
         refit.version = update.version or refit.version
         return refit.since
 
@@ -167,28 +167,14 @@ class RefitReport:
         others = not_brought(self._extent.names_without_boxes())
         count = int(lacking.sum()) + len(others)
         failures = tuple(self._extent.unknown_because)
-        found = Verdict(not count, count, (), failures, refit.has_taken)
+        found = Verdict(count, (), failures, refit.has_taken)
         if not count or not (update is None or self.log.is_over(update, found)):
             return found
         names = others + self._extent.names_of(lacking, not_brought)
         found = replace(found, names=tuple(names[:MAX_LISTED]))
         if refit.note is not None and refit.note.wants_all:
-            found = replace(found, failures=(*failures, left_out(found.lacking, found.names)))
+            found = replace(found, failures=(*failures, found.left_out()))
         return found
-
-    def end_request(self, verdict: Verdict, update: Update) -> Refit | None:
-        """Behind a request of the running refit. Returns the refit, if it ends here.
-
-        Args:
-            verdict: of all ranks.
-        """
-        if self.log.is_over(update, verdict):
-            is_last = update.is_last_call and self.refit.has_waited
-            return self.log.conclude(verdict, goes_on=not is_last)
-        self.refit.found = verdict
-        if update.is_last_call:  # all that was said to come; a client that always says so may go on
-            self.refit.outcome = Outcome.MIXED
-        return None
 
     def flushed(self) -> None:
         """A client flushed the cache outside of any update: what came before is one refit, what follows another."""
@@ -201,8 +187,7 @@ class RefitReport:
         """The running refit ends here, though nobody ended it: it is not complete, whatever came."""
         if self.log.running is not None:
             self.refit.given_up = reason
-            found = replace(self.verdict(), is_complete=False, failures=())
-            self.log.conclude(found, was_said=False)
+            self.log.conclude(replace(self.verdict(), failures=()))
         self.log.current = None
 
     def begin_session(self, note: RefitNote | None, number: int | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .coverage import NEVER
-from .refit_record import State
+from .refit_record import State, Verdict
 from .report import MAX_LISTED, RefitReport
 
 _MAX_TEXT = 500
@@ -76,9 +76,7 @@ def last_refit(report: RefitReport) -> dict[str, Any] | None:
     refit = current if current is not None and current.parts else report.log.last
     if refit is None:
         return None
-    if refit is current:
-        found = report.verdict()
-        refit.lacking, refit.lacking_names = found.lacking, found.names
+    found = report.verdict() if refit is current else refit.found or Verdict()
     return {
         "id": refit.id,
         "version": refit.version,
@@ -86,8 +84,8 @@ def last_refit(report: RefitReport) -> dict[str, Any] | None:
         "partial": refit.is_partial,
         "outcome": refit.outcome.value,
         "complete": refit.is_complete,
-        "missing": refit.lacking,
-        "missing_names": list(refit.lacking_names),
+        "missing": found.lacking,
+        "missing_names": list(found.names),
         "errors": refit.errors[:MAX_LISTED],
         "cache_flushed": refit.cache_flushed,
         "seconds": round(refit.seconds, 6),

@@ -50,7 +50,7 @@ class Server:
         errors = {names[0]: "a NaN"} if failed else {}
         report.end_call(Arrived(numbers, len(numbers), bool(stored)), errors, scope)
         if scope.origin is not Origin.STARTUP and log.may_end(scope):
-            report.end_request(report.verdict(scope), scope)
+            log.end_request(report.verdict(scope), scope)
         return log.state
 
     def flushing(self, *calls):
@@ -217,7 +217,7 @@ def test_a_flush_of_the_cache_ends_a_refit_that_nobody_named(server):
     server.report.flushed()
     assert server.log.state is State.MIXED
     assert server.log.last.outcome is Outcome.MIXED
-    assert set(server.log.last.lacking_names) == set(HALVES[1])
+    assert set(server.log.last.found.names) == set(HALVES[1])
     assert server.full() is State.WHOLE
     server.report.begin_session(None)
     server.call(*HALVES[0], in_session=True)
