@@ -1,13 +1,27 @@
-"""What an extension of a served model may do. Nothing but `registered.py` knows which ones there are."""
+"""What a server does beside serving: one line each, and what such a folder may do. Without both the rest serves on."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
+
+_EXTENSIONS = (
+    "proof.extension:Fingerprints",
+    "kv_scales.extension:KvScaling",
+)
+
+
+@functools.cache
+def extensions() -> tuple[type[Extension], ...]:
+    """By name, at the first model or route: nothing that serves imports them."""
+    found = (path.split(":") for path in _EXTENSIONS)
+    return tuple(getattr(import_module(f".{module}", __package__), name) for module, name in found)
 
 
 @dataclass

@@ -207,18 +207,9 @@ class RefitLog:
         if refit.is_bare:
             self.is_in_step = False
 
-    def flushed(self) -> None:
-        """As `RefitReport.flushed`, which names what the refit lacks."""
-        if self.session is not None or (self.current is not None and not self.current.is_bare):
-            return
-        if self.running is not None and self.running.found is not None:
-            self.conclude(self.running.found)
-        self.current, self.is_in_step = None, True
-
     def unload(self) -> None:
         """The memory of the weights is gone."""
-        self.current = None
-        self.is_unloaded = True
+        self.current, self.is_unloaded = None, True
 
     # -- what is served ----------------------------------------------------------------------------
 

@@ -115,16 +115,16 @@ class Verdict:
         return not self.lacking
 
     def left_out(self) -> str:
-        """For a message."""
+        """In words; also why a refit in which all came is not whole."""
         if self.is_complete:
             return (
                 "all came, and nothing says that it is of one update. Open a session, name the refit, or flush "
                 "the cache before the next one"
             )
+        more = " and more" if len(self.names) < self.lacking else ""
         return (
-            f"it left out {self.lacking} parameter(s): {', '.join(self.names)}"
-            + (" and more" if len(self.names) < self.lacking else "")
-            + ". Send the update again, whole, or declare it partial if they are still right"
+            f"it left out {self.lacking} parameter(s): {', '.join(self.names)}{more}. "
+            "Send the update again, whole, or declare it partial if they are still right"
         )
 
 
@@ -214,14 +214,6 @@ class Refit:
         return self.session is None and self.note is None and not self.origin.is_alone
 
     @property
-    def seconds(self) -> float:
-        return sum(part.seconds for part in self.parts)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    @property
     def tensors(self) -> int:
         """Names that came; none comes twice in a refit."""
         return sum(part.tensors for part in self.parts)
@@ -231,10 +223,8 @@ class Refit:
         return self.note is not None and self.note.is_partial
 
     def describe(self) -> str:
-        """For a message."""
         version = f" ({self.version})" if self.version else ""
         return f"refit {self.id}{version}" + (f", {self.given_up}:" if self.given_up else "")
 
     def left_out(self) -> str:
-        """For a message."""
         return (self.found or Verdict()).left_out()

@@ -77,6 +77,8 @@ def last_refit(report: RefitReport) -> dict[str, Any] | None:
     if refit is None:
         return None
     found = report.verdict() if refit is current else refit.found or Verdict()
+    seconds = sum(part.seconds for part in refit.parts)
+    nbytes = sum(part.nbytes for part in refit.parts)
     return {
         "id": refit.id,
         "version": refit.version,
@@ -88,9 +90,9 @@ def last_refit(report: RefitReport) -> dict[str, Any] | None:
         "missing_names": list(found.names),
         "errors": refit.errors[:MAX_LISTED],
         "cache_flushed": refit.cache_flushed,
-        "seconds": round(refit.seconds, 6),
-        "bytes": refit.nbytes,
-        "gb_per_s": round(refit.nbytes / refit.seconds / 1e9, 3) if refit.seconds else None,
+        "seconds": round(seconds, 6),
+        "bytes": nbytes,
+        "gb_per_s": round(nbytes / seconds / 1e9, 3) if seconds else None,
         "tensors": refit.tensors,
         "calls": len(refit.parts),
         **refit.noise.as_dict(),

@@ -34,7 +34,7 @@ class Server:
             target = Target(name, parameter, Granularity.HIGH_PRECISION, None, index=index)
             names.known[name] = Known((1,), [Landing(target, (), (ALL,), (ALL,))])
             self.targets[name] = target
-        self.report = RefitReport(self.targets.values(), names, lambda: None)
+        self.report = RefitReport(self.targets.values(), names)
         self.log = self.report.log
         self.call(*NAMES, scope=Update(Origin.STARTUP))
 
