@@ -78,6 +78,7 @@ class ModelRefit:
         self.extensions = [kind(self) for kind in extensions()]
         self._audit = Audit(model, options, self.pairs, self.report, self.derived, self.extensions)
         self.calls = Calls(self.report, self.pairs, self._audit.finished, self._audit.stopped)
+        self.during = self.calls.during
         self._loaders = LoaderCalls(options, self.pairs, self.report)
         self._load_weights = load_parts_singly(model)  # before its loaders are wrapped
 
@@ -108,10 +109,6 @@ class ModelRefit:
             self._loaders.load(self.calls.running, target, native, loaded_weight, args, kwargs)
 
         set_loader(parameter, weight_loader)
-
-    def during(self, update: Update) -> AbstractContextManager[Update]:
-        """Every `load_weights` in here belongs to that request of an update."""
-        return self.calls.during(update)
 
     def only_through_load_weights(self) -> AbstractContextManager[Any]:
         """In here, nothing else writes into the model: a loader of the client's choice runs."""

@@ -42,7 +42,8 @@ class Boundary:
             # The boundary of a request: today this ends the scheduler and with it the server. It is
             # answered instead, and nothing goes on as if it had worked.
             logger.exception("fp8rl: a request failed")
-            self.errors.append(in_words(error))
+            is_ours = isinstance(error, Fp8RlError)  # then it says what to do
+            self.errors.append(str(error) if is_ours else f"{type(error).__name__}: {error}")
             return None
 
     def asked(
@@ -96,9 +97,3 @@ class Boundary:
             f"tp_rank {at}: {text}" for at, one in enumerate(ranks) if at != rank for text in one
         ]
         return [*self.errors, *others]
-
-
-def in_words(error: Exception) -> str:
-    """An error of ours says what to do; of any other, its class says what it is."""
-    text = str(error)
-    return text if text and isinstance(error, Fp8RlError) else f"{type(error).__name__}: {text}"

@@ -37,7 +37,9 @@ def observe_refit(
         return
     metrics = _metrics(tuple(collector.labels))
     # Extensions may run kernels and transfer: once a refit, behind its last call.
-    status = status_section(refit, manager=manager if refit.report.log.is_idle else None)
+    log = refit.report.log
+    has_ended = log.running is None and log.session is None
+    status = status_section(refit, manager=manager if has_ended else None)
     if call is not None:
         metrics.count(collector.labels, status, call, success)
     metrics.observe(collector.labels, status)
@@ -67,8 +69,8 @@ class RefitMetrics:
             return Counter(PREFIX + name, text, [*labels, *more], registry=registry)
 
         def gauge(name: str, text: str, *more: str) -> Any:
-            names, mode = [*labels, *more], "mostrecent"
-            return Gauge(PREFIX + name, text, names, registry=registry, multiprocess_mode=mode)
+            options: Any = {"registry": registry, "multiprocess_mode": "mostrecent"}
+            return Gauge(PREFIX + name, text, [*labels, *more], **options)
 
         text = "Calls of update_weights_from_*, by source and outcome (ok or failed)."
         self._calls = counter("update_calls", text, "source", "outcome")

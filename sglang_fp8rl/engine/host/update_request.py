@@ -48,18 +48,20 @@ def answer_update(origin: Origin, host: Any, manager: Any, request: Any) -> Any:
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None:
         return getattr(host, f"update_weights_from_{origin.value}")(request)
-    return _UpdateRequest(origin, host, manager, request, refit).answer()
+    update = Update(origin)
+    with refit.during(update), collector_paused():
+        return _UpdateRequest(update, host, manager, request, refit).answer()
 
 
 class _UpdateRequest:
-    """One request on one rank."""
+    """One request on one rank; `update` is what becomes of it."""
 
     def __init__(
-        self, origin: Origin, host: Any, manager: Any, request: Any, refit: ModelRefit
+        self, update: Update, host: Any, manager: Any, request: Any, refit: ModelRefit
     ) -> None:
         self._host, self._manager, self._request, self._refit = host, manager, request, refit
-        self._boundary, self._update = Boundary(manager.tp_cpu_group), Update(origin)
-        self._around, self._around_host = ExitStack(), ExitStack()
+        self._update, self._boundary = update, Boundary(manager.tp_cpu_group)
+        self._around = ExitStack()  # what SGLang answers
 
     def answer(self) -> Any:
         boundary, refit, manager = self._boundary, self._refit, self._manager
@@ -71,7 +73,7 @@ class _UpdateRequest:
             # What was stored before an update failed is served too.
             boundary.step(refit.derived.end_of_update)
         else:
-            boundary.step(self._around_host.close)
+            boundary.step(self._around.close)
         if boundary.errors or result is None:
             texts = [] if result is None or result.success else [result.message]
             result = _failed(update.origin, " | ".join([*texts, *boundary.errors]))
@@ -79,7 +81,6 @@ class _UpdateRequest:
         if is_asked:
             for extension in refit.extensions:
                 boundary.step(extension.end_request, was_flushed=bool(update.cache_flushed))
-        boundary.step(self._around.close)
         if update.is_last_call or not result.success:
             boundary.step(refit.sender_memory.release)
         call, success = update.origin.value, result.success
@@ -96,25 +97,23 @@ class _UpdateRequest:
         # A client without sessions marks its last bucket by asking for the cache flush.
         update.is_last_call = getattr(request, "flush_cache", True)
         update.touches_target = getattr(request, "selector", "all") != "draft"
-        self._around.enter_context(refit.during(update))
-        self._around.enter_context(collector_paused())
         update.note = note_of(getattr(request, "rid", None))
         check_request(manager, request)
         refit.wait_for_device()
-        host, dtype = self._around_host, torch.get_default_dtype()
+        around, dtype = self._around, torch.get_default_dtype()
         # A reload from disk that fails leaves the model's (0.5.16), and later forward passes compute with it.
-        host.callback(lambda: torch.set_default_dtype(dtype))
+        around.callback(lambda: torch.set_default_dtype(dtype))
         load_format = getattr(request, "load_format", None)
         if update.origin is Origin.TENSOR and load_format not in (None, "flattened_bucket"):
             # It may name any function of the server's: that may load, and write by itself.
-            host.enter_context(refit.only_through_load_weights())
-        host.enter_context(_flush_watched(manager, update))
+            around.enter_context(refit.only_through_load_weights())
+        around.enter_context(_flush_watched(manager, update))
         if update.origin in _PROCESS_AFTER_LOADING:
-            host.enter_context(refit.derived.in_place())
+            around.enter_context(refit.derived.in_place())
 
     def _asked(self) -> Any:
         """What SGLang answers; None where a failed answer is to be given, as `errors` of the boundary."""
-        update = self._update
+        update, errors = self._update, self._boundary.errors
         has_no_session = getattr(self._manager, "_session", 0) is None
         try:
             if has_no_session and update.origin in _NEED_SESSIONS:
@@ -122,12 +121,21 @@ class _UpdateRequest:
             return self._ask()
         except Exception as error:
             # Not a `step`: it may be SGLang's way (before sessions) to say that it could not flush.
-            logger.exception("fp8rl: update_weights_from_%s failed", update.origin.value)
-            is_ours = isinstance(error, Fp8RlError)
-            if update.cache_flushed is False and not is_ours:
+            subject = f"update_weights_from_{update.origin.value}"
+            logger.exception("fp8rl: %s failed", subject)
+            if isinstance(error, Fp8RlError):
+                errors.append(str(error))
+                return None
+            if update.cache_flushed is False:
                 return _failed(update.origin, str(_FLUSH_REFUSED))
-            told = error if is_ours else _foreign(update.origin, error)
-            self._boundary.errors.append(str(told))
+            foreign = RefitError(
+                subject,
+                f"{type(error).__name__}: {error}",
+                "what is sent is read as SGLang's serializer writes it, a checkpoint as safetensors does",
+                "Send with RefitClient or SGLang's MultiprocessingSerializer; nothing of this call is known "
+                "to be stored.",
+            )
+            errors.append(str(foreign))
             return None
 
     def _ask(self) -> Any:
@@ -135,7 +143,7 @@ class _UpdateRequest:
         return self._boundary.asked(
             getattr(self._host, f"update_weights_from_{origin.value}"),
             self._request,
-            around=self._around_host,
+            around=self._around,
             has_barrier=origin in _END_WITH_BARRIER,
         )
 
@@ -165,17 +173,6 @@ class _UpdateRequest:
             closes = io_struct.EndWeightUpdateReqInput()
             boundary.step(boundary.asked, host.end_weight_update, closes, around=around)
             manager._session = None
-
-
-def _foreign(origin: Origin, error: Exception) -> RefitError:
-    """What SGLang raised by itself, in words that say what to do."""
-    return RefitError(
-        f"update_weights_from_{origin.value}",
-        f"{type(error).__name__}: {error}",
-        "what is sent is read as SGLang's serializer writes it, a checkpoint as safetensors does",
-        "Send with RefitClient or SGLang's MultiprocessingSerializer; nothing of this call is known to "
-        "be stored.",
-    )
 
 
 def _failed(origin: Origin, message: str) -> Any:

@@ -54,7 +54,10 @@ class CoverageTable:
     def _add(self, parameter: int, region: Region) -> int:
         number = len(self._regions)
         if number == len(self._stamps):
-            self._grow(max(64, 2 * number))
+            size = max(64, 2 * number)
+            self._parameter, self._numel = longer(self._parameter, size), longer(self._numel, size)
+            self._overlaps = longer(self._overlaps, size)
+            self._stamps = longer(self._stamps, size, NEVER)
         self._regions.append(region)
         self._parameter[number], self._numel[number] = parameter, region.numel
         matrix = region.start[0] if len(region.start) == 3 and region.shape[0] == 1 else None
@@ -69,11 +72,6 @@ class CoverageTable:
                         self._overlaps[one] = True
         self._neighbours[parameter, matrix].append(number)
         return number
-
-    def _grow(self, size: int) -> None:
-        self._parameter, self._numel = longer(self._parameter, size), longer(self._numel, size)
-        self._overlaps = longer(self._overlaps, size)
-        self._stamps = longer(self._stamps, size, NEVER)
 
     def write(self, numbers: np.ndarray | list[int], stamp: int) -> None:
         """These boxes were written by the call of that stamp, which is larger than any before.

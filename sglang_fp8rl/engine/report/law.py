@@ -15,7 +15,7 @@ from ...wire.refit_note import RefitNote
 from ..arrival.update import Update
 from .refit_record import Outcome, Part, Refit, Session, State, Verdict
 
-_MAX_LISTED = 16
+MAX_LISTED = 16
 _MAX_REMEMBERED = 256
 
 
@@ -41,7 +41,7 @@ class RefitLog:
         self.last: Refit | None = None
         self.complete: Refit | None = None
         self.failures: list[str] = []
-        self.left_out: deque[Refit] = deque(maxlen=_MAX_LISTED)
+        self.left_out: deque[Refit] = deque(maxlen=MAX_LISTED)
         self.is_unloaded = True
         self.session: Session | None = None
         self.is_in_step = True
@@ -68,11 +68,6 @@ class RefitLog:
     def has_many(self) -> bool:
         """Whether it remembers many refits, most of which nothing may be served of."""
         return len(self._begun) > _MAX_REMEMBERED
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no refit runs and no session is open."""
-        return self.running is None and self.session is None
 
     # -- where a refit begins ----------------------------------------------------------------------
 
@@ -201,7 +196,7 @@ class RefitLog:
         refit.errors += [text for text in dict.fromkeys(texts) if text not in refit.errors]
         said = [f"{refit.describe()} failed: {text}" for text in refit.errors]
         new = [line for line in said if line not in self.failures]
-        self.failures = (self.failures + new)[-_MAX_LISTED:]
+        self.failures = (self.failures + new)[-MAX_LISTED:]
         if self.session is not None:
             self.session.failed = refit
         if refit.is_bare:

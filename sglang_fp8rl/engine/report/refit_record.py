@@ -43,11 +43,9 @@ class Noise:
             if not self.wants(granularity):
                 return
             self._samples[granularity] += 1
-        rows, columns = min(128, source.shape[0]), min(128, source.shape[1])
+        rows, columns, scale = 128, 128, scales[:1, :1]
         if granularity is Granularity.PER_CHANNEL:
-            rows, columns, scale = min(8, rows), source.shape[1], scales[: min(8, rows)]
-        else:
-            scale = scales[:1, :1]
+            rows, columns, scale = 8, source.shape[1], scales[:8]
         exact = source[:rows, :columns].to(torch.bfloat16).float()
         served = dequantize(codes[:rows, :columns], scale, dtype=torch.float32)
         if bool(torch.isfinite(exact - served).all()):

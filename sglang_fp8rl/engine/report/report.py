@@ -17,10 +17,8 @@ from ..interception.writes import Region
 from ..model.landings import NameTable
 from ..model.parameters import Target
 from .coverage import NEVER, CoverageTable, FullExtent, longer
-from .law import RefitLog
+from .law import MAX_LISTED, RefitLog
 from .refit_record import Outcome, Part, Refit, Session, Verdict
-
-MAX_LISTED = 16
 
 
 class Arrived(NamedTuple):

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from .coverage import NEVER
+from .law import MAX_LISTED
 from .refit_record import State, Verdict
-from .report import MAX_LISTED, RefitReport
+from .report import RefitReport
 
 _MAX_TEXT = 500
 
