@@ -1,19 +1,33 @@
-"""What an extension of a served model may do. Nothing but `registered.py` knows which ones there are."""
+"""What a server does beside serving: one line each, and what such a folder may do. Without both the rest serves on."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 
+_EXTENSIONS = (
+    "proof.extension:Fingerprints",
+    "kv_scales.extension:KvScaling",
+)
+
+
+@functools.cache
+def extensions() -> tuple[type[Extension], ...]:
+    """By name, at the first model or route: nothing that serves imports them."""
+    found = (path.split(":") for path in _EXTENSIONS)
+    return tuple(getattr(import_module(f".{module}", __package__), name) for module, name in found)
+
 
 @dataclass
 class Received:
-    """What became of tensors that no parameter takes: `taken` ones are to be read again when their bucket
-    comes again, `ignored` ones are not needed, and `errors` says what is wrong with others."""
+    """Tensors that no parameter takes: `taken` ones are to be read again when their bucket comes again,
+    `ignored` ones are not needed, and `errors` says what is wrong with others."""
 
     taken: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
@@ -57,21 +71,13 @@ class Extension:
         return Received()
 
     def end_request(self, *, was_flushed: bool) -> None:
-        """Behind an update request that SGLang was asked, on every rank, whatever became of it there.
-
-        Args:
-            was_flushed: whether this rank's cache was emptied.
-        """
+        """Behind an update request that SGLang was asked, on every rank; `was_flushed` is this rank's cache."""
 
     def end_session(self, manager: Any) -> None:
         """Behind the end of a session, on every rank; `manager` is SGLang's weight updater."""
 
     def cache_is_empty(self, manager: Any) -> bool:
-        """SGLang has just flushed its cache, on every rank, and not within an update request.
-
-        Returns:
-            whether it may say so.
-        """
+        """SGLang has just flushed its cache, on every rank, outside of updates; returns whether it may say so."""
         return True
 
     def status(self, manager: Any) -> dict[str, Any] | None:

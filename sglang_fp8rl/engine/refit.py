@@ -22,6 +22,7 @@ from ..scheme import Scheme
 from ..wire.plan import RefitPlan
 from .arrival.bucket import Bucket, SenderMemory, bucket_of, check_bucket
 from .arrival.update import Origin, Update
+from .extension import extensions
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
 from .model.parameters import (
@@ -41,7 +42,6 @@ from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
 from .native.recording import Recording
-from .registered import extensions
 from .replay.learning import learn
 from .replay.recipes import Recipe, RecipeStore, replay
 from .report.report import RefitReport
@@ -71,13 +71,14 @@ class ModelRefit:
         self._device = next(iter(self._devices)) if len(self._devices) == 1 else None
         self.names, self.pairs = NameTable(), PairTable()
         self.derived = DerivedWeights(model)
-        self.report = RefitReport(self.targets.values(), self.names, self._learn_names)
+        self.report = RefitReport(self.targets.values(), self.names)
         self.recipes = RecipeStore()
         self.sender_memory = SenderMemory()
         self._probe_names = probe_names
         self.extensions = [kind(self) for kind in extensions()]
         self._audit = Audit(model, options, self.pairs, self.report, self.derived, self.extensions)
         self.calls = Calls(self.report, self.pairs, self._audit.finished, self._audit.stopped)
+        self.during = self.calls.during
         self._loaders = LoaderCalls(options, self.pairs, self.report)
         self._load_weights = load_parts_singly(model)  # before its loaders are wrapped
 
@@ -109,10 +110,6 @@ class ModelRefit:
 
         set_loader(parameter, weight_loader)
 
-    def during(self, update: Update) -> AbstractContextManager[Update]:
-        """Every `load_weights` in here belongs to that request of an update."""
-        return self.calls.during(update)
-
     def only_through_load_weights(self) -> AbstractContextManager[Any]:
         """In here, nothing else writes into the model: a loader of the client's choice runs."""
         memory = ModelMemory(self.model, self.targets.values())
@@ -140,6 +137,10 @@ class ModelRefit:
 
     def note_loaded(self) -> None:
         """SGLang has loaded and processed the model; nothing has run on it yet."""
+        try:
+            self.learned_names()
+        except Fp8RlError as error:  # each refit says that it can't be judged
+            self.report.unknown_because = str(error)
         self.derived.kept_copies.note_loaded(self._written())
 
     def _written(self) -> list[Target]:
@@ -232,12 +233,9 @@ class ModelRefit:
 
     # -- the plan ----------------------------------------------------------------------------------
 
-    def plan(self) -> RefitPlan:
-        """The public document, made once. Without a load at startup the checkpoint is probed."""
-        return self._plan
-
     @functools.cached_property
-    def _plan(self) -> RefitPlan:
+    def plan(self) -> RefitPlan:
+        """The public document."""
         names = self.learned_names()
         more: dict[str, Any] = {}
         for kind in extensions():
@@ -246,13 +244,16 @@ class ModelRefit:
         return RefitPlan.from_dict(document)
 
     def learned_names(self) -> NameTable:
-        """The checkpoint's; without a load at startup it is probed."""
+        """The checkpoint's names. Where nothing was loaded they go through the loaders on `meta`; nothing is stored.
+
+        Raises:
+            HostError: the loaders of this model need values.
+        """
         if not self.names.is_filled:
-            self._learn_names()
+            self._probe()
         return self.names
 
-    def _learn_names(self) -> None:
-        """Send every name of the checkpoint through the loaders, on `meta`; nothing is stored."""
+    def _probe(self) -> None:
         call = Call(Update(Origin.PROBE))
         try:
             with torch.no_grad(), self.derived.held_back(), self.calls.probing(call):

@@ -122,7 +122,7 @@ def status(scheduler: Any) -> dict[str, Any]:
 
 def plan_document(scheduler: Any) -> dict[str, Any]:
     """What `GET /fp8rl/plan` answers."""
-    return model_of(scheduler).fp8rl_refit.plan().as_dict()
+    return model_of(scheduler).fp8rl_refit.plan.as_dict()
 
 
 def forget_buckets(scheduler: Any) -> None:

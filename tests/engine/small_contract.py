@@ -23,7 +23,7 @@ def said(host: EngineHost) -> Any:
 
 def package_of(scheduler: Any) -> list[str]:
     import sglang_fp8rl
-    from sglang_fp8rl.engine.registered import extensions
+    from sglang_fp8rl.engine.extension import extensions
 
     return [sglang_fp8rl.__path__[0], *(kind.__module__ for kind in extensions())]
 

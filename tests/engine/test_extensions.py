@@ -13,12 +13,12 @@ import pytest
 import small_contract
 
 import sglang_fp8rl
-from sglang_fp8rl.engine import registered
+from sglang_fp8rl.engine import extension
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PACKAGE = Path(sglang_fp8rl.__path__[0])
-FOLDERS = [path.split(".")[0] for path in registered._EXTENSIONS]
+FOLDERS = [path.split(".")[0] for path in extension._EXTENSIONS]
 
 
 def without(folder: str, copies: Path) -> Path:
@@ -26,10 +26,10 @@ def without(folder: str, copies: Path) -> Path:
     copy = copies / PACKAGE.name
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(copy / "engine" / folder)
-    lines = (copy / "engine" / "registered.py").read_text().splitlines(keepends=True)
+    lines = (copy / "engine" / "extension.py").read_text().splitlines(keepends=True)
     left = [line for line in lines if f'"{folder}.' not in line]
     assert len(left) == len(lines) - 1
-    (copy / "engine" / "registered.py").write_text("".join(left))
+    (copy / "engine" / "extension.py").write_text("".join(left))
     return copy
 
 
@@ -50,7 +50,7 @@ def test_a_server_without_the_folder_serves_refits_and_replays(folder, tmp_path)
         check=False,
     )
     assert answer.returncode == 0, answer.stderr[-4000:]
-    others = [path for path in registered._EXTENSIONS if not path.startswith(f"{folder}.")]
+    others = [path for path in extension._EXTENSIONS if not path.startswith(f"{folder}.")]
     assert json.loads(answer.stdout.splitlines()[-1]) == {
         "package": str(copy),
         "extensions": [f"sglang_fp8rl.engine.{path.split(':')[0]}" for path in others],

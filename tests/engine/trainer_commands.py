@@ -13,7 +13,7 @@ def plan(scheduler: Any) -> dict[str, Any]:
 
     refit = refit_of(model_of(scheduler))
     assert refit is not None
-    return refit.plan().as_dict()
+    return refit.plan.as_dict()
 
 
 def stored(scheduler: Any) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -1,4 +1,4 @@
-"""How a model of this method is built."""
+"""How a model of this method is built and started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...checkpoint import meta_tensors
 from ...config import QUANTIZATION_METHOD
 from ...errors import ConfigError
 from ..modules.config import Fp8BlockwiseOnlineConfig
-from ..refit import ModelRefit
+from ..refit import ModelRefit, refit_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,3 +64,33 @@ def _draft_was_asked_for() -> bool:
     from sglang.srt.runtime_context import get_server_args
 
     return bool(getattr(get_server_args(), "_speculative_draft_quantization_explicitly_set", False))
+
+
+def start_model(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
+    """`ModelRunner.configure_kv_cache_dtype`: weights are loaded, nothing has run yet.
+
+    Raises:
+        ConfigError: as `check_control`, or as an extension says.
+    """
+    from sglang.srt.runtime_context import get_server_args
+
+    refit = refit_of(runner.model)
+    if refit is not None:
+        check_control(get_server_args())
+        refit.note_loaded()
+        refit.extensions[:] = [one for one in refit.extensions if one.start(runner)]
+    return result
+
+
+def check_control(args: Any) -> None:
+    """Raises `ConfigError` where a request does not reach all ranks between the same two forward passes.
+
+    Then one rank waits for the others in a request's end or fingerprint, and these for it in a forward pass.
+    """
+    if args.enable_dp_attention_local_control_broadcast:
+        raise ConfigError(
+            "--enable-dp-attention-local-control-broadcast",
+            "set",
+            "the ranks answer an update and a fingerprint together, so all of them get the request at once",
+            "Leave it out.",
+        )

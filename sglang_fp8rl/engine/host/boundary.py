@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -25,10 +25,8 @@ T = TypeVar("T")
 class Boundary:
     """Around one request, on this rank.
 
-    Args:
-        group: of all ranks that serve the request, on a CPU backend.
-
     Attributes:
+        group: of all ranks that serve the request, on a CPU backend.
         errors: what this rank's steps raised, in words.
     """
 
@@ -44,18 +42,23 @@ class Boundary:
             # The boundary of a request: today this ends the scheduler and with it the server. It is
             # answered instead, and nothing goes on as if it had worked.
             logger.exception("fp8rl: a request failed")
-            self.errors.append(in_words(error))
+            is_ours = isinstance(error, Fp8RlError)  # then it says what to do
+            self.errors.append(str(error) if is_ours else f"{type(error).__name__}: {error}")
             return None
 
     def asked(
-        self, original: Callable[..., T], *args: Any, around: ExitStack, has_barrier: bool
+        self,
+        original: Callable[..., T],
+        *args: Any,
+        around: ExitStack | None = None,
+        has_barrier: bool = True,
     ) -> T:
         """What SGLang answers inside of `around`. Raises what it raises, or what the end of `around` does.
 
         Args:
             has_barrier: whether SGLang ends with one; where it raises before, the other ranks wait there.
         """
-        with around:
+        with around or nullcontext():
             try:
                 return original(*args)
             except Exception:
@@ -65,7 +68,15 @@ class Boundary:
 
     def is_fine(self) -> bool:
         """Whether no step of any rank has raised. A collective."""
-        return on_every_rank(self.group, not self.errors)
+        return self.on_every_rank(not self.errors)
+
+    def on_every_rank(self, holds: bool) -> bool:
+        """What decides whether ranks enter a collective is the same on each of them. A collective."""
+        if torch.distributed.get_world_size(self.group) == 1:
+            return holds
+        all_hold = torch.tensor([int(holds)])
+        torch.distributed.all_reduce(all_hold, torch.distributed.ReduceOp.MIN, group=self.group)
+        return bool(all_hold.item())
 
     def gathered(self, own: Any) -> list[Any]:
         """What every rank says, by rank. A collective."""
@@ -86,22 +97,3 @@ class Boundary:
             f"tp_rank {at}: {text}" for at, one in enumerate(ranks) if at != rank for text in one
         ]
         return [*self.errors, *others]
-
-
-def on_every_rank(group: Any, holds: bool) -> bool:
-    """What decides whether ranks enter a collective is the same on each of them. A collective.
-
-    Args:
-        group: as of `Boundary`; None for one rank.
-    """
-    if group is None or torch.distributed.get_world_size(group) == 1:
-        return holds
-    all_hold = torch.tensor([int(holds)])
-    torch.distributed.all_reduce(all_hold, torch.distributed.ReduceOp.MIN, group=group)
-    return bool(all_hold.item())
-
-
-def in_words(error: Exception) -> str:
-    """An error of ours says what to do; of any other, its class says what it is."""
-    text = str(error)
-    return text if text and isinstance(error, Fp8RlError) else f"{type(error).__name__}: {text}"

@@ -10,11 +10,10 @@ from ...config import QUANTIZATION_METHOD
 from ...declared_hooks import Hook, register_hooks
 from ..modules.config import Fp8BlockwiseOnlineConfig
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
-from .attach import build_model
-from .other_calls import after_flush, start_model
+from .attach import build_model, start_model
 from .status import add_routes, add_status
 from .update_request import flattened_bucket
-from .updater import RefitUpdater
+from .updater import RefitUpdater, after_flush
 
 HOOKS = (
     Hook(

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from ..extension import extensions
 from ..refit import ModelRefit
-from ..registered import extensions
 from .status import status_section
 
 PREFIX = "sglang:fp8rl_"
@@ -37,7 +37,9 @@ def observe_refit(
         return
     metrics = _metrics(tuple(collector.labels))
     # Extensions may run kernels and transfer: once a refit, behind its last call.
-    status = status_section(refit, manager=manager if refit.report.log.is_idle else None)
+    log = refit.report.log
+    has_ended = log.running is None and log.session is None
+    status = status_section(refit, manager=manager if has_ended else None)
     if call is not None:
         metrics.count(collector.labels, status, call, success)
     metrics.observe(collector.labels, status)
@@ -63,15 +65,16 @@ class RefitMetrics:
 
         registry = registry or REGISTRY
 
-        def metric(kind: Any, name: str, text: str, *more: str, **options: Any) -> Any:
-            return kind(PREFIX + name, text, [*labels, *more], registry=registry, **options)
+        def counter(name: str, text: str, *more: str) -> Any:
+            return Counter(PREFIX + name, text, [*labels, *more], registry=registry)
 
         def gauge(name: str, text: str, *more: str) -> Any:
-            return metric(Gauge, name, text, *more, multiprocess_mode="mostrecent")
+            options: Any = {"registry": registry, "multiprocess_mode": "mostrecent"}
+            return Gauge(PREFIX + name, text, [*labels, *more], **options)
 
         text = "Calls of update_weights_from_*, by source and outcome (ok or failed)."
-        self._calls = metric(Counter, "update_calls", text, "source", "outcome")
-        self._refits = metric(Counter, "refits", "Refits begun.")
+        self._calls = counter("update_calls", text, "source", "outcome")
+        self._refits = counter("refits", "Refits begun.")
         self._sqnr = gauge("sqnr_db", "SQNR of the last refit's samples, in dB.", "scheme")
         described = dict(_GAUGES)
         for kind in extensions():
@@ -91,26 +94,18 @@ class RefitMetrics:
             self._refits.labels(**labels).inc()
 
     def observe(self, labels: dict[str, str], status: dict[str, Any]) -> None:
-        """Take over what the status section says."""
-        found = _measured(status)
+        """Take over what the status section has a number for."""
+        found: dict[str, float] = {"consistent": int(status["consistent"])}
+        replay, refit = status["replay"], status["last_refit"]
+        calls = replay["calls"] + replay["native_calls"]
+        if calls:
+            found["replayed_share"] = replay["calls"] / calls
+        if refit is not None:
+            found |= {"refit_seconds": refit["seconds"], "refit_bytes": refit["bytes"]}
+            for scheme, decibels in refit["sqnr_db"].items():
+                if decibels is not None:
+                    self._sqnr.labels(**labels, scheme=scheme).set(decibels)
         for kind in extensions():
             found |= kind.measured(status)
         for name, value in found.items():
             self._gauges[name].labels(**labels).set(value)
-        refit = status["last_refit"]
-        samples = refit["sqnr_db"] if refit is not None else {}
-        for scheme, decibels in samples.items():
-            if decibels is not None:
-                self._sqnr.labels(**labels, scheme=scheme).set(decibels)
-
-
-def _measured(status: dict[str, Any]) -> dict[str, float]:
-    """The gauges that a status has a number for."""
-    found: dict[str, float] = {"consistent": int(status["consistent"])}
-    replay, refit = status["replay"], status["last_refit"]
-    calls = replay["calls"] + replay["native_calls"]
-    if calls:
-        found["replayed_share"] = replay["calls"] / calls
-    if refit is not None:
-        found |= {"refit_seconds": refit["seconds"], "refit_bytes": refit["bytes"]}
-    return found

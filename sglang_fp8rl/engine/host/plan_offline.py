@@ -44,15 +44,9 @@ def make_plan(
     Raises:
         HostError: the model can't be built or has a module that can't be served; with its reason.
     """
-    argv = [
-        f"--model-path={model}",
-        f"--tp-size={tp_size}",
-        f"--ep-size={ep_size}",
-        f"--quantization={QUANTIZATION_METHOD}",
-        "--skip-tokenizer-init",
-        "--load-format=dummy",
-        "--device=cpu",
-    ]
+    argv = [f"--model-path={model}", f"--tp-size={tp_size}", f"--ep-size={ep_size}"]
+    argv += [f"--quantization={QUANTIZATION_METHOD}", "--load-format=dummy", "--device=cpu"]
+    argv += ["--skip-tokenizer-init"]
     if options:
         override = {"quantization_config": dict(options)}
         argv.append(f"--json-model-override-args={json.dumps(override)}")
@@ -72,9 +66,8 @@ def make_plan(
             )
         answer = json.loads(answer_path.read_text())
     if "error" in answer:
-        raise HostError(
-            model, answer["error"], f"{QUANTIZATION_METHOD} can't serve it at tp {tp_size}", ""
-        )
+        rule = f"{QUANTIZATION_METHOD} can't serve it at tp {tp_size}"
+        raise HostError(model, answer["error"], rule, "")
     return RefitPlan.from_dict(answer["document"])
 
 
@@ -89,11 +82,7 @@ def _child_env(tp_size: int) -> dict[str, str]:
 
 
 def run_in_new_interpreter(args: Sequence[str], env: Mapping[str, str], log_path: Path) -> str:
-    """Run `child_main(args)` with `env` added to the environment; how it ended, in words.
-
-    Args:
-        log_path: takes what it prints.
-    """
+    """Run `child_main(args)` with `env` added, and what it prints in `log_path`; how it ended, in words."""
     # SGLang's scheduler sends SIGQUIT to its parent when it fails. The parent is this process.
     before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     try:
@@ -132,11 +121,11 @@ def child_main(args: Sequence[str]) -> None:
 
         from .attach import attached
 
-        answer: dict[str, Any]
         try:
             with torch.device("meta"):
                 model = original(model_config, load_config, quant_config)
-            answer = {"document": attached(model, model_config, quant_config).plan().as_dict()}
+            plan = attached(model, model_config, quant_config).plan
+            answer: dict[str, Any] = {"document": plan.as_dict()}
         except Fp8RlError as error:
             answer = {"error": str(error)}
         answer_path.write_text(json.dumps(answer))

@@ -50,7 +50,7 @@ def end_request(
     *,
     is_asked: bool = True,
 ) -> Refit | None:
-    """Behind an update request, or the end of a session: its refit goes on, or ends here.
+    """Behind an update request, or the end of a session: its refit goes on, or ends here. A collective.
 
     Args:
         result: of this rank; it tells the client of all ranks' failures afterwards.
@@ -95,7 +95,6 @@ def _end_together(
     ranks: list[_Said],
     result: Any,
 ) -> Refit | None:
-    report, ended = refit.report, None
     if update.cache_flushed is None and any(one.flushed for one in ranks):
         # A rank that failed asked for no flush; its prefixes would not be those of the others.
         update.cache_flushed = bool(manager.flush_cache())
@@ -105,12 +104,18 @@ def _end_together(
     if update.refit is not None:
         update.refit.cache_flushed = update.cache_flushed
     verdicts = [one.verdict for one in ranks if one.verdict is not None]
+    log, ended = refit.report.log, None
     if verdicts:
-        ended = report.end_request(Verdict.of_all(verdicts), update)
+        ended = log.end_request(Verdict.of_all(verdicts), update)
     if ended is None and update.ends_session:
-        ended = report.log.session.failed if report.log.session is not None else None
-    if ended is not None:
-        _tell(ended, result, needs_all=update.origin is Origin.DISK)
+        ended = refit.report.end_session()
+    if ended is not None and ended.outcome is Outcome.FAILED:
+        text = f"{ended.describe()} failed: {' | '.join(ended.errors)}"
+        result.message = text if result.success else f"{result.message} | {text}"
+        result.success = False
+    elif ended is not None and ended.outcome is Outcome.MIXED:
+        result.message = f"{result.message} {ended.describe()} is mixed: {ended.left_out()}"
+        result.success = result.success and update.origin is not Origin.DISK
     return ended
 
 
@@ -124,7 +129,7 @@ def fail_behind(
         result: None if the answer can't say so; then only the status does.
 
     Returns:
-        it; empty if nothing was.
+        what was raised.
     """
     errors = boundary.failures()
     if not errors:
@@ -155,17 +160,6 @@ def _wrong_with_an_empty_session(refit: ModelRefit) -> str | None:
     )
 
 
-def _tell(refit: Refit, result: Any, *, needs_all: bool = False) -> None:
-    """Put into the answer what the refit left out, or why it failed."""
-    if refit.outcome is Outcome.FAILED:
-        text = f"{refit.describe()} failed: {' | '.join(refit.errors)}"
-        result.message = text if result.success else f"{result.message} | {text}"
-        result.success = False
-    elif refit.outcome is Outcome.MIXED:
-        result.message = f"{result.message} {refit.describe()} is mixed: {refit.left_out()}"
-        result.success = result.success and not needs_all
-
-
 def _fail_together(
     boundary: Boundary,
     refit: ModelRefit,
@@ -173,11 +167,7 @@ def _fail_together(
     errors: Sequence[str | None],
     result: Any,
 ) -> None:
-    """One rank failed, so all did. What this rank's own calls found is written down already.
-
-    Args:
-        errors: by rank.
-    """
+    """One rank failed, so all did; `errors` are by rank. What this rank's own calls found is written down already."""
     own = torch.distributed.get_rank(boundary.group)
     is_known = update.refit is not None and update.refit.outcome is Outcome.FAILED
     texts = [

@@ -7,25 +7,32 @@ from typing import Any
 import torch
 
 from ...errors import HostError, RefitError
-from ...wire.refit_note import RefitNote, note_of
 from ...wire.verl_deltas import LOADER, deltas_refused
-
-
-def readable_note(request: Any) -> RefitNote | None:
-    """What the client says of its refit; a note that can't be read is refused by `check_request`."""
-    try:
-        return note_of(getattr(request, "rid", None))
-    except RefitError:
-        return None
 
 
 def check_request(manager: Any, request: Any) -> None:
     """Raises `RefitError` for a request that can't be served as it is meant."""
-    note_of(getattr(request, "rid", None))
     check_weights_are_there(manager, "an update writes them")
-    _check_load_format(request)
+    load_format = getattr(request, "load_format", None)
+    if load_format == "direct":
+        raise RefitError(
+            "load_format",
+            "'direct'",
+            "it copies into parameters and would leave FP8 scales behind",
+            "Leave load_format out, or use 'flattened_bucket'.",
+        )
+    if load_format == LOADER:
+        raise deltas_refused(f"load_format {LOADER}")
     check_selector(manager, request)
-    _check_payloads(manager, request)
+    payloads = getattr(request, "serialized_named_tensors", None)
+    size = torch.distributed.get_world_size(manager.tp_cpu_group)
+    if payloads is not None and len(payloads) != size:
+        raise RefitError(
+            "serialized_named_tensors",
+            f"{len(payloads)} payload(s)",
+            f"there is one for each of the {size} tensor-parallel rank(s)",
+            "Send as many as the server's tp_size; RefitClient asks for it.",
+        )
 
 
 def are_weights_released(manager: Any) -> bool:
@@ -54,28 +61,4 @@ def check_selector(manager: Any, request: Any) -> None:
             "'draft'",
             "this server has no draft model: nothing would be updated",
             "Leave selector out, or start the server with a draft model.",
-        )
-
-
-def _check_load_format(request: Any) -> None:
-    if getattr(request, "load_format", None) == "direct":
-        raise RefitError(
-            "load_format",
-            "'direct'",
-            "it copies into parameters and would leave FP8 scales behind",
-            "Leave load_format out, or use 'flattened_bucket'.",
-        )
-    if getattr(request, "load_format", None) == LOADER:
-        raise deltas_refused(f"load_format {LOADER}")
-
-
-def _check_payloads(manager: Any, request: Any) -> None:
-    payloads = getattr(request, "serialized_named_tensors", None)
-    size = torch.distributed.get_world_size(manager.tp_cpu_group)
-    if payloads is not None and len(payloads) != size:
-        raise RefitError(
-            "serialized_named_tensors",
-            f"{len(payloads)} payload(s)",
-            f"there is one for each of the {size} tensor-parallel rank(s)",
-            "Send as many as the server's tp_size; RefitClient asks for it.",
         )

@@ -19,9 +19,9 @@ from starlette.responses import JSONResponse, Response
 from ... import __version__
 from ...wire.layout_text import VERSION as FLAT_LAYOUT_VERSION
 from ...wire.plan import PLAN_PATH, STATUS_PATH
+from ..extension import extensions
 from ..model.plan_document import module_rows
 from ..refit import ModelRefit, refit_of
-from ..registered import extensions
 from ..report import report_fields
 from ..report.refit_record import State
 from .boundary import Boundary
@@ -34,7 +34,6 @@ def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) 
     """What a user wants to know of a running server, as JSON types.
 
     Args:
-        refit: of the served model.
         replica: data-parallel rank of the scheduler that says it.
         manager: SGLang's weight updater; None if nothing is to be read off the device, nor of a session.
     """
@@ -68,10 +67,7 @@ def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) 
 def status_of_replicas(sections: list[dict[str, Any]]) -> dict[str, Any]:
     """The section of the replica that serves the worst state, and `replicas`: how many there are.
 
-    Args:
-        sections: as `status_section`, one per replica in any order; at least one. The section's own
-            `replica` says whose it is. Of two that are alike, the one whose cache was not flushed goes
-            first, then the lower number.
+    Of two that are alike, the one whose cache was not flushed goes first, then the lower number.
     """
     states = [state.value for state in State]
 
@@ -87,11 +83,7 @@ def status_of_replicas(sections: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def add_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
-    """After the tokenizer manager was made: more routes, in a process that serves HTTP.
-
-    Side effects on the host: SGLang's FastAPI app gets the routes `GET /fp8rl/plan`, `GET /fp8rl/status`
-    and those of the extensions.
-    """
+    """After the tokenizer manager was made: SGLang's app gets more routes, in a process that serves HTTP."""
     server = sys.modules.get(SERVER_MODULE)
     if server is None:
         return
@@ -167,9 +159,9 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
             return result
     boundary = Boundary(scheduler.weight_updater.tp_cpu_group)
     if mark.startswith(PLAN_MARK):
-        result.internal_state = boundary.step(_plan_state, refit, mark) or {
-            "fp8rl_plan_error": " | ".join(boundary.errors)
-        }
+        known = mark.removeprefix(PLAN_MARK)
+        plan = boundary.step(_plan_state, refit, known)
+        result.internal_state = plan or {"fp8rl_plan_error": " | ".join(boundary.errors)}
         return result
     section = boundary.step(_status_of, scheduler, refit)
     # What can't be read is not to be taken for weights that are whole.
@@ -197,10 +189,10 @@ def replica_of(scheduler: Any) -> int:
     return parallel.dp_rank or 0
 
 
-def _plan_state(refit: ModelRefit, mark: str) -> dict[str, Any]:
-    """Args: mark: `PLAN_MARK` and the digest that the client knows."""
-    plan = refit.plan()
+def _plan_state(refit: ModelRefit, known: str) -> dict[str, Any]:
+    """The plan, for a client that knows the one with the digest `known`."""
+    plan = refit.plan
     state: dict[str, Any] = {"fp8rl_plan_digest": plan.digest}
-    if mark.removeprefix(PLAN_MARK) != plan.digest:
+    if known != plan.digest:
         state["fp8rl_plan"] = json.dumps(plan.document, ensure_ascii=False)
     return state

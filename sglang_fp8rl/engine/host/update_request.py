@@ -5,20 +5,21 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from ...errors import Fp8RlError, RefitError, as_text
 from ...wire.layout_text import from_text
+from ...wire.refit_note import note_of
 from ..arrival.bucket import FlatBucket, wait_for_reads
 from ..arrival.update import Origin, Update
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
 from .refit_end import end_request, fail_behind
-from .request_checks import check_request, readable_note
+from .request_checks import check_request
 
 logger = logging.getLogger(__name__)
 
@@ -40,43 +41,46 @@ _FLUSH_REFUSED = RefitError(
 
 
 def answer_update(origin: Origin, host: Any, manager: Any, request: Any) -> Any:
-    """Answer one update.
+    """Answer one update; `host` has SGLang's own methods of `manager`.
 
     A client that opened no session gets one for the length of its call, where SGLang asks for one.
-
-    Args:
-        host: SGLang's own methods of `manager`.
     """
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None:
         return getattr(host, f"update_weights_from_{origin.value}")(request)
-    return _UpdateRequest(origin, host, manager, request, refit).answer()
+    update = Update(origin)
+    with refit.during(update), collector_paused():
+        return _UpdateRequest(update, host, manager, request, refit).answer()
 
 
 class _UpdateRequest:
-    """One request on one rank."""
+    """One request on one rank; `update` is what becomes of it."""
 
     def __init__(
-        self, origin: Origin, host: Any, manager: Any, request: Any, refit: ModelRefit
+        self, update: Update, host: Any, manager: Any, request: Any, refit: ModelRefit
     ) -> None:
         self._host, self._manager, self._request, self._refit = host, manager, request, refit
-        self._boundary, self._update = Boundary(manager.tp_cpu_group), Update(origin)
-        self._around, self._around_host = ExitStack(), ExitStack()
-        self._is_answered = False  # by SGLang
+        self._update, self._boundary = update, Boundary(manager.tp_cpu_group)
+        self._around = ExitStack()  # what SGLang answers
 
     def answer(self) -> Any:
         boundary, refit, manager = self._boundary, self._refit, self._manager
         boundary.step(self._prepare)
         is_asked = boundary.is_fine()
-        result = self._asked() if is_asked else boundary.step(self._around_host.close)
-        update = self._update
-        if result is None:
-            result = _failed(update.origin, " | ".join(boundary.errors))
+        update, result = self._update, None
+        if is_asked:
+            result = self._asked()
+            # What was stored before an update failed is served too.
+            boundary.step(refit.derived.end_of_update)
+        else:
+            boundary.step(self._around.close)
+        if boundary.errors or result is None:
+            texts = [] if result is None or result.success else [result.message]
+            result = _failed(update.origin, " | ".join([*texts, *boundary.errors]))
         end_request(boundary, manager, refit, update, result, is_asked=is_asked)
         if is_asked:
             for extension in refit.extensions:
                 boundary.step(extension.end_request, was_flushed=bool(update.cache_flushed))
-        boundary.step(self._around.close)
         if update.is_last_call or not result.success:
             boundary.step(refit.sender_memory.release)
         call, success = update.origin.value, result.success
@@ -86,64 +90,62 @@ class _UpdateRequest:
 
     def _prepare(self) -> None:
         """All that may refuse the request or raise before SGLang, whose ranks wait for each other."""
-        manager, request, refit = self._manager, self._request, self._refit
+        manager, request, refit, update = self._manager, self._request, self._refit, self._update
         version = getattr(request, "weight_version", None)
-        self._update = update = Update(
-            self._update.origin,
-            in_session=getattr(manager, "_session", None) is not None,
-            # A client without sessions marks its last bucket by asking for the cache flush.
-            is_last_call=getattr(request, "flush_cache", True),
-            note=readable_note(request),
-            version=None if version is None else as_text(version),
-            touches_target=getattr(request, "selector", "all") != "draft",
-        )
-        self._around.enter_context(refit.during(update))
-        self._around.enter_context(collector_paused())
+        update.version = None if version is None else as_text(version)
+        update.in_session = getattr(manager, "_session", None) is not None
+        # A client without sessions marks its last bucket by asking for the cache flush.
+        update.is_last_call = getattr(request, "flush_cache", True)
+        update.touches_target = getattr(request, "selector", "all") != "draft"
+        update.note = note_of(getattr(request, "rid", None))
         check_request(manager, request)
         refit.wait_for_device()
-        # From disk and from checkpoint-engine, SGLang processes weights after it loaded them.
-        processes = update.origin in _PROCESS_AFTER_LOADING
-        for context in (
-            _default_dtype_kept(),
-            # A `load_format` may name any function of the server's: it may load, and write by itself.
-            refit.only_through_load_weights() if _has_loader(request) else nullcontext(),
-            _flush_watched(manager, update),
-            refit.derived.in_place() if processes else nullcontext(),
-        ):
-            self._around_host.enter_context(context)
+        around, dtype = self._around, torch.get_default_dtype()
+        # A reload from disk that fails leaves the model's (0.5.16), and later forward passes compute with it.
+        around.callback(lambda: torch.set_default_dtype(dtype))
+        load_format = getattr(request, "load_format", None)
+        if update.origin is Origin.TENSOR and load_format not in (None, "flattened_bucket"):
+            # It may name any function of the server's: that may load, and write by itself.
+            around.enter_context(refit.only_through_load_weights())
+        around.enter_context(_flush_watched(manager, update))
+        if update.origin in _PROCESS_AFTER_LOADING:
+            around.enter_context(refit.derived.in_place())
 
     def _asked(self) -> Any:
         """What SGLang answers; None where a failed answer is to be given, as `errors` of the boundary."""
-        boundary, update = self._boundary, self._update
+        update, errors = self._update, self._boundary.errors
+        has_no_session = getattr(self._manager, "_session", 0) is None
         try:
-            try:
-                if (
-                    update.origin in _NEED_SESSIONS
-                    and getattr(self._manager, "_session", 0) is None
-                ):
-                    return self._in_a_session()
-                return self._ask()
-            finally:  # what was stored before an update failed is served too
-                _renew_derived(self._refit, update.origin)
+            if has_no_session and update.origin in _NEED_SESSIONS:
+                return self._in_a_session()
+            return self._ask()
         except Exception as error:
             # Not a `step`: it may be SGLang's way (before sessions) to say that it could not flush.
-            logger.exception("fp8rl: update_weights_from_%s failed", update.origin.value)
-            is_ours = isinstance(error, Fp8RlError)
-            if update.cache_flushed is False and not (is_ours or self._is_answered):
+            subject = f"update_weights_from_{update.origin.value}"
+            logger.exception("fp8rl: %s failed", subject)
+            if isinstance(error, Fp8RlError):
+                errors.append(str(error))
+                return None
+            if update.cache_flushed is False:
                 return _failed(update.origin, str(_FLUSH_REFUSED))
-            boundary.errors.append(str(error if is_ours else _foreign(update.origin, error)))
+            foreign = RefitError(
+                subject,
+                f"{type(error).__name__}: {error}",
+                "what is sent is read as SGLang's serializer writes it, a checkpoint as safetensors does",
+                "Send with RefitClient or SGLang's MultiprocessingSerializer; nothing of this call is known "
+                "to be stored.",
+            )
+            errors.append(str(foreign))
             return None
 
     def _ask(self) -> Any:
         origin = self._update.origin
-        result = self._boundary.asked(
+        return self._boundary.asked(
             getattr(self._host, f"update_weights_from_{origin.value}"),
             self._request,
-            around=self._around_host,
+            around=self._around,
             has_barrier=origin in _END_WITH_BARRIER,
         )
-        self._is_answered = True
-        return result
 
     def _in_a_session(self) -> Any:
         """The answer in a session that is open for the length of this call.
@@ -156,48 +158,21 @@ class _UpdateRequest:
         boundary, host, manager = self._boundary, self._host, self._manager
         selector = getattr(self._request, "selector", "all")
         opens = io_struct.BeginWeightUpdateReqInput(selector=selector)
-        boundary.step(
-            boundary.asked, host.begin_weight_update, opens, around=ExitStack(), has_barrier=True
-        )
+        boundary.step(boundary.asked, host.begin_weight_update, opens)
         errors = boundary.failures()
         if errors:
             manager._session = None  # nobody else would end it
             boundary.errors.clear()
             rule = "an update needs one"
             raise RefitError("the update's session", " | ".join(errors), rule, "Send it again.")
-        result = None
         try:
-            result = self._ask()
+            return self._ask()
         finally:
             around = ExitStack()
             boundary.step(around.enter_context, self._refit.derived.in_place())
             closes = io_struct.EndWeightUpdateReqInput()
-            boundary.step(
-                boundary.asked, host.end_weight_update, closes, around=around, has_barrier=True
-            )
+            boundary.step(boundary.asked, host.end_weight_update, closes, around=around)
             manager._session = None
-        return result
-
-
-def _renew_derived(refit: ModelRefit, origin: Origin) -> None:
-    """Raises an error of ours, which is never taken for a flush that SGLang refused before it."""
-    try:
-        refit.derived.end_of_update()
-    except Fp8RlError:
-        raise
-    except Exception as error:
-        raise _foreign(origin, error) from error
-
-
-def _foreign(origin: Origin, error: Exception) -> RefitError:
-    """What SGLang raised by itself, in words that say what to do."""
-    return RefitError(
-        f"update_weights_from_{origin.value}",
-        f"{type(error).__name__}: {error}",
-        "what is sent is read as SGLang's serializer writes it, a checkpoint as safetensors does",
-        "Send with RefitClient or SGLang's MultiprocessingSerializer; nothing of this call is known to "
-        "be stored.",
-    )
 
 
 def _failed(origin: Origin, message: str) -> Any:
@@ -248,12 +223,6 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _has_loader(request: Any) -> bool:
-    return hasattr(request, "serialized_named_tensors") and (
-        request.load_format not in (None, "flattened_bucket")
-    )
-
-
 @contextmanager
 def _flush_watched(manager: Any, update: Update) -> Iterator[None]:
     """Whether SGLang's flush was refused: weights that are stored are no failed refit for that.
@@ -271,14 +240,3 @@ def _flush_watched(manager: Any, update: Update) -> Iterator[None]:
         yield
     finally:
         manager.flush_cache = flush
-
-
-@contextmanager
-def _default_dtype_kept() -> Iterator[None]:
-    """A reload from disk that fails leaves the model's dtype as torch's default (SGLang 0.5.16), and
-    every later forward pass computes with it."""
-    before = torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

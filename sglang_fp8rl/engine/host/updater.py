@@ -5,14 +5,22 @@ Each method asks SGLang's own; for models that are served otherwise it does noth
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
+from sglang.srt.managers import io_struct
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 from ...compat import SESSIONS_SINCE, host_version
-from ..arrival.update import Origin
-from .other_calls import note_released_weights, read_unfolded
-from .sessions import begin_session, end_session
+from ...errors import RefitError
+from ...wire.refit_note import note_of
+from ..arrival.update import Origin, Update
+from ..refit import ModelRefit, refit_of
+from .boundary import Boundary
+from .metrics import observe_refit
+from .refit_end import end_request, fail_behind
+from .request_checks import check_selector, check_weights_are_there
 from .update_request import answer_update
 
 
@@ -57,3 +65,129 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
 
     def save_sharded_model(self, params: Any) -> Any:
         return read_unfolded(super().save_sharded_model, self, params)
+
+
+# -- sessions: what comes in between is one refit --------------------------------------------------
+
+
+def begin_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """`begin_weight_update`: what comes until its end is one refit, with the note that it brings."""
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is None or manager._session is not None:
+        return original(request)
+    boundary = Boundary(manager.tp_cpu_group)
+    boundary.step(_announced, manager, request, refit)
+    errors = boundary.failures()
+    if not errors:
+        result = boundary.step(boundary.asked, original, request)
+        errors = boundary.failures()
+        if not errors:
+            return result
+        manager._session = None
+    refit.report.log.session = None
+    return io_struct.BeginWeightUpdateReqOutput(success=False, message=" | ".join(errors))
+
+
+def _announced(manager: Any, request: Any, refit: ModelRefit) -> None:
+    note = note_of(request.rid)
+    check_weights_are_there(manager, "an update writes them")
+    check_selector(manager, request)
+    refit.report.begin_session(note, refit.memory_number() if note is None else None)
+
+
+def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """`end_weight_update`: the refit ends; FP8 halves that never met fail it.
+
+    Side effects on the host: the session is over also where its end failed.
+    """
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is None or manager._session is None:
+        return original(request)
+    boundary, around = Boundary(manager.tp_cpu_group), ExitStack()
+    boundary.step(_prepare_end, manager, refit, around)
+    errors = boundary.failures()
+    if errors:  # refused: the session stays open
+        boundary.step(around.close)
+        return io_struct.EndWeightUpdateReqOutput(success=False, message=" | ".join(errors))
+    result = boundary.step(boundary.asked, original, request, around=around)
+    manager._session = None
+    if result is None:
+        text = " | ".join(boundary.errors)
+        result = io_struct.EndWeightUpdateReqOutput(success=False, message=text)
+    boundary.step(refit.sender_memory.release)
+    update = Update(Origin.TENSOR, in_session=True, ends_session=True)
+    ended = end_request(boundary, manager, refit, update, result)
+    refit.report.log.session = None  # it is over, whatever was raised there
+    for extension in refit.extensions:
+        boundary.step(extension.end_session, manager)
+    boundary.step(observe_refit, manager, refit)
+    fail_behind(boundary, refit, ended, result)
+    return result
+
+
+def _prepare_end(manager: Any, refit: ModelRefit, around: ExitStack) -> None:
+    check_weights_are_there(manager, "the end of a session processes them")
+    around.enter_context(refit.derived.in_place())
+
+
+# -- beside updates --------------------------------------------------------------------------------
+
+
+def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
+    """`Scheduler.flush_cache`: what it did, on every rank alike."""
+    refit = refit_of(scheduler.tp_worker.model_runner.model)
+    if not is_empty or refit is None or refit.is_updating:
+        return is_empty
+    refit.report.flushed()  # behind a session's end there is no refit that this could divide
+    for extension in refit.extensions:
+        is_empty = extension.cache_is_empty(scheduler.weight_updater) and is_empty
+    return is_empty
+
+
+def note_released_weights(manager: Any, request: Any) -> None:
+    """Behind `release_memory_occupation`: weights that nobody kept have to be sent again, all of them."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+    from sglang.srt.runtime_context import get_server_args
+
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    are_released = not request.tags or GPU_MEMORY_TYPE_WEIGHTS in request.tags
+    is_paged = manager.memory_saver_adapter.enabled
+    is_kept = get_server_args().enable_weights_cpu_backup
+    if refit is not None and are_released and is_paged and not is_kept:
+        boundary = Boundary(manager.tp_cpu_group)
+        boundary.step(refit.weights_lost)
+        # SGLang's answer to this request has no room for an error.
+        fail_behind(boundary, refit, None)
+
+
+def read_unfolded(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Requests that read the served weights get them as they were sent."""
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is None:
+        return original(request)
+    boundary, around = Boundary(manager.tp_cpu_group), ExitStack()
+    boundary.step(check_weights_are_there, manager, "this request reads them")
+    errors, result = boundary.failures(), None
+    if not errors:
+        boundary.step(around.enter_context, refit.unfolded())
+        if boundary.is_fine():
+            result = boundary.step(original, request)
+        boundary.step(around.close)
+        if getattr(request, "action", "") == "reset_tensors":
+            boundary.step(refit.weights_lost)
+        errors = fail_behind(boundary, refit, None)
+    return _not_read(request, errors) if errors else result
+
+
+def _not_read(request: Any, errors: list[str]) -> Any:
+    """The failed answer.
+
+    Raises:
+        RefitError: to a request by RPC, for which SGLang answers it.
+    """
+    text = " | ".join(errors)
+    if isinstance(request, io_struct.CheckWeightsReqInput):
+        return io_struct.CheckWeightsReqOutput(success=False, message=text)
+    if isinstance(request, io_struct.GetWeightsByNameReqInput):
+        return io_struct.GetWeightsByNameReqOutput(parameter=None)
+    raise RefitError("the weights", text, "they were not read", "The server's log says more.")

@@ -15,7 +15,7 @@ import torch
 
 from ...errors import ConfigError
 from ..extension import Extension, Received
-from ..host.boundary import Boundary, on_every_rank
+from ..host.boundary import Boundary
 from ..host.refit_end import fail_behind
 from ..host.request_checks import are_weights_released
 from .attention_layers import attention_layers, refused
@@ -115,7 +115,7 @@ class KvScaling(Extension):
 
     def end_request(self, *, was_flushed: bool) -> None:
         self.is_stale = True
-        if on_every_rank(self.group, was_flushed):
+        if Boundary(self.group).on_every_rank(was_flushed):
             self._choose()
 
     def cache_is_empty(self, manager: Any) -> bool:

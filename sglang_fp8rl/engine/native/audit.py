@@ -52,7 +52,7 @@ class Audit:
         """A call came to its end: NaN, unknown names, open halves, nothing at all."""
         call.errors.update(not_finite_errors(call.not_finite))
         passed = self._received(call)
-        unknown = [name for name in self._unknown(call) if name not in passed]
+        unknown = [name for name in self._without_reason(call) if name not in passed]
         if not call.update.origin.is_serving:
             # A checkpoint may hold more than the model takes: SGLang loads it, so it may pass later.
             self._report.names.not_taken(unknown)
@@ -151,15 +151,8 @@ class Audit:
         """Of a probe, which stores nothing: what the model does not take may pass later."""
         self._report.names.not_taken(self._without_reason(call))
 
-    def _unknown(self, call: Call) -> list[str]:
-        """Names that went by and reached no parameter, without a reason. A scale has its weight's."""
-        unknown = self._without_reason(call)
-        if unknown and call.update.origin.is_serving and not self._report.names.is_filled:
-            self._report.learn_names()
-            unknown = self._without_reason(call)
-        return unknown
-
     def _without_reason(self, call: Call) -> list[str]:
+        """Names that went by and reached no parameter, without a reason. A scale has its weight's."""
         return [
             name
             for name in call.sources.unused()

@@ -88,8 +88,7 @@ def fingerprint_of_ranks(ranks: Sequence[Rank]) -> Fingerprint:
         if reason:
             unproven[name] = reason
             continue
-        form = next(form for form, _ in boxes)
-        numbers[name] = Number(form, sum(one.value for one in boxes.values()) & MASK)
+        numbers[name] = Number(boxes[0].form, sum(one.value for one in boxes) & MASK)
         if difference:
             differing[name] = difference
     for at, rank in enumerate(ranks):
@@ -102,32 +101,30 @@ def fingerprint_of_ranks(ranks: Sequence[Rank]) -> Fingerprint:
     return Fingerprint("server", numbers, differing, unproven)
 
 
-def _distinct(held: dict[int, Held]) -> tuple[dict[tuple[str, Region], HeldBox], str]:
+def _distinct(held: dict[int, Held]) -> tuple[list[HeldBox], str]:
     """Every box once, and in words where a replica of one is not like the first."""
-    boxes: dict[tuple[str, Region], HeldBox] = {}
-    holders: dict[tuple[str, Region], int] = {}
+    boxes: dict[tuple[str, Region], tuple[int, HeldBox]] = {}
     differences = []
     for rank, one in held.items():
         for box in one.boxes:
-            key = (box.form, box.box)
-            first, holder = boxes.setdefault(key, box), holders.setdefault(key, rank)
+            holder, first = boxes.setdefault((box.form, box.box), (rank, box))
             if first.value != box.value:
                 differences.append(
                     f"tp_rank {rank} ({box.place}) and tp_rank {holder} ({first.place}) hold other "
                     f"bytes of {box.box}"
                 )
-    return boxes, "; ".join(differences)
+    return [box for _, box in boxes.values()], "; ".join(differences)
 
 
-def _why_unproven(held: dict[int, Held], boxes: dict[tuple[str, Region], HeldBox]) -> str:
+def _why_unproven(held: dict[int, Held], boxes: list[HeldBox]) -> str:
     """Why these boxes make no number of the tensor; empty where they do."""
     for rank, one in held.items():
         if one.reason:
             return f"tp_rank {rank}: {one.reason}"
-    forms = {form for form, _ in boxes}
+    forms = {one.form for one in boxes}
     if len(forms) > 1:
         return f"served in several forms: {', '.join(sorted(forms))}"
-    count = sum(box.numel for _, box in boxes)
+    count = sum(one.box.numel for one in boxes)
     total = math.prod(next(iter(held.values())).shape)
     if count != total:
         return f"the parts that ranks hold have {count} values, the tensor has {total}"
@@ -142,39 +139,30 @@ def _held(name: str, known: Known) -> Held:
         for box, region in zip(landing.boxes, landing.regions, strict=True)
     }
     for (_, box, region), target in places.items():
-        found = _number(name, known.shape, target, box, region)
-        if isinstance(found, str):
-            held.reason = found
+        if box is None or region is None or _without_ones(box.shape) != _without_ones(region.shape):
+            held.reason = "its loader does more than copy boxes of it"
+        elif not target.is_repeatable:
+            held.reason = "SGLang may move its experts while it serves"
         else:
-            held.boxes.append(found)
+            try:
+                held.boxes.append(_held_box(name, known.shape, target, box, region))
+            except Fp8RlError as error:  # of what no cast would write either
+                held.reason = error.rule
     return held
 
 
-def _number(
-    name: str,
-    shape: tuple[int, ...],
-    target: Target,
-    box: Region | None,
-    region: Region | None,
-) -> HeldBox | str:
-    """The box's number, or why it has none."""
-    if box is None or region is None or _without_ones(box.shape) != _without_ones(region.shape):
-        return "its loader does more than copy boxes of it"
-    if not target.is_repeatable:
-        return "SGLang may move its experts while it serves"
+def _held_box(
+    name: str, shape: tuple[int, ...], target: Target, box: Region, region: Region
+) -> HeldBox:
     here = (slice(at, at + n) for at, n in zip(region.start, region.shape, strict=True))
     served = target.parameter.data[tuple(here)].reshape(box.shape)
     if not target.is_fp8:
         form = form_of(str(served.dtype).removeprefix("torch."))
         return HeldBox(form, box, plain_number(name, served, shape, box.start), target.name)
-    granularity = target.shares_scale
-    block = granularity.block(target.parameter.shape)
-    try:
-        scales = torch.stack(target.scales_of(name, region))  # [matrices, …]
-        scales = scales.reshape(*box.shape[:-2], *scales.shape[1:])
-        value = scaled_number(name, served, scales, shape, box.start, block)
-    except Fp8RlError as error:  # of what no cast would write either
-        return error.rule
+    block = target.shares_scale.block(target.parameter.shape)
+    scales = torch.stack(target.scales_of(name, region))  # [matrices, …]
+    scales = scales.reshape(*box.shape[:-2], *scales.shape[1:])
+    value = scaled_number(name, served, scales, shape, box.start, block)
     return HeldBox(form_of(FP8, block), box, value, target.name)
 
 
@@ -182,23 +170,21 @@ def _without_ones(shape: tuple[int, ...]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-FINGERPRINT_MARK = "fp8rl-fingerprint"
-_ANSWER, _ERROR = "fp8rl_fingerprint", "fp8rl_fingerprint_error"
+_MARK, _ANSWER, _ERROR = "fp8rl-fingerprint", "fp8rl_fingerprint", "fp8rl_fingerprint_error"
 
 
 async def serve_fingerprint(request: Any) -> Any:
     """It makes derived weights anew: for those who may change the server."""
     from starlette.responses import JSONResponse
 
-    states = await internal_states(FINGERPRINT_MARK)
+    states = await internal_states(_MARK)
     for state in states:
         if _ERROR in state:
             return refused(state[_ERROR], HTTPStatus.CONFLICT)
         if _ANSWER not in state:
             return not_served()
-    return JSONResponse(
-        of_replicas({state["replica"]: json.loads(state[_ANSWER]) for state in states})
-    )
+    documents = {state["replica"]: json.loads(state[_ANSWER]) for state in states}
+    return JSONResponse(of_replicas(documents))
 
 
 def of_replicas(documents: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -226,7 +212,7 @@ class Fingerprints(Extension):
     """Answers what a model holds; takes no part in its updates."""
 
     routes = {FINGERPRINT_PATH: serve_fingerprint}  # noqa: RUF012
-    mark = FINGERPRINT_MARK
+    mark = _MARK
 
     @staticmethod
     def answer(refit: Any, scheduler: Any) -> dict[str, Any]:

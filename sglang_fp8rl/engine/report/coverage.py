@@ -1,15 +1,17 @@
-"""Which parts of which parameters came in which call. Integers and boxes, no tensors."""
+"""Which parts of which parameters came in which call, and which of them a full refit writes. Integers and boxes."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ..interception.writes import Region
+from ..model.landings import NameTable
+from ..model.parameters import Target
 
 NEVER = -1
 
@@ -52,7 +54,10 @@ class CoverageTable:
     def _add(self, parameter: int, region: Region) -> int:
         number = len(self._regions)
         if number == len(self._stamps):
-            self._grow(max(64, 2 * number))
+            size = max(64, 2 * number)
+            self._parameter, self._numel = longer(self._parameter, size), longer(self._numel, size)
+            self._overlaps = longer(self._overlaps, size)
+            self._stamps = longer(self._stamps, size, NEVER)
         self._regions.append(region)
         self._parameter[number], self._numel[number] = parameter, region.numel
         matrix = region.start[0] if len(region.start) == 3 and region.shape[0] == 1 else None
@@ -67,16 +72,6 @@ class CoverageTable:
                         self._overlaps[one] = True
         self._neighbours[parameter, matrix].append(number)
         return number
-
-    def _grow(self, size: int) -> None:
-        self._parameter, self._numel = (
-            longer(self._parameter, size),
-            longer(self._numel, size),
-        )
-        self._overlaps, self._stamps = (
-            longer(self._overlaps, size),
-            longer(self._stamps, size, NEVER),
-        )
 
     def write(self, numbers: np.ndarray | list[int], stamp: int) -> None:
         """These boxes were written by the call of that stamp, which is larger than any before.
@@ -128,3 +123,79 @@ class CoverageTable:
         """Boxes of one parameter written at stamp `since` or later."""
         numbers = self._numbers[parameter]
         return [region for region, number in numbers.items() if self._stamps[number] >= since]
+
+
+class FullExtent:
+    """Compares what a refit wrote with what the load at startup (or a probe of it) wrote.
+
+    Elements are counted, not names: a trainer may send experts fused, or a weight with its scale. What
+    a loader writes otherwise than in boxes has to be reached by one.
+
+    Args:
+        targets: every parameter.
+        coverage: knows every box that was written.
+        names: that the model takes.
+    """
+
+    def __init__(
+        self, targets: Sequence[Target], coverage: CoverageTable, names: NameTable
+    ) -> None:
+        self._targets, self._coverage, self._names = targets, coverage, names
+        self._known = -1  # names that the arrays below are of
+        self._elements = np.zeros(0, np.int64)
+        self._is_reached = np.zeros(0, bool)
+        self._made_into: list[str] = []
+
+    def lacking(self, since: int, reached_at: np.ndarray) -> np.ndarray:
+        """Per parameter, whether some of it was left out since that stamp.
+
+        Args:
+            reached_at: per parameter, the stamp of the call that wrote it last.
+        """
+        self._count()
+        written = self._coverage.new_elements(since)
+        return (written < self._elements) | (self._is_reached & (reached_at < since))
+
+    def names_without_boxes(self) -> list[str]:
+        """What SGLang computes with instead of copying it: no box of a parameter says whether it was stored."""
+        self._count()
+        return self._made_into
+
+    def names_of(
+        self, lacking: np.ndarray, not_brought: Callable[[list[str]], list[str]]
+    ) -> list[str]:
+        """What would have brought these parameters: names, or a parameter's own where all came.
+
+        Args:
+            not_brought: which of these names did not come.
+        """
+        wanted = set(np.flatnonzero(lacking).tolist())
+        names = [
+            name
+            for name, known in self._names.known.items()
+            if any(landing.target.index in wanted for landing in known.landings)
+        ]
+        found = not_brought(names)
+        led_to = {
+            landing.target.index for name in found for landing in self._names.known[name].landings
+        }
+        return found + [self._targets[index].name for index in sorted(wanted - led_to)]
+
+    def _count(self) -> None:
+        """Count once for the names there are."""
+        if self._known == len(self._names.known):
+            return
+        self._known = len(self._names.known)
+        self._made_into = [n for n, known in self._names.known.items() if not known.landings]
+        landings = [one for known in self._names.known.values() for one in known.landings]
+        boxes = {
+            (one.target.index, box) for one in landings for box in one.regions if box is not None
+        }
+        sizes, is_fp8 = self._coverage.sizes, [target.is_fp8 for target in self._targets]
+        index = np.fromiter((index for index, _ in boxes), np.int64, len(boxes))
+        numel = np.fromiter((box.numel for _, box in boxes), np.float64, len(boxes))
+        counted = np.bincount(index, numel, len(sizes)).astype(np.int64)
+        self._is_reached = np.zeros(len(sizes), bool)
+        self._is_reached[[one.target.index for one in landings]] = True
+        is_missing = np.array(is_fp8, bool) & (counted == 0)  # an FP8 weight is never optional
+        self._elements = np.where(is_missing, sizes, np.minimum(counted, sizes))

@@ -15,7 +15,7 @@ from ...wire.refit_note import RefitNote
 from ..arrival.update import Update
 from .refit_record import Outcome, Part, Refit, Session, State, Verdict
 
-_MAX_LISTED = 16
+MAX_LISTED = 16
 _MAX_REMEMBERED = 256
 
 
@@ -41,7 +41,7 @@ class RefitLog:
         self.last: Refit | None = None
         self.complete: Refit | None = None
         self.failures: list[str] = []
-        self.left_out: deque[Refit] = deque(maxlen=_MAX_LISTED)
+        self.left_out: deque[Refit] = deque(maxlen=MAX_LISTED)
         self.is_unloaded = True
         self.session: Session | None = None
         self.is_in_step = True
@@ -68,11 +68,6 @@ class RefitLog:
     def has_many(self) -> bool:
         """Whether it remembers many refits, most of which nothing may be served of."""
         return len(self._begun) > _MAX_REMEMBERED
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no refit runs and no session is open."""
-        return self.running is None and self.session is None
 
     # -- where a refit begins ----------------------------------------------------------------------
 
@@ -148,15 +143,27 @@ class RefitLog:
         # All came, once each. Of one update, if the first of these calls was its first.
         return verdict.is_complete and (self.is_in_step or len(current.parts) == 1)
 
-    def conclude(
-        self, verdict: Verdict, *, was_said: bool = True, goes_on: bool = False
-    ) -> Refit | None:
-        """The current refit ends here: **this is where a refit is complete, or is not.**
+    def end_request(self, verdict: Verdict, update: Update) -> Refit | None:
+        """Behind a request of the current refit. Returns the refit, if it ends here.
 
         Args:
-            was_said: whether the client said that it ends, rather than something that came before its end.
-            goes_on: whether names may follow, of no session and without a flush before them, that bring
-                nothing which can be counted.
+            verdict: of all ranks.
+        """
+        current = self.current
+        assert current is not None
+        if self.is_over(update, verdict):
+            ended = self.conclude(verdict)
+            is_flushed = update.is_last_call and current.has_waited
+            if current.is_complete and current.is_bare and not is_flushed:
+                self.current = current  # names may follow that bring nothing which can be counted
+            return ended
+        current.found = verdict
+        if update.is_last_call:  # all that was said to come; a client that always says so may go on
+            current.outcome = Outcome.MIXED
+        return None
+
+    def conclude(self, verdict: Verdict) -> Refit | None:
+        """The current refit ends here: **this is where a refit is complete, or is not.**
 
         Returns:
             it; None if it wrote nothing, which is no refit.
@@ -165,50 +172,39 @@ class RefitLog:
         if refit is None:
             return None
         if refit.is_bare:
-            self.is_in_step = was_said and not verdict.failures
+            self.is_in_step = not (refit.given_up or verdict.failures)
         if not (verdict.has_taken or verdict.failures or refit.errors):
             return None
-        refit.is_complete = verdict.is_complete
-        refit.lacking, refit.lacking_names = verdict.lacking, verdict.names
+        refit.found = verdict
         self.last = refit
         if verdict.failures or refit.errors:
             self.failed(refit, verdict.failures)
-        elif verdict.is_complete:
-            refit.outcome, self.complete = Outcome.OK, refit
-            self.failures, self.is_unloaded, self.is_in_step = [], False, True
-            self.left_out.clear()
-            self.current = refit if goes_on and refit.is_bare else None
-        elif refit.is_partial and not refit.given_up:
-            refit.outcome = Outcome.OK
-        else:
+        elif refit.given_up or not (verdict.is_complete or refit.is_partial):
             refit.outcome = Outcome.MIXED
             self.left_out.append(refit)
+        else:
+            refit.outcome = Outcome.OK
+            if refit.is_complete:
+                self.complete = refit
+                self.failures, self.is_unloaded, self.is_in_step = [], False, True
+                self.left_out.clear()
         return refit
 
     def failed(self, refit: Refit, texts: Sequence[str]) -> None:
         """It ended, and these things are wrong with it."""
-        refit.outcome, refit.is_complete = Outcome.FAILED, False
+        refit.outcome = Outcome.FAILED
         refit.errors += [text for text in dict.fromkeys(texts) if text not in refit.errors]
         said = [f"{refit.describe()} failed: {text}" for text in refit.errors]
         new = [line for line in said if line not in self.failures]
-        self.failures = (self.failures + new)[-_MAX_LISTED:]
+        self.failures = (self.failures + new)[-MAX_LISTED:]
         if self.session is not None:
             self.session.failed = refit
         if refit.is_bare:
             self.is_in_step = False
 
-    def flushed(self) -> None:
-        """As `RefitReport.flushed`, which names what the refit lacks."""
-        if self.session is not None or (self.current is not None and not self.current.is_bare):
-            return
-        if self.running is not None and self.running.found is not None:
-            self.conclude(self.running.found)
-        self.current, self.is_in_step = None, True
-
     def unload(self) -> None:
         """The memory of the weights is gone."""
-        self.current = None
-        self.is_unloaded = True
+        self.current, self.is_unloaded = None, True
 
     # -- what is served ----------------------------------------------------------------------------
 

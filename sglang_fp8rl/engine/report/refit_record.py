@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -21,15 +20,13 @@ from ..arrival.update import Origin
 _SAMPLES_PER_REFIT = 4
 
 
-@dataclass
 class Noise:
     """SQNR of the cast, measured on a few samples of each granularity. Loaders may add from several threads."""
 
-    _power: defaultdict[Granularity, SignalAndNoise] = field(
-        default_factory=functools.partial(defaultdict, SignalAndNoise)
-    )
-    _samples: Counter[Granularity] = field(default_factory=Counter)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self._power: defaultdict[Granularity, SignalAndNoise] = defaultdict(SignalAndNoise)
+        self._samples: Counter[Granularity] = Counter()
+        self._lock = threading.Lock()
 
     def wants(self, granularity: Granularity) -> bool:
         return self._samples[granularity] < _SAMPLES_PER_REFIT
@@ -46,11 +43,9 @@ class Noise:
             if not self.wants(granularity):
                 return
             self._samples[granularity] += 1
-        rows, columns = min(128, source.shape[0]), min(128, source.shape[1])
+        rows, columns, scale = 128, 128, scales[:1, :1]
         if granularity is Granularity.PER_CHANNEL:
-            rows, columns, scale = min(8, rows), source.shape[1], scales[: min(8, rows)]
-        else:
-            scale = scales[:1, :1]
+            rows, columns, scale = 8, source.shape[1], scales[:8]
         exact = source[:rows, :columns].to(torch.bfloat16).float()
         served = dequantize(codes[:rows, :columns], scale, dtype=torch.float32)
         if bool(torch.isfinite(exact - served).all()):
@@ -92,13 +87,11 @@ class Verdict:
     """What one rank, or all of them, found at the end of a refit (or where it might be one).
 
     Attributes:
-        is_complete: every parameter came in it.
-        lacking: parameters that did not, and `names`: examples of what would have brought them.
+        lacking: parameters that did not come in it, and `names`: examples of what would have brought them.
         failures: why it can't be `ok`, whatever came.
         has_taken: whether any tensor reached a parameter.
     """
 
-    is_complete: bool
     lacking: int = 0
     names: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
@@ -108,11 +101,28 @@ class Verdict:
     def of_all(ranks: Sequence[Verdict]) -> Verdict:
         """Complete means complete on every rank."""
         return Verdict(
-            is_complete=all(one.is_complete for one in ranks),
             lacking=max(one.lacking for one in ranks),
             names=next((one.names for one in ranks if one.names), ()),
             failures=tuple(dict.fromkeys(text for one in ranks for text in one.failures)),
             has_taken=any(one.has_taken for one in ranks),
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter came in it."""
+        return not self.lacking
+
+    def left_out(self) -> str:
+        """In words; also why a refit in which all came is not whole."""
+        if self.is_complete:
+            return (
+                "all came, and nothing says that it is of one update. Open a session, name the refit, or flush "
+                "the cache before the next one"
+            )
+        more = " and more" if len(self.names) < self.lacking else ""
+        return (
+            f"it left out {self.lacking} parameter(s): {', '.join(self.names)}{more}. "
+            "Send the update again, whole, or declare it partial if they are still right"
         )
 
 
@@ -162,7 +172,7 @@ class Refit:
         note: what the client says of it.
         session: that it belongs to.
         parts: its calls, in order.
-        found: what all ranks said behind its last request.
+        found: what all ranks said behind its last request; None before.
         given_up: why it ended, if nobody ended it.
         cache_flushed: whether SGLang flushed its cache behind it; None if it was not asked to.
     """
@@ -176,13 +186,15 @@ class Refit:
     parts: list[Part] = field(default_factory=list)
     found: Verdict | None = None
     outcome: Outcome = Outcome.OPEN
-    is_complete: bool = False
-    lacking: int = 0
-    lacking_names: tuple[str, ...] = ()
     errors: list[str] = field(default_factory=list)
     given_up: str = ""
     noise: Noise = field(default_factory=Noise)
     cache_flushed: bool | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it ended, and every parameter came in it on every rank."""
+        return self.outcome is Outcome.OK and self.found is not None and self.found.is_complete
 
     @property
     def has_taken(self) -> bool:
@@ -200,14 +212,6 @@ class Refit:
         return self.session is None and self.note is None and not self.origin.is_alone
 
     @property
-    def seconds(self) -> float:
-        return sum(part.seconds for part in self.parts)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    @property
     def tensors(self) -> int:
         """Names that came; none comes twice in a refit."""
         return sum(part.tensors for part in self.parts)
@@ -217,28 +221,8 @@ class Refit:
         return self.note is not None and self.note.is_partial
 
     def describe(self) -> str:
-        """For a message."""
         version = f" ({self.version})" if self.version else ""
         return f"refit {self.id}{version}" + (f", {self.given_up}:" if self.given_up else "")
 
     def left_out(self) -> str:
-        """For a message."""
-        return left_out(self.lacking, self.lacking_names)
-
-
-def left_out(lacking: int, names: Sequence[str]) -> str:
-    """For a message.
-
-    Args:
-        names: examples of what would have brought the parameters that are lacking.
-    """
-    if not lacking:
-        return (
-            "all came, and nothing says that it is of one update. Open a session, name the refit, or flush "
-            "the cache before the next one"
-        )
-    return (
-        f"it left out {lacking} parameter(s): {', '.join(names)}"
-        + (" and more" if len(names) < lacking else "")
-        + ". Send the update again, whole, or declare it partial if they are still right"
-    )
+        return (self.found or Verdict()).left_out()

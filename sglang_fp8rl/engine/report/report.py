@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,12 +16,9 @@ from ..arrival.update import Origin, Update
 from ..interception.writes import Region
 from ..model.landings import NameTable
 from ..model.parameters import Target
-from .coverage import NEVER, CoverageTable, longer
-from .full_extent import FullExtent
-from .law import RefitLog
-from .refit_record import Outcome, Part, Refit, Session, Verdict, left_out
-
-MAX_LISTED = 16
+from .coverage import NEVER, CoverageTable, FullExtent, longer
+from .law import MAX_LISTED, RefitLog
+from .refit_record import Outcome, Part, Refit, Session, Verdict
 
 
 class Arrived(NamedTuple):
@@ -45,24 +42,23 @@ class RefitReport:
 
     Args:
         targets: every parameter.
-        names: that the model takes, and `learn_names`: fills them where nothing was loaded.
+        names: that the model takes.
 
     Attributes:
         log: which refits there were.
         brought, coverage: when each name, and each part of a parameter, came last.
         reached_at: per parameter, the stamp of the call that reached it last.
         known_names: every name that was ever stored.
+        unknown_because: why it is not known what a full refit writes; empty if it is.
     """
 
-    def __init__(
-        self, targets: Iterable[Target], names: NameTable, learn_names: Callable[[], object]
-    ) -> None:
-        self.targets, self.names, self.learn_names = list(targets), names, learn_names
+    def __init__(self, targets: Iterable[Target], names: NameTable) -> None:
+        self.targets, self.names, self.unknown_because = list(targets), names, ""
         self.coverage = CoverageTable([tuple(target.parameter.shape) for target in self.targets])
         self.brought = NamesBrought()
         self.log = RefitLog()
         self.known_names: dict[str, None] = {}
-        self._extent = FullExtent(self.targets, self.coverage, names, learn_names)
+        self._extent = FullExtent(self.targets, self.coverage, names)
         self.reached_at = np.full(len(self.targets), NEVER)
         self._started = 0.0
 
@@ -82,23 +78,23 @@ class RefitReport:
         log.stamp += 1
         if log.has_many:
             log.refits_of(self.oldest()[1])
-        current = log.current
-        if current is not None and (reason := log.why_another(update)):
+        latest, name = self.brought.latest(numbers)
+        if log.current is not None and (reason := log.why_another(update)):
             self.give_up(reason)
-        elif current is not None and (repeated := self.brought.repeated(numbers, current.since)):
-            self._begin_behind(current, repeated, self.brought.latest(numbers), update)
+        elif log.current is not None and latest >= log.current.since:
+            self._begin_behind(log.current, latest, f"{name} came again", update)
         refit = log.current or log.begin(update, log.stamp)
-        refit.outcome, refit.is_complete = Outcome.OPEN, False
+        refit.outcome = Outcome.OPEN
         refit.version = update.version or refit.version
         return refit.since
 
-    def _begin_behind(self, current: Refit, name: str, latest: int, update: Update) -> None:
+    def _begin_behind(self, current: Refit, latest: int, reason: str, update: Update) -> None:
         """A tensor comes again: a refit has it once, so it began behind the call that brought it before."""
         parts = [] if current.is_complete else current.parts
         behind = [part for part in parts if part.stamp > latest]
         if not current.is_complete:
             current.parts = [part for part in parts if part.stamp <= latest]
-        self.give_up(f"{name} came again")
+        self.give_up(reason)
         if behind:
             self.log.begin(update, latest + 1, behind)
 
@@ -166,43 +162,30 @@ class RefitReport:
         not_brought = functools.partial(self.brought.not_brought, since=refit.since)
         others = not_brought(self._extent.names_without_boxes())
         count = int(lacking.sum()) + len(others)
-        failures = tuple(self._extent.unknown_because)
-        found = Verdict(not count, count, (), failures, refit.has_taken)
+        failures = (self.unknown_because,) if self.unknown_because else ()
+        found = Verdict(count, (), failures, refit.has_taken)
         if not count or not (update is None or self.log.is_over(update, found)):
             return found
         names = others + self._extent.names_of(lacking, not_brought)
         found = replace(found, names=tuple(names[:MAX_LISTED]))
         if refit.note is not None and refit.note.wants_all:
-            found = replace(found, failures=(*failures, left_out(found.lacking, found.names)))
+            found = replace(found, failures=(*failures, found.left_out()))
         return found
-
-    def end_request(self, verdict: Verdict, update: Update) -> Refit | None:
-        """Behind a request of the running refit. Returns the refit, if it ends here.
-
-        Args:
-            verdict: of all ranks.
-        """
-        if self.log.is_over(update, verdict):
-            is_last = update.is_last_call and self.refit.has_waited
-            return self.log.conclude(verdict, goes_on=not is_last)
-        self.refit.found = verdict
-        if update.is_last_call:  # all that was said to come; a client that always says so may go on
-            self.refit.outcome = Outcome.MIXED
-        return None
 
     def flushed(self) -> None:
         """A client flushed the cache outside of any update: what came before is one refit, what follows another."""
-        running = self.log.running
-        if running is not None and running.found is not None:
-            running.found = replace(running.found, names=self.verdict().names)
-        self.log.flushed()
+        log = self.log
+        if log.session is not None or (log.current is not None and not log.current.is_bare):
+            return
+        if log.running is not None and log.running.found is not None:
+            log.conclude(replace(log.running.found, names=self.verdict().names))
+        log.current, log.is_in_step = None, True
 
     def give_up(self, reason: str) -> None:
         """The running refit ends here, though nobody ended it: it is not complete, whatever came."""
         if self.log.running is not None:
             self.refit.given_up = reason
-            found = replace(self.verdict(), is_complete=False, failures=())
-            self.log.conclude(found, was_said=False)
+            self.log.conclude(replace(self.verdict(), failures=()))
         self.log.current = None
 
     def begin_session(self, note: RefitNote | None, number: int | None = None) -> None:
@@ -266,14 +249,12 @@ class NamesBrought:
         """These names came in the call of that stamp, which is larger than any before."""
         self._stamps[numbers] = stamp
 
-    def repeated(self, numbers: np.ndarray, since: int) -> str | None:
-        """The first of these names that came at that stamp or later."""
-        came = self._stamps[numbers] >= since
-        return self._names[numbers[int(came.argmax())]] if came.any() else None
-
-    def latest(self, numbers: np.ndarray) -> int:
-        """The stamp of the last call that brought any of these names."""
-        return int(self._stamps[numbers].max(initial=NEVER))
+    def latest(self, numbers: np.ndarray) -> tuple[int, str]:
+        """The stamp of the last call that brought any of these names, and the first one that it brought."""
+        if not len(numbers):
+            return NEVER, ""
+        at = int(self._stamps[numbers].argmax())
+        return int(self._stamps[numbers[at]]), self._names[numbers[at]]
 
     def not_brought(self, names: Iterable[str], since: int) -> list[str]:
         """Those of `names` that did not come at that stamp or later."""

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from .coverage import NEVER
-from .refit_record import State
-from .report import MAX_LISTED, RefitReport
+from .law import MAX_LISTED
+from .refit_record import State, Verdict
+from .report import RefitReport
 
 _MAX_TEXT = 500
 
@@ -76,9 +77,9 @@ def last_refit(report: RefitReport) -> dict[str, Any] | None:
     refit = current if current is not None and current.parts else report.log.last
     if refit is None:
         return None
-    if refit is current:
-        found = report.verdict()
-        refit.lacking, refit.lacking_names = found.lacking, found.names
+    found = report.verdict() if refit is current else refit.found or Verdict()
+    seconds = sum(part.seconds for part in refit.parts)
+    nbytes = sum(part.nbytes for part in refit.parts)
     return {
         "id": refit.id,
         "version": refit.version,
@@ -86,13 +87,13 @@ def last_refit(report: RefitReport) -> dict[str, Any] | None:
         "partial": refit.is_partial,
         "outcome": refit.outcome.value,
         "complete": refit.is_complete,
-        "missing": refit.lacking,
-        "missing_names": list(refit.lacking_names),
+        "missing": found.lacking,
+        "missing_names": list(found.names),
         "errors": refit.errors[:MAX_LISTED],
         "cache_flushed": refit.cache_flushed,
-        "seconds": round(refit.seconds, 6),
-        "bytes": refit.nbytes,
-        "gb_per_s": round(refit.nbytes / refit.seconds / 1e9, 3) if refit.seconds else None,
+        "seconds": round(seconds, 6),
+        "bytes": nbytes,
+        "gb_per_s": round(nbytes / seconds / 1e9, 3) if seconds else None,
         "tensors": refit.tensors,
         "calls": len(refit.parts),
         **refit.noise.as_dict(),

@@ -68,7 +68,7 @@ def plan_of(scheduler):
     """The plan's document, as JSON types."""
     from commands import model_of
 
-    return model_of(scheduler).fp8rl_refit.plan().as_dict()
+    return model_of(scheduler).fp8rl_refit.plan.as_dict()
 
 
 @on(with_all("qwen3"))

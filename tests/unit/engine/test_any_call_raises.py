@@ -15,10 +15,9 @@ from threads_as_ranks import Ranks
 pytest.importorskip("sglang")
 
 from sglang_fp8rl.engine.arrival.update import Origin
-from sglang_fp8rl.engine.host.other_calls import read_unfolded
-from sglang_fp8rl.engine.host.sessions import begin_session, end_session
 from sglang_fp8rl.engine.host.status import add_status
 from sglang_fp8rl.engine.host.update_request import answer_update
+from sglang_fp8rl.engine.host.updater import begin_session, end_session, read_unfolded
 
 io_struct = pytest.importorskip("sglang.srt.managers.io_struct")
 pytestmark = pytest.mark.skipif(

@@ -10,8 +10,8 @@ import torch
 from threads_as_ranks import Ranks
 
 from sglang_fp8rl.engine.arrival import bucket
+from sglang_fp8rl.engine.host.attach import check_control
 from sglang_fp8rl.engine.host.boundary import Boundary
-from sglang_fp8rl.engine.host.other_calls import check_control
 from sglang_fp8rl.engine.host.request_checks import check_weights_are_there
 from sglang_fp8rl.engine.kv_scales import choice
 from sglang_fp8rl.errors import ConfigError, HostError, RefitError

@@ -445,8 +445,9 @@ def test_a_probe_learns_what_a_load_learns_and_changes_nothing(kind):
     refit = ModelRefit(model, Options(), {}, lambda: sent)
     refit.attach()
     before = {name: (one, one.clone()) for name, one in held(refit).items()}
+    refit.note_loaded()
     refit.report.start_call(Update(Origin.TENSOR), refit.report.brought.numbers_of([]))
-    assert refit.report.lacking().any()  # which asks for the names
+    assert refit.report.lacking().any()
     assert list(held(refit)) == list(before)
     for name, one in held(refit).items():
         assert one is before[name][0]
@@ -464,6 +465,7 @@ def test_a_refit_whose_extent_can_t_be_learnt_fails_and_says_so():
     sent = [(name, one.to("meta")) for name, one in weights(model, 0).items()]
     refit = ModelRefit(model, Options(), {}, lambda: sent)
     refit.attach()
+    refit.note_loaded()
     with refit.during(Update(Origin.TENSOR)):
         refit.model.load_weights(list(weights(model, 1).items()))
     (why,) = refit.report.verdict().failures

@@ -34,7 +34,7 @@ class Server:
             target = Target(name, parameter, Granularity.HIGH_PRECISION, None, index=index)
             names.known[name] = Known((1,), [Landing(target, (), (ALL,), (ALL,))])
             self.targets[name] = target
-        self.report = RefitReport(self.targets.values(), names, lambda: None)
+        self.report = RefitReport(self.targets.values(), names)
         self.log = self.report.log
         self.call(*NAMES, scope=Update(Origin.STARTUP))
 
@@ -50,7 +50,7 @@ class Server:
         errors = {names[0]: "a NaN"} if failed else {}
         report.end_call(Arrived(numbers, len(numbers), bool(stored)), errors, scope)
         if scope.origin is not Origin.STARTUP and log.may_end(scope):
-            report.end_request(report.verdict(scope), scope)
+            log.end_request(report.verdict(scope), scope)
         return log.state
 
     def flushing(self, *calls):
@@ -217,7 +217,7 @@ def test_a_flush_of_the_cache_ends_a_refit_that_nobody_named(server):
     server.report.flushed()
     assert server.log.state is State.MIXED
     assert server.log.last.outcome is Outcome.MIXED
-    assert set(server.log.last.lacking_names) == set(HALVES[1])
+    assert set(server.log.last.found.names) == set(HALVES[1])
     assert server.full() is State.WHOLE
     server.report.begin_session(None)
     server.call(*HALVES[0], in_session=True)
