@@ -13,10 +13,9 @@ from typing import Any
 
 from ..errors import NoAnswerError, RefitError
 from ..wire import layout_text
-from ..wire.bucket import NamedTensor, Payload, allocate, buckets_of, payload_of
+from ..wire.bucket import NamedTensor, Payload, StagingBuffers, buckets_of, payload_of
 from ..wire.plan import STATUS_PATH
 from ..wire.refit_note import RefitNote
-from ..wire.staging import StagingBuffers
 from .connection import SERVER_INFO_PATH, Connection
 
 Progress = Callable[[int, int], None]
@@ -99,7 +98,7 @@ class TensorUpdate:
                 on_bucket(self.tensors, self.nbytes)
 
         with self.session(), ThreadPoolExecutor(1) as poster:
-            staging = StagingBuffers(allocate) if self.is_ours else None
+            staging = StagingBuffers() if self.is_ours else None
             answer: Any = None
             for bucket, is_last in itertools.chain([first], buckets):
                 if staging is not None:
