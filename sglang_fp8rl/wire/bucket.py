@@ -143,13 +143,12 @@ def serialize(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Payload:
-    """One bucket, serialized.
+    """One bucket of so many tensors and bytes, serialized.
 
     Attributes:
-        texts: one for each rank. Each is to be read once: a handle counts its readers, and one that
-            more of them open than it was made for is gone too early.
+        texts: one for each rank, to be read once: a handle counts its readers, and is gone too early if more
+            of them open it than it was made for.
         content: what they say, whose memory has to stay until the server answers.
-        tensors, nbytes: how many, and of how many bytes.
     """
 
     texts: list[str]
@@ -201,11 +200,7 @@ def _shared_by_file_name() -> Iterator[None]:
 def buckets_of(
     named_tensors: Iterable[NamedTensor], limit: int
 ) -> Iterator[tuple[list[NamedTensor], bool]]:
-    """Lists of about `limit` bytes, and whether each is the last.
-
-    Raises:
-        RefitError: a name comes twice.
-    """
+    """Lists of about `limit` bytes, and whether each is the last. Raises `RefitError` if a name comes twice."""
     seen: set[str] = set()
     bucket: list[NamedTensor] = []
     size = 0
