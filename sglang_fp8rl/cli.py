@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from . import __version__
+from .errors import ConfigError
 from .lab.commands import add_commands
 from .terminal import (
     FOUND_WRONG,
@@ -21,6 +23,9 @@ from .terminal import (
     parsed_options,
     plan_table,
 )
+
+if TYPE_CHECKING:
+    from .wire.fingerprint import Verification
 
 app = typer.Typer(
     help="FP8 rollout for RL on SGLang: every weight update is re-quantized in place, exactly.",
@@ -131,10 +136,8 @@ def verify(
     Exit status: 0 if no byte differs; 1 with the name of every tensor that does; 2 if a server or the
     checkpoint can't be read.
     """
-    from .verify import verify_servers
-
     with errors_told(), console(stderr=True).status("reading what is served"):
-        comparisons = verify_servers(urls, checkpoint, api_key=api_key, admin_api_key=admin_api_key)
+        comparisons = verify_servers(urls, checkpoint, api_key, admin_api_key)
     if as_json:
         rows = [{"server": one, "with": other, **how.as_dict()} for one, other, how in comparisons]
         typer.echo(json.dumps(rows))
@@ -153,6 +156,47 @@ def verify(
                     typer.echo(f"  {kind}: {name}: {text}")
     if not all(found.ok for _, _, found in comparisons):
         raise typer.Exit(FOUND_WRONG)
+
+
+def verify_servers(
+    urls: Sequence[str], checkpoint: Path | None, api_key: str | None, admin_api_key: str | None
+) -> list[tuple[str, str, Verification]]:
+    """Compare every server with the checkpoint, or with itself if there is none, and with the first one.
+
+    Servers that store a tensor otherwise (another tensor-parallel size may cut it otherwise) have other
+    bytes by design; such names are `unproven` between them, and proven against a checkpoint.
+
+    Returns:
+        Server, what it was compared with (itself: its replicas and derived weights), and what was found.
+
+    Raises:
+        ConfigError: no such checkpoint (FP32, BF16, FP16 or block-FP8).
+        RefitError: a server that does not answer, or serves otherwise; a checkpoint of another model.
+    """
+    from .checkpoint import safetensors_files, tensors_in
+    from .client import RefitClient
+    from .trainer import fingerprint_of
+    from .wire.fingerprint import compare
+
+    files = safetensors_files(checkpoint) if checkpoint is not None else []
+    if checkpoint is not None and not files:
+        raise ConfigError(
+            str(checkpoint), "no safetensors", "a checkpoint is a directory of them", "Name one."
+        )
+    clients = [RefitClient(url, api_key=api_key, admin_api_key=admin_api_key) for url in urls]
+    served = [client.fingerprint() for client in clients]
+    expected, comparisons = {}, []
+    for url, client, held in zip(urls, clients, served, strict=True):
+        if checkpoint is None:
+            comparisons.append((url, "itself", compare(held, held)))
+            continue
+        plan = client.plan()
+        if plan.digest not in expected:
+            expected[plan.digest] = fingerprint_of(tensors_in(files), plan, source=str(checkpoint))
+        comparisons.append((url, str(checkpoint), compare(held, expected[plan.digest])))
+    for url, held in zip(urls[1:], served[1:], strict=True):
+        comparisons.append((url, urls[0], compare(held, served[0])))
+    return comparisons
 
 
 add_commands(app)

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from packaging.version import Version
@@ -59,38 +59,32 @@ def examine(on_check: Callable[[str], None] = lambda _: None) -> list[Finding]:
     return findings
 
 
-Lines = Iterator[tuple[str, str]]  # state and detail
+Lines = list[tuple[str, str]]  # state and detail
 
 
-def _problems(problems: Sequence[str], otherwise: str) -> Lines:
-    yield from ((PROBLEM, text) for text in problems)
-    if not problems:
-        yield OK, otherwise
+def _problems(problems: list[str], otherwise: str) -> Lines:
+    return [(PROBLEM, text) for text in problems] or [(OK, otherwise)]
 
 
 def _host() -> Lines:
     problems, version = check_host(), str(host_version())
     if problems or version in TESTED:
-        yield from _problems(problems, f"sglang {version}, tested")
-    else:
-        yield (
-            NOTE,
-            f"sglang {version} is in the supported range >={OLDEST},<{NEWEST_EXCLUDED}; "
-            f"tested are {', '.join(TESTED)}",
-        )
+        return _problems(problems, f"sglang {version}, tested")
+    supported = f"sglang {version} is in the supported range >={OLDEST},<{NEWEST_EXCLUDED}"
+    return [(NOTE, f"{supported}; tested are {', '.join(TESTED)}")]
 
 
 def _known_bad() -> Lines:
     host, kernels = host_version(), installed("kernels")
     is_bad = host and kernels and host < Version("0.5.17") and kernels >= Version("0.15")
     text = f"kernels {kernels}: SGLang does not import with it; install kernels<0.15"
-    yield from _problems([text] if is_bad else [], "none installed")
+    return _problems([text] if is_bad else [], "none installed")
 
 
 def _environment() -> Lines:
     bad = [name for name in _BAD_VARIABLES if os.environ.get(name, "0") not in ("", "0", "false")]
     problems = [f"{name} is set: {_BAD_VARIABLES[name]}; unset it" for name in bad]
-    yield from _problems(problems, "no variable of SGLang stands in the way")
+    return _problems(problems, "no variable of SGLang stands in the way")
 
 
 def _device() -> Lines:
@@ -98,48 +92,36 @@ def _device() -> Lines:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("SGLANG_PLATFORM", CPU_PLATFORM)
-        yield (
-            NOTE,
-            f"no GPU seen by torch {torch.__version__}: serve with SGLANG_PLATFORM={CPU_PLATFORM} "
-            "(the CPU reference platform: exact, not fast)",
-        )
-        return
+        advice = f"serve with SGLANG_PLATFORM={CPU_PLATFORM} (the CPU reference platform: exact, not fast)"
+        return [(NOTE, f"no GPU seen by torch {torch.__version__}: {advice}")]
     capability = torch.cuda.get_device_capability()
     text = f"{torch.cuda.get_device_name()}, compute capability {capability[0]}.{capability[1]}"
     too_old = [f"{text}; FP8 tensor cores begin with 8.9 (Ada, Hopper)"]
-    yield from _problems(too_old if capability < MIN_CAPABILITY else [], text)
+    return _problems(too_old if capability < MIN_CAPABILITY else [], text)
 
 
 def _sharing() -> Lines:
     import torch.multiprocessing
 
     strategy = torch.multiprocessing.get_sharing_strategy()
-    yield (
-        OK,
-        f"torch shares CPU tensors by {strategy}; RefitClient and the CPU platform by file_system",
-    )
+    ours = "RefitClient and the CPU platform by file_system"
+    lines = [(OK, f"torch shares CPU tensors by {strategy}; {ours}")]
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
-        state = OK if free >= MIN_SHM_BYTES else NOTE
-        yield state, f"/dev/shm has {free / 1e9:.1f} GB free; a bucket of CPU tensors has to fit"
+        detail = f"/dev/shm has {free / 1e9:.1f} GB free; a bucket of CPU tensors has to fit"
+        lines.append((OK if free >= MIN_SHM_BYTES else NOTE, detail))
+    return lines
 
 
 def _symbols() -> Lines:
     if check_host():
-        yield NOTE, "not looked at: the version is not supported"
-    else:
-        yield from _problems(check_symbols(), "every host symbol that is used is there")
+        return [(NOTE, "not looked at: the version is not supported")]
+    return _problems(check_symbols(), "every host symbol that is used is there")
 
 
 def _plugin() -> Lines:
     if check_host():
-        yield NOTE, "registers nothing on this host"
-    else:
-        fine = f"--quantization {QUANTIZATION_METHOD} is registered, every hook is applied"
-        yield from _problems(_not_registered(), fine)
-
-
-def _not_registered() -> list[str]:
+        return [(NOTE, "registers nothing on this host")]
     entry_points = importlib.metadata.entry_points
     missing = [
         group
@@ -147,7 +129,7 @@ def _not_registered() -> list[str]:
         if not any(one.value.startswith("sglang_fp8rl.") for one in entry_points(group=group))
     ]
     if missing:
-        return [f"no entry point in {', '.join(missing)}; install the package again"]
+        return [(PROBLEM, f"no entry point in {', '.join(missing)}; install the package again")]
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
     from sglang.srt.plugins import load_plugins
 
@@ -155,19 +137,23 @@ def _not_registered() -> list[str]:
     if QUANTIZATION_METHOD not in QUANTIZATION_METHODS:
         only = os.environ.get("SGLANG_PLUGINS")
         why = f"SGLANG_PLUGINS={only} leaves it out" if only else "see the log lines above"
-        return [f"SGLang did not take it: {why}"]
-    unhooked = targets_not_hooked()
-    return [f"hook not applied: {target} ({hook.reason})" for target, hook in unhooked.items()]
+        return [(PROBLEM, f"SGLang did not take it: {why}")]
+    unhooked = targets_not_hooked().items()
+    problems = [f"hook not applied: {target} ({hook.reason})" for target, hook in unhooked]
+    fine = f"--quantization {QUANTIZATION_METHOD} is registered, every hook is applied"
+    return _problems(problems, fine)
 
 
 def _casts() -> Lines:
+    lines = []
     for package, purpose in (("numba", "fast casts on a CPU"), ("triton", "casts on a GPU")):
         try:
             importlib.import_module(package)
+            lines.append((OK, f"{package} {installed(package)}: {purpose}"))
         except ImportError as error:
-            yield NOTE, f"{package} can't be used ({error}): {purpose} fall back to plain torch"
-        else:
-            yield OK, f"{package} {installed(package)}: {purpose}"
+            detail = f"{package} can't be used ({error}): {purpose} fall back to plain torch"
+            lines.append((NOTE, detail))
+    return lines
 
 
 _CHECKS: tuple[tuple[str, Callable[[], Lines]], ...] = (

@@ -58,11 +58,7 @@ def errors_told(*more_lines: str, interrupted: str | None = None) -> Iterator[No
 
 
 def parsed_options(text: str) -> dict[str, Any]:
-    """The value of `--options`.
-
-    Raises:
-        ConfigError: it is no JSON object.
-    """
+    """The value of `--options`. Raises `ConfigError` if it is no JSON object."""
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError as error:

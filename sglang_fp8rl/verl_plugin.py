@@ -8,14 +8,13 @@ imports nothing of SGLang.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from packaging.version import Version
 
-from .compat import check_host, on_cpu_platform
+from .compat import check_host, installed, on_cpu_platform
 from .config import QUANTIZATION_METHOD
 from .errors import HostError
 from .wire.verl_deltas import asks_for_this
@@ -57,9 +56,8 @@ def register() -> None:
 
 def check_verl() -> list[str]:
     """Why this veRL can't be trained with; empty if it can. Imports nothing of veRL."""
-    try:
-        version = Version(importlib.metadata.version("verl"))
-    except importlib.metadata.PackageNotFoundError:
+    version = installed("verl")
+    if version is None:
         return ["verl is not installed; pip install --no-deps verl==" + TESTED_VERL]
     if OLDEST_VERL <= version < NEWEST_VERL_EXCLUDED:
         return []

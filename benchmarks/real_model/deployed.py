@@ -26,7 +26,7 @@ from sglang_fp8rl.trainer.served_weights import (
     compute_as_stored,
     served_modules,
 )
-from sglang_fp8rl.trainer.served_weights.cast import served
+from sglang_fp8rl.trainer.served_weights.modules import served
 from sglang_fp8rl.wire.plan import RefitPlan
 
 from .arms import BASELINE, Arm

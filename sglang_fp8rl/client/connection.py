@@ -31,11 +31,8 @@ _REMEDY = (
 
 
 class Connection:
-    """Keeps one HTTP session open.
-
-    Args:
-        timeout: seconds for one request.
-        url, api_key, admin_api_key: as `RefitClient`.
+    """One HTTP session; args as `RefitClient`. Every method raises `NoAnswerError` where the server can't be
+    reached or takes too long, and all but `flush_cache` raise `RefitError` for an answer that is no success.
 
     Attributes:
         seconds_waited: for answers, since the start.
@@ -54,24 +51,19 @@ class Connection:
         self._api_key, self._admin_key = api_key, admin_api_key or api_key
 
     def get(self, path: str, **headers: str) -> Any:
-        """What the server answers, as JSON where it is JSON; nothing where it is "not modified".
-
-        Raises:
-            NoAnswerError: the server can't be reached, or took too long.
-            RefitError: its answer is no success, in its own words.
-        """
+        """What the server answers, as JSON where it is JSON; nothing where it is "not modified"."""
         return _content(self._ask("GET", path, headers=headers))
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """As `get`."""
-        return _content(self._ask("POST", path, body=body))
+        return _content(self._ask("POST", path, json=body))
 
     def post_if_known(self, path: str, body: dict[str, Any]) -> bool:
         """As `post`; False if the server has no such endpoint."""
-        answer = self._ask("POST", path, body=body)
+        answer = self._ask("POST", path, json=body)
         if answer.status_code == HTTPStatus.UNAUTHORIZED:
             # SGLang asks for the api key where it knows no such endpoint, before it says so.
-            answer = self._ask("POST", path, body=body, is_unknown=True)
+            answer = self._ask("POST", path, takes_api_key=True, json=body)
         if answer.status_code == HTTPStatus.NOT_FOUND:
             return False
         _content(answer)
@@ -79,35 +71,27 @@ class Connection:
 
     def flush_cache(self, timeout: float) -> bool:
         """Let the server drop what the old weights computed; it waits `timeout` seconds for running requests.
-
-        Returns:
-            Whether it was done. Raises `NoAnswerError` as `get`.
-        """
+        Returns whether it was done."""
         path = f"/flush_cache?timeout={timeout}"
-        return self._ask("POST", path, body={}, patience=timeout).ok
+        return self._ask("POST", path, patience=timeout, json={}).ok
 
     def _ask(
         self,
         method: str,
         path: str,
         *,
-        body: dict[str, Any] | None = None,
-        headers: dict[str, str] | None = None,
-        is_unknown: bool = False,
+        takes_api_key: bool = False,
         patience: float = 0,
+        headers: dict[str, str] | None = None,
+        json: Any = None,
     ) -> requests.Response:
-        takes_api_key = is_unknown or path in _FOR_THE_API_KEY
-        key = self._api_key if takes_api_key else self._admin_key
-        url = self.url + path
-        bearer = {"Authorization": f"Bearer {key}"} if key else {}
+        is_for_api_key = takes_api_key or path in _FOR_THE_API_KEY
+        key = self._api_key if is_for_api_key else self._admin_key
+        sent = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
+        url, seconds = self.url + path, self._timeout + patience
         try:
             answer = self._http.request(
-                method,
-                url,
-                json=body,
-                headers={**(headers or {}), **bearer},
-                timeout=self._timeout + patience,
-                proxies=dict(_DIRECT),
+                method, url, json=json, headers=sent, timeout=seconds, proxies=dict(_DIRECT)
             )
         except requests.RequestException as error:
             raise NoAnswerError(

@@ -79,8 +79,7 @@ class RefitClient:
         """Send tensors, full and unsharded, under their checkpoint names; return when served.
 
         Args:
-            named_tensors: consumed lazily; two buckets of them are held at a time, the next one
-                being made while the server casts the one before.
+            named_tensors: consumed lazily; two buckets of them are held at a time.
             bucket_bytes: a bucket ends before the tensor that would pass this size.
             load_format: "flattened_bucket" (one shared buffer a bucket), or None (one each).
             on_bucket: called after each bucket with the tensors and bytes sent so far.
@@ -91,8 +90,7 @@ class RefitClient:
                 in each answer's `meta_info`), once all of the update succeeded.
             partial: what is not among `named_tensors` is declared still right (frozen layers,
                 adapters). Otherwise the server refuses an update that leaves anything out.
-            flush_timeout: seconds to wait for running requests that keep the server from flushing its
-                cache.
+            flush_timeout: seconds that the flush of the cache waits for running requests.
 
         Raises:
             RefitError: the server refused, in its own words; what was sent before stays. Or `plan` is
@@ -108,14 +106,13 @@ class RefitClient:
 
             numbers = Fingerprinter(plan or self.plan())
             named_tensors = numbers.watch(named_tensors)
-        extent = PARTIAL if partial else ALL
-        refit = TensorUpdate(self._connection, RefitNote(uuid4().hex, weight_version, extent))
+        note = RefitNote(uuid4().hex, weight_version, PARTIAL if partial else ALL)
+        refit = TensorUpdate(self._connection, note)
         began, waited_before = perf_counter(), self._connection.seconds_waited
         refit.send(named_tensors, bucket_bytes, load_format, on_bucket)
         unproven: Mapping[str, str] = {}
         if numbers is not None:
-            expected = numbers.fingerprint("the trainer")
-            found = compare(self.fingerprint(), expected, partial=True)
+            found = compare(self.fingerprint(), numbers.fingerprint("the trainer"), partial=True)
             found.check(f"what {self.url} serves")
             unproven = found.unproven
         is_flushed = refit.finish(flush_timeout)
@@ -142,13 +139,12 @@ class RefitClient:
         theirs = self._connection.get(PLAN_PATH, **{"If-None-Match": f'"{plan.digest}"'})
         if not theirs:
             return
-        model, sizes = plan.document["model"]["architecture"], dict(plan.parallel)
+        model, sizes = plan.document["model"]["architecture"], plan.document["parallel"]
         raise RefitError(
             f"plan {plan.digest}",
             f"made for {model} {sizes}; {self.url} serves {theirs['model']['architecture']} "
             f"{theirs['parallel']} with {theirs['digest']}",
-            "tensors quantized by one server's plan are not what another one holds; nothing was "
-            "sent",
+            "tensors quantized by one server's plan are not what another one holds; nothing was sent",
             "Call fetch_plan(url) again and quantize with what it returns.",
         )
 
@@ -188,18 +184,14 @@ class RefitClient:
         logprob_start_len: int | None = 0,
     ) -> dict[str, Any]:
         """One `/generate` response with log-probabilities, as SGLang returns it."""
-        body: dict[str, Any] = {
-            "input_ids": list(input_ids),
-            "sampling_params": {
-                "max_new_tokens": max_new_tokens,
-                "temperature": temperature,
-                "ignore_eos": True,
-            },
-            "return_logprob": True,
+        sampling = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "ignore_eos": True,
         }
-        if logprob_start_len is not None:
-            body["logprob_start_len"] = logprob_start_len
-        return self._connection.post("/generate", body)
+        body = {"input_ids": list(input_ids), "sampling_params": sampling, "return_logprob": True}
+        start = {} if logprob_start_len is None else {"logprob_start_len": logprob_start_len}
+        return self._connection.post("/generate", body | start)
 
     def server_info(self) -> dict[str, Any]:
         """`GET /server_info`."""

@@ -1,7 +1,4 @@
-"""One refit over HTTP: a session where the server knows them, its buckets, its version, its flush.
-
-What a bucket looks like on the wire is `wire.bucket`'s business.
-"""
+"""One refit over HTTP: a session where the server knows them, its buckets, its version, its flush."""
 
 from __future__ import annotations
 
@@ -13,10 +10,9 @@ from typing import Any
 
 from ..errors import NoAnswerError, RefitError
 from ..wire import layout_text
-from ..wire.bucket import NamedTensor, Payload, allocate, buckets_of, payload_of
+from ..wire.bucket import NamedTensor, Payload, StagingBuffers, buckets_of, payload_of
 from ..wire.plan import STATUS_PATH
 from ..wire.refit_note import RefitNote
-from ..wire.staging import StagingBuffers
 from .connection import SERVER_INFO_PATH, Connection
 
 Progress = Callable[[int, int], None]
@@ -84,12 +80,8 @@ class TensorUpdate:
         buckets = buckets_of(named_tensors, bucket_bytes)
         first = next(buckets, None)
         if first is None:  # no session is opened for nothing
-            raise RefitError(
-                "an update",
-                "an empty iterable",
-                "it names at least one tensor",
-                "Check the source.",
-            )
+            rule = "it names at least one tensor"
+            raise RefitError("an update", "an empty iterable", rule, "Check the source.")
 
         def post(payload: Payload, is_last: bool) -> None:
             self.post(payload.texts, load_format, is_last)
@@ -99,7 +91,7 @@ class TensorUpdate:
                 on_bucket(self.tensors, self.nbytes)
 
         with self.session(), ThreadPoolExecutor(1) as poster:
-            staging = StagingBuffers(allocate) if self.is_ours else None
+            staging = StagingBuffers() if self.is_ours else None
             answer: Any = None
             for bucket, is_last in itertools.chain([first], buckets):
                 if staging is not None:
@@ -111,11 +103,8 @@ class TensorUpdate:
             answer.result()
 
     def post(self, texts: list[str], load_format: str | None, is_last: bool) -> None:
-        """One bucket, in the session; the last one asks for the flush.
-
-        Raises:
-            RefitError: it was refused; not if only the flush was, see `finish`.
-        """
+        """One bucket, in the session; the last one asks for the flush. Raises `RefitError` if it was refused;
+        not if only the flush was, see `finish`."""
         body = {
             "serialized_named_tensors": texts,
             "load_format": load_format,
@@ -140,21 +129,14 @@ class TensorUpdate:
 
     def finish(self, flush_timeout: float) -> bool:
         """Behind the session: tell the version, and ask for the flush again if it was refused.
-
-        Args:
-            flush_timeout: seconds to wait for running requests.
-
-        Returns:
-            Whether the cache is flushed.
-        """
+        Returns whether the cache is flushed; it waits `flush_timeout` seconds for running requests."""
         if self._note.version is not None:
             version = {"new_version": self._note.version, "abort_all_requests": False}
             self._connection.post("/update_weight_version", version)
         return not self._is_flush_refused or self._connection.flush_cache(flush_timeout)
 
 
-def _check_replicas(server_info: Mapping[str, Any]) -> None:
-    """SGLang answers HTTP 500 otherwise."""
+def _check_replicas(server_info: Mapping[str, Any]) -> None:  # SGLang answers HTTP 500 otherwise
     replicas = server_info.get("dp_size") or 1
     if replicas > 1 and not server_info.get("enable_dp_attention"):
         raise RefitError(

@@ -19,8 +19,7 @@ from ..checkpoint import INDEX_NAME, checkpoint_directory, safetensors_files, te
 from ..engine.host.plan_offline import make_plan
 from ..errors import ConfigError, QuantizationError
 from ..scheme import Cause, Granularity
-from ..trainer.quantize_for_refit import quantize_piece
-from ..trainer.shards import piece_of
+from ..trainer import quantize_for_refit
 from ..wire.plan import UNUSED, RefitPlan, TensorPlan
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
@@ -139,7 +138,7 @@ def _kept_modules(plan: RefitPlan) -> Iterator[str]:
 
 
 def _is_exported_in_fp8(entry: TensorPlan) -> bool:
-    return entry.is_fp8_on_wire and entry.is_blockwise
+    return entry.is_fp8_on_wire and entry.scheme == Granularity.BLOCKWISE.value
 
 
 def _converted(
@@ -148,9 +147,9 @@ def _converted(
     """What is written in place of a tensor: codes and scale, or itself in the dtype that is served."""
     entry = plan.tensors.get(name)
     if entry is not None and _is_exported_in_fp8(entry):
-        codes, scale = quantize_piece(entry, piece_of(name, tensor), plan)
         report.quantized += 1
-        return {name: codes.contiguous(), entry.scale_name: scale.contiguous()}
+        made = quantize_for_refit([(name, tensor)], plan)
+        return {written: one.contiguous() for written, one in made}
     report.kept += 1
     if not tensor.is_floating_point():
         return {name: tensor}

@@ -29,7 +29,7 @@ from ..numerics.grid import Blockwise
 from ..wire.fingerprint import Fingerprint, Number, form_of
 from ..wire.plan import FP8, UNUSED, RefitPlan, TensorPlan
 from ..wire.sent_names import one_by_one
-from .shards import Piece, piece_of
+from .shards import LocalShard, shard_of
 
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
@@ -123,14 +123,14 @@ class Fingerprinter:
         entry = self.plan.of(weight or name)
         if entry.scheme == UNUSED:
             return
-        piece = piece_of(name, tensor)
+        shard = shard_of(name, tensor)
         if weight is not None:
             seed = seed_of(weight, "scale")
-            value = box_number(piece.local, piece.full_shape, piece.start, seed)
+            value = box_number(shard.tensor, shard.full_shape, shard.start, seed)
             self.count(weight, Number(_form_of(entry), value, 0))
             return
-        piece.check_shape(name, entry.shape)
-        self.count(name, _number_of(entry, piece, self.plan))
+        shard.check_shape(name, entry.shape)
+        self.count(name, _number_of(entry, shard, self.plan))
 
     def _weight_of_scale(self, name: str) -> str | None:
         if name in self.plan.tensors:
@@ -139,24 +139,22 @@ class Fingerprinter:
         return next((one for one in weights if one != name and one in self.plan.tensors), None)
 
 
-def _number_of(entry: TensorPlan, piece: Piece, plan: RefitPlan) -> Number:
-    """Of a piece as the server would store it; of one that is FP8 already, without its scales."""
-    name, local, block = entry.name, piece.local, entry.block_size
-    if block is None:
-        served = local.to(getattr(torch, entry.dtype))
-        value = plain_number(name, served, piece.full_shape, piece.start)
-    elif local.dtype == FP8_DTYPE:
-        value = plain_number(name, local, piece.full_shape, piece.start)
+def _number_of(entry: TensorPlan, shard: LocalShard, plan: RefitPlan) -> Number:
+    """Of a shard as the server would store it; of one that is FP8 already, without its scales."""
+    name, local, block = entry.name, shard.tensor, entry.block_size
+    full_shape, start = shard.full_shape, shard.start
+    if block is None or local.dtype == FP8_DTYPE:
+        served = local if block is not None else local.to(getattr(torch, entry.dtype))
+        value = plain_number(name, served, full_shape, start)
     else:
-        granularity, start = Blockwise.of(block), piece.start
-        piece.check_on_blocks(name, granularity.grid(piece.full_shape))
+        granularity = Blockwise.of(block)
+        shard.check_on_blocks(name, granularity.grid(full_shape))
         value = 0
         for expert, matrix in enumerate(local if local.dim() == 3 else [local]):
-            if local.dim() == 3:
-                start = (piece.start[0] + expert, *piece.start[1:])
             if matrix.numel():
                 codes, scales = quantize(matrix, granularity, name=name, **plan.rounding)
-                value += scaled_number(name, codes, scales, piece.full_shape, start, block)
+                at = (start[0] + expert, *start[1:]) if local.dim() == 3 else start
+                value += scaled_number(name, codes, scales, full_shape, at, block)
     return Number(_form_of(entry), value & MASK, local.numel())
 
 

@@ -21,7 +21,7 @@ from ..numerics import FP8_DTYPE, quantize
 from ..numerics.grid import BlockGrid, Blockwise
 from ..wire.plan import RefitPlan, TensorPlan
 from ..wire.sent_names import kv_scale_name, one_by_one
-from .shards import Piece, piece_of
+from .shards import LocalShard, like, shard_of
 
 
 @dataclass
@@ -42,7 +42,7 @@ class WireStats:
 
     def count(self, name: str, tensor: Any, plan: RefitPlan) -> None:
         """One yielded tensor; a scale counts with its weight."""
-        local = piece_of(name, tensor).local
+        local = shard_of(name, tensor).tensor
         self.nbytes += local.nbytes
         entry = plan.tensors.get(name)
         if entry is None:
@@ -96,35 +96,23 @@ def quantize_for_refit(
 
 def _quantized(entry: TensorPlan, tensor: Any, plan: RefitPlan) -> list[tuple[str, Any]]:
     """Codes and scale of what is FP8 on the wire, each of the kind of `tensor`; else `tensor` as it is."""
-    piece = piece_of(entry.name, tensor)
-    piece.check_shape(entry.name, entry.shape)
+    name, shard = entry.name, shard_of(entry.name, tensor)
+    shard.check_shape(name, entry.shape)
     if not entry.is_fp8_on_wire:
-        return [(entry.name, tensor)]
-    codes, scale = quantize_piece(entry, piece, plan)
-    scales = _grid(entry).scales_of(piece.start, piece.shape, name=entry.name)
-    start = tuple(part.start for part in scales)
-    return [
-        (entry.name, piece.like(codes, piece.full_shape, piece.start, entry.name)),
-        (entry.scale_name, piece.like(scale, entry.scale_shape, start, entry.scale_name)),
-    ]
-
-
-def quantize_piece(
-    entry: TensorPlan, piece: Piece, plan: RefitPlan
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (e4m3fn, of the piece's shape) and scales (FP32, `[row blocks, column blocks]`) of a full tensor, or
-    of a shard that consists of whole blocks. Raises as `quantize_for_refit`."""
-    grid, source = _grid(entry), piece.local
-    piece.check_on_blocks(entry.name, grid)
-    if not source.numel():  # a rank without rows
-        codes = source.to(FP8_DTYPE)
-        scale_shape = BlockGrid((source.shape[0], source.shape[1]), grid.block).scale_shape
-        return codes, torch.empty(scale_shape, dtype=torch.float32, device=source.device)
-    return quantize(source, Blockwise.of(grid.block), name=entry.name, **plan.rounding)
-
-
-def _grid(entry: TensorPlan) -> BlockGrid:
-    """Of a weight that is FP8 on the wire, so that the plan has its shape and what shares one scale."""
+        return [(name, tensor)]
     assert entry.shape is not None
     assert entry.block_size is not None
-    return BlockGrid((entry.shape[0], entry.shape[1]), entry.block_size)
+    grid = BlockGrid((entry.shape[0], entry.shape[1]), entry.block_size)
+    shard.check_on_blocks(name, grid)
+    rows, columns = grid.scales_of(shard.start, shard.shape, name=name)
+    if shard.tensor.numel():
+        codes, scale = quantize(shard.tensor, Blockwise.of(grid.block), name=name, **plan.rounding)
+    else:  # a rank without rows
+        codes = shard.tensor.to(FP8_DTYPE)
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        scale = torch.empty(shape, dtype=torch.float32, device=codes.device)
+    scales = LocalShard(scale, entry.scale_shape, (rows.start, columns.start))
+    return [
+        (name, like(tensor, LocalShard(codes, shard.full_shape, shard.start), name)),
+        (entry.scale_name, like(tensor, scales, entry.scale_name)),
+    ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,19 +47,9 @@ class LocalShard:
                 "start counts rows and columns of the full tensor, not ranks.",
             )
 
-
-@dataclass(frozen=True)
-class Piece:
-    """A sent tensor taken apart: the local memory, and where it belongs."""
-
-    sent: Any
-    local: torch.Tensor
-    full_shape: Box
-    start: Box
-
     @property
     def shape(self) -> Box:
-        return tuple(self.local.shape)
+        return tuple(self.tensor.shape)
 
     def check_shape(self, name: str, shape: Box | None) -> None:
         """Raises `RefitError` unless it is of a tensor of this shape; None is any."""
@@ -82,33 +72,12 @@ class Piece:
                 "Gather it first (tensor.full_tensor()), or shard on multiples of the block.",
             )
 
-    def like(self, local: torch.Tensor, full_shape: Box, start: Box, name: str) -> Any:
-        """`local`, wrapped as what was sent: the box at `start` of a tensor of `full_shape`."""
-        if isinstance(self.sent, LocalShard):
-            return LocalShard(local, full_shape, start)
-        if self.sent is self.local:
-            return local
-        from torch.distributed.tensor import DTensor
 
-        expected = _box_of(full_shape, self.sent)
-        if expected != (tuple(local.shape), start):
-            raise _gather_first(name, (tuple(local.shape), start), f"it is cut into {expected}")
-        full = torch.empty(full_shape, device="meta")
-        return DTensor.from_local(
-            local,
-            self.sent.device_mesh,
-            self.sent.placements,
-            run_check=False,
-            shape=full.shape,
-            stride=full.stride(),
-        )
-
-
-def piece_of(name: str, sent: Any) -> Piece:
-    """Take a tensor, a DTensor or a `LocalShard` apart. Raises `RefitError` for anything else, and for a DTensor
-    with placements that are no boxes."""
+def shard_of(name: str, sent: Any) -> LocalShard:
+    """A tensor, a DTensor or a `LocalShard` as the box that this rank holds, detached. Raises `RefitError` for
+    anything else, and for a DTensor with placements that are no boxes."""
     if isinstance(sent, LocalShard):
-        return Piece(sent, sent.tensor.detach(), sent.full_shape, sent.start)
+        return replace(sent, tensor=sent.tensor.detach())
     if hasattr(sent, "full_tensor"):
         from torch.distributed.tensor import Replicate, Shard
 
@@ -120,7 +89,7 @@ def piece_of(name: str, sent: Any) -> Piece:
         shape, start = _box_of(full_shape, sent)
         if shape != tuple(local.shape):
             raise _gather_first(name, tuple(local.shape), f"{full_shape} is cut into {shape}")
-        return Piece(sent, local, full_shape, start)
+        return LocalShard(local, full_shape, start)
     if not isinstance(sent, torch.Tensor):
         raise RefitError(
             name,
@@ -128,8 +97,29 @@ def piece_of(name: str, sent: Any) -> Piece:
             "what is sent is a tensor, a DTensor or a LocalShard",
             "Look at what the iterator yields.",
         )
-    local = sent.detach()
-    return Piece(local, local, tuple(local.shape), (0,) * local.dim())
+    return LocalShard(sent.detach(), tuple(sent.shape), (0,) * sent.dim())
+
+
+def like(sent: Any, made: LocalShard, name: str) -> Any:
+    """`made` of `sent`, as its kind: a tensor, a DTensor with the same placements, or a `LocalShard`."""
+    if isinstance(sent, LocalShard):
+        return made
+    if not hasattr(sent, "full_tensor"):
+        return made.tensor
+    from torch.distributed.tensor import DTensor
+
+    expected = _box_of(made.full_shape, sent)
+    if expected != (made.shape, made.start):
+        raise _gather_first(name, (made.shape, made.start), f"it is cut into {expected}")
+    full = torch.empty(made.full_shape, device="meta")
+    return DTensor.from_local(
+        made.tensor,
+        sent.device_mesh,
+        sent.placements,
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
+    )
 
 
 def _box_of(full_shape: Box, like: Any) -> tuple[Box, Box]:

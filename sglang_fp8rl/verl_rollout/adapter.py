@@ -1,4 +1,7 @@
-"""What every trainer process of veRL sends weights with: refits with a name, versions, flattened buckets."""
+"""What every trainer process of veRL sends weights with: refits with a name, versions, flattened buckets.
+
+What fails on one rank of a server fails on all of them, and none is left waiting.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 from sglang.srt.weight_sync.utils import _preprocess_tensor_for_update_weights
+from torch.distributed.device_mesh import DeviceMesh
 from verl.workers.rollout.sglang_rollout import sglang_rollout as verls
 from verl.workers.rollout.utils import ensure_async_iterator
 
@@ -22,7 +27,6 @@ from ..wire.refit_note import ALL, PARTIAL, RefitNote
 from ..wire.verl_deltas import WIRE_FORMAT, deltas_refused
 from .buckets import FLATTENED, flat_buckets, of_all_ranks
 from .hooks import ADAPTER_HOOKS, apply_hooks
-from .rank_group import RankGroup, outcome_of
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -68,7 +72,9 @@ class ServerAdapter(verls.ServerAdapter):
         is_delta = kwargs.get("wire_format") == WIRE_FORMAT
         try:
             self._group.share(found)
-            if is_delta and await self._ask(self._is_ours):
+            if is_delta and await self._ask(
+                lambda: is_ours(self._connection.get(SERVER_INFO_PATH))
+            ):
                 raise deltas_refused(f"wire_format {WIRE_FORMAT!r}")
             if is_delta or (kwargs.get("peft_config") and kwargs.get("base_sync_done")):
                 await by_verl()
@@ -96,7 +102,9 @@ class ServerAdapter(verls.ServerAdapter):
             await self._ask(session.close)
         # Behind the session: an update that failed keeps its old version. veRL generates nothing meanwhile.
         if global_steps is not None:
-            await self._group.by_leader(lambda: self._set_steps(global_steps))
+            await self._group.by_leader(
+                lambda: self.server_actor.set_global_steps.remote(global_steps)
+            )
         if not await self._ask(lambda: update.finish(FLUSH_SECONDS)):
             logger.warning("fp8rl: the server runs requests, and its cache is not flushed")
 
@@ -133,12 +141,6 @@ class ServerAdapter(verls.ServerAdapter):
             )
         return extent
 
-    def _is_ours(self) -> bool:
-        return is_ours(self._connection.get(SERVER_INFO_PATH))
-
-    async def _set_steps(self, global_steps: Any) -> None:
-        await self.server_actor.set_global_steps.remote(global_steps)
-
     async def _ask(self, request: Callable[[], T]) -> T:
         """What the leading rank's request to the server is answered; all ranks go on, or fail, together."""
         return await self._group.by_leader(lambda: asyncio.to_thread(request))
@@ -166,3 +168,53 @@ async def _drain(weights: Any) -> None:
     async for _, tensor in ensure_async_iterator(weights):
         if isinstance(tensor, torch.Tensor):  # or a flush of deltas
             _preprocess_tensor_for_update_weights(tensor.detach())
+
+
+class RankGroup:
+    """The ranks of a mesh, the first of which leads: it talks to the server.
+
+    Attributes:
+        leads: whether this one does.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self._first = mesh, mesh.mesh.tolist()[0]
+        self.leads: bool = mesh.get_local_rank() == 0
+
+    async def by_leader(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """What the leading rank was answered, on all ranks.
+
+        Raises:
+            RefitError: on every rank, whatever was raised on the leading one.
+        """
+        return self.share(await outcome_of(ask) if self.leads else None)
+
+    def share(self, outcome: Any) -> Any:
+        """The leading rank's, on all ranks; raised if it is a `RefitError`."""
+        values = [outcome]
+        dist.broadcast_object_list(values, src=self._first, group=self._mesh.get_group())
+        if isinstance(values[0], RefitError):
+            raise values[0]
+        return values[0]
+
+    def gather(self, own: Any) -> list[Any]:
+        """What every rank has, on the first; nothing on the others."""
+        gathered: list[Any] | None = [None] * self._mesh.size() if self.leads else None
+        dist.gather_object(own, gathered, dst=self._first, group=self._mesh.get_group())
+        return gathered or []
+
+
+async def outcome_of(ask: Callable[[], Awaitable[Any]]) -> Any:
+    """What it returned; or the `RefitError` that says what it raised, for `RankGroup` to hand round."""
+    try:
+        return await ask()
+    except RefitError as error:
+        return error
+    except Exception as error:  # raised on all ranks: one alone would leave the others waiting
+        logger.warning("fp8rl: a refit fails on all ranks of its server", exc_info=True)
+        return RefitError(
+            "a refit",
+            f"{type(error).__name__}: {error}",
+            "what one rank of a server's group raises ends the refit on all of them",
+            "The log of that rank has the traceback; send all weights again.",
+        )

@@ -34,7 +34,8 @@ async def flat_buckets(
     bucket = await anext(buckets, None)
     while bucket is not None:
         following = await anext(buckets, None)
-        named = [(_plain_name(name), _local(tensor)) for name, tensor in bucket]
+        # veRL wraps layers under LoRA; the server knows no `base_layer`.
+        named = [(name.replace(".base_layer.", "."), _local(one)) for name, one in bucket]
         payload = payload_of(named, FLATTENED, ranks=1, layout_as_text=layout_as_text)
         yield payload.texts[0], following is None
         bucket = following
@@ -62,11 +63,6 @@ def of_all_ranks(said: Sequence[Any]) -> tuple[list[str], bool]:
             "Check what the trainer hands to update_weights on these ranks.",
         )
     return [text for text, _ in said], bool(ended)
-
-
-def _plain_name(name: str) -> str:
-    """veRL wraps layers under LoRA; the server knows no `base_layer`."""
-    return name.replace(".base_layer.", ".")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

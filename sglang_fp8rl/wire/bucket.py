@@ -16,6 +16,7 @@ import io
 import os
 import struct
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -28,13 +29,18 @@ import torch.multiprocessing
 
 from ..errors import RefitError
 from . import layout_text
-from .staging import StagingBuffers
+
+NamedTensor = tuple[str, torch.Tensor]
+COUNT = 2  # buffers that a sender fills in turn
+_ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
 
 # A file of shared memory as torch makes it (`MapInfo`, `map_alloc_alignment` in ATen/MapAllocator.cpp): int32
 # readers, padding up to 64 bytes, the tensors.
 FILES = Path("/dev/shm")  # where Linux keeps what `shm_open` names
 HEADER = 64
 READERS = struct.Struct("=i")
+# Replicas of a server read what was counted for one, bucket after bucket in the same memory.
+_NEVER_THE_LAST_READER = READERS.pack(1 << 30)
 
 
 def file_of(handle: bytes) -> Path:
@@ -42,10 +48,31 @@ def file_of(handle: bytes) -> Path:
     return FILES / os.fsdecode(handle).removeprefix("/")
 
 
-NamedTensor = tuple[str, torch.Tensor]
-# Replicas of a server read what was counted for one, bucket after bucket in the same memory.
-_NEVER_THE_LAST_READER = READERS.pack(1 << 30)
-_ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
+class StagingBuffers:
+    """`COUNT` buffers for each device that buckets come from: one is filled while the server reads the other.
+
+    A fresh buffer for every bucket is a fresh handle for every bucket: of a 30B model in 512 MiB, 120 that the
+    server opens and closes in every refit. A sender makes the next bucket while one is on its way, and no more, so
+    the buffer that it takes is that of a bucket which was answered for.
+
+    Attributes:
+        least: bytes of a new buffer at least, so that buckets of about one size fit in what is there.
+    """
+
+    def __init__(self, least: int = 0) -> None:
+        self.least = least
+        self._buffers: defaultdict[torch.device, deque[torch.Tensor | None]]
+        self._buffers = defaultdict(lambda: deque([None] * COUNT))
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """uint8 [nbytes] of the buffer that was taken longest ago, made anew where that is too small."""
+        buffers = self._buffers[device]
+        memory = buffers.popleft()
+        if memory is None or memory.numel() < nbytes:
+            memory = None  # the old one goes before the new one comes
+            memory = allocate(max(nbytes, self.least), device)
+        buffers.append(memory)
+        return memory[:nbytes]
 
 
 def flatten(
@@ -116,13 +143,12 @@ def serialize(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Payload:
-    """One bucket, serialized.
+    """One bucket of so many tensors and bytes, serialized.
 
     Attributes:
-        texts: one for each rank. Each is to be read once: a handle counts its readers, and one that
-            more of them open than it was made for is gone too early.
+        texts: one for each rank, to be read once: a handle counts its readers, and is gone too early if more
+            of them open it than it was made for.
         content: what they say, whose memory has to stay until the server answers.
-        tensors, nbytes: how many, and of how many bytes.
     """
 
     texts: list[str]
@@ -174,11 +200,7 @@ def _shared_by_file_name() -> Iterator[None]:
 def buckets_of(
     named_tensors: Iterable[NamedTensor], limit: int
 ) -> Iterator[tuple[list[NamedTensor], bool]]:
-    """Lists of about `limit` bytes, and whether each is the last.
-
-    Raises:
-        RefitError: a name comes twice.
-    """
+    """Lists of about `limit` bytes, and whether each is the last. Raises `RefitError` if a name comes twice."""
     seen: set[str] = set()
     bucket: list[NamedTensor] = []
     size = 0

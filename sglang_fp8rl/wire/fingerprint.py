@@ -75,11 +75,7 @@ class Fingerprint:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any], source: str) -> Fingerprint:
-        """Read a server's answer.
-
-        Raises:
-            RefitError: it is no fingerprint, or of a version this one does not read.
-        """
+        """Read a server's answer. Raises `RefitError` if it is none, or of a version this one does not read."""
         found = (document.get("format"), document.get("version"))
         if found != (FINGERPRINT_FORMAT, FINGERPRINT_VERSION):
             raise RefitError(

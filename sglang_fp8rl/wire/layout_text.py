@@ -50,28 +50,6 @@ def to_text(tensors: Iterable[Any]) -> str:
 
 def from_text(text: str) -> list[SimpleNamespace]:
     """The tensors of `to_text`; raises `RefitError` for any other text. Where they lie is not checked here."""
-    names, shapes, dtypes, starts, ends = _columns(text)
-    sides = [side for shape in shapes if type(shape) is list for side in shape]
-    if not (_are(str, names + dtypes) and _are(list, shapes) and _are(int, starts + ends + sides)):
-        raise _unreadable(
-            repr(text[:80]),
-            "names and dtypes are text, shapes are lists of whole numbers, so are starts and ends",
-        )
-    unknown = set(dtypes) - DTYPES.keys()
-    if unknown:
-        raise _unreadable(f"dtypes {sorted(unknown)}", f"known dtypes are {sorted(DTYPES)}")
-    rows = zip(names, shapes, dtypes, starts, ends, strict=True)
-    return [
-        flat_tensor(name, torch.Size(shape), DTYPES[dtype], start, end)
-        for name, shape, dtype, start, end in rows
-    ]
-
-
-def _are(kind: type, values: list[Any]) -> bool:
-    return set(map(type, values)) <= {kind}
-
-
-def _columns(text: str) -> list[list[Any]]:
     try:
         table = json.loads(text)
     except json.JSONDecodeError as error:
@@ -83,7 +61,24 @@ def _columns(text: str) -> list[list[Any]]:
     if None in lengths or len(set(lengths)) != 1:
         found = ", ".join(f"{n} of {name}" for n, name in zip(lengths, _COLUMNS, strict=True))
         raise _unreadable(found, "each tensor has a name, a shape, a dtype, a start and an end")
-    return columns
+    names, shapes, dtypes, starts, ends = columns
+    sides = [side for shape in shapes if type(shape) is list for side in shape]
+    if not (_are(str, names + dtypes) and _are(list, shapes) and _are(int, starts + ends + sides)):
+        raise _unreadable(
+            repr(text[:80]),
+            "names and dtypes are text, shapes are lists of whole numbers, so are starts and ends",
+        )
+    unknown = set(dtypes) - DTYPES.keys()
+    if unknown:
+        raise _unreadable(f"dtypes {sorted(unknown)}", f"known dtypes are {sorted(DTYPES)}")
+    return [
+        flat_tensor(name, torch.Size(shape), DTYPES[dtype], start, end)
+        for name, shape, dtype, start, end in zip(*columns, strict=True)
+    ]
+
+
+def _are(kind: type, values: list[Any]) -> bool:
+    return set(map(type, values)) <= {kind}
 
 
 def _unreadable(value: str, rule: str) -> RefitError:

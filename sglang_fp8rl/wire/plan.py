@@ -13,11 +13,10 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from ..errors import RefitError, near_matches
-from ..scheme import Cause, Granularity
+from ..scheme import Cause
 
 PLAN_FORMAT = "sglang-fp8rl/plan"
 PLAN_VERSION = 1
@@ -58,10 +57,6 @@ class TensorPlan:
     @property
     def is_fp8_on_wire(self) -> bool:
         return self.dtype == FP8
-
-    @property
-    def is_blockwise(self) -> bool:
-        return self.scheme == Granularity.BLOCKWISE.value
 
 
 @dataclass(frozen=True)
@@ -121,16 +116,16 @@ class RefitPlan:
         tensors = {
             name: TensorPlan(
                 name=name,
-                shape=tuple(entry["shape"]) if entry["shape"] is not None else None,
-                module=entry["module"],
-                scheme=entry["scheme"],
-                dtype=entry["wire"]["dtype"],
-                scale_name=entry["wire"].get("scale", ""),
-                scale_shape=tuple(entry["wire"].get("scale_shape", ())),
-                reason=entry["reason"],
-                block_size=tuple(entry["block_size"]) if entry["block_size"] else None,
+                shape=tuple(row["shape"]) if row["shape"] is not None else None,
+                module=row["module"],
+                scheme=row["scheme"],
+                dtype=row["wire"]["dtype"],
+                scale_name=row["wire"].get("scale", ""),
+                scale_shape=tuple(row["wire"].get("scale_shape", ())),
+                reason=row["reason"],
+                block_size=tuple(row["block_size"]) if row["block_size"] else None,
             )
-            for name, entry in document["tensors"].items()
+            for name, row in document["tensors"].items()
         }
         return cls(document, tensors, expected)
 
@@ -147,11 +142,6 @@ class RefitPlan:
             "pow2_scale": options["use_weight_pow2_scale"],
             "round_to_bf16": options["round_to_bf16"],
         }
-
-    @property
-    def parallel(self) -> Mapping[str, int]:
-        """`tp_size` and `ep_size` of the server."""
-        return self.document["parallel"]
 
     def as_dict(self) -> dict[str, Any]:
         """The document, to be kept as JSON and read with `from_dict`."""
@@ -192,9 +182,3 @@ def digest_of(document: Mapping[str, Any]) -> str:
     content = {key: value for key, value in document.items() if key != "digest"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
-
-
-def plan_schema() -> dict[str, Any]:
-    """The JSON schema of the document."""
-    text = resources.files(__package__).joinpath("plan_schema.json").read_text()
-    return json.loads(text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from importlib import resources
 from typing import Any
 
 from sglang_fp8rl.wire.plan import RefitPlan, digest_of
@@ -57,3 +59,8 @@ def _entry(
         "reason": "not quantized" if scheme == PLAIN else "",
         "wire": wire,
     }
+
+
+def plan_schema() -> dict[str, Any]:
+    """The JSON schema of every plan's document, as it is installed."""
+    return json.loads(resources.files("sglang_fp8rl.wire").joinpath("plan_schema.json").read_text())

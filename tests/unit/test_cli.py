@@ -29,7 +29,7 @@ COMMANDS = {
     "doctor": ("sglang_fp8rl.doctor.examine", []),
     "plan": ("sglang_fp8rl.engine.host.plan_offline.make_plan", ["model"]),
     "export": ("sglang_fp8rl.lab.export.export_checkpoint", ["model", "out"]),
-    "verify": ("sglang_fp8rl.verify.verify_servers", [URL]),
+    "verify": ("sglang_fp8rl.cli.verify_servers", [URL]),
     "eval-aime": ("sglang_fp8rl.lab.eval.aime.run_eval", ["--url", URL, "--problems", "problems"]),
     "mismatch": ("sglang_fp8rl.lab.eval.gap.run_mismatch", ["--url", URL, "--model", "model"]),
     "sensitivity": ("sglang_fp8rl.lab.sensitivity.run.run_sensitivity", ["model"]),

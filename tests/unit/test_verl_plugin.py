@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_fp8rl import verl_plugin
+from sglang_fp8rl import compat, verl_plugin
 from sglang_fp8rl.errors import HostError, RefitError
 from sglang_fp8rl.verl_rollout import hooks
 from sglang_fp8rl.verl_rollout.hooks import VERL_HOOKS
@@ -58,7 +58,7 @@ def test_importing_verl_registers_with_it_and_imports_nothing_of_sglang():
     ("version", "is_fine"), [("0.7.1", False), ("0.9.1", True), ("0.10", False)]
 )
 def test_a_verl_outside_the_range_is_named(monkeypatch, version, is_fine):
-    monkeypatch.setattr(verl_plugin.importlib.metadata, "version", lambda _: version)
+    monkeypatch.setattr(compat.importlib.metadata, "version", lambda _: version)
     problems = verl_plugin.check_verl()
     assert (problems == []) == is_fine
     assert all(version in problem and verl_plugin.TESTED_VERL in problem for problem in problems)

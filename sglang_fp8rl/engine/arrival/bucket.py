@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ...errors import RefitError, as_text, listed
+from ...wire.bucket import COUNT
 from ...wire.layout_text import from_text
-from ...wire.staging import COUNT
 from .flat_layout import check_layout
 
 _SHAPE, _DTYPE, _NAME = attrgetter("shape"), attrgetter("dtype"), attrgetter("name")

@@ -6,29 +6,20 @@ and scales; and the fingerprint of these, and of everything that is not FP8, is 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...numerics import Blockwise, dequantize, quantize
 from ...wire.fingerprint import Fingerprint, Verification, compare
-from ...wire.plan import RefitPlan
 from ..fingerprint import Fingerprinter
-from .cast import served
+from .modules import served
 from .rules import ServedWeightsError, WeightRule, is_below, plain_name
 from .swap import plan_of, served_by, served_modules
 
 
-class Server(Protocol):
-    """What a `RefitClient` is asked."""
-
-    def plan(self) -> RefitPlan: ...
-
-    def fingerprint(self) -> Fingerprint: ...
-
-
-def check_as_served(model: nn.Module, server: Server) -> Verification:
+def check_as_served(model: nn.Module, server: Any) -> Verification:
     """Prove that the model computes with the bytes that the server holds now.
 
     Every rank of a sharded model has to call it: weights are gathered one at a time.
@@ -95,5 +86,5 @@ def _check_computed_with(weight: torch.Tensor, rule: WeightRule) -> None:
                 rule.name,
                 f"{other} of {expected.numel()} values that are computed with are not the cast's",
                 "what is computed with is codes times scales, rounded once to BF16",
-                "Report it with the device and the dtype; numerics/through_fp8.py takes a backend.",
+                "Report it with the device and the dtype; numerics.through_fp8 takes a backend.",
             )

@@ -54,17 +54,11 @@ class WeightRule:
     round_to_bf16: bool
 
 
-@dataclass
-class ModuleRules:
-    """A module of the model, and the rules of those of its parameters that are served in FP8."""
-
-    name: str
-    module: nn.Module
-    weights: dict[str, WeightRule]
-
-
-def rules_of(model: nn.Module, plan: RefitPlan, not_served: Collection[str]) -> list[ModuleRules]:
-    """The modules that compute with an FP8 weight on the plan's server; nothing is changed.
+def rules_of(
+    model: nn.Module, plan: RefitPlan, not_served: Collection[str]
+) -> list[tuple[str, nn.Module, dict[str, WeightRule]]]:
+    """The modules that compute with an FP8 weight on the plan's server, by name, with the rules of these
+    weights; nothing is changed.
 
     Args:
         not_served: names of modules that the server has not (a value head); they stay as they are.
@@ -73,7 +67,7 @@ def rules_of(model: nn.Module, plan: RefitPlan, not_served: Collection[str]) -> 
         ServedWeightsError: the plan is of another model: a name that it doesn't know, a shape that is
             not the plan's, or FP8 weights that the model has not.
     """
-    found: list[ModuleRules] = []
+    found = []
     seen: set[str] = set()
     modules = {plain_name(prefix): module for prefix, module in model.named_modules()}
     for name in not_served:
@@ -98,7 +92,7 @@ def rules_of(model: nn.Module, plan: RefitPlan, not_served: Collection[str]) -> 
             if rule is not None:
                 weights[leaf] = rule
         if weights:
-            found.append(ModuleRules(prefix, module, weights))
+            found.append((prefix, module, weights))
     _check_all_found(plan, seen)
     return found
 

@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from ...wire.plan import RefitPlan
-from .experts import ServedExperts, lent_weight
-from .linear import ServedLinear
+from .modules import ServedExperts, ServedLinear, lent_weight
 from .rules import ServedWeightsError, WeightRule, rules_of
 
 # Attributes of a swapped module, and of the model.
@@ -55,12 +54,12 @@ def compute_as_served(
             "Call compute_as_stored first (on the model that was swapped), then again with the new plan.",
         )
     found = rules_of(model, plan, not_served)
-    for one in found:
-        cls: Any = type(one.module)
-        one.module.__class__ = _served_class(cls, tuple(one.weights))
-        setattr(one.module, _RULES, one.weights)
+    for _, module, weights in found:
+        cls: Any = type(module)
+        module.__class__ = _served_class(cls, tuple(weights))
+        setattr(module, _RULES, weights)
     setattr(model, _BY, ServedBy(plan, tuple(not_served)))
-    return [one.name for one in found]
+    return [name for name, _, _ in found]
 
 
 def compute_as_stored(model: nn.Module) -> None:

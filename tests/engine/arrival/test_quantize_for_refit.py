@@ -11,11 +11,12 @@ from commands import digests, status
 from contract import DEFAULT, HOST, OLDEST
 from fused_experts import with_fused_experts
 from models import MODELS
+from plans import plan_schema
 from pool import as_param, on
 from trainer_commands import plan, stored
 
 from sglang_fp8rl.trainer import WireStats, quantize_for_refit
-from sglang_fp8rl.wire.plan import RefitPlan, plan_schema
+from sglang_fp8rl.wire.plan import RefitPlan
 
 pytestmark = pytest.mark.engine
 

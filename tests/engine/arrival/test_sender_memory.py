@@ -13,11 +13,10 @@ def staged_update(scheduler, buckets):
     """Send buckets as `RefitClient` does, each in one of two buffers; what is open after each."""
     import torch
 
-    from sglang_fp8rl.wire.bucket import allocate, payload_of
-    from sglang_fp8rl.wire.staging import StagingBuffers
+    from sglang_fp8rl.wire.bucket import StagingBuffers, payload_of
 
     size = torch.distributed.get_world_size(scheduler.weight_updater.tp_cpu_group)
-    held, staging = [], StagingBuffers(allocate, least=1 << 22)
+    held, staging = [], StagingBuffers(least=1 << 22)
     for at, bucket in enumerate(buckets, start=1):
         payload = payload_of(bucket, "flattened_bucket", size, True, staging)
         texts = [base64.b64decode(text) for text in payload.texts]
@@ -40,11 +39,10 @@ def staged_until_it_fails(scheduler, bucket):
     """One bucket, and then one that can't be stored: a trainer without sessions stops there."""
     import torch
 
-    from sglang_fp8rl.wire.bucket import allocate, payload_of
-    from sglang_fp8rl.wire.staging import StagingBuffers
+    from sglang_fp8rl.wire.bucket import StagingBuffers, payload_of
 
     size = torch.distributed.get_world_size(scheduler.weight_updater.tp_cpu_group)
-    staging, found = StagingBuffers(allocate, least=1 << 22), []
+    staging, found = StagingBuffers(least=1 << 22), []
     for named in (bucket, [(name + ".wrong", tensor) for name, tensor in bucket]):
         payload = payload_of(named, "flattened_bucket", size, True, staging)
         texts = [base64.b64decode(text) for text in payload.texts]

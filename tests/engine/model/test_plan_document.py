@@ -9,12 +9,13 @@ import pytest
 from engine_host import EngineHost
 from fused_experts import with_fused_experts
 from models import MODELS, checkpoint
+from plans import plan_schema
 from pool import on, runs_on
 from trainer_commands import plan, stored
 
 from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
-from sglang_fp8rl.wire.plan import RefitPlan, digest_of, plan_schema
+from sglang_fp8rl.wire.plan import RefitPlan, digest_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("plans_in_forks")]
 

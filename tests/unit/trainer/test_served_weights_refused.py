@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
-from sglang_fp8rl.trainer.served_weights import cast as served_cast
 from sglang_fp8rl.trainer.served_weights import (
     check_as_served,
     compute_as_served,
     compute_as_stored,
     fingerprint_of_served,
+    modules,
     served_modules,
 )
 from sglang_fp8rl.trainer.served_weights.rules import ServedWeightsError
@@ -191,8 +191,8 @@ def test_the_proof_sees_a_bit_on_either_side(monkeypatch):
         out.view(torch.int16)[-1, -1] ^= 1
         return out
 
-    through = served_cast.through_fp8
-    monkeypatch.setattr(served_cast, "through_fp8", one_bit_off)
+    through = modules.through_fp8
+    monkeypatch.setattr(modules, "through_fp8", one_bit_off)
     with pytest.raises(ServedWeightsError, match=r"up\.weight: 1 of 32768 values"):
         check_as_served(model, holds)
 

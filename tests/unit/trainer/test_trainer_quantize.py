@@ -14,12 +14,12 @@ import jsonschema
 import pytest
 import torch
 from by_definition import quantize_blockwise, quantize_per_channel
-from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
+from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan, plan_schema
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
 from sglang_fp8rl.lab.testing.ports import free_port
 from sglang_fp8rl.trainer import LocalShard, WireStats, assemble, quantize_for_refit
-from sglang_fp8rl.wire.plan import RefitPlan, plan_schema
+from sglang_fp8rl.wire.plan import RefitPlan
 
 SHAPES = {
     "a.weight": (BLOCKWISE, (300, 256)),

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import torch
 
 from sglang_fp8rl.client.tensor_update import TensorUpdate
+from sglang_fp8rl.wire import bucket as wire_bucket
 from sglang_fp8rl.wire import layout_text
-from sglang_fp8rl.wire.bucket import allocate, flatten, payload_of
+from sglang_fp8rl.wire.bucket import COUNT, StagingBuffers, flatten, payload_of
 from sglang_fp8rl.wire.refit_note import RefitNote
-from sglang_fp8rl.wire.staging import COUNT, StagingBuffers
 
 CPU = torch.device("cpu")
 
@@ -24,16 +24,17 @@ def buckets(count, size=1000):
 
 
 def test_buffers_take_turns():
-    staging = StagingBuffers(allocate)
+    staging = StagingBuffers()
     one, two, three = (staging.take(nbytes, CPU) for nbytes in (100, 50, 80))
     assert one.data_ptr() != two.data_ptr()
     assert three.data_ptr() == one.data_ptr()
     assert [len(one), len(two), len(three)] == [100, 50, 80]
 
 
-def test_buckets_of_about_one_size_fit_in_the_buffers_that_are_there():
-    made = []
-    staging = StagingBuffers(lambda n, device: made.append(n) or allocate(n, device), least=1000)
+def test_buckets_of_about_one_size_fit_in_the_buffers_that_are_there(monkeypatch):
+    made, allocate = [], wire_bucket.allocate
+    monkeypatch.setattr(wire_bucket, "allocate", lambda n, on: made.append(n) or allocate(n, on))
+    staging = StagingBuffers(least=1000)
     for size in (900, 400, 1000, 999, 1001):
         staging.take(size, CPU)
     assert made == [1000, 1000, 1001]
@@ -74,7 +75,7 @@ def test_a_server_reads_what_was_sent_though_the_next_bucket_is_made_meanwhile()
 
 def test_each_rank_has_a_handle_of_its_own_to_open_and_close():
     """A file of shared memory counts who has it open; it goes when one more lets go than was told."""
-    staging = StagingBuffers(allocate)
+    staging = StagingBuffers()
     with get_context("spawn").Pool(2, maxtasksperchild=None) as pool:
         for number, bucket in enumerate(buckets(3 * COUNT)):
             payload = payload_of(bucket, "flattened_bucket", 2, True, staging)
@@ -93,7 +94,7 @@ def test_a_buffer_on_a_device_is_sent_when_it_is_filled(monkeypatch):
     stream = SimpleNamespace(synchronize=lambda: done.append("filled"))
     module = SimpleNamespace(current_stream=lambda device: stream)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    staging = StagingBuffers(allocate)
+    staging = StagingBuffers()
     flatten([("a", torch.ones(4, device="meta"))], staging)
     assert done == ["filled"]
     flatten([("a", torch.ones(4, device="meta"))])  # a handle of its own: opened, so waited for
