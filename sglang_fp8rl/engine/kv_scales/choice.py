@@ -28,21 +28,21 @@ _SMALLEST_NORMAL = 2.0**-6
 
 @dataclass(frozen=True)
 class Choice:
-    """For each layer, of keys and of values; all are `[layers, 2]`, on the CPU.
+    """For each layer, of keys and of values.
 
     Attributes:
-        exponents: int64 `e`; `x * 2**-e` is stored.
-        bounds: FP64, on `|x|`, from the weights; inf where they are not finite.
-        largest: FP64, measured or announced; inf where nothing was.
+        exponents: int64 `[layers, 2]` on the CPU; `x * 2**-e` is stored.
+        sides: the same in turn, as the status has them. `bound` is on `|x|`, from the weights, and `largest` was
+            measured or announced; None where it is not known. `head_room` is binades from `largest`, or else from
+            the bound, to 448; `certified` says that nothing that is stored can exceed it.
     """
 
     exponents: torch.Tensor
-    bounds: torch.Tensor
-    largest: torch.Tensor
+    sides: list[dict[str, Any]]
 
-    def certified(self) -> torch.Tensor:
-        """Whether nothing that is stored can exceed e4m3's largest number."""
-        return self.bounds <= torch.ldexp(torch.tensor(FP8_MAX).double(), self.exponents)
+    @property
+    def is_certified(self) -> bool:
+        return all(side["certified"] for side in self.sides)
 
 
 def chosen(group: Any, read: Callable[[], torch.Tensor], room: float | None) -> Choice:
@@ -69,18 +69,30 @@ def chosen(group: Any, read: Callable[[], torch.Tensor], room: float | None) -> 
             "The server's log says more. Send all weights again.",
         )
     torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX, group=group)
-    exponents = [_exponent(row, room or 1.0) for row in table.flatten(0, 1).tolist()]
-    bounds, fits = table[..., 0], table[..., 1]
-    largest = torch.full_like(fits, math.inf) if room is None else fits
-    return Choice(torch.tensor(exponents).view(-1, 2), bounds, largest)
+    sides = [_side(row, room) for row in table.flatten(0, 1).tolist()]
+    exponents = torch.tensor([side["exponent"] for side in sides]).view(-1, 2)
+    return Choice(exponents, sides)
 
 
-def _exponent(row: Sequence[float], room: float) -> int:
-    _, fits, minus_least_down, most_down, minus_least_up, most_up = row
-    wanted = smallest_exponent(fits * room, FP8_MAX) if 0 < fits < math.inf else 0
+def _side(row: Sequence[float], room: float | None) -> dict[str, Any]:
+    bound, fits, minus_least_down, most_down, minus_least_up, most_up = row
+    wanted = smallest_exponent(fits * (room or 1.0), FP8_MAX) if _known(fits) else 0
     lowest_down, highest_down = exact_range(-minus_least_down, most_down)
     lowest_up, highest_up = exact_range(-minus_least_up, most_up)
-    return min(max(wanted, -highest_down, lowest_up), -lowest_down, highest_up)
+    exponent = min(max(wanted, -highest_down, lowest_up), -lowest_down, highest_up)
+    largest = None if room is None else _known(fits)
+    used = largest or _known(bound)
+    return {
+        "exponent": exponent,
+        "bound": _known(bound),
+        "largest": largest,
+        "head_room": used and round(exponent + math.log2(FP8_MAX / used), 3),
+        "certified": bound <= math.ldexp(FP8_MAX, exponent),
+    }
+
+
+def _known(value: float) -> float | None:
+    return value if 0 < value < math.inf else None
 
 
 @torch.no_grad()
@@ -107,31 +119,10 @@ def _rows_of(layer: AttentionLayer) -> torch.Tensor:
     return torch.cat([bounds, bounds, down, up], 1)
 
 
-def layer_rows(layers: Sequence[AttentionLayer], choice: Choice) -> list[dict[str, Any]]:
-    """Of keys and of values: `head_room` is binades from `largest`, or else from the bound, to 448."""
-    columns = (choice.exponents, choice.bounds, choice.largest, choice.certified())
-    flat = (column.flatten().tolist() for column in columns)
-    return _by_layer(layers, [_side(*one) for one in zip(*flat, strict=True)])
-
-
-def _side(exponent: int, bound: float, largest: float, is_certified: bool) -> dict[str, Any]:
-    fits = _known(largest) or _known(bound)
-    return {
-        "exponent": exponent,
-        "bound": _known(bound),
-        "largest": _known(largest),
-        "head_room": fits and round(exponent + math.log2(FP8_MAX / fits), 3),
-        "certified": is_certified,
-    }
-
-
-def _known(value: float) -> float | None:
-    return value if 0 < value < math.inf else None
-
-
-def _by_layer(
+def by_layer(
     layers: Sequence[AttentionLayer], sides: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
+    """For the status section; of keys and of values in turn."""
     return [
         {"module": layer.name, "keys": keys, "values": values}
         for layer, keys, values in zip(layers, sides[::2], sides[1::2], strict=True)
@@ -155,7 +146,7 @@ def stored_codes(layers: Sequence[AttentionLayer], manager: Any) -> list[dict[st
         for layer in layers
         for buffer in (pool.get_key_buffer, pool.get_value_buffer)
     ]
-    return _by_layer(layers, [_described(*one) for one in torch.stack(counts).tolist()])
+    return by_layer(layers, [_described(*one) for one in torch.stack(counts).tolist()])
 
 
 def _counts(codes: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ..host.refit_end import fail_behind
 from ..host.request_checks import are_weights_released
 from .attention_layers import Fold, attention_layers, refused
 from .calibration import Calibration, calibration_of
-from .choice import ROOM, Choice, chosen, layer_rows, saturated_share, stored_codes, table_of
+from .choice import ROOM, Choice, by_layer, chosen, saturated_share, stored_codes, table_of
 from .sent_scales import SentScales
 
 # Server argument to why scales can't follow there; refused where it is set.
@@ -179,13 +179,13 @@ class KvScaling(Extension):
         ignored = {"ignored": len(self._ignored), "reason": reason} if self._ignored else None
         return {
             "mode": self.mode,
-            "certified": not self.is_stale and bool(self.choice.certified().all()),
+            "certified": not self.is_stale and self.choice.is_certified,
             "follows_weights": not self.is_stale,
             "frozen": self.is_frozen,
             "moves": self.moves,
             "calibration": None if self.calibration is None else self.calibration.as_dict(),
             "sent": ignored if self.sent is None else self.sent.as_dict(layers),
-            "layers": layer_rows(layers, self.choice),
+            "layers": by_layer(layers, self.choice.sides),
             "stored": stored_codes(layers, manager),
         }
 
