@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_fp8rl.config import QUANTIZATION_METHOD
-from sglang_fp8rl.lab.eval.rollouts import Rollout
+from sglang_fp8rl.lab.eval.server import Rollout
 from sglang_fp8rl.lab.testing.server import ServerProcess
 
 _TIMEOUT_S = 1800.0

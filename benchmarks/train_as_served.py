@@ -20,8 +20,8 @@ from rollout_server import RolloutServer
 from verl_trainer.model import make_model
 
 from sglang_fp8rl import RefitClient
-from sglang_fp8rl.lab.eval.rescoring import rescore
-from sglang_fp8rl.lab.eval.rollouts import Rollout
+from sglang_fp8rl.lab.eval.gap import rescore
+from sglang_fp8rl.lab.eval.server import Rollout
 from sglang_fp8rl.lab.metrics import mismatch_metrics
 from sglang_fp8rl.trainer.served_weights import check_as_served, compute_as_served, plan_of
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sglang_fp8rl.engine.kv_scales.attention_layers import AttentionLayer
+from sglang_fp8rl.engine.kv_scales.attention_layers import AttentionLayer, Fold
 from sglang_fp8rl.engine.kv_scales.choice import chosen, table_of
-from sglang_fp8rl.engine.kv_scales.fold import Fold
 from sglang_fp8rl.numerics.kv_bounds import Rotation, Rows
 
 TARGET_S = 0.2  # to choose and to fold, on two cores

@@ -14,7 +14,7 @@ from measured import versions
 from rich.console import Console
 from rich.progress import Progress
 
-from sglang_fp8rl.lab.eval.rescoring import Precision
+from sglang_fp8rl.lab.eval.gap import Precision
 
 from . import measures, texts
 from .arms import BASELINE, DEFAULT, Arm

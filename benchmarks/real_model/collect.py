@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from sglang_fp8rl.lab.eval.rescoring import Precision
-from sglang_fp8rl.lab.eval.rollouts import Rollout
+from sglang_fp8rl.lab.eval.gap import Precision
+from sglang_fp8rl.lab.eval.server import Rollout
 
 from .arms import BASELINE, DEFAULT, Arm
 from .kept import Kept, digest

@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sglang_fp8rl.engine.host.plan_offline import make_plan
-from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.trainer.served_weights import (
     compute_as_served,
     compute_as_stored,
@@ -101,13 +100,6 @@ def run_deployed(
     """
     start = fetch(model, console)
     policy = start if arm == START else kept_policy(model, arm, seed)
-    if not policy.is_dir():
-        raise ConfigError(
-            "--arm",
-            f"{arm!r}, seed {seed}",
-            "no trained policy was kept",
-            f"Run `python -m real_model rl --keep` with this arm, or name {START!r}.",
-        )
     encode = encoder_of(start)
     problems, end = held_out_sums(encode), encode("\n")
     drawn, ones = Resamples(len(problems)), np.ones(len(problems))

@@ -8,6 +8,7 @@ make it; if both models' gaps are larger on the trained one's answers, the texts
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +23,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sglang_fp8rl.engine.host.plan_offline import make_plan
-from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.lab.eval.stats import Estimate
 from sglang_fp8rl.lab.sensitivity.quantized_products import (
     Operand,
@@ -111,15 +111,14 @@ class Served:
         self._first = len(self._reference.layers) - trained_layers
 
     def answers(self, prompts: Sequence[Sequence[int]], samples: int, seed: int) -> list[Sample]:
-        return list(
-            sample_answers(
-                self._reference.model,
-                prompts,
-                new_tokens=RESPONSE_TOKENS,
-                samples=samples,
-                seed=seed,
-            )
+        asked = functools.partial(
+            sample_answers,
+            self._reference.model,
+            new_tokens=RESPONSE_TOKENS,
+            samples=samples,
+            seed=seed,
         )
+        return [one for prompt in prompts for one in asked(prompt)]
 
     def gaps(self, samples: Sequence[Sample]) -> Iterator[tuple[str, list[Gap]]]:
         """For each part: what FP8 in it changes at every position that an answer comes from."""
@@ -251,13 +250,6 @@ def run_growth(
         ConfigError: it left nothing.
     """
     start, trained = fetch(model, console), kept_policy(model, arm, seed)
-    if not trained.is_dir():
-        raise ConfigError(
-            "--arm",
-            f"{arm!r}, seed {seed}",
-            "no trained policy was kept",
-            "Run `python -m real_model rl --keep` with this arm; a run that is whole is not run again.",
-        )
     with Progress(console=console) as progress:
         task = progress.add_task("gaps", total=4 * len(PARTS))
         lines = measure_growth(

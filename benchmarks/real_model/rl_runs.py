@@ -43,7 +43,7 @@ def run_all(
     """Run what is missing of `names` × `seeds`, and show it.
 
     Args:
-        keep: write each trained policy into `kept_policy`.
+        keep: write each trained policy into its `policy_folder`.
 
     Raises:
         ConfigError: an unknown arm, or a model that does not fit into memory.
@@ -71,7 +71,7 @@ def run_all(
                 threads,
                 cache_folder() / "runs",
                 trained_layers,
-                keep=kept_policy(model, arm.name, seed) if keep else None,
+                keep=policy_folder(model, arm.name, seed) if keep else None,
             )
             for record in run_steps(run):
                 records.append(path, {"arm": arm.name, "seed": seed, **record})
@@ -83,9 +83,26 @@ def run_all(
     console.print(f"picture: {picture.name}")
 
 
-def kept_policy(model: str, arm: str, seed: int) -> Path:
-    """Folder of a policy that a run has trained."""
+def policy_folder(model: str, arm: str, seed: int) -> Path:
+    """Where a run keeps the policy that it has trained."""
     return cache_folder() / "trained" / f"{model}-{arm}-{seed}"
+
+
+def kept_policy(model: str, arm: str, seed: int) -> Path:
+    """Folder of a policy that a run has kept.
+
+    Raises:
+        ConfigError: none did.
+    """
+    folder = policy_folder(model, arm, seed)
+    if not folder.is_dir():
+        raise ConfigError(
+            "--arm",
+            f"{arm!r}, seed {seed}",
+            "no trained policy was kept",
+            "Run `python -m real_model rl --keep` with this arm; a run that is whole is not run again.",
+        )
+    return folder
 
 
 def table(runs: dict[tuple[str, int], list[dict[str, Any]]]) -> Table:

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sglang_fp8rl.client import RefitClient
-from sglang_fp8rl.lab.eval.rescoring import load_model
-from sglang_fp8rl.lab.eval.rollouts import Rollout
+from sglang_fp8rl.lab.eval.gap import load_model
+from sglang_fp8rl.lab.eval.server import Rollout
 from sglang_fp8rl.trainer.served_weights import check_as_served
 
 from . import measures, texts

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from small_dapo.wide_products import wide_products
 
-from sglang_fp8rl.lab.eval.rescoring import rescore
-from sglang_fp8rl.lab.eval.rollouts import Rollout
+from sglang_fp8rl.lab.eval.gap import rescore
+from sglang_fp8rl.lab.eval.server import Rollout
 from sglang_fp8rl.lab.sensitivity.quantized_products import has_pow2_activations, served_activation
 from sglang_fp8rl.trainer.served_weights import (
     compute_as_served,

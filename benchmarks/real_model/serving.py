@@ -11,7 +11,7 @@ import torch
 from rollout_server import RolloutServer
 
 from sglang_fp8rl.errors import HostError
-from sglang_fp8rl.lab.eval.rollouts import Rollout
+from sglang_fp8rl.lab.eval.server import Rollout
 
 from .arms import Arm
 

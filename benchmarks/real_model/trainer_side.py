@@ -11,8 +11,8 @@ import torch
 from small_dapo.wide_products import wide_products
 
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.lab.eval.rescoring import Precision, load_model, rescore
-from sglang_fp8rl.lab.eval.rollouts import Rollout
+from sglang_fp8rl.lab.eval.gap import Precision, load_model, rescore
+from sglang_fp8rl.lab.eval.server import Rollout
 
 from .serving import Advance
 

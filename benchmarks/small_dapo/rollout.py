@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollout_server import RolloutServer
 
-from sglang_fp8rl.lab.eval.rollouts import Rollout
+from sglang_fp8rl.lab.eval.server import Rollout
 
 from .settings import Arm, Settings
 from .task import EOS, MAX_RESPONSE_TOKENS, Problem, Task, is_correct, reward

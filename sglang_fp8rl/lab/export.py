@@ -1,7 +1,6 @@
 """Write a checkpoint as DeepSeek and Qwen publish block-FP8: the codes and scales that are served.
 
-What is quantized is what the plan says: the modules that SGLang builds for this model. Streams file by
-file; nothing of SGLang is imported here, nor is there more than one file's worth of tensors in memory.
+What is quantized is what the plan says. Streams file by file: no more than one file's tensors are in memory.
 """
 
 from __future__ import annotations
@@ -29,13 +28,8 @@ _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 @dataclass
 class ExportReport:
-    """What was written.
-
-    Attributes:
-        quantized, kept: numbers of weights.
-        nbytes_before, nbytes: of all tensors.
-        misaligned: weights that can't be cut into blocks and stay in BF16, each with the reason.
-    """
+    """What was written: numbers of weights, bytes of all tensors, and the weights that can't be cut into blocks
+    and stay in BF16, each with the reason."""
 
     quantized: int = 0
     kept: int = 0
@@ -72,16 +66,11 @@ def export_checkpoint(
     directory = checkpoint_directory(model)
     files = safetensors_files(directory) if directory is not None else []
     if directory is None or not files:
-        raise ConfigError(
-            model,
-            "no safetensors",
-            "an export reads a checkpoint's safetensors",
-            "Name its directory, or download it first.",
-        )
+        rule, remedy = "an export reads them", "Name its directory, or download it first."
+        raise ConfigError(model, "no safetensors", rule, remedy)
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(
-            str(out), "not empty", "an export writes into a new directory", "Move it."
-        )
+        rule = "an export writes into a new directory"
+        raise ConfigError(str(out), "not empty", rule, "Move it.")
     config = json.loads((directory / "config.json").read_text())
     found = config.get("quantization_config", {}).get("quant_method", "fp8_blockwise_online")
     if found != "fp8_blockwise_online":
@@ -167,9 +156,8 @@ def _converted(
             report.misaligned[name] = why
     rounded = tensor.to(wanted)
     if not bool(torch.isfinite(rounded).all()) and bool(torch.isfinite(tensor).all()):
-        raise QuantizationError(
-            name, f"too large for {wanted}", "every value stays finite", "Look at this weight."
-        )
+        rule = "every value stays finite"
+        raise QuantizationError(name, f"too large for {wanted}", rule, "Look at this weight.")
     return {name: rounded.contiguous()}
 
 

@@ -2,7 +2,7 @@
 
 Every function takes `(batch, seq)` log-probabilities of the *sampled* tokens and a mask, 1 or True at
 response tokens. `log_ratio = trainer - rollout`, so `ratio = pi_trainer / pi_rollout`, as in veRL's
-`rollout_corr_helper` and in the importance weights of `correction.py`.
+`rollout_corr_helper`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from ..errors import Fp8RlError
 # is far beyond any ratio that training survives, and its square still fits FP32.
 EXPONENT_BOUND = 20.0
 
-# Log-probabilities are at most 0; a low-precision log-softmax may round a hair above.
-_LOGPROB_ROUNDING = 1e-2
+_LOGPROB_ROUNDING = 1e-2  # above 0: of a log-softmax in low precision
 
 
 class MismatchInputError(Fp8RlError):
@@ -81,18 +80,22 @@ def mismatch_metrics(
 
     Differences from veRL 0.9.1 (`compute_offpolicy_metrics`): exponents are clamped in *every*
     formula (veRL's `k3_kl` overflows to inf at a log-ratio of 89); rows without a response token
-    are left out (veRL counts each as a perplexity of 1); sums run in FP64; bad input is an error
-    (see `checked_log_ratio`).
+    are left out (veRL counts each as a perplexity of 1); all of it is in FP64. Whatever stands outside
+    the mask (NaN, inf, padding values) is never read.
+
+    Raises:
+        MismatchInputError: shapes differ or are not (batch, seq); a mask that selects nothing, or is
+            not 0 and 1; a log-probability under it that is NaN, infinite or above 0.
     """
-    log_ratio, mask = checked_log_ratio(rollout_logprobs, trainer_logprobs, mask)
-    delta = log_ratio[mask].double()  # (tokens,)
+    mask = _checked_mask(rollout_logprobs, trainer_logprobs, mask)
+    trainer, rollout = trainer_logprobs[mask].double(), rollout_logprobs[mask].double()  # (tokens,)
+    delta = trainer - rollout
     safe = delta.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
     ratio = safe.exp()
     rollout_nll = -_sequence_means(rollout_logprobs, mask)  # (sequences,)
     trainer_nll = -_sequence_means(trainer_logprobs, mask)
     ppl_gap = trainer_nll - rollout_nll
-    rollout_prob = rollout_logprobs[mask].double().exp()
-    trainer_prob = trainer_logprobs[mask].double().exp()
+    trainer_prob, rollout_prob = trainer.exp(), rollout.exp()
     prob_diff = (trainer_prob - rollout_prob).abs()
     return MismatchMetrics(
         tokens=delta.numel(),
@@ -117,17 +120,10 @@ def mismatch_metrics(
     )
 
 
-def checked_log_ratio(
+def _checked_mask(
     rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `trainer - rollout` (batch, seq) in FP32 or wider, 0 outside the mask, and a bool mask.
-
-    Whatever stands outside the mask (NaN, inf, padding values) is never read.
-
-    Raises:
-        MismatchInputError: shapes differ or are not (batch, seq); a mask that selects nothing, or is
-            not 0 and 1; a log-probability under it that is NaN, infinite or above 0.
-    """
+) -> torch.Tensor:
+    """The mask as bool, of log-probabilities that belong to it."""
     named = {"rollout_logprobs": rollout_logprobs, "trainer_logprobs": trainer_logprobs}
     for name, tensor in named.items():
         if tensor.shape != mask.shape:
@@ -144,17 +140,13 @@ def checked_log_ratio(
                 "log-probabilities are floating point",
                 "Pass the log-probabilities, not the token ids.",
             )
-    keep = _checked_mask(mask)
+    keep = _selected(mask)
     for name, tensor in named.items():
         _check_logprobs(name, tensor, keep)
-    wide = torch.promote_types(
-        torch.promote_types(rollout_logprobs.dtype, trainer_logprobs.dtype), torch.float32
-    )
-    difference = trainer_logprobs.to(wide) - rollout_logprobs.to(wide)
-    return torch.where(keep, difference, torch.zeros_like(difference)), keep
+    return keep
 
 
-def _checked_mask(mask: torch.Tensor) -> torch.Tensor:
+def _selected(mask: torch.Tensor) -> torch.Tensor:
     keep = mask == 1
     if mask.dim() != 2:
         found = f"shape {tuple(mask.shape)}"
@@ -184,8 +176,7 @@ def _check_logprobs(name: str, logprobs: torch.Tensor, keep: torch.Tensor) -> No
         f"{name}[{row}, {column}]",
         f"{logprobs[row, column].item()} ({int(bad.sum())} such tokens)",
         "a sampled token's log-probability is finite and not above 0",
-        "Check that these are log-probabilities (no logits, no probabilities) and that the "
-        "forward pass gave no NaN.",
+        "Pass log-probabilities (no logits, no probabilities), of a forward pass that gave no NaN.",
     )
 
 

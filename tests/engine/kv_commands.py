@@ -24,8 +24,7 @@ def kv_of(scheduler: Any) -> Any:
 def fold_of(scheduler: Any) -> Any:
     """Of a server that scales nothing, one that only tests change."""
     from sglang_fp8rl.engine.extension import Extension
-    from sglang_fp8rl.engine.kv_scales.attention_layers import attention_layers
-    from sglang_fp8rl.engine.kv_scales.fold import Fold
+    from sglang_fp8rl.engine.kv_scales.attention_layers import Fold, attention_layers
 
     class Folded(Extension):
         def __init__(self, refit: Any) -> None:

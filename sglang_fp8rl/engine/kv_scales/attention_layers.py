@@ -1,4 +1,4 @@
-"""The attention layers of a model: what can be folded into which of their weights.
+"""The attention layers of a model, and the exponents that are folded into their weights.
 
 A fold is right only where the forward pass is known: what stands before the projections, what between
 them and the cache, and what reads the output. So layers are served by the class that was looked at and
@@ -7,6 +7,8 @@ tested, and every other one is refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 from ...errors import ConfigError
 from ...numerics.kv_bounds import Rotation, Rows, normed, projected, rotated
+from ...numerics.powers_of_two import multiply_by_powers
 from ...scheme import Granularity
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 
@@ -60,6 +63,48 @@ class AttentionLayer:
         else:
             of_keys = rotated(projected(self.key_rows, self.input_norm), self.rotation).amax()
         return torch.stack([of_keys, projected(self.value_rows, self.input_norm).amax()])
+
+
+class Fold:
+    """Of one served model.
+
+    Attributes:
+        exponents: int64 `[layers, 2]`, keys and values: `x * 2**-e` is stored. Zero while unfolded.
+    """
+
+    def __init__(self, layers: Sequence[AttentionLayer] = ()) -> None:
+        self.layers = layers
+        self.exponents = torch.zeros(len(layers), 2, dtype=torch.int64)
+
+    def change(self, exponents: torch.Tensor) -> None:
+        """Fold these instead. No kernel may be running on the weights meanwhile: the device is waited for."""
+        self._multiply(-self.exponents)
+        self._multiply(exponents)
+        self.exponents = exponents
+
+    @contextmanager
+    def unfolded(self) -> Iterator[None]:
+        """The weights are as they were loaded in here; folded again afterwards, whatever happens."""
+        before = self.exponents
+        try:
+            self.change(torch.zeros_like(before))
+            yield
+        finally:
+            self.change(before)
+
+    def _multiply(self, exponents: torch.Tensor) -> None:
+        if not exponents.any():
+            return
+        tensors: list[torch.Tensor] = []
+        powers: list[int] = []
+        for layer, sides in zip(self.layers, exponents.tolist(), strict=True):
+            for down, up, exponent in zip(layer.down, layer.up, sides, strict=True):
+                tensors += (*down, *up)
+                powers += [-exponent] * len(down) + [exponent] * len(up)
+        synchronize = torch.get_device_module(tensors[0].device).synchronize
+        synchronize()
+        multiply_by_powers(tensors, powers)
+        synchronize()
 
 
 def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:

@@ -1,9 +1,8 @@
 """The largest keys and values that a fixed text makes, measured in the engine on the weights it serves.
 
-The model's own layers run once, eagerly, over one sequence. Their attention is computed from the K and V of
-that sequence alone, through the seam that SGLang has for this (`ForwardContext` names the attention backend
-of a forward pass). So no slot of the cache is taken, nothing in it is read or written, and the numbers don't
-depend on the exponents in force or on the cache's dtype; its memory may even be released.
+The model's own layers run once, eagerly, over one sequence, and attend to its own K and V, through the seam that
+SGLang has for this (`ForwardContext` names the attention backend of a forward pass). So no slot of the cache is
+taken, nothing in it is read or written, and its memory may even be released.
 """
 
 from __future__ import annotations
@@ -28,12 +27,7 @@ MAX_TOKENS = 512
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of one served model.
-
-    Attributes:
-        model: as SGLang built it.
-        tokens: ids of one sequence; the same at every server and every update.
-    """
+    """Of one served model, with the ids of one sequence: the same at every server and every update."""
 
     model: torch.nn.Module
     tokens: Sequence[int]
@@ -129,8 +123,7 @@ def _of_text(args: Any) -> list[int]:
     """By the tokenizer that the server has, or would have without `--skip-tokenizer-init`."""
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-    path, tokens = args.tokenizer_path or args.model_path, []
-    value = "a tokenizer that makes no tokens of the text"
+    path = args.tokenizer_path or args.model_path
     # Written for it, and in the public domain.
     text = files(__package__).joinpath("calibration_text.txt").read_text("utf-8")
     try:
@@ -140,9 +133,9 @@ def _of_text(args: Any) -> list[int]:
             trust_remote_code=args.trust_remote_code,
             revision=args.revision,
         )
-        tokens = list(tokenizer.encode(text))
+        tokens, value = list(tokenizer.encode(text)), "a tokenizer that makes no tokens of the text"
     except (OSError, ValueError, ImportError) as error:
-        value = f"no tokenizer ({type(error).__name__}: {error})"
+        tokens, value = [], f"no tokenizer ({type(error).__name__}: {error})"
     if not tokens:  # what transformers makes of a model's config alone has no vocabulary
         raise ConfigError(
             f"kv_scales 'calibrated', {path}",

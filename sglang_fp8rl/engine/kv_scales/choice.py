@@ -1,4 +1,7 @@
-"""Exponents from what has to fit into e4m3, within what weights can be moved by: the same on every rank."""
+"""Exponents from what has to fit into e4m3, within what weights can be moved by: the same on every rank.
+
+And what the status says of them, layer by layer, and of the codes that lie in the cache.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +22,27 @@ from .attention_layers import AttentionLayer
 # Calibrated: a binade, as other text, and later positions, may have larger values.
 ROOM = {"certified": None, "sent": 1.0, "calibrated": 2.0}
 
+_SAMPLED_SLOTS = 512  # SGLang hands out the lowest free slots
+_SMALLEST_NORMAL = 2.0**-6
+
 
 @dataclass(frozen=True)
 class Choice:
-    """For each layer, of keys and of values; all are `[layers, 2]`, on the CPU.
+    """For each layer, of keys and of values.
 
     Attributes:
-        exponents: int64 `e`; `x * 2**-e` is stored.
-        bounds: FP64, on `|x|`, from the weights; inf where they are not finite.
-        largest: FP64, measured or announced; inf where nothing was, NaN where the bounds had to fit.
+        exponents: int64 `[layers, 2]` on the CPU; `x * 2**-e` is stored.
+        sides: the same in turn, as the status has them. `bound` is on `|x|`, from the weights, and `largest` was
+            measured or announced; None where it is not known. `head_room` is binades from `largest`, or else from
+            the bound, to 448; `certified` says that nothing that is stored can exceed it.
     """
 
     exponents: torch.Tensor
-    bounds: torch.Tensor
-    largest: torch.Tensor
+    sides: list[dict[str, Any]]
 
-    def certified(self) -> torch.Tensor:
-        """Whether nothing that is stored can exceed e4m3's largest number."""
-        return self.bounds <= torch.ldexp(torch.tensor(FP8_MAX).double(), self.exponents)
+    @property
+    def is_certified(self) -> bool:
+        return all(side["certified"] for side in self.sides)
 
 
 def chosen(group: Any, read: Callable[[], torch.Tensor], room: float | None) -> Choice:
@@ -63,18 +69,30 @@ def chosen(group: Any, read: Callable[[], torch.Tensor], room: float | None) -> 
             "The server's log says more. Send all weights again.",
         )
     torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX, group=group)
-    exponents = [_exponent(row, room or 1.0) for row in table.flatten(0, 1).tolist()]
-    bounds, fits = table[..., 0], table[..., 1]
-    largest = torch.full_like(fits, math.nan) if room is None else fits
-    return Choice(torch.tensor(exponents).view(-1, 2), bounds, largest)
+    sides = [_side(row, room) for row in table.flatten(0, 1).tolist()]
+    exponents = torch.tensor([side["exponent"] for side in sides]).view(-1, 2)
+    return Choice(exponents, sides)
 
 
-def _exponent(row: Sequence[float], room: float) -> int:
-    _, fits, minus_least_down, most_down, minus_least_up, most_up = row
-    wanted = smallest_exponent(fits * room, FP8_MAX) if 0 < fits < math.inf else 0
+def _side(row: Sequence[float], room: float | None) -> dict[str, Any]:
+    bound, fits, minus_least_down, most_down, minus_least_up, most_up = row
+    wanted = smallest_exponent(fits * (room or 1.0), FP8_MAX) if _known(fits) else 0
     lowest_down, highest_down = exact_range(-minus_least_down, most_down)
     lowest_up, highest_up = exact_range(-minus_least_up, most_up)
-    return min(max(wanted, -highest_down, lowest_up), -lowest_down, highest_up)
+    exponent = min(max(wanted, -highest_down, lowest_up), -lowest_down, highest_up)
+    largest = None if room is None else _known(fits)
+    used = largest or _known(bound)
+    return {
+        "exponent": exponent,
+        "bound": _known(bound),
+        "largest": largest,
+        "head_room": used and round(exponent + math.log2(FP8_MAX / used), 3),
+        "certified": bound <= math.ldexp(FP8_MAX, exponent),
+    }
+
+
+def _known(value: float) -> float | None:
+    return value if 0 < value < math.inf else None
 
 
 @torch.no_grad()
@@ -99,3 +117,59 @@ def _rows_of(layer: AttentionLayer) -> torch.Tensor:
     moved[:, 0].neg_()
     down, up = moved.view(2, 2, 2)
     return torch.cat([bounds, bounds, down, up], 1)
+
+
+def by_layer(
+    layers: Sequence[AttentionLayer], sides: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """For the status section; of keys and of values in turn."""
+    return [
+        {"module": layer.name, "keys": keys, "values": values}
+        for layer, keys, values in zip(layers, sides[::2], sides[1::2], strict=True)
+    ]
+
+
+def stored_codes(layers: Sequence[AttentionLayer], manager: Any) -> list[dict[str, Any]] | None:
+    """Per layer, of keys and of values: `sampled` codes that are not zero, and of these the `saturated`
+    share (448 or NaN), the `subnormal` share, and `unused` binades between the largest and 448.
+
+    Reads a few slots of SGLang's pool: small kernels and one transfer, at a request for the status. None
+    without a `manager`, and while the cache's memory is released, when nothing of it may be read.
+    """
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    if manager is None or GPU_MEMORY_TYPE_KV_CACHE in manager.offload_tags:
+        return None
+    pool = manager.tp_worker.model_runner.token_to_kv_pool
+    counts = [
+        _counts(buffer(layer.layer_id)[:_SAMPLED_SLOTS])
+        for layer in layers
+        for buffer in (pool.get_key_buffer, pool.get_value_buffer)
+    ]
+    return by_layer(layers, [_described(*one) for one in torch.stack(counts).tolist()])
+
+
+def _counts(codes: torch.Tensor) -> torch.Tensor:
+    magnitude = codes.view(torch.float8_e4m3fn).double().abs()
+    is_subnormal = (magnitude > 0) & (magnitude < _SMALLEST_NORMAL)
+    counted = (magnitude != 0, ~(magnitude < FP8_MAX), is_subnormal)
+    return torch.stack([*(one.sum().double() for one in counted), magnitude.amax()])
+
+
+def _described(
+    written: float, saturated: float, subnormal: float, largest: float
+) -> dict[str, Any]:
+    return {
+        "sampled": int(written),
+        "saturated": saturated / written if written else None,
+        "subnormal": subnormal / written if written else None,
+        "unused": round(math.log2(FP8_MAX / largest), 2) if largest > 0 else None,
+    }
+
+
+def saturated_share(stored: Sequence[dict[str, Any]] | None) -> float | None:
+    """Of all sampled codes in `stored_codes`; None where there are none."""
+    sides = [layer[side] for layer in stored or () for side in ("keys", "values")]
+    sampled = sum(side["sampled"] for side in sides)
+    saturated = sum(side["sampled"] * (side["saturated"] or 0.0) for side in sides)
+    return saturated / sampled if sampled else None

@@ -18,12 +18,10 @@ from ..extension import Extension, Received
 from ..host.boundary import Boundary
 from ..host.refit_end import fail_behind
 from ..host.request_checks import are_weights_released
-from .attention_layers import attention_layers, refused
+from .attention_layers import Fold, attention_layers, refused
 from .calibration import Calibration, calibration_of
-from .choice import ROOM, Choice, chosen, table_of
-from .fold import Fold
+from .choice import ROOM, Choice, by_layer, chosen, saturated_share, stored_codes, table_of
 from .sent_scales import SentScales
-from .status import layer_rows, saturated_share, stored_codes
 
 # Server argument to why scales can't follow there; refused where it is set.
 REFUSED = {
@@ -43,11 +41,9 @@ class KvScaling(Extension):
     """Of one served model; takes part in updates where the server scales its cache.
 
     Attributes:
-        mode: the option `kv_scales`.
         fold: the exponents in force.
         choice: what they were chosen from.
         group: the ranks that choose together.
-        sent, calibration: of a server that gets its scales, or measures.
         is_stale: whether an update came since the choice; the same on every rank.
         is_frozen: whether a flush was refused that a choice waited for.
         moves: updates that moved an exponent of any layer.
@@ -126,11 +122,8 @@ class KvScaling(Extension):
         return not fail_behind(boundary, self.refit, None)
 
     def end_session(self, manager: Any) -> None:
-        """Where nothing was flushed: flush if an exponent has to move.
-
-        Where requests are running the flush is refused; then the exponents stay, and with them what
-        is in the cache is right.
-        """
+        """Where nothing was flushed: flush if an exponent has to move. Where requests are running the
+        flush is refused; then the exponents stay, and with them what is in the cache is right."""
         if not self.is_stale:
             return
         wanted = self._chosen()
@@ -140,20 +133,18 @@ class KvScaling(Extension):
             self.is_frozen = not manager.flush_cache()  # `cache_is_empty` comes before this returns
 
     def _choose(self) -> None:
-        """A collective."""
         self._adopt(self._chosen())
 
     def _chosen(self) -> Choice:
+        """A collective."""
         return chosen(self.group, self._table, ROOM[self.mode])
 
     def _table(self) -> torch.Tensor:
-        layers = self.fold.layers
+        layers, renew = self.fold.layers, self.refit.derived.end_of_update
         if self.calibration is None:
             with self.fold.unfolded():
                 return table_of(layers, None if self.sent is None else self.sent.largest(layers))
-        # Kernels read what belongs to the weights that the text runs on, and behind it to those in force.
-        renew = self.refit.derived.end_of_update
-        try:
+        try:  # kernels read packed scales: of the weights that the text runs on, then of those in force
             with self.fold.unfolded():
                 renew()
                 return table_of(layers, self.calibration.largest(layers))
@@ -172,13 +163,13 @@ class KvScaling(Extension):
     @staticmethod
     def plan(refit: Any) -> dict[str, Any]:
         """What `--kv-cache-dtype fp8_e4m3` would be here; the exponents are in the status."""
-        mode, refused_for, layers = refit.options.kv_scales, "", 0
-        if mode != "unit":
+        found = {"mode": refit.options.kv_scales, "layers": 0, "refused": ""}
+        if found["mode"] != "unit":
             try:
-                layers = len(attention_layers(refit.model))
+                found["layers"] = len(attention_layers(refit.model))
             except ConfigError as error:
-                refused_for = str(error)
-        return {"kv_scales": {"mode": mode, "layers": layers, "refused": refused_for}}
+                found["refused"] = str(error)
+        return {"kv_scales": found}
 
     def status(self, manager: Any) -> dict[str, Any] | None:
         if self.choice is None:
@@ -188,13 +179,13 @@ class KvScaling(Extension):
         ignored = {"ignored": len(self._ignored), "reason": reason} if self._ignored else None
         return {
             "mode": self.mode,
-            "certified": not self.is_stale and bool(self.choice.certified().all()),
+            "certified": not self.is_stale and self.choice.is_certified,
             "follows_weights": not self.is_stale,
             "frozen": self.is_frozen,
             "moves": self.moves,
             "calibration": None if self.calibration is None else self.calibration.as_dict(),
             "sent": ignored if self.sent is None else self.sent.as_dict(layers),
-            "layers": layer_rows(layers, self.choice),
+            "layers": by_layer(layers, self.choice.sides),
             "stored": stored_codes(layers, manager),
         }
 

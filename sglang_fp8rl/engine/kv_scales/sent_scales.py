@@ -1,7 +1,5 @@
-"""Scales of the KV cache that the trainer sends beside its weights.
-
-What was sent is held until the exponents are chosen, and after that until something newer comes: a layer
-whose scale did not come keeps its last one, and the status names it.
+"""Scales of the KV cache that the trainer sends beside its weights: a layer whose scale did not come keeps its
+last one, and the status names it.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ class SentScales:
     """Of one served model that uses them.
 
     Args:
-        module_of: the served attention module by the name that the sender has for it; None if there is
-            none.
+        module_of: the served attention module by the name that the sender has for it, or None.
     """
 
     def __init__(self, module_of: Callable[[str], str | None]) -> None:
@@ -36,26 +33,19 @@ class SentScales:
         self._kept: set[KvScaleName] = set()  # older than the weights that the choice was for
 
     def receive(self, sent: Mapping[str, torch.Tensor], *, is_serving: bool) -> Received:
-        """Read what a call brought. Synchronizes with the device once.
-
-        Args:
-            sent: by name; each a number.
-            is_serving: false while the checkpoint is loaded, when nobody knows yet which modules there are.
-        """
-        names = ((name, kv_scale_name(name)) for name in sent)
-        meant = {
-            name: of
-            for name, of in names
-            if of is not None and (not is_serving or self._module_of(of.attention) is not None)
-        }
-        found = Received()
-        values = _numbers({name: sent[name] for name in meant}, found.errors)
-        found.taken += values
+        """Read what a call brought, as `Extension.receive`. Synchronizes with the device once."""
+        meant: dict[str, KvScaleName] = {}
+        for name in sent:
+            of = kv_scale_name(name)
+            # While the checkpoint is loaded nobody knows yet which modules there are.
+            if of is not None and (not is_serving or self._module_of(of.attention) is not None):
+                meant[name] = of
+        numbers, errors = _numbers({name: sent[name] for name in meant})
         # q gets its range from the fold of k.
-        held = {meant[name]: value for name, value in values.items() if meant[name].side in _SIDES}
+        held = {meant[name]: one for name, one in numbers.items() if meant[name].side in _SIDES}
         self._held |= held
         self._new |= held.keys()
-        return found
+        return Received(taken=list(numbers), errors=errors)
 
     def largest(self, layers: Sequence[AttentionLayer]) -> torch.Tensor:
         """What each scale makes room for: FP64 `[layers, 2]`, keys and values; NaN where none came."""
@@ -70,11 +60,10 @@ class SentScales:
     def as_dict(self, layers: Sequence[AttentionLayer]) -> dict[str, Any]:
         """For the status section."""
         held, kept = self._by_module(self._held), self._by_module(self._kept)
+        sides = {layer.name: {(layer.name, side) for side in _SIDES} for layer in layers}
         return {
-            "unknown": [
-                one.name for one in layers if any((one.name, s) not in held for s in _SIDES)
-            ],
-            "kept": [one.name for one in layers if any((one.name, s) in kept for s in _SIDES)],
+            "unknown": [name for name, both in sides.items() if not both <= held.keys()],
+            "kept": [name for name, both in sides.items() if both & kept.keys()],
         }
 
     def _by_module(self, names: Iterable[KvScaleName]) -> dict[tuple[str, str], float]:
@@ -82,25 +71,22 @@ class SentScales:
         return {(at, name.side): self._held[name] for at, name in named if at is not None}
 
 
-def _numbers(sent: Mapping[str, torch.Tensor], errors: dict[str, str]) -> dict[str, float]:
-    """The value of each scale; what is none goes into `errors`."""
+def _numbers(sent: Mapping[str, torch.Tensor]) -> tuple[dict[str, float], dict[str, str]]:
+    """The value of each scale, and what is wrong with those that are none."""
     single = [name for name, one in sent.items() if one.numel() == 1 and one.is_floating_point()]
     scalars = [sent[name].detach().reshape(()).double() for name in single]
-    values = torch.stack(scalars).tolist() if scalars else []
-    for name, value in zip(single, values, strict=True):
-        if not 0 < value < math.inf:
-            rule = "a scale of the KV cache is finite and larger than zero"
-            errors[name] = _text(name, str(value), rule)
-    for name in sent.keys() - single:
-        what = f"{sent[name].dtype} of shape {tuple(sent[name].shape)}"
+    values = dict(zip(single, torch.stack(scalars).tolist() if scalars else [], strict=True))
+    good = {name: value for name, value in values.items() if 0 < value < math.inf}
+    errors = {}
+    for name in sent.keys() - good.keys():
+        found = f"{sent[name].dtype} of shape {tuple(sent[name].shape)}"
         rule = "a scale of the KV cache is one floating-point number for a layer"
-        errors[name] = _text(name, what, rule)
-    return {name: one for name, one in zip(single, values, strict=True) if name not in errors}
-
-
-def _text(name: str, value: str, rule: str) -> str:
-    remedy = (
-        "The layer keeps its last scale. Calibrate again (amax / 448), or leave the name out and set "
-        "kv_scales to 'certified'."
-    )
-    return str(RefitError(name, value, rule, remedy))
+        if name in values:
+            found, rule = (
+                str(values[name]),
+                "a scale of the KV cache is finite and larger than zero",
+            )
+        remedy = "The layer keeps its last scale. Calibrate again (amax / 448), or leave the name out and "
+        remedy += "set kv_scales to 'certified'."
+        errors[name] = str(RefitError(name, found, rule, remedy))
+    return good, errors

@@ -1,8 +1,7 @@
-"""SGLang on the CPU, for checking: the real engine with torch-native operations.
+"""SGLang on the CPU, for checking: the real engine with torch-native operations, exact and repeatable, not fast.
 
-SGLang takes this class as its platform when `SGLANG_PLATFORM=fp8rl_cpu`. It is a reference, made
-to be exact and repeatable, not fast. What SGLang itself has to be told otherwise on a CPU is in
-`cpu_hooks.py`; the FP8 arithmetic is in `cpu_linear.py` and `cpu_moe.py`.
+What SGLang itself has to be told otherwise on a CPU is in `cpu_hooks.py`; the FP8 arithmetic is in
+`cpu_linear.py` and `cpu_moe.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from . import ATTENTION_VARIABLE
 
 # A reference server shares its host's memory with the trainer and the tests. SGLang's own default
 # (a fraction of all memory) would take it all, so the KV cache gets a fixed size instead.
-DEFAULT_MAX_TOTAL_TOKENS, DEFAULT_MAX_RUNNING_REQUESTS = 32768, 32
+MAX_TOTAL_TOKENS, MAX_RUNNING_REQUESTS = 32768, 32
 
 
 class Fp8RlCpuPlatform(SRTPlatform):
@@ -36,13 +35,11 @@ class Fp8RlCpuPlatform(SRTPlatform):
     device_name = "cpu"
     device_type = "cpu"
 
-    # --- configuration ---
-
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Choose what runs on a CPU; a user needs no flag beyond the model path.
 
-        SGLang has by now chosen `intel_amx` attention for the device `cpu`. Its kernels are not
-        in the released wheel, so that choice is not kept, even if it was the user's.
+        `intel_amx` attention, which SGLang has by now chosen for the device `cpu`, is not kept, even if it was
+        the user's choice: its kernels are not in the released wheel.
         """
         if getattr(server_args, "enable_memory_saver", False):
             raise HostError(
@@ -57,9 +54,9 @@ class Fp8RlCpuPlatform(SRTPlatform):
         server_args.disable_overlap_schedule = True  # there is no second stream to overlap with
         server_args.disable_custom_all_reduce = True
         if server_args.max_total_tokens is None:
-            server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
+            server_args.max_total_tokens = MAX_TOTAL_TOKENS
         if server_args.max_running_requests is None:
-            server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+            server_args.max_running_requests = MAX_RUNNING_REQUESTS
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
@@ -77,8 +74,6 @@ class Fp8RlCpuPlatform(SRTPlatform):
         AttentionBackendRegistry.register("torch_native", _absorbed_mla)
         torch.multiprocessing.set_sharing_strategy("file_system")
         check_shared_memory()
-
-    # --- device ---
 
     def get_device(self, device_id: int = 0) -> str:
         return "cpu"  # every rank shares the one CPU device

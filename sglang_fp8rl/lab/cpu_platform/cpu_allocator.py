@@ -9,18 +9,19 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 from ...errors import HostError
 
+_WHERE = "on this SGLang version the CPU platform serves"
+
 
 class TokenAllocator(TokenToKVPoolAllocator):
     """SGLang's per-token allocator, under the paged allocator's signature."""
 
     def __init__(self, size: int, *, page_size: int, **kwargs: Any) -> None:
         if page_size != 1:
-            raise HostError(
-                "--page-size",
-                str(page_size),
-                "on this SGLang version the CPU platform serves pages of one token only",
-                "Leave --page-size out, or use SGLang 0.5.22 or later.",
+            rule, remedy = (
+                f"{_WHERE} pages of one token only",
+                "Leave it out, or use 0.5.22 or later.",
             )
+            raise HostError("--page-size", str(page_size), rule, remedy)
         super().__init__(size, **kwargs)
 
 
@@ -29,10 +30,6 @@ class LatentPool(MLATokenToKVPool):
 
     def __init__(self, size: int, *, index_head_dim: int | None = None, **kwargs: Any) -> None:
         if index_head_dim is not None:
-            raise HostError(
-                "index_head_dim",
-                str(index_head_dim),
-                "on this SGLang version the CPU platform serves MLA without sparse attention only",
-                "Use SGLang 0.5.22 or later.",
-            )
+            rule = f"{_WHERE} MLA without sparse attention only"
+            raise HostError("index_head_dim", str(index_head_dim), rule, "Use 0.5.22 or later.")
         super().__init__(size, **kwargs)

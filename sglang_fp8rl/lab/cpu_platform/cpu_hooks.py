@@ -1,8 +1,5 @@
 """Everything of SGLang that is hooked on the CPU platform: what, why, and when it can go.
 
-Hooks go through SGLang's own `HookRegistry` (`declared_hooks.py`), and only when the platform was asked
-for.
-
 Clients that send CPU tensors to a server of this platform need the same two things as the server:
 `torch.multiprocessing.set_sharing_strategy("file_system")`, and, if they use SGLang's own client
 helpers, `sglang.srt.plugins.load_plugins()` with `SGLANG_PLATFORM=fp8rl_cpu` set.
@@ -43,8 +40,7 @@ def _blocks_as_bf16(
     return block_quant_dequant(codes, scales, block_size, torch.bfloat16), 1.0
 
 
-def _nothing() -> None:
-    """No patch needed."""
+def _nothing() -> None: ...
 
 
 def _without_pynccl(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -167,9 +163,9 @@ CPU_HOOKS: tuple[Hook, ...] = (
 def register_cpu_hooks() -> None:
     """Register the hooks of this file; `load_plugins()` applies them right after.
 
-    *Side effects*: this process shares CPU tensors by file name from now on. torch's default (file
-    descriptors) authenticates the peer, and is refused between processes that did not start each
-    other: `AuthenticationError: digest sent was rejected`, which kills the scheduler.
+    *Side effects*: this process shares CPU tensors by file name from now on. torch's default (file descriptors)
+    is refused between processes that did not start each other (`AuthenticationError: digest sent was rejected`),
+    which kills the scheduler.
     """
     torch.multiprocessing.set_sharing_strategy("file_system")
     register_hooks(CPU_HOOKS)

@@ -4,10 +4,8 @@ What is emulated: activations quantized per token (and per 128 columns for block
 with FP32 scales, FP8 × FP8 products, FP32 accumulation with scales, output in the input's dtype; and
 `numerics.linear`, whose activations stay as they are. How sums are made exact, and why, is in
 `exact_product`. A GPU rounds inside the dot product too, in an order of its own, so it is
-close to this and not bitwise equal.
-
-`SGLANG_FP8RL_CPU_FP32_SUMS=1`, read at the first call, adds up in FP32 instead, in half the time: no longer
-batch invariant, and as near to a GPU as before, which rounds inside the sum too.
+close to this and not bitwise equal. `SGLANG_FP8RL_CPU_FP32_SUMS=1`, read at the first call, adds up in FP32
+instead, in half the time, and no longer batch invariant.
 """
 
 from __future__ import annotations
@@ -30,16 +28,11 @@ FP32_SUMS_VARIABLE = "SGLANG_FP8RL_CPU_FP32_SUMS"
 
 @functools.cache
 def sum_dtype() -> torch.dtype:
-    """What dot products are added up in: FP64, unless the switch above says FP32.
-
-    Raises:
-        ConfigError: the switch is neither 0 nor 1.
-    """
+    """What dot products are added up in: FP64, unless the switch says FP32."""
     value = os.environ.get(FP32_SUMS_VARIABLE, "0")
     if value not in ("0", "1"):
-        raise ConfigError(
-            FP32_SUMS_VARIABLE, repr(value), "must be 0 or 1", "Unset it for the default, 0."
-        )
+        remedy = "Unset it for the default, 0."
+        raise ConfigError(FP32_SUMS_VARIABLE, repr(value), "must be 0 or 1", remedy)
     return torch.float32 if value == "1" else torch.float64
 
 
@@ -50,7 +43,6 @@ def linear_as_it_is(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`numerics.linear` on the CPU platform."""
     return exact_linear(x, codes, weight_scale, bias, sums=sum_dtype())
 
 

@@ -43,12 +43,11 @@ def fused_experts(
         use_fp8_w8a8: quantize activations; without it FP8 weights meet them as they are.
         w1_scale, w2_scale: blocks `[E, N / block_n, K / block_k]`, rows `[E, N, 1]`, or `[E]`.
         block_shape: `[block_n, block_k]`, or None for one scale per row or expert.
-        others: the Triton runner's remaining arguments; a value that would change the result is
-            refused.
+        others: the Triton runner's remaining arguments; a value that would change the result is refused.
     """
     config = moe_runner_config
     _refuse_unsupported(config, {"a1_scale": a1_scale, "a2_scale": a2_scale, **others})
-    router_weights, expert_ids = topk_output[0], topk_output[1]
+    router_weights, expert_ids = topk_output[:2]
     slots = hidden_states.new_zeros(*expert_ids.shape, w2.shape[1])  # [T, top_k, H]
     for expert in range(w1.shape[0]):
         token, slot = torch.where(expert_ids == expert)
@@ -72,8 +71,8 @@ def fused_experts(
     if config.no_combine:
         return slots
     total = torch.zeros(slots.shape[0], slots.shape[2])
-    for slot_index in range(slots.shape[1]):
-        total += slots[:, slot_index].float()
+    for summand in slots.unbind(1):
+        total += summand.float()
     output = (total * (config.routed_scaling_factor or 1.0)).to(hidden_states.dtype)
     return hidden_states.copy_(output) if config.inplace else output
 
@@ -103,7 +102,6 @@ def _linear(
     block_shape: list[int] | None,
     use_fp8_w8a8: bool,
 ) -> torch.Tensor:
-    """One expert's projection."""
     if weight_scale is None:
         output = x.double() @ weight.double().t()
     elif not use_fp8_w8a8:

@@ -1,10 +1,9 @@
 """CPU tensors of other processes, mapped to the last byte that they say, without a helper process.
 
-torch opens a handle through a manager process: the sender's, whose socket then stays open for good, or one of its own. At
-its end a manager deletes every file that was ever opened through it, and a sender that lets go of such a file
-later is aborted: "could not unlink the shared memory file". torch also extends a file that is too short with
-zeros, which would be served. So files are mapped here, and only the count of readers that torch keeps in them
-is kept.
+torch opens a handle through a manager process: the sender's, whose socket then stays open for good, or one of its
+own. At its end a manager deletes every file that was opened through it, and a sender that lets go of one later is
+aborted: "could not unlink the shared memory file". torch also extends a file that is too short with zeros, which
+would be served. So files are mapped here, and only the count of readers that torch keeps in them is kept.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ def check_shared_memory() -> None:
     by_name, by_descriptor = reductions.rebuild_storage_filename, reductions.rebuild_storage_fd
     if not hasattr(by_name, "__wrapped__"):
         reductions.rebuild_storage_filename = functools.wraps(by_name)(_mapped_by_name)
-        reductions.rebuild_storage_fd = _checked_by_descriptor(by_descriptor)
+        reductions.rebuild_storage_fd = functools.wraps(by_descriptor)(_mapped_by_descriptor)
 
 
 def _mapped_by_name(
@@ -131,28 +130,19 @@ def _is_mapped_by_its_sender(file: Path) -> bool:
     return f"{file}\n" in maps
 
 
-def _checked_by_descriptor(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def rebuild_storage_fd(cls: Any, descriptor: Any, size: int) -> Any:
-        return original(cls, _Checked(descriptor, size), size)
-
-    return rebuild_storage_fd
-
-
-class _Checked:
-    """A descriptor that is on its way, looked at when it has arrived."""
-
-    def __init__(self, descriptor: Any, size: int) -> None:
-        self._descriptor, self._size = descriptor, size
-
-    def detach(self) -> int:
-        arrived = self._descriptor.detach()
-        try:
-            _check_length(f"descriptor {arrived}", os.fstat(arrived).st_size, self._size)
-        except RefitError:
-            os.close(arrived)
-            raise
-        return arrived
+def _mapped_by_descriptor(cls: Any, descriptor: Any, size: int) -> Any:
+    """As `reductions.rebuild_storage_fd`, of a file that is long enough."""
+    arrived = descriptor.detach()
+    try:
+        _check_length(f"descriptor {arrived}", os.fstat(arrived).st_size, size)
+        key = reductions.fd_id(arrived)
+        storage = reductions.storage_from_cache(cls, key)
+        if storage is None:
+            storage = cls._new_shared_fd_cpu(arrived, size)
+            reductions.shared_cache[key] = reductions.StorageWeakRef(storage)
+        return storage
+    finally:
+        os.close(arrived)
 
 
 def _check_length(name: str, found: int, wanted: int) -> None:

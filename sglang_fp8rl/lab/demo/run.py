@@ -47,8 +47,7 @@ def run_demo(model: Path | None, directory: Path, screen: Screen) -> DemoReport:
         directory: for checkpoints and logs.
 
     Raises:
-        Fp8RlError: a checkpoint that can't be served, a server that does not start, a refused
-            update.
+        Fp8RlError: a checkpoint that can't be served, a server that does not start, a refused update.
     """
     signal.signal(signal.SIGTERM, _terminate)  # so that the servers are stopped
     has_gpu = torch.cuda.is_available()
@@ -75,7 +74,7 @@ def run_demo(model: Path | None, directory: Path, screen: Screen) -> DemoReport:
         with screen.step("generating with the first weights"):
             fresh_first = ask(client, prompts)
         bucket_bytes = OWN_MODEL_BUCKET_BYTES if model else BUCKET_BYTES
-        refit = _Refitting(client, report, screen, first.count()[1], bucket_bytes)
+        refit = _Refitting(client, report, screen, first.nbytes, bucket_bytes)
         refit.send("update", updated(first), "flattened_bucket")
         with screen.step("generating with the second weights"):
             refit_second = ask(client, prompts)
@@ -89,17 +88,14 @@ def run_demo(model: Path | None, directory: Path, screen: Screen) -> DemoReport:
             fresh_second = ask(RefitClient(server.url), prompts)
 
     report.outputs_compared = 2 * len(prompts)
+    # A check that can't fail checks nothing: equal outputs of two weight sets are suspicious.
+    alike = ["both weight sets give the same outputs"] if fresh_first == fresh_second else []
+    updated_text = "updated over HTTP = fresh server on the second weights"
+    back_text = "first weights sent back = fresh server on the first weights"
     report.checks = {
-        "updated over HTTP = fresh server on the second weights": differences(
-            refit_second, fresh_second
-        ),
-        "first weights sent back = fresh server on the first weights": differences(
-            refit_first, fresh_first
-        ),
-        # A check that can't fail checks nothing: equal outputs of two weight sets are suspicious.
-        "the two weight sets can be told apart": ["both weight sets give the same outputs"]
-        if fresh_first == fresh_second
-        else [],
+        updated_text: differences(refit_second, fresh_second),
+        back_text: differences(refit_first, fresh_first),
+        "the two weight sets can be told apart": alike,
     }
     return report
 
@@ -117,12 +113,12 @@ class _Refitting:
     def send(self, name: str, tensors: Iterator[NamedTensor], load_format: str | None) -> None:
         how = load_format or "named tensors"
         text = f"sending a full FP32 update over HTTP ({name}; {how})"
-        with self.screen.bytes_step(text, self.total_bytes) as on_bucket:
+        with self.screen.step(text, nbytes=self.total_bytes) as moved:
             sent = self.client.update(
                 tensors,
                 bucket_bytes=self.bucket_bytes,
                 load_format=load_format,
-                on_bucket=on_bucket,
+                on_bucket=lambda _, nbytes: moved(nbytes),
             )
         status = self.client.status()
         last = status["last_refit"]
@@ -151,8 +147,9 @@ def _two_checkpoints(
             first = Checkpoint(path)
     else:
         first = Checkpoint(model).check()
-    with screen.count_step("writing the second weights, for the fresh server") as on_file:
-        second = write_updated(first, directory / "second", on_file)
+    text = "writing the second weights, for the fresh server"
+    with screen.step(text, nbytes=first.nbytes) as moved:
+        second = write_updated(first, directory / "second", moved)
     return first, second
 
 

@@ -1,9 +1,8 @@
-"""What the demo shows: its steps while they run, then what was found, as tables and as JSON types."""
+"""What the demo shows: its steps while they run, then what was found, as tables and for JSON."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from time import monotonic
@@ -13,15 +12,12 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
-    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
 from rich.table import Table
-
-Advance = Callable[[int, int], None]
 
 
 class Screen:
@@ -31,38 +27,23 @@ class Screen:
         self.console = console
         self._step = 0
 
-    @contextlib.contextmanager
-    def step(self, text: str) -> Iterator[None]:
-        """A step without a measure: a spinner and the time it has taken."""
-        with self._progress(text, SpinnerColumn(), TextColumn("working")):
-            yield
-
-    @contextlib.contextmanager
-    def bytes_step(self, text: str, total: int) -> Iterator[Advance]:
-        """A step that moves bytes: a bar. The callback takes (tensors, bytes) so far."""
-        columns = (TextColumn("  "), BarColumn(), TransferSpeedColumn())
-        with self._progress(text, *columns, total=total) as update:
-            yield lambda _, nbytes: update(completed=nbytes)
-
-    @contextlib.contextmanager
-    def count_step(self, text: str) -> Iterator[Advance]:
-        """A step of known length: a bar. The callback takes (done, total)."""
-        with self._progress(text, TextColumn("  "), BarColumn()) as update:
-            yield lambda done, total: update(completed=done, total=total)
-
     def note(self, text: str) -> None:
         self.console.print(f"   {text}", markup=False, highlight=False)
 
     @contextlib.contextmanager
-    def _progress(
-        self, text: str, *columns: ProgressColumn, total: int | None = None
-    ) -> Iterator[Callable[..., None]]:
+    def step(self, text: str, *, nbytes: int | None = None) -> Iterator[Callable[[int], None]]:
+        """A step and the time it has taken: with a bar where it is known how many bytes it moves, else with a
+        spinner. The callback takes those moved so far."""
         self._step += 1
         self.console.print(f"[bold]{self._step:>2}[/bold] {text}", highlight=False)
         began, moves = monotonic(), self.console.is_terminal
-        columns = (*columns, TimeElapsedColumn())
-        with Progress(*columns, console=self.console, transient=True, disable=not moves) as shown:
-            yield functools.partial(shown.update, shown.add_task("", total=total))
+        measure = (TextColumn("  "), BarColumn(), TransferSpeedColumn())
+        columns = (SpinnerColumn(), TextColumn("working")) if nbytes is None else measure
+        with Progress(
+            *columns, TimeElapsedColumn(), console=self.console, transient=True, disable=not moves
+        ) as shown:
+            task = shown.add_task("", total=nbytes)
+            yield lambda moved: shown.update(task, completed=moved)
         self.console.print(f"   done in {monotonic() - began:.1f} s", style="dim", highlight=False)
 
 
@@ -92,8 +73,6 @@ class RefitFigures:
 
 @dataclass
 class DemoReport:
-    """Everything the demo reports; `as_dict` is what `--json` prints."""
-
     model: str
     device: str
     sglang: str
@@ -118,7 +97,6 @@ class DemoReport:
 
 
 def print_report(report: DemoReport, console: Console) -> None:
-    """The short report at the end."""
     refits = Table(
         "refit", "tensors", "GB", "buckets", "HTTP s", "engine s", "engine GB/s", title="refits",
         title_justify="left",
@@ -156,10 +134,9 @@ def print_report(report: DemoReport, console: Console) -> None:
     if not report.ok:
         console.print(f"[red]The demo failed.[/red] Logs: {report.directory}", highlight=False)
         return
+    outputs = f"All {report.outputs_compared} outputs (tokens and log-probabilities)"
     console.print(
-        f"[green]All {report.outputs_compared} outputs (tokens and log-probabilities) are bitwise "
-        "equal to a fresh server's.[/green]",
-        highlight=False,
+        f"[green]{outputs} are bitwise equal to a fresh server's.[/green]", highlight=False
     )
     console.print(
         "Next: `sglang-fp8rl demo --model PATH` on your own checkpoint; `sglang-fp8rl plan MODEL "

@@ -28,10 +28,7 @@ def run_eval(options: EvalOptions, grader: Grader | None = None) -> EvalReport:
 
     Raises:
         Fp8RlError: bad problems (before anything is sent), a server that fails, logs that can't be
-            continued. What was sampled stays in `options.out`.
-
-    Side Effects:
-        Writes Inspect's logs to `options.out`, and its progress to stderr.
+            continued. What was sampled stays in Inspect's logs, in `options.out`.
     """
     require_packages()
     from .report import build_report

@@ -1,20 +1,26 @@
-"""The gap between a served model and a `transformers` model, on completions that it sampled."""
+"""The gap between a served model and a `transformers` model, on completions that it sampled.
+
+`transformers` is imported on first use: every SGLang installation has it, and most trainers.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ...client import RefitClient
+from ...errors import EvaluationError
 from ...trainer.served_weights import check_as_served, compute_as_served
 from ..metrics import MismatchMetrics, mismatch_metrics
 from .options import check_values
 from .prompts import load_prompts
-from .rescoring import Precision, load_model, load_tokenizer, rescore
-from .rollouts import Rollout, sample_rollouts
+from .server import Rollout, sample_rollouts
+
+Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -27,12 +33,9 @@ class MismatchReport:
     settings: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """Settings and metrics, as plain values; NaN (an undefined correlation) becomes None."""
-        values = asdict(self.metrics)
-        return {
-            "settings": self.settings,
-            "metrics": {name: None if v != v else v for name, v in values.items()},
-        }
+        """For JSON, which has no NaN: an undefined correlation becomes None."""
+        metrics = {name: None if v != v else v for name, v in self.metrics.as_dict().items()}
+        return {"settings": self.settings, "metrics": metrics}
 
 
 def run_mismatch(
@@ -51,8 +54,6 @@ def run_mismatch(
     Args:
         model: checkpoint folder or model id, as the trainer holds it.
         as_served: the model computes with the weights as the server holds them, proven by bytes.
-        prompts: see `prompts.load_prompts`.
-        temperature: above 0; the estimates need tokens sampled from the rollout's distribution.
 
     Raises:
         Fp8RlError: bad options or prompts, a model that can't be loaded or isn't the served one,
@@ -94,3 +95,75 @@ def compare_rollouts(
     mask = pad([torch.ones_like(row, dtype=torch.bool) for row in ours], batch_first=True)
     metrics = mismatch_metrics(rollout, trainer, mask)
     return MismatchReport(metrics, rollout[mask], trainer[mask], settings)
+
+
+def load_model(path: str, precision: Precision, device: str) -> Any:
+    """A causal language model for inference. Raises `EvaluationError`: no such model, or no such device."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, precision))
+    except (OSError, ValueError) as error:  # what from_pretrained raises for a bad path or config
+        raise EvaluationError(
+            "--model",
+            f"{path!r}: {error}",
+            "it is a checkpoint folder or model id that transformers loads",
+            "Pass the unquantized model that the server was started from.",
+        ) from error
+    try:
+        return model.to(device).eval()
+    except (RuntimeError, AssertionError) as error:  # torch's for an unknown or absent device
+        raise EvaluationError(
+            "--device", f"{device!r}: {error}", "torch can use the device", "Use cpu or cuda."
+        ) from error
+
+
+def load_tokenizer(path: str) -> Any | None:
+    """The tokenizer that lies beside the model, None if there is none."""
+    from transformers import AutoTokenizer
+
+    folder = Path(path)
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if folder.is_dir() and not any((folder / name).exists() for name in names):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise EvaluationError(
+            "--model",
+            f"{path!r}: {error}",
+            "its tokenizer can be loaded",
+            "Give --prompts with `input_ids` to do without a tokenizer.",
+        ) from error
+
+
+@torch.inference_mode()
+def rescore(
+    model: Any, rollouts: Sequence[Rollout], temperature: float = 1.0
+) -> list[torch.Tensor]:
+    """Each rollout's (tokens,) FP32 log-probabilities under `model`.
+
+    One forward pass per rollout, without padding; the log-softmax runs in FP32 over `logits / temperature`.
+
+    Raises:
+        EvaluationError: a token id is outside the model's vocabulary.
+    """
+    device = next(model.parameters()).device
+    vocabulary = model.get_input_embeddings().num_embeddings
+    scored = []
+    for number, rollout in enumerate(rollouts):
+        ids = rollout.prompt_ids + rollout.output_ids
+        if max(ids) >= vocabulary:
+            raise EvaluationError(
+                f"completion {number}",
+                f"token id {max(ids)}",
+                f"the model's vocabulary has {vocabulary} entries",
+                "Pass the --model that is served.",
+            )
+        logits = model(torch.tensor([ids], device=device)).logits[0]  # (length, vocabulary)
+        # Position i predicts token i + 1.
+        predicting = logits[len(rollout.prompt_ids) - 1 : -1].float() / temperature
+        targets = torch.tensor(rollout.output_ids, device=device, dtype=torch.long)
+        logprobs = predicting.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        scored.append(logprobs.cpu())
+    return scored

@@ -97,7 +97,7 @@ class Grader:
 
 
 def final_answer(response: str) -> str:
-    """Return the part of a response that states its answer; empty if it was cut off in a box.
+    """The part of a response that states its answer; empty if it was cut off in a box.
 
     What counts is the last `\\boxed{...}` after any `</think>`; without one, the end of the text,
     where an explicit "the answer is ..." is looked for. Math-Verify joins several boxes into one

@@ -82,7 +82,6 @@ def mismatch(
 
 
 def print_mismatch(report: MismatchReport, console: Console) -> None:
-    """Show the metrics as a table."""
     metrics, settings = report.metrics, report.settings
     table = Table(title=f"{metrics.tokens} tokens of {metrics.sequences} completions")
     table.add_column("rollout against trainer")
@@ -123,11 +122,7 @@ def check_plot_path(path: Path) -> None:
 
 
 def plot_mismatch(report: MismatchReport, path: Path) -> None:
-    """Draw log-ratios, and the two probabilities of every token, into `path`.
-
-    Side Effects:
-        Writes the file. No global matplotlib state is touched.
-    """
+    """Draw log-ratios, and the two probabilities of every token, into `path`."""
     from matplotlib.figure import Figure
 
     metrics, rollout, trainer = report.metrics, report.rollout_logprobs, report.trainer_logprobs

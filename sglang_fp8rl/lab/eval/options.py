@@ -11,6 +11,7 @@ from .server import normalize_url
 PROMPT_TEMPLATE = (
     "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 )
+_TEMPLATE_RULE = "a text with {problem} in it, and every other brace twice"
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,6 @@ class EvalOptions:
     """Everything that a run depends on: what the options of `eval_aime` say of themselves.
 
     Attributes:
-        samples: n, per problem and server.
         retries: attempts of a request that fails for a passing reason.
         alpha: level of the test; intervals have confidence 1 - alpha.
     """
@@ -50,12 +50,7 @@ class EvalOptions:
             ("--timeout", self.timeout, self.timeout >= 1, "at least 1 second"),
             ("--alpha", self.alpha, 0 < self.alpha < 1, "between 0 and 1"),
             ("--url-baseline", urls[-1], len(set(urls)) == len(urls), "another URL than --url"),
-            (
-                "--template",
-                repr(self.template),
-                _has_a_place(self.template),
-                "a text with {problem} in it, and every other brace twice",
-            ),
+            ("--template", repr(self.template), _has_a_place(self.template), _TEMPLATE_RULE),
         )
 
     @property

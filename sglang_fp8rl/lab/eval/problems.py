@@ -25,8 +25,7 @@ def load_problems(source: str, split: str, template: str) -> list[Sample]:
     """Read problems from `source`: a path to JSON lines, or else a Hugging Face dataset id.
 
     Raises:
-        EvaluationError: no such file or data set, a broken or incomplete row, an id that comes twice,
-            or no row at all.
+        EvaluationError: nothing there, a broken or incomplete row, an id that comes twice, or no row at all.
     """
     from inspect_ai.dataset import hf_dataset, json_dataset
 

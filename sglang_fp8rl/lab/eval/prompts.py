@@ -49,22 +49,16 @@ def load_prompts(path: Path | None, tokenizer: Any | None, vocabulary: int) -> l
 
 
 def prompt_lines(path: Path) -> list[tuple[str, str]]:
-    """The lines that are not blank, each behind where it stands.
-
-    Raises:
-        EvaluationError: an unreadable file, or only blank lines.
-    """
+    """The lines that are not blank, each behind where it stands."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise EvaluationError(
-            "--prompts", f"{path}: {error}", "it is a UTF-8 text file", "Check the path."
-        ) from error
+        rule = "it is a UTF-8 text file"
+        raise EvaluationError("--prompts", f"{path}: {error}", rule, "Check the path.") from error
     found = [(f"{path}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
     if not found:
-        raise EvaluationError(
-            "--prompts", str(path), "it holds no prompt", "Add at least one line."
-        )
+        rule = "it holds no prompt"
+        raise EvaluationError("--prompts", str(path), rule, "Add at least one line.")
     return found
 
 
@@ -102,7 +96,6 @@ def _ids(where: str, entry: Any, tokenizer: Any | None) -> list[int]:
         )
     ids = list(tokenizer(entry)["input_ids"])
     if not ids:
-        raise EvaluationError(
-            where, repr(entry), "a prompt has at least one token", "Delete the line."
-        )
+        rule = "a prompt has at least one token"
+        raise EvaluationError(where, repr(entry), rule, "Delete the line.")
     return ids

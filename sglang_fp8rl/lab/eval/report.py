@@ -26,8 +26,7 @@ class ArmReport:
         correct: correct responses of each problem, in the order of the data set.
         avg_at_n: share of correct responses, mean over problems.
         pass_at_k: for k = 1, 2, 4, ... and n.
-        truncated: share of responses that ran into the token limit.
-        no_answer: share without a recognizable final answer.
+        truncated, no_answer: shares that ran into the token limit, or have no recognizable final answer.
         grading_timeouts: responses that the verifier gave up on (counted as wrong).
         mean_tokens: per response; None if the server doesn't count them.
     """
@@ -58,19 +57,12 @@ class EvalReport:
 def build_report(logs: Sequence[EvalLog], samples: int, alpha: float) -> EvalReport:
     """Summarize the first log, and compare it with the second if there is one."""
     arms = [_arm(log, samples, 1 - alpha) for log in logs]
-    comparison = None
+    candidate, baseline, comparison = arms[0], None, None
     if len(arms) > 1:
-        ours = list(arms[0].correct.values())
-        theirs = [arms[1].correct[name] for name in arms[0].correct]
+        baseline, ours = arms[1], list(candidate.correct.values())
+        theirs = [baseline.correct[name] for name in candidate.correct]
         comparison = compare_paired(ours, theirs, samples, alpha)
-    return EvalReport(
-        problems=len(arms[0].correct),
-        samples=samples,
-        confidence=1 - alpha,
-        candidate=arms[0],
-        baseline=arms[1] if len(arms) > 1 else None,
-        comparison=comparison,
-    )
+    return EvalReport(len(candidate.correct), samples, 1 - alpha, candidate, baseline, comparison)
 
 
 def _arm(log: EvalLog, samples: int, confidence: float) -> ArmReport:
@@ -83,12 +75,8 @@ def _arm(log: EvalLog, samples: int, confidence: float) -> ArmReport:
         statuses[status] += 1
         correct[str(sample.id)] += status == "correct"
     if total != samples * len(correct):
-        raise EvaluationError(
-            log.location,
-            f"{total} samples of {len(correct)} problems",
-            f"each has {samples}",
-            "Give another --out.",
-        )
+        found, rule = f"{total} samples of {len(correct)} problems", f"each has {samples}"
+        raise EvaluationError(log.location, found, rule, "Give another --out.")
 
     def estimate(values: list[float]) -> Estimate:
         return estimate_mean(values, total, confidence)

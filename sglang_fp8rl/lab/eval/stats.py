@@ -1,9 +1,8 @@
 """Estimates over a few problems with n samples each, and the comparison of two such runs.
 
-Two questions, two sources of chance. *How good is the model?* The problems are a draw from all that
-could have been asked: intervals are clustered by problem. *Is FP8 as good as its baseline here?* Both
-arms answer the same problems, so only the sampling of responses is chance: the test permutes
-responses between the arms within each problem. SciPy is imported on first use.
+Two questions, two sources of chance. *How good is the model?* The problems are a draw from all that could
+have been asked: intervals are clustered by problem. *Is FP8 as good as its baseline here?* Both arms answer
+the same problems, so only the sampling is chance: the test permutes responses between the arms.
 """
 
 from __future__ import annotations

@@ -34,19 +34,16 @@ def take_samples(
     options: EvalOptions,
     grader: Grader,
 ) -> list[EvalLog]:
-    """Fill the logs in `options.out` up to n responses of each problem from each server.
+    """Fill the logs in `options.out` up to n responses of each problem from each server, and read them.
 
     What is there already is kept. Progress goes to stderr.
 
     Args:
         served: by URL, what a server says that it serves.
 
-    Returns:
-        The full log of each server, in the order of `served`.
-
     Raises:
-        EvaluationError: a request fails for good; what was taken until then is in the logs.
-        EvaluationError: there are samples of this URL under other settings.
+        EvaluationError: a request fails for good, and what was taken until then is in the logs; or there are
+            samples of this URL under other settings.
     """
     # What the server's own defaults decide is not named here.
     sampling = {name: getattr(options, name) for name in ("temperature", "top_p", "max_tokens")}

@@ -1,7 +1,5 @@
-"""KL(BF16 || a changed model) over the whole vocabulary, from the layer where they part.
-
-The clean model runs once, and what its layers gave is kept. A change in layer `i` is then measured by the
-layers from `i` on: those before give what they gave.
+"""KL(BF16 || a changed model) over the whole vocabulary, from the layer where they part: those before it give
+what they gave in the clean model's one run.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ class CleanRun:
     Holds `[tokens, vocabulary]` FP32 log-probabilities and every layer's output.
 
     Args:
-        layers: decoder layers of the model.
-        observe: within it the model runs on the first batch, on the second, and so on.
+        observe: within it the model runs, once for each batch.
     """
 
     def __init__(
@@ -37,7 +34,7 @@ class CleanRun:
         observe: AbstractContextManager | None = None,
     ) -> None:
         self._model, self._layers = model, layers
-        # Of each batch: what its layers gave, and each sample's log-probabilities.
+        # Of each batch: what the layers gave, and each sample's log-probabilities.
         self._runs: list[tuple[Batch, list[Any], list[torch.Tensor]]] = []
         for batch in batches:
             with _keeping(layers) as outputs, observe or contextlib.nullcontext():

@@ -26,7 +26,7 @@ class ModuleFinding:
     """One module's part.
 
     Attributes:
-        kl: KL(BF16 || this module alone quantized), nats per token; on all prompts.
+        kl: KL(BF16 || this module alone quantized), nats per token, on all prompts.
         by_operand: the same for weights and activations alone, where they were measured.
     """
 
@@ -78,7 +78,6 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        """Whether the choice brings at least `KEPT_PROMISE` of the reduction that was predicted."""
         return 1 - self.share.value >= KEPT_PROMISE * (1 - self.predicted_share)
 
 
@@ -118,7 +117,6 @@ class Finding:
         return f"--json-model-override-args {shlex.quote(override)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         return {
             "modules": [one.as_dict() for one in self.modules],
             "choice": {
@@ -151,7 +149,6 @@ def effects_of(
 def finding_of(
     modules: Sequence[ServedModule], plan: RefitPlan, known: Measurements, choice: Choice
 ) -> Finding:
-    """Put together what was measured, the choice's own divergence included."""
     groups = Groups(known.samples)
 
     def found(module: ServedModule) -> ModuleFinding:

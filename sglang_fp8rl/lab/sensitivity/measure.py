@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,10 +24,8 @@ from .served_modules import ServedModule
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked for, beside the model: what the options of the command say of themselves.
-
-    `seed` is that of the answers.
-    """
+    """What is asked for, beside the model: what the options of the command say of themselves, and the seed of
+    the answers."""
 
     budget: str = "10%"
     prompts: Path | None = None
@@ -44,7 +43,6 @@ class Settings:
 
     @property
     def samples_each(self) -> int:
-        """Of a prompt: its answers, or itself."""
         return self.samples if self.new_tokens else 1
 
 
@@ -66,10 +64,9 @@ def key_of(
 
 
 class Measurement:
-    """One model's measurements: what the file has is not measured again.
+    """One model's measurements: what `results` has is not measured again.
 
     Args:
-        results: where they go; `results.known` is what there is.
         on_step: called with a name when something was measured.
     """
 
@@ -86,29 +83,28 @@ class Measurement:
 
     def remaining_effects(self) -> list[tuple[ServedModule, Operand]]:
         operands = tuple(Operand) if self._settings.by_operand else (Operand.BOTH,)
+        wanted = itertools.product(self._reference.modules, operands)
         known = self._results.known.effects
         return [
-            (module, operand)
-            for module in self._reference.modules
-            for operand in operands
-            if (module.name, operand) not in known
+            (module, operand) for module, operand in wanted if (module.name, operand) not in known
         ]
 
     def draw_samples(self, prompts: Sequence[Sequence[int]]) -> None:
         """Answers to those prompts that have none yet."""
-        each = self._settings.samples_each
+        settings = self._settings
         have = len(self._results.known.samples)
         for number, prompt in enumerate(prompts):
-            drawn = sample_answers(
-                self._reference.model,
-                [prompt],
-                new_tokens=self._settings.new_tokens,
-                samples=each,
-                seed=self._settings.seed + number,
-            )
-            # A run that was cut off between two answers to a prompt draws them again, and keeps the rest.
-            for at, one in enumerate(drawn if have < (number + 1) * each else ()):
-                if number * each + at >= have:
+            first = number * settings.samples_each
+            if have < first + settings.samples_each:
+                # A run that was cut off between two answers to a prompt draws them again, and keeps the rest.
+                drawn = sample_answers(
+                    self._reference.model,
+                    prompt,
+                    new_tokens=settings.new_tokens,
+                    samples=settings.samples,
+                    seed=settings.seed + number,
+                )
+                for one in drawn[max(0, have - first) :]:
                     self._results.add("sample", prompt=one.prompt, answer=one.answer)
             self._on_step("answers")
 

@@ -21,14 +21,13 @@ _NAMED = 3  # outlier channels
 
 @dataclass(frozen=True)
 class Fit:
-    """What quantization does to one module's operands, whatever the output makes of it.
+    """What quantization does to one module's operands, whatever the output makes of it: SQNR in dB.
 
     Attributes:
-        weight_db: SQNR of the weight as it is served, dB.
+        weight_db: as it is served.
         weight_blockwise_db, weight_per_channel_db: with one scale per 128×128 block, or per row.
-        activation_db: SQNR of the inputs as they are served, or would be in FP8.
-        activation_groups_db, activation_tokens_db: with one scale per token and 128 columns, or per
-            token.
+        activation_db: of the inputs as they are served, or would be in FP8.
+        activation_groups_db, activation_tokens_db: with one scale per token and 128 columns, or per token.
         outliers: the input channels with the largest values: number, and how many times the median
             channel's largest value.
     """
@@ -48,10 +47,9 @@ class Fit:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Fit:
         """Of a row that has what `as_dict` gave."""
-        outliers = tuple((int(channel), float(ratio)) for channel, ratio in row["outliers"])
-        names = [one.name for one in fields(cls) if one.name != "outliers"]
-        values = {name: math.inf if row[name] is None else float(row[name]) for name in names}
-        return cls(**values, outliers=outliers)
+        values = {one.name: row[one.name] for one in fields(cls)}
+        values = {name: math.inf if value is None else value for name, value in values.items()}
+        return cls(**values | {"outliers": tuple(map(tuple, row["outliers"]))})
 
 
 class FitObserver:
@@ -92,7 +90,6 @@ class FitObserver:
         largest[address] = torch.maximum(own, largest.get(address, own))
 
     def fits(self) -> dict[str, Fit]:
-        """Of every module that was seen."""
         found = {}
         for module, energies in self._energies.items():
             outliers = [_outliers(one) for one in self._largest[module].values()]

@@ -12,7 +12,7 @@ import torch
 from ...errors import EvaluationError
 from ...numerics.fingerprint import MASK, seed_of, tensor_number
 from ...wire.plan import RefitPlan
-from ..eval.rescoring import Precision, load_model
+from ..eval.gap import Precision, load_model
 from .quantized_products import WeightMap
 from .served_modules import ServedModule
 
@@ -25,8 +25,7 @@ class ReferenceModel:
 
     Attributes:
         plan, modules: of the server.
-        layers: decoder layers of the model, in their order.
-        weights: tells a weight's served module.
+        layers: decoder layers, in their order.
         first_layers: module name to the first of `layers` that it is in; 0 where it is in none.
         fingerprint: of the values of all parameters and their names.
     """
@@ -59,8 +58,8 @@ def load_reference(
     between the layers, and a CPU without instructions for BF16 is 10 to 40 times faster.
 
     Raises:
-        EvaluationError: it can't be loaded, or there is no such device.
-        EvaluationError: a module of the plan has no parameter in this model.
+        EvaluationError: it can't be loaded, there is no such device, or a module of the plan has no parameter
+            in this model.
     """
     as_stored = not plan.rounding["round_to_bf16"]
     model = load_model(path, "float32" if as_stored else "bfloat16", device)
@@ -101,8 +100,7 @@ def reference_of(model: Any, plan: RefitPlan, modules: Sequence[ServedModule]) -
         layers=list(model.get_submodule(container)) if container else [],
         weights=WeightMap(parameters),
         first_layers={
-            served: number if where == container else 0
-            for served, (where, number) in places.items()
+            name: number if where == container else 0 for name, (where, number) in places.items()
         },
         fingerprint=f"{fingerprint:016x}",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -22,7 +23,6 @@ class Measurements:
     """What is known so far. All sums are in nats, one per sample.
 
     Attributes:
-        samples: what is measured on.
         effects: (module, operand) to KL with that module alone quantized.
         fits: module to how well its operands fit.
         sets: exempt modules, sorted, to KL with all others quantized.
@@ -34,16 +34,15 @@ class Measurements:
     sets: dict[tuple[str, ...], list[float]] = field(default_factory=dict)
 
     def take(self, row: Mapping[str, Any]) -> None:
-        """One row of a results file."""
-        kind = row["row"]
-        if kind == "sample":
-            self.samples.append(Sample(tuple(row["prompt"]), tuple(row["answer"])))
-        elif kind == "fit":
-            self.fits[row["module"]] = Fit.from_row(row)
-        elif kind == "effect":
-            self.effects[row["module"], Operand(row["operand"])] = row["kl"]
-        elif kind == "set":
-            self.sets[tuple(row["exempt"])] = row["kl"]
+        match row["row"]:
+            case "sample":
+                self.samples.append(Sample(tuple(row["prompt"]), tuple(row["answer"])))
+            case "fit":
+                self.fits[row["module"]] = Fit.from_row(row)
+            case "effect":
+                self.effects[row["module"], Operand(row["operand"])] = row["kl"]
+            case "set":
+                self.sets[tuple(row["exempt"])] = row["kl"]
 
 
 class ResultsFile:
@@ -67,9 +66,8 @@ class ResultsFile:
         try:
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise _refused(
-                str(error), "the file can be written", "Choose another place."
-            ) from error
+            rule = "the file can be written"
+            raise _refused(str(error), rule, "Choose another place.") from error
         if not rows:
             self.add("run", **_FORMAT, key=key)
 
@@ -108,27 +106,25 @@ def _read(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _refused(
-            f"{path}: {error}", "it is a file of JSON lines", "Choose another file."
-        ) from error
+        rule = "it is a file of JSON lines"
+        raise _refused(f"{path}: {error}", rule, "Choose another file.") from error
     whole, end, rest = text.rpartition("\n")
     if rest:
         os.truncate(path, len((whole + end).encode()))
-    rows = []
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict) or "row" not in row:
-            raise EvaluationError(
-                f"{path}:{number}",
-                repr(line[:60]),
-                "each line is a JSON object with a `row`",
-                "Delete the line to measure it again, or choose another file.",
-            )
-        rows.append(row)
-    return rows
+    return [_parsed(f"{path}:{n}", line) for n, line in enumerate(whole.splitlines(), start=1)]
+
+
+def _parsed(where: str, line: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        row = json.loads(line)
+        if isinstance(row, dict) and "row" in row:
+            return row
+    raise EvaluationError(
+        where,
+        repr(line[:60]),
+        "each line is a JSON object with a `row`",
+        "Delete the line to measure it again, or choose another file.",
+    )
 
 
 def _refused(found: str, rule: str, remedy: str) -> EvaluationError:

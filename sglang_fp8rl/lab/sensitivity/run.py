@@ -11,9 +11,9 @@ from typing import cast
 from ...engine.host.plan_offline import make_plan
 from ...errors import ConfigError, EvaluationError
 from ...wire.plan import RefitPlan
+from ..eval.gap import Precision, load_tokenizer
 from ..eval.options import check_values
 from ..eval.prompts import load_prompts
-from ..eval.rescoring import Precision, load_tokenizer
 from .finding import Finding, effects_of, finding_of
 from .measure import Measurement, Settings, key_of
 from .reference import load_reference
@@ -35,22 +35,17 @@ def run_sensitivity(
     """Plan, load, measure what `settings.results` does not have, choose, check.
 
     Args:
-        on_total: called when a part begins: its name and its number of steps.
-        on_step: called after each.
+        on_total: called when a part begins, with its name and its number of steps; `on_step` after each.
 
     Raises:
         Fp8RlError: bad options, prompts or budget; a model that can't be planned, held or measured; a
             results file of another run.
     """
     dtype, is_wide = settings.dtype, settings.options.get("round_to_bf16") is False
+    goes_together = dtype == "float32" or not is_wide
     check_values(
         ("--dtype", dtype, dtype in _VALUE_BYTES, "float32 or bfloat16"),
-        (
-            "--dtype",
-            dtype,
-            dtype == "float32" or not is_wide,
-            "float32 where round_to_bf16 is false",
-        ),
+        ("--dtype", dtype, goes_together, "float32 where round_to_bf16 is false"),
     )
     plan = make_plan(
         model, tp_size=settings.tp_size, ep_size=settings.ep_size, options=settings.options
@@ -97,17 +92,16 @@ def _check_memory(
         tokens=tokens,
         tokens_at_once=min(tokens, max(settings.tokens_at_once, *lengths)),
     )
-    free = free_bytes(settings.device)
-    check_fits(model, needed, free, tokens=tokens, device=settings.device)
+    device = settings.device
+    check_fits(model, needed, free_bytes(device), tokens=tokens, device=device)
 
 
 def needed_bytes(plan: RefitPlan, *, value_bytes: int, tokens: int, tokens_at_once: int) -> int:
     """An estimate: the weights, what is kept of the clean run, and the largest temporaries.
 
     Args:
-        value_bytes: of a weight as it is computed with (4 in FP32).
+        value_bytes: of a weight as it is computed with.
         tokens: of all sequences, padding included.
-        tokens_at_once: of one batch.
     """
     shapes = [one.shape for one in plan.tensors.values() if one.shape is not None]
     model = plan.document["model"]
@@ -146,16 +140,11 @@ def free_bytes(device: str) -> int:
 
 
 def check_fits(model: str, needed: int, free: int, *, tokens: int, device: str) -> None:
-    """Refuse what would end in an out-of-memory kill.
-
-    Raises:
-        ConfigError: with both sizes and what would make it fit.
-    """
-    if needed <= free:
-        return
-    raise ConfigError(
-        model,
-        f"{needed / 1e9:.1f} GB are needed for its weights and {tokens} tokens",
-        f"{free / 1e9:.1f} GB are free on {device}",
-        "Take fewer prompts or --new-tokens, --dtype bfloat16, or a machine or --device with more.",
-    )
+    """Raises `ConfigError` for what would end in an out-of-memory kill."""
+    if needed > free:
+        raise ConfigError(
+            model,
+            f"{needed / 1e9:.1f} GB are needed for its weights and {tokens} tokens",
+            f"{free / 1e9:.1f} GB are free on {device}",
+            "Take fewer prompts or --new-tokens, --dtype bfloat16, or a machine or --device with more.",
+        )

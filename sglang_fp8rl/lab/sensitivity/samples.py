@@ -1,12 +1,9 @@
-"""What divergence is measured on: prompts, and answers that the unquantized model gives to them.
-
-And sums over prompts: which of them have a say in the choice.
-"""
+"""What divergence is measured on: prompts, and the unquantized model's answers; which have a say in the choice."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +34,6 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """How many positions that is."""
         return self.counted.stop - self.counted.start
 
 
@@ -48,7 +44,6 @@ class Batch:
     Attributes:
         ids: `[samples, longest]`, filled up on the right: in a causal model no token sees what comes
             behind it, so no mask is needed.
-        counted: of each sample.
     """
 
     ids: torch.Tensor
@@ -61,17 +56,16 @@ class Batch:
 
 @torch.inference_mode()
 def sample_answers(
-    model: Any, prompts: Sequence[Sequence[int]], *, new_tokens: int, samples: int, seed: int = 0
-) -> Iterator[Sample]:
+    model: Any, prompt: Sequence[int], *, new_tokens: int, samples: int, seed: int
+) -> list[Sample]:
     """Answers as a rollout has them: at temperature 1, from the whole distribution, seeded.
 
     Args:
-        new_tokens: of an answer, at most; 0 gives the prompts alone, once.
-        samples: answers to each prompt.
+        new_tokens: of an answer, at most; 0 gives the prompt alone, once.
+        samples: how many answers.
     """
     if not new_tokens:
-        yield from (Sample(tuple(prompt)) for prompt in prompts)
-        return
+        return [Sample(tuple(prompt))]
     from transformers import GenerationConfig
 
     ends = model.generation_config.eos_token_id
@@ -87,17 +81,16 @@ def sample_answers(
         eos_token_id=ends or None,
         pad_token_id=ends[0] if ends else 0,
     )
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)], device=model.device)
-        with torch.random.fork_rng(devices=[] if model.device.type == "cpu" else None):
-            torch.manual_seed(seed)
-            made = model.generate(
-                ids, attention_mask=torch.ones_like(ids), generation_config=settings
-            )
-        for row in made[:, len(prompt) :].tolist():
-            # An answer has its first end token; what comes behind it is filling.
-            end = next((at for at, token in enumerate(row, start=1) if token in ends), len(row))
-            yield Sample(tuple(prompt), tuple(row[:end]))
+    ids = torch.tensor([list(prompt)], device=model.device)
+    with torch.random.fork_rng(devices=[] if model.device.type == "cpu" else None):
+        torch.manual_seed(seed)
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    found = []
+    for row in made[:, len(prompt) :].tolist():
+        # An answer has its first end token; what comes behind it is filling.
+        end = next((at for at, token in enumerate(row, start=1) if token in ends), len(row))
+        found.append(Sample(tuple(prompt), tuple(row[:end])))
+    return found
 
 
 def batches(samples: Sequence[Sample], tokens_at_once: int, device: torch.device) -> list[Batch]:
@@ -125,9 +118,12 @@ class Measured:
     value: float
     error: float
 
+    def __str__(self) -> str:
+        return f"{self.value:.2e} ± {self.error:.0e}"
+
 
 class Groups:
-    """Which samples have a say in the choice, and which it is checked on: whole prompts."""
+    """Sums over whole prompts: over those that have a say in the choice, and those that it is checked on."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         order: dict[tuple[int, ...], int] = {}
@@ -148,7 +144,6 @@ class Groups:
         return ratio(self._by_prompt(part, prompts), self._by_prompt(whole, prompts))
 
     def _by_prompt(self, values: Sequence[float], prompts: set[int]) -> np.ndarray:
-        """Sums of per-sample values, for each of these prompts in order."""
         return np.bincount(self._prompts, weights=values)[sorted(prompts)]
 
 

@@ -24,9 +24,7 @@ class ServedModule:
 
     Attributes:
         name: SGLang's (`model.layers.0.self_attn.qkv_proj`), as a prefix of `ignored_layers`.
-        scheme: `blockwise` or `per_channel`.
-        reason: why it is not blockwise; empty if it is.
-        activations: `fp8` or `bf16`, as the plan says.
+        scheme, reason, activations: as the plan says.
         block: what shares one scale of the weight; its second number is the columns of an activation
             that share one.
         tensors: what its weights are called in the checkpoint.
@@ -77,18 +75,8 @@ def served_modules(plan: RefitPlan) -> list[ServedModule]:
             weights += math.prod((*stack, rows, columns))
             scales += math.prod((*stack, *BlockGrid((rows, columns), block).scale_shape))
         names = tuple(entry.name for entry in entries)
-        modules.append(
-            ServedModule(
-                name,
-                module.scheme,
-                module.reason,
-                module.activations,
-                block,
-                names,
-                weights,
-                scales,
-            )
-        )
+        said = (module.scheme, module.reason, module.activations)
+        modules.append(ServedModule(name, *said, block, names, weights, scales))
     return modules
 
 

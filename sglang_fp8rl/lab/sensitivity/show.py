@@ -7,7 +7,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from .finding import Check, Finding, ModuleFinding
-from .samples import Measured
 from .served_modules import choose
 
 if TYPE_CHECKING:
@@ -79,15 +78,11 @@ def _print_choice(finding: Finding, console: Console) -> None:
 
 def _sentence(check: Check) -> str:
     return (
-        f"KL {_text(check.everything)} with everything quantized, {_text(check.chosen)} with the "
+        f"KL {check.everything} with everything quantized, {check.chosen} with the "
         f"choice left out: {check.share.value:.1%} ± {check.share.error:.1%} is left, predicted "
-        f"{check.predicted_share:.1%}. Effects alone sum to {_text(check.sum_of_effects)}; "
+        f"{check.predicted_share:.1%}. Effects alone sum to {check.sum_of_effects}; "
         f"everything at once is {check.additivity:.2f} × that."
     )
-
-
-def _text(measured: Measured) -> str:
-    return f"{measured.value:.2e} ± {measured.error:.0e}"
 
 
 def _per_byte(one: ModuleFinding) -> float:
@@ -95,11 +90,6 @@ def _per_byte(one: ModuleFinding) -> float:
 
 
 def plot_finding(finding: Finding, path: Path) -> None:
-    """Draw a finding into `path`.
-
-    Side Effects:
-        Writes the file. No global matplotlib state is touched.
-    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.4), layout="constrained")

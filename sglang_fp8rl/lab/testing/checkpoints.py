@@ -21,15 +21,10 @@ TILE = 128
 
 
 def make_state_dict(config: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Seeded FP32 weights under the names a checkpoint on the hub has.
-
-    Shapes come from the model class on the `meta` device; the values depend only on
-    (`seed`, name, shape), not on the order of the names or the `transformers` version.
-    """
-    std = embedding_std(config)
-    return {
-        name: _weight(name, shape, seed, std) for name, shape in sorted(hub_shapes(config).items())
-    }
+    """Seeded FP32 weights under the names a checkpoint on the hub has; the values depend only on (`seed`, name,
+    shape), not on the order of the names or the `transformers` version."""
+    std, shapes = embedding_std(config), sorted(hub_shapes(config).items())
+    return {name: _weight(name, shape, seed, std) for name, shape in shapes}
 
 
 def perturbed(state_dict: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
@@ -70,13 +65,12 @@ def save_checkpoint(
     if shards == 1:
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
         return path
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, names in enumerate(np.array_split(sorted(tensors), shards), start=1):
         file = f"model-{i:05d}-of-{shards:05d}.safetensors"
-        save_file(
-            {name: tensors[name] for name in names.tolist()}, path / file, metadata={"format": "pt"}
-        )
-        weight_map.update(dict.fromkeys(names.tolist(), file))
+        part = {name: tensors[name] for name in names.tolist()}
+        save_file(part, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
     size = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (path / INDEX_NAME).write_text(json.dumps(index, indent=2))
@@ -94,9 +88,8 @@ def make_checkpoint(
 ) -> Path:
     """A small seeded checkpoint on disk; `overrides` go to the model's config."""
     config = make_config(family, **overrides)
-    return save_checkpoint(
-        path, config, make_state_dict(config, seed=seed), dtype=dtype, shards=shards
-    )
+    weights = make_state_dict(config, seed=seed)
+    return save_checkpoint(path, config, weights, dtype=dtype, shards=shards)
 
 
 def _generator(name: str, seed: int) -> torch.Generator:

@@ -1,8 +1,7 @@
 """`python -m sglang.launch_server`, with its workers forked instead of spawned.
 
-SGLang's launcher, scheduler and detokenizer each import everything anew, which is most of the time a
-small server takes to start. A fork shares the launcher's modules. SGLang spawns because a CUDA
-context does not survive a fork; on the CPU platform there is none. Nothing else differs.
+Spawned ones import everything anew, which is most of the time a small server takes to start. SGLang spawns
+because a CUDA context does not survive a fork; on the CPU platform there is none. Nothing else differs.
 """
 
 from __future__ import annotations

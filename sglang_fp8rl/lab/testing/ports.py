@@ -25,13 +25,8 @@ def free_port() -> int:
     likely to be taken by a socket of SGLang's own before the server gets to bind it.
     """
     low, high = ephemeral_range()
-    candidates = [
-        port
-        for port in _ALL
-        if (port + _DERIVED[-1] < low or port > high)
-        and port not in _SGLANGS_OWN
-        and port + _DERIVED[-1] not in _SGLANGS_OWN
-    ]
+    avoided = {*range(low, high + 1), *_SGLANGS_OWN}
+    candidates = [port for port in _ALL if avoided.isdisjoint((port, port + _DERIVED[-1]))]
     # A host whose ephemeral range is nearly everything has no better ones.
     candidates = candidates or list(_ALL)
     for port in _DRAWS.sample(candidates, min(_TRIES, len(candidates))):

@@ -62,10 +62,9 @@ class ServerProcess:
     Args:
         args: more flags of `launch_server`, e.g. `("--tp-size=2",)`.
         log_path: takes stdout and stderr.
-        env: added to the environment.
         timeout: seconds until the server must be healthy.
-        on_gpu: serve on a GPU. Otherwise on the CPU platform, with workers that share the launcher's
-            imports (see `launch`), which starts much faster.
+        on_gpu: otherwise on the CPU platform, with workers that share the launcher's imports (see `launch`),
+            which starts much faster.
     """
 
     def __init__(

@@ -1,11 +1,10 @@
-"""The two weight sets of the demo: a checkpoint, and the same after a step of training.
-
-Neither is ever held whole: tensors come off the disk one by one, and the second set is made from
-the first by a perturbation that depends on the tensor's name and a seed only.
+"""The two weight sets of the demo: a checkpoint, and the same after a step of training, made by a perturbation
+that depends on a tensor's name and a seed only. Neither is ever held whole.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -41,11 +40,7 @@ class Checkpoint:
         return int(self.config.get("vocab_size") or self.config["text_config"]["vocab_size"])
 
     def check(self) -> Checkpoint:
-        """Refuse what has no weights to move.
-
-        Raises:
-            ConfigError: naming what is missing.
-        """
+        """Itself. Raises `ConfigError` for what has no weights that can be moved."""
         if not (self.path / "config.json").is_file() or not self.files:
             raise ConfigError(
                 "--model",
@@ -64,13 +59,12 @@ class Checkpoint:
         return self
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """`(name, tensor)` as on disk, one at a time."""
         return tensors_in(self.files)
 
-    def count(self) -> tuple[int, int]:
-        """Tensors, and their bytes as FP32; reads no values."""
-        sizes = [tensor.numel() for _, tensor in self.tensors()]
-        return len(sizes), 4 * sum(sizes)
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Of all tensors, as FP32; reads no values."""
+        return 4 * sum(tensor.numel() for _, tensor in self.tensors())
 
 
 def masters(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,18 +74,21 @@ def masters(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def updated(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """The second set, in FP32: each value moved by about 5 %."""
+    """The second set, in FP32."""
     for name, tensor in checkpoint.tensors():
         yield name, _moved(name, tensor)
 
 
 def write_updated(
-    checkpoint: Checkpoint, path: Path, on_file: Callable[[int, int], None]
+    checkpoint: Checkpoint, path: Path, on_bytes: Callable[[int], None]
 ) -> Checkpoint:
     """Write the second set as a checkpoint of its own, file by file.
 
     In FP32, but for matrices that are BF16 in the first: there the fresh server reads BF16 where
     the other was sent FP32. The cast goes through BF16, so both have to serve the same bytes.
+
+    Args:
+        on_bytes: called behind each file with the bytes done so far, as FP32.
 
     Raises:
         ConfigError: not enough room on the disk.
@@ -100,25 +97,26 @@ def write_updated(
 
     path.mkdir(parents=True)
     free = shutil.disk_usage(path).free
-    needed = 2 * sum(file.stat().st_size for file in checkpoint.files)  # FP16 becomes FP32
-    if free < needed:
+    if free < checkpoint.nbytes:
         raise ConfigError(
             str(path),
             f"{free / 1e9:.1f} GB free",
-            f"the updated checkpoint takes up to {needed / 1e9:.1f} GB",
+            f"the updated checkpoint takes up to {checkpoint.nbytes / 1e9:.1f} GB",
             "Set TMPDIR to a larger disk.",
         )
     for file in checkpoint.path.iterdir():
         if file.is_file() and file.suffix in (".json", ".txt", ".model", ".py"):
             shutil.copy(file, path / file.name)
-    for index, file in enumerate(checkpoint.files, start=1):
+    done = 0
+    for file in checkpoint.files:
         tensors = {}
         for name, tensor in tensors_in([file]):
             is_bf16_matrix = tensor.dtype == torch.bfloat16 and tensor.dim() > 1
             moved = _moved(name, tensor)
             tensors[name] = moved.bfloat16() if is_bf16_matrix else moved
+            done += 4 * tensor.numel()
         save_file(tensors, path / file.name, metadata={"format": "pt"})
-        on_file(index, len(checkpoint.files))
+        on_bytes(done)
     return Checkpoint(path)
 
 

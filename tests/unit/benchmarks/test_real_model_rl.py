@@ -10,8 +10,8 @@ import torch
 from real_model.rl_policy import trained_policy
 from real_model.sums import EXAMPLES, draw_sums, make_sum
 
-from sglang_fp8rl.lab.eval.rescoring import load_model, rescore
-from sglang_fp8rl.lab.eval.rollouts import Rollout
+from sglang_fp8rl.lab.eval.gap import load_model, rescore
+from sglang_fp8rl.lab.eval.server import Rollout
 from sglang_fp8rl.lab.testing.checkpoints import (
     make_config,
     make_state_dict,

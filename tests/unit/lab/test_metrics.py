@@ -182,6 +182,40 @@ def test_nan_is_named_with_its_place():
         mismatch_metrics(rollout, trainer, mask)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
+def test_mask_dtype_does_not_matter(dtype):
+    rollout, trainer, mask = batch(8)
+    expected = mismatch_metrics(rollout, trainer, mask)
+    assert mismatch_metrics(rollout, trainer, mask.to(dtype)) == expected
+
+
+LOGPROBS, MASK = torch.full((2, 3), -1.0), torch.ones(2, 3)
+NAN = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, float("nan"), -1.0]])
+
+
+@pytest.mark.parametrize(
+    ("rollout", "trainer", "mask", "message"),
+    [
+        (LOGPROBS[:, :2], LOGPROBS, MASK, r"rollout_logprobs: shape \(2, 2\)"),
+        (LOGPROBS, LOGPROBS[:1], MASK, r"trainer_logprobs: shape \(1, 3\)"),
+        (LOGPROBS, LOGPROBS, MASK[:, :2], r"mask of \(2, 2\)"),
+        (LOGPROBS[0], LOGPROBS[0], MASK[0], r"\(batch, seq\).*unsqueeze"),
+        (LOGPROBS, LOGPROBS, MASK * 0, "no token selected out of 6"),
+        (LOGPROBS[:0], LOGPROBS[:0], MASK[:0], "no token selected out of 0"),
+        (LOGPROBS, LOGPROBS, MASK * 0.5, "0 and 1 only"),
+        (LOGPROBS, LOGPROBS, MASK * float("nan"), "0 and 1 only"),
+        (LOGPROBS, NAN, MASK, r"trainer_logprobs\[1, 1\]: nan \(1 such tokens\)"),
+        (NAN, LOGPROBS, MASK, r"rollout_logprobs\[1, 1\]: nan"),
+        (LOGPROBS, LOGPROBS - float("inf"), MASK, r"\[0, 0\]: -inf \(6 such"),
+        (LOGPROBS, LOGPROBS.exp(), MASK, "no logits, no probabilities"),
+        (LOGPROBS.long(), LOGPROBS, MASK, "rollout_logprobs: dtype torch.int64"),
+    ],
+)
+def test_bad_input_is_named(rollout, trainer, mask, message):
+    with pytest.raises(MismatchInputError, match=message):
+        mismatch_metrics(rollout, trainer, mask)
+
+
 def test_empty_mask_and_unequal_shapes_are_refused():
     rollout, trainer, mask = batch(7)
     with pytest.raises(MismatchInputError, match="no token selected"):
@@ -192,7 +226,7 @@ def test_empty_mask_and_unequal_shapes_are_refused():
 
 def test_trainer_package_needs_torch_only():
     code = (
-        "import sys, sglang_fp8rl.lab.correction, sglang_fp8rl.lab.metrics;"
+        "import sys, sglang_fp8rl.lab.metrics;"
         "bad = {'sglang', 'verl', 'transformers', 'scipy', 'requests'} & set(sys.modules);"
         "sys.exit(str(bad) if bad else 0)"
     )

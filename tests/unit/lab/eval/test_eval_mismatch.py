@@ -13,11 +13,10 @@ from eval_server import serving
 from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import ConfigError, EvaluationError
-from sglang_fp8rl.lab.eval.gap import compare_rollouts, run_mismatch
+from sglang_fp8rl.lab.eval.gap import compare_rollouts, load_model, rescore, run_mismatch
 from sglang_fp8rl.lab.eval.mismatch import check_plot_path, mismatch
 from sglang_fp8rl.lab.eval.prompts import load_prompts
-from sglang_fp8rl.lab.eval.rescoring import load_model, rescore
-from sglang_fp8rl.lab.eval.rollouts import Rollout, sample_rollouts
+from sglang_fp8rl.lab.eval.server import Rollout, sample_rollouts
 
 VOCABULARY = 64
 
