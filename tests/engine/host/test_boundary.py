@@ -35,7 +35,7 @@ SAMPLE, WHOLE_SAMPLE = 4, 24  # of the functions that are called; the latter in 
 
 def forget_plan(scheduler: Any) -> None:
     """It is made once; what makes it is to run again."""
-    vars(model_of(scheduler).fp8rl_refit).pop("_plan", None)
+    vars(model_of(scheduler).fp8rl_refit).pop("plan", None)
 
 
 def check_weights(scheduler: Any) -> tuple[bool, str]:
