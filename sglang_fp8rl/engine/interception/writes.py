@@ -183,8 +183,7 @@ class LoaderWrites:
     Attributes:
         writes: its copies and fills. None is an answer: this rank holds nothing of the tensor (an
             expert of another rank).
-        other: an operation that is neither, and was not done; empty if there was none.
-        reads_other: whether Python read a value that was not sent, which a fill may be of.
+        other: an operation that is neither, at which it was stopped; empty if there was none.
         is_all: whether it did nothing else that was seen.
     """
 
@@ -193,7 +192,7 @@ class LoaderWrites:
         self._parameter = storage_of(parameter)
         self.writes: list[Write] = []
         self.other = ""
-        self.reads_other = self.is_all = False
+        self.is_all = True
 
     def has(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) == self._storage

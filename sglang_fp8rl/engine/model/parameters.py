@@ -224,10 +224,6 @@ class ModelMemory:
         owners = self._targets.get(storage)
         return owners[0].name if owners else self._others.get(storage, "")
 
-    def indices_of(self, tensor: torch.Tensor) -> set[int]:
-        """Of the targets in whose storage `tensor` lies."""
-        return {target.index for target in self._targets.get(storage_of(tensor), ())}
-
     def is_quantized(self, tensor: torch.Tensor) -> bool:
         """Whether FP8 codes or their scales lie in the same storage."""
         return storage_of(tensor) in self._quantized

@@ -70,7 +70,6 @@ class Call:
 
     def note(self, target: Target, writes: Iterable[Write], sources: tuple[Source, ...]) -> None:
         """These writes are made of these sent tensors."""
-        self.observer.written.add(target.index)
         for write in writes:
             self.reached[target.index, write.offset, write.shape] = sources
 
