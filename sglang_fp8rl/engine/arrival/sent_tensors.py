@@ -73,6 +73,15 @@ class Made(NamedTuple):
     sources: tuple[Source, ...]
     is_view: bool
 
+    @property
+    def name(self) -> str:
+        """Of the first; empty if none is known."""
+        return self.sources[0].name if self.sources else ""
+
+    @property
+    def is_scale(self) -> bool:
+        return bool(self.sources) and self.sources[0].is_scale
+
 
 UNKNOWN = Made((), False)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..arrival.sent_tensors import Source
-from ..interception.writes import Region, Write, region_of
+from ..interception import Region, Write, region_of
 from .parameters import Target
 
 

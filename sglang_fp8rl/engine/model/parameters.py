@@ -15,8 +15,16 @@ from ...numerics.cast import cast_into
 from ...numerics.grid import Blockwise, PerChannel, ScaleGranularity
 from ...numerics.write_table import Widths
 from ...scheme import Granularity
-from ..interception.watch import kind_of, tensors_in, watched
-from ..interception.writes import RecordedWrite, Region, Write, extent_of, storage_of
+from ..interception import (
+    RecordedWrite,
+    Region,
+    Write,
+    extent_of,
+    kind_of,
+    storage_of,
+    tensors_in,
+    watched,
+)
 from ..modules.built import experts_may_move
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 from ..modules.moe import Fp8BlockwiseOnlineMoEMethod

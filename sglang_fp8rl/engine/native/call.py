@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from ...errors import MAX_LISTED, RefitError
 from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source, SourceIndex
 from ..arrival.update import Origin, Update
-from ..interception.writes import Write
+from ..interception import Write
 from ..model.parameters import Target
 from ..report.report import Arrived, RefitReport
 from .observer import Observer
@@ -40,7 +40,7 @@ class Call:
         kv_scales: names of scales that were read, and are to be read again when the bucket comes again.
         observer: of what happens besides.
         reached: where each write went (a target and its part, or another place), and what it was made of.
-        lane: what the loaders' work is queued on, whichever thread they run in.
+        lane: what the loaders do is done in it, whichever thread they run in.
     """
 
     update: Update
@@ -54,7 +54,7 @@ class Call:
     unneeded: list[str] = field(default_factory=list)
     kv_scales: list[str] = field(default_factory=list)
     reached: dict[tuple, tuple[Source, ...]] = field(default_factory=dict)
-    lane: StreamLane | None = None
+    lane: Callable[[], AbstractContextManager[None]] = nullcontext
     observer: Observer = field(init=False)
 
     @cached_property

@@ -20,18 +20,44 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import RefitError
 from ..arrival.sent_tensors import Source, SourceIndex
-from ..interception.watch import (
+from ..interception import (
     OperationKind,
+    Write,
     asked_by,
     each_new_thread,
     kind_of,
+    storage_of,
     tensors_in,
     watched,
+    write_into,
 )
-from ..interception.writes import LoaderWrites, Write, write_into
 from ..model.parameters import ModelMemory, Target
 
 aten = torch.ops.aten
+
+
+class LoaderWrites:
+    """What one loader did with a stand-in.
+
+    Attributes:
+        writes: its copies and fills; none where this rank holds nothing of the tensor (an expert of another).
+        other: an operation that is neither, at which it was stopped; empty if there was none.
+        is_all: whether it did nothing else that was seen.
+    """
+
+    def __init__(self, stand_in: torch.Tensor, parameter: torch.Tensor) -> None:
+        self.stand_in, self._parameter = stand_in, storage_of(parameter)
+        self._storage = storage_of(stand_in)
+        self.writes: list[Write] = []
+        self.other = ""
+        self.is_all = True
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) == self._storage
+
+    def is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether it is (a part of) what the stand-in stands for."""
+        return storage_of(tensor) == self._parameter
 
 
 class Observer:
@@ -72,7 +98,7 @@ class Observer:
             self._is_over = True
 
     def _enter(self) -> None:
-        """Watch this thread to its end."""
+        """This thread is watched to its end."""
         self._thread.is_watched = True
         watched(self._see).__enter__()
 
@@ -91,18 +117,16 @@ class Observer:
 
     def writes_of(
         self,
-        loader: Callable[..., Any],
+        run: Callable[[torch.Tensor], None],
         stand_in: torch.Tensor,
         parameter: torch.Tensor,
-        arguments: tuple,
-        kwargs: dict,
     ) -> LoaderWrites:
-        """What `loader(stand_in, *arguments)` would write into `parameter`."""
+        """What a loader writes, which `run` gives a parameter: `stand_in` in the place of `parameter`."""
         outer = self._thread.loader
         found = self._thread.loader = LoaderWrites(stand_in, parameter)
         try:
             with self.watching_thread():
-                loader(stand_in, *arguments, **kwargs)
+                run(stand_in)
         except _MoreThanCopies as operation:
             found.other = str(operation)
         finally:

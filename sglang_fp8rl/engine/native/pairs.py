@@ -11,7 +11,7 @@ from ...errors import RefitError
 from ...numerics.cast import has_nan_code
 from ...numerics.grid import PerChannel
 from ..arrival.sent_tensors import Source
-from ..interception.writes import Write
+from ..interception import Write
 from ..model.parameters import Target
 from ..modules.packed_scales import are_no_exponents
 

@@ -99,7 +99,7 @@ class RecipeStore:
                 parameter.data_ptr() == address for parameter, address in recipe.owners
             ):
                 if isinstance(bucket, FlatBucket):
-                    bucket.take_metadata(recipe.metadata)
+                    bucket.metadata = recipe.metadata
                 return recipe
         return None
 
@@ -181,8 +181,7 @@ def _sample(recipe: Recipe, bucket: Bucket, report: RefitReport) -> None:
     for one in recipe.samples:
         if one.granularity not in sampled and noise.wants(one.granularity):
             sampled.add(one.granularity)
-            view = one.write.repeat(bucket.tensor(one.position)).source
-            assert view is not None
+            view = one.write.source_in(bucket.tensor(one.position))
             noise.add(one.granularity, view, one.codes, one.scales)
 
 

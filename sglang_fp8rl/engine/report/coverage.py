@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..interception.writes import Region
+from ..interception import Region
 
 NEVER = -1
 

@@ -1,0 +1,270 @@
+"""Operations of torch, seen one by one; the copies into the model among them, as values.
+
+Every `weight_loader` ends in `narrow(...)` and `copy_` into the parameter. It is run on a *stand-in*: a
+`meta` parameter with the real one's class, attributes, shape and strides, but the dtype of what
+was sent (SGLang's column-parallel loader refuses to copy BF16 into FP8 before it tries). Copies
+into the stand-in are caught by the observer; nothing is copied, and nothing shared is swapped, so
+loaders may run in a thread pool.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Whose functions lie between an operation and who sees it.
+_BETWEEN = ("torch.", __name__.partition(".")[0] + ".")
+_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+
+
+class watched(TorchDispatchMode):
+    """In this context `see(operation, args, kwargs)` is called in place of every operation of the thread.
+
+    Operations within `see` are not seen again.
+    """
+
+    def __init__(self, see: Callable[[Any, tuple, dict], Any]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return self._see(func, args, kwargs or {})
+
+
+@contextmanager
+def each_new_thread(enter: Callable[[], object]) -> Iterator[None]:
+    """In here, every thread that is started calls `enter` before anything else.
+
+    A dispatch mode is a thread's own, and so are the threads of pools that models load with. Python
+    offers new threads a profile function; this one does its work at the first event and goes.
+    """
+
+    def at_first_event(*_: Any) -> None:
+        sys.setprofile(before)
+        enter()
+
+    before = threading.getprofile()
+    threading.setprofile(at_first_event)
+    try:
+        yield
+    finally:
+        threading.setprofile(before)
+
+
+def unwatched() -> AbstractContextManager[None]:
+    """In this context operations are ours, and cost what they always do."""
+    return torch._C._ExcludeDispatchKeyGuard(_MODES)
+
+
+def asked_by() -> tuple[str, str]:
+    """Module and name of the function that asked for the operation that is being seen."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame.f_globals["__name__"], frame.f_code.co_name
+
+
+class OperationKind(NamedTuple):
+    """What an operation does, as its schema says.
+
+    Attributes:
+        is_view: whether its results are views of its arguments, and nothing is written.
+        written: the arguments that it writes, by position and name.
+    """
+
+    is_view: bool
+    written: tuple[tuple[int, str], ...]
+
+    def written_of(self, args: tuple, kwargs: dict) -> list[Any]:
+        """Those that it writes, of these; `out` is given by name."""
+        found = [args[at] if at < len(args) else kwargs.get(name) for at, name in self.written]
+        return [one for one in found if one is not None]
+
+
+@functools.cache
+def kind_of(func: Any) -> OperationKind:
+    schema = func._schema
+    written = tuple(
+        (at, one.name)
+        for at, one in enumerate(schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write
+    )
+    is_view = not written and any(one.alias_info is not None for one in schema.returns)
+    return OperationKind(is_view, written)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Those with memory of their own, in arguments or results of an operation."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(one)
+
+
+class Region(NamedTuple):
+    """A box of a parameter. A tuple, as 18,000 of them are looked up at once.
+
+    Attributes:
+        start: first index along each dimension.
+        shape: size along each dimension.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def overlaps(self, other: Region) -> bool:
+        return all(
+            a < b + m and b < a + n
+            for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)
+        )
+
+    def __str__(self) -> str:
+        sides = zip(self.start, self.shape, strict=True)
+        return f"[{', '.join(f'{first}:{first + size}' for first, size in sides)}]"
+
+
+def region_of(
+    offset: int, shape: tuple[int, ...], stride: tuple[int, ...], parameter_shape: tuple[int, ...]
+) -> Region | None:
+    """The box that a view of a contiguous parameter covers; None if the view is not a box.
+
+    Args:
+        offset: elements from the parameter's start to the view's first one.
+        shape, stride: of the view, in elements.
+    """
+    strides = [1] * len(parameter_shape)
+    for dim in range(len(parameter_shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * parameter_shape[dim + 1]
+    start, rest = [], offset
+    for step in strides:
+        start.append(rest // step if step else 0)
+        rest -= start[-1] * step
+    sizes = [1] * len(parameter_shape)
+    for size, step in zip(shape, stride, strict=True):
+        if size == 1:
+            continue
+        if step not in strides:
+            return None
+        # Dimensions of size 1 share a stride with their neighbour: take the one that is long.
+        dim = max((d for d, s in enumerate(strides) if s == step), key=lambda d: parameter_shape[d])
+        if sizes[dim] != 1:
+            return None
+        sizes[dim] = size
+    fits = all(a + n <= full for a, n, full in zip(start, sizes, parameter_shape, strict=True))
+    return Region(tuple(start), tuple(sizes)) if fits else None
+
+
+@dataclass(frozen=True)
+class Write:
+    """One intercepted copy (or fill) into a parameter.
+
+    Attributes:
+        source: what is to be written: a view of what was sent, or a tensor the loader made; None
+            for a fill.
+        fill: the value, where a loader fills instead of copying (the tail of a padded buffer).
+        offset, shape, stride: the destination view, in elements of the parameter's storage.
+        region: the box that view covers, or None if it is not a box.
+    """
+
+    source: torch.Tensor | None
+    fill: float
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    region: Region | None
+
+    def taken_from(self, loaded: torch.Tensor) -> RecordedWrite | None:
+        """This write as one that can be repeated for another tensor of the shape and strides of `loaded`.
+
+        None if the source is no plain view of it: a loader that made a tensor of its own has to run again.
+        """
+        source = self.source
+        if source is None:
+            return RecordedWrite(self, 0, (), ())
+        is_in_memory = source.untyped_storage()._cdata == loaded.untyped_storage()._cdata
+        if source.dtype != loaded.dtype or not is_in_memory:
+            return None
+        (first, last), (start, end) = extent_of(loaded), extent_of(source)
+        if not (first <= start and end <= last):  # of another tensor in the same memory
+            return None
+        return RecordedWrite(self, start - first, tuple(source.shape), tuple(source.stride()))
+
+    def destination(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The view of the real parameter that this write lands in."""
+        data = parameter.data
+        return data.as_strided(self.shape, self.stride, data.storage_offset() + self.offset)
+
+
+class RecordedWrite:
+    """A write whose source is known by its place in the tensor that is sent, not by its memory.
+
+    Args:
+        write: as it was done; its source is let go of.
+        offset, shape, stride: of the source, in elements of the tensor that is sent.
+    """
+
+    def __init__(
+        self, write: Write, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> None:
+        self._is_fill, self._write = write.source is None, replace(write, source=None)
+        self._offset, self._shape, self._stride = offset, shape, stride
+
+    def repeat(self, loaded: torch.Tensor) -> Write:
+        """The same write, from a tensor of the recorded shape and strides."""
+        return self._write if self._is_fill else replace(self._write, source=self.source_in(loaded))
+
+    def source_in(self, loaded: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor that is written."""
+        offset = loaded.storage_offset() + self._offset
+        return loaded.as_strided(self._shape, self._stride, offset)
+
+
+def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first element of its storage that a tensor touches, and the one behind the last."""
+    first = int(tensor.storage_offset())
+    if not tensor.numel():
+        return first, first
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return first, first + 1 + sum((size - 1) * step for size, step in steps)
+
+
+def write_into(
+    whole: torch.Tensor, view: torch.Tensor, source: torch.Tensor | None, fill: float
+) -> Write:
+    """A copy of `source` (or the fill) into `view`, which lies in the memory of `whole`."""
+    offset = int(view.storage_offset()) - int(whole.storage_offset())
+    shape, stride = tuple(view.shape), tuple(view.stride())
+    is_box = whole.is_contiguous()
+    region = region_of(offset, shape, stride, tuple(whole.shape)) if is_box else None
+    return Write(source, fill, offset, shape, stride, region)
+
+
+def make_stand_in(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A meta parameter that a loader can't tell from `parameter`, but for dtype and device."""
+    shape, stride = tuple(parameter.shape), parameter.stride()
+    data = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    stand_in = torch.Tensor._make_subclass(type(parameter), data, False)
+    stand_in.__dict__.update(parameter.__dict__)
+    return stand_in
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number for the storage of a tensor, also on `meta`; no two that live have the same."""
+    return tensor.untyped_storage()._cdata
