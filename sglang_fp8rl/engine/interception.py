@@ -195,16 +195,17 @@ class Write:
 
         None if the source is no plain view of it: a loader that made a tensor of its own has to run again.
         """
-        source = self.source
+        source, write = self.source, replace(self, source=None)
         if source is None:
-            return RecordedWrite(self, 0, (), ())
+            return RecordedWrite(write, True, 0, (), ())
         is_in_memory = source.untyped_storage()._cdata == loaded.untyped_storage()._cdata
         if source.dtype != loaded.dtype or not is_in_memory:
             return None
         (first, last), (start, end) = extent_of(loaded), extent_of(source)
         if not (first <= start and end <= last):  # of another tensor in the same memory
             return None
-        return RecordedWrite(self, start - first, tuple(source.shape), tuple(source.stride()))
+        shape, stride = tuple(source.shape), tuple(source.stride())
+        return RecordedWrite(write, False, start - first, shape, stride)
 
     def destination(self, parameter: torch.Tensor) -> torch.Tensor:
         """The view of the real parameter that this write lands in."""
@@ -212,28 +213,28 @@ class Write:
         return data.as_strided(self.shape, self.stride, data.storage_offset() + self.offset)
 
 
-class RecordedWrite:
+class RecordedWrite(NamedTuple):
     """A write whose source is known by its place in the tensor that is sent, not by its memory.
 
-    Args:
-        write: as it was done; its source is let go of.
+    Attributes:
+        is_fill: whether it has no source.
         offset, shape, stride: of the source, in elements of the tensor that is sent.
     """
 
-    def __init__(
-        self, write: Write, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
-    ) -> None:
-        self._is_fill, self._write = write.source is None, replace(write, source=None)
-        self._offset, self._shape, self._stride = offset, shape, stride
+    write: Write
+    is_fill: bool
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
     def repeat(self, loaded: torch.Tensor) -> Write:
         """The same write, from a tensor of the recorded shape and strides."""
-        return self._write if self._is_fill else replace(self._write, source=self.source_in(loaded))
+        return self.write if self.is_fill else replace(self.write, source=self.source_in(loaded))
 
     def source_in(self, loaded: torch.Tensor) -> torch.Tensor:
         """The part of a tensor that is written."""
-        offset = loaded.storage_offset() + self._offset
-        return loaded.as_strided(self._shape, self._stride, offset)
+        offset = loaded.storage_offset() + self.offset
+        return loaded.as_strided(self.shape, self.stride, offset)
 
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, int]:

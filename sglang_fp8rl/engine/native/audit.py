@@ -46,8 +46,11 @@ class Audit:
         """A call came to its end: NaN, unknown names, open halves, nothing at all."""
         call.errors.update(_not_finite_errors(call.not_finite))
         passed = self._received(call)
+        serving = call.update.origin.is_serving
+        if serving and not self._report.names.is_filled and self._unknown(call):
+            self._report.learn_names()
         unknown = [name for name in self._unknown(call) if name not in passed]
-        if not call.update.origin.is_serving:
+        if not serving:
             # A checkpoint may hold more than the model takes: SGLang loads it, so it may pass later.
             self._report.names.not_taken(unknown)
         elif unknown and self._options.unknown_names == "warn":
@@ -119,13 +122,11 @@ class Audit:
     def _refuse(self, call: Call, unknown: list[str]) -> None:
         homeless = [name for name in unknown if name in call.sources.set_aside]
         others = [name for name in unknown if name not in call.sources.set_aside]
-        errors: list[tuple[list[str], RefitError]] = []
         if homeless:
-            errors.append((homeless, _homeless_scales_error(homeless)))
+            call.errors |= dict.fromkeys(homeless, str(_homeless_scales_error(homeless)))
         if others:
-            errors.append((others, _unknown_names_error(others, self._report.known_names)))
-        for names, error in errors:
-            call.errors.update(dict.fromkeys(names, str(error)))
+            error = _unknown_names_error(others, self._report.known_names)
+            call.errors |= dict.fromkeys(others, str(error))
 
     def _received(self, call: Call) -> set[str]:
         """What extensions take of that which no parameter takes; returns names that are no longer unknown."""
@@ -143,17 +144,10 @@ class Audit:
 
     def note_names(self, call: Call) -> None:
         """Of a probe, which stores nothing: what the model does not take may pass later."""
-        self._report.names.not_taken(self._without_reason(call))
+        self._report.names.not_taken(self._unknown(call))
 
     def _unknown(self, call: Call) -> list[str]:
         """Names that went by and reached no parameter, without a reason. A scale has its weight's."""
-        unknown = self._without_reason(call)
-        if unknown and call.update.origin.is_serving and not self._report.names.is_filled:
-            self._report.learn_names()
-            unknown = self._without_reason(call)
-        return unknown
-
-    def _without_reason(self, call: Call) -> list[str]:
         return [
             name
             for name in call.sources.unused()

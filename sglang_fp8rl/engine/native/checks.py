@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...errors import RefitError
@@ -54,11 +56,25 @@ def check_shape(target: Target, name: str, loaded: torch.Tensor, args: tuple, kw
 
 def _full_shape(target: Target, args: tuple, kwargs: dict) -> tuple[int, ...] | None:
     """What has to be sent for a parameter; None where it is not known."""
+    from sglang.srt.layers.linear import LinearBase, RowParallelLinear
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
-    if isinstance(target.module, FusedMoE):
-        return _full_expert_shape(target, (*args, *kwargs.values()))
-    return _full_linear_shape(target, args)
+    layer, leaf = target.module, target.name.rpartition(".")[2]
+    if getattr(layer, "use_presharded_weights", False):
+        return None
+    if isinstance(layer, FusedMoE):
+        is_weight = leaf in ("w13_weight", "w2_weight")
+        return _full_expert_shape(target, (*args, *kwargs.values())) if is_weight else None
+    if not isinstance(layer, LinearBase) or leaf not in ("weight", "bias"):
+        return None
+    if args and hasattr(layer, "fp8rl_part_rows"):  # see sent_otherwise.py
+        return (layer.fp8rl_part_rows[args[0]], layer.input_size)
+    if leaf == "bias" and isinstance(layer, RowParallelLinear):
+        return (layer.output_size,)  # whole on every rank; all others are sharded like the rows
+    rows = _full_rows(layer, args[0] if args else None)
+    if rows is None:
+        return None
+    return (rows,) if leaf == "bias" else (rows, layer.input_size)
 
 
 def _full_expert_shape(target: Target, given: tuple) -> tuple[int, ...] | None:
@@ -67,10 +83,6 @@ def _full_expert_shape(target: Target, given: tuple) -> tuple[int, ...] | None:
     The parameter's own shape says neither: runners pad and transpose it.
     """
     layer, parameter = target.module, target.parameter
-    leaf = target.name.rpartition(".")[2]
-    is_weight = leaf in ("w13_weight", "w2_weight")
-    if not is_weight or getattr(layer, "use_presharded_weights", False):
-        return None
     hidden = layer.hidden_size
     intermediate = parameter.moe_intermediate_size  # type: ignore[attr-defined]  # all ranks', unpadded
     is_together = not any(type(one) is int for one in given)  # no expert's number
@@ -83,43 +95,20 @@ def _full_expert_shape(target: Target, given: tuple) -> tuple[int, ...] | None:
     return (intermediate, hidden) if "w1" in given or "w3" in given else None
 
 
-def _full_linear_shape(target: Target, args: tuple) -> tuple[int, ...] | None:
-    from sglang.srt.layers.linear import (
-        LinearBase,
-        MergedColumnParallelLinear,
-        QKVParallelLinear,
-        RowParallelLinear,
-    )
+def _full_rows(layer: Any, shard: Any) -> int | None:
+    """Rows of a linear layer, or of these parts of a fused one."""
+    from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
-    layer = target.module
-    leaf = target.name.rpartition(".")[2]
-    if not isinstance(layer, LinearBase) or leaf not in ("weight", "bias"):
-        return None
-    if getattr(layer, "use_presharded_weights", False):
-        return None
-    if args and hasattr(layer, "fp8rl_part_rows"):  # see sent_otherwise.py
-        return (layer.fp8rl_part_rows[args[0]], layer.input_size)
+    parts: dict[Any, int]
     if isinstance(layer, QKVParallelLinear):
-        heads, kv_heads = layer.total_num_heads, layer.total_num_kv_heads
-        v_head_size = getattr(layer, "v_head_size", layer.head_size)
-        sizes = {
-            "q": heads * layer.head_size,
-            "k": kv_heads * layer.head_size,
-            "v": kv_heads * v_head_size,
-        }
-        shard = args[0] if args else None
-        rows = sizes.get(shard) if shard is not None else sum(sizes.values())
+        heads, kv_heads, size = layer.total_num_heads, layer.total_num_kv_heads, layer.head_size
+        v_size = getattr(layer, "v_head_size", size)
+        parts = {"q": heads * size, "k": kv_heads * size, "v": kv_heads * v_size}
     elif isinstance(layer, MergedColumnParallelLinear):
-        shard = args[0] if args else None
-        if isinstance(shard, tuple):
-            rows = sum(layer.output_sizes[index] for index in shard)
-        else:
-            rows = sum(layer.output_sizes) if shard is None else layer.output_sizes[shard]
+        parts = dict(enumerate(layer.output_sizes))
     else:
-        rows = layer.output_size
-    if rows is None:
-        return None
-    if leaf == "bias":
-        # A row-parallel bias is whole on every rank; all others are sharded like the rows.
-        return (layer.output_size,) if isinstance(layer, RowParallelLinear) else (rows,)
-    return (rows, layer.input_size)
+        return int(layer.output_size)
+    if shard is None:
+        return sum(parts.values())
+    wanted = shard if isinstance(shard, tuple) else (shard,)
+    return sum(parts[one] for one in wanted) if parts.keys() >= set(wanted) else None

@@ -117,7 +117,8 @@ class LoaderCalls:
                 loaded = loaded.contiguous()
         if made.is_scale:
             check_takes_scale(target, name)
-            self._store_half(call, target, key, Half(name, loaded, source), is_scale=True)
+            half = Half(name, loaded, source, self.report.log.stamp)
+            self._store_half(call, target, key, half, is_scale=True)
             return
         if not is_pair:
             check_dtype(target, name, loaded)
@@ -136,7 +137,7 @@ class LoaderCalls:
         call.note(target, writes, made.sources)
         if call.update.origin.stores:
             starts_of(name, loaded, writes)
-            half = Half(name, loaded, source, writes)
+            half = Half(name, loaded, source, self.report.log.stamp, writes)
             self._store_half(call, target, key, half, is_scale=False)
 
     def _take(
@@ -244,13 +245,12 @@ class LoaderCalls:
         """Half of an FP8 weight came; with the other one it is stored."""
         if call.recording is not None:
             call.recording.wait(half.source)
-        stamp = self.report.log.stamp
-        pair = self.pairs.add(target, key, stamp, half, is_scale=is_scale)
+        pair = self.pairs.add(target, key, half, is_scale=is_scale)
         if pair is None:
             return
         with unwatched():
             copies = store_pair(pair)
-        boxes = [self.report.written(target, write.region) for write in pair.both[0].writes]
+        boxes = [self.report.written(target, write.region) for write in pair.weight.writes]
         if call.recording is not None:
             # The codes of a pair are boxes, or `store_pair` had refused them.
             call.recording.add_pair(pair, copies, [box for box in boxes if box is not None])

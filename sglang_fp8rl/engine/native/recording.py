@@ -184,7 +184,7 @@ class Recording:
 
     def add_pair(self, pair: Pair, copies: list[PairCopy], boxes: list[int]) -> None:
         """The other half came too, and this is what was copied."""
-        (weight, scale), target = (half.source for half in pair.both), pair.target
+        target, weight, scale = pair.target, pair.weight.source, pair.scale.source
         if weight is None or scale is None:
             return
         with self._lock:
