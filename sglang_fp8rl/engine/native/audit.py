@@ -21,11 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class Audit:
-    """Of the calls of a model.
+    """Of the calls of a model, each of which is written down in the report.
 
     Args:
-        pairs: FP8 halves that wait for their other half.
-        report: every call is written down there; it knows which names the model takes.
         derived: renewed where an error ended a call.
         extensions: may take what no parameter takes.
     """
@@ -73,8 +71,7 @@ class Audit:
     def stopped(self, call: Call, error: Exception) -> Exception:
         """An error ended the call: what was found before it counts, and so does what it left.
 
-        Returns:
-            the error to tell the client.
+        Returns the error to tell the client.
         """
         told = error
         if not isinstance(error, Fp8RlError):
@@ -157,12 +154,7 @@ class Audit:
 
 
 def _foreign_error(name: str, error: Exception, known: Iterable[str]) -> RefitError:
-    """What SGLang's `load_weights` raised by itself, as an error that says at which tensor.
-
-    Args:
-        name: that it was given last.
-        known: names that were stored before.
-    """
+    """What SGLang's `load_weights` raised by itself, behind the tensor that it was given last."""
     if isinstance(error, KeyError) and name not in known:
         return _unknown_names_error([name], known)
     return RefitError(

@@ -93,11 +93,9 @@ class Call:
 
 
 class Calls:
-    """Opens and closes the calls of a model.
+    """Opens and closes the calls of a model, each of one of the report's refits.
 
     Args:
-        report: every call is of one of its refits.
-        pairs: FP8 halves that wait for their other half.
         finished: told of a call that came to its end.
         stopped: told of one that an error ended; returns the error to raise.
 
@@ -162,12 +160,7 @@ class Calls:
             self.running = None
 
     def expect(self, call: Call, bucket: Bucket | None, brings: Arrived | None) -> None:
-        """The call begins: of the running refit, or of a new one.
-
-        Args:
-            bucket: None for a stream, of which nothing is known before it is read.
-            brings: of a bucket that came before.
-        """
+        """The call begins, of the running refit or of a new one. `brings`: of a bucket that came before."""
         if brings is None:
             names, nbytes = ((), 0) if bucket is None else (bucket.names, bucket.nbytes)
             brings = Arrived(self._report.brought.numbers_of(names), nbytes, has_taken=False)
@@ -182,9 +175,6 @@ class StreamLane:
     Models of DeepSeek's family hand their experts to a thread pool. A new thread has the default stream
     (and the first device) as its own, while the scheduler works on another stream, and reads there
     whether what was cast was finite: without waiting, it would read before the cast has run.
-
-    Args:
-        device: of the model.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -28,10 +28,7 @@ _NOT_SENT = "SGLang writes what was not sent"
 class LoaderCalls:
     """Stores what one loader call was given. Loaders may call it from several threads.
 
-    Args:
-        options: of the model.
-        pairs: FP8 halves that wait for their other half.
-        report: every region that was written is noted there.
+    Every region that is written is noted in the report.
     """
 
     def __init__(self, options: Options, pairs: PairTable, report: RefitReport) -> None:
@@ -93,7 +90,9 @@ class LoaderCalls:
                 "Send this tensor in BF16 or FP32.",
             )
         with call.lane():
-            self._take(call, target, (), made, made.name or target.name, [write], [made])
+            self._note(call, target, (), made, [write], [made])
+            if call.update.origin.stores:
+                self._do(call, target, made.name or target.name, [write], [made])
             # What SGLang makes of the target afterwards is made of the same.
             call.sources.derive(target.parameter, made.sources, adds=True)
 
@@ -124,66 +123,60 @@ class LoaderCalls:
             check_dtype(target, name, loaded)
         check_shape(target, name, loaded, args, kwargs)
         writes, are_views = self._writes(call, target, native, loaded, args, kwargs)
-        if not is_pair:
-            # A write may be of something else, which a loader kept.
-            of_each = [
-                made if are_views or one.source is None else call.sources.made_of(one.source)
-                for one in writes
-            ]
-            self._take(call, target, key, made, name, writes, of_each)
+        # A write may be of something else, which a loader kept.
+        of_each = [
+            made if is_pair or are_views or one.source is None else call.sources.made_of(one.source)
+            for one in writes
+        ]
+        self._note(call, target, key, made, writes, of_each)
+        if not call.update.origin.stores:
             return
-        if not call.update.origin.is_serving:
-            self.report.names.landed(made.sources, target, key, writes)
-        call.note(target, writes, made.sources)
-        if call.update.origin.stores:
+        if is_pair:
             starts_of(name, loaded, writes)
             half = Half(name, loaded, source, self.report.log.stamp, writes)
             self._store_half(call, target, key, half, is_scale=False)
+        else:
+            self._do(call, target, name, writes, of_each)
 
-    def _take(
+    def _note(
         self,
         call: Call,
         target: Target,
         key: tuple,
         made: Made,
+        writes: Sequence[Write],
+        of_each: Sequence[Made],
+    ) -> None:
+        """These writes are to be done, or were learnt.
+
+        Args:
+            made: of what the tensor was made that they are for.
+            of_each: of what each of them is.
+        """
+        groups: dict[tuple[Source, ...], list[Write]] = {made.sources: []}
+        for one, write in zip(of_each, writes, strict=True):
+            groups.setdefault(one.sources, []).append(write)
+            if not one.is_view:
+                call.observer.leave_native(one.sources, _MADE if one.sources else _NOT_SENT)
+        for sources, theirs in groups.items():
+            call.touch(sources, target.name, key)
+            call.note(target, theirs, sources)
+            if not call.update.origin.is_serving:
+                self.report.names.landed(sources, target, key, theirs)
+
+    def _do(
+        self,
+        call: Call,
+        target: Target,
         name: str,
         writes: Sequence[Write],
         of_each: Sequence[Made],
     ) -> None:
-        """Learn from, do and record the writes that one tensor led to.
-
-        Args:
-            made: of what the tensor was made.
-            of_each: of what each write is.
-        """
-        if not call.update.origin.is_serving:
-            self._learn(target, key, made, writes, of_each)
-        for one, write in zip(of_each, writes, strict=True):
-            call.touch(one.sources, target.name, key)
-            call.note(target, [write], one.sources)
-            if not one.is_view:
-                call.observer.leave_native(one.sources, _MADE if one.sources else _NOT_SENT)
-        if not call.update.origin.stores:
-            return
         with unwatched():
             for one, write in zip(of_each, writes, strict=True):
                 done, box = self._apply(call, target, name, write)
                 if call.recording is not None and one.is_view:
                     call.recording.add(one.sources[0], target, write, done, box)
-
-    def _learn(
-        self,
-        target: Target,
-        key: tuple,
-        made: Made,
-        writes: Sequence[Write],
-        of_each: Sequence[Made],
-    ) -> None:
-        groups: dict[tuple[Source, ...], list[Write]] = {made.sources: []}
-        for one, write in zip(of_each, writes, strict=True):
-            groups.setdefault(one.sources, []).append(write)
-        for sources, theirs in groups.items():
-            self.report.names.landed(sources, target, key, theirs)
 
     def _writes(
         self,

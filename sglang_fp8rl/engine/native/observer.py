@@ -116,10 +116,7 @@ class Observer:
             self._thread.is_watched = False
 
     def writes_of(
-        self,
-        run: Callable[[torch.Tensor], None],
-        stand_in: torch.Tensor,
-        parameter: torch.Tensor,
+        self, run: Callable[[torch.Tensor], None], stand_in: torch.Tensor, parameter: torch.Tensor
     ) -> LoaderWrites:
         """What a loader writes, which `run` gives a parameter: `stand_in` in the place of `parameter`."""
         outer = self._thread.loader
@@ -153,7 +150,7 @@ class Observer:
         if loader is not None and any(map(loader.is_parameter, tensors_in((args, kwargs)))):
             # It has not yet what the loader wrote (Gemma's norms keep `weight + 1` beside it).
             raise _MoreThanCopies(f"{func} with the parameter itself")
-        if func in _COPIES and self._copied(args[0], args[1]):
+        if func in _COPIES and self._write(args[0], args[1].expand(args[0].shape)):
             return args[0]
         if func in _FILLS and self._filled(*args):
             return args[0]
@@ -172,22 +169,19 @@ class Observer:
         on_stand_in = self._thread.loader is not None and torch.device(device).type == "meta"
         return on_stand_in or tensor.device.type == "meta"
 
-    def _copied(self, destination: torch.Tensor, source: torch.Tensor) -> bool:
-        if source.shape != destination.shape:
-            source = source.expand(destination.shape)
-        return self._write(destination, source, 0.0)
-
     def _filled(self, destination: torch.Tensor, value: Any = 0.0) -> bool:
         read, self._thread.read = self._thread.read, None
         if read is None:
             return self._write(destination, None, float(value))
         source = read.as_strided(destination.shape, [0] * destination.dim())
-        is_written = self._write(destination, source, 0.0)
+        is_written = self._write(destination, source)
         if not is_written:
             self._note_read(self._sources.made_of(read).sources)
         return is_written
 
-    def _write(self, destination: torch.Tensor, source: torch.Tensor | None, fill: float) -> bool:
+    def _write(
+        self, destination: torch.Tensor, source: torch.Tensor | None, fill: float = 0.0
+    ) -> bool:
         """Note a write into a stand-in, do one into the model; False if it is into neither."""
         loader = self._thread.loader
         if loader is not None and loader.has(destination):

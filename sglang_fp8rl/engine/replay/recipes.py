@@ -1,9 +1,8 @@
 """Record once, replay at every refit: the recipes of the bucket layouts that were seen before.
 
-A recording (`native/recording.py`) is made while the native loaders run. It becomes a recipe if the call
-succeeded: one table of casts and copies. The next bucket of the same layout is written from it, without a
-loader, a name lookup or any Python per tensor. What only the tensors themselves can tell stays with the
-native path, by name.
+A recording (`native/recording.py`) of a call that succeeded becomes a recipe: one table of casts and copies. The
+next bucket of the same layout is written from it, without a loader, a name lookup or any Python per tensor.
+What only the tensors themselves can tell stays with the native path, by name.
 """
 
 from __future__ import annotations
