@@ -20,8 +20,8 @@ from ..numerics.backends import warm_up
 from ..numerics.fingerprint import MASK
 from ..scheme import Scheme
 from ..wire.plan import RefitPlan
-from .arrival.bucket import Bucket, SenderMemory, bucket_of, check_bucket
-from .arrival.update import Origin, Update
+from .arrival.bucket import Bucket, bucket_of, check_bucket
+from .arrival.update import Origin, SenderMemory, Update
 from .extension import extensions
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
@@ -37,7 +37,6 @@ from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
 from .native.audit import Audit
 from .native.call import Call, Calls, StreamLane
-from .native.checks import outside_of_a_call
 from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
@@ -104,8 +103,6 @@ class ModelRefit:
         native = getattr(parameter, "weight_loader", None) or default_weight_loader
 
         def weight_loader(_: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            if self.calls.running is None:
-                raise outside_of_a_call(target.name)
             self._loaders.load(self.calls.running, target, native, loaded_weight, args, kwargs)
 
         set_loader(parameter, weight_loader)
@@ -181,7 +178,7 @@ class ModelRefit:
             if origin.is_serving and self.derived.kept_copies.as_loaded is not None:
                 self.derived.kept_copies.look(self._written())
             if self._device is not None and self._device.type != "meta":
-                call.lane = StreamLane(self._device)
+                call.lane = StreamLane(self._device).entered
             if bucket is None:
                 result = self._load_natively(call, weights, *args, **kw)
             elif recipe is None:

@@ -6,26 +6,28 @@ compared at every refit, so they are lists of plain attributes, compared by `==`
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
+from numbers import Integral
 from operator import attrgetter, itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...errors import RefitError, as_text, listed
-from ...wire.bucket import COUNT
 from ...wire.layout_text import from_text
-from .flat_layout import check_layout
 
 _SHAPE, _DTYPE, _NAME = attrgetter("shape"), attrgetter("dtype"), attrgetter("name")
-# Of a bucket, and of a tensor in a copy: recipes and kernels read by address, some of them 16 bytes at once.
-_ALIGNMENT = 16
 _DEVICE = attrgetter("device")
 _METADATA = attrgetter("name", "shape", "dtype", "start_idx", "end_idx")
+# Of a bucket, and of a tensor in a copy: recipes and kernels read by address, some of them 16 bytes at once.
+_ALIGNMENT = 16
+_MOST = 1 << 62  # more bytes than any buffer has
 
 
 class TensorBucket:
@@ -79,10 +81,9 @@ class TensorBucket:
     def on_device(self, device: torch.device) -> TensorBucket:
         """The bucket itself where all of it lies on `device`; else one whose tensors do.
 
-        A trainer on a CPU, or one payload for all ranks of a node: the loaders and the kernels read local
-        memory afterwards, so such a bucket is recorded and replayed as any other, and by the recipe of any other.
-        Takes memory of the bucket's size on `device` until the call ends, and as much on the device that
-        tensors come from. One copy for each other device.
+        A trainer on a CPU, or one payload for all ranks of a node: recorded and replayed as any other from then
+        on, by the same recipe. Takes memory of the bucket's size on `device` until the call ends, and as much on
+        the device that tensors come from. One copy for each other device.
         """
         if self.devices == {device}:
             return self
@@ -118,9 +119,7 @@ def _part(buffer: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
 
 
 class FlatBucket:
-    """Tensors in one piece of memory, as SGLang's `FlattenedTensorBucket` sends them.
-
-    The tensors themselves are made only when somebody asks for them.
+    """Tensors in one piece of memory, as SGLang's `FlattenedTensorBucket` sends them; made when they are asked for.
 
     Args:
         flat: uint8, 1-D, contiguous.
@@ -133,14 +132,15 @@ class FlatBucket:
         self._flat, self._given = flat if is_aligned else flat.clone(), metadata
 
     @cached_property
-    def _metadata(self) -> Sequence[Any]:
+    def metadata(self) -> Sequence[Any]:
+        """Read and checked; or that of a bucket of the same layout, which was."""
         metadata = from_text(self._given) if isinstance(self._given, str) else self._given
-        check_layout(metadata, self.nbytes)
+        _check_layout(metadata, self.nbytes)
         return metadata
 
     @cached_property
     def names(self) -> list[str]:
-        return list(map(_NAME, self._metadata))
+        return list(map(_NAME, self.metadata))
 
     @property
     def key(self) -> tuple:
@@ -161,12 +161,8 @@ class FlatBucket:
         return self._flat.nbytes
 
     @property
-    def metadata(self) -> Sequence[Any]:
-        return self._metadata
-
-    def take_metadata(self, metadata: Sequence[Any]) -> None:
-        """Take those of a bucket of the same layout, to save reading this one's own."""
-        self._metadata = metadata
+    def devices(self) -> set[torch.device]:
+        return {self._flat.device}
 
     def on_device(self, device: torch.device) -> FlatBucket:
         """As `TensorBucket.on_device`."""
@@ -176,19 +172,70 @@ class FlatBucket:
         return [self._flat.data_ptr()]
 
     def place(self, position: int) -> tuple[int, int]:
-        return 0, int(self._metadata[position].start_idx)
-
-    @property
-    def devices(self) -> set[torch.device]:
-        return {self._flat.device}
+        return 0, int(self.metadata[position].start_idx)
 
     def tensor(self, position: int) -> torch.Tensor:
-        meta = self._metadata[position]
+        meta = self.metadata[position]
         return self._flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for position, name in enumerate(self.names):
             yield name, self.tensor(position)
+
+
+def _check_layout(metadata: Sequence[Any], nbytes: int) -> None:
+    """Check that every tensor of a flattened bucket lies inside its bytes, and on no other.
+
+    A recorded layout is replayed by address, where a start that is negative (but valid as a Python
+    slice) would be a read before the buffer.
+
+    Raises:
+        RefitError: naming the first tensor that lies outside, is not as long as its shape says, is
+            not aligned to its elements, overlaps with another one, or is described by other things
+            than numbers. Nothing was read.
+    """
+    if not metadata:
+        return
+    for one in metadata:
+        numbers = (one.start_idx, one.end_idx, *one.shape)
+        if not all(isinstance(number, Integral) for number in numbers):
+            raise _misplaced(one, "offsets and shapes are whole numbers")
+        if not isinstance(one.dtype, torch.dtype):
+            raise _misplaced(one, "a tensor has a dtype of torch")
+    starts = _as_array(one.start_idx for one in metadata)
+    ends = _as_array(one.end_idx for one in metadata)
+    sizes = _as_array(one.dtype.itemsize for one in metadata)
+    lengths = _as_array(math.prod(one.shape, start=one.dtype.itemsize) for one in metadata)
+    sides = _as_array(min(one.shape, default=0) for one in metadata)
+    order = np.argsort(starts, kind="stable")
+    behind = np.zeros(len(metadata), np.int64)
+    behind[order[1:]] = np.maximum.accumulate(ends[order])[:-1]
+    rules = (
+        ((starts < 0) | (ends > nbytes), f"a tensor lies within the bucket's {nbytes} bytes"),
+        (
+            (ends - starts != lengths) | (sides < 0),
+            "a tensor is as long as its shape and dtype say",
+        ),
+        (starts % sizes != 0, "a tensor starts at a multiple of its element size"),
+        ((starts < behind) & (lengths > 0), "no two tensors of a bucket share bytes"),
+    )
+    for is_bad, rule in rules:
+        if is_bad.any():
+            raise _misplaced(metadata[int(np.flatnonzero(is_bad)[0])], rule)
+
+
+def _as_array(numbers: Iterable[int]) -> np.ndarray:
+    """int64; what does not fit is as good as `_MOST`."""
+    return np.array([max(-_MOST, min(_MOST, number)) for number in numbers], np.int64)
+
+
+def _misplaced(one: Any, rule: str) -> RefitError:
+    return RefitError(
+        str(one.name),
+        f"{tuple(one.shape)} {one.dtype} at bytes [{one.start_idx}, {one.end_idx})",
+        rule,
+        "Make the bucket with SGLang's FlattenedTensorBucket or RefitClient.",
+    )
 
 
 Bucket = TensorBucket | FlatBucket
@@ -198,9 +245,7 @@ def bucket_of(weights: Any) -> Bucket | None:
     """`weights` as a bucket; None for an iterator, which has to be read to be known."""
     if isinstance(weights, FlatBucket):
         return weights
-    if isinstance(weights, list) and weights:
-        return TensorBucket(weights)
-    return None
+    return TensorBucket(weights) if isinstance(weights, list) and weights else None
 
 
 def check_bucket(bucket: Bucket) -> None:
@@ -229,39 +274,3 @@ def check_bucket(bucket: Bucket) -> None:
                 "a tensor comes with all of its elements in memory; nothing of this call was stored",
                 "Send tensor.to_dense(), or the weight instead of its description on meta.",
             )
-
-
-class SenderMemory:
-    """What a sender says that it will use again (`is_staged`), for each rank: open for the length of an update.
-
-    A handle is closed with the last tensor that uses it. `RefitClient` sends bucket after bucket in the same
-    two buffers, so each would be opened and closed again for every second bucket.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[int, torch.UntypedStorage] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def hold(self, flat: torch.Tensor) -> None:
-        """Keep this one and the one before it; everything that was read from it has been read.
-
-        Waits for the device: the sender overwrites the memory once it is answered.
-        """
-        wait_for_reads(flat)
-        storage = flat.untyped_storage()
-        self._open.pop(storage.data_ptr(), None)
-        self._open[storage.data_ptr()] = storage
-        while len(self._open) > COUNT:
-            del self._open[next(iter(self._open))]
-
-    def release(self) -> None:
-        """The update is over: the sender may have its memory back."""
-        self._open.clear()
-
-
-def wait_for_reads(flat: torch.Tensor) -> None:
-    """Until everything that was asked of the device has been read from this memory."""
-    if flat.device.type != "cpu":
-        torch.get_device_module(flat.device).synchronize(flat.device)

@@ -43,7 +43,7 @@ class Source:
         self.storage_offset = int(tensor.storage_offset())
         self.is_meta = tensor.device.type == "meta"
         self.address = tensor.data_ptr()
-        self.end_address = self.address + tensor.numel() * tensor.element_size()
+        self.end_address = self.address + tensor.nbytes
 
     @property
     def is_scale(self) -> bool:
@@ -72,6 +72,15 @@ class Made(NamedTuple):
 
     sources: tuple[Source, ...]
     is_view: bool
+
+    @property
+    def name(self) -> str:
+        """Of the first; empty if none is known."""
+        return self.sources[0].name if self.sources else ""
+
+    @property
+    def is_scale(self) -> bool:
+        return bool(self.sources) and self.sources[0].is_scale
 
 
 UNKNOWN = Made((), False)
@@ -125,7 +134,7 @@ class SourceIndex:
             with self._lock:
                 position = len(self.names)
                 self.names.append(name)
-                self.nbytes += tensor.numel() * tensor.element_size()
+                self.nbytes += tensor.nbytes
                 if name.endswith("_scale") and kv_scale_name(name) is not None:
                     self.set_aside[name] = tensor
                     continue
@@ -185,14 +194,12 @@ class SourceIndex:
         """
         storage = made.untyped_storage()._cdata
         with self._lock:
-            if adds:
-                if self._holder_of(made) is not None:  # in the sender's memory
-                    return
-                sources = (*self._derived.get(storage, ()), *sources)
+            if adds and self._holder_of(made) is not None:  # in the sender's memory
+                return
+            had = self._derived.pop(storage, ())
+            sources = (*had, *sources) if adds else sources
             if sources:
                 self._derived[storage] = tuple(dict.fromkeys(sources))
-            else:
-                self._derived.pop(storage, None)
 
     def consume(self, sources: Iterable[Source]) -> None:
         """These reached the model."""
@@ -210,12 +217,8 @@ class SourceIndex:
 
     def left(self) -> list[Source]:
         """What did not reach the model and is still held."""
-        sent = (*self._sources, *self._on_meta.values())
-        return [
-            source
-            for source in sent
-            if source.name not in self.consumed and source.tensor is not None
-        ]
+        held = [one for one in (*self._sources, *self._on_meta.values()) if one.tensor is not None]
+        return [one for one in held if one.name not in self.consumed]
 
     def forget_tensors(self) -> None:
         """Let go of the sender's memory; the names stay."""

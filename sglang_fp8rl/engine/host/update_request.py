@@ -13,8 +13,8 @@ import torch
 from ...errors import Fp8RlError, RefitError, as_text
 from ...wire.layout_text import from_text
 from ...wire.refit_note import note_of
-from ..arrival.bucket import FlatBucket, wait_for_reads
-from ..arrival.update import Origin, Update
+from ..arrival.bucket import FlatBucket
+from ..arrival.update import Origin, Update, wait_for_reads
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit

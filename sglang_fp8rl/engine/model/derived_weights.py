@@ -23,8 +23,7 @@ import torch
 
 from ...errors import RefitError
 from ...numerics.fingerprint import tensor_number
-from ..interception.watch import unwatched
-from ..interception.writes import storage_of
+from ..interception import storage_of, unwatched
 from ..modules.method import DecidedMethod, ServedWithPackedScales
 from .kept_copies import KeptCopies
 from .parameters import held_tensors

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..arrival.sent_tensors import Source
-from ..interception.writes import Region, Write, region_of
+from ..interception import Region, Write, region_of
 from .parameters import Target
 
 

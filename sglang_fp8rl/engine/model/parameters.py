@@ -15,8 +15,16 @@ from ...numerics.cast import cast_into
 from ...numerics.grid import Blockwise, PerChannel, ScaleGranularity
 from ...numerics.write_table import Widths
 from ...scheme import Granularity
-from ..interception.watch import kind_of, tensors_in, watched
-from ..interception.writes import RecordedWrite, Region, Write, extent_of, storage_of
+from ..interception import (
+    RecordedWrite,
+    Region,
+    Write,
+    extent_of,
+    kind_of,
+    storage_of,
+    tensors_in,
+    watched,
+)
 from ..modules.built import experts_may_move
 from ..modules.method import DecidedMethod
 
@@ -197,10 +205,6 @@ class ModelMemory:
         storage = storage_of(tensor)
         owners = self._targets.get(storage)
         return owners[0].name if owners else self._others.get(storage, "")
-
-    def indices_of(self, tensor: torch.Tensor) -> set[int]:
-        """Of the targets in whose storage `tensor` lies."""
-        return {target.index for target in self._targets.get(storage_of(tensor), ())}
 
     def is_quantized(self, tensor: torch.Tensor) -> bool:
         """Whether FP8 codes or their scales lie in the same storage."""

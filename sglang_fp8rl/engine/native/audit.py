@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from ...config import Options
-from ...errors import Fp8RlError, RefitError, listed
+from ...errors import Fp8RlError, RefitError, listed, near_matches
 from ..arrival.sent_tensors import weight_name_of
 from ..extension import Extension
 from ..model.derived_weights import DerivedWeights
 from ..model.landings import is_left_out
 from ..report.report import Arrived, RefitReport
 from .call import Call
-from .checks import (
-    foreign_error,
-    homeless_scales_error,
-    not_finite_errors,
-    unknown_names_error,
-)
 from .pairs import PairTable
 
 logger = logging.getLogger(__name__)
 
 
 class Audit:
-    """Of the calls of a model.
+    """Of the calls of a model, each of which is written down in the report.
 
     Args:
-        pairs: FP8 halves that wait for their other half.
-        report: every call is written down there; it knows which names the model takes.
         derived: renewed where an error ended a call.
         extensions: may take what no parameter takes.
     """
@@ -50,7 +42,7 @@ class Audit:
 
     def finished(self, call: Call) -> None:
         """A call came to its end: NaN, unknown names, open halves, nothing at all."""
-        call.errors.update(not_finite_errors(call.not_finite))
+        call.errors.update(_not_finite_errors(call.not_finite))
         passed = self._received(call)
         unknown = [name for name in self._without_reason(call) if name not in passed]
         if not call.update.origin.is_serving:
@@ -76,13 +68,12 @@ class Audit:
     def stopped(self, call: Call, error: Exception) -> Exception:
         """An error ended the call: what was found before it counts, and so does what it left.
 
-        Returns:
-            the error to tell the client.
+        Returns the error to tell the client.
         """
         told = error
         if not isinstance(error, Fp8RlError):
             call.stopped_at = call.sources.latest_name
-            told = foreign_error(call.stopped_at, error, self._report.known_names)
+            told = _foreign_error(call.stopped_at, error, self._report.known_names)
         call.errors.setdefault(call.stopped_at, str(told))
         if call.brings is None:  # refused before anything was looked at
             call.update.refit = self._report.fail(call.errors.values(), call.update)
@@ -96,7 +87,7 @@ class Audit:
 
     def _add_what_is_left(self, call: Call) -> None:
         """What was found by then, and what never had its turn."""
-        call.errors = {**not_finite_errors(call.not_finite), **call.errors}
+        call.errors = {**_not_finite_errors(call.not_finite), **call.errors}
         for name, text in self._pairs.give_up().items():
             call.errors.setdefault(name, text)
         sent = () if call.bucket is None else call.bucket.names
@@ -125,13 +116,11 @@ class Audit:
     def _refuse(self, call: Call, unknown: list[str]) -> None:
         homeless = [name for name in unknown if name in call.sources.set_aside]
         others = [name for name in unknown if name not in call.sources.set_aside]
-        errors: list[tuple[list[str], RefitError]] = []
         if homeless:
-            errors.append((homeless, homeless_scales_error(homeless)))
+            call.errors |= dict.fromkeys(homeless, str(_homeless_scales_error(homeless)))
         if others:
-            errors.append((others, unknown_names_error(others, self._report.known_names)))
-        for names, error in errors:
-            call.errors.update(dict.fromkeys(names, str(error)))
+            error = _unknown_names_error(others, self._report.known_names)
+            call.errors |= dict.fromkeys(others, str(error))
 
     def _received(self, call: Call) -> set[str]:
         """What extensions take of that which no parameter takes; returns names that are no longer unknown."""
@@ -159,3 +148,54 @@ class Audit:
             if weight_name_of(name) not in self._report.names.unused
             and not is_left_out(name, self._model)
         ]
+
+
+def _foreign_error(name: str, error: Exception, known: Iterable[str]) -> RefitError:
+    """What SGLang's `load_weights` raised by itself, behind the tensor that it was given last."""
+    if isinstance(error, KeyError) and name not in known:
+        return _unknown_names_error([name], known)
+    return RefitError(
+        name or "load_weights",
+        f"{type(error).__name__}: {error}",
+        "SGLang's load_weights of this model could not take it",
+        "Send the tensor as the checkpoint has it.",
+    )
+
+
+def _unknown_names_error(unknown: list[str], known: Iterable[str]) -> RefitError:
+    """`known`: names that were stored before, as trainers and checkpoints write them."""
+    return RefitError(
+        listed(unknown),
+        f"{len(unknown)} name(s) that no parameter takes",
+        "every tensor sent has to land somewhere",
+        near_matches(unknown[0], known)
+        + "Set unknown_names='warn' in quantization_config to let them pass.",
+    )
+
+
+def _not_finite_errors(found: list[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """One line per tensor with a NaN or Inf. Synchronizes with the device once."""
+    if not found:
+        return {}
+    any_bad = torch.stack([bad.any() for _, bad in found]).cpu().tolist()
+    lines = {}
+    for (name, bad), is_bad in zip(found, any_bad, strict=True):
+        if is_bad:
+            count = int(bad.sum())
+            first = bad.nonzero()[0].tolist()
+            lines[name] = (
+                f"{name}: NaN or Inf in {count} of {bad.numel()} block(s), first at {first}; "
+                "a block that is not finite keeps its old bytes. Mend the weight and send it again"
+            )
+    return lines
+
+
+def _homeless_scales_error(names: list[str]) -> RefitError:
+    """Scales of a KV cache that this server has not, or of a layer that this model has not."""
+    return RefitError(
+        listed(names),
+        f"{len(names)} scale(s) of a KV cache",
+        "this server has no layer of that name whose cache is scaled",
+        "Serve with --kv-cache-dtype fp8_e4m3 and kv_scales='sent' in quantization_config to use them; "
+        "otherwise leave them out of the update.",
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from ...errors import MAX_LISTED, RefitError
 from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source, SourceIndex
 from ..arrival.update import Origin, Update
-from ..interception.writes import Write
+from ..interception import Write
 from ..model.parameters import Target
 from ..report.report import Arrived, RefitReport
 from .observer import Observer
@@ -40,7 +40,7 @@ class Call:
         kv_scales: names of scales that were read, and are to be read again when the bucket comes again.
         observer: of what happens besides.
         reached: where each write went (a target and its part, or another place), and what it was made of.
-        lane: what the loaders' work is queued on, whichever thread they run in.
+        lane: what the loaders do is done in it, whichever thread they run in.
     """
 
     update: Update
@@ -54,7 +54,7 @@ class Call:
     unneeded: list[str] = field(default_factory=list)
     kv_scales: list[str] = field(default_factory=list)
     reached: dict[tuple, tuple[Source, ...]] = field(default_factory=dict)
-    lane: StreamLane | None = None
+    lane: Callable[[], AbstractContextManager[None]] = nullcontext
     observer: Observer = field(init=False)
 
     @cached_property
@@ -70,7 +70,6 @@ class Call:
 
     def note(self, target: Target, writes: Iterable[Write], sources: tuple[Source, ...]) -> None:
         """These writes are made of these sent tensors."""
-        self.observer.written.add(target.index)
         for write in writes:
             self.reached[target.index, write.offset, write.shape] = sources
 
@@ -94,11 +93,9 @@ class Call:
 
 
 class Calls:
-    """Opens and closes the calls of a model.
+    """Opens and closes the calls of a model, each of one of the report's refits.
 
     Args:
-        report: every call is of one of its refits.
-        pairs: FP8 halves that wait for their other half.
         finished: told of a call that came to its end.
         stopped: told of one that an error ended; returns the error to raise.
 
@@ -163,18 +160,12 @@ class Calls:
             self.running = None
 
     def expect(self, call: Call, bucket: Bucket | None, brings: Arrived | None) -> None:
-        """The call begins: of the running refit, or of a new one.
-
-        Args:
-            bucket: None for a stream, of which nothing is known before it is read.
-            brings: of a bucket that came before.
-        """
+        """The call begins, of the running refit or of a new one. `brings`: of a bucket that came before."""
         if brings is None:
             names, nbytes = ((), 0) if bucket is None else (bucket.names, bucket.nbytes)
             brings = Arrived(self._report.brought.numbers_of(names), nbytes, has_taken=False)
         since = self._report.start_call(call.update, brings.numbers)
-        if self._pairs.halves:
-            self._pairs.drop_before(since)
+        self._pairs.drop_before(since)
         call.bucket, call.brings, call.update.refit = bucket, brings, self._report.refit
 
 
@@ -184,9 +175,6 @@ class StreamLane:
     Models of DeepSeek's family hand their experts to a thread pool. A new thread has the default stream
     (and the first device) as its own, while the scheduler works on another stream, and reads there
     whether what was cast was finite: without waiting, it would read before the cast has run.
-
-    Args:
-        device: of the model.
     """
 
     def __init__(self, device: torch.device) -> None:

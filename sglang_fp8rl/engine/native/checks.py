@@ -1,18 +1,20 @@
-"""What an update may not carry: each check answers with tensor, value, rule and remedy."""
+"""What a sent tensor has to be for the parameter it is for: its dtype, and the shape of the full weight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from ...errors import RefitError, listed, near_matches
+from ...errors import RefitError
 from ..model.parameters import Target
+
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_dtype(target: Target, name: str, loaded: torch.Tensor) -> None:
     """Raises `RefitError` for a dtype that is neither the parameter's own nor one we cast."""
-    if loaded.dtype == target.parameter.dtype:
+    if loaded.dtype in _FLOAT_DTYPES or loaded.dtype == target.parameter.dtype:
         return
     raise RefitError(
         name,
@@ -33,67 +35,80 @@ def check_takes_scale(target: Target, name: str) -> None:
         )
 
 
-def foreign_error(name: str, error: Exception, known: Iterable[str]) -> RefitError:
-    """What SGLang's `load_weights` raised by itself, as an error that says at which tensor.
+def check_shape(target: Target, name: str, loaded: torch.Tensor, args: tuple, kwargs: dict) -> None:
+    """Raises `RefitError` for a tensor that SGLang's loaders would cut in silence.
+
+    They `narrow` what they are given.
 
     Args:
-        name: that it was given last.
-        known: names that were stored before.
+        args, kwargs: what the model passed to the loader: the shard id of a fused layer, or the name, shard
+            id and number of an expert.
     """
-    if isinstance(error, KeyError) and name not in known:
-        return unknown_names_error([name], known)
-    return RefitError(
-        name or "load_weights",
-        f"{type(error).__name__}: {error}",
-        "SGLang's load_weights of this model could not take it",
-        "Send the tensor as the checkpoint has it.",
-    )
+    expected = _full_shape(target, args, kwargs)
+    if expected is not None and tuple(loaded.shape) != expected:
+        raise RefitError(
+            name,
+            f"shape {tuple(loaded.shape)}",
+            f"{target.name} takes the full, unsharded {expected}",
+            "Send the tensor as the checkpoint has it; the engine cuts this rank's shard.",
+        )
 
 
-def outside_of_a_call(name: str) -> RefitError:
-    """A write that belongs to no update."""
-    return RefitError(
-        name,
-        "a weight_loader called outside model.load_weights",
-        "every write has to belong to an update, or its scale could be left behind",
-        "Send the tensor through model.load_weights or an update_weights_from_* call.",
-    )
+def _full_shape(target: Target, args: tuple, kwargs: dict) -> tuple[int, ...] | None:
+    """What has to be sent for a parameter; None where it is not known."""
+    from sglang.srt.layers.linear import LinearBase, RowParallelLinear
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+    layer, leaf = target.module, target.name.rpartition(".")[2]
+    if getattr(layer, "use_presharded_weights", False):
+        return None
+    if isinstance(layer, FusedMoE):
+        is_weight = leaf in ("w13_weight", "w2_weight")
+        return _full_expert_shape(target, (*args, *kwargs.values())) if is_weight else None
+    if not isinstance(layer, LinearBase) or leaf not in ("weight", "bias"):
+        return None
+    if args and hasattr(layer, "fp8rl_part_rows"):  # see sent_otherwise.py
+        return (layer.fp8rl_part_rows[args[0]], layer.input_size)
+    if leaf == "bias" and isinstance(layer, RowParallelLinear):
+        return (layer.output_size,)  # whole on every rank; all others are sharded like the rows
+    rows = _full_rows(layer, args[0] if args else None)
+    if rows is None:
+        return None
+    return (rows,) if leaf == "bias" else (rows, layer.input_size)
 
 
-def unknown_names_error(unknown: list[str], known: Iterable[str]) -> RefitError:
-    """`known`: names that were stored before, as trainers and checkpoints write them."""
-    return RefitError(
-        listed(unknown),
-        f"{len(unknown)} name(s) that no parameter takes",
-        "every tensor sent has to land somewhere",
-        near_matches(unknown[0], known)
-        + "Set unknown_names='warn' in quantization_config to let them pass.",
-    )
+def _full_expert_shape(target: Target, given: tuple) -> tuple[int, ...] | None:
+    """Of one expert's matrix, or of all experts together (`w13`: gate rows first).
+
+    The parameter's own shape says neither: runners pad and transpose it.
+    """
+    layer, parameter = target.module, target.parameter
+    hidden = layer.hidden_size
+    intermediate = parameter.moe_intermediate_size  # type: ignore[attr-defined]  # all ranks', unpadded
+    is_together = not any(type(one) is int for one in given)  # no expert's number
+    experts = parameter.shape[:1] if is_together else ()
+    if "w2" in given:
+        return (*experts, hidden, intermediate)
+    if "w13" in given:
+        rows = 2 * intermediate if layer.moe_runner_config.is_gated else intermediate
+        return (*experts, rows, hidden)
+    return (intermediate, hidden) if "w1" in given or "w3" in given else None
 
 
-def not_finite_errors(found: list[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """One line per tensor with a NaN or Inf. Synchronizes with the device once."""
-    if not found:
-        return {}
-    any_bad = torch.stack([bad.any() for _, bad in found]).cpu().tolist()
-    lines = {}
-    for (name, bad), is_bad in zip(found, any_bad, strict=True):
-        if is_bad:
-            count = int(bad.sum())
-            first = bad.nonzero()[0].tolist()
-            lines[name] = (
-                f"{name}: NaN or Inf in {count} of {bad.numel()} block(s), first at {first}; "
-                "a block that is not finite keeps its old bytes. Mend the weight and send it again"
-            )
-    return lines
+def _full_rows(layer: Any, shard: Any) -> int | None:
+    """Rows of a linear layer, or of these parts of a fused one."""
+    from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
-
-def homeless_scales_error(names: list[str]) -> RefitError:
-    """Scales of a KV cache that this server has not, or of a layer that this model has not."""
-    return RefitError(
-        listed(names),
-        f"{len(names)} scale(s) of a KV cache",
-        "this server has no layer of that name whose cache is scaled",
-        "Serve with --kv-cache-dtype fp8_e4m3 and kv_scales='sent' in quantization_config to use them; "
-        "otherwise leave them out of the update.",
-    )
+    parts: dict[Any, int]
+    if isinstance(layer, QKVParallelLinear):
+        heads, kv_heads, size = layer.total_num_heads, layer.total_num_kv_heads, layer.head_size
+        v_size = getattr(layer, "v_head_size", size)
+        parts = {"q": heads * size, "k": kv_heads * size, "v": kv_heads * v_size}
+    elif isinstance(layer, MergedColumnParallelLinear):
+        parts = dict(enumerate(layer.output_sizes))
+    else:
+        return int(layer.output_size)
+    if shard is None:
+        return sum(parts.values())
+    wanted = shard if isinstance(shard, tuple) else (shard,)
+    return sum(parts[one] for one in wanted) if parts.keys() >= set(wanted) else None

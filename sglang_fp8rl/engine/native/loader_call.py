@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,14 @@ from ...config import Options
 from ...errors import Fp8RlError, RefitError
 from ...numerics.cast import copy_finite_into
 from ..arrival.sent_tensors import UNKNOWN, Made, Source
-from ..interception.watch import unwatched
-from ..interception.writes import RecordedWrite, Write, make_stand_in
-from ..model.expected_shape import check_shape
+from ..interception import Write, make_stand_in, unwatched
 from ..model.parameters import Target, part_of, quantize_write
 from ..report.report import RefitReport
 from .call import Call
-from .checks import check_dtype, check_takes_scale
+from .checks import check_dtype, check_shape, check_takes_scale
 from .pairs import Half, PairTable, starts_of, store_pair
 from .recording import Done
 
-_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP8 = torch.float8_e4m3fn
 _MADE = "its loader makes a tensor of its own"
 _NOT_SENT = "SGLang writes what was not sent"
@@ -31,10 +28,7 @@ _NOT_SENT = "SGLang writes what was not sent"
 class LoaderCalls:
     """Stores what one loader call was given. Loaders may call it from several threads.
 
-    Args:
-        options: of the model.
-        pairs: FP8 halves that wait for their other half.
-        report: every region that was written is noted there.
+    Every region that is written is noted in the report.
     """
 
     def __init__(self, options: Options, pairs: PairTable, report: RefitReport) -> None:
@@ -43,7 +37,7 @@ class LoaderCalls:
 
     def load(
         self,
-        call: Call,
+        call: Call | None,
         target: Target,
         native: Any,
         loaded: torch.Tensor,
@@ -53,12 +47,19 @@ class LoaderCalls:
         """One loader call: `native(parameter, loaded, *args, **kwargs)`, quantized on write.
 
         Raises:
-            Fp8RlError: the tensor does not fit; nothing of it was stored.
+            Fp8RlError: the tensor does not fit, or belongs to no update; nothing of it was stored.
         """
+        if call is None:
+            raise RefitError(
+                target.name,
+                "a weight_loader called outside model.load_weights",
+                "every write has to belong to an update, or its scale could be left behind",
+                "Send the tensor through model.load_weights or an update_weights_from_* call.",
+            )
         made = call.sources.made_of(loaded)
-        name = made.sources[0].name if made.sources else call.sources.latest_name or target.name
+        name = made.name or call.sources.latest_name or target.name
         try:
-            with call.lane.entered() if call.lane is not None else nullcontext():
+            with call.lane():
                 self._load(call, target, native, made, name, loaded, args, kwargs)
         except Fp8RlError:
             call.stopped_at = name
@@ -79,19 +80,19 @@ class LoaderCalls:
         Raises:
             RefitError: FP8 codes, or a scale: without a loader it is not known which belong together.
         """
-        with call.lane.entered() if call.lane is not None else nullcontext():
-            source = write.source
-            made = UNKNOWN if source is None else call.sources.made_of(source)
-            name = made.sources[0].name if made.sources else target.name
-            is_scale = bool(made.sources) and made.sources[0].is_scale
-            if source is not None and (is_scale or source.dtype == _FP8):
-                raise RefitError(
-                    name,
-                    f"{source.dtype} for {target.name}",
-                    "SGLang writes it without a weight_loader, so its codes and scales can't be paired",
-                    "Send this tensor in BF16 or FP32.",
-                )
-            self._take(call, target, (), made, name, [write], None)
+        source = write.source
+        made = UNKNOWN if source is None else call.sources.made_of(source)
+        if source is not None and (made.is_scale or source.dtype == _FP8):
+            raise RefitError(
+                made.name or target.name,
+                f"{source.dtype} for {target.name}",
+                "SGLang writes it without a weight_loader, so its codes and scales can't be paired",
+                "Send this tensor in BF16 or FP32.",
+            )
+        with call.lane():
+            self._note(call, target, (), made, [write], [made])
+            if call.update.origin.stores:
+                self._do(call, target, made.name or target.name, [write], [made])
             # What SGLang makes of the target afterwards is made of the same.
             call.sources.derive(target.parameter, made.sources, adds=True)
 
@@ -110,75 +111,72 @@ class LoaderCalls:
         source = made.sources[0] if made.sources else None
         call.touch(made.sources, target.name, key)
         is_pair = target.is_fp8 and loaded.dtype == _FP8
-        is_scale = source is not None and source.is_scale
-        if is_pair or is_scale:
+        if is_pair or made.is_scale:
             with unwatched():  # a model may cut it out of a larger tensor, or turn it
                 loaded = loaded.contiguous()
-        if source is not None and is_scale:
+        if made.is_scale:
             check_takes_scale(target, name)
-            self._store_half(call, target, key, Half(name, loaded, source), is_scale=True)
+            half = Half(name, loaded, source, self.report.log.stamp)
+            self._store_half(call, target, key, half, is_scale=True)
             return
-        if not is_pair and loaded.dtype not in _FLOAT_DTYPES:
+        if not is_pair:
             check_dtype(target, name, loaded)
         check_shape(target, name, loaded, args, kwargs)
-        writes, recorded = self._writes(call, target, native, loaded, args, kwargs)
-        if is_pair:
-            if not call.update.origin.is_serving:
-                self.report.names.landed(made.sources, target, key, writes)
-            call.note(target, writes, made.sources)
-            if call.update.origin.stores:
-                starts_of(name, loaded, writes)
-                half = Half(name, loaded, source, writes)
-                self._store_half(call, target, key, half, is_scale=False)
+        writes, are_views = self._writes(call, target, native, loaded, args, kwargs)
+        # A write may be of something else, which a loader kept.
+        of_each = [
+            made if is_pair or are_views or one.source is None else call.sources.made_of(one.source)
+            for one in writes
+        ]
+        self._note(call, target, key, made, writes, of_each)
+        if not call.update.origin.stores:
             return
-        is_whole = source is not None and loaded is source.tensor
-        self._take(call, target, key, made, name, writes, recorded if is_whole else None)
+        if is_pair:
+            starts_of(name, loaded, writes)
+            half = Half(name, loaded, source, self.report.log.stamp, writes)
+            self._store_half(call, target, key, half, is_scale=False)
+        else:
+            self._do(call, target, name, writes, of_each)
 
-    def _take(
+    def _note(
         self,
         call: Call,
         target: Target,
         key: tuple,
         made: Made,
-        name: str,
-        writes: list[Write],
-        recorded: list[RecordedWrite] | None,
+        writes: Sequence[Write],
+        of_each: Sequence[Made],
     ) -> None:
-        """Learn from, record and do the writes that one tensor led to.
+        """These writes are to be done, or were learnt.
 
         Args:
-            made: of what; a write may be of something else, which a loader kept.
-            recorded: the writes, relative to the sent tensor, if that is known.
+            made: of what the tensor was made that they are for.
+            of_each: of what each of them is.
         """
-        of_write = [made] * len(writes)
-        if recorded is None:
-            of_write = [
-                made if w.source is None else call.sources.made_of(w.source) for w in writes
-            ]
-        if not call.update.origin.is_serving:
-            self._learn(target, key, made, writes, of_write)
-        for one, write in zip(of_write, writes, strict=True):
-            call.touch(one.sources, target.name, key)
-            call.note(target, [write], one.sources)
+        groups: dict[tuple[Source, ...], list[Write]] = {made.sources: []}
+        for one, write in zip(of_each, writes, strict=True):
+            groups.setdefault(one.sources, []).append(write)
             if not one.is_view:
                 call.observer.leave_native(one.sources, _MADE if one.sources else _NOT_SENT)
-        if not call.update.origin.stores:
-            return
-        with unwatched():
-            for at, (one, write) in enumerate(zip(of_write, writes, strict=True)):
-                done, box = self.apply(call, target, name, write)
-                if call.recording is not None and one.is_view:
-                    known = recorded[at] if recorded is not None else None
-                    call.recording.add(one.sources[0], target, write, known, done, box)
-
-    def _learn(
-        self, target: Target, key: tuple, made: Made, writes: list[Write], of_write: list[Made]
-    ) -> None:
-        groups: dict[tuple[Source, ...], list[Write]] = {made.sources: []}
-        for one, write in zip(of_write, writes, strict=True):
-            groups.setdefault(one.sources, []).append(write)
         for sources, theirs in groups.items():
-            self.report.names.landed(sources, target, key, theirs)
+            call.touch(sources, target.name, key)
+            call.note(target, theirs, sources)
+            if not call.update.origin.is_serving:
+                self.report.names.landed(sources, target, key, theirs)
+
+    def _do(
+        self,
+        call: Call,
+        target: Target,
+        name: str,
+        writes: Sequence[Write],
+        of_each: Sequence[Made],
+    ) -> None:
+        with unwatched():
+            for one, write in zip(of_each, writes, strict=True):
+                done, box = self._apply(call, target, name, write)
+                if call.recording is not None and one.is_view:
+                    call.recording.add(one.sources[0], target, write, done, box)
 
     def _writes(
         self,
@@ -188,41 +186,40 @@ class LoaderCalls:
         loaded: torch.Tensor,
         args: tuple,
         kwargs: dict,
-    ) -> tuple[list[Write], list[RecordedWrite] | None]:
+    ) -> tuple[list[Write], bool]:
         """What the loader writes: repeated if it wrote for the same arguments and layout before.
 
-        A loader depends on nothing else, unless experts may move. Also returns what was recorded,
-        relative to `loaded`.
+        A loader depends on nothing else, unless experts may move. Also returns whether all of it is
+        known to be views of `loaded`.
         """
         layout = (loaded.dtype, tuple(loaded.shape), loaded.stride())
         key = (*layout, args, tuple(sorted(kwargs.items())))
         recorded = target.recorded.get(key)
         if recorded is not None:
             with unwatched():
-                return [one.repeat(loaded) for one in recorded], recorded
+                return [one.repeat(loaded) for one in recorded], True
         with self._lock:
             if loaded.dtype not in target.stand_ins:
                 target.stand_ins[loaded.dtype] = make_stand_in(target.parameter, loaded.dtype)
             stand_in = target.stand_ins[loaded.dtype]
-        found = call.observer.writes_of(native, stand_in, target.parameter, (loaded, *args), kwargs)
-        if found.other:
-            return self._written_otherwise(call, target, native, found.other, loaded, args, kwargs)
-        if target.is_repeatable and found.writes and found.is_all:
-            taken = [write.taken_from(loaded) for write in found.writes]
-            if all(one is not None for one in taken):
-                target.recorded[key] = [one for one in taken if one is not None]
-        return found.writes, target.recorded.get(key)
 
-    def _written_otherwise(
-        self,
-        call: Call,
-        target: Target,
-        native: Any,
-        other: str,
-        loaded: torch.Tensor,
-        args: tuple,
-        kwargs: dict,
-    ) -> tuple[list[Write], None]:
+        def run(parameter: torch.Tensor) -> None:
+            native(parameter, loaded, *args, **kwargs)
+
+        found = call.observer.writes_of(run, stand_in, target.parameter)
+        if found.other:
+            self._write_otherwise(call, target, run, found.other)
+            return [], False
+        taken = [write.taken_from(loaded) for write in found.writes]
+        known = [one for one in taken if one is not None]
+        are_views = len(known) == len(taken)
+        if target.is_repeatable and known and are_views and found.is_all:
+            target.recorded[key] = known
+        return found.writes, are_views
+
+    def _write_otherwise(
+        self, call: Call, target: Target, run: Callable[[torch.Tensor], None], other: str
+    ) -> None:
         """A loader that does more than copy: on the parameter itself, where that is not quantized."""
         if target.is_fp8:
             raise RefitError(
@@ -232,9 +229,8 @@ class LoaderCalls:
                 "Add the module to ignored_layers.",
             )
         with call.observer.watching_thread():
-            native(target.parameter, loaded, *args, **kwargs)
+            run(target.parameter)
         self.report.written(target, None)
-        return [], None
 
     def _store_half(
         self, call: Call, target: Target, key: tuple, half: Half, *, is_scale: bool
@@ -242,18 +238,17 @@ class LoaderCalls:
         """Half of an FP8 weight came; with the other one it is stored."""
         if call.recording is not None:
             call.recording.wait(half.source)
-        stamp = self.report.log.stamp
-        pair = self.pairs.add(target, key, stamp, half, is_scale=is_scale)
+        pair = self.pairs.add(target, key, half, is_scale=is_scale)
         if pair is None:
             return
         with unwatched():
             copies = store_pair(pair)
-        boxes = [self.report.written(target, write.region) for write in pair.both[0].writes]
+        boxes = [self.report.written(target, write.region) for write in pair.weight.writes]
         if call.recording is not None:
             # The codes of a pair are boxes, or `store_pair` had refused them.
             call.recording.add_pair(pair, copies, [box for box in boxes if box is not None])
 
-    def apply(
+    def _apply(
         self, call: Call, target: Target, name: str, write: Write
     ) -> tuple[list[Done], int | None]:
         """Do one write; a block or row that is not finite is noted, not stored.
@@ -267,15 +262,13 @@ class LoaderCalls:
             # The padding of a vocabulary: no checkpoint has it, and it is no older than the rest.
             write.destination(target.parameter).fill_(write.fill)
         elif target.is_fp8:
-            is_local = source.device == target.parameter.device  # else it is a copy that was cast
             for cast, codes, scales, bad in quantize_write(target, name, write, self.options):
                 call.not_finite.append((name, bad))
                 self.report.refit.noise.add(target.granularity, cast, codes, scales)
-                if is_local:
-                    done.append((cast, codes, scales))
+                done.append((cast, codes, scales))
         else:
             destination = write.destination(target.parameter)
-            done = [(source, destination, None)]
+            done.append((source, destination, None))
             if source.is_floating_point():
                 bad = copy_finite_into(source.to(destination.device), destination)
                 call.not_finite.append((name, bad))

@@ -5,7 +5,7 @@ Most of a model's loading ends in `narrow(...)` and `copy_` into a parameter, th
 buffer, joins tensors, computes. Each of these is an operation of torch, so a dispatch mode sees it,
 whoever wrote the model. What is a copy of (a view of) what was sent becomes a write like any other, to
 be cast and recorded. For anything else the names that it came from are left to SGLang's loaders at
-every update, with the reason.
+every update, with the reason; the whole bucket, where something was read that was not sent.
 """
 
 from __future__ import annotations
@@ -20,18 +20,44 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import RefitError
 from ..arrival.sent_tensors import Source, SourceIndex
-from ..interception.watch import (
+from ..interception import (
     OperationKind,
+    Write,
     asked_by,
     each_new_thread,
     kind_of,
+    storage_of,
     tensors_in,
     watched,
+    write_into,
 )
-from ..interception.writes import LoaderWrites, Write, write_into
 from ..model.parameters import ModelMemory, Target
 
 aten = torch.ops.aten
+
+
+class LoaderWrites:
+    """What one loader did with a stand-in.
+
+    Attributes:
+        writes: its copies and fills; none where this rank holds nothing of the tensor (an expert of another).
+        other: an operation that is neither, at which it was stopped; empty if there was none.
+        is_all: whether it did nothing else that was seen.
+    """
+
+    def __init__(self, stand_in: torch.Tensor, parameter: torch.Tensor) -> None:
+        self.stand_in, self._parameter = stand_in, storage_of(parameter)
+        self._storage = storage_of(stand_in)
+        self.writes: list[Write] = []
+        self.other = ""
+        self.is_all = True
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) == self._storage
+
+    def is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether it is (a part of) what the stand-in stands for."""
+        return storage_of(tensor) == self._parameter
 
 
 class Observer:
@@ -46,7 +72,6 @@ class Observer:
     Attributes:
         native: sent tensors of which more than copies was made, and what.
         unsourced: reasons why the call as a whole is more than copies of what was sent.
-        written: indices of the targets that the call wrote so far.
     """
 
     def __init__(
@@ -60,9 +85,7 @@ class Observer:
         self._sources, self._memory, self._store, self._stores = sources, memory, store, stores
         self.native: dict[Source, str] = {}
         self.unsourced: dict[str, None] = {}
-        self.written: set[int] = set()
-        self._reads: list[list[torch.Tensor]] = []
-        self._thread = _Thread(self._reads)
+        self._thread = _Thread()
         self._is_over = False
 
     @contextmanager
@@ -73,11 +96,9 @@ class Observer:
                 yield
         finally:
             self._is_over = True
-            for reads in self._reads:
-                self._note_reads(reads)
 
     def _enter(self) -> None:
-        """Watch this thread to its end."""
+        """This thread is watched to its end."""
         self._thread.is_watched = True
         watched(self._see).__enter__()
 
@@ -95,26 +116,18 @@ class Observer:
             self._thread.is_watched = False
 
     def writes_of(
-        self,
-        loader: Callable[..., Any],
-        stand_in: torch.Tensor,
-        parameter: torch.Tensor,
-        arguments: tuple,
-        kwargs: dict,
+        self, run: Callable[[torch.Tensor], None], stand_in: torch.Tensor, parameter: torch.Tensor
     ) -> LoaderWrites:
-        """What `loader(stand_in, *arguments)` would write into `parameter`."""
-        thread = self._thread
-        outer, reads, known = thread.loader, len(thread.unused_reads), self._known
-        found = thread.loader = LoaderWrites(stand_in, parameter)
+        """What a loader writes, which `run` gives a parameter: `stand_in` in the place of `parameter`."""
+        outer = self._thread.loader
+        found = self._thread.loader = LoaderWrites(stand_in, parameter)
         try:
             with self.watching_thread():
-                loader(stand_in, *arguments, **kwargs)
-        except _UsesParameter:
-            pass
+                run(stand_in)
+        except _MoreThanCopies as operation:
+            found.other = str(operation)
         finally:
-            thread.loader = outer
-            self._note_reads(thread.unused_reads, reads)
-        found.is_all = self._known == known and not found.reads_other
+            self._thread.loader = outer
         return found
 
     def leave_native(self, sources: tuple[Source, ...], reason: str) -> None:
@@ -123,10 +136,8 @@ class Observer:
             self.native.setdefault(source, reason)
         if not sources:
             self.unsourced.setdefault(reason)
-
-    @property
-    def _known(self) -> int:
-        return len(self.native) + len(self.unsourced)
+        if self._thread.loader is not None:
+            self._thread.loader.is_all = False
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -138,11 +149,10 @@ class Observer:
         loader = self._thread.loader
         if loader is not None and any(map(loader.is_parameter, tensors_in((args, kwargs)))):
             # It has not yet what the loader wrote (Gemma's norms keep `weight + 1` beside it).
-            loader.other = f"{func} with the parameter itself"
-            raise _UsesParameter
-        if func is aten.copy_.default and self._copied(args[0], args[1]):
+            raise _MoreThanCopies(f"{func} with the parameter itself")
+        if func in _COPIES and self._write(args[0], args[1].expand(args[0].shape)):
             return args[0]
-        if func in _FILLS and self._filled(func, *args):
+        if func in _FILLS and self._filled(*args):
             return args[0]
         if func is aten._local_scalar_dense.default:
             return self._read(func, args[0])
@@ -159,16 +169,19 @@ class Observer:
         on_stand_in = self._thread.loader is not None and torch.device(device).type == "meta"
         return on_stand_in or tensor.device.type == "meta"
 
-    def _copied(self, destination: torch.Tensor, source: torch.Tensor) -> bool:
-        if source.shape != destination.shape:
-            source = source.expand(destination.shape)
-        return self._write(destination, source, 0.0)
+    def _filled(self, destination: torch.Tensor, value: Any = 0.0) -> bool:
+        read, self._thread.read = self._thread.read, None
+        if read is None:
+            return self._write(destination, None, float(value))
+        source = read.as_strided(destination.shape, [0] * destination.dim())
+        is_written = self._write(destination, source)
+        if not is_written:
+            self._note_read(self._sources.made_of(read).sources)
+        return is_written
 
-    def _filled(self, func: Any, destination: torch.Tensor, value: Any = 0.0) -> bool:
-        source = self._take_read(destination) if func is aten.fill_.Scalar else None
-        return self._write(destination, source, float(value))
-
-    def _write(self, destination: torch.Tensor, source: torch.Tensor | None, fill: float) -> bool:
+    def _write(
+        self, destination: torch.Tensor, source: torch.Tensor | None, fill: float = 0.0
+    ) -> bool:
         """Note a write into a stand-in, do one into the model; False if it is into neither."""
         loader = self._thread.loader
         if loader is not None and loader.has(destination):
@@ -178,41 +191,33 @@ class Observer:
         target = self._memory.target_of(destination)
         if target is None:
             return False
+        if loader is not None:
+            loader.is_all = False
         if destination.numel():
             self._store(target, write_into(target.parameter, destination, source, fill))
         return True
 
     def _read(self, func: Any, tensor: torch.Tensor) -> Any:
-        """Python asks for a value."""
-        self._thread.has_read = bool(self._made_of(tensor))
-        if self._thread.has_read:
-            self._thread.unused_reads.append(tensor)
-        elif self._thread.loader is not None:
-            self._thread.loader.reads_other = True
+        """Python asks for a value. What it makes of that is not known, except in SGLang's default loader.
+
+        That one loads one-element parameters by `fill_(loaded.item())`, which is a copy.
+        """
+        sources = self._made_of(tensor)
+        if sources and asked_by() == _DEFAULT_LOADER:
+            self._thread.read = tensor
+        else:
+            self._note_read(sources)
         return _NO_VALUE if tensor.device.type == "meta" else func(tensor)
 
-    def _take_read(self, destination: torch.Tensor) -> torch.Tensor | None:
-        """What `fill_(tensor.item())` is a copy of: SGLang loads one-element parameters that way.
-
-        In that function only: elsewhere Python may have computed what is filled in.
-        """
-        reads = self._thread.unused_reads
-        is_copy = reads and self._thread.has_read and self._place_of(destination)
-        if not is_copy or asked_by() != _DEFAULT_LOADER:
-            return None
-        return reads.pop().as_strided(destination.shape, [0] * destination.dim())
-
-    def _note_reads(self, reads: list[torch.Tensor], kept: int = 0) -> None:
-        """Values that were read for anything but a fill: what Python makes of them is not known."""
-        for tensor in reads[kept:]:
-            sources = self._sources.made_of(tensor).sources
-            self.leave_native(sources, "SGLang reads its value while loading")
-            self._sources.consume(sources)
-        del reads[kept:]
+    def _note_read(self, sources: tuple[Source, ...]) -> None:
+        what = "its value" if sources else "a value that was not sent"
+        self.leave_native(sources, f"SGLang reads {what} while loading")
+        self._sources.consume(sources)
 
     def _computed(self, func: Any, kind: OperationKind, args: tuple, kwargs: dict) -> Any:
         """Any other operation: what of the model does it write, and of what are its results made?"""
-        used = {one: None for tensor in tensors_in((args, kwargs)) for one in self._made_of(tensor)}
+        read = args[1:] if func in _COPIES or func in _FILLS else args
+        used = {one: None for tensor in tensors_in((read, kwargs)) for one in self._made_of(tensor)}
         sources = tuple(used)
         if sources:
             self.leave_native(sources, f"SGLang computes with it while loading ({func})")
@@ -236,8 +241,7 @@ class Observer:
         """Whether an operation that is no copy may write `tensor`; what follows from it is noted."""
         loader = self._thread.loader
         if loader is not None and loader.has(tensor):
-            loader.other = str(func)
-            return False
+            raise _MoreThanCopies(str(func))
         place = self._memory.place_of(tensor)
         if not place:
             self._sources.derive(tensor, sources, adds=True)
@@ -254,19 +258,15 @@ class Observer:
         return self._stores
 
     def _made_of(self, tensor: torch.Tensor) -> tuple[Source, ...]:
-        """Not known of what a loader wrote: what is made of that is made of the whole call."""
+        """Of the model's own memory that is not known: what is made of that is made of the whole call."""
         sources = self._sources.made_of(tensor).sources
-        if not sources and self._memory.indices_of(tensor) & self.written:
-            self.leave_native((), f"SGLang reads {self._memory.place_of(tensor)} while loading")
+        place = "" if sources else self._memory.place_of(tensor)
+        if place:
+            self.leave_native((), f"SGLang reads {place} while loading")
         return sources
 
-    def _place_of(self, tensor: torch.Tensor) -> str:
-        loader = self._thread.loader
-        is_stand_in = loader is not None and loader.has(tensor)
-        return "a stand-in" if is_stand_in else self._memory.place_of(tensor)
 
-
-class _UsesParameter(BaseException):
+class _MoreThanCopies(BaseException):
     """Ends a loader's run on a stand-in. Not an `Exception`: loaders may catch those."""
 
 
@@ -276,16 +276,13 @@ class _Thread(threading.local):
     Attributes:
         is_watched: whether its mode is on.
         loader: what the loader that it is in has done.
-        unused_reads: of which sent tensors Python read the value, without a fill so far.
-        has_read: whether the last value that it read is of one.
+        read: the sent tensor whose value SGLang's default loader read, and fills in next.
     """
 
-    def __init__(self, all_reads: list[list[torch.Tensor]]) -> None:
+    def __init__(self) -> None:
         self.is_watched = False
         self.loader: LoaderWrites | None = None
-        self.unused_reads: list[torch.Tensor] = []
-        self.has_read = False
-        all_reads.append(self.unused_reads)
+        self.read: torch.Tensor | None = None
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -295,4 +292,5 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 # What Python reads of a tensor without values, in a probe: a number that loaders can divide by.
 _NO_VALUE = 1
 _DEFAULT_LOADER = "sglang.srt.model_loader.weight_utils", "default_weight_loader"
-_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
+_COPIES = frozenset({aten.copy_.default, aten.fill_.Tensor})
+_FILLS = frozenset({aten.fill_.Scalar, aten.zero_.default})

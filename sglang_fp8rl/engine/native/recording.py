@@ -16,7 +16,7 @@ from ...numerics.write_table import ROW_FIELDS, Kind, Piece
 from ...scheme import Granularity
 from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source
-from ..interception.writes import RecordedWrite, Write
+from ..interception import RecordedWrite, Write, extent_of
 from ..model.parameters import Target
 from .pairs import Pair, PairCopy
 
@@ -95,33 +95,24 @@ class Recording:
         source: Source,
         target: Target,
         write: Write,
-        recorded: RecordedWrite | None,
         done: Iterable[Done],
         box: int | None,
     ) -> None:
         """One write of a sent tensor, as it was done.
 
         Args:
-            recorded: the write relative to the sent tensor, if that is known.
             done: nothing for a fill: what it wrote stays.
             box: its number; None for a write that is no box.
         """
-        sent = source.tensor
-        assert sent is not None
-        recorded = recorded or write.taken_from(sent)
         pieces = [self._piece(source, target, one) for one in done]
         if not target.is_repeatable:
             self.refuse(source, _MOVES)
-        elif recorded is None:
-            self.refuse(source, "it is read as another dtype, or beyond its end")
         elif box is None:
             self.refuse(source, "it writes what is no box")
-        elif bool(pieces) is (write.source is None) or not self._take(
-            target, pieces, [source], [box]
-        ):
+        elif not self._take(target, pieces, [source], [box]):
             self.refuse(source, "the kernels don't know how to write it")
         else:
-            self._sample(source, target, recorded, pieces)
+            self._sample(source, target, write, pieces)
 
     def _take(
         self,
@@ -149,28 +140,36 @@ class Recording:
 
     def _piece(self, source: Source, target: Target, done: Done) -> Piece | None:
         view, destination, scales = done
-        rows, out = as_matrix(view), as_matrix(destination)
-        if rows is None or out is None or view.device != destination.device:
-            return None
         place = self._place(source, view)
+        rows, out = as_matrix(view), as_matrix(destination)
+        if place is None or rows is None or out is None or view.device != destination.device:
+            return None
         if scales is None:
             return Piece(place, rows, out)
-        block = target.shares_scale.block(rows.shape)
-        return Piece(place, rows, out, scales, block)
+        return Piece(place, rows, out, scales, target.shares_scale.block(rows.shape))
 
-    def _place(self, source: Source, view: torch.Tensor) -> tuple[int, int]:
-        """Which memory of the bucket a view of a sent tensor lies in, and how many bytes behind its start."""
-        first, start = self.bucket.place(source.position)
-        return first, view.data_ptr() - source.address + start
+    def _place(self, source: Source, view: torch.Tensor) -> tuple[int, int] | None:
+        """Which memory of the bucket a view of a sent tensor lies in, and how many bytes behind its start.
+
+        None for what lies elsewhere, or beyond the tensor's end.
+        """
+        start, (first, last) = view.data_ptr(), extent_of(view)
+        end = start + (last - first) * view.element_size()
+        if not source.address <= start <= end <= source.end_address:
+            return None
+        memory, offset = self.bucket.place(source.position)
+        return memory, start - source.address + offset
 
     def _sample(
-        self, source: Source, target: Target, recorded: RecordedWrite, pieces: list[Piece | None]
+        self, source: Source, target: Target, write: Write, pieces: list[Piece | None]
     ) -> None:
         granularity = target.granularity
-        if len(pieces) != 1 or self._sampled[granularity] >= _SAMPLES:
+        if not target.is_fp8 or len(pieces) != 1 or self._sampled[granularity] >= _SAMPLES:
             return
         (piece,) = pieces
-        if piece is not None and piece.scales is not None:
+        assert source.tensor is not None
+        recorded = write.taken_from(source.tensor)
+        if recorded is not None and piece is not None and piece.scales is not None:
             self._sampled[granularity] += 1
             codes, scales = piece.destination, piece.scales
             self.samples.append(Sample(source.position, granularity, recorded, codes, scales))
@@ -185,7 +184,7 @@ class Recording:
 
     def add_pair(self, pair: Pair, copies: list[PairCopy], boxes: list[int]) -> None:
         """The other half came too, and this is what was copied."""
-        (weight, scale), target = (half.source for half in pair.both), pair.target
+        target, weight, scale = pair.target, pair.weight.source, pair.scale.source
         if weight is None or scale is None:
             return
         with self._lock:
@@ -204,20 +203,11 @@ class Recording:
         """Scales and codes."""
         codes, destination = copy.write.source, copy.write.destination(target.parameter)
         assert codes is not None
-        is_as_sent = _lies_in(scale, copy.scale_source) and _lies_in(weight, codes)
-        if not is_as_sent or codes.device != destination.device:
+        of_scales, of_codes = self._place(scale, copy.scale_source), self._place(weight, codes)
+        if of_scales is None or of_codes is None or codes.device != destination.device:
             return [None]
-        sent_scales, scales = copy.scale_source, copy.scale_destination
+        scales, block = copy.scale_destination, (copy.block_n, 1)
         return [
-            Piece(self._place(scale, sent_scales), sent_scales, scales, kind=Kind.SCALES),
-            Piece(
-                self._place(weight, codes), codes, destination, None, (copy.block_n, 1), Kind.CODES
-            ),
+            Piece(of_scales, copy.scale_source, scales, kind=Kind.SCALES),
+            Piece(of_codes, codes, destination, None, block, Kind.CODES),
         ]
-
-
-def _lies_in(source: Source, view: torch.Tensor) -> bool:
-    sent = source.tensor
-    return sent is not None and (
-        sent.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
-    )

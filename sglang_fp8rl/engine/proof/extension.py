@@ -23,7 +23,7 @@ from ..extension import Extension
 from ..host.boundary import Boundary
 from ..host.request_checks import check_weights_are_there
 from ..host.status import internal_states, not_served, refused, replica_of
-from ..interception.writes import Region
+from ..interception import Region
 from ..model.landings import Known
 from ..model.parameters import Target
 from ..refit import ModelRefit

@@ -1,9 +1,8 @@
 """Record once, replay at every refit: the recipes of the bucket layouts that were seen before.
 
-A recording (`native/recording.py`) is made while the native loaders run. It becomes a recipe if the call
-succeeded: one table of casts and copies. The next bucket of the same layout is written from it, without a
-loader, a name lookup or any Python per tensor. What only the tensors themselves can tell stays with the
-native path, by name.
+A recording (`native/recording.py`) of a call that succeeded becomes a recipe: one table of casts and copies. The
+next bucket of the same layout is written from it, without a loader, a name lookup or any Python per tensor.
+What only the tensors themselves can tell stays with the native path, by name.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class RecipeStore:
                 parameter.data_ptr() == address for parameter, address in recipe.owners
             ):
                 if isinstance(bucket, FlatBucket):
-                    bucket.take_metadata(recipe.metadata)
+                    bucket.metadata = recipe.metadata
                 return recipe
         return None
 
@@ -181,8 +180,7 @@ def _sample(recipe: Recipe, bucket: Bucket, report: RefitReport) -> None:
     for one in recipe.samples:
         if one.granularity not in sampled and noise.wants(one.granularity):
             sampled.add(one.granularity)
-            view = one.write.repeat(bucket.tensor(one.position)).source
-            assert view is not None
+            view = one.write.source_in(bucket.tensor(one.position))
             noise.add(one.granularity, view, one.codes, one.scales)
 
 

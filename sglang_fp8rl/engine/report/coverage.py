@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..interception.writes import Region
+from ..interception import Region
 from ..model.landings import NameTable
 from ..model.parameters import Target
 

@@ -13,7 +13,7 @@ import numpy as np
 from ...errors import RefitError
 from ...wire.refit_note import RefitNote
 from ..arrival.update import Origin, Update
-from ..interception.writes import Region
+from ..interception import Region
 from ..model.landings import NameTable
 from ..model.parameters import Target
 from .coverage import NEVER, CoverageTable, FullExtent, longer

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from sglang_fp8rl.engine.interception.writes import Region, region_of
+from sglang_fp8rl.engine.interception import Region, region_of
 from sglang_fp8rl.engine.report.coverage import CoverageTable
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from threads_as_ranks import Ranks
 
-from sglang_fp8rl.engine.arrival import bucket
+from sglang_fp8rl.engine.arrival.update import wait_for_reads
 from sglang_fp8rl.engine.host.attach import check_control
 from sglang_fp8rl.engine.host.boundary import Boundary
 from sglang_fp8rl.engine.host.request_checks import check_weights_are_there
@@ -86,8 +86,8 @@ def test_the_sender_s_memory_is_waited_for_on_its_own_device(monkeypatch):
     waited = []
     module = SimpleNamespace(synchronize=waited.append)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    bucket.wait_for_reads(SimpleNamespace(device=torch.device("cpu")))
-    bucket.wait_for_reads(SimpleNamespace(device=torch.device("cuda", 1)))
+    wait_for_reads(SimpleNamespace(device=torch.device("cpu")))
+    wait_for_reads(SimpleNamespace(device=torch.device("cuda", 1)))
     assert waited == [torch.device("cuda", 1)]
 
 

@@ -88,6 +88,32 @@ class Slices(Toy):
             super().load(name, tensor)
 
 
+class Broadcast(Toy):
+    """A row that is filled with a tensor of one element, by an operation that takes the tensor."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"a.weight": (6, 4), "b.weight": ()}
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "b.weight":
+            self.b.weight.data.fill_(tensor)
+        else:
+            super().load(name, tensor)
+
+
+class Beside(Toy):
+    """A loader that copies into a buffer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("beside", torch.zeros(6, 4), persistent=False)
+        self.b.weight.weight_loader = self._load_b
+
+    def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        parameter.data.copy_(tensor)
+        self.beside.copy_(tensor)
+
+
 class Padded(Toy):
     """DotsVLM: all tensors are collected first, then padded: each is made anew behind the last name."""
 
@@ -346,8 +372,18 @@ def check_same(refit: ModelRefit, fresh: ModelRefit) -> None:
         assert torch.equal(one, expected[name]), name
 
 
-ALL_REPLAYED = (Toy, Scalar, Buffer, Slices, Wrapped, Threads, ThreadsOfSlices, Shared)
-SOME_NATIVE = (Refreshed, Joined, Computed, Added, Value, OfWhatWasSent, Rebound, ThreadsThatRead)
+ALL_REPLAYED = (Toy, Scalar, Buffer, Slices, Beside, Wrapped, Threads, ThreadsOfSlices, Shared)
+SOME_NATIVE = (
+    Refreshed,
+    Joined,
+    Broadcast,
+    Computed,
+    Added,
+    Value,
+    OfWhatWasSent,
+    Rebound,
+    ThreadsThatRead,
+)
 ALL_NATIVE = (Padded, Attribute)
 
 
@@ -359,6 +395,15 @@ def test_every_update_leaves_what_a_fresh_load_leaves(kind):
         update(refit, weights(refit.model, seed))
         check_same(refit, loaded(kind, seed))
         assert {name: one.data_ptr() for name, one in held(refit).items()} == places
+
+
+@pytest.mark.parametrize("kind", [*ALL_REPLAYED, *SOME_NATIVE, *ALL_NATIVE, Default])
+def test_every_update_without_recipes_leaves_it_too(kind):
+    refit = loaded(kind, 0)
+    refit.options = refit.options.model_copy(update={"replay": False})
+    for seed in (1, 2):
+        update(refit, weights(refit.model, seed))
+        check_same(refit, loaded(kind, seed))
 
 
 @pytest.mark.parametrize("kind", ALL_REPLAYED)

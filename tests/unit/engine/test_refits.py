@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_fp8rl.engine.arrival.update import Origin, Update
-from sglang_fp8rl.engine.interception.writes import Region
+from sglang_fp8rl.engine.interception import Region
 from sglang_fp8rl.engine.model.landings import Known, Landing, NameTable
 from sglang_fp8rl.engine.model.parameters import Target
 from sglang_fp8rl.engine.report import report, report_fields

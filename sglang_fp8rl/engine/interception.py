@@ -1,4 +1,4 @@
-"""What is written into the model, and where: the final copies of loading, as values.
+"""Operations of torch, seen one by one; the copies into the model among them, as values.
 
 Every `weight_loader` ends in `narrow(...)` and `copy_` into the parameter. It is run on a *stand-in*: a
 `meta` parameter with the real one's class, attributes, shape and strides, but the dtype of what
@@ -9,11 +9,109 @@ loaders may run in a thread pool.
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Whose functions lie between an operation and who sees it.
+_BETWEEN = ("torch.", __name__.partition(".")[0] + ".")
+_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+
+
+class watched(TorchDispatchMode):
+    """In this context `see(operation, args, kwargs)` is called in place of every operation of the thread.
+
+    Operations within `see` are not seen again.
+    """
+
+    def __init__(self, see: Callable[[Any, tuple, dict], Any]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return self._see(func, args, kwargs or {})
+
+
+@contextmanager
+def each_new_thread(enter: Callable[[], object]) -> Iterator[None]:
+    """In here, every thread that is started calls `enter` before anything else.
+
+    A dispatch mode is a thread's own, and so are the threads of pools that models load with. Python
+    offers new threads a profile function; this one does its work at the first event and goes.
+    """
+
+    def at_first_event(*_: Any) -> None:
+        sys.setprofile(before)
+        enter()
+
+    before = threading.getprofile()
+    threading.setprofile(at_first_event)
+    try:
+        yield
+    finally:
+        threading.setprofile(before)
+
+
+def unwatched() -> AbstractContextManager[None]:
+    """In this context operations are ours, and cost what they always do."""
+    return torch._C._ExcludeDispatchKeyGuard(_MODES)
+
+
+def asked_by() -> tuple[str, str]:
+    """Module and name of the function that asked for the operation that is being seen."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame.f_globals["__name__"], frame.f_code.co_name
+
+
+class OperationKind(NamedTuple):
+    """What an operation does, as its schema says.
+
+    Attributes:
+        is_view: whether its results are views of its arguments, and nothing is written.
+        written: the arguments that it writes, by position and name.
+    """
+
+    is_view: bool
+    written: tuple[tuple[int, str], ...]
+
+    def written_of(self, args: tuple, kwargs: dict) -> list[Any]:
+        """Those that it writes, of these; `out` is given by name."""
+        found = [args[at] if at < len(args) else kwargs.get(name) for at, name in self.written]
+        return [one for one in found if one is not None]
+
+
+@functools.cache
+def kind_of(func: Any) -> OperationKind:
+    schema = func._schema
+    written = tuple(
+        (at, one.name)
+        for at, one in enumerate(schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write
+    )
+    is_view = not written and any(one.alias_info is not None for one in schema.returns)
+    return OperationKind(is_view, written)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Those with memory of their own, in arguments or results of an operation."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(one)
 
 
 class Region(NamedTuple):
@@ -38,11 +136,8 @@ class Region(NamedTuple):
         )
 
     def __str__(self) -> str:
-        return (
-            "["
-            + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.shape, strict=True))
-            + "]"
-        )
+        sides = zip(self.start, self.shape, strict=True)
+        return f"[{', '.join(f'{first}:{first + size}' for first, size in sides)}]"
 
 
 def region_of(
@@ -53,7 +148,6 @@ def region_of(
     Args:
         offset: elements from the parameter's start to the view's first one.
         shape, stride: of the view, in elements.
-        parameter_shape: of the contiguous parameter.
     """
     strides = [1] * len(parameter_shape)
     for dim in range(len(parameter_shape) - 2, -1, -1):
@@ -96,35 +190,30 @@ class Write:
     stride: tuple[int, ...]
     region: Region | None
 
-    def taken_from(self, loaded_weight: torch.Tensor) -> RecordedWrite | None:
-        """This write as one that can be repeated for another tensor of the same shape and strides.
+    def taken_from(self, loaded: torch.Tensor) -> RecordedWrite | None:
+        """This write as one that can be repeated for another tensor of the shape and strides of `loaded`.
 
-        None if the source is not a plain view of what was sent: a loader that made a tensor of
-        its own has to run again.
+        None if the source is no plain view of it: a loader that made a tensor of its own has to run again.
         """
-        source = self.source
+        source, write = self.source, replace(self, source=None)
         if source is None:
-            return RecordedWrite(self, True, 0, (), ())
-        if (
-            source.dtype != loaded_weight.dtype
-            or source.untyped_storage()._cdata != loaded_weight.untyped_storage()._cdata
-        ):
+            return RecordedWrite(write, True, 0, (), ())
+        is_in_memory = source.untyped_storage()._cdata == loaded.untyped_storage()._cdata
+        if source.dtype != loaded.dtype or not is_in_memory:
             return None
-        (first, last), (start, end) = extent_of(loaded_weight), extent_of(source)
+        (first, last), (start, end) = extent_of(loaded), extent_of(source)
         if not (first <= start and end <= last):  # of another tensor in the same memory
             return None
         shape, stride = tuple(source.shape), tuple(source.stride())
-        return RecordedWrite(replace(self, source=None), False, start - first, shape, stride)
+        return RecordedWrite(write, False, start - first, shape, stride)
 
     def destination(self, parameter: torch.Tensor) -> torch.Tensor:
         """The view of the real parameter that this write lands in."""
-        return parameter.data.as_strided(
-            self.shape, self.stride, parameter.data.storage_offset() + self.offset
-        )
+        data = parameter.data
+        return data.as_strided(self.shape, self.stride, data.storage_offset() + self.offset)
 
 
-@dataclass(frozen=True)
-class RecordedWrite:
+class RecordedWrite(NamedTuple):
     """A write whose source is known by its place in the tensor that is sent, not by its memory.
 
     Attributes:
@@ -138,13 +227,14 @@ class RecordedWrite:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def repeat(self, loaded_weight: torch.Tensor) -> Write:
+    def repeat(self, loaded: torch.Tensor) -> Write:
         """The same write, from a tensor of the recorded shape and strides."""
-        if self.is_fill:
-            return self.write
-        offset = loaded_weight.storage_offset() + self.offset
-        source = loaded_weight.as_strided(self.shape, self.stride, offset)
-        return replace(self.write, source=source)
+        return self.write if self.is_fill else replace(self.write, source=self.source_in(loaded))
+
+    def source_in(self, loaded: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor that is written."""
+        offset = loaded.storage_offset() + self.offset
+        return loaded.as_strided(self.shape, self.stride, offset)
 
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -169,38 +259,11 @@ def write_into(
 
 def make_stand_in(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A meta parameter that a loader can't tell from `parameter`, but for dtype and device."""
-    data = torch.empty_strided(
-        tuple(parameter.shape), parameter.stride(), dtype=dtype, device="meta"
-    )
+    shape, stride = tuple(parameter.shape), parameter.stride()
+    data = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     stand_in = torch.Tensor._make_subclass(type(parameter), data, False)
     stand_in.__dict__.update(parameter.__dict__)
     return stand_in
-
-
-class LoaderWrites:
-    """What one loader did with a stand-in.
-
-    Attributes:
-        writes: its copies and fills. None is an answer: this rank holds nothing of the tensor (an
-            expert of another rank).
-        other: an operation that is neither, and was not done; empty if there was none.
-        reads_other: whether Python read a value that was not sent, which a fill may be of.
-        is_all: whether it did nothing else that was seen.
-    """
-
-    def __init__(self, stand_in: torch.Tensor, parameter: torch.Tensor) -> None:
-        self.stand_in, self._storage = stand_in, storage_of(stand_in)
-        self._parameter = storage_of(parameter)
-        self.writes: list[Write] = []
-        self.other = ""
-        self.reads_other = self.is_all = False
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        return storage_of(tensor) == self._storage
-
-    def is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether it is (a part of) what the stand-in stands for."""
-        return storage_of(tensor) == self._parameter
 
 
 def storage_of(tensor: torch.Tensor) -> int:

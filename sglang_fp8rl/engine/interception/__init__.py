@@ -1,1 +1,0 @@
-"""The final copies of a loader, seen from inside."""
