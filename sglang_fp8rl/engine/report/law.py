@@ -61,8 +61,9 @@ class RefitLog:
 
     @property
     def running(self) -> Refit | None:
-        """The refit that has not ended."""
-        return None if self.current is None or self.current.is_complete else self.current
+        """The refit that has not ended; a current one that has is whole, and more names may follow it."""
+        current = self.current
+        return None if current is None or current.outcome is Outcome.OK else current
 
     @property
     def has_many(self) -> bool:

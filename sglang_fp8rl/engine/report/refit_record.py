@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -20,13 +21,15 @@ from ..arrival.update import Origin
 _SAMPLES_PER_REFIT = 4
 
 
+@dataclass
 class Noise:
     """SQNR of the cast, measured on a few samples of each granularity. Loaders may add from several threads."""
 
-    def __init__(self) -> None:
-        self._power: defaultdict[Granularity, SignalAndNoise] = defaultdict(SignalAndNoise)
-        self._samples: Counter[Granularity] = Counter()
-        self._lock = threading.Lock()
+    _power: defaultdict[Granularity, SignalAndNoise] = field(
+        default_factory=functools.partial(defaultdict, SignalAndNoise)
+    )
+    _samples: Counter[Granularity] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def wants(self, granularity: Granularity) -> bool:
         return self._samples[granularity] < _SAMPLES_PER_REFIT

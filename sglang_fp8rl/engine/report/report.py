@@ -90,10 +90,10 @@ class RefitReport:
 
     def _begin_behind(self, current: Refit, latest: int, reason: str, update: Update) -> None:
         """A tensor comes again: a refit has it once, so it began behind the call that brought it before."""
-        parts = [] if current.is_complete else current.parts
-        behind = [part for part in parts if part.stamp > latest]
-        if not current.is_complete:
-            current.parts = [part for part in parts if part.stamp <= latest]
+        behind: list[Part] = []
+        if self.log.running is not None:
+            behind = [part for part in current.parts if part.stamp > latest]
+            current.parts = [part for part in current.parts if part.stamp <= latest]
         self.give_up(reason)
         if behind:
             self.log.begin(update, latest + 1, behind)
