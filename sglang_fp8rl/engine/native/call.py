@@ -165,7 +165,8 @@ class Calls:
             names, nbytes = ((), 0) if bucket is None else (bucket.names, bucket.nbytes)
             brings = Arrived(self._report.brought.numbers_of(names), nbytes, has_taken=False)
         since = self._report.start_call(call.update, brings.numbers)
-        self._pairs.drop_before(since)
+        if self._pairs.halves:
+            self._pairs.drop_before(since)
         call.bucket, call.brings, call.update.refit = bucket, brings, self._report.refit
 
 

@@ -51,19 +51,19 @@ class PairTable:
 
     def __init__(self) -> None:
         # By target, key, and whether it is the scale.
-        self._halves: dict[tuple, Half] = {}
+        self.halves: dict[tuple, Half] = {}
         self._lock = threading.Lock()
 
     def drop_before(self, since: int) -> None:
         """A call begins whose refit has been running since that stamp: what waits from before is of another."""
-        self._halves = {key: half for key, half in self._halves.items() if half.stamp >= since}
+        self.halves = {key: half for key, half in self.halves.items() if half.stamp >= since}
 
     def add(self, target: Target, key: tuple, half: Half, *, is_scale: bool) -> Pair | None:
         """Take a half; `target` is the weight's. Returns the pair when this completed it."""
         with self._lock:
-            other = self._halves.pop((id(target), key, not is_scale), None)
+            other = self.halves.pop((id(target), key, not is_scale), None)
             if other is None:
-                self._halves[id(target), key, is_scale] = half
+                self.halves[id(target), key, is_scale] = half
                 return None
         return Pair(target, other, half) if is_scale else Pair(target, half, other)
 
@@ -72,7 +72,7 @@ class PairTable:
         lacking = {False: "FP8 without its scale", True: "a scale without its FP8 weight"}
         return {
             half.name: f"{half.name}: {lacking[is_scale]}"
-            for (_, _, is_scale), half in self._halves.items()
+            for (_, _, is_scale), half in self.halves.items()
         }
 
     def give_up(self) -> dict[str, str]:
@@ -87,11 +87,11 @@ class PairTable:
 
     def drop(self) -> None:
         """Halves never outlive their refit: the other one would be of other weights."""
-        self._halves.clear()
+        self.halves.clear()
 
     def detach(self) -> None:
         """Copy what is kept beyond the call: the sender takes its memory back after the reply."""
-        for half in self._halves.values():
+        for half in self.halves.values():
             if half.source is not None:
                 kept = half.tensor.clone()
                 half.writes = [_moved(write, half.tensor, kept) for write in half.writes]
