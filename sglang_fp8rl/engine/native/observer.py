@@ -150,7 +150,7 @@ class Observer:
         if loader is not None and any(map(loader.is_parameter, tensors_in((args, kwargs)))):
             # It has not yet what the loader wrote (Gemma's norms keep `weight + 1` beside it).
             raise _MoreThanCopies(f"{func} with the parameter itself")
-        if func in _COPIES and self._write(args[0], args[1].expand(args[0].shape)):
+        if func is aten.copy_.default and self._write(args[0], args[1].expand(args[0].shape)):
             return args[0]
         if func in _FILLS and self._filled(*args):
             return args[0]
@@ -171,6 +171,8 @@ class Observer:
 
     def _filled(self, destination: torch.Tensor, value: Any = 0.0) -> bool:
         read, self._thread.read = self._thread.read, None
+        if isinstance(value, torch.Tensor) and self._made_of(value):
+            return self._write(destination, value.expand(destination.shape))
         if read is None:
             return self._write(destination, None, float(value))
         source = read.as_strided(destination.shape, [0] * destination.dim())
@@ -216,7 +218,7 @@ class Observer:
 
     def _computed(self, func: Any, kind: OperationKind, args: tuple, kwargs: dict) -> Any:
         """Any other operation: what of the model does it write, and of what are its results made?"""
-        read = args[1:] if func in _COPIES or func in _FILLS else args
+        read = args[1:] if func is aten.copy_.default or func in _FILLS else args
         used = {one: None for tensor in tensors_in((read, kwargs)) for one in self._made_of(tensor)}
         sources = tuple(used)
         if sources:
@@ -292,5 +294,4 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 # What Python reads of a tensor without values, in a probe: a number that loaders can divide by.
 _NO_VALUE = 1
 _DEFAULT_LOADER = "sglang.srt.model_loader.weight_utils", "default_weight_loader"
-_COPIES = frozenset({aten.copy_.default, aten.fill_.Tensor})
-_FILLS = frozenset({aten.fill_.Scalar, aten.zero_.default})
+_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
