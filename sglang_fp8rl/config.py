@@ -30,6 +30,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _HOST_KEYS = frozenset(
     {"quant_method", "packed_modules_mapping", "hf_config", "requantization_method"}
 )
+_LISTS_OF_PATTERNS = ("ignored_layers", "modules_to_not_convert", "bf16_activations")
 
 
 def _compilable(pattern: str) -> str:
@@ -107,10 +108,11 @@ class Options(BaseModel):
         Raises:
             ConfigError: an unknown key (the known ones are listed) or a value out of range.
         """
-        # Hugging Face writes null for what is not set.
-        given = {key: value for key, value in config.items() if value is not None}
-        given = {key: value for key, value in given.items() if key not in _HOST_KEYS}
+        given = {key: value for key, value in config.items() if key not in _HOST_KEYS}
         _check_keys(given, list(cls.model_fields))
+        for name in _LISTS_OF_PATTERNS:
+            if given.get(name, ()) is None:  # Hugging Face writes null
+                del given[name]
         from_env = map(str.strip, os.environ.get("SGLANG_FP8_IGNORED_LAYERS", "").split(","))
         ignored = given.get("ignored_layers", [])
         if isinstance(ignored, (list, tuple)):
@@ -188,11 +190,13 @@ class ModulePatterns:
 
     def _match_one(self, prefix: str) -> str:
         """The first pattern that covers this prefix; in front of either, `model.` does not count."""
+        bare = prefix.removeprefix("model.")
         for pattern in self.patterns:
+            stem = pattern.removeprefix("model.")
             if pattern.startswith("re:"):
-                expression = pattern[3:]
+                is_covered = re.fullmatch(pattern[3:], prefix) is not None
             else:
-                expression = rf"(model\.)?{re.escape(pattern.removeprefix('model.'))}(\..*)?"
-            if re.fullmatch(expression, prefix):
+                is_covered = bare == stem or bare.startswith(f"{stem}.")
+            if is_covered:
                 return pattern
         return ""

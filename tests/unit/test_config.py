@@ -48,11 +48,20 @@ def test_an_unknown_key_is_refused_with_the_known_ones_and_a_guess():
         ("bf16_activations", ["re:("]),
         ("use_weight_pow2_scale", 1),
         ("round_to_bf16", "no"),
+        ("granularity", None),
+        ("weight_block_size", None),
+        ("kv_scales", None),
     ],
 )
 def test_a_value_out_of_range_is_named(key, value):
     with pytest.raises(ConfigError, match=key):
         Options.from_dict({key: value})
+
+
+def test_null_is_an_empty_list_and_hides_no_unknown_key():
+    assert Options.from_dict({"ignored_layers": None, "modules_to_not_convert": None}) == Options()
+    with pytest.raises(ConfigError, match="'granularty'"):
+        Options.from_dict({"granularty": None})
 
 
 def test_the_environment_adds_ignored_layers(monkeypatch):
@@ -90,6 +99,11 @@ def test_a_prefix_covers_what_is_below_it_and_not_its_namesakes():
 
 def test_a_prefix_without_model_is_the_same_prefix():
     assert ignored("layers.1.mlp").match("model.layers.1.mlp.down_proj")
+
+
+@pytest.mark.parametrize("pattern", ["model", "model.model.layers.3", "layers.3.mlp.up"])
+def test_a_prefix_that_is_no_modules_covers_none(pattern):
+    assert not ModulePatterns("ignored_layers", (pattern,), {}).match("model.layers.3.mlp.up_proj")
 
 
 def test_a_regular_expression_has_to_match_the_whole_prefix():

@@ -26,14 +26,14 @@ def write_xz_tar(
     *,
     native: bool,
     level: int = 6,
-    on_bytes: Callable[[int, int], None] = lambda files, nbytes: None,
+    on_bytes: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
     """`paths` below `root` as a tar in xz, in the order given. The host reads it with its stdlib.
 
     Args:
         native: of machine code: the x86 filter turns relative jumps into absolute ones first.
         level: preset of xz, 0 to 9; its history is `DICTIONARY` whatever the level.
-        on_bytes: called with the files and bytes so far, for a progress bar.
+        on_bytes: called with the bytes so far, for a progress bar.
     """
     lzma2 = {"id": lzma.FILTER_LZMA2, "preset": level, "dict_size": DICTIONARY}
     filters = [{"id": lzma.FILTER_X86}, lzma2] if native else [lzma2]
@@ -42,10 +42,10 @@ def write_xz_tar(
         tarfile.open(fileobj=stream, mode="w|", format=tarfile.GNU_FORMAT) as tar,
     ):
         nbytes = 0
-        for files, path in enumerate(paths, start=1):
+        for path in paths:
             _add(tar, path, root / path)
             nbytes += (root / path).stat().st_size
-            on_bytes(files, nbytes)
+            on_bytes(nbytes)
 
 
 def write_tar(archive: Path, files: Iterable[tuple[str, Path]]) -> None:

@@ -75,11 +75,8 @@ def build(options: BuildOptions, screen: Screen) -> Built:
     stand_ins = staging.copy_stand_ins(HERE / "stand_ins", site)
     paths = [*(path for files in kept.values() for path in files), *stand_ins]
     native = [path for path in paths if elf.is_elf(site / path)]
-    with screen.count_step(f"stripping {len(native)} libraries") as on_file:
-        won = 0
-        for done, nbytes in enumerate(elf.strip_symbols(site / path for path in native), start=1):
-            won += nbytes
-            on_file(done, len(native))
+    with screen.step(f"stripping {len(native)} libraries"):
+        won = sum(elf.strip_symbols(site / path for path in native))
 
     output = options.output / f"sglang-{recipe.SGLANG}-offline-cp312-linux_x86_64.tar"
     options.output.mkdir(parents=True, exist_ok=True)
@@ -131,9 +128,9 @@ def _compress(
     for name, files, is_native in ((PYTHON_PART, text, False), (NATIVE_PART, native, True)):
         part = options.scratch / name
         ordered = sorted(files, key=archive.by_kind)
-        with screen.bytes_step(f"compressing {name}", _size(site, ordered)) as on_bytes:
+        with screen.step(f"compressing {name}", nbytes=_size(site, ordered)) as moved:
             archive.write_xz_tar(
-                part, site, ordered, native=is_native, level=options.level, on_bytes=on_bytes
+                part, site, ordered, native=is_native, level=options.level, on_bytes=moved
             )
         parts[name] = part
     return parts

@@ -151,15 +151,18 @@ def targets_of(model: torch.nn.Module) -> dict[int, Target]:
         owned = dict(module.named_parameters(recurse=False))
         owned |= {leaf: one for leaf, one in module._buffers.items() if one is not None}
         for leaf, parameter in owned.items():
-            if id(parameter) in targets:
-                continue
+            target = targets.get(id(parameter))
+            if target is None:
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                target = Target(
+                    name, parameter, Granularity.HIGH_PRECISION, module, index=len(targets)
+                )
+                targets[id(parameter)] = target
             scales = [owned.get(leaf + suffix) for suffix in _SCALE_SUFFIXES] if is_fp8 else []
             scale = next((one for one in scales if one is not None), None)
-            stored = Granularity.HIGH_PRECISION
-            if scale is not None:
-                stored = method.fp8rl_scheme.granularity
-            name = f"{prefix}.{leaf}" if prefix else leaf
-            targets[id(parameter)] = Target(name, parameter, stored, module, scale, len(targets))
+            if scale is not None:  # whichever module held it first, this one serves it
+                target.module, target.scale = module, scale
+                target.granularity = method.fp8rl_scheme.granularity
     return targets
 
 

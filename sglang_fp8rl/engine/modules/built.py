@@ -60,7 +60,8 @@ def _leave_vision_towers(model: torch.nn.Module, config: Any) -> None:
             continue
         if isinstance(layer.quant_method, Fp8BlockwiseOnlineLinearMethod):
             layer.quant_method.leave_unquantized(layer)
-        if config.schemes[prefix].cause is not Cause.ASKED:
+        scheme = config.schemes[prefix]
+        if scheme.is_fp8 or scheme.cause is not Cause.ASKED:
             config.refused.pop(prefix, None)  # nothing about it can be refused any more
             config.schemes[prefix] = Scheme(Granularity.HIGH_PRECISION, Cause.VISION_TOWER, _TOWER)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -124,11 +124,17 @@ class Observer:
         try:
             with self.watching_thread():
                 run(stand_in)
-        except _MoreThanCopies as operation:
-            found.other = str(operation)
+        except _MoreThanCopies:
+            pass  # `other` says which
         finally:
             self._thread.loader = outer
         return found
+
+    @staticmethod
+    def _stop(loader: LoaderWrites, operation: str) -> NoReturn:
+        """End a loader's run on a stand-in; what it was is noted before it can be caught."""
+        loader.other = operation
+        raise _MoreThanCopies
 
     def leave_native(self, sources: tuple[Source, ...], reason: str) -> None:
         """More than copies was made of these; of tensors that are not known, if there are none."""
@@ -149,7 +155,7 @@ class Observer:
         loader = self._thread.loader
         if loader is not None and any(map(loader.is_parameter, tensors_in((args, kwargs)))):
             # It has not yet what the loader wrote (Gemma's norms keep `weight + 1` beside it).
-            raise _MoreThanCopies(f"{func} with the parameter itself")
+            self._stop(loader, f"{func} with the parameter itself")
         if func is aten.copy_.default and self._write(args[0], args[1].expand(args[0].shape)):
             return args[0]
         if func in _FILLS and self._filled(*args):
@@ -243,9 +249,14 @@ class Observer:
         """Whether an operation that is no copy may write `tensor`; what follows from it is noted."""
         loader = self._thread.loader
         if loader is not None and loader.has(tensor):
-            raise _MoreThanCopies(str(func))
+            self._stop(loader, str(func))
         place = self._memory.place_of(tensor)
         if not place:
+            made = self._sources.made_of(tensor)
+            if (
+                made.is_view
+            ):  # gpt-oss zeroes a sent bias: a copy of it is no copy of what comes next time
+                self.leave_native(made.sources, f"SGLang writes into it while loading ({func})")
             self._sources.derive(tensor, sources, adds=True)
             return True
         if self._memory.is_quantized(tensor):

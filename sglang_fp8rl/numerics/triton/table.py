@@ -85,6 +85,12 @@ class TritonTable:
         self._call = torch.zeros(1 + sources, dtype=torch.int64, device=device)
         self._no_flags = np.zeros(table.flag_count, np.uint8)
 
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the table, its programs and its flags."""
+        held = [self._rows, self._flags, self._call]
+        return sum(one.nbytes for one in [*held, *(launch.owners for launch in self.launches)])
+
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         """A copy that nothing waits for."""
         tensor = torch.from_numpy(array)

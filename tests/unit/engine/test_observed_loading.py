@@ -5,6 +5,7 @@ The models are toys, each with one habit of a model class of SGLang's. The judge
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Iterable
@@ -112,6 +113,50 @@ class Beside(Toy):
     def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
         parameter.data.copy_(tensor)
         self.beside.copy_(tensor)
+
+
+class Zeroed(Toy):
+    """gpt-oss: all ranks but the first set a sent bias to zero, in place, and load it."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        super().load(name, tensor.zero_() if name == "b.weight" else tensor)
+
+
+class ZeroedInPart(Toy):
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "b.weight":
+            tensor[3:] = 0
+        super().load(name, tensor)
+
+
+class Overwritten(Toy):
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "b.weight":
+            tensor[3:].copy_(torch.ones(3, 4))
+        super().load(name, tensor)
+
+
+class ZeroedByItsLoader(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight.weight_loader = self._load_b
+
+    def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        tensor[3:] = 0
+        parameter.data.copy_(tensor)
+
+
+class Catching(Toy):
+    """A loader that catches whatever it is ended with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight.weight_loader = self._load_b
+
+    def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        with contextlib.suppress(BaseException):
+            parameter.data.copy_(tensor)
+            parameter.data[3:].mul_(2)
 
 
 class Padded(Toy):
@@ -383,6 +428,11 @@ SOME_NATIVE = (
     OfWhatWasSent,
     Rebound,
     ThreadsThatRead,
+    Zeroed,
+    ZeroedInPart,
+    Overwritten,
+    ZeroedByItsLoader,
+    Catching,
 )
 ALL_NATIVE = (Padded, Attribute)
 

@@ -1,0 +1,64 @@
+"""A model that SGLang has built: which tensor is an FP8 weight, and what its vision tower is said to be."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.attention.vision import VisionAttention
+from sglang.srt.layers.linear import LinearBase
+
+from sglang_fp8rl.engine.model.parameters import targets_of
+from sglang_fp8rl.engine.modules.built import _leave_vision_towers
+from sglang_fp8rl.engine.modules.method import DecidedMethod
+from sglang_fp8rl.scheme import Cause, Granularity, Scheme
+
+BLOCKWISE = Scheme(Granularity.BLOCKWISE, Cause.ALIGNED, "")
+
+
+class Method(DecidedMethod):
+    def __init__(self, scheme):
+        self.fp8rl_scheme = scheme
+
+
+@pytest.mark.parametrize("is_held_first_by_another", [False, True])
+def test_an_fp8_weight_is_one_whichever_module_holds_it_too(is_held_first_by_another):
+    layer, parent = torch.nn.Module(), torch.nn.Module()
+    layer.quant_method = Method(BLOCKWISE)
+    layer.weight = torch.nn.Parameter(
+        torch.zeros(128, 128).to(torch.float8_e4m3fn), requires_grad=False
+    )
+    layer.weight_scale_inv = torch.nn.Parameter(torch.ones(1, 1))
+    if is_held_first_by_another:
+        parent.alias = layer.weight
+    parent.proj = layer
+    target = targets_of(parent)[id(layer.weight)]
+    assert target.is_fp8
+    assert target.scale is layer.weight_scale_inv
+    assert target.granularity is Granularity.BLOCKWISE
+    assert target.module is layer
+
+
+def bare(kind):
+    """A module of that class without what its constructor asks for."""
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("scheme", "cause"),
+    [
+        (BLOCKWISE, Cause.VISION_TOWER),
+        (Scheme(Granularity.PER_CHANNEL, Cause.ASKED, "granularity"), Cause.VISION_TOWER),
+        (Scheme(Granularity.HIGH_PRECISION, Cause.MISALIGNED, "576"), Cause.VISION_TOWER),
+        (Scheme(Granularity.HIGH_PRECISION, Cause.ASKED, "ignored_layers"), Cause.ASKED),
+    ],
+)
+def test_a_tower_is_said_to_be_one_whatever_was_decided_before(scheme, cause):
+    layer = bare(LinearBase)
+    layer.fp8rl_prefix, layer.quant_method = "visual.fc", None
+    tower = torch.nn.ModuleList([bare(VisionAttention), layer])
+    config = SimpleNamespace(schemes={"visual.fc": scheme}, refused={})
+    _leave_vision_towers(tower, config)
+    assert config.schemes["visual.fc"].cause is cause
+    assert not config.schemes["visual.fc"].is_fp8
