@@ -78,7 +78,7 @@ def _numbers(sent: Mapping[str, torch.Tensor]) -> tuple[dict[str, float], dict[s
     values = dict(zip(single, torch.stack(scalars).tolist() if scalars else [], strict=True))
     good = {name: value for name, value in values.items() if 0 < value < math.inf}
     errors = {}
-    for name in sent.keys() - good.keys():
+    for name in [one for one in sent if one not in good]:  # in one order on every rank
         found = f"{sent[name].dtype} of shape {tuple(sent[name].shape)}"
         rule = "a scale of the KV cache is one floating-point number for a layer"
         if name in values:
