@@ -59,6 +59,11 @@ class LoaderWrites:
         """Whether it is (a part of) what the stand-in stands for."""
         return storage_of(tensor) == self._parameter
 
+    def stop(self, operation: str) -> NoReturn:
+        """End the loader's run; why is noted before the loader can catch it."""
+        self.other = operation
+        raise _MoreThanCopies
+
 
 class Observer:
     """Watches one call of `load_weights`.
@@ -130,12 +135,6 @@ class Observer:
             self._thread.loader = outer
         return found
 
-    @staticmethod
-    def _stop(loader: LoaderWrites, operation: str) -> NoReturn:
-        """End a loader's run on a stand-in; what it was is noted before it can be caught."""
-        loader.other = operation
-        raise _MoreThanCopies
-
     def leave_native(self, sources: tuple[Source, ...], reason: str) -> None:
         """More than copies was made of these; of tensors that are not known, if there are none."""
         for source in sources:
@@ -155,7 +154,7 @@ class Observer:
         loader = self._thread.loader
         if loader is not None and any(map(loader.is_parameter, tensors_in((args, kwargs)))):
             # It has not yet what the loader wrote (Gemma's norms keep `weight + 1` beside it).
-            self._stop(loader, f"{func} with the parameter itself")
+            loader.stop(f"{func} with the parameter itself")
         if func is aten.copy_.default and self._write(args[0], args[1].expand(args[0].shape)):
             return args[0]
         if func in _FILLS and self._filled(*args):
@@ -249,7 +248,7 @@ class Observer:
         """Whether an operation that is no copy may write `tensor`; what follows from it is noted."""
         loader = self._thread.loader
         if loader is not None and loader.has(tensor):
-            self._stop(loader, str(func))
+            loader.stop(str(func))
         place = self._memory.place_of(tensor)
         if not place:
             made = self._sources.made_of(tensor)
