@@ -152,24 +152,23 @@ def scan_only(scheduler: Any) -> float:
 
 def build_plan(scheduler: Any) -> float:
     """Seconds that making the recipe takes, of a load that is recorded."""
-    from sglang_fp8rl.engine.replay import learning
+    from sglang_fp8rl.engine import refit
     from sglang_fp8rl.engine.replay.recipes import RecipeStore
 
     model_refit = commands.model_of(scheduler).fp8rl_refit
     plans, model_refit.recipes = model_refit.recipes, RecipeStore()
-    recipe_of, seconds = learning.recipe_of, []
+    learn, seconds = refit.learn, []
 
-    def timed(*arguments: Any) -> Any:
+    def timed(*arguments: Any) -> None:
         began = time.perf_counter()
-        plan = recipe_of(*arguments)
+        learn(*arguments)
         seconds.append(time.perf_counter() - began)
-        return plan
 
-    learning.recipe_of = timed  # type: ignore[assignment]
+    refit.learn = timed
     try:
         load(scheduler)
     finally:
-        learning.recipe_of, model_refit.recipes = recipe_of, plans
+        refit.learn, model_refit.recipes = learn, plans
     return seconds[0]
 
 

@@ -183,10 +183,12 @@ class ModelRefit:
                 result = self._load_natively(call, weights, *args, **kw)
             elif recipe is None:
                 call.recording = Recording(bucket) if may_replay else None
-                # Of a bucket the tensors are made before anything is watched.
-                result = self._load_natively(call, list(bucket), *args, **kw)
+                # Made before anything is watched; views, so that `holders` counts what the model keeps.
+                views = [(name, tensor.detach()) for name, tensor in bucket]
+                result = self._load_natively(call, views, *args, **kw)
+                del views
             else:
-                native = functools.partial(self._load_natively, call)
+                native = functools.partial(self._load_natively, call, bucket)
                 result = replay(call, bucket, recipe, self.recipes, self.report, native)
                 if self.derived.is_needed:
                     self.derived.refresh(bucket.names)

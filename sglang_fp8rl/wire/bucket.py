@@ -200,7 +200,10 @@ def _shared_by_file_name() -> Iterator[None]:
 def buckets_of(
     named_tensors: Iterable[NamedTensor], limit: int
 ) -> Iterator[tuple[list[NamedTensor], bool]]:
-    """Lists of about `limit` bytes, and whether each is the last. Raises `RefitError` if a name comes twice."""
+    """Lists of about `limit` bytes, and whether each is the last; a scale stays with its weight.
+
+    Raises `RefitError` if a name comes twice.
+    """
     seen: set[str] = set()
     bucket: list[NamedTensor] = []
     size = 0
@@ -213,7 +216,8 @@ def buckets_of(
                 "Look at what the trainer's iterator yields; the update was ended there.",
             )
         seen.add(name)
-        if bucket and size + tensor.nbytes > limit:
+        is_its_scale = bool(bucket) and name.startswith(f"{bucket[-1][0]}_scale")
+        if bucket and size + tensor.nbytes > limit and not is_its_scale:
             yield bucket, False
             bucket, size = [], 0
         bucket.append((name, tensor))

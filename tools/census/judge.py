@@ -46,7 +46,7 @@ def judged(architecture: str, builder: Builder) -> Row:
             row.kind, row.reasons = "refused", [_line(error)]
             return row
     counts = refit.recipes.counts
-    row.native = len(shapes) if not counts.calls else counts.native_tensors
+    row.native = 0 if counts.calls else len(shapes)
     row.kind = "native" if row.native else "replayed"
     row.reasons = sorted(counts.native_reasons)
     fresh, _ = builder.build()

@@ -74,6 +74,10 @@ class TensorBucket:
     def tensor(self, position: int) -> torch.Tensor:
         return self._tensors[position]
 
+    def holders(self) -> int:
+        """As many as tensors, here and elsewhere, have the sent memory."""
+        return sum(map(_holders_of, self._tensors))
+
     @property
     def devices(self) -> set[torch.device]:
         return set(map(_DEVICE, self._tensors))
@@ -97,6 +101,10 @@ class TensorBucket:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._pairs)
+
+
+def _holders_of(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,6 +167,10 @@ class FlatBucket:
     @property
     def nbytes(self) -> int:
         return self._flat.nbytes
+
+    def holders(self) -> int:
+        """As `TensorBucket.holders`."""
+        return _holders_of(self._flat)
 
     @property
     def devices(self) -> set[torch.device]:

@@ -175,6 +175,7 @@ class DerivedWeights:
         self, before: dict[tuple[int, str], _Binding], *, puts_back: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
         after = self._bindings()
+        parameters = {storage_of(one.data) for one in before.values() if one.is_parameter}
         for key, old in before.items():
             if puts_back and key not in after:
                 raise _changed(old, "no tensor any more")
@@ -183,6 +184,9 @@ class DerivedWeights:
             if known is None or not known.lies_where(new):
                 yield new.place, new.data
                 if known is not None and puts_back:
+                    was = storage_of(known.data)
+                    if was != storage_of(new.data) and was in parameters and not known.is_parameter:
+                        raise _changed(known, "no longer a part of a parameter's memory")
                     _put_back(known, new)
 
 
@@ -211,6 +215,10 @@ class _Binding(NamedTuple):
     place: str
     tensor: torch.Tensor
     data: torch.Tensor
+
+    @property
+    def is_parameter(self) -> bool:
+        return isinstance(self.tensor, torch.nn.Parameter)
 
     def lies_where(self, other: _Binding) -> bool:
         """Whether it stands for the same object in the same memory."""

@@ -15,8 +15,6 @@ from ...errors import MAX_LISTED, RefitError
 from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source, SourceIndex
 from ..arrival.update import Origin, Update
-from ..interception import Write
-from ..model.parameters import Target
 from ..report.report import Arrived, RefitReport
 from .observer import Observer
 from .pairs import PairTable
@@ -39,7 +37,6 @@ class Call:
         unneeded: names that the model does without, and that may pass.
         kv_scales: names of scales that were read, and are to be read again when the bucket comes again.
         observer: of what happens besides.
-        reached: where each write went (a target and its part, or another place), and what it was made of.
         lane: what the loaders do is done in it, whichever thread they run in.
     """
 
@@ -53,7 +50,6 @@ class Call:
     not_finite: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     unneeded: list[str] = field(default_factory=list)
     kv_scales: list[str] = field(default_factory=list)
-    reached: dict[tuple, tuple[Source, ...]] = field(default_factory=dict)
     lane: Callable[[], AbstractContextManager[None]] = nullcontext
     observer: Observer = field(init=False)
 
@@ -67,11 +63,6 @@ class Call:
         self.sources.consume(sources)
         for source in sources:
             self.touched[source.name] = (target, part)
-
-    def note(self, target: Target, writes: Iterable[Write], sources: tuple[Source, ...]) -> None:
-        """These writes are made of these sent tensors."""
-        for write in writes:
-            self.reached[target.index, write.offset, write.shape] = sources
 
     @property
     def size(self) -> int:

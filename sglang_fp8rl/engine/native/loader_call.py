@@ -160,7 +160,6 @@ class LoaderCalls:
                 call.observer.leave_native(one.sources, _MADE if one.sources else _NOT_SENT)
         for sources, theirs in groups.items():
             call.touch(sources, target.name, key)
-            call.note(target, theirs, sources)
             if not call.update.origin.is_serving:
                 self.report.names.landed(sources, target, key, theirs)
 

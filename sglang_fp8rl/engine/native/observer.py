@@ -4,8 +4,7 @@ Most of a model's loading ends in `narrow(...)` and `copy_` into a parameter, th
 `weight_loader`. Some of it does not: a model fills a scalar with a value that it read, writes into a
 buffer, joins tensors, computes. Each of these is an operation of torch, so a dispatch mode sees it,
 whoever wrote the model. What is a copy of (a view of) what was sent becomes a write like any other, to
-be cast and recorded. For anything else the names that it came from are left to SGLang's loaders at
-every update, with the reason; the whole bucket, where something was read that was not sent.
+be cast and recorded. Anything else leaves the bucket to SGLang's loaders at every update, with the reason.
 """
 
 from __future__ import annotations

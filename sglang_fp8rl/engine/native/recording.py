@@ -55,16 +55,16 @@ class Recording:
     Attributes:
         targets: that anything was written into, by index.
         waiting: halves of pairs whose other half has not come, by position.
-        refused: positions that are left to the native loaders, with the reason (-1: the whole bucket).
+        refused: reasons why buckets like this one are left to the native loaders.
     """
 
     def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
+        self.bucket, self._holders = bucket, bucket.holders()
         self.samples: list[Sample] = []
         self.pairs: list[RecordedPair] = []
         self.targets: dict[int, Target] = {}
         self.waiting: Counter[int] = Counter()
-        self.refused: dict[int, str] = {}
+        self.refused: dict[str, None] = {}
         # Flat, so that 18,000 of each become an array at once.
         self._rows, self._of_rows, self._boxes = array("q"), array("q"), array("q")
         self._sampled: Counter[Granularity] = Counter()
@@ -77,18 +77,17 @@ class Recording:
 
     @property
     def of_rows(self) -> np.ndarray:
-        """Per row the sent tensor it is of and the target it goes to, int64 [rows, 2]."""
-        return np.array(self._of_rows, np.int64).reshape(-1, 2)
+        """Per row the position of the sent tensor that it is of, int64 [rows]."""
+        return np.array(self._of_rows, np.int64)
 
     @property
     def boxes(self) -> np.ndarray:
-        """Of each write: the sent tensor, the target, the number of its box, int64 [writes, 3]."""
-        return np.array(self._boxes, np.int64).reshape(-1, 3)
+        """Of each write: the target and the number of its box, int64 [writes, 2]."""
+        return np.array(self._boxes, np.int64).reshape(-1, 2)
 
-    def refuse(self, source: Source | None, reason: str) -> None:
-        """Leave this tensor to the native loaders (None: it is not known which tensor it was)."""
-        with self._lock:
-            self.refused.setdefault(-1 if source is None else source.position, reason)
+    def is_kept(self) -> bool:
+        """Behind the call: whether somebody still has a sent tensor, to compute with later on."""
+        return self.bucket.holders() > self._holders
 
     def add(
         self,
@@ -106,11 +105,11 @@ class Recording:
         """
         pieces = [self._piece(source, target, one) for one in done]
         if not target.is_repeatable:
-            self.refuse(source, _MOVES)
+            self.refused[_MOVES] = None
         elif box is None:
-            self.refuse(source, "it writes what is no box")
+            self.refused["it writes what is no box"] = None
         elif not self._take(target, pieces, [source], [box]):
-            self.refuse(source, "the kernels don't know how to write it")
+            self.refused["the kernels don't know how to write it"] = None
         else:
             self._sample(source, target, write, pieces)
 
@@ -124,7 +123,7 @@ class Recording:
         """Returns False where the kernels don't know one of the pieces: then nothing is taken.
 
         Args:
-            sources: of the pieces, in turn; the last one has the boxes.
+            sources: of the pieces, in turn.
         """
         fitting = [piece for piece in pieces if piece is not None and piece.fits()]
         if len(fitting) < len(pieces):
@@ -133,9 +132,9 @@ class Recording:
             self.targets[target.index] = target
             for at, piece in enumerate(fitting):
                 self._rows.extend(piece.row())
-                self._of_rows.extend((sources[at % len(sources)].position, target.index))
+                self._of_rows.append(sources[at % len(sources)].position)
             for box in boxes:
-                self._boxes.extend((sources[-1].position, target.index, box))
+                self._boxes.extend((target.index, box))
         return True
 
     def _piece(self, source: Source, target: Target, done: Done) -> Piece | None:
@@ -177,7 +176,7 @@ class Recording:
     def wait(self, source: Source | None) -> None:
         """Half of an FP8 pair came."""
         if source is None:
-            self.refuse(None, "half of an FP8 pair that was not sent")
+            self.refused["half of an FP8 pair that was not sent"] = None
             return
         with self._lock:
             self.waiting[source.position] += 1
@@ -194,8 +193,7 @@ class Recording:
         pieces = [one for copy in copies for one in self._pair_pieces(weight, scale, target, copy)]
         if not target.is_repeatable or not self._take(target, pieces, [scale, weight], boxes):
             reason = "an FP8 pair that the kernels can't copy" if target.is_repeatable else _MOVES
-            for source in (scale, weight):
-                self.refuse(source, reason)
+            self.refused[reason] = None
 
     def _pair_pieces(
         self, weight: Source, scale: Source, target: Target, copy: PairCopy

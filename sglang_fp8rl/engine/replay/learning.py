@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -23,96 +25,69 @@ def learn(
     options: Options,
 ) -> None:
     """After a call that succeeded: keep its recipe, or count why there is none."""
-    bucket = recording.bucket
-    if bucket.key in recipes.never:
-        return
-    for source, reason in call.observer.native.items():
-        recording.refuse(source, reason)
-    for reason in call.observer.unsourced:
-        recording.refuse(None, reason)
-    for position, name in enumerate(bucket.names):
-        if name in call.kv_scales:
-            recording.refused.setdefault(position, "a scale of the KV cache, read as it comes")
-        elif name not in call.touched and name not in call.unneeded:
-            recording.refused.setdefault(position, "no loader was called for it by name")
-    recipe = recipe_of(recording, report, call, options)
-    recipes.counts.native_calls += 1
-    if recipe is not None:
-        recipes.add(bucket, recipe)
-    else:
-        whole = recording.refused.get(-1)
-        reasons = call.observer.unsourced or [whole] if whole else recording.refused.values()
-        recipes.counts.native_reasons.update(
-            set(reasons) or {"two tensors of it are written to one place"}
-        )
+    counts = recipes.counts
+    counts.native_calls += 1
+    reasons = set(_why_native(recording, report, call))
+    if not reasons:
+        recipe = recipe_of(recording, call, options)
+        if recipe is not None:
+            recipes.add(recording.bucket, recipe)
+            return
+        reasons = {"this device has no kernels to write it with"}
+    counts.native_tensors += len(recording.bucket.names)
+    counts.native_reasons.update(reasons)
 
 
-def recipe_of(
-    recording: Recording, report: RefitReport, call: Call, options: Options
-) -> Recipe | None:
-    """The recipe that a successful call was recorded for; None if it can't be replayed at all.
+def _why_native(recording: Recording, report: RefitReport, call: Call) -> Iterator[str]:
+    """Why buckets of this layout are left to SGLang's loaders; nothing, if all that is done with them is copying.
 
-    It can't where writes go to several devices, or their boxes overlap.
+    All or nothing: what a model does with one tensor may depend on whether others came, and Python does not
+    show that.
     """
-    if -1 in recording.refused:
-        return None
-    bucket, native = recording.bucket, _native_of(recording)
-    rows, of_rows, boxes = recording.rows, recording.of_rows, recording.boxes
-    if native:
-        left = list(native)
-        is_ours = ~np.isin(of_rows[:, 0], left)
-        rows, of_rows = rows[is_ours], of_rows[is_ours]
-        boxes = boxes[~np.isin(boxes[:, 0], left)]
-    devices = {recording.targets[at].parameter.device for at in np.unique(of_rows[:, 1]).tolist()}
-    if report.coverage.overlap(boxes[:, 2]) or len(devices) > 1:
-        return None
-    targets = np.unique(boxes[:, 1])
+    yield from recording.refused
+    yield from call.observer.native.values()
+    yield from call.observer.unsourced
+    if any(recording.waiting.values()):
+        yield "half of an FP8 pair, the other is in another bucket"
+    known = {*call.touched, *call.unneeded, *call.kv_scales}
+    if not known.issuperset(recording.bucket.names):
+        yield "no loader was called by name for some of it"
+    if recording.is_kept():
+        yield "SGLang keeps a tensor that was sent"
+    targets, boxes = recording.boxes.T
+    if report.coverage.overlap(boxes):
+        yield "two tensors of it are written to one place"
+    devices = {report.targets[at].parameter.device for at in np.unique(targets).tolist()}
+    if len(devices) > 1:
+        yield "its parameters are on several devices"
+
+
+def recipe_of(recording: Recording, call: Call, options: Options) -> Recipe | None:
+    """The recipe of a call in which all was copied; None without kernels for the device."""
+    bucket, boxes, of_rows = recording.bucket, recording.boxes, recording.of_rows
+    targets = np.unique(boxes[:, 0])
     owners = [recording.targets[at] for at in targets.tolist()]
     memory = [tensor for one in owners for tensor in (one.parameter, one.scale)]
     runner = make_runner(
-        CastTable.of_rows(rows, tuple(tensor for tensor in memory if tensor is not None)),
-        devices.pop() if devices else torch.device("cpu"),
+        CastTable.of_rows(recording.rows, tuple(one for one in memory if one is not None)),
+        owners[0].parameter.device if owners else torch.device("cpu"),
         pow2_scale=options.use_weight_pow2_scale,
         round_to_bf16=options.round_to_bf16,
     )
     if runner is None:
         return None
     assert call.brings is not None
+    aside = set(call.kv_scales)
     return Recipe(
         layout=bucket.layout,
         brings=call.brings._replace(has_taken=bool(call.touched)),
-        positions=of_rows[:, 0].copy(),
+        positions=of_rows,
         runner=runner,
-        native=native,
-        native_reach={
-            place
-            for place, sources in call.reached.items()
-            if any(source.position in native for source in sources)
-        },
-        regions=boxes[:, 2].copy(),
+        kv_scales=[at for at, name in enumerate(bucket.names) if name in aside] if aside else [],
+        regions=boxes[:, 1].copy(),
         targets=targets,
-        samples=[one for one in recording.samples if one.position not in native],
+        samples=recording.samples,
         owners=[(one.parameter, one.parameter.data_ptr()) for one in owners],
-        exponents=tuple(
-            pair.scale
-            for pair in recording.pairs
-            if pair.takes_exponents and pair.weight not in native
-        ),
+        exponents=tuple(pair.scale for pair in recording.pairs if pair.takes_exponents),
         metadata=bucket.metadata if isinstance(bucket, FlatBucket) else (),
     )
-
-
-def _native_of(recording: Recording) -> dict[int, str]:
-    """What stays native, with the reason: of a pair both halves or neither."""
-    native = dict(recording.refused)
-    for position, count in recording.waiting.items():
-        if count:
-            native.setdefault(position, "half of an FP8 pair, the other is in another bucket")
-    pairs = [(one.weight, one.scale) for one in recording.pairs]
-    while any((weight in native) != (scale in native) for weight, scale in pairs):
-        for weight, scale in pairs:
-            reason = native.get(weight) or native.get(scale)
-            if reason is not None:
-                native.setdefault(weight, reason)
-                native.setdefault(scale, reason)
-    return native

@@ -2,13 +2,13 @@
 
 A recording (`native/recording.py`) of a call that succeeded becomes a recipe: one table of casts and copies. The
 next bucket of the same layout is written from it, without a loader, a name lookup or any Python per tensor.
-What only the tensors themselves can tell stays with the native path, by name.
+A bucket with which SGLang does anything but copy goes through its loaders at every update, whole.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +37,7 @@ class Recipe:
         layout: of the bucket it was recorded from.
         brings: what each bucket of that layout brings.
         positions: per row of the table, the tensor it is from.
-        native: positions that take the native path, with the reason.
-        native_reach: where their writes went when the whole bucket took it.
+        kv_scales: positions of scales of the KV cache, which are read each time.
         regions, targets: numbers of the boxes that are written, indices of the parameters.
         samples: writes to measure the SQNR on.
         owners: parameters, and where they were.
@@ -50,8 +49,7 @@ class Recipe:
     brings: Arrived
     positions: np.ndarray
     runner: TableRunner
-    native: dict[int, str]
-    native_reach: set[tuple]
+    kv_scales: list[int]
     regions: np.ndarray
     targets: np.ndarray
     samples: list[Sample]
@@ -76,15 +74,10 @@ class ReplayCounts:
 
 
 class RecipeStore:
-    """Recipes by layout: few of them, the one longest unused goes first.
-
-    Attributes:
-        never: keys of buckets that are left to SGLang's loaders.
-    """
+    """Recipes by layout: few of them, the one longest unused goes first."""
 
     def __init__(self) -> None:
         self._recipes: OrderedDict[tuple, list[Recipe]] = OrderedDict()
-        self.never: set[tuple] = set()
         self.counts = ReplayCounts()
 
     def find(self, bucket: Bucket) -> Recipe | None:
@@ -110,21 +103,13 @@ class RecipeStore:
         while len(self) > 1 and self.size > MAX_TENSORS:
             self._recipes.popitem(last=False)
 
-    def give_up(self, bucket: Bucket, reason: str) -> None:
-        """Buckets like this one are left to SGLang's loaders from now on."""
-        self._recipes.pop(bucket.key, None)
-        self.never.add(bucket.key)
-        self.counts.native_reasons[reason] += 1
-
     def forget(self) -> None:
         """What was written once and is not written again is gone with the memory."""
         self._recipes.clear()
 
     def count_replayed(self, recipe: Recipe) -> None:
         self.counts.calls += 1
-        self.counts.tensors += recipe.size - len(recipe.native)
-        self.counts.native_tensors += len(recipe.native)
-        self.counts.native_reasons.update(recipe.native.values())
+        self.counts.tensors += recipe.size
 
     def __len__(self) -> int:
         return sum(map(len, self._recipes.values()))
@@ -139,39 +124,29 @@ class RecipeStore:
         return {"recipes": len(self), **vars(self.counts), "native_reasons": reasons}
 
 
-_DEPENDS = "what SGLang's loaders do with some tensors of the bucket depends on the others"
-
-
 def replay(
     call: Call,
     bucket: Bucket,
     recipe: Recipe,
     recipes: RecipeStore,
     report: RefitReport,
-    load_natively: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
+    load_natively: Callable[[], Any],
 ) -> Any:
-    """Write a bucket from its recipe; what that leaves to SGLang's loaders goes to them.
+    """Write a bucket from its recipe; one with a pair that can't be stored goes to SGLang's loaders instead.
 
     Returns:
         what SGLang's `load_weights` returns, where it was needed.
     """
     if not _are_exponents(bucket, recipe.exponents):
-        return load_natively(bucket)  # refuses the pair by name
+        return load_natively()  # refuses the pair by name
     flags = recipe.runner.run(bucket.addresses())
     if flags.any():
         _note_bad_pieces(call, recipe, bucket, flags)
     report.written_again(recipe.targets, recipe.regions)
     _sample(recipe, bucket, report)
     recipes.count_replayed(recipe)
-    result = None
-    if recipe.native:
-        result = load_natively(
-            [(bucket.names[at], bucket.tensor(at)) for at in sorted(recipe.native)]
-        )
-        if call.reached.keys() - recipe.native_reach:
-            recipes.give_up(bucket, _DEPENDS)
-            result = load_natively(bucket)
-    return result
+    call.sources.set_aside = {bucket.names[at]: bucket.tensor(at) for at in recipe.kv_scales}
+    return None
 
 
 def _sample(recipe: Recipe, bucket: Bucket, report: RefitReport) -> None:
