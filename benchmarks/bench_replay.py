@@ -164,7 +164,7 @@ def build_plan(scheduler: Any) -> float:
         learn(*arguments)
         seconds.append(time.perf_counter() - began)
 
-    refit.learn = timed
+    refit.learn = timed  # type: ignore[assignment]
     try:
         load(scheduler)
     finally:

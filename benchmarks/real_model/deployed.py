@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sglang_fp8rl.engine.host.plan_offline import make_plan
+from sglang_fp8rl.lab.export import export_checkpoint
 from sglang_fp8rl.trainer.served_weights import (
     compute_as_served,
     compute_as_stored,
@@ -42,7 +43,7 @@ START = "start"  # the policy that was not trained
 _BATCH = 128
 
 
-def ways(folded: Path) -> Iterator[tuple[str, Arm, Path | None]]:
+def ways(folded: Path, exported: Path) -> Iterator[tuple[str, Arm, Path | None]]:
     """Name, server, and the checkpoint where it is not the policy's own."""
     arms = rl_arms()
     fp8, bf16 = arms["fp8"].serving, arms[BASELINE].serving
@@ -50,8 +51,8 @@ def ways(folded: Path) -> Iterator[tuple[str, Arm, Path | None]]:
     yield "served weights in BF16", bf16, folded
     yield "FP8, activations in BF16", arms["served_bf16_activations"].serving, None
     yield "FP8, as trained", fp8, None
-    # What `sglang-fp8rl export` writes: whole blocks in FP8, everything else in BF16.
-    yield "block FP8, as exported", replace(fp8, options={"misaligned": "bf16"}), None
+    # Whole blocks in FP8, everything else in BF16.
+    yield "block FP8, as exported", replace(fp8, options={"misaligned": "bf16"}), exported
 
 
 def fold(folder: Path, plan: RefitPlan, out: Path) -> None:
@@ -106,9 +107,10 @@ def run_deployed(
     found: dict[str, dict[str, np.ndarray]] = {}
     logs = cache_folder() / "runs"
     with Progress(console=console) as progress, tempfile.TemporaryDirectory() as work:
-        folded = Path(work) / "folded"
+        folded, exported = Path(work) / "folded", Path(work) / "exported"
         fold(policy, make_plan(str(policy)), folded)
-        for name, serving, checkpoint in progress.track(list(ways(folded))):
+        export_checkpoint(str(policy), exported)  # as `sglang-fp8rl export` does
+        for name, serving, checkpoint in progress.track(list(ways(folded, exported))):
             log = logs / f"deployed-{arm}-{seed}.log"
             with ArmServer(
                 serving, checkpoint or policy, threads, seed, log, remember=True, batch=_BATCH
