@@ -84,6 +84,7 @@ def plan(
     model: Annotated[str, typer.Argument(help="Directory with config.json, or a model's name.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel size.")] = 1,
+    dtype: Annotated[str, typer.Option(help="The server's; auto serves FP32 in FP16.")] = "auto",
     options: OptionsText = "{}",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
     as_json: JsonFlag = False,
@@ -99,6 +100,7 @@ def plan(
             model,
             tp_size=tp,
             ep_size=ep,
+            dtype=dtype,
             options=parsed_options(options),
             trust_remote_code=trust_remote_code,
         )

@@ -225,7 +225,7 @@ class ModelRefit:
         for place, made_anew in moved:
             sources = call.sources.made_of(made_anew).sources
             observer.leave_native(sources, f"SGLang makes {place} anew while loading")
-            call.touch(sources, place, ())
+            call.touch(sources)
         if not call.update.origin.is_serving:
             self.names.made_into(observer.native, call.sources.consumed)
         return result

@@ -75,7 +75,13 @@ def export_checkpoint(
     found = config.get("quantization_config", {}).get("quant_method", "fp8_blockwise_online")
     if found != "fp8_blockwise_online":
         raise _quantized_already(model, f"quant_method {found!r}")
-    plan = make_plan(model, tp_size=tp_size, options=options, trust_remote_code=trust_remote_code)
+    plan = make_plan(
+        model,
+        tp_size=tp_size,
+        dtype="bfloat16",
+        options=options,
+        trust_remote_code=trust_remote_code,
+    )
     out.mkdir(parents=True, exist_ok=True)
     on_start(sum(path.stat().st_size for path in files))
     report = ExportReport()

@@ -8,7 +8,7 @@ from .cast import (
     quantize_per_channel,
     through_fp8,
 )
-from .grid import BlockGrid, Blockwise, PerChannel, granularity_of
+from .grid import BlockGrid, Blockwise, PerChannel
 from .reference import FP8_DTYPE, FP8_MAX, dequantize
 from .sqnr import sqnr_db
 
@@ -21,7 +21,6 @@ __all__ = [
     "PerChannel",
     "cast_into",
     "dequantize",
-    "granularity_of",
     "quantize",
     "quantize_blockwise",
     "quantize_per_channel",

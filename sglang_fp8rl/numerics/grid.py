@@ -152,19 +152,6 @@ class PerChannel(ScaleGranularity):
         return 1, shape[-1]
 
 
-def granularity_of(scheme: str, weight_block_size: Sequence[int]) -> ScaleGranularity:
-    """From the name that plans and options have for it: `blockwise` or `per_channel`.
-
-    Raises:
-        ValueError: it names neither, so nothing of that scheme has scales.
-    """
-    if scheme == "per_channel":
-        return PerChannel()
-    if scheme == "blockwise":
-        return Blockwise.of(weight_block_size)
-    raise ValueError(f"scheme {scheme!r} has no scales")
-
-
 def _no_block(block_size: Sequence[int]) -> QuantizationError:
     return QuantizationError(
         "weight_block_size",

@@ -53,7 +53,8 @@ def plan_of_the_run() -> RefitPlan:
             PLAN_FILE,
             repr(os.environ.get(PLAN_FILE)),
             "an actor that trains what is served needs the plan of its rollout servers, as a file",
-            "Write it with `sglang-fp8rl plan MODEL --tp N --json > FILE`, and set it for all workers.",
+            "Write it with `sglang-fp8rl plan MODEL --tp N --dtype bfloat16 --json > FILE`, and set it for all "
+            "workers.",
         )
     return RefitPlan.from_dict(json.loads(path.read_text()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -98,6 +99,21 @@ def test_the_command_streams_shards_copies_the_rest_and_says_what_stays(checkpoi
     assert single.keys() == found.keys()
     for leaf, tensor in single.items():
         assert torch.equal(tensor.view(torch.uint8), found[leaf].view(torch.uint8)), leaf
+
+
+def test_what_stays_is_bf16_whatever_the_checkpoint_would_be_served_in(checkpoint_dir, tmp_path):
+    """A trainer's masters: SGLang by itself serves an FP32 checkpoint in FP16."""
+    model = MODELS["llama-misaligned"]
+    path = shutil.copytree(checkpoint(checkpoint_dir, model, "first"), tmp_path / "masters")
+    config = json.loads((path / "config.json").read_text())
+    config["dtype"] = config["torch_dtype"] = "float32"
+    (path / "config.json").write_text(json.dumps(config))
+    export_checkpoint(str(path), tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    kept = [leaf for leaf in written if leaf in model.first and f"{leaf}_scale_inv" not in written]
+    assert "model.norm.weight" in kept
+    for leaf in kept:
+        assert torch.equal(written[leaf], model.first[leaf].to(torch.bfloat16)), leaf
 
 
 def test_what_can_t_be_exported_is_refused_before_anything_is_written(checkpoint_dir, tmp_path):

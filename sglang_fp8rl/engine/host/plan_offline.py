@@ -32,6 +32,7 @@ def make_plan(
     *,
     tp_size: int = 1,
     ep_size: int = 1,
+    dtype: str = "auto",
     options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> RefitPlan:
@@ -39,6 +40,7 @@ def make_plan(
 
     Args:
         model: a directory with `config.json`, or a name that SGLang resolves.
+        dtype: as the server's `--dtype`; by itself SGLang serves an FP32 checkpoint in FP16.
         options: of `fp8_blockwise_online`, as in the model's `quantization_config`.
 
     Raises:
@@ -46,7 +48,7 @@ def make_plan(
     """
     argv = [f"--model-path={model}", f"--tp-size={tp_size}", f"--ep-size={ep_size}"]
     argv += [f"--quantization={QUANTIZATION_METHOD}", "--load-format=dummy", "--device=cpu"]
-    argv += ["--skip-tokenizer-init"]
+    argv += ["--skip-tokenizer-init", f"--dtype={dtype}"]
     if options:
         override = {"quantization_config": dict(options)}
         argv.append(f"--json-model-override-args={json.dumps(override)}")

@@ -73,7 +73,7 @@ class Audit:
         told = error
         if not isinstance(error, Fp8RlError):
             call.stopped_at = call.sources.latest_name
-            told = _foreign_error(call.stopped_at, error, self._report.known_names)
+            told = _foreign_error(call.stopped_at, error, self._report.names.known)
         call.errors.setdefault(call.stopped_at, str(told))
         if call.brings is None:  # refused before anything was looked at
             call.update.refit = self._report.fail(call.errors.values(), call.update)
@@ -94,7 +94,7 @@ class Audit:
         left = [
             name
             for name in sent
-            if name in self._report.known_names
+            if weight_name_of(name) not in self._report.names.unused
             and name not in call.sources.consumed
             and name not in call.errors
         ]
@@ -108,7 +108,7 @@ class Audit:
             numbers = self._report.brought.numbers_of(call.sources.names)
             brings = Arrived(numbers, call.sources.nbytes, has_taken=False)
         has_taken = brings.has_taken or bool(call.touched)
-        arrived = brings._replace(has_taken=has_taken, taken=call.touched)
+        arrived = brings._replace(has_taken=has_taken)
         self._report.end_call(arrived, call.errors, call.update)
         if call.errors:
             self._pairs.drop()
@@ -119,7 +119,7 @@ class Audit:
         if homeless:
             call.errors |= dict.fromkeys(homeless, str(_homeless_scales_error(homeless)))
         if others:
-            error = _unknown_names_error(others, self._report.known_names)
+            error = _unknown_names_error(others, self._report.names.known)
             call.errors |= dict.fromkeys(others, str(error))
 
     def _received(self, call: Call) -> set[str]:
@@ -163,7 +163,7 @@ def _foreign_error(name: str, error: Exception, known: Iterable[str]) -> RefitEr
 
 
 def _unknown_names_error(unknown: list[str], known: Iterable[str]) -> RefitError:
-    """`known`: names that were stored before, as trainers and checkpoints write them."""
+    """`known`: names that the model takes."""
     return RefitError(
         listed(unknown),
         f"{len(unknown)} name(s) that no parameter takes",

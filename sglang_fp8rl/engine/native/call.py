@@ -31,7 +31,7 @@ class Call:
         brings: what is known of it before it is read; None as long as nothing was looked at.
         recording: what the loaders do with this bucket, where it may be replayed later.
         errors: names, and what went wrong with them.
-        touched: names, and which part of the model each was for.
+        touched: names that reached the model.
         stopped_at: the name whose loader raised.
         not_finite: per write, the name and a bool tensor of blocks that kept their old bytes.
         unneeded: names that the model does without, and that may pass.
@@ -45,7 +45,7 @@ class Call:
     brings: Arrived | None = None
     recording: Recording | None = None
     errors: dict[str, str] = field(default_factory=dict)
-    touched: dict[str, tuple] = field(default_factory=dict)
+    touched: set[str] = field(default_factory=set)
     stopped_at: str = ""
     not_finite: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     unneeded: list[str] = field(default_factory=list)
@@ -58,11 +58,10 @@ class Call:
         """The tensors that went by."""
         return SourceIndex(keeps_tensors=not self.update.origin.is_alone)
 
-    def touch(self, sources: Iterable[Source], target: str, part: tuple) -> None:
-        """These sent tensors reached that part of a target."""
+    def touch(self, sources: Iterable[Source]) -> None:
+        """These sent tensors reached the model."""
         self.sources.consume(sources)
-        for source in sources:
-            self.touched[source.name] = (target, part)
+        self.touched.update(source.name for source in sources)
 
     @property
     def size(self) -> int:

@@ -109,7 +109,7 @@ class LoaderCalls:
     ) -> None:
         key = part_of(args, kwargs)
         source = made.sources[0] if made.sources else None
-        call.touch(made.sources, target.name, key)
+        call.touch(made.sources)
         is_pair = target.is_fp8 and loaded.dtype == _FP8
         if is_pair or made.is_scale:
             with unwatched():  # a model may cut it out of a larger tensor, or turn it
@@ -159,7 +159,7 @@ class LoaderCalls:
             if not one.is_view:
                 call.observer.leave_native(one.sources, _MADE if one.sources else _NOT_SENT)
         for sources, theirs in groups.items():
-            call.touch(sources, target.name, key)
+            call.touch(sources)
             if not call.update.origin.is_serving:
                 self.report.names.landed(sources, target, key, theirs)
 

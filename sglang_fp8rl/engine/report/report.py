@@ -28,13 +28,11 @@ class Arrived(NamedTuple):
         numbers: of all names.
         nbytes: that came.
         has_taken: whether any of it reached a parameter.
-        taken: names that did, where they were not known before.
     """
 
     numbers: np.ndarray
     nbytes: int
     has_taken: bool
-    taken: Iterable[str] = ()
 
 
 class RefitReport:
@@ -48,7 +46,6 @@ class RefitReport:
         log: which refits there were.
         brought, coverage: when each name, and each part of a parameter, came last.
         reached_at: per parameter, the stamp of the call that reached it last.
-        known_names: every name that was ever stored.
         unknown_because: why it is not known what a full refit writes; empty if it is.
     """
 
@@ -57,7 +54,6 @@ class RefitReport:
         self.coverage = CoverageTable([tuple(target.parameter.shape) for target in self.targets])
         self.brought = NamesBrought()
         self.log = RefitLog()
-        self.known_names: dict[str, None] = {}
         self._extent = FullExtent(self.targets, self.coverage, names)
         self.reached_at = np.full(len(self.targets), NEVER)
         self._started = 0.0
@@ -131,7 +127,6 @@ class RefitReport:
         tensors, has_waited = len(arrived.numbers), not update.is_last_call
         part = Part(stamp, tensors, arrived.nbytes, seconds, arrived.has_taken, has_waited)
         refit.parts.append(part)
-        self.known_names.update(dict.fromkeys(n for n in arrived.taken if n not in errors))
         if errors:
             self.fail(errors.values(), update)
         elif update.origin is Origin.STARTUP:

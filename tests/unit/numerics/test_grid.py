@@ -11,7 +11,6 @@ from sglang_fp8rl.numerics.grid import (
     Blockwise,
     PerChannel,
     ceil_div,
-    granularity_of,
 )
 
 SIDES = list(itertools.product((1, 4, 5), (1, 3), (1, 2, 3), (1, 2)))
@@ -106,13 +105,6 @@ def test_granularities_give_the_scale_shape_of_a_matrix_and_of_each_expert_s():
         slice(0, 1),
     )
     assert not PerChannel().grid((300, 256)).is_whole((0, 0), (300, 128))
-
-
-def test_a_scheme_s_name_gives_its_granularity():
-    assert granularity_of("blockwise", [128, 128]) == Blockwise(128, 128)
-    assert granularity_of("per_channel", [128, 128]) == PerChannel()
-    with pytest.raises(ValueError, match="'high_precision' has no scales"):
-        granularity_of("high_precision", [128, 128])
 
 
 @pytest.mark.parametrize("block_size", [(128,), (0, 128), (128, -1), (128, 1.5), (True, 128)])
