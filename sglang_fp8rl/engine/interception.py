@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -190,22 +190,16 @@ class Write:
     stride: tuple[int, ...]
     region: Region | None
 
-    def taken_from(self, loaded: torch.Tensor) -> RecordedWrite | None:
-        """This write as one that can be repeated for another tensor of the shape and strides of `loaded`.
-
-        None if the source is no plain view of it: a loader that made a tensor of its own has to run again.
-        """
-        source, write = self.source, replace(self, source=None)
-        if source is None:
-            return RecordedWrite(write, True, 0, (), ())
-        is_in_memory = source.untyped_storage()._cdata == loaded.untyped_storage()._cdata
-        if source.dtype != loaded.dtype or not is_in_memory:
+    def taken_from(self, loaded: torch.Tensor) -> Part | None:
+        """Which part of `loaded` is written; None for what is no plain view of it."""
+        source = self.source
+        if source is None or source.dtype != loaded.dtype:
             return None
         (first, last), (start, end) = extent_of(loaded), extent_of(source)
-        if not (first <= start and end <= last):  # of another tensor in the same memory
+        # Of another tensor in the same memory, or of another memory.
+        if storage_of(source) != storage_of(loaded) or not (first <= start and end <= last):
             return None
-        shape, stride = tuple(source.shape), tuple(source.stride())
-        return RecordedWrite(write, False, start - first, shape, stride)
+        return Part(start - first, tuple(source.shape), tuple(source.stride()))
 
     def destination(self, parameter: torch.Tensor) -> torch.Tensor:
         """The view of the real parameter that this write lands in."""
@@ -213,28 +207,16 @@ class Write:
         return data.as_strided(self.shape, self.stride, data.storage_offset() + self.offset)
 
 
-class RecordedWrite(NamedTuple):
-    """A write whose source is known by its place in the tensor that is sent, not by its memory.
+class Part(NamedTuple):
+    """A view of a tensor that is sent, by its place in it: `offset`, `shape` and `stride` in elements."""
 
-    Attributes:
-        is_fill: whether it has no source.
-        offset, shape, stride: of the source, in elements of the tensor that is sent.
-    """
-
-    write: Write
-    is_fill: bool
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def repeat(self, loaded: torch.Tensor) -> Write:
-        """The same write, from a tensor of the recorded shape and strides."""
-        return self.write if self.is_fill else replace(self.write, source=self.source_in(loaded))
-
-    def source_in(self, loaded: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor that is written."""
-        offset = loaded.storage_offset() + self.offset
-        return loaded.as_strided(self.shape, self.stride, offset)
+    def of(self, loaded: torch.Tensor) -> torch.Tensor:
+        """The same part of another tensor of that layout."""
+        return loaded.as_strided(self.shape, self.stride, loaded.storage_offset() + self.offset)
 
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, int]:

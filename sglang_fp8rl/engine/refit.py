@@ -8,6 +8,7 @@ IPC, disk, custom loaders) go through both.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -15,12 +16,12 @@ from typing import Any
 import torch
 
 from ..config import Options
-from ..errors import Fp8RlError, HostError
+from ..errors import Fp8RlError, HostError, RefitError
 from ..numerics.backends import warm_up
 from ..numerics.fingerprint import MASK
 from ..scheme import Scheme
 from ..wire.plan import RefitPlan
-from .arrival.bucket import Bucket, bucket_of, check_bucket
+from .arrival.bucket import Bucket, apart, bucket_of, check_bucket
 from .arrival.update import Origin, SenderMemory, Update
 from .extension import extensions
 from .model.derived_weights import DerivedWeights
@@ -182,13 +183,12 @@ class ModelRefit:
             if bucket is None:
                 result = self._load_natively(call, weights, *args, **kw)
             elif recipe is None:
-                call.recording = Recording(bucket) if may_replay else None
-                # Made before anything is watched; views, so that `holders` counts what the model keeps.
-                views = [(name, tensor.detach()) for name, tensor in bucket]
-                result = self._load_natively(call, views, *args, **kw)
-                del views
+                sent = apart(bucket)  # before anything is watched
+                call.recording = Recording(bucket, sent) if may_replay else None
+                result = self._load_natively(call, sent, *args, **kw)
+                del sent
             else:
-                native = functools.partial(self._load_natively, call, bucket)
+                native = functools.partial(self._load_natively, call, list(bucket))
                 result = replay(call, bucket, recipe, self.recipes, self.report, native)
                 if self.derived.is_needed:
                     self.derived.refresh(bucket.names)
@@ -213,7 +213,10 @@ class ModelRefit:
         call.observer = observer = Observer(
             call.sources,
             ModelMemory(self.model, self.targets.values()),
-            functools.partial(self._loaders.store, call),
+            functools.partial(
+                self._loaders.store, weakref.proxy(call)
+            ),  # no circle: it holds the bucket
+            call.raised,
             stores=call.update.origin.stores,
         )
         with (
@@ -222,7 +225,15 @@ class ModelRefit:
         ):
             result = self._load_weights(call.sources.watch(weights), *args, **kw)
             load_left_experts(self.model, call.sources.left(), self._load_weights)
+        quantized = {one.name for one in self.targets.values() if one.is_fp8} if moved else ()
         for place, made_anew in moved:
+            if place in quantized:
+                raise RefitError(
+                    place,
+                    "made anew while SGLang loads it",
+                    "what is served in FP8 is written by copies, which are cast with their scales",
+                    "Add the module to ignored_layers.",
+                )
             sources = call.sources.made_of(made_anew).sources
             observer.leave_native(sources, f"SGLang makes {place} anew while loading")
             call.touch(sources)

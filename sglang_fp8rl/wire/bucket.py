@@ -200,7 +200,7 @@ def _shared_by_file_name() -> Iterator[None]:
 def buckets_of(
     named_tensors: Iterable[NamedTensor], limit: int
 ) -> Iterator[tuple[list[NamedTensor], bool]]:
-    """Lists of about `limit` bytes, and whether each is the last; a scale stays with its weight.
+    """Lists of about `limit` bytes, and whether each is the last; a scale stays with its weight, behind which it comes.
 
     Raises `RefitError` if a name comes twice.
     """
@@ -216,7 +216,8 @@ def buckets_of(
                 "Look at what the trainer's iterator yields; the update was ended there.",
             )
         seen.add(name)
-        is_its_scale = bool(bucket) and name.startswith(f"{bucket[-1][0]}_scale")
+        last = bucket[-1][0] if bucket else ""
+        is_its_scale = name in (f"{last}_scale", f"{last}_scale_inv")
         if bucket and size + tensor.nbytes > limit and not is_its_scale:
             yield bucket, False
             bucket, size = [], 0

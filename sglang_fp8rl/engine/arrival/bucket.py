@@ -74,10 +74,6 @@ class TensorBucket:
     def tensor(self, position: int) -> torch.Tensor:
         return self._tensors[position]
 
-    def holders(self) -> int:
-        """As many as tensors, here and elsewhere, have the sent memory."""
-        return sum(map(_holders_of, self._tensors))
-
     @property
     def devices(self) -> set[torch.device]:
         return set(map(_DEVICE, self._tensors))
@@ -101,10 +97,6 @@ class TensorBucket:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._pairs)
-
-
-def _holders_of(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,10 +160,6 @@ class FlatBucket:
     def nbytes(self) -> int:
         return self._flat.nbytes
 
-    def holders(self) -> int:
-        """As `TensorBucket.holders`."""
-        return _holders_of(self._flat)
-
     @property
     def devices(self) -> set[torch.device]:
         return {self._flat.device}
@@ -219,9 +207,6 @@ def _check_layout(metadata: Sequence[Any], nbytes: int) -> None:
     sizes = _as_array(one.dtype.itemsize for one in metadata)
     lengths = _as_array(math.prod(one.shape, start=one.dtype.itemsize) for one in metadata)
     sides = _as_array(min(one.shape, default=0) for one in metadata)
-    order = np.argsort(starts, kind="stable")
-    behind = np.zeros(len(metadata), np.int64)
-    behind[order[1:]] = np.maximum.accumulate(ends[order])[:-1]
     rules = (
         ((starts < 0) | (ends > nbytes), f"a tensor lies within the bucket's {nbytes} bytes"),
         (
@@ -229,11 +214,36 @@ def _check_layout(metadata: Sequence[Any], nbytes: int) -> None:
             "a tensor is as long as its shape and dtype say",
         ),
         (starts % sizes != 0, "a tensor starts at a multiple of its element size"),
-        ((starts < behind) & (lengths > 0), "no two tensors of a bucket share bytes"),
+        (_overlapping(starts, ends), "no two tensors of a bucket share bytes"),
     )
     for is_bad, rule in rules:
         if is_bad.any():
             raise _misplaced(metadata[int(np.flatnonzero(is_bad)[0])], rule)
+
+
+def _overlapping(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Which of these spans begin within one that begins before them, or at the same place in front of them."""
+    order, behind = np.argsort(starts, kind="stable"), np.zeros(len(starts), np.int64)
+    behind[order[1:]] = np.maximum.accumulate(ends[order])[:-1]
+    return (starts < behind) & (ends > starts)
+
+
+def apart(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a checked bucket for SGLang's loaders, each with a storage of its own: so it is seen who
+    keeps it. Of two that share memory the later one is a copy."""
+    tensors = [bucket.tensor(at) for at in range(len(bucket.names))]
+    starts = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+    shared = _overlapping(
+        starts, starts + np.array([tensor.nbytes for tensor in tensors], np.int64)
+    )
+    for at in np.flatnonzero(shared).tolist():
+        tensors[at] = tensors[at].clone()
+    return [(name, _alone(one)) for name, one in zip(bucket.names, tensors, strict=True)]
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    data = torch.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8))
+    return data.view(tensor.dtype).view(tensor.shape)
 
 
 def _as_array(numbers: Iterable[int]) -> np.ndarray:

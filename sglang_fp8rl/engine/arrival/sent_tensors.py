@@ -222,5 +222,7 @@ class SourceIndex:
 
     def forget_tensors(self) -> None:
         """Let go of the sender's memory; the names stay."""
+        for one in (*self._sources, *self._on_meta.values()):
+            one.tensor = None
         self.latest, self._starts, self._sources = None, [], []
         self._on_meta, self._derived, self.set_aside = {}, {}, {}

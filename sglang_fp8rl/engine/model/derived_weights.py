@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -175,19 +176,26 @@ class DerivedWeights:
         self, before: dict[tuple[int, str], _Binding], *, puts_back: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
         after = self._bindings()
-        parameters = {storage_of(one.data) for one in before.values() if one.is_parameter}
-        for key, old in before.items():
-            if puts_back and key not in after:
-                raise _changed(old, "no tensor any more")
-        for key, new in after.items():
-            known = before.get(key)
-            if known is None or not known.lies_where(new):
-                yield new.place, new.data
-                if known is not None and puts_back:
-                    was = storage_of(known.data)
-                    if was != storage_of(new.data) and was in parameters and not known.is_parameter:
-                        raise _changed(known, "no longer a part of a parameter's memory")
-                    _put_back(known, new)
+        owners = Counter(
+            storage_of(one.data) for one in {id(b.tensor): b for b in before.values()}.values()
+        )
+        try:
+            for key, old in before.items():
+                if puts_back and key not in after:
+                    raise _changed(old, "no tensor any more")
+            for key, new in after.items():
+                known = before.get(key)
+                if known is None or not known.lies_where(new):
+                    yield new.place, new.data
+                    if known is not None and puts_back:
+                        was, now = storage_of(known.data), storage_of(new.data)
+                        if was != now and (owners[was] > 1 or owners[now]):
+                            raise _changed(known, "in memory that something else has, or had")
+                        _put_back(known, new)
+        except RefitError:
+            for old in before.values():  # or the next update would find it as it is now
+                old.bind()
+            raise
 
 
 class _Deriver:
@@ -216,9 +224,12 @@ class _Binding(NamedTuple):
     tensor: torch.Tensor
     data: torch.Tensor
 
-    @property
-    def is_parameter(self) -> bool:
-        return isinstance(self.tensor, torch.nn.Parameter)
+    def bind(self) -> None:
+        """Have the name stand for that object in that memory again."""
+        mine = self.tensor
+        if (mine.data_ptr(), mine.shape) != (self.data.data_ptr(), self.data.shape):
+            mine.data = self.data
+        self.owner[self.attribute] = self.tensor
 
     def lies_where(self, other: _Binding) -> bool:
         """Whether it stands for the same object in the same memory."""
@@ -238,9 +249,7 @@ def _put_back(old: _Binding, new: _Binding) -> None:
         )
     with torch.no_grad():
         before.copy_(after)
-        if new.tensor is old.tensor:
-            old.tensor.data = before
-    old.owner[old.attribute] = old.tensor
+    old.bind()
 
 
 def _changed(old: _Binding, what: str) -> RefitError:

@@ -16,7 +16,6 @@ from ...numerics.grid import Blockwise, PerChannel, ScaleGranularity
 from ...numerics.write_table import Widths
 from ...scheme import Granularity
 from ..interception import (
-    RecordedWrite,
     Region,
     Write,
     extent_of,
@@ -49,8 +48,6 @@ class Target:
     module: Any
     scale: torch.nn.Parameter | None = None
     index: int = 0
-    # Loader arguments and the source's shape, strides and dtype, to what the loader wrote then.
-    recorded: dict[tuple, list[RecordedWrite]] = field(default_factory=dict)
     stand_ins: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
     @property

@@ -43,6 +43,7 @@ class Audit:
     def finished(self, call: Call) -> None:
         """A call came to its end: NaN, unknown names, open halves, nothing at all."""
         call.errors.update(_not_finite_errors(call.not_finite))
+        call.errors |= {error.subject: str(error) for error in call.raised}
         passed = self._received(call)
         unknown = [name for name in self._without_reason(call) if name not in passed]
         if not call.update.origin.is_serving:
@@ -74,6 +75,7 @@ class Audit:
         if not isinstance(error, Fp8RlError):
             call.stopped_at = call.sources.latest_name
             told = _foreign_error(call.stopped_at, error, self._report.names.known)
+        call.errors |= {one.subject: str(one) for one in call.raised if one is not told}
         call.errors.setdefault(call.stopped_at, str(told))
         if call.brings is None:  # refused before anything was looked at
             call.update.refit = self._report.fail(call.errors.values(), call.update)

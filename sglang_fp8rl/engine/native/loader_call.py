@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +25,17 @@ from .recording import Done
 _FP8 = torch.float8_e4m3fn
 _MADE = "its loader makes a tensor of its own"
 _NOT_SENT = "SGLang writes what was not sent"
+
+
+@contextmanager
+def _noted(call: Call, name: str) -> Iterator[None]:
+    """What is raised in here fails the call, even if the model catches it."""
+    try:
+        yield
+    except Fp8RlError as error:
+        call.stopped_at = name
+        call.raised.append(error)
+        raise
 
 
 class LoaderCalls:
@@ -58,21 +71,20 @@ class LoaderCalls:
             )
         made = call.sources.made_of(loaded)
         name = made.name or call.sources.latest_name or target.name
-        try:
-            with call.lane():
-                self._load(call, target, native, made, name, loaded, args, kwargs)
-        except Fp8RlError:
-            call.stopped_at = name
-            raise
-        except (AssertionError, RuntimeError, ValueError, TypeError, IndexError) as error:
-            call.stopped_at = name
-            raise RefitError(
-                name,
-                f"{loaded.dtype} of shape {tuple(loaded.shape)} for {target.name} "
-                f"{tuple(target.parameter.shape)}",
-                f"SGLang's weight_loader refused it: {error or type(error).__name__}",
-                "Send the tensor as the checkpoint has it.",
-            ) from error
+        with _noted(call, name):
+            try:
+                with call.lane():
+                    self._load(call, target, native, made, name, loaded, args, kwargs)
+            except Fp8RlError:
+                raise
+            except (AssertionError, RuntimeError, ValueError, TypeError, IndexError) as error:
+                raise RefitError(
+                    name,
+                    f"{loaded.dtype} of shape {tuple(loaded.shape)} for {target.name} "
+                    f"{tuple(target.parameter.shape)}",
+                    f"SGLang's weight_loader refused it: {error or type(error).__name__}",
+                    "Send the tensor as the checkpoint has it.",
+                ) from error
 
     def store(self, call: Call, target: Target, write: Write) -> None:
         """One write that SGLang makes into a target without its loader.
@@ -82,17 +94,18 @@ class LoaderCalls:
         """
         source = write.source
         made = UNKNOWN if source is None else call.sources.made_of(source)
-        if source is not None and (made.is_scale or source.dtype == _FP8):
-            raise RefitError(
-                made.name or target.name,
-                f"{source.dtype} for {target.name}",
-                "SGLang writes it without a weight_loader, so its codes and scales can't be paired",
-                "Send this tensor in BF16 or FP32.",
-            )
-        with call.lane():
+        name = made.name or target.name
+        with _noted(call, name), call.lane():
+            if source is not None and (made.is_scale or source.dtype == _FP8):
+                raise RefitError(
+                    name,
+                    f"{source.dtype} for {target.name}",
+                    "SGLang writes it without a weight_loader, so its codes and scales can't be paired",
+                    "Send this tensor in BF16 or FP32.",
+                )
             self._note(call, target, (), made, [write], [made])
             if call.update.origin.stores:
-                self._do(call, target, made.name or target.name, [write], [made])
+                self._do(call, target, name, [write], [made])
             # What SGLang makes of the target afterwards is made of the same.
             call.sources.derive(target.parameter, made.sources, adds=True)
 
@@ -122,10 +135,10 @@ class LoaderCalls:
         if not is_pair:
             check_dtype(target, name, loaded)
         check_shape(target, name, loaded, args, kwargs)
-        writes, are_views = self._writes(call, target, native, loaded, args, kwargs)
+        writes = self._writes(call, target, native, loaded, args, kwargs)
         # A write may be of something else, which a loader kept.
         of_each = [
-            made if is_pair or are_views or one.source is None else call.sources.made_of(one.source)
+            made if is_pair or one.source is None else call.sources.made_of(one.source)
             for one in writes
         ]
         self._note(call, target, key, made, writes, of_each)
@@ -185,18 +198,8 @@ class LoaderCalls:
         loaded: torch.Tensor,
         args: tuple,
         kwargs: dict,
-    ) -> tuple[list[Write], bool]:
-        """What the loader writes: repeated if it wrote for the same arguments and layout before.
-
-        A loader depends on nothing else, unless experts may move. Also returns whether all of it is
-        known to be views of `loaded`.
-        """
-        layout = (loaded.dtype, tuple(loaded.shape), loaded.stride())
-        key = (*layout, args, tuple(sorted(kwargs.items())))
-        recorded = target.recorded.get(key)
-        if recorded is not None:
-            with unwatched():
-                return [one.repeat(loaded) for one in recorded], True
+    ) -> list[Write]:
+        """What the loader writes; nothing where it did more than copy, which it did on the parameter then."""
         with self._lock:
             if loaded.dtype not in target.stand_ins:
                 target.stand_ins[loaded.dtype] = make_stand_in(target.parameter, loaded.dtype)
@@ -208,13 +211,8 @@ class LoaderCalls:
         found = call.observer.writes_of(run, stand_in, target.parameter)
         if found.other:
             self._write_otherwise(call, target, run, found.other)
-            return [], False
-        taken = [write.taken_from(loaded) for write in found.writes]
-        known = [one for one in taken if one is not None]
-        are_views = len(known) == len(taken)
-        if target.is_repeatable and known and are_views and found.is_all:
-            target.recorded[key] = known
-        return found.writes, are_views
+            return []
+        return found.writes
 
     def _write_otherwise(
         self, call: Call, target: Target, run: Callable[[torch.Tensor], None], other: str
@@ -255,16 +253,17 @@ class LoaderCalls:
         Returns:
             what was done, matrix by matrix (nothing for a fill), and the number of the box that was written.
         """
-        source = write.source
-        done: list[Done] = []
-        if source is None:
-            # The padding of a vocabulary: no checkpoint has it, and it is no older than the rest.
-            write.destination(target.parameter).fill_(write.fill)
-        elif target.is_fp8:
+        source, done = write.source, list[Done]()
+        if target.is_fp8:
+            if source is None:
+                write = replace(write, source=torch.full(write.shape, write.fill))
             for cast, codes, scales, bad in quantize_write(target, name, write, self.options):
                 call.not_finite.append((name, bad))
                 self.report.refit.noise.add(target.granularity, cast, codes, scales)
                 done.append((cast, codes, scales))
+        elif source is None:
+            # The padding of a vocabulary: no checkpoint has it, and it is no older than the rest.
+            write.destination(target.parameter).fill_(write.fill)
         else:
             destination = write.destination(target.parameter)
             done.append((source, destination, None))

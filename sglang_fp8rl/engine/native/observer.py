@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ...errors import RefitError
+from ...errors import Fp8RlError, RefitError
 from ..arrival.sent_tensors import Source, SourceIndex
 from ..interception import (
     OperationKind,
@@ -41,7 +41,6 @@ class LoaderWrites:
     Attributes:
         writes: its copies and fills; none where this rank holds nothing of the tensor (an expert of another).
         other: an operation that is neither, at which it was stopped; empty if there was none.
-        is_all: whether it did nothing else that was seen.
     """
 
     def __init__(self, stand_in: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -49,7 +48,6 @@ class LoaderWrites:
         self._storage = storage_of(stand_in)
         self.writes: list[Write] = []
         self.other = ""
-        self.is_all = True
 
     def has(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) == self._storage
@@ -71,6 +69,7 @@ class Observer:
         sources: the tensors that are sent.
         memory: of the model.
         store: does a write into a target that no loader was called for.
+        raised: gets what is raised here.
         stores: False for a probe on `meta`, which writes nothing.
 
     Attributes:
@@ -83,10 +82,12 @@ class Observer:
         sources: SourceIndex,
         memory: ModelMemory,
         store: Callable[[Target, Write], None],
+        raised: list[Fp8RlError],
         *,
         stores: bool,
     ) -> None:
         self._sources, self._memory, self._store, self._stores = sources, memory, store, stores
+        self._raised = raised
         self.native: dict[Source, str] = {}
         self.unsourced: dict[str, None] = {}
         self._thread = _Thread()
@@ -140,8 +141,6 @@ class Observer:
             self.native.setdefault(source, reason)
         if not sources:
             self.unsourced.setdefault(reason)
-        if self._thread.loader is not None:
-            self._thread.loader.is_all = False
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -197,8 +196,6 @@ class Observer:
         target = self._memory.target_of(destination)
         if target is None:
             return False
-        if loader is not None:
-            loader.is_all = False
         if destination.numel():
             self._store(target, write_into(target.parameter, destination, source, fill))
         return True
@@ -258,12 +255,14 @@ class Observer:
             self._sources.derive(tensor, sources, adds=True)
             return True
         if self._memory.is_quantized(tensor):
-            raise RefitError(
+            error = RefitError(
                 ", ".join(source.name for source in sources) or place,
                 f"SGLang writes {place} by {func}",
                 "what is served in FP8 is written by copies, which are cast with their scales",
                 "Add the module to ignored_layers.",
             )
+            self._raised.append(error)
+            raise error
         self.leave_native(sources, f"SGLang writes {place} by itself ({func})")
         self._sources.consume(sources)
         return self._stores

@@ -16,7 +16,7 @@ from ...numerics.write_table import ROW_FIELDS, Kind, Piece
 from ...scheme import Granularity
 from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source
-from ..interception import RecordedWrite, Write, extent_of
+from ..interception import Part, Write, extent_of
 from ..model.parameters import Target
 from .pairs import Pair, PairCopy
 
@@ -28,41 +28,35 @@ _SAMPLES = 8  # of each granularity
 
 
 class Sample(NamedTuple):
-    """A write to measure the SQNR on: from which tensor of the bucket, and what was made of it."""
+    """A write to measure the SQNR on: which part of which tensor of the bucket, and what was made of it."""
 
     position: int
     granularity: Granularity
-    write: RecordedWrite
+    part: Part
     codes: torch.Tensor
     scales: torch.Tensor
-
-
-class RecordedPair(NamedTuple):
-    """An FP8 weight and its scale, by their positions in the bucket.
-
-    Attributes:
-        takes_exponents: whether the scales are stored here, and have to be powers of two.
-    """
-
-    weight: int
-    scale: int
-    takes_exponents: bool
 
 
 class Recording:
     """What the native loaders did with each tensor of a bucket; filled from several threads.
 
+    Args:
+        sent: its tensors as the loaders get them (`apart`).
+
     Attributes:
         targets: that anything was written into, by index.
+        fills: writes of no sent tensor (the padding of a vocabulary).
+        exponents: positions of scales that have to be powers of two.
         waiting: halves of pairs whose other half has not come, by position.
         refused: reasons why buckets like this one are left to the native loaders.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket, self._holders = bucket, bucket.holders()
+    def __init__(self, bucket: Bucket, sent: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.bucket, self._storages = bucket, [one.untyped_storage() for _, one in sent]
         self.samples: list[Sample] = []
-        self.pairs: list[RecordedPair] = []
+        self.exponents: list[int] = []
         self.targets: dict[int, Target] = {}
+        self.fills: list[tuple[Target, Write]] = []
         self.waiting: Counter[int] = Counter()
         self.refused: dict[str, None] = {}
         # Flat, so that 18,000 of each become an array at once.
@@ -87,7 +81,7 @@ class Recording:
 
     def is_kept(self) -> bool:
         """Behind the call: whether somebody still has a sent tensor, to compute with later on."""
-        return self.bucket.holders() > self._holders
+        return any(torch._C._storage_Use_Count(one._cdata) > 1 for one in self._storages)
 
     def add(
         self,
@@ -100,10 +94,12 @@ class Recording:
         """One write of a sent tensor, as it was done.
 
         Args:
-            done: nothing for a fill: what it wrote stays.
+            done: nothing for a fill.
             box: its number; None for a write that is no box.
         """
         pieces = [self._piece(source, target, one) for one in done]
+        if write.source is None:
+            self.fills.append((target, write))
         if not target.is_repeatable:
             self.refused[_MOVES] = None
         elif box is None:
@@ -167,11 +163,11 @@ class Recording:
             return
         (piece,) = pieces
         assert source.tensor is not None
-        recorded = write.taken_from(source.tensor)
-        if recorded is not None and piece is not None and piece.scales is not None:
+        part = write.taken_from(source.tensor)
+        if part is not None and piece is not None and piece.scales is not None:
             self._sampled[granularity] += 1
             codes, scales = piece.destination, piece.scales
-            self.samples.append(Sample(source.position, granularity, recorded, codes, scales))
+            self.samples.append(Sample(source.position, granularity, part, codes, scales))
 
     def wait(self, source: Source | None) -> None:
         """Half of an FP8 pair came."""
@@ -188,8 +184,8 @@ class Recording:
             return
         with self._lock:
             self.waiting.subtract([weight.position, scale.position])
-            takes_exponents = bool(copies) and target.takes_packed_scales
-            self.pairs.append(RecordedPair(weight.position, scale.position, takes_exponents))
+            if copies and target.takes_packed_scales:
+                self.exponents.append(scale.position)
         pieces = [one for copy in copies for one in self._pair_pieces(weight, scale, target, copy)]
         if not target.is_repeatable or not self._take(target, pieces, [scale, weight], boxes):
             reason = "an FP8 pair that the kernels can't copy" if target.is_repeatable else _MOVES

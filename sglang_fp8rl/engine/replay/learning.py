@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -11,10 +13,13 @@ from ...config import Options
 from ...numerics.backends import make_runner
 from ...numerics.write_table import CastTable
 from ..arrival.bucket import FlatBucket
+from ..interception import extent_of, storage_of
 from ..native.call import Call
 from ..native.recording import Recording
 from ..report.report import RefitReport
 from .recipes import Recipe, RecipeStore
+
+_KEPT = "SGLang keeps a tensor that was sent"
 
 
 def learn(
@@ -28,6 +33,9 @@ def learn(
     counts = recipes.counts
     counts.native_calls += 1
     reasons = set(_why_native(recording, report, call))
+    if reasons == {_KEPT}:
+        gc.collect()  # what the model forgot in a circle
+        reasons = {_KEPT} if recording.is_kept() else set()
     if not reasons:
         recipe = recipe_of(recording, call, options)
         if recipe is not None:
@@ -53,13 +61,16 @@ def _why_native(recording: Recording, report: RefitReport, call: Call) -> Iterat
     if not known.issuperset(recording.bucket.names):
         yield "no loader was called by name for some of it"
     if recording.is_kept():
-        yield "SGLang keeps a tensor that was sent"
+        yield _KEPT
     targets, boxes = recording.boxes.T
     if report.coverage.overlap(boxes):
         yield "two tensors of it are written to one place"
-    devices = {report.targets[at].parameter.device for at in np.unique(targets).tolist()}
-    if len(devices) > 1:
+    parameters = [report.targets[at].parameter for at in np.unique(targets).tolist()]
+    if len({one.device for one in parameters}) > 1:
         yield "its parameters are on several devices"
+    spans = sorted((storage_of(one), *extent_of(one)) for one in parameters)
+    if any(one == two and start < end for (one, _, end), (two, start, _) in pairwise(spans)):
+        yield "two parameters of it share memory"
 
 
 def recipe_of(recording: Recording, call: Call, options: Options) -> Recipe | None:
@@ -83,11 +94,12 @@ def recipe_of(recording: Recording, call: Call, options: Options) -> Recipe | No
         brings=call.brings._replace(has_taken=bool(call.touched)),
         positions=of_rows,
         runner=runner,
+        fills=recording.fills,
         kv_scales=[at for at, name in enumerate(bucket.names) if name in aside] if aside else [],
         regions=boxes[:, 1].copy(),
         targets=targets,
         samples=recording.samples,
         owners=[(one.parameter, one.parameter.data_ptr()) for one in owners],
-        exponents=tuple(pair.scale for pair in recording.pairs if pair.takes_exponents),
+        exponents=tuple(recording.exponents),
         metadata=bucket.metadata if isinstance(bucket, FlatBucket) else (),
     )

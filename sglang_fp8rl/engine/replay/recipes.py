@@ -18,6 +18,8 @@ import torch
 from ...numerics.backends import TableRunner
 from ...numerics.write_table import BAD_SCALE, NAN_CODE, Kind
 from ..arrival.bucket import Bucket, FlatBucket
+from ..interception import Write
+from ..model.parameters import Target
 from ..modules.method import are_no_exponents
 from ..native.call import Call
 from ..native.pairs import bad_scale_error, nan_code_error
@@ -37,6 +39,7 @@ class Recipe:
         layout: of the bucket it was recorded from.
         brings: what each bucket of that layout brings.
         positions: per row of the table, the tensor it is from.
+        fills: of targets, which no sent tensor has.
         kv_scales: positions of scales of the KV cache, which are read each time.
         regions, targets: numbers of the boxes that are written, indices of the parameters.
         samples: writes to measure the SQNR on.
@@ -49,6 +52,7 @@ class Recipe:
     brings: Arrived
     positions: np.ndarray
     runner: TableRunner
+    fills: list[tuple[Target, Write]]
     kv_scales: list[int]
     regions: np.ndarray
     targets: np.ndarray
@@ -139,6 +143,8 @@ def replay(
     """
     if not _are_exponents(bucket, recipe.exponents):
         return load_natively()  # refuses the pair by name
+    for target, write in recipe.fills:
+        write.destination(target.parameter).fill_(write.fill)
     flags = recipe.runner.run(bucket.addresses())
     if flags.any():
         _note_bad_pieces(call, recipe, bucket, flags)
@@ -155,7 +161,7 @@ def _sample(recipe: Recipe, bucket: Bucket, report: RefitReport) -> None:
     for one in recipe.samples:
         if one.granularity not in sampled and noise.wants(one.granularity):
             sampled.add(one.granularity)
-            view = one.write.source_in(bucket.tensor(one.position))
+            view = one.part.of(bucket.tensor(one.position))
             noise.add(one.granularity, view, one.codes, one.scales)
 
 

@@ -116,8 +116,12 @@ class CoverageTable:
         return self.new_elements(since) / np.maximum(self.sizes, 1)
 
     def overlap(self, numbers: np.ndarray) -> bool:
-        """Whether a box comes twice, or one of them overlaps with any other box there is."""
-        return len(np.unique(numbers)) < len(numbers) or bool(self._overlaps[numbers].any())
+        """Whether a box comes twice, or overlaps with another of them."""
+        among = set(numbers.tolist())
+        some = numbers[self._overlaps[numbers]].tolist()
+        return len(among) < len(numbers) or not all(
+            among.isdisjoint(self._overlapping[one]) for one in some
+        )
 
     def new_regions(self, parameter: int, since: int) -> list[Region]:
         """Boxes of one parameter written at stamp `since` or later."""

@@ -352,6 +352,70 @@ class Listed(Toy):
         super().load(name, tensor)
 
 
+class KeptByLoader(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed: dict[str, torch.Tensor] = {}
+        self.b.weight.weight_loader = self._load_b
+
+    def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        self.listed["b.weight"] = tensor
+        parameter.data.copy_(tensor)
+
+
+class Running(Toy):
+    """A loader that is called twice, and knows where it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = 0
+        self.b.weight.weight_loader = self._load_b
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "b.weight":
+            for half in tensor.split(3):
+                self.b.weight.weight_loader(self.b.weight, half)
+        else:
+            super().load(name, tensor)
+
+    def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        parameter.data[self.at : self.at + 3].copy_(tensor)
+        self.at = (self.at + 3) % 6
+
+
+class FilledTail(Toy):
+    """The embedding of a padded vocabulary: what a shorter one leaves is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight.weight_loader = self._load_b
+
+    def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        parameter.data[: len(tensor)].copy_(tensor)
+        parameter.data[len(tensor) :].fill_(0)
+
+
+class Swapped(Toy):
+    """Two buffers that take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("front", torch.zeros(4))
+        self.register_buffer("back", torch.ones(4))
+
+    def load_weights(self, weights: Named) -> None:
+        super().load_weights(weights)
+        self.front, self.back = self.back, self.front
+
+
+class Warning(Toy):
+    """MiniMax-M3: what a loader raises is logged and forgotten."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        with contextlib.suppress(Exception):
+            super().load(name, tensor)
+
+
 class Shared(Toy):
     """Qwen3.5: two parameters are parts of one memory."""
 
@@ -451,11 +515,12 @@ def check_same(refit: ModelRefit, fresh: ModelRefit) -> None:
 
 REPLAYED = (
     *(Toy, Scalar, Buffer, Slices, Beside, Wrapped, Threads, ThreadsOfSlices, Shared, Default),
+    *(Running, FilledTail, Warning),
 )
 NATIVE = (
     *(Refreshed, Joined, Broadcast, Computed, Added, Value, OfWhatWasSent, Rebound, Padded, Listed),
     *(ThreadsThatRead, Zeroed, ZeroedInPart, Overwritten, ZeroedByItsLoader, Catching, Attribute),
-    *(OneAtATime, DefaultBeside),
+    *(OneAtATime, DefaultBeside, KeptByLoader),
 )
 
 
@@ -521,6 +586,75 @@ def test_nobody_else_writes_by_naming_the_result():
     with refit.only_through_load_weights(), pytest.raises(RefitError, match="load_weights"):
         torch.add(torch.ones(6, 4), 1, out=one)
     assert torch.equal(one, weights(refit.model, 0)["a.weight"])
+
+
+def test_what_a_loader_fills_is_filled_again():
+    refit = loaded(FilledTail, 0)
+    for seed, rows in enumerate((4, 6, 4, 5, 4)):
+        tensors = weights(refit.model, seed)
+        update(refit, tensors | {"b.weight": tensors["b.weight"][:rows].clone()})
+        assert not refit.model.b.weight[rows:].any()
+    assert refit.recipes.counts.calls == 2
+
+
+def test_a_tensor_is_seen_to_be_kept_where_the_one_before_it_was():
+    refit, staged = loaded(Listed, 0), weights(Toy(), 1)
+    for seed in (1, 2, 3):
+        for name, tensor in weights(refit.model, seed).items():
+            staged[name].copy_(tensor)  # a sender's buffers, each time
+        update(refit, staged)
+    assert not refit.recipes.counts.calls
+    assert refit.model.listed["a.weight"].data_ptr() == staged["a.weight"].data_ptr()
+
+
+def test_what_was_forgotten_in_a_circle_is_not_kept():
+    class Circle(Toy):
+        def load_weights(self, weights: Named) -> None:
+            held: list = [list(weights)]
+            held.append(held)
+            super().load_weights(held[0])
+
+    refit = loaded(Circle, 0)
+    for seed in (1, 2):
+        update(refit, weights(refit.model, seed))
+    assert refit.recipes.counts.calls == 1
+
+
+def test_tensors_that_share_memory_are_told_apart():
+    class First(Toy):
+        def load_weights(self, weights: Named) -> None:
+            weights = dict(weights)
+            super().load_weights(weights.items())
+            self.third.copy_(weights["a.weight"])
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("third", torch.zeros(6, 4))
+
+    refit = loaded(First, 0)
+    one = weights(Toy(), 1)["a.weight"]
+    update(refit, {"a.weight": one, "b.weight": one})  # tied
+    update(refit, weights(Toy(), 2))
+    check_same(refit, loaded(First, 2))
+
+
+def test_values_that_change_places_are_refused_every_time():
+    refit = loaded(Swapped, 0)
+    places = {name: one.data_ptr() for name, one in held(refit).items()}
+    for seed in (1, 2):
+        with pytest.raises(RefitError, match="in memory that something else has"):
+            update(refit, weights(refit.model, seed))
+        assert {name: one.data_ptr() for name, one in held(refit).items()} == places
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2)])
+def test_what_a_model_catches_is_told_all_the_same(seeds):
+    refit = loaded(Warning, 0)
+    for seed in seeds:
+        update(refit, weights(refit.model, seed))
+    wrong = weights(refit.model, 3) | {"b.weight": torch.zeros(5, 4)}
+    with pytest.raises(RefitError, match=r"b\.weight"):
+        update(refit, wrong)
 
 
 @pytest.mark.parametrize("kind", [Scalar, Buffer, OfWhatWasSent, Value])

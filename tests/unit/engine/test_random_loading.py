@@ -17,33 +17,65 @@ from torch import nn
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.bucket import FlatBucket
 from sglang_fp8rl.engine.arrival.update import Origin, Update
+from sglang_fp8rl.engine.modules.method import DecidedMethod
 from sglang_fp8rl.engine.refit import ModelRefit
-from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.errors import QuantizationError, RefitError
+from sglang_fp8rl.numerics import FP8_DTYPE, quantize_per_channel
+from sglang_fp8rl.scheme import Cause, Granularity, Scheme
 from sglang_fp8rl.wire.bucket import flatten
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
-SENT = {"a": (6, 4), "b": (6, 4), "c": (4,), "d": (1,), "e": (2, 3, 4), "f": ()}
+SENT = {"a": (6, 4), "b": (6, 4), "c": (4,), "d": (1,), "e": (2, 3, 4), "f": (), "g": (6, 4)}
 HELD = {"p": (6, 4), "q": (12, 4), "r": (4,), "s": (1,), "u": (2, 3, 4), "v": ()}
 STEPS = 4  # of a program, for each name
+
+
+class PerChannelMethod(DecidedMethod):
+    """A scale for each row, as of a served layer, without a kernel."""
+
+    fp8rl_scheme = Scheme(Granularity.PER_CHANNEL, Cause.MISALIGNED, "")
+
+    def __init__(self) -> None:
+        self.served = None
+
+    def reads_packed_scales(self, layer: Any) -> bool:
+        return False
 
 
 class Program(nn.Module):
     """What it does with a name follows from a seed, and from the values that it reads.
 
+    Args:
+        is_fp8: whether the matrix `w` is served in FP8.
+
     Attributes:
         log: its operations so far.
     """
 
-    def __init__(self, seed: int, left_out: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, seed: int, left_out: frozenset[str] = frozenset(), *, is_fp8: bool = False
+    ) -> None:
         super().__init__()
         self.seed, self.left_out, self.log = seed, left_out, []
         for name, shape in HELD.items():
             setattr(self, name, nn.Parameter(torch.zeros(shape), requires_grad=False))
+        weight, scale = torch.zeros(6, 4), None
+        if is_fp8:
+            weight, scale = quantize_per_channel(weight)
+        self.linear = nn.Linear(4, 6, bias=False)
+        self.linear.weight = nn.Parameter(weight, requires_grad=False)
+        if scale is not None:
+            self.linear.weight_scale = nn.Parameter(scale, requires_grad=False)
+            self.linear.quant_method = PerChannelMethod()  # type: ignore[assignment]
         self.register_buffer("table", torch.zeros(6, 4))
         self.plain = torch.zeros(6, 4)
         self.kept: dict[str, Any] = {}
         self.wildness = Random(seed).choice([0.0, 0.02, 0.05, 0.1, 0.5])
+
+    @property
+    def w(self) -> nn.Parameter:
+        return self.linear.weight
 
     def load_weights(self, weights: Named) -> None:
         seen: list[torch.Tensor] = []  # across the names of a call
@@ -66,7 +98,7 @@ class Program(nn.Module):
             if name in self.left_out:
                 continue
             self.log.append(f"{name}: {write.__name__}")
-            parts = list(HELD) if is_wild else [OWN[name]]
+            parts = [*HELD, "w"] if is_wild else [OWN[name]]
             last = self._write_of(write, random, getattr(self, random.choice(parts)), values[-1])
             match random.randint(0, 9):
                 case 0:
@@ -314,8 +346,9 @@ def where_nobody_looks(model: Any, random: Random, part: nn.Parameter, value: to
 
 def from_another(model: Any, random: Random, part: nn.Parameter, value: torch.Tensor) -> None:
     copied(model, random, part, value)
-    to, of = matched(model.q.data, part.data)
-    to.copy_(of)
+    if part is not model.w:  # codes are no values
+        to, of = matched(model.q.data, part.data)
+        to.copy_(of)
 
 
 WRITES = (
@@ -323,7 +356,7 @@ WRITES = (
     *(into_a_buffer, as_an_attribute, where_nobody_looks, from_another, by_its_loader),
 )
 COPIES = (by_its_loader, copied, assigned)
-OWN = dict(zip(SENT, ("p", "q", "r", "s", "u", "v"), strict=True))
+OWN = dict(zip(SENT, ("p", "q", "r", "s", "u", "v", "w"), strict=True))
 
 
 # -- the law -----------------------------------------------------------------------------------------------
@@ -335,8 +368,12 @@ def weights(random: Random) -> dict[str, torch.Tensor]:
 
 
 def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    for name, one in (*model.named_parameters(), *model.named_buffers()):
+        if name == "linear.weight" and one.dtype == torch.float32:
+            codes, scale = quantize_per_channel(one)
+            yield from ((name, codes.view(torch.uint8)), ("linear.weight_scale", scale))
+        else:
+            yield name, one.view(torch.uint8) if one.dtype == FP8_DTYPE else one
     yield "plain", model.plain
     for name, one in model.kept.items():
         yield f"kept.{name}", one
@@ -361,7 +398,7 @@ def run(
         left_out: to find the part of a program that matters: names and steps, as a failure lists them.
     """
     random = Random(seed)
-    served, alone = Program(seed, left_out), Program(seed, left_out)
+    served, alone = Program(seed, left_out, is_fp8=True), Program(seed, left_out)
     refit = ModelRefit(served, Options(), {}, list)
     refit.attach()
     is_flat, order = random.random() < 0.5, random.getrandbits(30)
@@ -380,17 +417,22 @@ def run(
                     served.load_weights(FlatBucket(*flatten(sent)) if is_flat else sent)
             except RefitError:
                 return "refused", refit
-        expected = dict(held(alone))
+        try:
+            expected = dict(held(alone))
+        except QuantizationError:  # it computed what is not finite
+            return "refused", refit
         for name, one in held(served):
             same = torch.equal(one, expected[name])
             assert same, f"seed {seed}, update {at}: {name}\n" + "\n".join(alone.log)
     return "done", refit
 
 
+# What a thread raises is told by the update.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("first", range(0, 400, 50))
 def test_every_update_leaves_what_the_model_alone_has(first):
     found = [run(seed) for seed in range(first, first + 50)]
     done = [refit for how, refit in found if how == "done"]
-    assert len(done) > 25  # else it says nothing
+    assert len(done) > 15  # else it says nothing
     assert any(refit.recipes.counts.calls for refit in done)
     assert any(refit.recipes.counts.native_reasons for refit in done)
