@@ -188,7 +188,7 @@ class ModelRefit:
                 result = self._load_natively(call, sent, *args, **kw)
                 del sent
             else:
-                native = functools.partial(self._load_natively, call, list(bucket))
+                native = functools.partial(self._load_apart, call, bucket)
                 result = replay(call, bucket, recipe, self.recipes, self.report, native)
                 if self.derived.is_needed:
                     self.derived.refresh(bucket.names)
@@ -207,6 +207,9 @@ class ModelRefit:
         if recipe is None:
             check_bucket(bucket)
         return bucket, recipe
+
+    def _load_apart(self, call: Call, bucket: Bucket) -> Any:
+        return self._load_natively(call, apart(bucket))
 
     def _load_natively(self, call: Call, weights: Any, *args: Any, **kw: Any) -> Any:
         """SGLang's own `load_weights`, and whatever it does watched; returns what that returns."""
