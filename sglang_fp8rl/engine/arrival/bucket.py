@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ...errors import RefitError, as_text, listed
 from ...wire.layout_text import from_text
@@ -242,7 +243,7 @@ def apart(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    data = torch.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8))
+    data = from_dlpack(to_dlpack(tensor.detach().reshape(-1).view(torch.uint8)))
     return data.view(tensor.dtype).view(tensor.shape)
 
 
@@ -289,7 +290,8 @@ def check_bucket(bucket: Bucket) -> None:
             "Look for what the trainer's iterator yields again.",
         )
     for name, tensor in bucket if isinstance(bucket, TensorBucket) else ():
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        is_somewhere = tensor.layout is torch.strided and tensor.device.type != "meta"
+        if not is_somewhere or (tensor.numel() and not tensor.data_ptr()):
             raise RefitError(
                 name,
                 f"a tensor of layout {tensor.layout} on {tensor.device.type}",

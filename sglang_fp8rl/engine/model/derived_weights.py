@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import RefitError
 from ...numerics.fingerprint import tensor_number
-from ..interception import storage_of, unwatched
+from ..interception import extent_of, storage_of, unwatched
 from ..modules.method import DecidedMethod, ServedWithPackedScales
 from .kept_copies import KeptCopies
 from .parameters import held_tensors
@@ -97,15 +97,17 @@ class DerivedWeights:
         """The model derives nothing in here, and keeps every tensor that it has: nothing is loaded."""
         self._is_held_back = True
         before = self._bindings()
+        held = [(owner, dict(owner)) for one in self._modules.values() for owner in _owners(one)]
         try:
             yield
         finally:
             self._is_held_back = False
-            for key, new in self._bindings().items():
-                if key not in before:
-                    del new.owner[new.attribute]
+            for owner, content in held:
+                for attribute in owner.keys() - content.keys():
+                    del owner[attribute]
+                owner.update(content)
             for old in before.values():
-                old.owner[old.attribute] = old.tensor
+                old.bind()
 
     def end_of_update(self) -> None:
         """What no loader knows of: packed scales and copies."""
@@ -155,16 +157,20 @@ class DerivedWeights:
         moved: list[tuple[str, torch.Tensor]] = []
         try:
             yield moved
+        except BaseException:
+            with suppress(RefitError):  # the first error is the one to tell
+                moved += self._moved(before, puts_back=from_now_on)
+            raise
+        else:
+            moved += self._moved(before, puts_back=from_now_on)
         finally:
             self._are_placed = outer
-            moved += self._moved(before, puts_back=from_now_on)
 
     def _bindings(self) -> dict[tuple[int, str], _Binding]:
         """Every tensor that a module has a name for, and the memory that it lies in."""
         found = {}
         for name, module in self._modules.items():
-            owners: tuple[Any, ...] = (vars(module), module._buffers, module._parameters)
-            for owner in owners:
+            for owner in _owners(module):
                 for attribute, value in owner.items():
                     if isinstance(value, torch.Tensor):
                         place = f"{name}.{attribute}" if name else attribute
@@ -176,26 +182,66 @@ class DerivedWeights:
         self, before: dict[tuple[int, str], _Binding], *, puts_back: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
         after = self._bindings()
-        owners = Counter(
-            storage_of(one.data) for one in {id(b.tensor): b for b in before.values()}.values()
-        )
+        moved = [
+            (before.get(key), new)
+            for key, new in after.items()
+            if key not in before or not before[key].lies_where(new)
+        ]
+        yield from ((new.place, new.data) for _, new in moved)
         try:
-            for key, old in before.items():
-                if puts_back and key not in after:
-                    raise _changed(old, "no tensor any more")
-            for key, new in after.items():
-                known = before.get(key)
-                if known is None or not known.lies_where(new):
-                    yield new.place, new.data
-                    if known is not None and puts_back:
-                        was, now = storage_of(known.data), storage_of(new.data)
-                        if was != now and (owners[was] > 1 or owners[now]):
-                            raise _changed(known, "in memory that something else has, or had")
-                        _put_back(known, new)
+            gone = [old for key, old in before.items() if key not in after]
+            if gone and puts_back:
+                raise _changed(gone[0], "no tensor any more")
+            again = [(old, new) for old, new in moved if old is not None] if puts_back else []
+            if again:
+                _check_apart(before, after, again)
+            for old, new in again:
+                _put_back(old, new)
         except RefitError:
             for old in before.values():  # or the next update would find it as it is now
                 old.bind()
             raise
+
+
+def _owners(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """Where a module holds tensors by name."""
+    return vars(module), module._buffers, module._parameters
+
+
+def _check_apart(
+    before: Mapping[tuple[int, str], _Binding],
+    after: Mapping[tuple[int, str], _Binding],
+    again: Iterable[tuple[_Binding, _Binding]],
+) -> None:
+    """Check that a value which goes back into the memory it had overwrites no other name's.
+
+    Raises:
+        RefitError: it has memory that another name had, or leaves memory that another name stays in; or what it
+            has is a name's that is new, and would keep it.
+    """
+    had: defaultdict[int, list[tuple[tuple[int, str], _Binding]]] = defaultdict(list)
+    for key, one in before.items():
+        had[storage_of(one.data)].append((key, one))
+    is_new = {storage_of(one.data) for key, one in after.items() if key not in before}
+    for old, new in again:
+        was, now = storage_of(old.data), storage_of(new.data)
+        if was == now and old.data.storage_offset() == new.data.storage_offset():
+            continue
+        stays = any(
+            key not in after or storage_of(after[key].data) != now
+            for key, one in had[was]
+            if one.tensor is not old.tensor and _overlap(one.data, old.data)
+        )
+        taken = any(
+            one.tensor is not old.tensor and _overlap(one.data, new.data) for _, one in had[now]
+        )
+        if stays or taken or now in is_new:
+            raise _changed(old, "in memory that another name has, or had")
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    (start, end), (first, last) = extent_of(one), extent_of(other)
+    return start < last and first < end
 
 
 class _Deriver:

@@ -43,7 +43,7 @@ class Audit:
     def finished(self, call: Call) -> None:
         """A call came to its end: NaN, unknown names, open halves, nothing at all."""
         call.errors.update(_not_finite_errors(call.not_finite))
-        call.errors |= {error.subject: str(error) for error in call.raised}
+        call.errors |= dict(call.raised.values())
         passed = self._received(call)
         unknown = [name for name in self._without_reason(call) if name not in passed]
         if not call.update.origin.is_serving:
@@ -75,8 +75,10 @@ class Audit:
         if not isinstance(error, Fp8RlError):
             call.stopped_at = call.sources.latest_name
             told = _foreign_error(call.stopped_at, error, self._report.names.known)
-        call.errors |= {one.subject: str(one) for one in call.raised if one is not told}
-        call.errors.setdefault(call.stopped_at, str(told))
+        call.errors |= dict(call.raised.values())
+        key = told.subject if isinstance(told, Fp8RlError) else call.stopped_at
+        if str(told) not in call.errors.values():
+            call.errors[key] = " | ".join([*filter(None, [call.errors.get(key)]), str(told)])
         if call.brings is None:  # refused before anything was looked at
             call.update.refit = self._report.fail(call.errors.values(), call.update)
             if self._report.log.running is None:  # else it was another client's, who goes on
@@ -85,7 +87,7 @@ class Audit:
             self._derived.refresh(call.touched)
             self._add_what_is_left(call)
             self._close(call)
-        return call.error if len(call.errors) > 1 else told
+        return told if list(call.errors.values()) == [str(told)] else call.error
 
     def _add_what_is_left(self, call: Call) -> None:
         """What was found by then, and what never had its turn."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...errors import MAX_LISTED, Fp8RlError, RefitError
+from ...errors import MAX_LISTED, RefitError
 from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source, SourceIndex
 from ..arrival.update import Origin, Update
@@ -31,8 +31,8 @@ class Call:
         brings: what is known of it before it is read; None as long as nothing was looked at.
         recording: what the loaders do with this bucket, where it may be replayed later.
         errors: names, and what went wrong with them.
-        raised: what was raised at a write, whether or not the model let it through: some catch what their
-            loaders raise, and a thread's is nobody's.
+        raised: what was raised at a write, by name and place, and not made good: subject and text. Some models
+            catch what their loaders raise, and a thread's is nobody's.
         touched: names that reached the model.
         stopped_at: the name whose loader raised.
         not_finite: per write, the name and a bool tensor of blocks that kept their old bytes.
@@ -47,7 +47,7 @@ class Call:
     brings: Arrived | None = None
     recording: Recording | None = None
     errors: dict[str, str] = field(default_factory=dict)
-    raised: list[Fp8RlError] = field(default_factory=list)
+    raised: dict[tuple, tuple[str, str]] = field(default_factory=dict)
     touched: set[str] = field(default_factory=set)
     stopped_at: str = ""
     not_finite: list[tuple[str, torch.Tensor]] = field(default_factory=list)

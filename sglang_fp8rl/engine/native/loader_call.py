@@ -28,14 +28,26 @@ _NOT_SENT = "SGLang writes what was not sent"
 
 
 @contextmanager
-def _noted(call: Call, name: str) -> Iterator[None]:
-    """What is raised in here fails the call, even if the model catches it."""
+def _noted(call: Call, name: str, target: Target) -> Iterator[None]:
+    """What is raised in here fails the call, even if the model catches it, unless it tries again and succeeds."""
     try:
         yield
     except Fp8RlError as error:
         call.stopped_at = name
-        call.raised.append(error)
+        call.raised[name, target.index] = error.subject, str(error)
         raise
+    call.raised.pop((name, target.index), None)
+
+
+def _refit_error_and(kind: type[Exception]) -> type[RefitError]:
+    """Some models catch a `TypeError` of their loader, and call it with fewer arguments."""
+    if issubclass(RefitError, kind):
+        return RefitError
+    return type("RefitError", (RefitError, kind), {"__reduce__": _as_refit_error})
+
+
+def _as_refit_error(error: RefitError) -> tuple[Any, tuple[str, ...]]:
+    return RefitError, (error.subject, error.value, error.rule, error.remedy)
 
 
 class LoaderCalls:
@@ -71,14 +83,14 @@ class LoaderCalls:
             )
         made = call.sources.made_of(loaded)
         name = made.name or call.sources.latest_name or target.name
-        with _noted(call, name):
+        with _noted(call, name, target):
             try:
                 with call.lane():
                     self._load(call, target, native, made, name, loaded, args, kwargs)
             except Fp8RlError:
                 raise
             except (AssertionError, RuntimeError, ValueError, TypeError, IndexError) as error:
-                raise RefitError(
+                raise _refit_error_and(type(error))(
                     name,
                     f"{loaded.dtype} of shape {tuple(loaded.shape)} for {target.name} "
                     f"{tuple(target.parameter.shape)}",
@@ -95,7 +107,7 @@ class LoaderCalls:
         source = write.source
         made = UNKNOWN if source is None else call.sources.made_of(source)
         name = made.name or target.name
-        with _noted(call, name), call.lane():
+        with _noted(call, name, target), call.lane():
             if source is not None and (made.is_scale or source.dtype == _FP8):
                 raise RefitError(
                     name,

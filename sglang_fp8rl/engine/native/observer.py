@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ...errors import Fp8RlError, RefitError
+from ...errors import RefitError
 from ..arrival.sent_tensors import Source, SourceIndex
 from ..interception import (
     OperationKind,
@@ -69,7 +69,7 @@ class Observer:
         sources: the tensors that are sent.
         memory: of the model.
         store: does a write into a target that no loader was called for.
-        raised: gets what is raised here.
+        raised: as `Call.raised`.
         stores: False for a probe on `meta`, which writes nothing.
 
     Attributes:
@@ -82,7 +82,7 @@ class Observer:
         sources: SourceIndex,
         memory: ModelMemory,
         store: Callable[[Target, Write], None],
-        raised: list[Fp8RlError],
+        raised: dict[tuple, tuple[str, str]],
         *,
         stores: bool,
     ) -> None:
@@ -261,7 +261,7 @@ class Observer:
                 "what is served in FP8 is written by copies, which are cast with their scales",
                 "Add the module to ignored_layers.",
             )
-            self._raised.append(error)
+            self._raised[(place,)] = error.subject, str(error)
             raise error
         self.leave_native(sources, f"SGLang writes {place} by itself ({func})")
         self._sources.consume(sources)

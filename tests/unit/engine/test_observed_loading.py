@@ -395,6 +395,64 @@ class FilledTail(Toy):
         parameter.data[len(tensor) :].fill_(0)
 
 
+class Retrying(Toy):
+    """EmbeddingGemma 2: a loader that takes no shard is called again without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight.weight_loader = lambda parameter, loaded: parameter.data.copy_(loaded)
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name != "b.weight":
+            super().load(name, tensor)
+            return
+        try:
+            self.b.weight.weight_loader(self.b.weight, tensor, "q")
+        except TypeError:
+            self.b.weight.weight_loader(self.b.weight, tensor)
+
+
+class Halves(Toy):
+    """Two names of one tensor that is made anew at each load."""
+
+    def load_weights(self, weights: Named) -> None:
+        super().load_weights(weights)
+        self.low, self.high = (2 * self.a.weight.data).chunk(2)
+
+
+class Merged(Toy):
+    """Kimi K3: two parameters become views of one tensor that is joined at each load."""
+
+    def load_weights(self, weights: Named) -> None:
+        super().load_weights(weights)
+        self.fused = torch.cat([self.a.weight.data, self.b.weight.data])
+        self.a.weight.data, self.b.weight.data = self.fused[:6], self.fused[6:]
+
+
+class SwappedViews(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = torch.arange(8.0)
+        self.front, self.back = self.ring[:4], self.ring[4:]
+
+    def load_weights(self, weights: Named) -> None:
+        super().load_weights(weights)
+        self.front, self.back = self.back, self.front
+
+
+class NoneFirst(Toy):
+    """What is made at the first load, and was None before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: torch.Tensor | None = None
+
+    def load_weights(self, weights: Named) -> None:
+        super().load_weights(weights)
+        if self.cache is None:
+            self.cache = torch.zeros(3)
+
+
 class Swapped(Toy):
     """Two buffers that take turns."""
 
@@ -515,12 +573,12 @@ def check_same(refit: ModelRefit, fresh: ModelRefit) -> None:
 
 REPLAYED = (
     *(Toy, Scalar, Buffer, Slices, Beside, Wrapped, Threads, ThreadsOfSlices, Shared, Default),
-    *(Running, FilledTail, Warning),
+    *(Running, FilledTail, Warning, Retrying, NoneFirst),
 )
 NATIVE = (
     *(Refreshed, Joined, Broadcast, Computed, Added, Value, OfWhatWasSent, Rebound, Padded, Listed),
     *(ThreadsThatRead, Zeroed, ZeroedInPart, Overwritten, ZeroedByItsLoader, Catching, Attribute),
-    *(OneAtATime, DefaultBeside, KeptByLoader),
+    *(OneAtATime, DefaultBeside, KeptByLoader, Halves, Merged),
 )
 
 
@@ -607,6 +665,27 @@ def test_a_tensor_is_seen_to_be_kept_where_the_one_before_it_was():
     assert refit.model.listed["a.weight"].data_ptr() == staged["a.weight"].data_ptr()
 
 
+def test_a_probe_leaves_what_was_none_as_it_was():
+    model = NoneFirst()
+    sent = [(name, one.to("meta")) for name, one in weights(model, 0).items()]
+    refit = ModelRefit(model, Options(), {}, lambda: sent)
+    refit.attach()
+    refit.note_loaded()
+    assert model.cache is None
+
+
+def test_both_errors_are_told_where_the_first_is_caught():
+    class Stubborn(Warning):
+        def load(self, name: str, tensor: torch.Tensor) -> None:
+            super().load(name, tensor)
+            if tensor.shape != (6, 4):
+                raise KeyError("something else")
+
+    refit = loaded(Stubborn, 0)
+    with pytest.raises(RefitError, match=r"(?s)shape \(5, 4\).*something else"):
+        update(refit, weights(refit.model, 1) | {"b.weight": torch.zeros(5, 4)})
+
+
 def test_what_was_forgotten_in_a_circle_is_not_kept():
     class Circle(Toy):
         def load_weights(self, weights: Named) -> None:
@@ -638,11 +717,12 @@ def test_tensors_that_share_memory_are_told_apart():
     check_same(refit, loaded(First, 2))
 
 
-def test_values_that_change_places_are_refused_every_time():
-    refit = loaded(Swapped, 0)
+@pytest.mark.parametrize("kind", [Swapped, SwappedViews])
+def test_values_that_change_places_are_refused_every_time(kind):
+    refit = loaded(kind, 0)
     places = {name: one.data_ptr() for name, one in held(refit).items()}
     for seed in (1, 2):
-        with pytest.raises(RefitError, match="in memory that something else has"):
+        with pytest.raises(RefitError, match="in memory that another name has"):
             update(refit, weights(refit.model, seed))
         assert {name: one.data_ptr() for name, one in held(refit).items()} == places
 
