@@ -46,8 +46,7 @@ def judged(architecture: str, builder: Builder) -> Row:
             row.kind, row.reasons = "refused", [_line(error)]
             return row
     counts = refit.recipes.counts
-    row.native = 0 if counts.calls else len(shapes)
-    row.kind = "native" if row.native else "replayed"
+    row.kind = "replayed" if counts.calls else "native"
     row.reasons = sorted(counts.native_reasons)
     fresh, _ = builder.build()
     builder.load(fresh, list(_weights(shapes, 2).items()))

@@ -19,7 +19,6 @@ class Row:
         architecture: its name in SGLang's registry.
         kind: one of `KINDS`.
         names: tensors that were sent.
-        native: of these, left to SGLang's loaders at every update.
         reasons: why it is native, refused or not built.
         silent: places whose bytes differ from those of a fresh load, without a reason given.
         named_by: where the names of its checkpoint come from.
@@ -29,7 +28,6 @@ class Row:
     architecture: str
     kind: str
     names: int = 0
-    native: int = 0
     reasons: list[str] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
     named_by: str = ""

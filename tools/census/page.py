@@ -11,7 +11,7 @@ from .results import FOLDER, described
 
 _TITLES = {
     "replayed": "An update is written from its recipe, and leaves the bytes of a fresh load",
-    "native": "The same bytes; these tensors go through SGLang's loaders at every update",
+    "native": "The same bytes; an update goes through SGLang's loaders every time",
     "refused": "The server does not start, or the update fails, and says why",
     "not built": "Nothing is known: no small model of it could be loaded here",
 }
@@ -53,7 +53,7 @@ def _table(rows: list[Row]) -> list[str]:
 
 
 def _counted(row: Row) -> str:
-    return f"{row.architecture} ({row.native} of {row.names})" if row.native else row.architecture
+    return f"{row.architecture} ({row.names})" if row.kind == "native" else row.architecture
 
 
 def _escaped(text: Any) -> str:

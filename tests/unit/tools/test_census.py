@@ -97,7 +97,7 @@ def any_algorithm():
 
 def test_copies_are_replayed_and_not_silent():
     row = judged("Plain", Builder(Plain))
-    assert (row.kind, row.names, row.native, row.silent, row.reasons) == ("replayed", 2, 0, [], [])
+    assert (row.kind, row.names, row.silent, row.reasons) == ("replayed", 2, [], [])
 
 
 @pytest.mark.parametrize(("kind", "place"), [(First, ".first"), (Unseen, "table")])
@@ -181,7 +181,7 @@ def test_a_config_is_shrunk_with_all_of_its_parts():
 def test_an_outcome_that_is_not_on_file_is_a_change(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(page, "FOLDER", tmp_path)
-    rows = [Row("A", "replayed", names=3), Row("B", "native", native=1, names=2, reasons=["x|y"])]
+    rows = [Row("A", "replayed", names=3), Row("B", "native", names=2, reasons=["x|y"])]
     path = results.write(rows)
     assert results.changed(rows) == []
     assert results.changed([Row("A", "refused"), rows[1]]) == ["A: refused, on file replayed"]
@@ -190,5 +190,5 @@ def test_an_outcome_that_is_not_on_file_is_a_change(tmp_path, monkeypatch):
     text = page.section()
     assert results.provenance()["commit"] in text
     assert "A (3)" in text
-    assert "| B (1 of 2) | x\\|y |" in text
+    assert "| B (2) | x\\|y |" in text
     assert path.parent == tmp_path
