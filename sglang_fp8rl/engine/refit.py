@@ -125,7 +125,7 @@ class ModelRefit:
     def weights_lost(self) -> None:
         """Their memory was given back, or filled by somebody else: all of them have to come again."""
         self.report.weights_lost()
-        self.recipes.forget()  # the padding that a loader fills once is not written by them
+        self.recipes.forget()
 
     def wait_for_device(self) -> None:
         """A forward pass that SGLang overlaps with requests reads old codes with old scales to its end."""

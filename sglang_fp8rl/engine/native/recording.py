@@ -44,10 +44,9 @@ class Recording:
         sent: its tensors as the loaders get them (`apart`).
 
     Attributes:
-        targets: that anything was written into, by index.
         fills: writes of no sent tensor (the padding of a vocabulary).
         exponents: positions of scales that have to be powers of two.
-        waiting: halves of pairs whose other half has not come, by position.
+        waiting: how many halves of pairs, whose other half has not come.
         refused: reasons why buckets like this one are left to the native loaders.
     """
 
@@ -55,9 +54,8 @@ class Recording:
         self.bucket, self._storages = bucket, [one.untyped_storage() for _, one in sent]
         self.samples: list[Sample] = []
         self.exponents: list[int] = []
-        self.targets: dict[int, Target] = {}
         self.fills: list[tuple[Target, Write]] = []
-        self.waiting: Counter[int] = Counter()
+        self.waiting = 0
         self.refused: dict[str, None] = {}
         # Flat, so that 18,000 of each become an array at once.
         self._rows, self._of_rows, self._boxes = array("q"), array("q"), array("q")
@@ -125,7 +123,6 @@ class Recording:
         if len(fitting) < len(pieces):
             return False
         with self._lock:
-            self.targets[target.index] = target
             for at, piece in enumerate(fitting):
                 self._rows.extend(piece.row())
                 self._of_rows.append(sources[at % len(sources)].position)
@@ -175,7 +172,7 @@ class Recording:
             self.refused["half of an FP8 pair that was not sent"] = None
             return
         with self._lock:
-            self.waiting[source.position] += 1
+            self.waiting += 1
 
     def add_pair(self, pair: Pair, copies: list[PairCopy], boxes: list[int]) -> None:
         """The other half came too, and this is what was copied."""
@@ -183,7 +180,7 @@ class Recording:
         if weight is None or scale is None:
             return
         with self._lock:
-            self.waiting.subtract([weight.position, scale.position])
+            self.waiting -= 2
             if copies and target.takes_packed_scales:
                 self.exponents.append(scale.position)
         pieces = [one for copy in copies for one in self._pair_pieces(weight, scale, target, copy)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +14,7 @@ from ...numerics.backends import make_runner
 from ...numerics.write_table import CastTable
 from ..arrival.bucket import FlatBucket
 from ..interception import extent_of, storage_of
+from ..model.parameters import Target
 from ..native.call import Call
 from ..native.recording import Recording
 from ..report.report import RefitReport
@@ -32,12 +33,14 @@ def learn(
     """After a call that succeeded: keep its recipe, or count why there is none."""
     counts = recipes.counts
     counts.native_calls += 1
-    reasons = set(_why_native(recording, report, call))
+    targets = np.unique(recording.boxes[:, 0])
+    owners = [report.targets[at] for at in targets.tolist()]
+    reasons = set(_why_native(recording, report, call, owners))
     if reasons == {_KEPT}:
         gc.collect()  # what the model forgot in a circle
         reasons = {_KEPT} if recording.is_kept() else set()
     if not reasons:
-        recipe = recipe_of(recording, call, options)
+        recipe = _recipe_of(recording, call, options, targets, owners)
         if recipe is not None:
             recipes.add(recording.bucket, recipe)
             return
@@ -46,7 +49,9 @@ def learn(
     counts.native_reasons.update(reasons)
 
 
-def _why_native(recording: Recording, report: RefitReport, call: Call) -> Iterator[str]:
+def _why_native(
+    recording: Recording, report: RefitReport, call: Call, owners: Sequence[Target]
+) -> Iterator[str]:
     """Why buckets of this layout are left to SGLang's loaders; nothing, if all that is done with them is copying.
 
     All or nothing: what a model does with one tensor may depend on whether others came, and Python does not
@@ -55,17 +60,16 @@ def _why_native(recording: Recording, report: RefitReport, call: Call) -> Iterat
     yield from recording.refused
     yield from call.observer.native.values()
     yield from call.observer.unsourced
-    if any(recording.waiting.values()):
+    if recording.waiting:
         yield "half of an FP8 pair, the other is in another bucket"
     known = {*call.touched, *call.unneeded, *call.kv_scales}
     if not known.issuperset(recording.bucket.names):
         yield "no loader was called by name for some of it"
     if recording.is_kept():
         yield _KEPT
-    targets, boxes = recording.boxes.T
-    if report.coverage.overlap(boxes):
+    if report.coverage.overlap(recording.boxes[:, 1]):
         yield "two tensors of it are written to one place"
-    parameters = [report.targets[at].parameter for at in np.unique(targets).tolist()]
+    parameters = [one.parameter for one in owners]
     if len({one.device for one in parameters}) > 1:
         yield "its parameters are on several devices"
     spans = sorted((storage_of(one), *extent_of(one)) for one in parameters)
@@ -73,11 +77,19 @@ def _why_native(recording: Recording, report: RefitReport, call: Call) -> Iterat
         yield "two parameters of it share memory"
 
 
-def recipe_of(recording: Recording, call: Call, options: Options) -> Recipe | None:
-    """The recipe of a call in which all was copied; None without kernels for the device."""
-    bucket, boxes, of_rows = recording.bucket, recording.boxes, recording.of_rows
-    targets = np.unique(boxes[:, 0])
-    owners = [recording.targets[at] for at in targets.tolist()]
+def _recipe_of(
+    recording: Recording,
+    call: Call,
+    options: Options,
+    targets: np.ndarray,
+    owners: Sequence[Target],
+) -> Recipe | None:
+    """The recipe of a call in which all was copied; None without kernels for the device.
+
+    Args:
+        targets: numbers of the `owners` of what is written.
+    """
+    bucket = recording.bucket
     memory = [tensor for one in owners for tensor in (one.parameter, one.scale)]
     runner = make_runner(
         CastTable.of_rows(recording.rows, tuple(one for one in memory if one is not None)),
@@ -92,11 +104,11 @@ def recipe_of(recording: Recording, call: Call, options: Options) -> Recipe | No
     return Recipe(
         layout=bucket.layout,
         brings=call.brings._replace(has_taken=bool(call.touched)),
-        positions=of_rows,
+        positions=recording.of_rows,
         runner=runner,
         fills=recording.fills,
         kv_scales=[at for at, name in enumerate(bucket.names) if name in aside] if aside else [],
-        regions=boxes[:, 1].copy(),
+        regions=recording.boxes[:, 1].copy(),
         targets=targets,
         samples=recording.samples,
         owners=[(one.parameter, one.parameter.data_ptr()) for one in owners],

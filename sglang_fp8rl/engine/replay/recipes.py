@@ -108,7 +108,7 @@ class RecipeStore:
             self._recipes.popitem(last=False)
 
     def forget(self) -> None:
-        """What was written once and is not written again is gone with the memory."""
+        """Their memory is gone: what comes into the new one is recorded anew."""
         self._recipes.clear()
 
     def count_replayed(self, recipe: Recipe) -> None:

@@ -550,6 +550,15 @@ def loaded(kind: type[nn.Module], seed: int) -> ModelRefit:
     return refit
 
 
+def unloaded(kind: type[nn.Module]) -> ModelRefit:
+    """As a server whose weights are dummies: names are learnt by a probe."""
+    model = kind()
+    sent = [(name, one.to("meta")) for name, one in weights(model, 0).items()]
+    refit = ModelRefit(model, Options(), {}, lambda: sent)
+    refit.attach()
+    return refit
+
+
 def held(refit: ModelRefit) -> dict[str, torch.Tensor]:
     """Everything that the model's modules hold."""
     found = dict(refit.model.named_parameters()) | dict(refit.model.named_buffers())
@@ -666,12 +675,9 @@ def test_a_tensor_is_seen_to_be_kept_where_the_one_before_it_was():
 
 
 def test_a_probe_leaves_what_was_none_as_it_was():
-    model = NoneFirst()
-    sent = [(name, one.to("meta")) for name, one in weights(model, 0).items()]
-    refit = ModelRefit(model, Options(), {}, lambda: sent)
-    refit.attach()
+    refit = unloaded(NoneFirst)
     refit.note_loaded()
-    assert model.cache is None
+    assert refit.model.cache is None
 
 
 def test_both_errors_are_told_where_the_first_is_caught():
@@ -763,10 +769,7 @@ def test_no_name_that_reaches_the_model_is_unknown_or_unused(kind):
     [one for one in (*REPLAYED, *NATIVE) if one is not Rebound],
 )
 def test_a_probe_learns_what_a_load_learns_and_changes_nothing(kind):
-    model = kind()
-    sent = [(name, one.to("meta")) for name, one in weights(model, 0).items()]
-    refit = ModelRefit(model, Options(), {}, lambda: sent)
-    refit.attach()
+    refit = unloaded(kind)
     before = {name: (one, one.clone()) for name, one in held(refit).items()}
     refit.note_loaded()
     refit.report.start_call(Update(Origin.TENSOR), refit.report.brought.numbers_of([]))
@@ -784,13 +787,10 @@ def test_a_probe_learns_what_a_load_learns_and_changes_nothing(kind):
 
 def test_a_refit_whose_extent_can_t_be_learnt_fails_and_says_so():
     """torch does not let a parameter's data become one without values."""
-    model = Rebound()
-    sent = [(name, one.to("meta")) for name, one in weights(model, 0).items()]
-    refit = ModelRefit(model, Options(), {}, lambda: sent)
-    refit.attach()
+    refit = unloaded(Rebound)
     refit.note_loaded()
     with refit.during(Update(Origin.TENSOR)):
-        refit.model.load_weights(list(weights(model, 1).items()))
+        refit.model.load_weights(list(weights(refit.model, 1).items()))
     (why,) = refit.report.verdict().failures
     assert "b.weight" in why
     assert "--load-format dummy" in why
