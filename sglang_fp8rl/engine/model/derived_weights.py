@@ -24,7 +24,7 @@ import torch
 
 from ...errors import RefitError
 from ...numerics.fingerprint import tensor_number
-from ..interception import extent_of, storage_of, unwatched
+from ..interception import storage_of, unwatched
 from ..modules.method import DecidedMethod, ServedWithPackedScales
 from .kept_copies import KeptCopies
 from .parameters import held_tensors
@@ -216,32 +216,20 @@ def _check_apart(
     """Check that a value which goes back into the memory it had overwrites no other name's.
 
     Raises:
-        RefitError: it has memory that another name had, or leaves memory that another name stays in; or what it
-            has is a name's that is new, and would keep it.
+        RefitError: it lies in a storage that a name had before, or that a new name has, which would keep it; or
+            it leaves a storage that not every name moved from to the same other one.
     """
-    had: defaultdict[int, list[tuple[tuple[int, str], _Binding]]] = defaultdict(list)
+    lies_in = {key: storage_of(one.data) for key, one in after.items()}
+    is_new = {storage for key, storage in lies_in.items() if key not in before}
+    moved_to: defaultdict[int, set[int | None]] = defaultdict(set)
     for key, one in before.items():
-        had[storage_of(one.data)].append((key, one))
-    is_new = {storage_of(one.data) for key, one in after.items() if key not in before}
+        moved_to[storage_of(one.data)].add(lies_in.get(key))
     for old, new in again:
         was, now = storage_of(old.data), storage_of(new.data)
         if was == now and old.data.storage_offset() == new.data.storage_offset():
             continue
-        stays = any(
-            key not in after or storage_of(after[key].data) != now
-            for key, one in had[was]
-            if one.tensor is not old.tensor and _overlap(one.data, old.data)
-        )
-        taken = any(
-            one.tensor is not old.tensor and _overlap(one.data, new.data) for _, one in had[now]
-        )
-        if stays or taken or now in is_new:
+        if moved_to[was] != {now} or now in moved_to or now in is_new:
             raise _changed(old, "in memory that another name has, or had")
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    (start, end), (first, last) = extent_of(one), extent_of(other)
-    return start < last and first < end
 
 
 class _Deriver:

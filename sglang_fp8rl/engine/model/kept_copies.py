@@ -10,6 +10,7 @@ any weight is a cache or work space: updates leave it as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 
 import torch
 
@@ -65,8 +66,8 @@ class KeptCopies:
 
     def _explain(self, place: str, made: torch.Tensor, candidates: list[Target]) -> None:
         equal = [target for target in candidates if _is_copy(made, target.parameter.data)]
-        near = max((_common(place, target.name) for target in equal), default=0)
-        nearest = [target for target in equal if _common(place, target.name) == near]
+        shared = [_levels_shared(place, target.name) for target in equal]
+        nearest = [one for one, count in zip(equal, shared, strict=True) if count == max(shared)]
         if len(nearest) > 1:
             raise HostError(
                 place,
@@ -100,11 +101,7 @@ def _is_copy(made: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def _common(place: str, name: str) -> int:
+def _levels_shared(place: str, name: str) -> int:
     """How many levels of the model two places share."""
-    count = 0
-    for one, other in zip(place.split("."), name.split("."), strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    levels = zip(place.split("."), name.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], levels))
