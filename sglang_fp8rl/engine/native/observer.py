@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -233,7 +234,8 @@ class Observer:
         ):
             if written:
                 return args[0]
-            args, kwargs = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+            to_meta = methodcaller("to", "meta")
+            args, kwargs = tree_map_only(torch.Tensor, to_meta, (args, kwargs))
         result = func(*args, **kwargs)
         if not written:
             for tensor in tensors_in(result):
@@ -248,9 +250,8 @@ class Observer:
         place = self._memory.place_of(tensor)
         if not place:
             made = self._sources.made_of(tensor)
-            if (
-                made.is_view
-            ):  # gpt-oss zeroes a sent bias: a copy of it is no copy of what comes next time
+            if made.is_view:
+                # gpt-oss zeroes a sent bias: a copy of it is no copy of what comes next time.
                 self.leave_native(made.sources, f"SGLang writes into it while loading ({func})")
             self._sources.derive(tensor, sources, adds=True)
             return True
@@ -293,10 +294,6 @@ class _Thread(threading.local):
         self.is_watched = False
         self.loader: LoaderWrites | None = None
         self.read: torch.Tensor | None = None
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("meta")
 
 
 # What Python reads of a tensor without values, in a probe: a number that loaders can divide by.

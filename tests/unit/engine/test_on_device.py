@@ -47,7 +47,7 @@ def test_a_bucket_of_any_kind_comes_over_in_one_copy(make):
         moved = bucket.on_device(ELSEWHERE)
     assert transfers.count == 1
     assert type(moved) is type(bucket)
-    assert moved.devices == {ELSEWHERE}
+    assert {one.device for _, one in moved} == {ELSEWHERE}
     assert moved.names == bucket.names
     for (_, one), (_, other) in zip(bucket, moved, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -66,7 +66,7 @@ def test_only_what_lies_elsewhere_is_copied():
     with Transfers() as transfers:
         moved = TensorBucket(mixed).on_device(ELSEWHERE)
     assert transfers.count == 1
-    assert moved.devices == {ELSEWHERE}
+    assert {one.device for _, one in moved} == {ELSEWHERE}
     assert next(iter(moved))[1] is mixed[0][1]
 
 
