@@ -190,33 +190,10 @@ class Write:
     stride: tuple[int, ...]
     region: Region | None
 
-    def taken_from(self, loaded: torch.Tensor) -> Part | None:
-        """Which part of `loaded` is written; None for what is no plain view of it."""
-        source = self.source
-        if source is None or source.dtype != loaded.dtype:
-            return None
-        (first, last), (start, end) = extent_of(loaded), extent_of(source)
-        # Of another tensor in the same memory, or of another memory.
-        if storage_of(source) != storage_of(loaded) or not (first <= start and end <= last):
-            return None
-        return Part(start - first, tuple(source.shape), tuple(source.stride()))
-
     def destination(self, parameter: torch.Tensor) -> torch.Tensor:
         """The view of the real parameter that this write lands in."""
         data = parameter.data
         return data.as_strided(self.shape, self.stride, data.storage_offset() + self.offset)
-
-
-class Part(NamedTuple):
-    """A view of a tensor that is sent, by its place in it: `offset`, `shape` and `stride` in elements."""
-
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def of(self, loaded: torch.Tensor) -> torch.Tensor:
-        """The same part of another tensor of that layout."""
-        return loaded.as_strided(self.shape, self.stride, loaded.storage_offset() + self.offset)
 
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -226,6 +203,19 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
         return first, first
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return first, first + 1 + sum((size - 1) * step for size, step in steps)
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of the first byte that a tensor touches, and the one behind the last."""
+    first, last = extent_of(tensor)
+    start = tensor.data_ptr()
+    return start, start + (last - first) * tensor.element_size()
+
+
+def offset_within(span: tuple[int, int], view: torch.Tensor) -> int | None:
+    """Elements from the start of a span of memory to that of a view; None unless all of that lies in it."""
+    (start, end), (first, last) = span, span_of(view)
+    return (first - start) // view.element_size() if start <= first and last <= end else None
 
 
 def write_into(

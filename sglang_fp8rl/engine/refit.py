@@ -36,14 +36,12 @@ from .model.parameters import (
 )
 from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
-from .native.audit import Audit
 from .native.call import Call, Calls, StreamLane
 from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
 from .native.recording import Recording
-from .replay.learning import learn
-from .replay.recipes import Recipe, RecipeStore, replay
+from .replay.recipes import Recipe, RecipeStore, learn, replay
 from .report.report import RefitReport
 
 
@@ -76,8 +74,7 @@ class ModelRefit:
         self.sender_memory = SenderMemory()
         self._probe_names = probe_names
         self.extensions = [kind(self) for kind in extensions()]
-        self._audit = Audit(model, options, self.pairs, self.report, self.derived, self.extensions)
-        self.calls = Calls(self.report, self.pairs, self._audit.finished, self._audit.stopped)
+        self.calls = Calls(model, options, self.pairs, self.report, self.derived, self.extensions)
         self.during = self.calls.during
         self._loaders = LoaderCalls(options, self.pairs, self.report)
         self._load_weights = load_parts_singly(model)  # before its loaders are wrapped
@@ -180,6 +177,7 @@ class ModelRefit:
                 self.derived.kept_copies.look(self._written())
             if self._device is not None and self._device.type != "meta":
                 call.lane = StreamLane(self._device).entered
+            result: Any = None
             if bucket is None:
                 result = self._load_natively(call, weights, *args, **kw)
             elif recipe is None:
@@ -188,8 +186,7 @@ class ModelRefit:
                 result = self._load_natively(call, sent, *args, **kw)
                 del sent
             else:
-                native = functools.partial(self._load_apart, call, bucket)
-                result = replay(call, bucket, recipe, self.recipes, self.report, native)
+                replay(call, bucket, recipe, self.recipes, self.report)
                 if self.derived.is_needed:
                     self.derived.refresh(bucket.names)
         if call.recording is not None:
@@ -207,9 +204,6 @@ class ModelRefit:
         if recipe is None:
             check_bucket(bucket)
         return bucket, recipe
-
-    def _load_apart(self, call: Call, bucket: Bucket) -> Any:
-        return self._load_natively(call, apart(bucket))
 
     def _load_natively(self, call: Call, weights: Any, *args: Any, **kw: Any) -> Any:
         """SGLang's own `load_weights`, and whatever it does watched; returns what that returns."""
@@ -239,7 +233,7 @@ class ModelRefit:
                 )
             sources = call.sources.made_of(made_anew).sources
             observer.leave_native(sources, f"SGLang makes {place} anew while loading")
-            call.touch(sources)
+            call.sources.consume(sources)
         if not call.update.origin.is_serving:
             self.names.made_into(observer.native, call.sources.consumed)
         return result
@@ -271,7 +265,7 @@ class ModelRefit:
         try:
             with torch.no_grad(), self.derived.held_back(), self.calls.probing(call):
                 self._load_natively(call, self._probe_names())
-            self._audit.note_names(call)
+            self.calls.note_names(call)
         except Exception as error:
             # SGLang's loaders, on tensors without values: half of the names would be worse than none.
             self.names.forget()

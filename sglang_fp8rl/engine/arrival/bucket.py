@@ -22,6 +22,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ...errors import RefitError, as_text, listed
 from ...wire.layout_text import from_text
+from ..interception import span_of
 
 _SHAPE, _DTYPE, _NAME = attrgetter("shape"), attrgetter("dtype"), attrgetter("name")
 _DEVICE = attrgetter("device")
@@ -75,25 +76,20 @@ class TensorBucket:
     def tensor(self, position: int) -> torch.Tensor:
         return self._tensors[position]
 
-    @property
-    def devices(self) -> set[torch.device]:
-        return set(map(_DEVICE, self._tensors))
-
     def on_device(self, device: torch.device) -> TensorBucket:
         """The bucket itself where all of it lies on `device`; else one whose tensors do.
 
         A trainer on a CPU, or one payload for all ranks of a node: recorded and replayed as any other from then
         on, by the same recipe. Takes memory of the bucket's size on `device` until the call ends, and as much on
-        the device that tensors come from. One copy for each other device.
+        the device that the first of these tensors comes from. One copy.
         """
-        if self.devices == {device}:
+        if set(map(_DEVICE, self._tensors)) == {device}:
             return self
         pairs = list(self)
-        for other in self.devices - {device}:
-            apart = [at for at, (_, tensor) in enumerate(pairs) if tensor.device == other]
-            copies = copied_together([pairs[at][1] for at in apart], device)
-            for at, copy in zip(apart, copies, strict=True):
-                pairs[at] = (pairs[at][0], copy)
+        elsewhere = [at for at, tensor in enumerate(self._tensors) if tensor.device != device]
+        copies = copied_together([self._tensors[at] for at in elsewhere], device)
+        for at, copy in zip(elsewhere, copies, strict=True):
+            pairs[at] = (pairs[at][0], copy)
         return TensorBucket(pairs)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,7 +101,7 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied_together(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Contiguous copies of tensors of one device, side by side in one buffer on another."""
+    """Contiguous copies of tensors, side by side in one buffer on another device."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     starts = [0, *accumulate(sizes)]
     gathered = torch.empty(starts[-1], dtype=torch.uint8, device=tensors[0].device)
@@ -161,13 +157,10 @@ class FlatBucket:
     def nbytes(self) -> int:
         return self._flat.nbytes
 
-    @property
-    def devices(self) -> set[torch.device]:
-        return {self._flat.device}
-
     def on_device(self, device: torch.device) -> FlatBucket:
         """As `TensorBucket.on_device`."""
-        return self if self.devices == {device} else FlatBucket(self._flat.to(device), self._given)
+        is_there = self._flat.device == device
+        return self if is_there else FlatBucket(self._flat.to(device), self._given)
 
     def addresses(self) -> list[int]:
         return [self._flat.data_ptr()]
@@ -215,29 +208,31 @@ def _check_layout(metadata: Sequence[Any], nbytes: int) -> None:
             "a tensor is as long as its shape and dtype say",
         ),
         (starts % sizes != 0, "a tensor starts at a multiple of its element size"),
-        (_overlapping(starts, ends), "no two tensors of a bucket share bytes"),
+        (_begin_within_another(starts, ends), "no two tensors of a bucket share bytes"),
     )
     for is_bad, rule in rules:
         if is_bad.any():
             raise _misplaced(metadata[int(np.flatnonzero(is_bad)[0])], rule)
 
 
-def _overlapping(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def _begin_within_another(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Which of these spans begin within one that begins before them, or at the same place in front of them."""
     order, behind = np.argsort(starts, kind="stable"), np.zeros(len(starts), np.int64)
     behind[order[1:]] = np.maximum.accumulate(ends[order])[:-1]
     return (starts < behind) & (ends > starts)
 
 
+def overlapping(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    """Which tensors begin in memory that another one has, bool; of those that begin at one address, the later ones."""
+    spans = np.array([span_of(tensor) for tensor in tensors], np.int64).reshape(-1, 2)
+    return _begin_within_another(spans[:, 0], spans[:, 1])
+
+
 def apart(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a checked bucket for SGLang's loaders, each with a storage of its own: so it is seen who
     keeps it. Of two that share memory the later one is a copy."""
     tensors = [bucket.tensor(at) for at in range(len(bucket.names))]
-    starts = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-    shared = _overlapping(
-        starts, starts + np.array([tensor.nbytes for tensor in tensors], np.int64)
-    )
-    for at in np.flatnonzero(shared).tolist():
+    for at in np.flatnonzero(overlapping(tensors)).tolist():
         tensors[at] = tensors[at].clone()
     return [(name, _alone(one)) for name, one in zip(bucket.names, tensors, strict=True)]
 

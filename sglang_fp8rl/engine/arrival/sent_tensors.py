@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ...wire.sent_names import kv_scale_name
+from ..interception import offset_within, span_of, storage_of
 
 _SCALE = re.compile(r"\.weight_scale(_inv)?$")
 
@@ -40,10 +41,8 @@ class Source:
         tensor = self.tensor
         assert tensor is not None
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        self.storage_offset = int(tensor.storage_offset())
         self.is_meta = tensor.device.type == "meta"
-        self.address = tensor.data_ptr()
-        self.end_address = self.address + tensor.nbytes
+        self.address, self.end_address = span_of(tensor)
 
     @property
     def is_scale(self) -> bool:
@@ -53,13 +52,11 @@ class Source:
         """Elements from the tensor's start to that of a view of it; None if it is no view of it."""
         if view.dtype != self.dtype:
             return None
-        if self.is_meta:
-            assert self.tensor is not None  # it holds no memory and is kept
-            same = view.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata
-            return int(view.storage_offset()) - self.storage_offset if same else None
-        if not self.address <= view.data_ptr() < self.end_address:
-            return None
-        return (view.data_ptr() - self.address) // view.element_size()
+        if self.is_meta:  # there, addresses are alike; it holds no memory, and is kept
+            assert self.tensor is not None
+            if storage_of(view) != storage_of(self.tensor):
+                return None
+        return offset_within((self.address, self.end_address), view)
 
 
 class Made(NamedTuple):
@@ -102,7 +99,6 @@ class SourceIndex:
     Attributes:
         consumed: names that reached the model.
         set_aside: scales of the KV cache, by name: no model is given them.
-        latest: the pair that went by last.
     """
 
     def __init__(self, keeps_tensors: bool = True) -> None:
@@ -111,7 +107,6 @@ class SourceIndex:
         self.nbytes = 0
         self.consumed: set[str] = set()
         self.set_aside: dict[str, torch.Tensor] = {}
-        self.latest: Source | None = None
         self._starts: list[int] = []
         self._sources: list[Source] = []
         # A tensor on `meta` has no address, but a storage (and this keeps it alive).
@@ -139,7 +134,6 @@ class SourceIndex:
                     self.set_aside[name] = tensor
                     continue
                 source = Source(name, tensor, weight_name_of(name), position)
-                self.latest = source
                 self._remember(source, tensor)
             yield source.weight_name, tensor
             del tensor
@@ -149,7 +143,7 @@ class SourceIndex:
                         source.tensor = None
 
     def _remember(self, source: Source, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_of(tensor)
         self._derived.pop(storage, None)
         if source.is_meta:
             self._on_meta[storage] = source
@@ -167,7 +161,7 @@ class SourceIndex:
     def made_of(self, tensor: torch.Tensor) -> Made:
         """What `tensor` was made of."""
         with self._lock:
-            derived = self._derived.get(tensor.untyped_storage()._cdata)
+            derived = self._derived.get(storage_of(tensor))
             if derived is not None:
                 return Made(derived, False)
             source = self._holder_of(tensor)
@@ -176,10 +170,8 @@ class SourceIndex:
     def _holder_of(self, view: torch.Tensor) -> Source | None:
         """The sent tensor in whose memory a view begins."""
         if view.device.type == "meta":
-            return self._on_meta.get(view.untyped_storage()._cdata)
-        address, latest = view.data_ptr(), self.latest
-        if latest is not None and latest.address <= address < latest.end_address:
-            return latest
+            return self._on_meta.get(storage_of(view))
+        address = view.data_ptr()
         at = bisect.bisect_right(self._starts, address) - 1
         found = self._sources[at] if at >= 0 else None
         return found if found is not None and address < found.end_address else None
@@ -192,7 +184,7 @@ class SourceIndex:
         Args:
             adds: to those that it had before (a part of it was written).
         """
-        storage = made.untyped_storage()._cdata
+        storage = storage_of(made)
         with self._lock:
             if adds and self._holder_of(made) is not None:  # in the sender's memory
                 return
@@ -224,5 +216,5 @@ class SourceIndex:
         """Let go of the sender's memory; the names stay."""
         for one in (*self._sources, *self._on_meta.values()):
             one.tensor = None
-        self.latest, self._starts, self._sources = None, [], []
+        self._starts, self._sources = [], []
         self._on_meta, self._derived, self.set_aside = {}, {}, {}

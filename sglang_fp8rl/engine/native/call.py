@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,14 +12,21 @@ from typing import Any
 
 import torch
 
-from ...errors import MAX_LISTED, RefitError
+from ...config import Options
+from ...errors import MAX_LISTED, Fp8RlError, RefitError, listed
 from ..arrival.bucket import Bucket
-from ..arrival.sent_tensors import Source, SourceIndex
+from ..arrival.sent_tensors import SourceIndex, weight_name_of
 from ..arrival.update import Origin, Update
+from ..extension import Extension
+from ..model.derived_weights import DerivedWeights
+from ..model.landings import is_left_out
 from ..report.report import Arrived, RefitReport
+from .checks import foreign_error, not_finite_errors, not_taken_errors
 from .observer import Observer
 from .pairs import PairTable
-from .recording import Recording
+from .recording import APART, Recording
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -33,10 +41,7 @@ class Call:
         errors: names, and what went wrong with them.
         raised: what was raised at a write, by name and place, and not made good: subject and text. Some models
             catch what their loaders raise, and a thread's is nobody's.
-        touched: names that reached the model.
-        stopped_at: the name whose loader raised.
         not_finite: per write, the name and a bool tensor of blocks that kept their old bytes.
-        unneeded: names that the model does without, and that may pass.
         kv_scales: names of scales that were read, and are to be read again when the bucket comes again.
         observer: of what happens besides.
         lane: what the loaders do is done in it, whichever thread they run in.
@@ -48,10 +53,7 @@ class Call:
     recording: Recording | None = None
     errors: dict[str, str] = field(default_factory=dict)
     raised: dict[tuple, tuple[str, str]] = field(default_factory=dict)
-    touched: set[str] = field(default_factory=set)
-    stopped_at: str = ""
     not_finite: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    unneeded: list[str] = field(default_factory=list)
     kv_scales: list[str] = field(default_factory=list)
     lane: Callable[[], AbstractContextManager[None]] = nullcontext
     observer: Observer = field(init=False)
@@ -60,11 +62,6 @@ class Call:
     def sources(self) -> SourceIndex:
         """The tensors that went by."""
         return SourceIndex(keeps_tensors=not self.update.origin.is_alone)
-
-    def touch(self, sources: Iterable[Source]) -> None:
-        """These sent tensors reached the model."""
-        self.sources.consume(sources)
-        self.touched.update(source.name for source in sources)
 
     @property
     def size(self) -> int:
@@ -86,11 +83,11 @@ class Call:
 
 
 class Calls:
-    """Opens and closes the calls of a model, each of one of the report's refits.
+    """Opens and closes the calls of a model, each of one of the report's refits, in which it is written down.
 
     Args:
-        finished: told of a call that came to its end.
-        stopped: told of one that an error ended; returns the error to raise.
+        derived: renewed where an error ended a call.
+        extensions: may take what no parameter takes.
 
     Attributes:
         update: the request that is being served; the load at startup where there is none.
@@ -99,13 +96,15 @@ class Calls:
 
     def __init__(
         self,
-        report: RefitReport,
+        model: torch.nn.Module,
+        options: Options,
         pairs: PairTable,
-        finished: Callable[[Call], object],
-        stopped: Callable[[Call, Exception], Exception],
+        report: RefitReport,
+        derived: DerivedWeights,
+        extensions: Sequence[Extension],
     ) -> None:
-        self._report, self._pairs = report, pairs
-        self._finished, self._stopped = finished, stopped
+        self._model, self._options, self._pairs = model, options, pairs
+        self._report, self._derived, self._extensions = report, derived, extensions
         self.update = Update(Origin.STARTUP)
         self.running: Call | None = None
 
@@ -140,12 +139,12 @@ class Calls:
             with torch.no_grad():
                 yield call
         except Exception as error:
-            told = self._stopped(call, error)
+            told = self._stop(call, error)
             if told is error:
                 raise
             raise told from error
         else:
-            self._finished(call)
+            self._finish(call)
             if call.errors:
                 raise call.error
         finally:
@@ -161,6 +160,109 @@ class Calls:
         if self._pairs.halves:
             self._pairs.drop_before(since)
         call.bucket, call.brings, call.update.refit = bucket, brings, self._report.refit
+
+    def _finish(self, call: Call) -> None:
+        """A call came to its end: NaN, unknown names, open halves, nothing at all."""
+        call.errors.update(not_finite_errors(call.not_finite))
+        call.errors |= dict(call.raised.values())
+        passed = self._received(call)
+        unknown = [name for name in self._without_reason(call) if name not in passed]
+        if not call.update.origin.is_serving:
+            # A checkpoint may hold more than the model takes: SGLang loads it, so it may pass later.
+            self._report.names.not_taken(unknown)
+        elif unknown and self._options.unknown_names == "warn":
+            logger.warning("fp8rl: no parameter takes %s", listed(unknown))
+            call.observer.leave_native((), "it has names that no parameter takes")
+        else:
+            sent, known = call.sources.set_aside, self._report.names.known
+            call.errors |= not_taken_errors(unknown, sent, known)
+        if call.update.keeps_halves and not call.errors:
+            if self._pairs.detach() and call.recording is not None:
+                call.recording.refused.add(APART)
+        else:
+            call.errors.update(self._pairs.give_up())
+        if not call.size:
+            call.errors[""] = (
+                "an update with an empty list of tensors; an update names at least one. "
+                "Check what the trainer's iterator yields"
+            )
+        self._close(call)
+
+    def _stop(self, call: Call, error: Exception) -> Fp8RlError:
+        """An error ended the call: what was found before it counts, and so does what it left.
+
+        Returns the error to tell the client.
+        """
+        told = error
+        if not isinstance(told, Fp8RlError):
+            told = foreign_error(call.sources.latest_name, error, self._report.names.known)
+        call.errors |= dict(call.raised.values())
+        key = told.subject
+        if str(told) not in call.errors.values():
+            call.errors[key] = " | ".join([*filter(None, [call.errors.get(key)]), str(told)])
+        if call.brings is None:  # refused before anything was looked at
+            call.update.refit = self._report.fail(call.errors.values(), call.update)
+            if self._report.log.running is None:  # else it was another client's, who goes on
+                self._pairs.drop()
+        else:
+            self._derived.refresh(call.sources.consumed)
+            self._add_what_is_left(call)
+            self._close(call)
+        return told if list(call.errors.values()) == [str(told)] else call.error
+
+    def _add_what_is_left(self, call: Call) -> None:
+        """What was found by then, and what never had its turn."""
+        call.errors = {**not_finite_errors(call.not_finite), **call.errors}
+        for name, text in self._pairs.give_up().items():
+            call.errors.setdefault(name, text)
+        sent = () if call.bucket is None else call.bucket.names
+        left = [
+            name
+            for name in sent
+            if weight_name_of(name) not in self._report.names.unused
+            and name not in call.sources.consumed
+            and name not in call.errors
+        ]
+        if left:
+            text = f"{listed(left)}: not reached, an error ended the call before; send again"
+            call.errors.update(dict.fromkeys(left, text))
+
+    def _close(self, call: Call) -> None:
+        brings = call.brings
+        if brings is None or call.bucket is None:  # a stream: it is known by now
+            numbers = self._report.brought.numbers_of(call.sources.names)
+            brings = Arrived(numbers, call.sources.nbytes, has_taken=False)
+        arrived = brings._replace(has_taken=brings.has_taken or bool(call.sources.consumed))
+        self._report.end_call(arrived, call.errors, call.update)
+        if call.errors:
+            self._pairs.drop()
+
+    def _received(self, call: Call) -> set[str]:
+        """What extensions take of that which no parameter takes; returns names that are no longer unknown."""
+        sent, origin = call.sources.set_aside, call.update.origin
+        passed: set[str] = set()
+        if not sent or not origin.stores:
+            return passed
+        for extension in self._extensions:
+            found = extension.receive(sent, is_serving=origin.is_serving)
+            call.errors.update(found.errors)
+            call.kv_scales += found.taken
+            if origin.is_serving:  # else it may come again where nothing is scaled
+                passed |= {*found.taken, *found.ignored, *found.errors}
+        return passed
+
+    def note_names(self, call: Call) -> None:
+        """Of a probe, which stores nothing: what the model does not take may pass later."""
+        self._report.names.not_taken(self._without_reason(call))
+
+    def _without_reason(self, call: Call) -> list[str]:
+        """Names that went by and reached no parameter, without a reason. A scale has its weight's."""
+        return [
+            name
+            for name in call.sources.unused()
+            if weight_name_of(name) not in self._report.names.unused
+            and not is_left_out(name, self._model)
+        ]
 
 
 class StreamLane:

@@ -1,12 +1,13 @@
-"""What a sent tensor has to be for the parameter it is for: its dtype, and the shape of the full weight."""
+"""What a sent tensor has to be for the parameter it is for, and what is said of those that were not stored."""
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from ...errors import RefitError
+from ...errors import RefitError, listed, near_matches
 from ..model.parameters import Target
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -112,3 +113,74 @@ def _full_rows(layer: Any, shard: Any) -> int | None:
         return sum(parts.values())
     wanted = shard if isinstance(shard, tuple) else (shard,)
     return sum(parts[one] for one in wanted) if parts.keys() >= set(wanted) else None
+
+
+# -- what was not stored ----------------------------------------------------------------------------
+
+
+def foreign_error(name: str, error: Exception, known: Iterable[str]) -> RefitError:
+    """What SGLang's `load_weights` raised by itself, behind the tensor that it was given last."""
+    if isinstance(error, KeyError) and name not in known:
+        return _unknown_names_error([name], known)
+    return RefitError(
+        name or "load_weights",
+        f"{type(error).__name__}: {error}",
+        "SGLang's load_weights of this model could not take it",
+        "Send the tensor as the checkpoint has it.",
+    )
+
+
+def not_taken_errors(
+    names: Sequence[str], set_aside: Container[str], known: Iterable[str]
+) -> dict[str, str]:
+    """What to say of names that nothing takes, by name.
+
+    Args:
+        set_aside: those that are scales of a KV cache.
+        known: names that the model takes.
+    """
+    homeless = [name for name in names if name in set_aside]
+    others = [name for name in names if name not in set_aside]
+    errors = dict.fromkeys(homeless, str(_homeless_scales_error(homeless)))
+    if others:
+        errors |= dict.fromkeys(others, str(_unknown_names_error(others, known)))
+    return errors
+
+
+def _unknown_names_error(unknown: list[str], known: Iterable[str]) -> RefitError:
+    """`known`: names that the model takes."""
+    return RefitError(
+        listed(unknown),
+        f"{len(unknown)} name(s) that no parameter takes",
+        "every tensor sent has to land somewhere",
+        near_matches(unknown[0], known)
+        + "Set unknown_names='warn' in quantization_config to let them pass.",
+    )
+
+
+def not_finite_errors(found: list[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """One line per tensor with a NaN or Inf. Synchronizes with the device once."""
+    if not found:
+        return {}
+    any_bad = torch.stack([bad.any() for _, bad in found]).cpu().tolist()
+    lines = {}
+    for (name, bad), is_bad in zip(found, any_bad, strict=True):
+        if is_bad:
+            count = int(bad.sum())
+            first = bad.nonzero()[0].tolist()
+            lines[name] = (
+                f"{name}: NaN or Inf in {count} of {bad.numel()} block(s), first at {first}; "
+                "a block that is not finite keeps its old bytes. Mend the weight and send it again"
+            )
+    return lines
+
+
+def _homeless_scales_error(names: list[str]) -> RefitError:
+    """Scales of a KV cache that this server has not, or of a layer that this model has not."""
+    return RefitError(
+        listed(names),
+        f"{len(names)} scale(s) of a KV cache",
+        "this server has no layer of that name whose cache is scaled",
+        "Serve with --kv-cache-dtype fp8_e4m3 and kv_scales='sent' in quantization_config to use them; "
+        "otherwise leave them out of the update.",
+    )

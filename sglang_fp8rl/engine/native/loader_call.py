@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..model.parameters import Target, part_of, quantize_write
 from ..report.report import RefitReport
 from .call import Call
 from .checks import check_dtype, check_shape, check_takes_scale
-from .pairs import Half, PairTable, starts_of, store_pair
+from .pairs import Half, PairTable, blocks_of, store_pair
 from .recording import Done
 
 _FP8 = torch.float8_e4m3fn
@@ -27,16 +27,32 @@ _MADE = "its loader makes a tensor of its own"
 _NOT_SENT = "SGLang writes what was not sent"
 
 
-@contextmanager
-def _noted(call: Call, name: str, target: Target) -> Iterator[None]:
-    """What is raised in here fails the call, even if the model catches it, unless it tries again and succeeds."""
-    try:
-        yield
-    except Fp8RlError as error:
-        call.stopped_at = name
-        call.raised[name, target.index] = error.subject, str(error)
-        raise
-    call.raised.pop((name, target.index), None)
+@dataclass
+class _Given:
+    """What a target is given, by its loader or without one.
+
+    Attributes:
+        name: what errors call it, and `made`: of what it was made.
+        part: of the target that it is for, see `part_of`.
+    """
+
+    call: Call
+    target: Target
+    name: str
+    made: Made
+    part: tuple = ()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """What is raised in here fails the call, even if the model catches it, unless it tries again and succeeds."""
+        raised, key = self.call.raised, (self.name, self.target.index)
+        try:
+            with self.call.lane():
+                yield
+        except Fp8RlError as error:
+            raised[key] = error.subject, str(error)
+            raise
+        raised.pop(key, None)
 
 
 def _refit_error_and(kind: type[Exception]) -> type[RefitError]:
@@ -83,10 +99,10 @@ class LoaderCalls:
             )
         made = call.sources.made_of(loaded)
         name = made.name or call.sources.latest_name or target.name
-        with _noted(call, name, target):
+        given = _Given(call, target, name, made, part_of(args, kwargs))
+        with given.noted():
             try:
-                with call.lane():
-                    self._load(call, target, native, made, name, loaded, args, kwargs)
+                self._load(given, native, loaded, args, kwargs)
             except Fp8RlError:
                 raise
             except (AssertionError, RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -107,7 +123,8 @@ class LoaderCalls:
         source = write.source
         made = UNKNOWN if source is None else call.sources.made_of(source)
         name = made.name or target.name
-        with _noted(call, name, target), call.lane():
+        given = _Given(call, target, name, made)
+        with given.noted():
             if source is not None and (made.is_scale or source.dtype == _FP8):
                 raise RefitError(
                     name,
@@ -115,26 +132,18 @@ class LoaderCalls:
                     "SGLang writes it without a weight_loader, so its codes and scales can't be paired",
                     "Send this tensor in BF16 or FP32.",
                 )
-            self._note(call, target, (), made, [write], [made])
+            self._note(given, [write], [made])
             if call.update.origin.stores:
-                self._do(call, target, name, [write], [made])
+                self._do(given, [write], [made])
             # What SGLang makes of the target afterwards is made of the same.
             call.sources.derive(target.parameter, made.sources, adds=True)
 
     def _load(
-        self,
-        call: Call,
-        target: Target,
-        native: Any,
-        made: Made,
-        name: str,
-        loaded: torch.Tensor,
-        args: tuple,
-        kwargs: dict,
+        self, given: _Given, native: Any, loaded: torch.Tensor, args: tuple, kwargs: dict
     ) -> None:
-        key = part_of(args, kwargs)
+        call, target, name, made = given.call, given.target, given.name, given.made
         source = made.sources[0] if made.sources else None
-        call.touch(made.sources)
+        call.sources.consume(made.sources)
         is_pair = target.is_fp8 and loaded.dtype == _FP8
         if is_pair or made.is_scale:
             with unwatched():  # a model may cut it out of a larger tensor, or turn it
@@ -142,129 +151,102 @@ class LoaderCalls:
         if made.is_scale:
             check_takes_scale(target, name)
             half = Half(name, loaded, source, self.report.log.stamp)
-            self._store_half(call, target, key, half, is_scale=True)
+            self._store_half(given, half, is_scale=True)
             return
         if not is_pair:
             check_dtype(target, name, loaded)
         check_shape(target, name, loaded, args, kwargs)
-        writes = self._writes(call, target, native, loaded, args, kwargs)
+
+        def run(parameter: torch.Tensor) -> None:
+            native(parameter, loaded, *args, **kwargs)
+
+        writes = self._writes(given, loaded.dtype, run)
         # A write may be of something else, which a loader kept.
         of_each = [
             made if is_pair or one.source is None else call.sources.made_of(one.source)
             for one in writes
         ]
-        self._note(call, target, key, made, writes, of_each)
+        self._note(given, writes, of_each)
         if not call.update.origin.stores:
             return
         if is_pair:
-            starts_of(name, loaded, writes)
-            half = Half(name, loaded, source, self.report.log.stamp, writes)
-            self._store_half(call, target, key, half, is_scale=False)
+            blocks = blocks_of(target, name, loaded, writes)
+            half = Half(name, loaded, source, self.report.log.stamp, blocks)
+            self._store_half(given, half, is_scale=False)
         else:
-            self._do(call, target, name, writes, of_each)
+            self._do(given, writes, of_each)
 
-    def _note(
-        self,
-        call: Call,
-        target: Target,
-        key: tuple,
-        made: Made,
-        writes: Sequence[Write],
-        of_each: Sequence[Made],
-    ) -> None:
-        """These writes are to be done, or were learnt.
-
-        Args:
-            made: of what the tensor was made that they are for.
-            of_each: of what each of them is.
-        """
-        groups: dict[tuple[Source, ...], list[Write]] = {made.sources: []}
+    def _note(self, given: _Given, writes: Sequence[Write], of_each: Sequence[Made]) -> None:
+        """These writes are to be done, or were learnt; `of_each`: of what each of them is."""
+        call = given.call
+        groups: dict[tuple[Source, ...], list[Write]] = {given.made.sources: []}
         for one, write in zip(of_each, writes, strict=True):
             groups.setdefault(one.sources, []).append(write)
             if not one.is_view:
                 call.observer.leave_native(one.sources, _MADE if one.sources else _NOT_SENT)
         for sources, theirs in groups.items():
-            call.touch(sources)
+            call.sources.consume(sources)
             if not call.update.origin.is_serving:
-                self.report.names.landed(sources, target, key, theirs)
+                self.report.names.landed(sources, given.target, given.part, theirs)
 
-    def _do(
-        self,
-        call: Call,
-        target: Target,
-        name: str,
-        writes: Sequence[Write],
-        of_each: Sequence[Made],
-    ) -> None:
+    def _do(self, given: _Given, writes: Sequence[Write], of_each: Sequence[Made]) -> None:
+        recording = given.call.recording
         with unwatched():
             for one, write in zip(of_each, writes, strict=True):
-                done, box = self._apply(call, target, name, write)
-                if call.recording is not None and one.is_view:
-                    call.recording.add(one.sources[0], target, write, done, box)
+                done, box = self._apply(given, write)
+                if recording is not None and one.is_view:
+                    recording.add(one.sources[0], given.target, write, done, box)
 
     def _writes(
-        self,
-        call: Call,
-        target: Target,
-        native: Any,
-        loaded: torch.Tensor,
-        args: tuple,
-        kwargs: dict,
+        self, given: _Given, dtype: torch.dtype, run: Callable[[torch.Tensor], None]
     ) -> list[Write]:
-        """What the loader writes; nothing where it did more than copy, which it did on the parameter then."""
+        """What the loader writes, which `run` gives a parameter.
+
+        Returns:
+            nothing where it does more than copy: that it did on the parameter itself.
+
+        Raises:
+            RefitError: it does, and that is quantized.
+        """
+        target, observer = given.target, given.call.observer
         with self._lock:
-            if loaded.dtype not in target.stand_ins:
-                target.stand_ins[loaded.dtype] = make_stand_in(target.parameter, loaded.dtype)
-            stand_in = target.stand_ins[loaded.dtype]
-
-        def run(parameter: torch.Tensor) -> None:
-            native(parameter, loaded, *args, **kwargs)
-
-        found = call.observer.writes_of(run, stand_in, target.parameter)
-        if found.other:
-            self._write_otherwise(call, target, run, found.other)
-            return []
-        return found.writes
-
-    def _write_otherwise(
-        self, call: Call, target: Target, run: Callable[[torch.Tensor], None], other: str
-    ) -> None:
-        """A loader that does more than copy: on the parameter itself, where that is not quantized."""
+            if dtype not in target.stand_ins:
+                target.stand_ins[dtype] = make_stand_in(target.parameter, dtype)
+            stand_in = target.stand_ins[dtype]
+        found = observer.writes_of(run, stand_in, target.parameter)
+        if not found.other:
+            return found.writes
         if target.is_fp8:
             raise RefitError(
                 target.name,
-                f"a weight_loader that does {other}",
+                f"a weight_loader that does {found.other}",
                 "what is served in FP8 is written by copies, which are cast with their scales",
                 "Add the module to ignored_layers.",
             )
-        with call.observer.watching_thread():
+        with observer.watching_thread():
             run(target.parameter)
         self.report.written(target, None)
+        return []
 
-    def _store_half(
-        self, call: Call, target: Target, key: tuple, half: Half, *, is_scale: bool
-    ) -> None:
+    def _store_half(self, given: _Given, half: Half, *, is_scale: bool) -> None:
         """Half of an FP8 weight came; with the other one it is stored."""
-        if call.recording is not None:
-            call.recording.wait(half.source)
-        pair = self.pairs.add(target, key, half, is_scale=is_scale)
+        target, recording = given.target, given.call.recording
+        pair = self.pairs.add(target, given.part, half, is_scale=is_scale)
         if pair is None:
             return
         with unwatched():
             copies = store_pair(pair)
-        boxes = [self.report.written(target, write.region) for write in pair.weight.writes]
-        if call.recording is not None:
-            # The codes of a pair are boxes, or `store_pair` had refused them.
-            call.recording.add_pair(pair, copies, [box for box in boxes if box is not None])
+        boxes = [self.report.written(target, block.region) for block in pair.weight.blocks]
+        if recording is not None:
+            recording.add_pair(pair, copies, [box for box in boxes if box is not None])
 
-    def _apply(
-        self, call: Call, target: Target, name: str, write: Write
-    ) -> tuple[list[Done], int | None]:
+    def _apply(self, given: _Given, write: Write) -> tuple[list[Done], int | None]:
         """Do one write; a block or row that is not finite is noted, not stored.
 
         Returns:
             what was done, matrix by matrix (nothing for a fill), and the number of the box that was written.
         """
+        call, target, name = given.call, given.target, given.name
         source, done = write.source, list[Done]()
         if target.is_fp8:
             if source is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -12,9 +13,23 @@ from ...errors import RefitError
 from ...numerics.cast import has_nan_code
 from ...numerics.grid import PerChannel
 from ..arrival.sent_tensors import Source
-from ..interception import Write
+from ..interception import Region, Write, offset_within, span_of
 from ..model.parameters import Target
 from ..modules.method import are_no_exponents
+
+
+class Block(NamedTuple):
+    """Codes that a loader takes of what was sent.
+
+    Attributes:
+        start: their first row and column there.
+        destination: [rows, columns], where they go.
+        region: which box of the parameter that is.
+    """
+
+    start: tuple[int, int]
+    destination: torch.Tensor
+    region: Region
 
 
 @dataclass
@@ -24,14 +39,14 @@ class Half:
     Attributes:
         source: where it came from; None once it was kept for another call.
         stamp: of the call that it came in.
-        writes: of the codes.
+        blocks: of the codes.
     """
 
     name: str
     tensor: torch.Tensor
     source: Source | None
     stamp: int
-    writes: list[Write] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
 
 
 class Pair(NamedTuple):
@@ -91,32 +106,26 @@ class PairTable:
         """Halves never outlive their refit: the other one would be of other weights."""
         self.halves.clear()
 
-    def detach(self) -> None:
-        """Copy what is kept beyond the call: the sender takes its memory back after the reply."""
-        for half in self.halves.values():
-            if half.source is not None:
-                kept = half.tensor.clone()
-                half.writes = [_moved(write, half.tensor, kept) for write in half.writes]
-                half.tensor, half.source = kept, None
-
-
-def _moved(write: Write, old: torch.Tensor, new: torch.Tensor) -> Write:
-    assert write.source is not None
-    offset = write.source.storage_offset() - old.storage_offset()
-    return replace(write, source=new.as_strided(write.source.shape, write.source.stride(), offset))
+    def detach(self) -> bool:
+        """Copy what is kept beyond the call: the sender takes its memory back. Returns whether any half is."""
+        came = [half for half in self.halves.values() if half.source is not None]
+        for half in came:
+            half.tensor, half.source = half.tensor.clone(), None
+        return bool(came)
 
 
 class PairCopy(NamedTuple):
     """One block of an FP8 weight, and the scales that belong to it.
 
     Attributes:
-        write: the codes; its source is a view of what was sent.
-        scale_source, scale_destination: FP32 [row blocks, column blocks].
+        codes, destination: [rows, columns]; a view of what was sent, and of the parameter.
+        scales, scale_destination: FP32 [row blocks, column blocks].
         block_n: rows of codes per row of scales.
     """
 
-    write: Write
-    scale_source: torch.Tensor
+    codes: torch.Tensor
+    destination: torch.Tensor
+    scales: torch.Tensor
     scale_destination: torch.Tensor
     block_n: int
 
@@ -129,17 +138,13 @@ def store_pair(pair: Pair) -> list[PairCopy]:
 
     Raises:
         RefitError: the scale has the wrong shape or a value that is no scale (or no power of two,
-            where it is served as an exponent), a code is NaN, or the loader did not take a plain view.
-            Nothing was copied.
+            where it is served as an exponent), or a code is NaN. Nothing was copied.
         QuantizationError: this rank's part starts inside a block.
     """
     copies = _copies_of(pair)
     for copy in copies:
-        source = copy.write.source
-        assert source is not None
-        codes = copy.write.destination(pair.target.parameter)
-        codes.view(torch.uint8).copy_(source.view(torch.uint8))
-        copy.scale_destination.copy_(copy.scale_source)
+        copy.destination.view(torch.uint8).copy_(copy.codes.view(torch.uint8))
+        copy.scale_destination.copy_(copy.scales)
     return copies
 
 
@@ -165,24 +170,30 @@ def _copies_of(pair: Pair) -> list[PairCopy]:
         raise bad_scale_error(scale.name)
     if has_nan_code(weight.tensor):
         raise nan_code_error(weight.name)
-    wrong = are_no_exponents(scales) if target.takes_packed_scales else None
-    if wrong is not None and bool(wrong.any()):
+    if target.takes_packed_scales:
+        check_exponents(scale.name, scales)
+    copies = []
+    for (row, column), destination, region in weight.blocks:
+        rows, columns = destination.shape
+        codes = weight.tensor[row : row + rows, column : column + columns]
+        part = sent.scales_of((row, column), (rows, columns), name=weight.name)
+        (scale_destination,) = target.scales_of(weight.name, region)
+        copies.append(PairCopy(codes, destination, scales[part], scale_destination, sent.block[0]))
+    return copies
+
+
+def check_exponents(name: str, scales: torch.Tensor) -> None:
+    """Raises `RefitError` for FP32 scales, served as exponents, that are not all powers of two. Waits for a GPU."""
+    wrong = are_no_exponents(scales)
+    if bool(wrong.any()):
         raise RefitError(
-            scale.name,
+            name,
             f"{float(scales[wrong][0])!r}, a scale that is not a power of two",
             "DeepGEMM on this GPU reads scales as exponents, and rounding them now would change the "
             "weight; nothing of the pair was stored",
             "Set use_weight_pow2_scale to true in quantization_config and quantize by the server's plan "
             "(pow2_scale=True of quantize_blockwise), or send BF16.",
         )
-    starts = starts_of(weight.name, weight.tensor, weight.writes)
-    copies = []
-    for write, start in zip(weight.writes, starts, strict=True):
-        assert write.region is not None
-        source = sent.scales_of(start, write.shape, name=weight.name)
-        (destination,) = target.scales_of(weight.name, write.region)
-        copies.append(PairCopy(write, scales[source], destination, sent.block[0]))
-    return copies
 
 
 def bad_scale_error(name: str) -> RefitError:
@@ -205,31 +216,36 @@ def nan_code_error(name: str) -> RefitError:
     )
 
 
-def starts_of(name: str, weight: torch.Tensor, writes: list[Write]) -> list[tuple[int, int]]:
-    """First row and column, in a contiguous `weight`, of what each write takes.
+def blocks_of(
+    target: Target, name: str, weight: torch.Tensor, writes: Sequence[Write]
+) -> list[Block]:
+    """What each write takes of a contiguous `weight`.
 
     Raises:
         RefitError: one takes no plain block of it, or writes no box: the loader turned or copied it.
     """
-    starts = [start for write in writes if (start := _start_of(weight, write)) is not None]
-    if len(starts) < len(writes):
+    blocks = [block for write in writes if (block := _block_of(target, weight, write)) is not None]
+    if len(blocks) < len(writes):
         raise RefitError(
             name,
             "a write that is not a plain block of the tensor that was sent",
             "the scales of an FP8 tensor can only be split along with its rows and columns",
             "Send this tensor in BF16 or FP32.",
         )
-    return starts
+    return blocks
 
 
-def _start_of(weight: torch.Tensor, write: Write) -> tuple[int, int] | None:
-    taken, source, region, shape = write.taken_from(weight), write.source, write.region, write.shape
-    if taken is None or source is None or region is None or region.shape[-2:] != shape:
+def _block_of(target: Target, weight: torch.Tensor, write: Write) -> Block | None:
+    source, region, shape = write.source, write.region, write.shape
+    if source is None or source.dtype != weight.dtype or region is None or weight.dim() != 2:
         return None
-    if weight.dim() != 2 or tuple(source.shape) != shape:
+    offset = offset_within(span_of(weight), source)
+    if offset is None or not (region.shape[-2:] == shape == tuple(source.shape)):
         return None
     columns = weight.shape[1]
-    row, column = divmod(taken.offset, columns) if columns else (0, 0)
+    row, column = divmod(offset, columns)
     steps = zip(shape, source.stride(), (columns, 1), strict=True)
     is_block = all(size == 1 or step == full for size, step, full in steps)
-    return (row, column) if is_block and column <= columns - shape[1] else None
+    if not is_block or column > columns - shape[1]:
+        return None
+    return Block((row, column), write.destination(target.parameter), region)

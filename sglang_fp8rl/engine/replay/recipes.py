@@ -7,28 +7,32 @@ A bucket with which SGLang does anything but copy goes through its loaders at ev
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...numerics.backends import TableRunner
-from ...numerics.write_table import BAD_SCALE, NAN_CODE, Kind
-from ..arrival.bucket import Bucket, FlatBucket
+from ...config import Options
+from ...numerics.backends import TableRunner, make_runner
+from ...numerics.write_table import BAD_SCALE, NAN_CODE, CastTable, Kind
+from ...scheme import Granularity
+from ..arrival.bucket import Bucket, FlatBucket, overlapping
 from ..interception import Write
 from ..model.parameters import Target
 from ..modules.method import are_no_exponents
 from ..native.call import Call
-from ..native.pairs import bad_scale_error, nan_code_error
-from ..native.recording import Sample
+from ..native.pairs import bad_scale_error, check_exponents, nan_code_error
+from ..native.recording import Recording, Sample
 from ..report.report import Arrived, RefitReport
 
 # Tensors of all recipes together: a table row of 136 bytes each, its name and its layout. Four times
 # what Qwen3-235B sends as FP8 pairs.
 MAX_TENSORS = 262_144
+_KEPT = "SGLang keeps a tensor that was sent"
 
 
 @dataclass
@@ -42,7 +46,7 @@ class Recipe:
         fills: of targets, which no sent tensor has.
         kv_scales: positions of scales of the KV cache, which are read each time.
         regions, targets: numbers of the boxes that are written, indices of the parameters.
-        samples: writes to measure the SQNR on.
+        samples: of each granularity, a write to measure the SQNR on.
         owners: parameters, and where they were.
         exponents: positions of scales that have to be powers of two.
         metadata: of a flattened bucket.
@@ -56,7 +60,7 @@ class Recipe:
     kv_scales: list[int]
     regions: np.ndarray
     targets: np.ndarray
-    samples: list[Sample]
+    samples: dict[Granularity, Sample]
     owners: list[tuple[torch.Tensor, int]]
     exponents: tuple[int, ...]
     metadata: Sequence[Any]
@@ -128,49 +132,120 @@ class RecipeStore:
         return {"recipes": len(self), **vars(self.counts), "native_reasons": reasons}
 
 
-def replay(
-    call: Call,
-    bucket: Bucket,
-    recipe: Recipe,
+def learn(
     recipes: RecipeStore,
+    recording: Recording,
     report: RefitReport,
-    load_natively: Callable[[], Any],
-) -> Any:
-    """Write a bucket from its recipe; one with a pair that can't be stored goes to SGLang's loaders instead.
+    call: Call,
+    options: Options,
+) -> None:
+    """After a call that succeeded: keep its recipe, or count why there is none."""
+    counts = recipes.counts
+    counts.native_calls += 1
+    targets = np.unique(recording.boxes[:, 0])
+    owners = [report.targets[at] for at in targets.tolist()]
+    reasons = {*recording.refused, *_why_native(recording, report, call, owners)}
+    if reasons == {_KEPT}:
+        gc.collect()  # what the model forgot in a circle
+        reasons = {_KEPT} if recording.is_kept() else set()
+    if not reasons:
+        recipe = _recipe_of(recording, call, options, targets, owners)
+        if recipe is not None:
+            recipes.add(recording.bucket, recipe)
+            return
+        reasons = {"this device has no kernels to write it with"}
+    counts.native_tensors += len(recording.bucket.names)
+    counts.native_reasons.update(reasons)
 
-    Returns:
-        what SGLang's `load_weights` returns, where it was needed.
+
+def _why_native(
+    recording: Recording, report: RefitReport, call: Call, owners: Sequence[Target]
+) -> Iterator[str]:
+    """Why buckets of this layout are left to SGLang's loaders; nothing, if all that is done with them is copying.
+
+    All or nothing: what a model does with one tensor may depend on whether others came, and Python does not
+    show that.
     """
-    if not _are_exponents(bucket, recipe.exponents):
-        return load_natively()  # refuses the pair by name
+    yield from call.observer.native.values()
+    yield from call.observer.unsourced
+    if recording.is_kept():
+        yield _KEPT
+    if report.coverage.overlap(recording.boxes[:, 1]):
+        yield "two tensors of it are written to one place"
+    parameters = [one.parameter for one in owners]
+    if len({one.device for one in parameters}) > 1:
+        yield "its parameters are on several devices"
+    if overlapping(parameters).any():
+        yield "two parameters of it share memory"
+
+
+def _recipe_of(
+    recording: Recording,
+    call: Call,
+    options: Options,
+    targets: np.ndarray,
+    owners: Sequence[Target],
+) -> Recipe | None:
+    """The recipe of a call in which all was copied; None without kernels for the device.
+
+    Args:
+        targets: numbers of the `owners` of what is written.
+    """
+    bucket = recording.bucket
+    memory = [tensor for one in owners for tensor in (one.parameter, one.scale)]
+    runner = make_runner(
+        CastTable.of_rows(recording.rows, tuple(one for one in memory if one is not None)),
+        owners[0].parameter.device if owners else torch.device("cpu"),
+        pow2_scale=options.use_weight_pow2_scale,
+        round_to_bf16=options.round_to_bf16,
+    )
+    if runner is None:
+        return None
+    assert call.brings is not None
+    aside = set(call.kv_scales)
+    return Recipe(
+        layout=bucket.layout,
+        brings=call.brings._replace(has_taken=bool(call.sources.consumed)),
+        positions=recording.of_rows,
+        runner=runner,
+        fills=recording.fills,
+        kv_scales=[at for at, name in enumerate(bucket.names) if name in aside] if aside else [],
+        regions=recording.boxes[:, 1].copy(),
+        targets=targets,
+        samples=recording.samples,
+        owners=[(one.parameter, one.parameter.data_ptr()) for one in owners],
+        exponents=tuple(recording.exponents),
+        metadata=bucket.metadata if isinstance(bucket, FlatBucket) else (),
+    )
+
+
+def replay(
+    call: Call, bucket: Bucket, recipe: Recipe, recipes: RecipeStore, report: RefitReport
+) -> None:
+    """Write a bucket from its recipe.
+
+    Raises:
+        RefitError: an FP8 pair that can't be served; nothing of the bucket was written.
+    """
+    _check_exponents(bucket, recipe.exponents)
     for target, write in recipe.fills:
         write.destination(target.parameter).fill_(write.fill)
     flags = recipe.runner.run(bucket.addresses())
     if flags.any():
         _note_bad_pieces(call, recipe, bucket, flags)
     report.written_again(recipe.targets, recipe.regions)
-    _sample(recipe, bucket, report)
+    for granularity, one in recipe.samples.items():
+        report.refit.noise.add(granularity, one.source_in(bucket), one.codes, one.scales)
     recipes.count_replayed(recipe)
     call.sources.set_aside = {bucket.names[at]: bucket.tensor(at) for at in recipe.kv_scales}
-    return None
 
 
-def _sample(recipe: Recipe, bucket: Bucket, report: RefitReport) -> None:
-    """Measure the SQNR of one write of each granularity that wants it."""
-    noise, sampled = report.refit.noise, set()
-    for one in recipe.samples:
-        if one.granularity not in sampled and noise.wants(one.granularity):
-            sampled.add(one.granularity)
-            view = one.part.of(bucket.tensor(one.position))
-            noise.add(one.granularity, view, one.codes, one.scales)
-
-
-def _are_exponents(bucket: Bucket, positions: tuple[int, ...]) -> bool:
-    """Whether these scales of a bucket are powers of two: the table would copy any. Waits for a GPU."""
-    if not positions:
-        return True
-    scales = torch.cat([bucket.tensor(position).reshape(-1) for position in positions])
-    return not bool(are_no_exponents(scales).any())
+def _check_exponents(bucket: Bucket, positions: Sequence[int]) -> None:
+    """Look at all scales that are served as exponents at once: the table would copy any."""
+    scales = [bucket.tensor(position).reshape(-1) for position in positions]
+    if scales and bool(are_no_exponents(torch.cat(scales)).any()):
+        for position in positions:
+            check_exponents(bucket.names[position], bucket.tensor(position))
 
 
 def _note_bad_pieces(call: Call, recipe: Recipe, bucket: Bucket, flags: Any) -> None:
