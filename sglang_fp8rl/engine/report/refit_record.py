@@ -31,9 +31,6 @@ class Noise:
     _samples: Counter[Granularity] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def wants(self, granularity: Granularity) -> bool:
-        return self._samples[granularity] < _SAMPLES_PER_REFIT
-
     def add(
         self,
         granularity: Granularity,
@@ -43,7 +40,7 @@ class Noise:
     ) -> None:
         """Measure the cast on one corner block of a write, unless there are samples enough."""
         with self._lock:
-            if not self.wants(granularity):
+            if self._samples[granularity] >= _SAMPLES_PER_REFIT:
                 return
             self._samples[granularity] += 1
         rows, columns, scale = 128, 128, scales[:1, :1]
