@@ -153,11 +153,6 @@ class ModelRefit:
                 stack.enter_context(extension.unfolded())
             yield
 
-    @property
-    def is_updating(self) -> bool:
-        """Whether a request of an update is being served."""
-        return self.calls.update.origin.is_serving
-
     def load_weights(self, weights: Any, *args: Any, **kw: Any) -> Any:
         """`model.load_weights`, with every write quantized and every name accounted for.
 

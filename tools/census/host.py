@@ -33,11 +33,11 @@ class Builder:
         from sglang.srt.model_loader.loader import _get_quantization_config
         from sglang.srt.model_loader.utils import set_default_torch_dtype
 
-        from sglang_fp8rl.engine.host.attach import attached
+        from sglang_fp8rl.engine.host.hooks import attached
 
         quant_config = None
         if is_quantized:
-            # While SGLang builds a model it is told `fp8` (`engine/host/attach.py`).
+            # While SGLang builds a model it is told `fp8` (`engine/host/hooks.py`).
             said, self._config.quantization = self._config.quantization, QUANTIZATION
             quant_config = _get_quantization_config(self._config, self._load_config)
             self._config.quantization = said

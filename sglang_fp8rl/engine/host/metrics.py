@@ -6,7 +6,7 @@ multi-process directory, with the labels of SGLang's scheduler metrics.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from ..extension import extensions
@@ -45,12 +45,6 @@ def observe_refit(
     metrics.observe(collector.labels, status)
 
 
-@lru_cache(maxsize=1)
-def _metrics(labels: tuple[str, ...]) -> RefitMetrics:
-    # prometheus_client refuses a name that is registered twice, so: one set a process.
-    return RefitMetrics(labels)
-
-
 class RefitMetrics:
     """The metrics of one process.
 
@@ -63,18 +57,14 @@ class RefitMetrics:
         # SGLang sets the multi-process directory first; imported earlier, it would not be used.
         from prometheus_client import REGISTRY, Counter, Gauge
 
-        registry = registry or REGISTRY
+        def made(kind: Any, name: str, text: str, *more: str, **options: Any) -> Any:
+            names = [*labels, *more]
+            return kind(PREFIX + name, text, names, registry=registry or REGISTRY, **options)
 
-        def counter(name: str, text: str, *more: str) -> Any:
-            return Counter(PREFIX + name, text, [*labels, *more], registry=registry)
-
-        def gauge(name: str, text: str, *more: str) -> Any:
-            options: Any = {"registry": registry, "multiprocess_mode": "mostrecent"}
-            return Gauge(PREFIX + name, text, [*labels, *more], **options)
-
+        gauge = partial(made, Gauge, multiprocess_mode="mostrecent")
         text = "Calls of update_weights_from_*, by source and outcome (ok or failed)."
-        self._calls = counter("update_calls", text, "source", "outcome")
-        self._refits = counter("refits", "Refits begun.")
+        self._calls = made(Counter, "update_calls", text, "source", "outcome")
+        self._refits = made(Counter, "refits", "Refits begun.")
         self._sqnr = gauge("sqnr_db", "SQNR of the last refit's samples, in dB.", "scheme")
         described = dict(_GAUGES)
         for kind in extensions():
@@ -109,3 +99,7 @@ class RefitMetrics:
             found |= kind.measured(status)
         for name, value in found.items():
             self._gauges[name].labels(**labels).set(value)
+
+
+# prometheus_client refuses a name that is registered twice, so: one set a process.
+_metrics = lru_cache(maxsize=1)(RefitMetrics)

@@ -121,7 +121,7 @@ def child_main(args: Sequence[str]) -> None:
     ) -> NoReturn:
         import torch
 
-        from .attach import attached
+        from .hooks import attached
 
         try:
             with torch.device("meta"):

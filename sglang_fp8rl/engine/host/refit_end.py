@@ -32,7 +32,7 @@ class _Said:
 
     Attributes:
         error: why it failed there.
-        verdict: on the refit, if that may end here.
+        verdict: on the refit that runs.
         flushed: as `Update.cache_flushed`.
     """
 
@@ -81,7 +81,7 @@ def _said(refit: ModelRefit, update: Update, result: Any, is_asked: bool) -> _Sa
     if error is not None:
         error = " | ".join((error, *missing))
     verdict = None
-    if report.log.may_end(update) and (update.calls or update.ends_session):
+    if report.log.current is not None and (update.calls or update.ends_session):
         verdict = report.verdict(update)
         verdict = replace(verdict, failures=(*missing, *verdict.failures))
     return _Said(error, verdict, update.cache_flushed)

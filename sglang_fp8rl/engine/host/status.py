@@ -14,6 +14,7 @@ from collections import Counter
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
 from starlette.responses import JSONResponse, Response
 
 from ... import __version__
@@ -22,12 +23,14 @@ from ...wire.plan import PLAN_PATH, STATUS_PATH
 from ..extension import extensions
 from ..model.plan_document import module_rows
 from ..refit import ModelRefit, refit_of
-from ..report import report_fields
-from ..report.refit_record import State
+from ..report.law import MAX_LISTED
+from ..report.refit_record import State, Verdict
+from ..report.report import RefitReport
 from .boundary import Boundary
 
 SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 PLAN_MARK = "fp8rl-plan:"
+_MAX_TEXT = 500
 
 
 def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) -> dict[str, Any]:
@@ -37,11 +40,10 @@ def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) 
         replica: data-parallel rank of the scheduler that says it.
         manager: SGLang's weight updater; None if nothing is to be read off the device, nor of a session.
     """
-    report = refit.report
-    log, problems = report.log, report_fields.problems(report)
-    problems += list(refit.pairs.open_halves().values())
+    report, log = refit.report, refit.report.log
+    found = [*problems(report), *refit.pairs.open_halves().values()]
     if getattr(manager, "_session", None) is not None:
-        problems.append("a weight-update session is open: call end_weight_update()")
+        found.append("a weight-update session is open: call end_weight_update()")
     fp8_bytes = sum(target.parameter.numel() for target in refit.targets.values() if target.is_fp8)
     section = {
         "version": __version__,
@@ -49,19 +51,83 @@ def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) 
         "schemes": dict(Counter(scheme.granularity.value for scheme in refit.schemes.values())),
         "fp8_bytes": fp8_bytes,
         "bf16_bytes_replaced": 2 * fp8_bytes,
-        "last_refit": report_fields.last_refit(report),
+        "last_refit": last_refit(report),
         "last_complete_refit": log.complete
         and {"id": log.complete.id, "version": log.complete.version},
-        "served": report_fields.served(report),
+        "served": served(report),
         "flat_layout": FLAT_LAYOUT_VERSION,
         "replay": refit.recipes.as_dict(),
         "state": log.state.value,
         "consistent": log.state is State.WHOLE,
-        "problems": problems,
+        "problems": found,
         "plan": module_rows(refit.schemes),
     }
     ours = {extension.section: extension.status(manager) for extension in refit.extensions}
     return section | {kind.section: ours.get(kind.section) for kind in extensions() if kind.section}
+
+
+def problems(report: RefitReport) -> list[str]:
+    """Why the served weights are not of one piece; empty if they are."""
+    log = report.log
+    if log.state is State.WHOLE:
+        return []
+    found = []
+    if log.is_unloaded:
+        found.append(
+            "weights that were never loaded (dummy weights, or memory that was released?): no complete "
+            "refit has come since"
+        )
+    found += [text[:_MAX_TEXT] for text in log.failures]
+    found += [f"{refit.describe()} is mixed: {refit.left_out()}" for refit in log.left_out]
+    if log.running is not None:
+        found.append(f"{log.running.describe()} has not ended: {report.lacking().sum()} of "
+                     f"{len(report.targets)} parameters have not come in it")  # fmt: skip
+    return found
+
+
+def served(report: RefitReport) -> list[dict[str, Any]]:
+    """Which refits the parameters come from, the latest first; a parameter by its oldest part."""
+    written, oldest = report.oldest()
+    refits = report.log.refits_of(oldest)
+    number = np.searchsorted([refit.since for refit in refits], oldest, "right") - 1
+    return [
+        {
+            "refit": refit.id,
+            "version": refit.version,
+            "parameters": int((number == at).sum()),
+            "example": report.targets[written[np.argmax(number == at)]].name,
+        }
+        for at, refit in reversed(list(enumerate(refits)))
+    ][:MAX_LISTED]
+
+
+def last_refit(report: RefitReport) -> dict[str, Any] | None:
+    """The refit that runs, or else the one that ended last."""
+    current = report.log.running
+    refit = current if current is not None and current.parts else report.log.last
+    if refit is None:
+        return None
+    found = report.verdict() if refit is current else refit.found or Verdict()
+    seconds = sum(part.seconds for part in refit.parts)
+    nbytes = sum(part.nbytes for part in refit.parts)
+    return {
+        "id": refit.id,
+        "version": refit.version,
+        "origin": refit.origin.value,
+        "partial": refit.is_partial,
+        "outcome": refit.outcome.value,
+        "complete": refit.is_complete,
+        "missing": found.lacking,
+        "missing_names": list(found.names),
+        "errors": refit.errors[:MAX_LISTED],
+        "cache_flushed": refit.cache_flushed,
+        "seconds": round(seconds, 6),
+        "bytes": nbytes,
+        "gb_per_s": round(nbytes / seconds / 1e9, 3) if seconds else None,
+        "tensors": refit.tensors,
+        "calls": len(refit.parts),
+        **refit.noise.as_dict(),
+    }
 
 
 def status_of_replicas(sections: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from ...errors import Fp8RlError, RefitError, as_text
+from ...errors import Fp8RlError, HostError, RefitError, as_text
 from ...wire.layout_text import from_text
 from ...wire.refit_note import note_of
+from ...wire.verl_deltas import LOADER, deltas_refused
 from ..arrival.bucket import FlatBucket
 from ..arrival.update import Origin, Update, wait_for_reads
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
 from .refit_end import end_request, fail_behind
-from .request_checks import check_request
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +184,63 @@ def _failed(origin: Origin, message: str) -> Any:
     return output_class(success=False, message=message, **extra)
 
 
+# -- what a request may not ask for, refused before a byte of it is read --------------------------
+
+
+def check_request(manager: Any, request: Any) -> None:
+    """Raises `RefitError` for a request that can't be served as it is meant."""
+    check_weights_are_there(manager, "an update writes them")
+    load_format = getattr(request, "load_format", None)
+    if load_format == "direct":
+        raise RefitError(
+            "load_format",
+            "'direct'",
+            "it copies into parameters and would leave FP8 scales behind",
+            "Leave load_format out, or use 'flattened_bucket'.",
+        )
+    if load_format == LOADER:
+        raise deltas_refused(f"load_format {LOADER}")
+    check_selector(manager, request)
+    payloads = getattr(request, "serialized_named_tensors", None)
+    size = torch.distributed.get_world_size(manager.tp_cpu_group)
+    if payloads is not None and len(payloads) != size:
+        raise RefitError(
+            "serialized_named_tensors",
+            f"{len(payloads)} payload(s)",
+            f"there is one for each of the {size} tensor-parallel rank(s)",
+            "Send as many as the server's tp_size; RefitClient asks for it.",
+        )
+
+
+def are_weights_released(manager: Any) -> bool:
+    """Whether `release_memory_occupation` took their memory: touching it ends the process."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    return GPU_MEMORY_TYPE_WEIGHTS in manager.offload_tags
+
+
+def check_weights_are_there(manager: Any, rule: str) -> None:
+    """Raises `HostError` while the memory of the weights is released."""
+    if are_weights_released(manager):
+        raise HostError(
+            "the weights",
+            "their memory is released",
+            rule,
+            "Call resume_memory_occupation first, then send all weights.",
+        )
+
+
+def check_selector(manager: Any, request: Any) -> None:
+    """Raises `RefitError` where nothing would be updated, which SGLang answers with success."""
+    if getattr(request, "selector", "all") == "draft" and manager.draft_worker is None:
+        raise RefitError(
+            "selector",
+            "'draft'",
+            "this server has no draft model: nothing would be updated",
+            "Leave selector out, or start the server with a draft model.",
+        )
+
+
 # -- what is otherwise while a request is served ---------------------------------------------------
 
 
@@ -193,22 +250,22 @@ def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **k
     model = updater.get_model()
     refit = refit_of(model)
     flat = payload["flattened_tensor"]
+    is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
+    if refit is not None and is_plain:
+        try:
+            model.load_weights(FlatBucket(flat, payload["metadata"]))
+        finally:
+            if payload.get("is_staged"):
+                refit.sender_memory.hold(flat)
+        return True, "Success"
+    # A draft model, behind the served one, has SGLang's own way.
     if refit is None and isinstance(payload["metadata"], str):
         payload = {**payload, "metadata": from_text(payload["metadata"])}
-        try:
-            return original(updater, payload)
-        finally:
-            if payload.get("is_staged"):  # of a draft model, behind the served one
-                wait_for_reads(flat)
-    is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
-    if refit is None or not is_plain:
-        return original(updater, *args, **kw)
     try:
-        model.load_weights(FlatBucket(flat, payload["metadata"]))
+        return original(updater, payload)
     finally:
         if payload.get("is_staged"):
-            refit.sender_memory.hold(flat)
-    return True, "Success"
+            wait_for_reads(flat)
 
 
 @contextmanager

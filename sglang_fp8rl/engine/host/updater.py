@@ -20,8 +20,7 @@ from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
 from .refit_end import end_request, fail_behind
-from .request_checks import check_selector, check_weights_are_there
-from .update_request import answer_update
+from .update_request import answer_update, check_selector, check_weights_are_there
 
 
 class RefitUpdater(SchedulerWeightUpdaterManager):
@@ -136,8 +135,8 @@ def _prepare_end(manager: Any, refit: ModelRefit, around: ExitStack) -> None:
 def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
     """`Scheduler.flush_cache`: what it did, on every rank alike."""
     refit = refit_of(scheduler.tp_worker.model_runner.model)
-    if not is_empty or refit is None or refit.is_updating:
-        return is_empty
+    if not is_empty or refit is None or refit.calls.update.origin.is_serving:
+        return is_empty  # within a request of an update, which says so itself
     refit.report.flushed()  # behind a session's end there is no refit that this could divide
     for extension in refit.extensions:
         is_empty = extension.cache_is_empty(scheduler.weight_updater) and is_empty

@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ..extension import Extension, Received
 from ..host.boundary import Boundary
 from ..host.refit_end import fail_behind
-from ..host.request_checks import are_weights_released
+from ..host.update_request import are_weights_released
 from .attention_layers import Fold, attention_layers, refused
 from .calibration import Calibration, calibration_of
 from .choice import ROOM, Choice, by_layer, chosen, saturated_share, stored_codes, table_of

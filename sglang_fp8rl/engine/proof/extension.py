@@ -21,8 +21,8 @@ from ...wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Number, compare, 
 from ...wire.plan import FP8
 from ..extension import Extension
 from ..host.boundary import Boundary
-from ..host.request_checks import check_weights_are_there
 from ..host.status import internal_states, not_served, refused, replica_of
+from ..host.update_request import check_weights_are_there
 from ..interception import Region
 from ..model.landings import Known
 from ..model.parameters import Target

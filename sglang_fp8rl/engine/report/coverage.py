@@ -111,10 +111,6 @@ class CoverageTable:
             )
             return found
 
-    def new_fraction(self, since: int) -> np.ndarray:
-        """Per parameter, the share of it that was written at stamp `since` or later."""
-        return self.new_elements(since) / np.maximum(self.sizes, 1)
-
     def overlap(self, numbers: np.ndarray) -> bool:
         """Whether a box comes twice, or overlaps with another of them."""
         among = set(numbers.tolist())
@@ -122,11 +118,6 @@ class CoverageTable:
         return len(among) < len(numbers) or not all(
             among.isdisjoint(self._overlapping[one]) for one in some
         )
-
-    def new_regions(self, parameter: int, since: int) -> list[Region]:
-        """Boxes of one parameter written at stamp `since` or later."""
-        numbers = self._numbers[parameter]
-        return [region for region, number in numbers.items() if self._stamps[number] >= since]
 
 
 class FullExtent:

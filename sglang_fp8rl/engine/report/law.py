@@ -122,23 +122,18 @@ class RefitLog:
 
     # -- where it ends -----------------------------------------------------------------------------
 
-    def may_end(self, update: Update) -> bool:
-        """Whether the current refit ends behind this request, or does if it is complete."""
-        current = self.current
-        if current is None:
-            return False
-        if update.origin.is_alone or update.ends_session:
-            return True
-        return current.session is None and (update.is_last_call or current.note is None)
-
     def is_over(self, update: Update, verdict: Verdict) -> bool:
-        """Whether it does."""
+        """Whether the current refit ends behind this request."""
         current = self.current
         assert current is not None
-        if update.origin.is_alone or update.ends_session or verdict.failures:
+        if update.origin.is_alone or update.ends_session:
             return True
+        if current.session is not None:
+            return False
         if current.note is not None:
             return update.is_last_call
+        if verdict.failures:
+            return True
         if update.is_last_call and (current.has_waited or not verdict.has_taken):
             return True
         # All came, once each. Of one update, if the first of these calls was its first.
@@ -159,7 +154,8 @@ class RefitLog:
                 self.current = current  # names may follow that bring nothing which can be counted
             return ended
         current.found = verdict
-        if update.is_last_call:  # all that was said to come; a client that always says so may go on
+        if update.is_last_call and current.session is None:
+            # All that was said to come; a client that always says so may go on.
             current.outcome = Outcome.MIXED
         return None
 

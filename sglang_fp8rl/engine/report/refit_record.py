@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,13 +20,9 @@ _SAMPLES_PER_REFIT = 4
 
 @dataclass
 class Noise:
-    """SQNR of the cast, measured on a few samples of each granularity. Loaders may add from several threads."""
+    """SQNR of the cast, measured on a few samples of each granularity; loaders in several threads may add one more."""
 
-    _power: defaultdict[Granularity, SignalAndNoise] = field(
-        default_factory=functools.partial(defaultdict, SignalAndNoise)
-    )
-    _samples: Counter[Granularity] = field(default_factory=Counter)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _samples: dict[Granularity, list[SignalAndNoise]] = field(default_factory=dict)
 
     def add(
         self,
@@ -39,28 +32,29 @@ class Noise:
         scales: torch.Tensor,
     ) -> None:
         """Measure the cast on one corner block of a write, unless there are samples enough."""
-        with self._lock:
-            if self._samples[granularity] >= _SAMPLES_PER_REFIT:
-                return
-            self._samples[granularity] += 1
+        samples, sample = self._samples.setdefault(granularity, []), SignalAndNoise()
+        if len(samples) >= _SAMPLES_PER_REFIT:
+            return
+        samples.append(sample)
         rows, columns, scale = 128, 128, scales[:1, :1]
         if granularity is Granularity.PER_CHANNEL:
             rows, columns, scale = 8, source.shape[1], scales[:8]
         exact = source[:rows, :columns].to(torch.bfloat16).float()
         served = dequantize(codes[:rows, :columns], scale, dtype=torch.float32)
         if bool(torch.isfinite(exact - served).all()):
-            self._power[granularity].add(exact, served)
+            sample.add(exact, served)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """For the status section."""
-        power = {one.value: self._power[one] for one in self._samples}
-        return {
-            "sqnr_db": {
-                name: round(one.db, 2) if one.signal and one.noise else None
-                for name, one in power.items()
-            },
-            "sqnr_samples": {one.value: count for one, count in self._samples.items()},
-        }
+        decibels, samples = {}, {}
+        for granularity, found in self._samples.items():
+            power = SignalAndNoise(
+                sum(one.signal for one in found), sum(one.noise for one in found)
+            )
+            is_known = power.signal and power.noise
+            decibels[granularity.value] = round(power.db, 2) if is_known else None
+            samples[granularity.value] = len(found)
+        return {"sqnr_db": decibels, "sqnr_samples": samples}
 
 
 class Outcome(str, Enum):

@@ -209,16 +209,16 @@ def test_an_embedded_draft_stays_in_high_precision_and_follows_the_same_tensors(
 
 def build_draft_in_fp8(scheduler):
     """As with `--speculative-draft-model-quantization fp8_blockwise_online`."""
-    from sglang_fp8rl.engine.host import attach
+    from sglang_fp8rl.engine.host import hooks
 
-    native, attach._draft_was_asked_for = attach._draft_was_asked_for, lambda: True
+    native, hooks._draft_was_asked_for = hooks._draft_was_asked_for, lambda: True
     dtype = torch.get_default_dtype()  # SGLang 0.5.16 leaves the model's behind an error
     try:
         build_draft(scheduler)
     except ConfigError as error:
         return str(error)
     finally:
-        attach._draft_was_asked_for = native
+        hooks._draft_was_asked_for = native
         torch.set_default_dtype(dtype)
 
 

@@ -49,30 +49,26 @@ class Coverage:
     def add(self, region, call):
         self.table.write([self.table.number_of(1, region)], call)
 
-    def new_fraction(self, since):
-        others = self.table.new_fraction(since)
-        assert others[0] == others[2] == 0
-        return others[1]
-
-    def is_mixed(self, since):
-        return 0 < self.new_fraction(since) < 1
+    def new_elements(self, since):
+        before, count, behind = self.table.new_elements(since)
+        assert before == behind == 0
+        return count
 
 
 def test_parts_make_a_whole_in_any_order():
     coverage = Coverage((4, 6))
     for start in (2, 0, 3):
         coverage.add(rows(start, 1), 1)
-        assert coverage.is_mixed(1)
+        assert 0 < coverage.new_elements(1) < 24
     coverage.add(rows(1, 1), 1)
-    assert not coverage.is_mixed(1)
-    assert coverage.new_fraction(1) == 1.0
+    assert coverage.new_elements(1) == 24
 
 
 def test_the_same_part_twice_is_not_the_whole():
     coverage = Coverage((4, 6))
     for _ in range(4):
         coverage.add(rows(0, 1), 1)
-    assert coverage.new_fraction(1) == pytest.approx(0.25)
+    assert coverage.new_elements(1) == 6
 
 
 def test_overlapping_parts_never_count_more_than_was_written():
@@ -80,18 +76,19 @@ def test_overlapping_parts_never_count_more_than_was_written():
     coverage.add(rows(0, 3), 1)
     coverage.add(rows(2, 1), 1)
     coverage.add(rows(2, 1), 1)
-    assert coverage.new_fraction(1) < 1
+    assert coverage.new_elements(1) < 24
 
 
-def test_a_parameter_that_is_all_old_is_not_mixed():
+def test_of_a_parameter_that_is_all_old_nothing_is_new():
     coverage = Coverage((4, 6))
     coverage.add(rows(0, 4), 1)
-    assert not coverage.is_mixed(2)
+    assert coverage.new_elements(2) == 0
 
 
 def test_boxes_written_together_and_one_by_one_are_counted_alike():
     generator = random.Random(3)
     together, single = CoverageTable([(8, 6, 4)] * 3), CoverageTable([(8, 6, 4)] * 3)
+    written = {}
     for call in range(1, 40):
         drawn = []
         for _ in range(generator.randint(1, 4)):
@@ -102,20 +99,26 @@ def test_boxes_written_together_and_one_by_one_are_counted_alike():
         together.write([together.number_of(*one) for one in drawn], call)
         for one in drawn:
             single.write([single.number_of(*one)], call)
+            written = {box: at for box, at in written.items() if box == one or not meet(box, one)}
+            written[one] = call
         for since in (0, call - 2, call):
             assert (together.new_elements(since) == single.new_elements(since)).all()
-            assert (together.new_elements(since) == elements(together, since)).all()
+            assert together.new_elements(since).tolist() == elements(written, since)
 
 
-def elements(table, since):
-    """The same from the boxes themselves, marked one by one."""
-    counts = []
-    for parameter in range(3):
-        marked = torch.zeros(8, 6, 4)
-        for region in table.new_regions(parameter, since):
-            marked[
-                tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))
-            ] += 1
-        assert marked.max() <= 1
-        counts.append(int(marked.sum()))
-    return counts
+def meet(box, other):
+    """Whether two boxes share an element."""
+    (parameter, one), (another, two) = box, other
+    sides = zip(one.start, one.shape, two.start, two.shape, strict=True)
+    return parameter == another and all(a < b + m and b < a + n for a, n, b, m in sides)
+
+
+def elements(written, since):
+    """Per parameter, what lies in boxes that were written at `since` or later, marked one by one."""
+    marked = torch.zeros(3, 8, 6, 4)
+    for (parameter, box), call in written.items():
+        if call >= since:
+            here = (slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+            marked[parameter][tuple(here)] += 1
+    assert marked.max() <= 1
+    return marked.flatten(1).sum(1).long().tolist()

@@ -10,9 +10,9 @@ import torch
 from threads_as_ranks import Ranks
 
 from sglang_fp8rl.engine.arrival.update import wait_for_reads
-from sglang_fp8rl.engine.host.attach import check_control
 from sglang_fp8rl.engine.host.boundary import Boundary
-from sglang_fp8rl.engine.host.request_checks import check_weights_are_there
+from sglang_fp8rl.engine.host.hooks import check_control
+from sglang_fp8rl.engine.host.update_request import check_weights_are_there
 from sglang_fp8rl.engine.kv_scales import choice
 from sglang_fp8rl.errors import ConfigError, HostError, RefitError
 
