@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from sass import MachineCode, compile_kernel
 
-from sglang_fp8rl.numerics.triton.hardware import row_warps, tile_options
+from sglang_fp8rl.numerics.triton.table import row_warps, tile_options
 from sglang_fp8rl.numerics.triton.table_kernels import (
     table_codes_kernel,
     table_copy_kernel,
@@ -87,7 +87,7 @@ def cases() -> list[Case]:
             name = f"tile {label}{' ragged' if ragged else ''}, {source_align} → {align} bytes"
             options = tile_options(align)
             found.append(Case(name, table_tile_kernel, constants, options, 16384, size + 1, limit))
-        aligned = {"SOURCE_ALIGN": 16, "TARGET_ALIGN": 16, "ONE_CHUNK": True}
+        aligned = {"SOURCE_ALIGN": 16, "TARGET_ALIGN": 16}
         for chunk in (2048, 8192, 16384):
             constants = {**aligned, "CHUNK": chunk, "KIND": kind, **rounding}
             options = {"num_warps": row_warps(chunk)}

@@ -17,7 +17,6 @@ import torch
 
 from ..config import Options
 from ..errors import Fp8RlError, HostError, RefitError
-from ..numerics.backends import warm_up
 from ..numerics.fingerprint import MASK
 from ..scheme import Scheme
 from ..wire.plan import RefitPlan
@@ -32,7 +31,6 @@ from .model.parameters import (
     refusing_writes,
     set_loader,
     targets_of,
-    widths_of,
 )
 from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
@@ -86,13 +84,6 @@ class ModelRefit:
         self.derived.attach()
         self.model.load_weights = self.load_weights  # type: ignore[assignment]
         self.model.fp8rl_refit = self  # type: ignore[assignment]
-        for device in self._devices:
-            warm_up(
-                device,
-                widths_of(self.targets.values()),
-                pow2_scale=self.options.use_weight_pow2_scale,
-                round_to_bf16=self.options.round_to_bf16,
-            )
 
     def _wrap_loader(self, target: Target) -> None:
         from sglang.srt.model_loader.weight_utils import default_weight_loader

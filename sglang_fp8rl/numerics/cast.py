@@ -166,7 +166,7 @@ def _cast(
     source, target, scales = source.detach(), target.detach(), scales.detach()
     nonfinite = torch.empty(grid.scale_shape, dtype=torch.bool, device=source.device)
     how = (grid.block, pow2_scale, round_to_bf16)
-    module = kernels("cast", source.device.type, backend) or reference
+    module = kernels("table", source.device.type, backend) or reference
     lies_in_rows = source.stride(1) == 1 or source.shape[1] == 1
     if module is reference or (lies_in_rows and source.dtype != torch.float16):
         module.cast_into(source, target, scales, nonfinite, *how)

@@ -35,12 +35,12 @@ class Dtype(IntEnum):
     FP8 = 2  # codes
 
 
-DTYPES = {torch.float32: Dtype.FP32, torch.bfloat16: Dtype.BF16}
-SOURCES = {**DTYPES, FP8_DTYPE: Dtype.FP8}
+DTYPES = {torch.float32: Dtype.FP32, torch.bfloat16: Dtype.BF16, FP8_DTYPE: Dtype.FP8}
+_WIDE = (torch.float32, torch.bfloat16)
 # Dtypes of the source and of the destination.
 _TAKEN: dict[Kind, tuple[Collection[torch.dtype], Collection[torch.dtype]]] = {
-    Kind.CAST: (DTYPES, (FP8_DTYPE,)),
-    Kind.COPY: (DTYPES, DTYPES),
+    Kind.CAST: (_WIDE, (FP8_DTYPE,)),
+    Kind.COPY: (_WIDE, _WIDE),
     Kind.SCALES: ((torch.float32,), (torch.float32,)),
     Kind.CODES: ((FP8_DTYPE,), (FP8_DTYPE,)),
 }
@@ -57,6 +57,9 @@ _FIELDS = (
 PIECE = np.dtype([(name, np.int64) for name in _FIELDS])
 # Those that `Piece.row` gives.
 ROW_FIELDS = len(_FIELDS) - 2
+
+# Columns, that kernels take: of a GPU's, one program holds a row.
+LONGEST_ROW = 2**18
 
 # Flags of codes and their scales.
 BAD_SCALE, NAN_CODE = 1, 2
@@ -92,13 +95,14 @@ class Piece:
         return Kind.COPY if self.scales is None else Kind.CAST
 
     def fits(self) -> bool:
-        """Whether the kernels take it: rows contiguous, and dtypes that they know."""
+        """Whether the kernels take it: rows contiguous and not too long, and dtypes that they know."""
         view, destination = self.view, self.destination
         sources, destinations = _TAKEN[self.what]
         return (
             view.dim() == destination.dim() == 2
             and view.shape == destination.shape
             and view.numel() > 0
+            and view.shape[1] <= LONGEST_ROW
             and view.dtype in sources
             and destination.dtype in destinations
             and (view.stride(1) == destination.stride(1) == 1 or view.shape[1] == 1)
@@ -109,21 +113,11 @@ class Piece:
         view, destination, scales = self.view, self.destination, self.scales
         stride0, stride1 = scales.stride() if scales is not None else (0, 0)
         return (
-            self.what, SOURCES[view.dtype], *self.source, view.stride(0),
-            destination.data_ptr(), DTYPES.get(destination.dtype, 0), destination.stride(0),
+            self.what, DTYPES[view.dtype], *self.source, view.stride(0),
+            destination.data_ptr(), DTYPES[destination.dtype], destination.stride(0),
             scales.data_ptr() if scales is not None else 0, stride0, stride1,
             *view.shape, *self.block_size,
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Widths:
-    """Columns of a model's matrices on this rank, by what a refit does with them: which kernels it
-    will launch, before anything was sent."""
-
-    copied: frozenset[int] = frozenset()
-    blockwise: frozenset[int] = frozenset()
-    per_channel: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from ...config import Options
 from ...errors import QuantizationError, RefitError
 from ...numerics.cast import cast_into
 from ...numerics.grid import Blockwise, PerChannel, ScaleGranularity
-from ...numerics.write_table import Widths
 from ...scheme import Granularity
 from ..interception import (
     Region,
@@ -161,20 +160,6 @@ def targets_of(model: torch.nn.Module) -> dict[int, Target]:
                 target.module, target.scale = module, scale
                 target.granularity = method.fp8rl_scheme.granularity
     return targets
-
-
-def widths_of(targets: Iterable[Target]) -> Widths:
-    """Columns of what a refit writes, by how it is stored."""
-    found: dict[Granularity, set[int]] = {one: set() for one in Granularity}
-    for target in targets:
-        weight = target.parameter
-        if weight.dim() and weight.numel() and isinstance(weight, torch.nn.Parameter):
-            found[target.granularity].add(weight.shape[-1])
-    return Widths(
-        frozenset(found[Granularity.HIGH_PRECISION]),
-        frozenset(found[Granularity.BLOCKWISE]),
-        frozenset(found[Granularity.PER_CHANNEL]),
-    )
 
 
 def set_loader(parameter: Any, loader: Callable[..., Any]) -> None:

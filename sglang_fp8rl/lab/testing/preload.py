@@ -9,8 +9,7 @@ from sglang.srt.entrypoints import http_server  # noqa: F401
 from sglang.srt.models.registry import ModelRegistry
 
 from ...engine.host import hooks  # noqa: F401
-from ...numerics.backends import warm_up
-from ...numerics.write_table import Widths
+from ...numerics import quantize_blockwise
 
 ModelRegistry.get_supported_archs()
-warm_up(torch.device("cpu"), Widths())
+quantize_blockwise(torch.ones(1, 1))  # Numba's kernels are compiled, or loaded

@@ -3,7 +3,7 @@ Numba has no name for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -23,14 +23,9 @@ T = TypeVar("T")
 WORTH_A_THREAD = 2 * 1024 * 1024
 
 
-def jit(fastmath: Collection[str] = ()) -> Callable[[Callable], Any]:
-    """`njit` without the GIL, cached on disk where that is possible: servers start often, on read-only images too.
-
-    Args:
-        fastmath: what LLVM may do with floating-point sums; nothing, unless a kernel's result is no
-            byte of a weight.
-    """
-    options = {"nogil": True, "fastmath": set(fastmath) or False, "error_model": "numpy"}
+def jit() -> Callable[[Callable], Any]:
+    """`njit` without the GIL, cached on disk where that is possible: servers start often, on read-only images too."""
+    options = {"nogil": True, "error_model": "numpy"}
 
     def compiled(function: Callable) -> Any:
         try:

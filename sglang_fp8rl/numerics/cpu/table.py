@@ -1,4 +1,4 @@
-"""Run a `CastTable` on a CPU: one call, the same kernels and bytes as `cast.py`."""
+"""Casts and copies on a CPU, through Numba: one cast, or a `CastTable`; nothing the size of a tensor is allocated."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+import torch
 
 from ..grid import ceil_div
 from ..write_table import BAD_SCALE, NAN_CODE, CastTable, Dtype, Kind
-from .jit import array_at, in_threads, jit, threads_for
+from .jit import array_at, by_rows, in_threads, jit, threads_for
 from .kernels import (
     BF16_STEP,
     CODE,
@@ -30,6 +31,41 @@ _CHUNKS_PER_THREAD = 16
 _INF, _ROUNDS_TO_INF = 0x7F800000, 0x7F7F8000
 _BAD_SCALE, _NAN_CODE = np.uint8(BAD_SCALE), np.uint8(NAN_CODE)
 _COPY, _SCALES, _CODES, _FP32 = map(int, (Kind.COPY, Kind.SCALES, Kind.CODES, Dtype.FP32))
+
+
+def cast_into(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    weight_scale: torch.Tensor,
+    nonfinite: torch.Tensor,
+    block: tuple[int, int],
+    pow2_scale: bool,
+    round_to_bf16: bool,
+) -> None:
+    """As `reference.cast_into`, for FP32 and BF16 in contiguous rows; a NaN in BF16 may have other bits.
+
+    The bytes do not depend on the number of threads, which is torch's for a large tensor.
+    """
+    rows, cols = source.shape
+    # Addresses, because arrays cost a small tensor more than its cast: each is three calls here.
+    cast_rows = partial(
+        cast_region,
+        source.data_ptr(),
+        WIDE if source.dtype == torch.float32 else SLIM,
+        source.stride(0),
+        target.data_ptr(),
+        SLIM if target.dtype == torch.bfloat16 else CODE,
+        target.stride(0),
+        weight_scale.data_ptr(),
+        *weight_scale.stride(),
+        nonfinite.data_ptr(),
+        rows,
+        cols,
+        *block,
+        BF16_STEP if round_to_bf16 else NO_STEP,
+        bool(pow2_scale),
+    )
+    by_rows(cast_rows, rows, cols, block[0])
 
 
 class CpuTable:

@@ -15,11 +15,24 @@ code of the quotient is tried for every BF16 amax and every BF16 value below it,
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 
 # Kinds of source: FP32 comes as int32, BF16 as int16.
 FP32, BF16 = tl.constexpr(0), tl.constexpr(1)
+# The first with a conversion to e4m3 (Ada); it also has the maximum of two BF16 at once.
+_CONVERTS_TO_E4M3 = (8, 9)
+
+
+@functools.cache
+def has_packed_kernels(device: torch.device) -> bool:
+    """Whether kernels may use the instructions of `packed_*`; not in the interpreter."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _CONVERTS_TO_E4M3
 
 
 @triton.jit
@@ -51,18 +64,36 @@ def amax_to_scale_inv(amax, POW2: tl.constexpr, ROUND: tl.constexpr):
 
 
 @triton.jit
-def encode_e4m3(bits, scale):
-    """Codes (int8) of finite FP32 `bits` over `scale`: nearest even, saturating at 448.
+def lifted_quotient(bits, scale):
+    """|FP32 `bits` / `scale`|, 448 at most, plus 2**(e+20) of its exponent e; and the bits of the latter.
 
-    Rounded by a sum, as in `cpu.kernels._code`; what it added to the bits of 2**(e+20) is |y| in ulps.
+    The sum has no bit below the e4m3 ulp, as in `cpu.kernels._code`.
     """
     y = tl.math.div_rn(bits.to(tl.float32, bitcast=True), scale).to(tl.int32, bitcast=True)
     a = tl.minimum(y & 0x7FFFFFFF, 0x43E00000)  # 448.0
-    exponent = tl.maximum(a & 0x7F800000, 0x3C800000)  # 2**-6
-    magic = exponent + (20 << 23)
-    lifted = a.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
-    code = lifted.to(tl.int32, bitcast=True) - magic + ((exponent - 0x3C800000) >> 20)
-    return (code | ((y >> 24) & 0x80)).to(tl.int8)
+    lift = tl.maximum(a & 0x7F800000, 0x3C800000) + (20 << 23)  # e is at least -6
+    return a.to(tl.float32, bitcast=True) + lift.to(tl.float32, bitcast=True), lift
+
+
+@triton.jit
+def encode_e4m3(bits, scale):
+    """Codes (int8) of finite FP32 `bits` over `scale`: nearest even, saturating at 448."""
+    lifted, lift = lifted_quotient(bits, scale)
+    ulps = lifted.to(tl.int32, bitcast=True) - lift
+    code = ulps + ((lift - (0x3C800000 + (20 << 23))) >> 20)
+    return (code | ((bits >> 24) & 0x80)).to(tl.int8)
+
+
+@triton.jit
+def served_bits(x, scale, finite, KIND: tl.constexpr, ROUND: tl.constexpr):
+    """BF16 bits of what source bits are served as; of a block that is not finite, of the source."""
+    bits = fp32_bits(x, KIND)
+    lifted, lift = lifted_quotient(round_bits_to_bf16(bits) if ROUND else bits, scale)
+    product = (lifted - lift.to(tl.float32, bitcast=True)) * scale
+    served = round_bits_to_bf16(product.to(tl.int32, bitcast=True)) | (bits & -2147483648)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    as_it_is = tl.where(is_nan, bits | 0x00400000, round_bits_to_bf16(bits))
+    return (tl.where(finite, served, as_it_is) >> 16).to(tl.int16)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .hardware import has_packed_kernels, on_device
+from .arithmetic import has_packed_kernels
 
 # FP16 has every value of e4m3; from there BF16 is one step by way of FP32, two codes at a time.
 _TWO = """
@@ -177,7 +177,7 @@ def linear(
     if m:
         tile = tile_of(m, n, _multiprocessors(x.device))
         programs = triton.cdiv(m, tile["TOKENS"]) * triton.cdiv(n, tile["ROWS"])
-        with on_device(x.device):
+        with torch.cuda.device_of(x):  # on which Triton launches
             linear_kernel[(programs,)](
                 rows,
                 codes.detach().view(torch.int8),

@@ -1,6 +1,7 @@
-"""Run a `CastTable` on a GPU: all aligned blocks in one launch, ragged ones, rows and copies in others.
+"""Casts and copies on a GPU, through Triton: one cast, or a `CastTable`.
 
-Codes that come with their scales are copied, rows of scales first.
+A table's aligned blocks are one launch, ragged ones, rows and copies others. Codes that come with their scales
+are copied, rows of scales first.
 """
 
 from __future__ import annotations
@@ -12,29 +13,94 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 
+from .. import reference
 from ..grid import ceil_div
-from ..write_table import CastTable, Dtype, Kind
-from .hardware import (
-    BLOCK,
-    WIDEST,
-    has_packed_kernels,
-    on_device,
-    row_warps,
-    tile_options,
-)
+from ..write_table import DTYPES, LONGEST_ROW, CastTable, Dtype, Kind, Piece
+from .arithmetic import has_packed_kernels
 from .pieces import COLUMNS
 from .table_kernels import (
     table_codes_kernel,
     table_copy_kernel,
     table_row_kernel,
     table_tile_kernel,
+    through_kernel,
 )
 
+_BLOCK = 128  # rows and columns of the blocks that have kernels
+_WIDEST = 16  # bytes of a load or store
 _SIZES = np.array([4, 2, 1])  # bytes, by `Dtype`
-# Rows are read in chunks of these sizes: one launch for each that a table has. The last is the longest row that
-# one program keeps in registers between its two passes.
-_CHUNKS = np.array([64, 512, 2048, 4096, 8192, 16384])
+# A row is one program's, which holds it in registers, one of these sizes: a launch for each that a table has.
+_CHUNKS = np.array([64, 512, *(2**n for n in range(11, 1 + LONGEST_ROW.bit_length()))])
+# Elements of a row per thread, in two stores: what a row costs is shared by so many.
+_ROW_ELEMENTS = 32
+_TILE_WARPS = 8
+# With 64 registers for each of 256 threads, four programs fit on a multiprocessor. Narrow loads and
+# stores need an address each, which would be spilled.
+_TILE_REGISTERS, _TILE_REGISTERS_FROM = 64, 8
+
+
+def row_warps(chunk: int) -> int:
+    """Warps of a program that takes `chunk` elements of a row at a time."""
+    return max(1, min(16, chunk // (32 * _ROW_ELEMENTS)))
+
+
+def tile_options(target_align: int) -> dict[str, Any]:
+    """Launch options of a program per tile, by the bytes that divide its rows of codes."""
+    options = {"num_warps": _TILE_WARPS}
+    if target_align >= _TILE_REGISTERS_FROM:
+        options["maxnreg"] = _TILE_REGISTERS
+    return options
+
+
+def cast_into(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    weight_scale: torch.Tensor,
+    nonfinite: torch.Tensor,
+    block: tuple[int, int],
+    pow2_scale: bool,
+    round_to_bf16: bool,
+) -> None:
+    """As `reference.cast_into`, for FP32 and BF16 in contiguous rows; a NaN in BF16 may have other bits.
+
+    A BF16 target gets neither scales nor flags. Blocks that no server has, and longer rows, are PyTorch's.
+    """
+    is_row = block == (1, source.shape[1]) and source.shape[1] <= LONGEST_ROW
+    if block != (_BLOCK, _BLOCK) and not is_row:
+        outs = (target, weight_scale, nonfinite)
+        reference.cast_into(source, *outs, block, pow2_scale, round_to_bf16)
+    elif target.dtype == torch.bfloat16:
+        _through(source, target, is_row, {"POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16)})
+    else:
+        table = CastTable.of([Piece((0, 0), source, target, weight_scale, block)])
+        rounding = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+        flags = TritonTable(table, source.device, **rounding).start([source.data_ptr()])
+        nonfinite.view(torch.int8).copy_(flags.view(nonfinite.shape))
+
+
+def _through(
+    source: torch.Tensor, out: torch.Tensor, is_row: bool, rounding: dict[str, bool]
+) -> None:
+    """One launch and no copy from the host, so that a CUDA graph may capture it."""
+    (rows, cols), is_wide = source.shape, source.dtype == torch.float32
+    height, width, options = _BLOCK, _BLOCK, tile_options(1)
+    if is_row:
+        height, width = 1, max(16, triton.next_power_of_2(cols))
+        options = {"num_warps": row_warps(width)}
+    with torch.cuda.device_of(source):
+        through_kernel[(ceil_div(rows, height) * ceil_div(cols, width),)](
+            source.contiguous().view(torch.int32 if is_wide else torch.int16),
+            out.view(torch.int16),
+            rows,
+            cols,
+            HEIGHT=height,
+            WIDTH=width,
+            KIND=int(DTYPES[source.dtype]),
+            **rounding,
+            **options,
+        )
 
 
 @dataclass(frozen=True)
@@ -102,21 +168,20 @@ class TritonTable:
         table = self.table.pieces[pieces]
         programs = table["rows"]
         if group.is_block:
-            programs = ceil_div(programs, BLOCK) * table["flag_cols"]
+            programs = ceil_div(programs, _BLOCK) * table["flag_cols"]
         rows[pieces, -1] = np.cumsum(programs) - programs
         owners = self._on_device(np.repeat(pieces.astype(np.int32), programs))
-        kernel, constants = self._kernel(group, int(table["cols"].max()))
+        kernel, constants = self._kernel(group)
         return Launch(kernel, owners, np.unique(table["source"]), group.source_align, constants)
 
-    def _kernel(self, group: _Group, cols: int) -> tuple[Any, dict[str, int | bool]]:
-        """The kernel of pieces of at most `cols` columns, and its constants and launch options."""
+    def _kernel(self, group: _Group) -> tuple[Any, dict[str, int | bool]]:
+        """The kernel of a group, and its constants and launch options."""
         constants: dict[str, int | bool] = {"TARGET_ALIGN": group.target_align}
         kind: dict[str, int | bool] = {"KIND": group.source_dtype}
         if group.is_block:
             constants |= {"RAGGED": bool(group.is_ragged), **tile_options(group.target_align)}
             return table_tile_kernel, constants | kind | self._rounding
-        constants |= {"CHUNK": group.chunk, "ONE_CHUNK": cols <= group.chunk}
-        constants["num_warps"] = row_warps(group.chunk)
+        constants |= {"CHUNK": group.chunk, "num_warps": row_warps(group.chunk)}
         if group.kind == Kind.CAST:
             return table_row_kernel, constants | kind | self._rounding
         if group.kind == Kind.CODES:
@@ -140,8 +205,8 @@ class TritonTable:
         """
         where = np.asarray(addresses, np.int64)[: len(self._sent) - 1]
         self._sent.numpy()[1:] = where
-        lowest = (where | WIDEST) & -(where | WIDEST)
-        with on_device(self._device):
+        lowest = (where | _WIDEST) & -(where | _WIDEST)
+        with torch.cuda.device_of(self._call):  # on which Triton launches
             self._call.copy_(self._sent, non_blocking=True)  # its first number says: no flags
             for launch in self.launches:
                 arguments = (self._rows, launch.owners, self._call, self._flags)
@@ -170,19 +235,17 @@ class _Group:
 def _groups(pieces: np.ndarray) -> list[tuple[_Group, np.ndarray]]:
     """Each group with the indices of its pieces, in the order of their kinds."""
     kind = pieces["kind"]
-    is_copy = (kind == Kind.COPY) | (kind == Kind.SCALES)
     is_block = (kind == Kind.CAST) & (pieces["block_n"] > 1)
-    is_ragged = is_block & ((pieces["rows"] % BLOCK != 0) | (pieces["cols"] % BLOCK != 0))
-    size = _SIZES[pieces["source_dtype"]]
-    target_size = np.where(is_copy, _SIZES[pieces["destination_dtype"]], 1)
-    source = pieces["source_offset"] | pieces["source_stride"] * size | WIDEST
+    is_ragged = is_block & ((pieces["rows"] % _BLOCK != 0) | (pieces["cols"] % _BLOCK != 0))
+    size, target_size = _SIZES[pieces["source_dtype"]], _SIZES[pieces["destination_dtype"]]
+    source = pieces["source_offset"] | pieces["source_stride"] * size | _WIDEST
     target = (
         pieces["destination"]
         | pieces["destination_stride"] * target_size
         | pieces["cols"] * target_size
-        | WIDEST
+        | _WIDEST
     )
-    chunks = _CHUNKS[np.minimum(np.searchsorted(_CHUNKS, pieces["cols"]), len(_CHUNKS) - 1)]
+    chunks = _CHUNKS[np.searchsorted(_CHUNKS, np.where(is_block, 0, pieces["cols"]))]
     columns = (
         kind,
         is_block,
@@ -190,8 +253,8 @@ def _groups(pieces: np.ndarray) -> list[tuple[_Group, np.ndarray]]:
         source & -source,
         target & -target,
         pieces["source_dtype"],
-        np.where(is_copy, pieces["destination_dtype"], 0),
-        np.where(is_block, 0, chunks),
+        pieces["destination_dtype"],
+        chunks,
     )
     found = defaultdict(list)
     for at, key in enumerate(zip(*(column.tolist() for column in columns), strict=True)):

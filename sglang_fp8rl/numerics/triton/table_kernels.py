@@ -1,5 +1,5 @@
 """The kernels of a `CastTable`, from memory to memory: casts of 128×128 blocks and of rows; copies, a row per
-program, of what stays in high precision, and of codes and their scales.
+program, of what stays in high precision, and of codes and their scales. And, of no table, the cast and back.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from .arithmetic import (
     amax_to_scale_inv,
     codes_of,
     fp32_bits,
+    largest_magnitude,
     packed_bf16,
     packed_largest_magnitude,
     round_bits_to_bf16,
     scale_of,
+    served_bits,
 )
 from .pieces import (
     BLOCK_N,
@@ -104,13 +106,12 @@ def table_row_kernel(
     SOURCE_ALIGN: tl.constexpr,
     TARGET_ALIGN: tl.constexpr,
     CHUNK: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,
     KIND: tl.constexpr,
     POW2: tl.constexpr,
     ROUND: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """One channel per program: read once if it is `ONE_CHUNK`, else twice, the second time from the cache."""
+    """One channel of at most `CHUNK` columns per program."""
     row, n = piece_of(table, owners)
     address = source_address(row, call)
     size: tl.constexpr = 4 if KIND == FP32 else 2
@@ -121,26 +122,11 @@ def table_row_kernel(
     target = tl.multiple_of(target.to(tl.pointer_type(tl.int8)), TARGET_ALIGN)
     cols = known_multiple(tl.load(row + COLS).to(tl.int32), TARGET_ALIGN)
     k = tl.arange(0, CHUNK)
-    if ONE_CHUNK:
-        x = tl.load(source + k, mask=k < cols, other=0)
-        if PACKED:
-            x = packed_bf16(x, KIND)
-        scale, finite = scale_of(x, KIND, POW2, ROUND, PACKED)
-        tl.store(target + k, codes_of(x, scale, KIND, ROUND, PACKED), mask=(k < cols) & finite)
-    else:
-        largest = tl.zeros([CHUNK], tl.int32)
-        for first in range(0, cols, CHUNK):
-            at = first + k
-            x = tl.load(source + at, mask=at < cols, other=0)
-            largest = tl.maximum(largest, fp32_bits(x, KIND) & 0x7FFFFFFF)
-        scale, finite = amax_to_scale_inv(tl.max(largest, axis=0), POW2, ROUND)
-        for first in range(0, cols, CHUNK):
-            at = first + k
-            x = tl.load(source + at, mask=at < cols, other=0)
-            if PACKED:
-                x = packed_bf16(x, KIND)
-            codes = codes_of(x, scale, KIND, ROUND, PACKED)
-            tl.store(target + at, codes, mask=(at < cols) & finite)
+    x = tl.load(source + k, mask=k < cols, other=0)
+    if PACKED:
+        x = packed_bf16(x, KIND)
+    scale, finite = scale_of(x, KIND, POW2, ROUND, PACKED)
+    tl.store(target + k, codes_of(x, scale, KIND, ROUND, PACKED), mask=(k < cols) & finite)
     scales = tl.load(row + SCALES_AT).to(tl.pointer_type(tl.float32))
     tl.store(scales + n * tl.load(row + SCALES_N), scale, mask=finite)
     raise_flag(call, flags + tl.load(row + FLAGS) + n, finite)
@@ -155,13 +141,13 @@ def table_copy_kernel(
     SOURCE_ALIGN: tl.constexpr,
     TARGET_ALIGN: tl.constexpr,
     CHUNK: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,
     KIND: tl.constexpr,
     TO_FP32: tl.constexpr,
     SCALES: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """One row to FP32 or BF16, copied if all of it stays finite; of `SCALES`, if all is positive too."""
+    """One row of at most `CHUNK` columns to FP32 or BF16, copied if all of it stays finite; of `SCALES`, if all
+    is positive too."""
     row, n = piece_of(table, owners)
     address = source_address(row, call)
     # Of FP32 bits: Inf, or the smallest number that is Inf in BF16.
@@ -176,25 +162,12 @@ def table_copy_kernel(
     target = tl.multiple_of(target.to(tl.pointer_type(target_bits)), TARGET_ALIGN)
     cols = known_multiple(tl.load(row + COLS).to(tl.int32), TARGET_ALIGN // target_size)
     k = tl.arange(0, CHUNK)
-    if ONE_CHUNK:
-        x = tl.load(source + k, mask=k < cols, other=0)
-        if PACKED and KIND == BF16:
-            finite = packed_largest_magnitude(x) < LIMIT
-        else:
-            finite = tl.max(magnitudes(x, k < cols, KIND, SCALES), axis=0) < LIMIT
-        tl.store(target + k, copied(x, KIND, TO_FP32, PACKED), mask=(k < cols) & finite)
+    x = tl.load(source + k, mask=k < cols, other=0)
+    if PACKED and KIND == BF16:
+        finite = packed_largest_magnitude(x) < LIMIT
     else:
-        largest = tl.zeros([CHUNK], tl.int32)
-        for first in range(0, cols, CHUNK):
-            at = first + k
-            x = tl.load(source + at, mask=at < cols, other=0)
-            largest = tl.maximum(largest, magnitudes(x, at < cols, KIND, SCALES))
-        finite = tl.max(largest, axis=0) < LIMIT
-        for first in range(0, cols, CHUNK):
-            at = first + k
-            x = tl.load(source + at, mask=at < cols, other=0)
-            x = copied(x, KIND, TO_FP32, PACKED)
-            tl.store(target + at, x, mask=(at < cols) & finite)
+        finite = tl.max(magnitudes(x, k < cols, KIND, SCALES), axis=0) < LIMIT
+    tl.store(target + k, copied(x, KIND, TO_FP32, PACKED), mask=(k < cols) & finite)
     raise_flag(call, flags + tl.load(row + FLAGS) + n, finite)
 
 
@@ -238,7 +211,6 @@ def table_codes_kernel(
     SOURCE_ALIGN: tl.constexpr,
     TARGET_ALIGN: tl.constexpr,
     CHUNK: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,
 ):
     """One row of codes, copied if its scales were and none is NaN; four at a time where they are aligned so.
 
@@ -262,19 +234,32 @@ def table_codes_kernel(
             source = address.to(tl.pointer_type(tl.int8))
             target = target_address.to(tl.pointer_type(tl.int8))
         k = tl.arange(0, STEP)
-        if ONE_CHUNK:
-            x = tl.load(source + k, mask=k < cols, other=0)
-            is_nan = tl.max((nan_codes(x, WORDS) != 0).to(tl.int32), axis=0) != 0
-            tl.store(target + k, x, mask=(k < cols) & (is_nan == 0))
-        else:
-            nan = tl.zeros([STEP], tl.int32)
-            for first in range(0, cols, STEP):
-                at_k = first + k
-                nan |= nan_codes(tl.load(source + at_k, mask=at_k < cols, other=0), WORDS)
-            is_nan = tl.max((nan != 0).to(tl.int32), axis=0) != 0
-            for first in range(0, cols, STEP):
-                at_k = first + k
-                x = tl.load(source + at_k, mask=at_k < cols, other=0)
-                tl.store(target + at_k, x, mask=(at_k < cols) & (is_nan == 0))
+        x = tl.load(source + k, mask=k < cols, other=0)
+        is_nan = tl.max((nan_codes(x, WORDS) != 0).to(tl.int32), axis=0) != 0
+        tl.store(target + k, x, mask=(k < cols) & (is_nan == 0))
         tl.store(flag, tl.full([], _NAN_CODE, tl.int8), mask=is_nan)
         tl.store(call, tl.full([], 1, tl.int64), mask=is_nan)
+
+
+@triton.jit(do_not_specialize=["rows", "cols"])
+def through_kernel(
+    source,
+    out,
+    rows,
+    cols,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    POW2: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """One block of a contiguous matrix per program, columns fastest: 128×128, or a row in one of that width."""
+    pid = tl.program_id(0)
+    blocks_k = tl.cdiv(cols, WIDTH).to(tl.int32)
+    n = pid // blocks_k * HEIGHT + tl.arange(0, HEIGHT)
+    k = pid % blocks_k * WIDTH + tl.arange(0, WIDTH)
+    where = n.to(tl.int64)[:, None] * cols + k[None, :]
+    inside = (n < rows)[:, None] & (k < cols)[None, :]
+    x = tl.load(source + where, mask=inside, other=0)
+    scale, finite = amax_to_scale_inv(largest_magnitude(x, KIND), POW2, ROUND)
+    tl.store(out + where, served_bits(x, scale, finite, KIND, ROUND), mask=inside)

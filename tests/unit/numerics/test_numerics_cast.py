@@ -26,8 +26,8 @@ from sglang_fp8rl.numerics import (
     PerChannel,
     cast_into,
 )
-from sglang_fp8rl.numerics.cpu import cast as cpu_cast
 from sglang_fp8rl.numerics.cpu import jit as cpu_jit
+from sglang_fp8rl.numerics.cpu import table as cpu_table
 
 BACKENDS = ["reference", "numba"]
 OPTIONS = [
@@ -153,7 +153,7 @@ def test_threads_do_not_change_the_bytes(monkeypatch):
         _, qweight, _, scales = destination(576, 1368, (5, 11))
         flags = torch.empty(5, 11, dtype=torch.bool)
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # noqa: B023
-        cpu_cast.cast_into(source, qweight, scales, flags, (128, 128), False, True)
+        cpu_table.cast_into(source, qweight, scales, flags, (128, 128), False, True)
         results.append((bits(qweight.clone()), scales.clone(), flags))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
@@ -219,9 +219,10 @@ def test_without_numba_the_bytes_are_the_same():
         import sys, torch
         sys.modules["numba"] = None  # an import of it raises ImportError
         from sglang_fp8rl import numerics
-        from sglang_fp8rl.numerics.backends import warm_up
-        from sglang_fp8rl.numerics.write_table import Widths
-        warm_up(torch.device("cpu"), Widths())
+        from sglang_fp8rl.numerics.backends import make_runner
+        from sglang_fp8rl.numerics.write_table import CastTable
+        cpu, rounding = torch.device("cpu"), {"pow2_scale": False, "round_to_bf16": True}
+        assert make_runner(CastTable.of([]), cpu, **rounding) is None
         x = torch.randn(300, 500)
         expected, scale = numerics.quantize(x, numerics.Blockwise(), backend="reference")
         q, s = torch.empty_like(expected), torch.empty_like(scale)

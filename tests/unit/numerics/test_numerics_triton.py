@@ -69,6 +69,7 @@ def _expect_the_reference(jobs: dict[str, dict], results: list[tuple]) -> None:
 
 def test_interpreter_gives_the_reference_bytes(tmp_path):
     cases = {f"not finite {d}": _not_finite(d) for d in (torch.float32, torch.bfloat16)}
+    cases["a long row"] = torch.randn(1, 40000)
     jobs = _jobs({**SMALL, **cases}, all_options=False)
     torch.save(list(jobs.values()), tmp_path / "jobs.pt")
     script = pathlib.Path(numerics_in_interpreter.__file__)
@@ -86,7 +87,7 @@ def test_interpreter_gives_the_reference_bytes(tmp_path):
 @pytest.mark.gpu
 def test_hardware_gives_the_reference_bytes():
     cases = {f"not finite {d}": _not_finite(d) for d in (torch.float32, torch.bfloat16, torch.half)}
-    wide = {"row longer than one chunk": torch.randn(5, 40000)}
+    wide = {"a long row": torch.randn(5, 40000)}
     jobs = _jobs({**CASES, **cases, **wide}, all_options=True)
     for job in jobs.values():
         source = job["source"]  # keep the strides: views of a copied base

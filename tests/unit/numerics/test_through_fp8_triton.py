@@ -64,7 +64,7 @@ def test_the_interpreter_gives_the_reference_bytes(tmp_path):
 @pytest.mark.gpu
 def test_hardware_gives_the_reference_bytes():
     odd = {str(dtype): not_finite(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    wide = {"row longer than one chunk": torch.randn(5, 40000)}
+    wide = {"a long row": torch.randn(5, 40000)}
     cases = {name: source.cuda() for name, source in {**CASES, **odd, **wide}.items()}
     jobs = jobs_of(cases, rows=None)
     expect_the_reference(jobs, through_in_interpreter.run(jobs))

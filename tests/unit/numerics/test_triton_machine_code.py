@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 from sass import compile_kernel
 
 from sglang_fp8rl.numerics.triton import table_kernels
-from sglang_fp8rl.numerics.triton.hardware import row_warps, tile_options
+from sglang_fp8rl.numerics.triton.table import row_warps, tile_options
 
 FP32, BF16 = 0, 1
 ALIGNED = {"SOURCE_ALIGN": 16, "TARGET_ALIGN": 16}
@@ -63,7 +63,7 @@ def test_older_gpus_and_unrounded_sources_divide():
 
 @pytest.mark.parametrize("chunk", [2048, 16384])
 def test_a_channel_is_read_once_in_wide_loads(chunk):
-    constants = {**ALIGNED, **PACKED, "KIND": BF16, "CHUNK": chunk, "ONE_CHUNK": True}
+    constants = {**ALIGNED, **PACKED, "KIND": BF16, "CHUNK": chunk}
     options = {"num_warps": row_warps(chunk)}
     code = compile_kernel(table_kernels.table_row_kernel, constants, **options)
     elements = chunk // (32 * row_warps(chunk))
@@ -74,13 +74,13 @@ def test_a_channel_is_read_once_in_wide_loads(chunk):
 
 def test_a_copied_row_is_read_once_in_wide_loads():
     constants = {**ALIGNED, "KIND": BF16, "TO_FP32": False, "SCALES": False, "PACKED": True}
-    constants |= {"CHUNK": 4096, "ONE_CHUNK": True}
+    constants["CHUNK"] = 4096
     code = compile_kernel(table_kernels.table_copy_kernel, constants, num_warps=4)
     assert code.widths("LDG")[16] == code.widths("STG")[16] == 4
 
 
 def test_codes_are_copied_sixteen_at_a_time():
-    constants = {**ALIGNED, "CHUNK": 4096, "ONE_CHUNK": True}
+    constants = {**ALIGNED, "CHUNK": 4096}
     code = compile_kernel(table_kernels.table_codes_kernel, constants, num_warps=4)
     assert code.widths("LDG")[16] == code.widths("STG")[16] == 2
     constants |= {"KIND": FP32, "TO_FP32": True, "SCALES": True, "PACKED": True, "CHUNK": 64}

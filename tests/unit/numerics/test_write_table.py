@@ -11,7 +11,7 @@ from sglang_fp8rl.numerics.cast import copy_finite_into
 from sglang_fp8rl.numerics.cpu import jit as cpu_jit
 from sglang_fp8rl.numerics.cpu import table as cpu_table
 from sglang_fp8rl.numerics.cpu.table import CpuTable
-from sglang_fp8rl.numerics.write_table import PIECE, CastTable, Kind, Piece
+from sglang_fp8rl.numerics.write_table import LONGEST_ROW, PIECE, CastTable, Kind, Piece
 
 SHAPES = [(1, 1), (128, 128), (127, 129), (300, 257), (5, 1000), (640, 384)]
 
@@ -154,8 +154,9 @@ def test_bad_pieces_are_found_from_their_flags():
         Piece((0, 0), torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float64)),
         Piece((0, 0), torch.zeros(4, 4), torch.zeros(4, 5)),
         Piece((0, 0), torch.zeros(0, 4), torch.zeros(0, 4)),
+        Piece((0, 0), torch.zeros(1, LONGEST_ROW + 1), torch.zeros(1, LONGEST_ROW + 1)),
     ],
-    ids=["fp16", "transposed", "fp64", "shape", "empty"],
+    ids=["fp16", "transposed", "fp64", "shape", "empty", "long"],
 )
 def test_what_the_kernels_do_not_know_does_not_fit(piece):
     assert not piece.fits()
