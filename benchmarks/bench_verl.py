@@ -141,12 +141,12 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="append a JSON line")] = None,
 ) -> None:
     """Time veRL's refit by its stock path and by flattened buckets; exit 1 if bytes differ."""
-    from sglang_fp8rl.verl_rollout.hooks import ADAPTER_HOOKS, apply_hooks
+    from sglang_fp8rl.verl_rollout.adapter import prepare_rank
 
     console = Console(width=None if Console().is_terminal else 100)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     torch.distributed.init_process_group("gloo", rank=0, world_size=1)
-    apply_hooks(ADAPTER_HOOKS)
+    prepare_rank()
     config = many_names(layers)
     states = [
         {name: weight.bfloat16() for name, weight in make_state_dict(config, seed=seed).items()}

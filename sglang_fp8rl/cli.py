@@ -1,4 +1,4 @@
-"""`sglang-fp8rl`: doctor, plan, verify, and the lab's commands. Imports torch and SGLang when needed."""
+"""`sglang-fp8rl`: plan, verify, and the lab's commands. Imports torch and SGLang when needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from . import __version__
 from .errors import ConfigError
@@ -53,30 +52,6 @@ def main(
     ] = False,
 ) -> None:
     """FP8 rollout for RL on SGLang."""
-
-
-@app.command()
-def doctor(as_json: JsonFlag = False) -> None:
-    """Can this machine serve? Versions, host symbols, plugin, device, casts, tensor sharing.
-
-    Exit status: 0 if nothing stands in the way; 1 if something does.
-    """
-    from .doctor import PROBLEM, examine
-
-    with errors_told(), console(stderr=True).status("looking") as status:
-        findings = examine(lambda name: status.update(f"looking at: {name}"))
-    is_ok = all(finding.state != PROBLEM for finding in findings)
-    if as_json:
-        rows = [finding._asdict() for finding in findings]
-        typer.echo(json.dumps({"version": __version__, "ok": is_ok, "findings": rows}))
-    else:
-        table = Table("", "check", "finding")
-        styles = {"ok": "green", "note": "yellow", "problem": "red"}
-        for check, state, detail in findings:
-            table.add_row(f"[{styles[state]}]{state}[/]", check, detail)
-        console().print(table)
-    if not is_ok:
-        raise typer.Exit(FOUND_WRONG)
 
 
 @app.command()

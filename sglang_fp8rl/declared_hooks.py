@@ -10,11 +10,12 @@ Importing this imports no host.
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .compat import find, host_version
+from .compat import host_version
 from .errors import HostError
 
 
@@ -23,14 +24,13 @@ class Hook:
     """One hook.
 
     Attributes:
-        target: dotted path of a function, method or class of the host (or of veRL).
-        kind: as SGLang's `HookType`; or `WRAP`, a global name of a veRL module, which gets what
-            `function` makes of what stood there (`verl_rollout/hooks.py` applies those itself).
+        target: dotted path of a function, method or class of the host.
+        kind: as SGLang's `HookType`.
         reason, until: why it is needed, and what has to happen for it to go.
     """
 
     target: str
-    kind: Literal["BEFORE", "AFTER", "AROUND", "REPLACE", "WRAP"]
+    kind: Literal["BEFORE", "AFTER", "AROUND", "REPLACE"]
     function: Callable[..., Any]
     reason: str
     until: str
@@ -75,6 +75,14 @@ def check_hooks_in_force() -> None:
             "SGLang's log says why ('Failed to apply hooks'); `sglang-fp8rl doctor` lists all such "
             "symbols. Install a tested version of SGLang.",
         )
+
+
+def find(path: str) -> object:
+    """What the dotted path leads to, or None. Imports what is on the way."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return None
 
 
 def _not_met(hook: Hook) -> list[str]:

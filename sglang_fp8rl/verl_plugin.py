@@ -14,7 +14,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from .compat import check_host, installed, on_cpu_platform
+from .compat import check_host, check_version, on_cpu_platform
 from .config import QUANTIZATION_METHOD
 from .errors import HostError
 from .wire.verl_deltas import asks_for_this
@@ -56,13 +56,8 @@ def register() -> None:
 
 def check_verl() -> list[str]:
     """Why this veRL can't be trained with; empty if it can. Imports nothing of veRL."""
-    version = installed("verl")
-    if version is None:
-        return ["verl is not installed; pip install --no-deps verl==" + TESTED_VERL]
-    if OLDEST_VERL <= version < NEWEST_VERL_EXCLUDED:
-        return []
-    supported = f">={OLDEST_VERL},<{NEWEST_VERL_EXCLUDED}"
-    return [f"verl {version} is outside the supported range {supported}; {TESTED_VERL} is tested"]
+    remedy = f"pip install --no-deps verl=={TESTED_VERL}, which is tested"
+    return check_version("verl", OLDEST_VERL, NEWEST_VERL_EXCLUDED, remedy)
 
 
 class ReplicaLoader:

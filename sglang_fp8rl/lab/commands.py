@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from .. import __version__
 from ..terminal import (
     FOUND_WRONG,
     INTERRUPTED,
@@ -24,11 +25,37 @@ from .eval.mismatch import check_plot_path, mismatch
 
 
 def add_commands(app: typer.Typer) -> None:
+    app.command()(doctor)
     app.command()(demo)
     app.command()(export)
     app.command("eval-aime")(eval_aime)
     app.command("mismatch")(mismatch)
     app.command("sensitivity")(sensitivity)
+
+
+def doctor(as_json: JsonFlag = False) -> None:
+    """Can this machine serve? Versions, host symbols, plugin, device, casts, tensor sharing.
+
+    Exit status: 0 if nothing stands in the way; 1 if something does.
+    """
+    from rich.table import Table
+
+    from .doctor import PROBLEM, examine
+
+    with errors_told(), console(stderr=True).status("looking") as status:
+        findings = examine(lambda name: status.update(f"looking at: {name}"))
+    is_ok = all(finding.state != PROBLEM for finding in findings)
+    if as_json:
+        rows = [finding._asdict() for finding in findings]
+        typer.echo(json.dumps({"version": __version__, "ok": is_ok, "findings": rows}))
+    else:
+        table = Table("", "check", "finding")
+        styles = {"ok": "green", "note": "yellow", "problem": "red"}
+        for check, state, detail in findings:
+            table.add_row(f"[{styles[state]}]{state}[/]", check, detail)
+        console().print(table)
+    if not is_ok:
+        raise typer.Exit(FOUND_WRONG)
 
 
 def demo(

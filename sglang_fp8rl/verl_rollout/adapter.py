@@ -15,18 +15,18 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from sglang.srt.plugins import load_plugins
 from sglang.srt.weight_sync.utils import _preprocess_tensor_for_update_weights
 from torch.distributed.device_mesh import DeviceMesh
 from verl.workers.rollout.sglang_rollout import sglang_rollout as verls
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from ..client.connection import SERVER_INFO_PATH, Connection
-from ..client.tensor_update import TensorUpdate, is_ours
+from ..client.connection import Connection
+from ..client.tensor_update import TensorUpdate
 from ..errors import RefitError
 from ..wire.refit_note import ALL, PARTIAL, RefitNote
-from ..wire.verl_deltas import WIRE_FORMAT, deltas_refused
+from ..wire.verl_deltas import WIRE_FORMAT
 from .buckets import FLATTENED, flat_buckets, of_all_ranks
-from .hooks import ADAPTER_HOOKS, apply_hooks
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -46,13 +46,13 @@ class ServerAdapter(verls.ServerAdapter):
 
     LoRA adapters, deltas and disaggregation go veRL's own way, and so do buckets that veRL has to make.
 
-    Side effects on the host, once per process: those of `apply_hooks(ADAPTER_HOOKS)`.
+    Side effects on the host: those of `prepare_rank`.
     """
 
     _engine: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        apply_hooks(ADAPTER_HOOKS)
+        prepare_rank()
         super().__init__(*args, **kwargs)
 
     async def update_weights(self, weights: Any, global_steps: Any = None, **kwargs: Any) -> None:
@@ -70,13 +70,10 @@ class ServerAdapter(verls.ServerAdapter):
             await by_verl()
             return
         is_delta = kwargs.get("wire_format") == WIRE_FORMAT
+        is_lora = kwargs.get("peft_config") and kwargs.get("base_sync_done")
         try:
             self._group.share(found)
-            if is_delta and await self._ask(
-                lambda: is_ours(self._connection.get(SERVER_INFO_PATH))
-            ):
-                raise deltas_refused(f"wire_format {WIRE_FORMAT!r}")
-            if is_delta or (kwargs.get("peft_config") and kwargs.get("base_sync_done")):
+            if is_delta or is_lora:
                 await by_verl()
             else:
                 await self._refit(weights, global_steps, kwargs)
@@ -161,6 +158,25 @@ class ServerAdapter(verls.ServerAdapter):
     @property
     def _bucket_bytes(self) -> int:
         return int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20
+
+
+def prepare_rank() -> None:
+    """Have veRL's adapter ask its server in a way that every supported SGLang allows; idempotent.
+
+    Side effects on the host: SGLang's plugins are loaded; a global name of veRL's adapter is replaced.
+    """
+    load_plugins()
+    verls.AsyncHttpServerAdapter = HttpAdapter
+
+
+class HttpAdapter(verls.AsyncHttpServerAdapter):
+    """veRL's, with the two methods that SGLang's base class has since 0.5.21."""
+
+    async def begin_weight_update(self, selector: str = "all") -> dict[str, Any]:
+        return await self._make_async_request("begin_weight_update", {"selector": selector})
+
+    async def end_weight_update(self) -> dict[str, Any]:
+        return await self._make_async_request("end_weight_update", {})
 
 
 async def _drain(weights: Any) -> None:

@@ -29,8 +29,7 @@ from verl.workers.rollout.sglang_rollout import sglang_rollout as verls
 
 from sglang_fp8rl import fetch_plan
 from sglang_fp8rl.trainer import quantize_for_refit
-from sglang_fp8rl.verl_rollout.adapter import ServerAdapter
-from sglang_fp8rl.verl_rollout.hooks import ADAPTER_HOOKS, apply_hooks
+from sglang_fp8rl.verl_rollout.adapter import ServerAdapter, prepare_rank
 
 NAMES = ("dp", "infer_tp", "infer_pp")
 
@@ -126,9 +125,8 @@ async def refit(command: dict[str, Any]) -> list[Any]:
     if command.get("by_adapter"):
         if has_server:
             step = command.get("step", 1)
-            wire = {key: command[key] for key in ("wire_format",) if key in command}
             adapter = Adapter(engine, mesh, command["bucket_bytes"], command)
-            await adapter.update_weights(weights, step, **wire)
+            await adapter.update_weights(weights, step)
         else:
             list(weights)
         return []
@@ -148,7 +146,7 @@ async def refit(command: dict[str, Any]) -> list[Any]:
 
 
 def main() -> None:
-    apply_hooks(ADAPTER_HOOKS)
+    prepare_rank()
     torch.distributed.init_process_group("gloo")
     for line in sys.stdin:
         try:

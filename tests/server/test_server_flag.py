@@ -62,8 +62,8 @@ import verl
 if not sys.argv[2]:  # what the server actor of ours does before veRL's own code
     from verl.workers.rollout.replica import get_rollout_replica_class
     print("replica:", get_rollout_replica_class("sglang").__module__)
-    from sglang_fp8rl.verl_rollout.hooks import SERVER_HOOKS, apply_hooks
-    apply_hooks(SERVER_HOOKS)
+    from sglang_fp8rl.verl_rollout.server import prepare_actor
+    prepare_actor()
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.server_args import ServerArgs

@@ -12,8 +12,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sglang_fp8rl import __version__, cli, doctor
+from sglang_fp8rl import __version__, cli
 from sglang_fp8rl.errors import Fp8RlError
+from sglang_fp8rl.lab import doctor
 from sglang_fp8rl.lab.demo.show import DemoReport
 from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
 from sglang_fp8rl.lab.testing.outputs import Output, differences, make_prompts
@@ -26,7 +27,7 @@ URL = "http://127.0.0.1:9"
 # Of each command: arguments that it takes, and the function that does its work.
 COMMANDS = {
     "demo": ("sglang_fp8rl.lab.demo.run.run_demo", []),
-    "doctor": ("sglang_fp8rl.doctor.examine", []),
+    "doctor": ("sglang_fp8rl.lab.doctor.examine", []),
     "plan": ("sglang_fp8rl.engine.host.plan_offline.make_plan", ["model"]),
     "export": ("sglang_fp8rl.lab.export.export_checkpoint", ["model", "out"]),
     "verify": ("sglang_fp8rl.cli.verify_servers", [URL]),

@@ -30,13 +30,11 @@ def hooks_table(hooks) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("section", ["hooks", "cpu-hooks", "verl-hooks"])
+@pytest.mark.parametrize("section", ["hooks", "cpu-hooks"])
 def test_the_hooks_table_is_the_code_s(section):
     pytest.importorskip("sglang")
     if section == "hooks":
         from sglang_fp8rl.engine.host.hooks import HOOKS as hooks
-    elif section == "verl-hooks":
-        from sglang_fp8rl.verl_rollout.hooks import VERL_HOOKS as hooks
     else:
         from sglang_fp8rl.lab.cpu_platform.cpu_hooks import CPU_HOOKS as hooks
     found = re.search(f"<!-- {section} -->\n(.*?)\n?<!-- /{section} -->", ARCHITECTURE, re.DOTALL)

@@ -1,4 +1,7 @@
-"""`sglang-fp8rl doctor`: whether this machine can serve, and if not, why."""
+"""`sglang-fp8rl doctor`: whether this machine can serve, and if not, why.
+
+It has to run where nothing else does: on an SGLang that is not supported, and without any extra.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,18 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-from .compat import (
+from ..compat import (
     CPU_PLATFORM,
     NEWEST_EXCLUDED,
     OLDEST,
     TESTED,
     check_host,
-    check_symbols,
     host_version,
     installed,
 )
-from .config import QUANTIZATION_METHOD
-from .declared_hooks import targets_not_hooked
+from ..config import QUANTIZATION_METHOD
+from ..declared_hooks import targets_not_hooked
+from .host_symbols import check_symbols
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 MIN_CAPABILITY = (8, 9)

@@ -7,9 +7,12 @@ import json
 
 import pytest
 
-from sglang_fp8rl.compat import NEWEST_EXCLUDED, OLDEST, PACKAGE, SINCE, host_symbols
+from sglang_fp8rl.compat import NEWEST_EXCLUDED, OLDEST, host_version
+from sglang_fp8rl.declared_hooks import find
+from sglang_fp8rl.lab import host_symbols
+from sglang_fp8rl.lab.host_symbols import PACKAGE, SINCE
 
-SYMBOLS = host_symbols()
+SYMBOLS = host_symbols.used_symbols()
 
 
 def test_imports_attributes_and_texts_are_read_off_the_sources():
@@ -25,9 +28,8 @@ def test_targets_of_hooks_are_read_off_the_sources():
     pytest.importorskip("sglang")
     from sglang_fp8rl.engine.host.hooks import HOOKS
     from sglang_fp8rl.lab.cpu_platform.cpu_hooks import CPU_HOOKS
-    from sglang_fp8rl.verl_rollout.hooks import VERL_HOOKS
 
-    targets = {hook.target for hook in (*HOOKS, *CPU_HOOKS, *VERL_HOOKS)}
+    targets = {hook.target for hook in (*HOOKS, *CPU_HOOKS)}
     assert {target for target in targets if target.startswith("sglang.")} <= SYMBOLS
 
 
@@ -38,12 +40,10 @@ def test_what_only_some_versions_have_is_used_and_in_the_supported_range():
 
 def look(more: list[str]) -> None:
     """In a process of its own."""
-    from sglang_fp8rl import compat
-
-    late = [path for path, since in SINCE.items() if compat.host_version() < since]
-    early = [path for path in late if compat.find(path) is not None]
-    compat.host_symbols = lambda: SYMBOLS | set(more)
-    print(json.dumps([compat.check_symbols(), early]))
+    late = [path for path, since in SINCE.items() if host_version() < since]
+    early = [path for path in late if find(path) is not None]
+    host_symbols.used_symbols = lambda: SYMBOLS | set(more)
+    print(json.dumps([host_symbols.check_symbols(), early]))
 
 
 @pytest.fixture(scope="module")
