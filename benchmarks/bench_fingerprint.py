@@ -3,7 +3,7 @@
     python benchmarks/bench_fingerprint.py                # on a CPU, one thread and all
     python benchmarks/bench_fingerprint.py --device cuda
 
-The kernel's number is compared with the definition in torch first; if they differ, it exits 1 without
+The number is compared with the definition in torch first; if they differ, it exits 1 without
 a number of its own. Runs are interleaved; GB/s of bytes read, median with p10 and p90.
 """
 

@@ -36,7 +36,7 @@ from .grid import BlockGrid
 MASK = (1 << 64) - 1
 _STEP, _MIX1, _MIX2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _COLUMN_SEED = 0x6670386C72306B31
-# Of a tensor without a kernel for its device: this much is widened to int64 at a time.
+# This much is widened to int64 at a time.
 _CHUNK_ELEMENTS = 2 * 1024 * 1024
 
 
@@ -105,19 +105,21 @@ def _matrix_number(matrix: torch.Tensor, row: int, column: int, seed: int) -> in
         matrix = matrix.flatten()[None]  # whatever the step to the next row was
     if matrix.stride(1) != 1 or matrix.stride(0) < matrix.shape[1]:
         matrix = matrix.contiguous()
-    kernel: Any = kernels("fingerprint", matrix.device.type)
     first_byte = column * matrix.element_size()
     words = (first_byte + matrix.shape[1] * matrix.element_size() + 1) // 2
-    is_read = kernel is not None and lies_on(kernel.UNIT, matrix, first_byte)
-    number = kernel.matrix_number if is_read else by_torch
+    kernel: Any = None
+    if _lies_on_words(matrix, first_byte):
+        matrix = matrix.view(torch.int16)
+        kernel = kernels("fingerprint", "cpu") if matrix.is_cpu else None
+    number = by_torch if kernel is None else kernel.matrix_number
     return int(number(matrix, row, first_byte, seed, _column_keys(words)))
 
 
-def lies_on(unit: int, matrix: torch.Tensor, first_byte: int) -> bool:
-    """Whether every row is whole units, of so many bytes, in memory and in the full tensor."""
+def _lies_on_words(matrix: torch.Tensor, first_byte: int) -> bool:
+    """Whether every row is whole words, in memory and in the full tensor."""
     size = matrix.element_size()
     places = (first_byte, matrix.data_ptr(), matrix.shape[1] * size, matrix.stride(0) * size)
-    return not any(place % unit for place in places)
+    return not any(place % 2 for place in places)
 
 
 def by_torch(

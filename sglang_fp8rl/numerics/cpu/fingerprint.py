@@ -9,16 +9,16 @@ from ..fingerprint import keys
 from .jit import array_at, by_rows, jit
 from .kernels import SLIM
 
-UNIT = 2  # bytes: a word
+_WORD = 2  # bytes
 
 
 def matrix_number(
     matrix: torch.Tensor, row: int, first_byte: int, seed: int, column_keys: np.ndarray
 ) -> int:
-    """As `by_torch`, of a matrix that lies on units."""
-    rows, words = matrix.shape[0], matrix.shape[1] * matrix.element_size() // UNIT
-    stride, address = matrix.stride(0) * matrix.element_size(), matrix.data_ptr()
-    row_keys, word_keys = keys(seed, row, rows), column_keys[first_byte // UNIT :]
+    """As `by_torch`, of a matrix of words."""
+    rows, words = matrix.shape
+    stride, address = matrix.stride(0) * _WORD, matrix.data_ptr()
+    row_keys, word_keys = keys(seed, row, rows), column_keys[first_byte // _WORD :]
 
     def work(first: int, end: int) -> int:
         here = address + first * stride

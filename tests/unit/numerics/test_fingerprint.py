@@ -69,6 +69,22 @@ def test_kernel_torch_and_definition_agree(dtype, width):
     assert by_torch(tensor, 0, 0, SEED, _column_keys(1024)) == expected
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_without_numba_words_and_bytes_give_the_same_number(monkeypatch, dtype, first):
+    tensor = random_bytes((37, 102), dtype)[:, first:]
+    expected = box_number(tensor, (37, 102), (0, first), SEED)
+    monkeypatch.setattr("sglang_fp8rl.numerics.fingerprint.kernels", lambda what, device: None)
+    assert box_number(tensor, (37, 102), (0, first), SEED) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gpu_gives_the_number_of_a_cpu(dtype):
+    tensor = random_bytes((370, 1010), dtype)[:, 1:]
+    assert tensor_number(tensor.cuda(), SEED) == tensor_number(tensor, SEED)
+
+
 def test_keys_are_odd_and_those_of_splitmix64():
     # The first outputs of the reference implementation for seed 1234567, made odd.
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
