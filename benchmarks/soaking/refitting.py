@@ -90,7 +90,7 @@ class Refits:
         """One whole refit, in a form that is drawn."""
         self._served = 1 - self._served
         tensors: Any = self._weights[self._served].items()
-        form = self._draw.choice(("flattened", "list", "quantized", "bf16"))
+        form = self._draw.choice(("fp32", "quantized", "bf16"))
         if form == "quantized":
             tensors = quantize_for_refit(tensors, self._plan)
         elif form == "bf16":
@@ -98,7 +98,6 @@ class Refits:
         done = self._client.update(
             tensors,
             bucket_bytes=self._draw.choice((1 << 20, 1 << 22, 1 << 26)),
-            load_format=None if form == "list" else "flattened_bucket",
             plan=self._plan,
             verify=verify,
             flush_timeout=FLUSH_SECONDS,

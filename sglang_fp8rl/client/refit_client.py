@@ -16,8 +16,6 @@ from ..wire.refit_note import ALL, PARTIAL, RefitNote
 from .connection import SERVER_INFO_PATH, Connection
 from .tensor_update import Progress, TensorUpdate
 
-LOAD_FORMATS = ("flattened_bucket", None)
-
 
 @dataclass(frozen=True)
 class UpdateResult:
@@ -68,7 +66,6 @@ class RefitClient:
         named_tensors: Iterable[NamedTensor],
         *,
         bucket_bytes: int = 512 << 20,
-        load_format: str | None = "flattened_bucket",
         on_bucket: Progress | None = None,
         plan: RefitPlan | None = None,
         verify: bool = False,
@@ -81,7 +78,6 @@ class RefitClient:
         Args:
             named_tensors: consumed lazily; two buckets of them are held at a time.
             bucket_bytes: a bucket ends before the tensor that would pass this size.
-            load_format: "flattened_bucket" (one shared buffer a bucket), or None (one each).
             on_bucket: called after each bucket with the tensors and bytes sent so far.
             plan: that `named_tensors` were quantized by; compared with the server's first.
             verify: prove afterwards that the server holds what was sent, byte for byte. Each tensor is
@@ -96,8 +92,6 @@ class RefitClient:
             RefitError: the server refused, in its own words; what was sent before stays. Or `plan` is
                 not the server's: nothing was sent. Or what is served differs (`verify`).
         """
-        if load_format not in LOAD_FORMATS:
-            raise RefitError("load_format", repr(load_format), f"one of {LOAD_FORMATS}", "")
         if plan is not None:
             self.check_plan(plan)
         numbers = None
@@ -109,7 +103,7 @@ class RefitClient:
         note = RefitNote(uuid4().hex, weight_version, PARTIAL if partial else ALL)
         refit = TensorUpdate(self._connection, note)
         began, waited_before = perf_counter(), self._connection.seconds_waited
-        refit.send(named_tensors, bucket_bytes, load_format, on_bucket)
+        refit.send(named_tensors, bucket_bytes, on_bucket)
         unproven: Mapping[str, str] = {}
         if numbers is not None:
             found = compare(self.fingerprint(), numbers.fingerprint("the trainer"), partial=True)

@@ -72,7 +72,6 @@ class TensorUpdate:
         self,
         named_tensors: Iterable[NamedTensor],
         bucket_bytes: int,
-        load_format: str | None,
         on_bucket: Progress | None = None,
     ) -> None:
         """Send all of them in a session, a bucket being made while the server has the one before; args as
@@ -84,7 +83,7 @@ class TensorUpdate:
             raise RefitError("an update", "an empty iterable", rule, "Check the source.")
 
         def post(payload: Payload, is_last: bool) -> None:
-            self.post(payload.texts, load_format, is_last)
+            self.post(payload.texts, is_last)
             self.buckets += 1
             self.tensors, self.nbytes = self.tensors + payload.tensors, self.nbytes + payload.nbytes
             if on_bucket is not None:
@@ -96,18 +95,18 @@ class TensorUpdate:
             for bucket, is_last in itertools.chain([first], buckets):
                 if staging is not None:
                     staging.least = 0 if is_last else bucket_bytes
-                payload = payload_of(bucket, load_format, self._tp_size, self.is_ours, staging)
+                payload = payload_of(bucket, self._tp_size, self.is_ours, staging)
                 if answer is not None:
                     answer.result()
                 answer = poster.submit(post, payload, is_last)
             answer.result()
 
-    def post(self, texts: list[str], load_format: str | None, is_last: bool) -> None:
+    def post(self, texts: list[str], is_last: bool) -> None:
         """One bucket, in the session; the last one asks for the flush. Raises `RefitError` if it was refused;
         not if only the flush was, see `finish`."""
         body = {
             "serialized_named_tensors": texts,
-            "load_format": load_format,
+            "load_format": "flattened_bucket",
             "flush_cache": is_last,
             **self._said,
         }

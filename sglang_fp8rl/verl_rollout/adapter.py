@@ -26,7 +26,7 @@ from ..client.tensor_update import TensorUpdate
 from ..errors import RefitError
 from ..wire.refit_note import ALL, PARTIAL, RefitNote
 from ..wire.verl_deltas import WIRE_FORMAT
-from .buckets import FLATTENED, flat_buckets, of_all_ranks
+from .buckets import flat_buckets, of_all_ranks
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class ServerAdapter(verls.ServerAdapter):
 
             def post(said: list[Any] = said) -> bool:
                 texts, is_last = of_all_ranks(said)
-                update.post(texts, FLATTENED, is_last)
+                update.post(texts, is_last)
                 return is_last
 
             # The server has read every rank's memory when it answers; then it may go.

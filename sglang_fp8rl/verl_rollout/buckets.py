@@ -14,8 +14,6 @@ from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
 from ..errors import RefitError
 from ..wire.bucket import payload_of
 
-FLATTENED = "flattened_bucket"
-
 
 async def flat_buckets(
     weights: Any, bucket_bytes: int, layout_as_text: bool
@@ -36,7 +34,7 @@ async def flat_buckets(
         following = await anext(buckets, None)
         # veRL wraps layers under LoRA; the server knows no `base_layer`.
         named = [(name.replace(".base_layer.", "."), _local(one)) for name, one in bucket]
-        payload = payload_of(named, FLATTENED, ranks=1, layout_as_text=layout_as_text)
+        payload = payload_of(named, ranks=1, layout_as_text=layout_as_text)
         yield payload.texts[0], following is None
         bucket = following
         del named, payload

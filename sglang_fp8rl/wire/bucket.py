@@ -87,26 +87,12 @@ def flatten(
         metadata.append(layout_text.flat_tensor(name, tensor.shape, tensor.dtype, start, end))
     flat = allocate(end, device) if into is None else into.take(end, device)
     for (_, tensor), meta in zip(named_tensors, metadata, strict=True):
-        _place_in(flat, meta).copy_(tensor)
+        place = flat[meta.start_idx : meta.end_idx].view(meta.dtype).view(meta.shape)
+        place.copy_(tensor)
     if into is not None and device.type != "cpu":
         # A receiver waits for the sender's stream when it opens a handle; these stay open.
         torch.get_device_module(device).current_stream(device).synchronize()
     return flat, metadata
-
-
-def in_shared_memory(named_tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
-    """The same tensors; those of a CPU are copied into one file of shared memory. torch would move each into a
-    file of its own when it is pickled, and the trainer's weights would stay there for good."""
-    sent = dict(named_tensors)
-    of_a_cpu = [(name, one) for name, one in named_tensors if one.device.type == "cpu"]
-    if of_a_cpu:
-        flat, metadata = flatten(of_a_cpu)
-        sent |= {meta.name: _place_in(flat, meta) for meta in metadata}
-    return list(sent.items())
-
-
-def _place_in(flat: torch.Tensor, meta: SimpleNamespace) -> torch.Tensor:
-    return flat[meta.start_idx : meta.end_idx].view(meta.dtype).view(meta.shape)
 
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -159,7 +145,6 @@ class Payload:
 
 def payload_of(
     bucket: list[NamedTensor],
-    load_format: str | None,
     ranks: int,
     layout_as_text: bool,
     staging: StagingBuffers | None = None,
@@ -168,19 +153,14 @@ def payload_of(
 
     Args:
         layout_as_text: whether the server reads a bucket's layout as text, see `layout_text`.
-        staging: where a flattened bucket lies; only for a server that has read all of it when it
-            answers, and knows by `is_staged` that it will see the memory again.
+        staging: where the bucket lies; only for a server that has read all of it when it answers, and
+            knows by `is_staged` that it will see the memory again.
     """
-    named_tensors = [(name, tensor.detach()) for name, tensor in bucket]
-    content: Any
-    if load_format is None:
-        content = in_shared_memory(named_tensors)
-    else:
-        flat, metadata = flatten(named_tensors, staging)
-        layout = layout_text.to_text(metadata) if layout_as_text else metadata
-        content = {"flattened_tensor": flat, "metadata": layout}
-        if staging is not None:
-            content["is_staged"] = True
+    flat, metadata = flatten([(name, tensor.detach()) for name, tensor in bucket], staging)
+    layout = layout_text.to_text(metadata) if layout_as_text else metadata
+    content: dict[str, Any] = {"flattened_tensor": flat, "metadata": layout}
+    if staging is not None:
+        content["is_staged"] = True
     nbytes = sum(tensor.nbytes for _, tensor in bucket)
     return Payload([serialize(content) for _ in range(ranks)], content, len(bucket), nbytes)
 

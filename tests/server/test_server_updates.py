@@ -23,17 +23,17 @@ from models import checkpoint
 
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.lab.testing.outputs import differences
+from sglang_fp8rl.wire.bucket import serialize
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 
 CLIENTS = {"session": Client, "no-session": ClientWithoutSessions}
 WIRES = {
-    "one-tensor-per-call": {"load_format": None, "bucket_bytes": 1},
-    "named-tensors": {"load_format": None, "bucket_bytes": 1 << 20},
-    "flattened-buckets": {"load_format": "flattened_bucket", "bucket_bytes": 1 << 20},
-    "one-flattened-bucket": {"load_format": "flattened_bucket", "bucket_bytes": 1 << 40},
+    "one-tensor-per-call": {"bucket_bytes": 1},
+    "buckets": {"bucket_bytes": 1 << 20},
+    "one-bucket": {"bucket_bytes": 1 << 40},
 }
-SMALL_BUCKETS = {"load_format": "flattened_bucket", "bucket_bytes": 300_000}
+SMALL_BUCKETS = {"bucket_bytes": 300_000}
 
 
 @pytest.fixture
@@ -75,6 +75,26 @@ def test_fp32_weights_in_buckets_equal_a_fresh_server(case, client, wire):
         last = case.client.status()["last_refit"]
         assert (last["tensors"], last["bytes"]) == (sent.tensors, sent.nbytes)
         assert last["sqnr_db"]["blockwise"] > 20
+
+
+@pytest.mark.parametrize("session", [False, True], ids=["no-session", "session"])
+@pytest.mark.parametrize("size", [1, 9], ids=["one-tensor-per-call", "nine"])
+def test_named_tensors_equal_a_fresh_server(case, session, size):
+    """Pickled one by one, as SGLang's own clients do."""
+    if session and not HAS_SESSIONS:
+        pytest.skip("this SGLang has no sessions")
+    for which in ("second", "first"):
+        tensors = [(name, tensor.clone()) for name, tensor in shuffled(weights(which))]
+        if session:
+            assert case.post("/begin_weight_update")[0] == 200
+        for at in range(0, len(tensors), size):
+            body = {"serialized_named_tensors": [serialize(tensors[at : at + size])]}
+            body["flush_cache"] = at + size >= len(tensors)
+            status, answer = case.post("/update_weights_from_tensor", body)
+            assert (status, answer["success"]) == (200, True), answer
+        if session:
+            assert case.post("/end_weight_update")[0] == 200
+        case.check(which)
 
 
 def test_bf16_weights_equal_a_fresh_server(case, client):

@@ -191,7 +191,7 @@ def test_verl_s_deltas_are_refused_by_name(server, trainer, checkpoint_dir):
     """By the server, whoever sends them."""
     case = served(server, checkpoint_dir)
     loader = "verl.workers.rollout.sglang_rollout.delta_loader.apply_delta"
-    payload = payload_of(weights("second")[:1], None, 1, False)
+    payload = payload_of(weights("second")[:1], 1, False)
     body = {"serialized_named_tensors": payload.texts, "load_format": loader}
     status, answer = case.post("/update_weights_from_tensor", body)
     assert status == 400

@@ -75,10 +75,10 @@ def run_demo(model: Path | None, directory: Path, screen: Screen) -> DemoReport:
             fresh_first = ask(client, prompts)
         bucket_bytes = OWN_MODEL_BUCKET_BYTES if model else BUCKET_BYTES
         refit = _Refitting(client, report, screen, first.nbytes, bucket_bytes)
-        refit.send("update", updated(first), "flattened_bucket")
+        refit.send("update", updated(first))
         with screen.step("generating with the second weights"):
             refit_second = ask(client, prompts)
-        refit.send("back", masters(first), None)
+        refit.send("back", masters(first))
         with screen.step("generating with the first weights, sent back"):
             refit_first = ask(client, prompts)
     with _server(second, directory / "fresh-server.log") as server:
@@ -110,14 +110,12 @@ class _Refitting:
     total_bytes: int
     bucket_bytes: int
 
-    def send(self, name: str, tensors: Iterator[NamedTensor], load_format: str | None) -> None:
-        how = load_format or "named tensors"
-        text = f"sending a full FP32 update over HTTP ({name}; {how})"
+    def send(self, name: str, tensors: Iterator[NamedTensor]) -> None:
+        text = f"sending a full FP32 update over HTTP ({name})"
         with self.screen.step(text, nbytes=self.total_bytes) as moved:
             sent = self.client.update(
                 tensors,
                 bucket_bytes=self.bucket_bytes,
-                load_format=load_format,
                 on_bucket=lambda _, nbytes: moved(nbytes),
             )
         status = self.client.status()
@@ -130,7 +128,6 @@ class _Refitting:
                 tensors=sent.tensors,
                 nbytes=sent.nbytes,
                 buckets=sent.buckets,
-                load_format=how,
                 http_seconds=round(sent.server_seconds, 4),
                 engine_seconds=last["seconds"],
                 sqnr_db=last["sqnr_db"],

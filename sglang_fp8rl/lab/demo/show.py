@@ -56,7 +56,6 @@ class RefitFigures:
     tensors: int
     nbytes: int
     buckets: int
-    load_format: str
     http_seconds: float
     engine_seconds: float
     sqnr_db: dict[str, float | None]
@@ -106,7 +105,7 @@ def print_report(report: DemoReport, console: Console) -> None:
             refit.name,
             str(refit.tensors),
             f"{refit.nbytes / 1e9:.3f}",
-            f"{refit.buckets} × {refit.load_format}",
+            str(refit.buckets),
             f"{refit.http_seconds:.2f}",
             f"{refit.engine_seconds:.2f}",
             f"{refit.gb_per_s(refit.engine_seconds):.2f}",

@@ -18,7 +18,7 @@ def staged_update(scheduler, buckets):
     size = torch.distributed.get_world_size(scheduler.weight_updater.tp_cpu_group)
     held, staging = [], StagingBuffers(least=1 << 22)
     for at, bucket in enumerate(buckets, start=1):
-        payload = payload_of(bucket, "flattened_bucket", size, True, staging)
+        payload = payload_of(bucket, size, True, staging)
         texts = [base64.b64decode(text) for text in payload.texts]
         success, message = send(scheduler, texts, "flattened_bucket", at == len(buckets))
         assert success, message
@@ -44,7 +44,7 @@ def staged_until_it_fails(scheduler, bucket):
     size = torch.distributed.get_world_size(scheduler.weight_updater.tp_cpu_group)
     staging, found = StagingBuffers(least=1 << 22), []
     for named in (bucket, [(name + ".wrong", tensor) for name, tensor in bucket]):
-        payload = payload_of(named, "flattened_bucket", size, True, staging)
+        payload = payload_of(named, size, True, staging)
         texts = [base64.b64decode(text) for text in payload.texts]
         success, _ = send(scheduler, texts, "flattened_bucket", False)
         found.append((success, len(model_of(scheduler).fp8rl_refit.sender_memory)))

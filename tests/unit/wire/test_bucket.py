@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_fp8rl.engine.arrival.bucket import FlatBucket, TensorBucket
-from sglang_fp8rl.wire.bucket import allocate, flatten, in_shared_memory, payload_of
+from sglang_fp8rl.engine.arrival.bucket import FlatBucket
+from sglang_fp8rl.wire.bucket import allocate, flatten, payload_of
 
 CPU = torch.device("cpu")
 
@@ -31,14 +31,9 @@ def test_a_file_goes_with_the_last_view_of_it(nbytes):
     assert not file.exists()
 
 
-@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
-def test_a_bucket_that_nobody_read_leaves_no_file(load_format):
-    payload = payload_of([("w", torch.ones(100))], load_format, 2, True)
-    content = payload.content
-    memory = content["flattened_tensor"] if load_format else content[0][1]
-    del content
-    file = file_of(memory)
-    del memory
+def test_a_bucket_that_nobody_read_leaves_no_file():
+    payload = payload_of([("w", torch.ones(100))], 2, True)
+    file = file_of(payload.content["flattened_tensor"])
     assert file.exists()
     del payload
     assert not file.exists()
@@ -46,8 +41,8 @@ def test_a_bucket_that_nobody_read_leaves_no_file(load_format):
 
 @pytest.mark.parametrize("replicas", [1, 5])
 def test_a_bucket_that_was_read_leaves_no_file(replicas):
-    payload = payload_of([("w", torch.ones(100))], None, 2, True)
-    file = file_of(payload.content[0][1])
+    payload = payload_of([("w", torch.ones(100))], 2, True)
+    file = file_of(payload.content["flattened_tensor"])
     with get_context("spawn").Pool(1) as pool:
         assert pool.map(total_of, payload.texts * replicas) == [100] * 2 * replicas
     assert file.exists()  # whoever reads it, it is the sender's
@@ -56,7 +51,8 @@ def test_a_bucket_that_was_read_leaves_no_file(replicas):
 
 
 def total_of(text):
-    return sum(float(tensor.sum()) for _, tensor in pickle.loads(base64.b64decode(text)))
+    flat = pickle.loads(base64.b64decode(text))["flattened_tensor"]
+    return float(flat.view(torch.float32).sum())
 
 
 def lets_go_of_a_deleted_file():
@@ -88,39 +84,6 @@ def test_a_fork_that_ends_deletes_nothing():
     assert file.exists()
 
 
-def test_plain_tensors_are_copied_into_one_file_and_the_trainers_stay_where_they_are():
-    weights = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(5, dtype=torch.bfloat16))]
-    weights += [
-        ("transposed", weights[0][1].t()),
-        ("scalar", torch.tensor(2)),
-        ("empty", torch.zeros(0, 3)),
-    ]
-    addresses = [one.data_ptr() for _, one in weights]
-    copied = in_shared_memory(weights)
-    assert [name for name, _ in copied] == [name for name, _ in weights]
-    for (_, before), (_, after) in zip(weights, copied, strict=True):
-        assert torch.equal(before, after)
-        assert before.dtype == after.dtype
-        assert not before.is_shared()
-    assert len({one.untyped_storage().data_ptr() for _, one in copied}) == 1
-    assert [one.data_ptr() for _, one in weights] == addresses
-    weights[0][1].fill_(9)
-    assert copied[0][1].max() == 5
-
-
-def test_tensors_of_a_device_are_sent_as_they_are():
-    weights = [
-        ("m", torch.ones(3, device="meta")),
-        ("c", torch.ones(3)),
-        ("n", torch.ones(2, device="meta")),
-    ]
-    copied = in_shared_memory(weights)
-    assert [name for name, _ in copied] == ["m", "c", "n"]
-    assert copied[0][1] is weights[0][1]
-    assert copied[2][1] is weights[2][1]
-    assert copied[1][1].is_shared()
-
-
 # As tensors may lie in a trainer; the first six are those of SGLang's pull request 39535.
 LAYOUTS = {
     "contiguous": lambda x: x.reshape(4, 6),
@@ -138,17 +101,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
-def test_tensors_of_every_layout_are_sent_as_their_values(dtype, load_format):
+def test_tensors_of_every_layout_are_sent_as_their_values(dtype):
     numbers = torch.arange(24).remainder(2 if dtype is torch.bool else 24).to(dtype)
     weights = [(name, view(numbers)) for name, view in LAYOUTS.items()]
     expected = {name: (tuple(one.shape), one.float().tolist()) for name, one in weights}
-    payload = payload_of(weights, load_format, 1, False)
+    payload = payload_of(weights, 1, False)
     found = pickle.loads(base64.b64decode(payload.texts[0]))
-    if load_format:
-        bucket = FlatBucket(found["flattened_tensor"], found["metadata"])
-    else:
-        bucket = TensorBucket(found)
+    bucket = FlatBucket(found["flattened_tensor"], found["metadata"])
     assert all(one.is_contiguous() for _, one in bucket)
     assert all(one.dtype == dtype for _, one in bucket)
     assert {n: (tuple(one.shape), one.float().tolist()) for n, one in bucket} == expected

@@ -67,7 +67,7 @@ def test_a_server_reads_what_was_sent_though_the_next_bucket_is_made_meanwhile()
     server = SlowServer()
     sent = [(f"w{number}", torch.full((1000,), float(number))) for number in range(6)]
     update = TensorUpdate(server, RefitNote("a"))
-    update.send(iter(sent), 4000, "flattened_bucket")
+    update.send(iter(sent), 4000)
     for received, (_, tensor) in zip(server.received, sent, strict=True):
         assert torch.equal(received, tensor)
     assert len(server.handles) == COUNT
@@ -78,7 +78,7 @@ def test_each_rank_has_a_handle_of_its_own_to_open_and_close():
     staging = StagingBuffers()
     with get_context("spawn").Pool(2, maxtasksperchild=None) as pool:
         for number, bucket in enumerate(buckets(3 * COUNT)):
-            payload = payload_of(bucket, "flattened_bucket", 2, True, staging)
+            payload = payload_of(bucket, 2, True, staging)
             for text in payload.texts:
                 assert pool.apply(_first_of, (text,)) == number
 
