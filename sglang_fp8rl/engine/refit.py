@@ -21,7 +21,7 @@ from ..numerics.fingerprint import MASK
 from ..scheme import Scheme
 from ..wire.plan import RefitPlan
 from .arrival.bucket import Bucket, apart, bucket_of, check_bucket
-from .arrival.update import Origin, SenderMemory, Update
+from .arrival.update import Origin, Update
 from .extension import extensions
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
@@ -69,7 +69,6 @@ class ModelRefit:
         self.derived = DerivedWeights(model)
         self.report = RefitReport(self.targets.values(), self.names)
         self.recipes = RecipeStore()
-        self.sender_memory = SenderMemory()
         self._probe_names = probe_names
         self.extensions = [kind(self) for kind in extensions()]
         self.calls = Calls(model, options, self.pairs, self.report, self.derived, self.extensions)

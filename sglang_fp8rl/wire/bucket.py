@@ -51,9 +51,9 @@ def file_of(handle: bytes) -> Path:
 class StagingBuffers:
     """`COUNT` buffers for each device that buckets come from: one is filled while the server reads the other.
 
-    A fresh buffer for every bucket is a fresh handle for every bucket: of a 30B model in 512 MiB, 120 that the
-    server opens and closes in every refit. A sender makes the next bucket while one is on its way, and no more, so
-    the buffer that it takes is that of a bucket which was answered for.
+    The pages of a fresh one are made and zeroed while it is filled, which takes a CPU longer than filling it. A
+    sender makes the next bucket while one is on its way, and no more, so the buffer that it takes is that of a
+    bucket which was answered for.
 
     Attributes:
         least: bytes of a new buffer at least, so that buckets of about one size fit in what is there.
@@ -90,7 +90,7 @@ def flatten(
         place = flat[meta.start_idx : meta.end_idx].view(meta.dtype).view(meta.shape)
         place.copy_(tensor)
     if into is not None and device.type != "cpu":
-        # A receiver waits for the sender's stream when it opens a handle; these stay open.
+        # A receiver waits for the sender's stream where it opens a handle, and not where it has one open still.
         torch.get_device_module(device).current_stream(device).synchronize()
     return flat, metadata
 
@@ -153,8 +153,8 @@ def payload_of(
 
     Args:
         layout_as_text: whether the server reads a bucket's layout as text, see `layout_text`.
-        staging: where the bucket lies; only for a server that has read all of it when it answers, and
-            knows by `is_staged` that it will see the memory again.
+        staging: where the bucket lies; only for a server that has read all of it when it answers, as
+            `is_staged` asks of it.
     """
     flat, metadata = flatten([(name, tensor.detach()) for name, tensor in bucket], staging)
     layout = layout_text.to_text(metadata) if layout_as_text else metadata

@@ -1,4 +1,4 @@
-"""One request of an update: what it asks for, what follows from where it comes from, and what it holds open."""
+"""One request of an update: what it asks for, and what follows from where it comes from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ...wire.bucket import COUNT
 from ...wire.refit_note import RefitNote
 
 
@@ -70,37 +69,8 @@ class Update:
         return self.in_session or (self.note is not None and not self.is_last_call)
 
 
-class SenderMemory:
-    """What a sender says that it will use again (`is_staged`), for each rank: open for the length of an update.
-
-    A handle is closed with the last tensor that uses it. `RefitClient` sends bucket after bucket in the same
-    two buffers, so each would be opened and closed again for every second bucket.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[int, torch.UntypedStorage] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def hold(self, flat: torch.Tensor) -> None:
-        """Keep this one and the one before it; everything that was read from it has been read.
-
-        Waits for the device: the sender overwrites the memory once it is answered.
-        """
-        wait_for_reads(flat)
-        storage = flat.untyped_storage()
-        self._open.pop(storage.data_ptr(), None)
-        self._open[storage.data_ptr()] = storage
-        while len(self._open) > COUNT:
-            del self._open[next(iter(self._open))]
-
-    def release(self) -> None:
-        """The update is over: the sender may have its memory back."""
-        self._open.clear()
-
-
 def wait_for_reads(flat: torch.Tensor) -> None:
-    """Until everything that was asked of the device has been read from this memory."""
+    """Until everything that was asked of the device has been read from this memory, which the sender fills
+    again once it is answered (`is_staged`)."""
     if flat.device.type != "cpu":
         torch.get_device_module(flat.device).synchronize(flat.device)

@@ -81,8 +81,6 @@ class _UpdateRequest:
         if is_asked:
             for extension in refit.extensions:
                 boundary.step(extension.end_request, was_flushed=bool(update.cache_flushed))
-        if update.is_last_call or not result.success:
-            boundary.step(refit.sender_memory.release)
         call, success = update.origin.value, result.success
         boundary.step(observe_refit, manager, refit, call=call, success=success)
         fail_behind(boundary, refit, update.refit, result)
@@ -251,18 +249,13 @@ def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **k
     refit = refit_of(model)
     flat = payload["flattened_tensor"]
     is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
-    if refit is not None and is_plain:
-        try:
-            model.load_weights(FlatBucket(flat, payload["metadata"]))
-        finally:
-            if payload.get("is_staged"):
-                refit.sender_memory.hold(flat)
-        return True, "Success"
-    # A draft model, behind the served one, has SGLang's own way.
-    if refit is None and isinstance(payload["metadata"], str):
+    if refit is None and isinstance(payload["metadata"], str):  # of a draft model
         payload = {**payload, "metadata": from_text(payload["metadata"])}
     try:
-        return original(updater, payload)
+        if refit is None or not is_plain:
+            return original(updater, payload)
+        model.load_weights(FlatBucket(flat, payload["metadata"]))
+        return True, "Success"
     finally:
         if payload.get("is_staged"):
             wait_for_reads(flat)

@@ -113,7 +113,6 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     if result is None:
         text = " | ".join(boundary.errors)
         result = io_struct.EndWeightUpdateReqOutput(success=False, message=text)
-    boundary.step(refit.sender_memory.release)
     update = Update(Origin.TENSOR, in_session=True, ends_session=True)
     ended = end_request(boundary, manager, refit, update, result)
     refit.report.log.session = None  # it is over, whatever was raised there

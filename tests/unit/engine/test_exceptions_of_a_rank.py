@@ -93,7 +93,7 @@ def test_the_sender_s_memory_is_waited_for_on_its_own_device(monkeypatch):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_draft_model_s_copies_are_waited_for_too(monkeypatch, fails):
-    """The client fills the buffer again when it is answered; a draft has no `SenderMemory`."""
+    """The client fills the buffer again when it is answered."""
     from sglang_fp8rl.engine.host import update_request
 
     events = []

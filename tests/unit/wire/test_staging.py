@@ -89,7 +89,7 @@ def _first_of(text):
 
 
 def test_a_buffer_on_a_device_is_sent_when_it_is_filled(monkeypatch):
-    """The receiver keeps handles open, and waits for the sender's stream only where it opens one."""
+    """The receiver may have its handle open, and waits for the sender's stream only where it opens one."""
     done = []
     stream = SimpleNamespace(synchronize=lambda: done.append("filled"))
     module = SimpleNamespace(current_stream=lambda device: stream)
