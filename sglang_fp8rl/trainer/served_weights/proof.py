@@ -16,7 +16,7 @@ from ...wire.fingerprint import Fingerprint, Verification, compare
 from ..fingerprint import Fingerprinter
 from .modules import served
 from .rules import ServedWeightsError, WeightRule, is_below, plain_name
-from .swap import plan_of, served_by, served_modules
+from .swap import NOT_SERVED, plan_of, served_modules
 
 
 def check_as_served(model: nn.Module, server: Any) -> Verification:
@@ -56,12 +56,12 @@ def check_as_served(model: nn.Module, server: Any) -> Verification:
 
 def fingerprint_of_served(model: nn.Module, *, source: str = "the trainer") -> Fingerprint:
     """Of what the model computes with, comparable with the server's. Raises as `check_as_served`."""
-    by = served_by(model)
+    numbers = Fingerprinter(plan_of(model))
+    not_served = getattr(model, NOT_SERVED)
     rules = {rule.name: rule for weights, _ in served_modules(model) for rule in weights.values()}
-    numbers = Fingerprinter(by.plan)
     for name, tensor in model.state_dict(keep_vars=True).items():
         name = plain_name(name)
-        if is_below(name, by.not_served):
+        if is_below(name, not_served):
             continue
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         full = full.detach()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -13,16 +12,8 @@ from ...wire.plan import RefitPlan
 from .modules import ServedExperts, ServedLinear, lent_weight
 from .rules import ServedWeightsError, WeightRule, rules_of
 
-# Attributes of a swapped module, and of the model.
-_RULES, _BY = "served_rules", "served_by"
-
-
-@dataclass(frozen=True)
-class ServedBy:
-    """What a model was swapped by; the arguments of `compute_as_served`."""
-
-    plan: RefitPlan
-    not_served: tuple[str, ...]
+# Attributes of a swapped module, and of the model: the arguments that it was swapped by.
+_RULES, _PLAN, NOT_SERVED = "served_rules", "served_plan", "served_without"
 
 
 def compute_as_served(
@@ -45,8 +36,8 @@ def compute_as_served(
     Raises:
         ServedWeightsError: it computes so already; or the plan is of another model. Nothing is changed then.
     """
-    if hasattr(model, _BY) or any(True for _ in served_modules(model)):
-        by = f"the plan {served_by(model).plan.digest[:15]}…" if hasattr(model, _BY) else "a plan"
+    if hasattr(model, _PLAN) or any(True for _ in served_modules(model)):
+        by = f"the plan {plan_of(model).digest[:15]}…" if hasattr(model, _PLAN) else "a plan"
         raise ServedWeightsError(
             type(model).__name__,
             f"it computes by {by} already, and is given {plan.digest[:15]}…",
@@ -58,7 +49,8 @@ def compute_as_served(
         cls: Any = type(module)
         module.__class__ = _served_class(cls, tuple(weights))
         setattr(module, _RULES, weights)
-    setattr(model, _BY, ServedBy(plan, tuple(not_served)))
+    setattr(model, _PLAN, plan)
+    setattr(model, NOT_SERVED, tuple(not_served))
     return [name for name, _, _ in found]
 
 
@@ -68,29 +60,25 @@ def compute_as_stored(model: nn.Module) -> None:
     Raises:
         ServedWeightsError: it does so already.
     """
-    served_by(model)
+    plan_of(model)
     for _, module in list(served_modules(model)):
         module.__class__ = _stored_class(type(module))
         delattr(module, _RULES)
-    delattr(model, _BY)
+    delattr(model, _PLAN)
+    delattr(model, NOT_SERVED)
 
 
 def plan_of(model: nn.Module) -> RefitPlan:
     """The plan that the model computes by. Raises `ServedWeightsError` if there is none."""
-    return served_by(model).plan
-
-
-def served_by(model: nn.Module) -> ServedBy:
-    """What the model was swapped by. Raises `ServedWeightsError` if it was not."""
-    by = getattr(model, _BY, None)
-    if by is None:
+    plan = getattr(model, _PLAN, None)
+    if plan is None:
         raise ServedWeightsError(
             type(model).__name__,
             "it computes with its own parameters",
             "a model computes by a plan from compute_as_served(model, plan) on",
             "Call that first; hand over the model that was swapped, not a wrapper or a part of it.",
         )
-    return by
+    return plan
 
 
 def served_modules(model: nn.Module) -> Iterator[tuple[dict[str, WeightRule], nn.Module]]:
