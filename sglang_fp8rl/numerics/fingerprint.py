@@ -104,7 +104,8 @@ def _matrix_number(matrix: torch.Tensor, row: int, column: int, seed: int) -> in
     if len(matrix) == 1:
         matrix = matrix.flatten()[None]  # whatever the step to the next row was
     if matrix.stride(1) != 1 or matrix.stride(0) < matrix.shape[1]:
-        matrix = matrix.contiguous()
+        # Not `contiguous`, which leaves a side of one element the step that it had.
+        matrix = matrix.clone(memory_format=torch.contiguous_format)
     first_byte = column * matrix.element_size()
     words = (first_byte + matrix.shape[1] * matrix.element_size() + 1) // 2
     kernel: Any = None

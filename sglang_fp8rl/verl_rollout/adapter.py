@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl.workers.rollout.sglang_rollout import sglang_rollout as verls
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from ..client.connection import Connection
-from ..client.tensor_update import TensorUpdate
+from ..client.connection import SERVER_INFO_PATH, Connection
+from ..client.tensor_update import TensorUpdate, is_ours
 from ..errors import RefitError
 from ..wire.refit_note import ALL, PARTIAL, RefitNote
-from ..wire.verl_deltas import WIRE_FORMAT
+from ..wire.verl_deltas import WIRE_FORMAT, deltas_refused
 from .buckets import flat_buckets, of_all_ranks
 
 T = TypeVar("T")
@@ -70,10 +70,13 @@ class ServerAdapter(verls.ServerAdapter):
             await by_verl()
             return
         is_delta = kwargs.get("wire_format") == WIRE_FORMAT
-        is_lora = kwargs.get("peft_config") and kwargs.get("base_sync_done")
         try:
             self._group.share(found)
-            if is_delta or is_lora:
+            if is_delta and await self._ask(
+                lambda: is_ours(self._connection.get(SERVER_INFO_PATH))
+            ):
+                raise deltas_refused(f"wire_format {WIRE_FORMAT!r}")
+            if is_delta or (kwargs.get("peft_config") and kwargs.get("base_sync_done")):
                 await by_verl()
             else:
                 await self._refit(weights, global_steps, kwargs)

@@ -1,4 +1,4 @@
-"""veRL's `delta_sharded` wire format, which is refused by name: before a rollout starts, and by the server."""
+"""veRL's `delta_sharded` wire format, which is refused by name: by the server, and by veRL's adapter."""
 
 from __future__ import annotations
 

@@ -125,8 +125,9 @@ async def refit(command: dict[str, Any]) -> list[Any]:
     if command.get("by_adapter"):
         if has_server:
             step = command.get("step", 1)
+            wire = {key: command[key] for key in ("wire_format",) if key in command}
             adapter = Adapter(engine, mesh, command["bucket_bytes"], command)
-            await adapter.update_weights(weights, step)
+            await adapter.update_weights(weights, step, **wire)
         else:
             list(weights)
         return []

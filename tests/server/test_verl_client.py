@@ -188,15 +188,17 @@ def test_a_server_that_refuses_leaves_no_rank_of_another_one_waiting(
 
 
 def test_verl_s_deltas_are_refused_by_name(server, trainer, checkpoint_dir):
-    """By the server, whoever sends them."""
+    """By the adapter; and by the server, whoever sends them."""
     case = served(server, checkpoint_dir)
+    said = refused(trainer, case, checkpoint_dir, 1, by_adapter=True, wire_format="delta_flush")[0]
     loader = "verl.workers.rollout.sglang_rollout.delta_loader.apply_delta"
     payload = payload_of(weights("second")[:1], 1, False)
     body = {"serialized_named_tensors": payload.texts, "load_format": loader}
     status, answer = case.post("/update_weights_from_tensor", body)
     assert status == 400
-    for words in ("delta_sharded", "verify flush", "naive, nccl or nixl", "fingerprint"):
-        assert words in answer["message"], answer
+    for text in (said, answer["message"]):
+        for words in ("delta_sharded", "verify flush", "naive, nccl or nixl", "fingerprint"):
+            assert words in text, text
     refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1, by_adapter=True)
     case.check("first")
 

@@ -82,6 +82,19 @@ def problems(report: RefitReport) -> list[str]:
     if log.running is not None:
         found.append(f"{log.running.describe()} has not ended: {report.lacking().sum()} of "
                      f"{len(report.targets)} parameters have not come in it")  # fmt: skip
+    shown = log.running or log.last
+    return found + (_partly_new(report, shown.since) if shown is not None else [])
+
+
+def _partly_new(report: RefitReport, since: int) -> list[str]:
+    fraction = report.coverage.new_elements(since) / np.maximum(report.coverage.sizes, 1)
+    mixed = np.flatnonzero((fraction > 0) & (fraction < 1) & (report.reached_at >= since))
+    found = [
+        f"{report.targets[index].name}: only {fraction[index]:.0%} is new, the rest is older"
+        for index in mixed[:MAX_LISTED].tolist()
+    ]
+    if len(mixed) > MAX_LISTED:
+        found.append(f"{len(mixed) - MAX_LISTED} more parameters are partly new")
     return found
 
 

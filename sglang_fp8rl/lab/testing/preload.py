@@ -12,4 +12,4 @@ from ...engine.host import hooks  # noqa: F401
 from ...numerics import quantize_blockwise
 
 ModelRegistry.get_supported_archs()
-quantize_blockwise(torch.ones(1, 1))  # Numba's kernels are compiled, or loaded
+quantize_blockwise(torch.ones(1, 1))  # Numba's cast is compiled, or loaded

@@ -31,8 +31,9 @@ from .table_kernels import (
 _BLOCK = 128  # rows and columns of the blocks that have kernels
 _WIDEST = 16  # bytes of a load or store
 _SIZES = np.array([4, 2, 1])  # bytes, by `Dtype`
-# A row is one program's, which holds it in registers, one of these sizes: a launch for each that a table has.
-_CHUNKS = np.array([64, 512, *(2**n for n in range(11, 1 + LONGEST_ROW.bit_length()))])
+# A row is one program's, of one of these sizes: a launch for each that a table has. Registers hold 65,536
+# columns, longer rows are spilled.
+_CHUNKS = np.array([64, 512, *(2**n for n in range(11, LONGEST_ROW.bit_length()))])
 # Elements of a row per thread, in two stores: what a row costs is shared by so many.
 _ROW_ELEMENTS = 32
 _TILE_WARPS = 8

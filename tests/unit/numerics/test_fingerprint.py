@@ -40,7 +40,12 @@ def random_bytes(shape, dtype, seed=0):
 
 def by_definition(tensor, seed):
     """The formula of the docstring in Python's integers."""
-    rows = tensor.contiguous().view(torch.uint8).reshape(tensor.shape[0], -1).tolist()
+    rows = (
+        tensor.clone(memory_format=torch.contiguous_format)
+        .view(torch.uint8)
+        .reshape(tensor.shape[0], -1)
+        .tolist()
+    )
     down = keys(seed, 0, len(rows)).tolist()
     across = keys(_COLUMN_SEED, 0, len(rows[0]) // 2 + 1).tolist()
     return MASK & sum(
@@ -76,6 +81,14 @@ def test_without_numba_words_and_bytes_give_the_same_number(monkeypatch, dtype, 
     expected = box_number(tensor, (37, 102), (0, first), SEED)
     monkeypatch.setattr("sglang_fp8rl.numerics.fingerprint.kernels", lambda what, device: None)
     assert box_number(tensor, (37, 102), (0, first), SEED) == expected
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (1, 1), (1, 5)])
+def test_a_side_of_one_element_may_have_any_step(shape):
+    whole = random_bytes((64, 64), torch.int32)
+    for step in (1, 512):
+        column = whole.as_strided(shape, (8, step) if shape[1] == 1 else (step, 1))
+        assert tensor_number(column, SEED) == by_definition(column, SEED)
 
 
 @pytest.mark.gpu

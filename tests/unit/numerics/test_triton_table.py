@@ -49,6 +49,11 @@ def pieces_on(device, shapes):
             pieces.append(Piece(place, sent[-1], codes, scales, block))
         for block_n in (128, 1):
             pieces += pair_pieces(sent, (min(shape[0], 9), shape[1]), block_n, generator, device)
+    for dtype in (torch.float32, torch.bfloat16):  # a row as long as few models have one
+        sent.append(torch.randn((2, 20_001), generator=generator).to(device, dtype))
+        out = torch.full((2, 20_001), 3.0, dtype=dtype, device=device)
+        pieces.append(Piece((len(sent) - 1, 0), sent[-1], out))
+    pieces += pair_pieces(sent, (2, 20_000), 1, generator, device)
     return sent, pieces
 
 
