@@ -217,18 +217,19 @@ def _check_apart(
 
     Raises:
         RefitError: it lies in a storage that a name had before, or that a new name has, which would keep it; or
-            it leaves a storage that not every name moved from to the same other one.
+            it leaves a storage that not every name moved from by as much to the same other one.
     """
-    lies_in = {key: storage_of(one.data) for key, one in after.items()}
-    is_new = {storage for key, storage in lies_in.items() if key not in before}
-    moved_to: defaultdict[int, set[int | None]] = defaultdict(set)
+    is_new = {storage_of(one.data) for key, one in after.items() if key not in before}
+    moved_to: defaultdict[int, set[tuple[int, int] | None]] = defaultdict(set)
     for key, one in before.items():
-        moved_to[storage_of(one.data)].add(lies_in.get(key))
+        data = after[key].data if key in after else None
+        by = data is not None and (storage_of(data), data.data_ptr() - one.data.data_ptr())
+        moved_to[storage_of(one.data)].add(by or None)
     for old, new in again:
         was, now = storage_of(old.data), storage_of(new.data)
         if was == now and old.data.storage_offset() == new.data.storage_offset():
             continue
-        if moved_to[was] != {now} or now in moved_to or now in is_new:
+        if len(moved_to[was]) > 1 or now in moved_to or now in is_new:
             raise _changed(old, "in memory that another name has, or had")
 
 

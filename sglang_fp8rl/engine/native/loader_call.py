@@ -170,7 +170,7 @@ class LoaderCalls:
         if not call.update.origin.stores:
             return
         if is_pair:
-            blocks = blocks_of(target, name, loaded, writes)
+            blocks = blocks_of(name, loaded, writes)
             half = Half(name, loaded, source, self.report.log.stamp, blocks)
             self._store_half(given, half, is_scale=False)
         else:

@@ -23,12 +23,12 @@ class Block(NamedTuple):
 
     Attributes:
         start: their first row and column there.
-        destination: [rows, columns], where they go.
-        region: which box of the parameter that is.
+        write: of [rows, columns] into `region`, a box of the parameter. Where that is by then is asked when
+            they are stored.
     """
 
     start: tuple[int, int]
-    destination: torch.Tensor
+    write: Write
     region: Region
 
 
@@ -173,8 +173,9 @@ def _copies_of(pair: Pair) -> list[PairCopy]:
     if target.takes_packed_scales:
         check_exponents(scale.name, scales)
     copies = []
-    for (row, column), destination, region in weight.blocks:
-        rows, columns = destination.shape
+    for (row, column), write, region in weight.blocks:
+        rows, columns = write.shape
+        destination = write.destination(target.parameter)
         codes = weight.tensor[row : row + rows, column : column + columns]
         part = sent.scales_of((row, column), (rows, columns), name=weight.name)
         (scale_destination,) = target.scales_of(weight.name, region)
@@ -216,15 +217,14 @@ def nan_code_error(name: str) -> RefitError:
     )
 
 
-def blocks_of(
-    target: Target, name: str, weight: torch.Tensor, writes: Sequence[Write]
-) -> list[Block]:
-    """What each write takes of a contiguous `weight`.
+def blocks_of(name: str, weight: torch.Tensor, writes: Sequence[Write]) -> list[Block]:
+    """What each write that is not empty takes of a contiguous `weight`.
 
     Raises:
         RefitError: one takes no plain block of it, or writes no box: the loader turned or copied it.
     """
-    blocks = [block for write in writes if (block := _block_of(target, weight, write)) is not None]
+    writes = [write for write in writes if 0 not in write.shape]
+    blocks = [block for write in writes if (block := _block_of(weight, write)) is not None]
     if len(blocks) < len(writes):
         raise RefitError(
             name,
@@ -235,7 +235,7 @@ def blocks_of(
     return blocks
 
 
-def _block_of(target: Target, weight: torch.Tensor, write: Write) -> Block | None:
+def _block_of(weight: torch.Tensor, write: Write) -> Block | None:
     source, region, shape = write.source, write.region, write.shape
     if source is None or source.dtype != weight.dtype or region is None or weight.dim() != 2:
         return None
@@ -248,4 +248,4 @@ def _block_of(target: Target, weight: torch.Tensor, write: Write) -> Block | Non
     is_block = all(size == 1 or step == full for size, step, full in steps)
     if not is_block or column > columns - shape[1]:
         return None
-    return Block((row, column), write.destination(target.parameter), region)
+    return Block((row, column), write, region)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from ...numerics.cast import as_matrix
-from ...numerics.write_table import ROW_FIELDS, Kind, Piece
+from ...numerics.grid import ceil_div
+from ...numerics.write_table import LONGEST_ROW, ROW_FIELDS, Kind, Piece
 from ...scheme import Granularity
 from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source
@@ -160,9 +161,22 @@ class Recording:
     ) -> Piece | None:
         """What was done with a view of a sent tensor; None where the kernels don't know how to. Args as of `Piece`."""
         offset, rows, out = source.offset_of(view), as_matrix(view), as_matrix(destination)
+        if kind is None and scales is None and view.is_contiguous() and destination.is_contiguous():
+            rows, out = (_in_short_rows(one) for one in (rows, out))
         if offset is None or rows is None or out is None or view.device != destination.device:
             return None
         memory, start = self.bucket.place(source.position)
         place = memory, start + offset * view.element_size()
         piece = Piece(place, rows, out, scales, block, kind)
         return piece if piece.fits() else None
+
+
+def _in_short_rows(matrix: torch.Tensor | None) -> torch.Tensor | None:
+    """A contiguous matrix, its rows cut in equal parts that kernels take (Mllama's embeddings have longer ones)."""
+    if matrix is None or matrix.shape[1] <= LONGEST_ROW:
+        return matrix
+    columns = matrix.shape[1]
+    parts = next(
+        at for at in range(ceil_div(columns, LONGEST_ROW), columns + 1) if not columns % at
+    )
+    return matrix.reshape(-1, columns // parts)
