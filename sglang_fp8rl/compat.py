@@ -39,12 +39,10 @@ def check_host() -> list[str]:
     return check_version("sglang", OLDEST, NEWEST_EXCLUDED, remedy)
 
 
-def check_version(
-    package: str, oldest: Version, newest_excluded: Version, remedy: str
-) -> list[str]:
+def check_version(package: str, oldest: Version, end: Version, remedy: str) -> list[str]:
     """Why the installed version of a package is not supported; empty if it is. Imports nothing of it."""
     version = installed(package)
-    if version is not None and oldest <= version < newest_excluded:
+    if version is not None and oldest <= version < end:
         return []
     found = "is not installed" if version is None else f"{version} is outside the range"
-    return [f"{package} {found}; supported is >={oldest},<{newest_excluded}: {remedy}"]
+    return [f"{package} {found}; supported is >={oldest},<{end}: {remedy}"]

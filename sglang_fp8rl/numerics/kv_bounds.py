@@ -112,17 +112,15 @@ def _norms(weight: torch.Tensor, scales: torch.Tensor, g: torch.Tensor) -> torch
     every = torch.arange(256, dtype=torch.uint8, device=weight.device).view(FP8_DTYPE)
     square_of = every.double().square()
     found = []
-    of_chunks = scales.repeat_interleave(
-        _BLOCK // _ROWS_AT_ONCE, 0
-    )  # more than there are, of a short block
-    for chunk, of_chunk in zip(weight.split(_ROWS_AT_ONCE), of_chunks, strict=False):
-        if weight.dtype == FP8_DTYPE:  # looked up, as a CPU converts e4m3 an element at a time
-            codes = chunk.view(torch.uint8).flatten().int()
-            squares = square_of.index_select(0, codes).view(chunk.shape)
-        else:
-            squares = chunk.double().square()
-        factors = (of_chunk.repeat_interleave(width) * gains).square()  # [2, K]
-        found.append(torch.stack([(squares * one).sum(1) for one in factors]))
+    for block, of_block in zip(weight.split(_BLOCK), scales, strict=True):
+        factors = (of_block.repeat_interleave(width) * gains).square()  # [2, K]
+        for rows in block.split(_ROWS_AT_ONCE):
+            if weight.dtype == FP8_DTYPE:  # looked up, as a CPU converts e4m3 an element at a time
+                codes = rows.view(torch.uint8).flatten().int()
+                squares = square_of.index_select(0, codes).view(rows.shape)
+            else:
+                squares = rows.double().square()
+            found.append(torch.stack([(squares * one).sum(1) for one in factors]))
     return torch.cat(found, 1).sqrt()
 
 

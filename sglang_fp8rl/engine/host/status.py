@@ -31,6 +31,7 @@ from .boundary import Boundary
 SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 PLAN_MARK = "fp8rl-plan:"
 _MAX_TEXT = 500
+_UNLOADED = "weights that were never loaded (dummy weights, or memory that was released?): no complete refit has come since"
 
 
 def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) -> dict[str, Any]:
@@ -71,12 +72,7 @@ def problems(report: RefitReport) -> list[str]:
     log = report.log
     if log.state is State.WHOLE:
         return []
-    found = []
-    if log.is_unloaded:
-        found.append(
-            "weights that were never loaded (dummy weights, or memory that was released?): no complete "
-            "refit has come since"
-        )
+    found = [_UNLOADED] if log.is_unloaded else []
     found += [text[:_MAX_TEXT] for text in log.failures]
     found += [f"{refit.describe()} is mixed: {refit.left_out()}" for refit in log.left_out]
     if log.running is not None:

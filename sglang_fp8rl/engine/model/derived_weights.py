@@ -223,8 +223,8 @@ def _check_apart(
     moved_to: defaultdict[int, set[tuple[int, int] | None]] = defaultdict(set)
     for key, one in before.items():
         data = after[key].data if key in after else None
-        by = data is not None and (storage_of(data), data.data_ptr() - one.data.data_ptr())
-        moved_to[storage_of(one.data)].add(by or None)
+        by = None if data is None else (storage_of(data), data.data_ptr() - one.data.data_ptr())
+        moved_to[storage_of(one.data)].add(by)
     for old, new in again:
         was, now = storage_of(old.data), storage_of(new.data)
         if was == now and old.data.storage_offset() == new.data.storage_offset():

@@ -161,22 +161,21 @@ class Recording:
     ) -> Piece | None:
         """What was done with a view of a sent tensor; None where the kernels don't know how to. Args as of `Piece`."""
         offset, rows, out = source.offset_of(view), as_matrix(view), as_matrix(destination)
-        if kind is None and scales is None and view.is_contiguous() and destination.is_contiguous():
-            rows, out = (_in_short_rows(one) for one in (rows, out))
         if offset is None or rows is None or out is None or view.device != destination.device:
             return None
+        if kind is None and scales is None and view.is_contiguous() and destination.is_contiguous():
+            rows, out = _in_short_rows(rows), _in_short_rows(out)
         memory, start = self.bucket.place(source.position)
         place = memory, start + offset * view.element_size()
         piece = Piece(place, rows, out, scales, block, kind)
         return piece if piece.fits() else None
 
 
-def _in_short_rows(matrix: torch.Tensor | None) -> torch.Tensor | None:
+def _in_short_rows(matrix: torch.Tensor) -> torch.Tensor:
     """A contiguous matrix, its rows cut in equal parts that kernels take (Mllama's embeddings have longer ones)."""
-    if matrix is None or matrix.shape[1] <= LONGEST_ROW:
-        return matrix
     columns = matrix.shape[1]
-    parts = next(
-        at for at in range(ceil_div(columns, LONGEST_ROW), columns + 1) if not columns % at
-    )
+    if columns <= LONGEST_ROW:
+        return matrix
+    least = ceil_div(columns, LONGEST_ROW)
+    parts = next(at for at in range(least, columns + 1) if columns % at == 0)
     return matrix.reshape(-1, columns // parts)

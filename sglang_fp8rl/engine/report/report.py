@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...errors import RefitError
 from ...wire.refit_note import RefitNote
 from ..arrival.update import Origin, Update
 from ..interception import Region
@@ -208,6 +209,9 @@ class RefitReport:
         return self._extent.lacking(self.refit.since, self.reached_at)
 
 
+MAX_NAMES = 1 << 20  # ten times what the largest checkpoints have
+
+
 class NamesBrought:
     """When each name came last. Names go by number, so that a bucket that was seen before costs one lookup."""
 
@@ -218,11 +222,21 @@ class NamesBrought:
 
     def numbers_of(self, names: Iterable[str]) -> np.ndarray:
         """A number for each name; it stays the same."""
-        numbers = self._numbers
-        found = [numbers.setdefault(name, len(numbers)) for name in names]
-        if len(numbers) > len(self._names):
-            self._names = list(numbers)
-            self._stamps = longer(self._stamps, len(numbers), NEVER)
+        numbers, found = self._numbers, []
+        for name in names:
+            if len(numbers) >= MAX_NAMES and name not in numbers:
+                raise RefitError(
+                    name,
+                    f"a new name behind {MAX_NAMES} others",
+                    "each refit brings the same names, those of the checkpoint",
+                    "Look at what the trainer calls its tensors; a server that is started anew forgets them.",
+                )
+            number = numbers.setdefault(name, len(numbers))
+            if number == len(self._names):
+                self._names.append(name)
+            found.append(number)
+        if len(numbers) > len(self._stamps):
+            self._stamps = longer(self._stamps, 2 * len(numbers), NEVER)
         return np.array(found, np.int64)
 
     def bring(self, numbers: np.ndarray, stamp: int) -> None:

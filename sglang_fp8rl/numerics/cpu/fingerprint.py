@@ -9,16 +9,14 @@ from ..fingerprint import keys
 from .jit import array_at, by_rows, jit
 from .kernels import SLIM
 
-_WORD = 2  # bytes
-
 
 def matrix_number(
     matrix: torch.Tensor, row: int, first_byte: int, seed: int, column_keys: np.ndarray
 ) -> int:
     """As `by_torch`, of a matrix of words."""
-    rows, words = matrix.shape
-    stride, address = matrix.stride(0) * _WORD, matrix.data_ptr()
-    row_keys, word_keys = keys(seed, row, rows), column_keys[first_byte // _WORD :]
+    (rows, words), size = matrix.shape, matrix.element_size()
+    stride, address = matrix.stride(0) * size, matrix.data_ptr()
+    row_keys, word_keys = keys(seed, row, rows), column_keys[first_byte // size :]
 
     def work(first: int, end: int) -> int:
         here = address + first * stride
@@ -27,7 +25,7 @@ def matrix_number(
     return sum(by_rows(work, rows, words, 1))
 
 
-@jit()
+@jit
 def rows_number(address, stride, words, row_keys, word_keys):
     """Of each row the sum over its words, times the row's key; releases the GIL."""
     total = np.uint64(0)

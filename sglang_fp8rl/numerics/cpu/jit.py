@@ -23,17 +23,13 @@ T = TypeVar("T")
 WORTH_A_THREAD = 2 * 1024 * 1024
 
 
-def jit() -> Callable[[Callable], Any]:
+def jit(function: Callable) -> Any:
     """`njit` without the GIL, cached on disk where that is possible: servers start often, on read-only images too."""
     options = {"nogil": True, "error_model": "numpy"}
-
-    def compiled(function: Callable) -> Any:
-        try:
-            return numba.njit(cache=True, **options)(function)
-        except RuntimeError:  # "cannot cache function: no locator available"
-            return numba.njit(**options)(function)
-
-    return compiled
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # "cannot cache function: no locator available"
+        return numba.njit(**options)(function)
 
 
 def threads_for(elements: int) -> int:

@@ -54,7 +54,7 @@ def _overload_fp32_bits(x):
     return lambda x: np.uint32(np.uint32(x) << np.uint32(16))
 
 
-@jit()
+@jit
 def _round(bits, step):
     half, odd, keep = step
     carry = np.uint32(np.uint32(bits >> np.uint32(16)) & odd)
@@ -74,17 +74,17 @@ def _overload_magnitude(x, step):
     return lambda x, step: _float(_fp32_bits(x) & np.uint32(0x7FFFFFFF))
 
 
-@jit()
+@jit
 def _bits(x):
     return np.float32(x).view(np.uint32)
 
 
-@jit()
+@jit
 def _float(bits):
     return np.uint32(bits).view(np.float32)
 
 
-@jit()
+@jit
 def _amax(x, amax):
     amax = np.uint32(amax)
     for c in range(x.size):
@@ -93,7 +93,7 @@ def _amax(x, amax):
     return amax
 
 
-@jit()
+@jit
 def _code(y, x):
     """e4m3 of `y`, from 0 to 448 but for rounding, with the sign of the source element `x`.
 
@@ -110,7 +110,7 @@ def _code(y, x):
     return np.uint8(np.uint32(ulps + np.uint32(exponent >> np.uint32(20))) | sign)
 
 
-@jit()
+@jit
 def _served(y, scale, x):
     """BF16 bits of `y` (as of `_code`) rounded to e4m3, times `scale`, with the sign of `x`."""
     lowest = np.uint32(0x3C800000)  # 2**-6, the smallest normal e4m3
@@ -121,13 +121,13 @@ def _served(y, scale, x):
     return np.uint16(np.uint32(_round(bits, BF16_STEP) | sign) >> np.uint32(16))
 
 
-@jit()
+@jit
 def _stored(y, scale, x, is_code):
     """What is written for `y`: its code, or the value of that."""
     return _code(y, x) if is_code else _served(y, scale, x)
 
 
-@jit()
+@jit
 def _as_it_is(x, out):
     """A row of a block that is not finite, in BF16."""
     for c in range(x.size):
@@ -139,7 +139,7 @@ def _as_it_is(x, out):
         out[c] = out.dtype.type(bits >> np.uint32(16))
 
 
-@jit()
+@jit
 def _reciprocal(amax, scale, step, pow2_scale):
     """What `_encode` multiplies by instead of dividing by `scale`, or 0 where it has to divide.
 
@@ -161,7 +161,7 @@ def _reciprocal(amax, scale, step, pow2_scale):
     return _float(np.uint32(np.int64(_bits(reciprocal)) + how))
 
 
-@jit()
+@jit
 def _encode(x, out, scale, reciprocal, step):
     """A row of one block: codes of `x / scale`, IEEE, or their values."""
     is_code = out.itemsize == 1
@@ -181,7 +181,7 @@ def _encode(x, out, scale, reciprocal, step):
             out[c] = _stored(value / scale, scale, x[c], is_code)
 
 
-@jit()
+@jit
 def _scale(amax, pow2_scale):
     """Stored scale from the bits of a finite amax; as `reference.amax_to_scale_inv`."""
     if amax == np.uint32(0):
@@ -192,13 +192,13 @@ def _scale(amax, pow2_scale):
     return scale
 
 
-@jit()
+@jit
 def _fetch(address, nbytes):
     for line in range(0, nbytes, CACHE_LINE):
         prefetch(address + line)
 
 
-@jit()
+@jit
 def cast_region(
     source, source_unit, source_stride, target, target_unit, target_stride,
     scales, scales_stride0, scales_stride1, nonfinite, rows, cols, block_n, block_k,

@@ -111,7 +111,7 @@ def _items_of(pieces: np.ndarray) -> tuple[np.ndarray, int]:
     return items, int(count[: np.count_nonzero(is_scales)].sum())
 
 
-@jit()
+@jit
 def copy_rows(
     source, source_stride, target, target_stride, bad, cols, is_scales, row_start, row_stop
 ):
@@ -133,7 +133,7 @@ def copy_rows(
                 out[c] = out.dtype.type(_fp32_bits(x[c]))
 
 
-@jit()
+@jit
 def _are_positive(x):
     largest = np.uint32(0)
     for c in range(x.size):  # one less and unsigned, zero and what is negative are above Inf
@@ -141,7 +141,7 @@ def _are_positive(x):
     return largest < np.uint32(_INF)
 
 
-@jit()
+@jit
 def copy_codes(
     source, source_stride, destination, destination_stride, bad, cols, block_n, row_start, row_stop
 ):
@@ -161,7 +161,7 @@ def copy_codes(
             out[c] = x[c]
 
 
-@jit()
+@jit
 def run_items(pieces, items, addresses, flags, step, pow2_scale, first, last):
     """Items `first` to `last` of a table; releases the GIL."""
     for number in range(first, last):

@@ -12,8 +12,10 @@ from sglang_fp8rl.engine.host.status import problems, served
 from sglang_fp8rl.engine.interception import Region
 from sglang_fp8rl.engine.model.landings import Known, Landing, NameTable
 from sglang_fp8rl.engine.model.parameters import Target
+from sglang_fp8rl.engine.report import report
 from sglang_fp8rl.engine.report.refit_record import Outcome, State
 from sglang_fp8rl.engine.report.report import Arrived, RefitReport
+from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.scheme import Granularity
 from sglang_fp8rl.wire.refit_note import RefitNote
 
@@ -260,7 +262,7 @@ def test_two_clients_that_take_turns_are_mixed(server):
     assert server.full() is State.WHOLE
 
 
-def test_what_is_remembered_of_refits_is_bounded(server):
+def test_what_is_remembered_of_refits_is_bounded(server, monkeypatch):
     partial = RefitNote("adapter", extent="partial")
     for number in range(400):
         note = RefitNote(str(number), extent="partial") if number % 2 else partial
@@ -312,9 +314,15 @@ def test_released_memory_is_unloaded_until_a_complete_refit(server):
     assert server.full() is State.WHOLE
 
 
-def test_what_is_kept_of_undeclared_partial_refits_is_bounded(server):
+def test_what_is_kept_of_undeclared_partial_refits_is_bounded(server, monkeypatch):
     for _ in range(100):
         server.call("norm", flush=True)
     assert len(server.log.left_out) <= 16
     assert server.log.state is State.MIXED
+    known = len(NAMES)
+    monkeypatch.setattr(report, "MAX_NAMES", known + 3)
+    for at in range(3):
+        server.report.brought.numbers_of([f"stray {at}"])
+    with pytest.raises(RefitError, match="a new name"):
+        server.report.brought.numbers_of(["stray 3"])
     assert server.full() is State.WHOLE
