@@ -4,6 +4,8 @@ It has to be in an installed package: in Python 3.11 a fork server does not see 
 `sys.path`, and a preload that it can't import is skipped in silence.
 """
 
+import gc
+
 import torch
 from sglang.srt.entrypoints import http_server  # noqa: F401
 from sglang.srt.models.registry import ModelRegistry
@@ -13,3 +15,6 @@ from ...numerics import quantize_blockwise
 
 ModelRegistry.get_supported_archs()
 quantize_blockwise(torch.ones(1, 1))  # Numba's cast is compiled, or loaded
+# A million objects that stay: a child that collects garbage would look at each, and copy its page for that.
+gc.collect()
+gc.freeze()
