@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def model_of(scheduler: Any) -> Any:
@@ -69,9 +72,20 @@ def update(
             "flattened_tensor": bucket.get_flattened_tensor(),
             "metadata": bucket.get_metadata(),
         }
-    one = MultiprocessingSerializer.serialize(payload)
+    one = serialized(payload, MultiprocessingSerializer.serialize)
     size = torch.distributed.get_world_size(scheduler.weight_updater.tp_cpu_group)
     return send(scheduler, [one] * size, load_format, flush_cache, **more)
+
+
+def serialized(value: Any, serialize: Callable[[Any], T]) -> T:
+    """`serialize(value)`; again where torch's manager of shared memory, which has a second, did not answer."""
+    for _ in range(30):
+        try:
+            return serialize(value)
+        except RuntimeError as error:
+            if "manager connection has timed out" not in str(error):
+                raise
+    return serialize(value)
 
 
 def send(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from by_definition import quantize_blockwise
-from commands import begin, end, send, status, update_from_disk
+from commands import begin, end, send, serialized, status, update_from_disk
 from fingerprint_commands import fingerprint
 from models import MODELS
 
@@ -92,14 +92,14 @@ def perform(scheduler: Any, step: Step) -> Look:
 def _call(scheduler: Any, step: Step) -> tuple[bool, str]:
     tensors = [] if step.fault == "empty" else _tensors(step)
     if step.form != "flat" or not tensors:
-        content = serialize(tensors)
+        content = serialized(tensors, serialize)
         payload = content[:24] if step.fault == "pickle" else content
         return send(scheduler, [payload], None, step.flush)
     flat, metadata = flatten(tensors)
     if step.fault == "layout":
         metadata[step.at].start_idx -= 1 << 20
     layout = layout_text.to_text(metadata)
-    content = serialize({"flattened_tensor": flat, "metadata": layout})
+    content = serialized({"flattened_tensor": flat, "metadata": layout}, serialize)
     payload = content[:24] if step.fault == "pickle" else content
     return send(scheduler, [payload], "flattened_bucket", step.flush)
 
