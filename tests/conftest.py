@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -55,6 +56,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=places.__getitem__)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a test, or a refit in it, that collects garbage would look at all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _place(item: pytest.Item) -> tuple[int, str, str]:

@@ -62,8 +62,9 @@ def plot(samples: Sequence[Sample], warm_up: int, path: Path) -> None:
     figure = Figure(figsize=(14, 6), layout="constrained")
     panels = figure.subplots(2, 4, sharex=True)
     for panel, (key, (name, _)) in zip(panels.flat, ALLOWED.items(), strict=True):
-        panel.plot([getattr(sample, key) for sample in samples], linewidth=1)
+        values = [getattr(sample, key) for sample in samples]
+        panel.plot(values, linewidth=1)
         panel.axvline(warm_up, color="grey", linestyle=":", linewidth=1)
-        panel.set(title=name, ylim=(0, None))
+        panel.set(title=name, ylim=(0, 1.1 * max(values, default=0) or None))
     figure.supxlabel("refits")
     figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""Processes forked from a server that has SGLang imported already: they start at once.
+"""Processes forked from a server that has SGLang imported already, or its plugins loaded too: they start at once.
 
 SGLang's scheduler sends SIGQUIT to its parent when it fails. `run_forked` puts a process in between,
 so that the fork server does not get it.
@@ -11,14 +11,28 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Before the fork server starts: its children import SGLang with it.
 os.environ["SGLANG_PLATFORM"] = "fp8rl_cpu"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["sglang_fp8rl.lab.testing.preload"])
+_WITH_PLUGINS = forkserver.ForkServer()
+_WITH_PLUGINS.set_forkserver_preload(["sglang_fp8rl.lab.testing.preload_plugins"])
+
+
+class WithPlugins(CONTEXT.Process):  # type: ignore[name-defined]
+    """A process that has the plugins loaded: no test of how they are loaded may run in it."""
+
+    def start(self) -> None:
+        # Python has one fork server in a process, and no place to say which.
+        connect = _WITH_PLUGINS.connect_to_new_process
+        with mock.patch.object(forkserver, "connect_to_new_process", connect):
+            super().start()
 
 
 def run_forked(
@@ -28,9 +42,10 @@ def run_forked(
     *,
     env: Mapping[str, str] | None = None,
     timeout: float = 240,
+    process_class: type = CONTEXT.Process,
 ) -> str:
     """`target(*args)` with its output in `log`; how it ended, in words."""
-    process = CONTEXT.Process(target=_between, args=(target, args, log, dict(env or {})))
+    process = process_class(target=_between, args=(target, args, log, dict(env or {})))
     process.start()
     process.join(timeout)
     if process.exitcode is None:
@@ -81,7 +96,7 @@ def _alone(target: Callable[..., Any], args: Sequence[Any], log: Path, env: dict
 
 def run_plan(args: Sequence[str], env: Mapping[str, str], log: Path) -> str:
     """As `plan_offline.run_in_new_interpreter`, without importing SGLang again."""
-    return run_forked(_plan, (list(args),), log, env=env)
+    return run_forked(_plan, (list(args),), log, env=env, process_class=WithPlugins)
 
 
 def _plan(args: list[str]) -> None:

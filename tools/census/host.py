@@ -14,14 +14,10 @@ QUANTIZATION = "fp8_blockwise_online"
 
 
 class Builder:
-    """Builds the model of one config, as often as asked.
+    """Builds the model of one config, as often as asked."""
 
-    Args:
-        original: SGLang's `_initialize_model`.
-    """
-
-    def __init__(self, original: Callable[..., Any], model_config: Any, load_config: Any) -> None:
-        self._original, self._config, self._load_config = original, model_config, load_config
+    def __init__(self, model_config: Any, load_config: Any) -> None:
+        self._config, self._load_config = model_config, load_config
 
     @property
     def path(self) -> str:
@@ -30,23 +26,18 @@ class Builder:
     def build(self, *, is_quantized: bool = True) -> tuple[Any, Any]:
         """A model in ordinary memory, and its refit; None without quantization."""
         import torch
-        from sglang.srt.model_loader.loader import _get_quantization_config
+        from sglang.srt.model_loader import loader
         from sglang.srt.model_loader.utils import set_default_torch_dtype
 
-        from sglang_fp8rl.engine.host.hooks import attached
+        from sglang_fp8rl.engine.refit import refit_of
 
         quant_config = None
         if is_quantized:
-            # While SGLang builds a model it is told `fp8` (`engine/host/hooks.py`).
-            said, self._config.quantization = self._config.quantization, QUANTIZATION
-            quant_config = _get_quantization_config(self._config, self._load_config)
-            self._config.quantization = said
+            quant_config = loader._get_quantization_config(self._config, self._load_config)
         torch.manual_seed(0)  # for what a model draws itself
         with set_default_torch_dtype(self._config.dtype), torch.device("cpu"):
-            model = self._original(self._config, self._load_config, quant_config)
-        if not is_quantized:
-            return model, None
-        return model, attached(model, self._config, quant_config)
+            model = loader._initialize_model(self._config, self._load_config, quant_config)
+        return model, refit_of(model)
 
     @staticmethod
     def load(model: Any, weights: list[tuple[str, Any]]) -> None:

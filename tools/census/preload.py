@@ -31,15 +31,15 @@ class Judged(BaseException):
 judges: list[Callable[..., None]] = []
 
 
-def _take_over(original: Any, model_config: Any, load_config: Any, *_: Any, **__: Any) -> None:
-    judges[-1](original, model_config, load_config)
+def _take_over(loader: Any, *, model_config: Any, **_: Any) -> None:
+    judges[-1](model_config, loader.load_config)
     raise Judged
 
 
 def import_sglang() -> None:
     """Everything that takes seconds, once for all processes that are forked from this one.
 
-    Side effects on the host: SGLang's loaders build no model here, they hand it to a judge.
+    Side effects on the host: SGLang's loader of dummy weights builds no model here, it hands its config to a judge.
     """
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -47,6 +47,6 @@ def import_sglang() -> None:
     from sglang_fp8rl.lab.testing import preload  # noqa: F401
 
     HookRegistry.register(
-        "sglang.srt.model_loader.loader._initialize_model", _take_over, HookType.AROUND
+        "sglang.srt.model_loader.loader.DummyModelLoader.load_model", _take_over, HookType.REPLACE
     )
     load_plugins()

@@ -110,33 +110,35 @@ def run_in_new_interpreter(args: Sequence[str], env: Mapping[str, str], log_path
 def child_main(args: Sequence[str]) -> None:
     """Build the model and write the answer: the path for it, ranks, SGLang's arguments.
 
-    Side effects on the host: this process has a fake process group, and ends with the answer.
+    Side effects on the host: a fake process group; the process ends, with the answer, before weights are filled.
     """
     answer_path, tp_size, argv = Path(args[0]), int(args[1]), list(args[2:])
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    def build_on_meta(
-        original: Any, model_config: Any, load_config: Any, quant_config: Any = None
-    ) -> NoReturn:
-        import torch
-
-        from .hooks import attached
-
-        try:
-            with torch.device("meta"):
-                model = original(model_config, load_config, quant_config)
-            plan = attached(model, model_config, quant_config).plan
-            answer: dict[str, Any] = {"document": plan.as_dict()}
-        except Fp8RlError as error:
-            answer = {"error": str(error)}
+    def leave(answer: dict[str, Any]) -> NoReturn:
         answer_path.write_text(json.dumps(answer))
         os._exit(0)  # the rest of SGLang's start is of no use
 
-    HookRegistry.register(
-        "sglang.srt.model_loader.loader._initialize_model", build_on_meta, HookType.AROUND
-    )
+    def load_on_meta(original: Any, loader: Any, *, model_config: Any, device_config: Any) -> None:
+        device_config.device = "meta"
+        try:
+            original(loader, model_config=model_config, device_config=device_config)
+        except Fp8RlError as error:
+            leave({"error": str(error)})
+
+    def leave_with_plan(model: Any) -> None:
+        from ..refit import refit_of
+
+        refit: Any = refit_of(model)  # is there: `--quantization` asks for it
+        leave({"document": refit.plan.as_dict()})
+
+    load = "sglang.srt.model_loader.loader.DummyModelLoader.load_model"
+    fill = "sglang.srt.model_loader.loader.initialize_dummy_weights"
+    HookRegistry.register(load, load_on_meta, HookType.AROUND)
+    HookRegistry.register(fill, leave_with_plan, HookType.REPLACE)
     load_plugins()
+    HookRegistry.apply_hooks()  # where the plugins were loaded before, as in a fork
     _fake_other_ranks(tp_size)
     _start_scheduler(argv)
 

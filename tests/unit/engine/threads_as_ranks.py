@@ -63,7 +63,9 @@ def _all_gather_object(found: list[Any], own: Any, group: Any) -> None:
     sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     boxes = [[torch.zeros_like(sent) for _ in found]]
     group.allgather(boxes, [sent]).wait()
-    found[:] = [pickle.loads(base64.b64decode(bytes(box).rstrip(b"\0"))) for box in boxes[0]]
+    found[:] = [
+        pickle.loads(base64.b64decode(box.numpy().tobytes().rstrip(b"\0"))) for box in boxes[0]
+    ]
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
