@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_host import command_line, run_rank
-from forked import CONTEXT, WithPlugins, run_forked
+from forked import CONTEXT, run_forked
 from pool import EngineKey, engine_key
 
 
@@ -31,7 +31,6 @@ def log_of_a_failed_start(model_path: Path, log: Path, args: tuple[str, ...]) ->
     argv = [*command_line(model_path, "fp8_blockwise_online"), *args]
     ours, theirs = CONTEXT.Pipe()
     with ours, theirs:
-        rank = (theirs, argv, 1, 0, None, {})
-        ended = run_forked(run_rank, rank, log, process_class=WithPlugins)
+        ended = run_forked(run_rank, (theirs, argv, 1, 0, None, {}), log)
     assert "exit status" in ended, log.read_text()
     return log.read_text()

@@ -26,7 +26,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from forked import CONTEXT, WithPlugins
+from forked import CONTEXT
 
 _START_SECONDS = 240
 _OTHERS_SECONDS = 20  # for what the other ranks say of a call that one rank has failed
@@ -73,7 +73,7 @@ class EngineHost:
         launch = None
         for rank in range(tp_size):
             ours, theirs = CONTEXT.Pipe()
-            process = WithPlugins(
+            process = CONTEXT.Process(
                 target=run_rank,
                 args=(theirs, argv, tp_size, rank, launch, dict(env or {}), self._stacks.name),
                 daemon=True,

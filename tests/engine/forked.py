@@ -1,4 +1,4 @@
-"""Processes forked from a server that has SGLang imported already, or its plugins loaded too: they start at once.
+"""Processes forked from a server that has SGLang imported and its plugins loaded already: they start at once.
 
 SGLang's scheduler sends SIGQUIT to its parent when it fails. `run_forked` puts a process in between,
 so that the fork server does not get it.
@@ -20,17 +20,17 @@ from unittest import mock
 os.environ["SGLANG_PLATFORM"] = "fp8rl_cpu"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["sglang_fp8rl.lab.testing.preload"])
-_WITH_PLUGINS = forkserver.ForkServer()
-_WITH_PLUGINS.set_forkserver_preload(["sglang_fp8rl.lab.testing.preload_plugins"])
+CONTEXT.set_forkserver_preload(["sglang_fp8rl.lab.testing.preload_plugins"])
+_OTHER_SERVER = forkserver.ForkServer()
+_OTHER_SERVER.set_forkserver_preload(["sglang_fp8rl.lab.testing.preload"])
 
 
-class WithPlugins(CONTEXT.Process):  # type: ignore[name-defined]
-    """A process that has the plugins loaded: no test of how they are loaded may run in it."""
+class WithoutPlugins(CONTEXT.Process):  # type: ignore[name-defined]
+    """A process whose plugins are not loaded yet: for what loads them itself, and for tests of that."""
 
     def start(self) -> None:
         # Python has one fork server in a process, and no place to say which.
-        connect = _WITH_PLUGINS.connect_to_new_process
+        connect = _OTHER_SERVER.connect_to_new_process
         with mock.patch.object(forkserver, "connect_to_new_process", connect):
             super().start()
 
@@ -57,7 +57,7 @@ def run_forked(
 
 
 class Forked:
-    """A process of its own group that goes on beside the test; has what is asked of `subprocess.Popen`.
+    """A process of its own group, without plugins, that goes on beside the test; like a `subprocess.Popen`.
 
     Args:
         target: called in the process.
@@ -68,7 +68,7 @@ class Forked:
     def __init__(
         self, target: Callable[..., Any], args: Sequence[Any], log: Path, env: Mapping[str, str]
     ) -> None:
-        self._process: Any = CONTEXT.Process(target=_alone, args=(target, args, log, dict(env)))
+        self._process: Any = WithoutPlugins(target=_alone, args=(target, args, log, dict(env)))
         self._process.start()
 
     @property
@@ -96,7 +96,7 @@ def _alone(target: Callable[..., Any], args: Sequence[Any], log: Path, env: dict
 
 def run_plan(args: Sequence[str], env: Mapping[str, str], log: Path) -> str:
     """As `plan_offline.run_in_new_interpreter`, without importing SGLang again."""
-    return run_forked(_plan, (list(args),), log, env=env, process_class=WithPlugins)
+    return run_forked(_plan, (list(args),), log, env=env)
 
 
 def _plan(args: list[str]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forked import run_forked
+from forked import WithoutPlugins, run_forked
 from models import MODELS, Model, checkpoint
 from packaging.version import Version
 
@@ -77,7 +77,8 @@ class EngineRun:
 def engine_run(checkpoint_dir: Path) -> EngineRun:
     """An `sglang.Engine` started on the second weights: the oracle of every refit to them."""
     log = checkpoint_dir / "engine.log"
-    how = run_forked(_engine_in_a_fork, engine_paths(checkpoint_dir), log, env=cpu_env())
+    paths, env = engine_paths(checkpoint_dir), cpu_env()
+    how = run_forked(_engine_in_a_fork, paths, log, env=env, process_class=WithoutPlugins)
     assert how == "exit status 0", log.read_text()[-4000:]
     return read_engine_run(log.read_text())
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from sglang_fp8rl.cli import app
 from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]
 
 PROBLEMS = (
     ("What is 1 + 1?", "2"),

@@ -10,12 +10,12 @@ import inspect
 
 import pytest
 from _served import run_script
-from forked import run_forked
+from forked import WithoutPlugins, run_forked
 from models import MODELS, checkpoint
 
 from sglang_fp8rl.lab.testing.server import cpu_env
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("server")]
 
 METHOD = "fp8_blockwise_online"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -45,6 +45,10 @@ def configure(path: str, method: str, gone: str) -> None:
     print("configured:", config.get_name(), flush=True)
 
 
+def in_a_fork(log, *args):
+    return run_forked(configure, args, log, process_class=WithoutPlugins)
+
+
 @pytest.fixture
 def model_path(checkpoint_dir):
     return str(checkpoint(checkpoint_dir, MODELS["qwen3"], "first"))
@@ -58,22 +62,21 @@ def is_refused(gone: str, output: str) -> bool:
 def test_with_every_symbol_there_the_method_starts(model_path, tmp_path):
     """The same as below, so that the tests below can fail."""
     log = tmp_path / "log"
-    assert run_forked(configure, (model_path, METHOD, ""), log) == "exit status 0", log.read_text()
+    assert in_a_fork(log, model_path, METHOD, "") == "exit status 0", log.read_text()
     assert f"configured: {METHOD}" in log.read_text()
 
 
 @pytest.mark.parametrize("gone", [UPDATE, OF_THE_CPU_PLATFORM])
 def test_a_symbol_that_is_gone_ends_the_start_and_is_named(model_path, tmp_path, gone):
     log = tmp_path / "log"
-    assert run_forked(configure, (model_path, METHOD, gone), log) == "exit status 1"
+    assert in_a_fork(log, model_path, METHOD, gone) == "exit status 1"
     assert "configured:" not in log.read_text()
     assert is_refused(gone, log.read_text()), log.read_text()
 
 
 def test_another_method_starts_without_the_symbol(model_path, tmp_path):
     log = tmp_path / "log"
-    ended = run_forked(configure, (model_path, "fp8", UPDATE), log)
-    assert ended == "exit status 0", log.read_text()
+    assert in_a_fork(log, model_path, "fp8", UPDATE) == "exit status 0", log.read_text()
     assert "configured: fp8" in log.read_text()
 
 

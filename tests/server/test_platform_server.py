@@ -15,7 +15,7 @@ import torch
 from _options import overridden
 from _served import QUANTIZED
 from block_fp8 import BLOCK_FP8_CONFIG, quantized, quantized_names
-from forked import run_forked
+from forked import WithoutPlugins, run_forked
 
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.lab.testing.checkpoints import (
@@ -25,7 +25,7 @@ from sglang_fp8rl.lab.testing.checkpoints import (
 )
 from sglang_fp8rl.lab.testing.server import ServerProcess
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]
 
 PROMPT = [5, 6, 7, 8, 9, 10, 301, 77, 400, 12, 9, 480]
 
@@ -165,5 +165,6 @@ def _say_what_is_hooked() -> None:
 
 def test_every_hook_is_applied(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert run_forked(_say_what_is_hooked, (), log) == "exit status 0", log.read_text()
+    how = run_forked(_say_what_is_hooked, (), log, process_class=WithoutPlugins)
+    assert how == "exit status 0", log.read_text()
     assert log.read_text().splitlines()[-2:] == ["True {}", "file_system"]

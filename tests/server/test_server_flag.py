@@ -18,7 +18,7 @@ from _served import (
     run_script,
     served,
 )
-from forked import run_forked
+from forked import WithoutPlugins, run_forked
 from models import checkpoint
 from packaging.version import Version
 
@@ -90,7 +90,8 @@ def verl_program(checkpoint_dir, pretended_version=""):
     """
     path = str(checkpoint(checkpoint_dir, MODEL, "first"))
     log = checkpoint_dir / f"verl{pretended_version}.log"
-    how = run_forked(run_verl_program, [path, pretended_version], log, env=cpu_env())
+    args, env = [path, pretended_version], cpu_env()
+    how = run_forked(run_verl_program, args, log, env=env, process_class=WithoutPlugins)
     return how, log.read_text()
 
 

@@ -15,7 +15,7 @@ from sglang_fp8rl import cli
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.lab.testing.server import ServerProcess
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]
 
 KEYS = {"api_key": "key", "admin_api_key": "admin"}
 
