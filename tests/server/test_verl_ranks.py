@@ -79,7 +79,7 @@ class _Answer(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def listed():
     with Listed() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
         server.shutdown()
 

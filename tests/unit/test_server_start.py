@@ -72,15 +72,23 @@ class Small(ServerProcess):
 
     def __init__(self, log_path: Path, taken: int, code: str = SERVER) -> None:
         super().__init__("model", log_path=log_path, timeout=60)
-        self.code, self.left, self.held = code, taken, []
+        self.code, self.taken, self.left, self.held = code, taken, taken, []
 
     def _launch(self):
         if self.left:
+            self.held.append(self._somebody())
             self.left -= 1
-            self.held.append(socket.create_server(("127.0.0.1", self.port)))
         with self.log_path.open("wb") as log:
             command = [sys.executable, "-c", self.code, *self.command[3:]]
             return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def _somebody(self) -> socket.socket:
+        """The first listens and never answers, which takes five seconds to find out; the others don't listen."""
+        if self.left == self.taken:
+            return socket.create_server(("127.0.0.1", self.port))
+        held = socket.socket()
+        held.bind(("127.0.0.1", self.port))
+        return held
 
     def stop(self) -> None:
         super().stop()

@@ -38,7 +38,7 @@ def network_that_loses_answers(url: str, path: str) -> Iterator[str]:
             """Nothing on the terminal."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Way) as way:
-        thread = threading.Thread(target=way.serve_forever)
+        thread = threading.Thread(target=way.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{way.server_address[1]}"

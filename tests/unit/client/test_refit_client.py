@@ -48,7 +48,7 @@ class FakeServer(ThreadingHTTPServer):
         self.keys: dict[str, str | None] = {}
         self.key_for_unknown: str | None = None
         self.received: dict[str, torch.Tensor] = {}
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def url(self) -> str:
