@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from sass import MachineCode, compile_kernel
@@ -39,6 +40,7 @@ def tile_for(m: int, n: int) -> Tile:
     return Tile(tile["TOKENS"], tile["ROWS"], columns, tile["num_warps"], tile["STAGES"])
 
 
+@cache
 def compiled(
     m: int, n: int, gpu: int, *, blockwise: bool = True, whole: bool = True, bias: bool = False
 ) -> MachineCode:

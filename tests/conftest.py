@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sglang_fp8rl.lab.testing.server import ServerProcess
 
-pytest_plugins = ["missing_packages"]
+pytest_plugins = ["missing_packages", "pytester"]
 
 MAX_SERVERS = 2  # alive at a time; each takes about 1.5 GiB
 HERE = Path(__file__).parent

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 MISSING = 'pytest.importorskip("no_such_package")'
@@ -20,18 +15,11 @@ FILES = {
 
 @pytest.mark.parametrize("what", FILES)
 @pytest.mark.parametrize("is_required", [False, True], ids=["skipped", "required"])
-def test_a_missing_package(tmp_path, what, is_required):
-    (tmp_path / "test_it.py").write_text(FILES[what])
+def test_a_missing_package(pytester, what, is_required):
+    path = pytester.makepyfile(FILES[what])
     options = ["-p", "missing_packages", "-q", *(["--all-packages"] if is_required else [])]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "test_it.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    result = pytester.runpytest_inprocess(*options, path)
     fails = is_required and what in ("file", "test")
-    expected = [int(fails)] if what != "file" else [2] if fails else [5]  # 5: nothing was collected
-    assert [result.returncode] == expected, result.stdout
-    assert ("could not import 'no_such_package'" in result.stdout) == fails
+    expected = int(fails) if what != "file" else 2 if fails else 5  # 5: nothing was collected
+    assert result.ret == expected
+    assert ("could not import 'no_such_package'" in result.stdout.str()) == fails

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,6 +37,7 @@ def run_eval(options: EvalOptions, grader: Grader | None = None) -> EvalReport:
 
     problems = load_problems(options.problems, options.split, options.template)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # what Inspect displays
         grader = grader or stack.enter_context(Grader())
         for problem in problems:
             grader.check_reference(f"problem {problem.id!r}", str(problem.target))
