@@ -57,7 +57,7 @@ test-all: .venv/.ready  ## every case of it: all models and layouts of the contr
 test-oldest: .venv-oldest/.ready  ## as `test`, on the oldest supported SGLang
 	.venv-oldest/bin/python $(PYTEST) $(PYTEST_ARGS)
 
-unit: .venv/.ready  ## what needs no server: under two minutes
+unit: .venv/.ready  ## what needs no server: five minutes on two slow cores
 	.venv/bin/python $(PYTEST) tests/unit $(PYTEST_ARGS)
 
 unit-312: .venv-312/.ready  ## the same on Python 3.12, which SGLang's images have
