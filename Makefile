@@ -47,7 +47,7 @@ endef
 demo: .venv/.ready  ## serve, refit and check a small model on real parts (ARGS="--model PATH" for yours)
 	.venv/bin/sglang-fp8rl demo $(ARGS)
 
-test: .venv/.ready  ## the suite on the newest supported SGLang; 8 to 10 minutes on two slow cores
+test: .venv/.ready  ## the suite on the newest supported SGLang; 8 to 12 minutes on two slow cores
 	.venv/bin/python $(PYTEST) $(PYTEST_ARGS)
 
 test-all: .venv/.ready  ## every case of it: all models and layouts of the contract, DAPO, large shapes; an hour
