@@ -72,7 +72,7 @@ class Small(ServerProcess):
 
     def __init__(self, log_path: Path, taken: int, code: str = SERVER) -> None:
         super().__init__("model", log_path=log_path, timeout=60)
-        self.code, self.taken, self.left, self.held = code, taken, taken, []
+        self.code, self.left, self.held = code, taken, []
 
     def _launch(self):
         if self.left:
@@ -84,7 +84,7 @@ class Small(ServerProcess):
 
     def _somebody(self) -> socket.socket:
         """The first listens and never answers, which takes five seconds to find out; the others don't listen."""
-        if self.left == self.taken:
+        if not self.held:
             return socket.create_server(("127.0.0.1", self.port))
         held = socket.socket()
         held.bind(("127.0.0.1", self.port))
