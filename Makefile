@@ -115,13 +115,13 @@ fuzz: .venv/.ready  ## 10,000 random requests against a model of the bytes (ARGS
 soak: .venv/.ready  ## 1,000 refits under load and with faults: does anything grow? (ARGS="--refits N")
 	.venv/bin/python benchmarks/soak.py --json benchmarks/results/soak.jsonl --plot benchmarks/results/soak.png $(ARGS)
 
-# docs/gpu_session.md; GPU_PYTHON (or PYTHON on the command line) is an interpreter that has torch and Triton
+# docs/gpu.md; GPU_PYTHON (or PYTHON on the command line) is an interpreter that has torch and Triton
 # already, such as the offline bundle's: no network needed, and the checkout is in front of whatever package
 # is installed.
 GPU_PYTHON ?= $(if $(filter command%,$(origin PYTHON)),$(PYTHON),.venv/bin/python)
 ON_GPU_READY := $(if $(filter .venv/bin/python,$(GPU_PYTHON)),.venv/.ready)
 ON_GPU := PYTHONPATH=$(CURDIR) timeout 420 $(GPU_PYTHON)
-gpu-session: gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4  ## the first session on a GPU (docs/gpu_session.md)
+gpu-session: gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4  ## all that needs a GPU (docs/gpu.md)
 
 gpu-session-1:
 	$(ON_GPU) -m pytest -m gpu tests/unit/numerics
@@ -137,7 +137,7 @@ gpu-session-4:
 	$(ON_GPU) benchmarks/bench_gpu_server.py --model qwen3-8b --budget-s 380 --json $(RESULTS)/server_gpu.jsonl
 
 # Most important first; the servers get what the cast leaves of 520 s, and skip what does not fit.
-bench-gpu: $(ON_GPU_READY)  ## G1-G9, G11, G12 on a GPU, under 9 minutes (no numbers are committed yet; ARGS go to the servers' part)
+bench-gpu: $(ON_GPU_READY)  ## G1-G9, G11, G12 on a GPU, under 9 minutes (ARGS go to the servers' part)
 	@began=$$(date +%s); \
 	export PYTHONPATH=$(CURDIR); \
 	$(GPU_PYTHON) benchmarks/bench_gpu.py --json $(RESULTS)/cast_gpu.jsonl || exit $$?; \

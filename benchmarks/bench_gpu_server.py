@@ -151,7 +151,7 @@ def main(
     decode_repetitions: Annotated[int, typer.Option(min=1, help="timed runs of a batch size")] = 3,
     max_batch: Annotated[int, typer.Option(min=1, help="largest batch; a power of two")] = 256,
     output_tokens: Annotated[int, typer.Option(min=1, help="decoded by each request")] = 128,
-    fp8_gemm_backend: Annotated[str, typer.Option(help="SGLang's flag (docs/decode.md)")] = "auto",
+    fp8_gemm_backend: Annotated[str, typer.Option(help="SGLang's flag (docs/gpu.md)")] = "auto",
     server_arg: Annotated[list[str] | None, typer.Option(help="more for every server")] = None,
     budget_s: Annotated[float, typer.Option(min=0, help="skip what does not fit")] = 480,
     json_path: Annotated[Path | None, typer.Option("--json", help="append JSON lines")] = None,

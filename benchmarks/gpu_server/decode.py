@@ -146,14 +146,17 @@ def say_crossover(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Tokens per second over the batch size, both axes logarithmic."""
+    """Tokens per second over the batch size, both axes logarithmic; a bar goes down to the slowest run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5))
     axes = figure.subplots()
     for what in dict.fromkeys(row["what"] for row in rows):
-        found = throughput(rows, what)
-        axes.plot(list(found), list(found.values()), marker="o", label=what)
+        theirs = [row for row in rows if row["what"] == what]
+        batches, medians = zip(*throughput(theirs, what).items(), strict=True)
+        down = [row["tokens_per_s"] - row["slowest_tokens_per_s"] for row in theirs]
+        up = [0.0] * len(down)
+        axes.errorbar(batches, medians, yerr=[down, up], marker="o", capsize=3, label=what)
     at = crossover(throughput(rows, OURS.what), throughput(rows, BF16.what))
     if at is not None:
         axes.axvline(at, linestyle=":", color="gray", label=f"FP8 as fast from batch {at}")
