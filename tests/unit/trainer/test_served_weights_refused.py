@@ -159,6 +159,31 @@ def test_a_weight_that_was_not_gathered(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+def test_a_weight_whose_memory_fsdp_has_freed_is_an_error_and_not_read():
+    model = tiny()
+    compute_as_served(model, make_plan(SHAPES))
+    model.up.weight.untyped_storage().resize_(0)
+    with pytest.raises(ServedWeightsError, match=r"up\.weight: its memory is not there; FSDP"):
+        model(torch.zeros(1, 128))
+
+
+def test_what_experts_overwrite_before_the_backward_pass_is_an_error_as_without_served_weights():
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down_proj = nn.Parameter(torch.ones(1, 128, 128))
+
+        def forward(self, x):
+            return (x @ self.down_proj[0]).exp().add_(1)
+
+    model = nn.ModuleDict({"experts": Experts()})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model.experts(torch.ones(1, 128)).sum().backward()
+    compute_as_served(model, make_plan({"experts.0.down_proj.weight": (BLOCKWISE, (128, 128))}))
+    with pytest.raises(ServedWeightsError, match=r"shape \(1, 128\): changed in place 1 time"):
+        model.experts(torch.ones(1, 128)).sum().backward()
+
+
 def test_a_weight_that_is_not_finite_shows_in_the_output_and_has_no_proof():
     model = tiny()
     compute_as_served(model, make_plan(SHAPES))
