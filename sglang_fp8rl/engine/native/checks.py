@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...errors import RefitError, listed, near_matches
+from ...errors import RefitError, is_of_an_adapter, listed, remedy_for_unknown
 from ..model.parameters import Target
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -140,10 +140,12 @@ def not_taken_errors(
         known: names that the model takes.
     """
     homeless = [name for name in names if name in set_aside]
-    others = [name for name in names if name not in set_aside]
     errors = dict.fromkeys(homeless, str(_homeless_scales_error(homeless)))
-    if others:
-        errors |= dict.fromkeys(others, str(_unknown_names_error(others, known)))
+    others = [name for name in names if name not in set_aside]
+    for is_adapter in (False, True):  # what is to be done about them is not the same
+        alike = [name for name in others if is_of_an_adapter(name) == is_adapter]
+        if alike:
+            errors |= dict.fromkeys(alike, str(_unknown_names_error(alike, known)))
     return errors
 
 
@@ -153,8 +155,11 @@ def _unknown_names_error(unknown: list[str], known: Iterable[str]) -> RefitError
         listed(unknown),
         f"{len(unknown)} name(s) that no parameter takes",
         "every tensor sent has to land somewhere",
-        near_matches(unknown[0], known)
-        + "Set unknown_names='warn' in quantization_config to let them pass.",
+        remedy_for_unknown(
+            unknown[0],
+            known,
+            "Set unknown_names='warn' in quantization_config to let them pass.",
+        ),
     )
 
 

@@ -16,8 +16,8 @@ from packaging.version import Version
 from pool import engine_key, on, runs_on
 
 from sglang_fp8rl.compat import host_version
-from sglang_fp8rl.engine.host import plan_offline
 from sglang_fp8rl.errors import ConfigError
+from sglang_fp8rl.lab import plan_offline
 from sglang_fp8rl.lab.testing.checkpoints import perturbed, save_checkpoint
 
 pytestmark = pytest.mark.engine
