@@ -201,7 +201,10 @@ def _differences_of_plain(refit: Any, plain: Any) -> Iterator[str]:
 def _held(model: Any) -> dict[str, Any]:
     """Parameters, buffers, every other tensor, and numbers that modules keep."""
     held = held_tensors(model.named_modules())
-    found: dict[str, Any] = {**dict(model.named_parameters()), **{one.place: one.tensor for one in held}}
+    found: dict[str, Any] = {
+        **dict(model.named_parameters()),
+        **{one.place: one.tensor for one in held},
+    }
     for prefix, module in model.named_modules():
         for leaf, value in vars(module).items():
             if isinstance(value, (bool, int, float)):
