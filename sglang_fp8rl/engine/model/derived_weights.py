@@ -78,8 +78,10 @@ class DerivedWeights:
         try:
             is_in_a_pass = deriver.method == _AT_FIRST_PASS and not self._are_placed
             places = self.in_place(from_now_on=self._are_placed)
-            with unwatched(), nullcontext() if is_in_a_pass else places:
-                return deriver.native(*args, **kwargs)
+            with unwatched(), nullcontext(()) if is_in_a_pass else places as moved:
+                result = deriver.native(*args, **kwargs)
+            self._made_anew |= {place for place, _ in moved}
+            return result
         finally:
             self._is_deriving = outer
 
@@ -193,7 +195,6 @@ class DerivedWeights:
             moved += self._moved(before, puts_back=from_now_on)
         finally:
             self._are_placed = outer
-            self._made_anew |= {place for place, _ in moved}
 
     def _bindings(self) -> dict[tuple[int, str], _Binding]:
         """Every tensor that a module has a name for, and the memory that it lies in."""

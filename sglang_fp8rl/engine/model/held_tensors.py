@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...numerics.fingerprint import tensor_number
+
 _NOT_HELD = frozenset({"_parameters", "_buffers", "_modules"})
 _DEPTH = 3  # of containers and plain objects inside a module's attribute
 
@@ -22,6 +24,10 @@ class HeldTensor(NamedTuple):
     def memory(self) -> tuple[str, int]:
         """Where it lies, and under which name."""
         return self.place, self.tensor.data_ptr()
+
+    def number(self) -> int | None:
+        """Another one as soon as a bit of it changes; None of integers, which may count what happens."""
+        return tensor_number(self.tensor.detach(), 0) if self.tensor.is_floating_point() else None
 
     @property
     def beside(self) -> set[int]:

@@ -13,16 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from ...errors import HostError
-from ...numerics.fingerprint import tensor_number
 from ..interception import storage_of
 from .held_tensors import HeldTensor, held_tensors
 from .parameters import Target
 
 
 class KeptCopies:
-    """The copies that one model keeps, and `unproven`: what else appeared, by place, with the reason.
-
-    It is made when the model was loaded and nothing has run on it yet.
+    """The copies that one model keeps since it was loaded, and `unproven`: what else appeared, and why it is named.
 
     Args:
         modules: as SGLang built them, by name: what it wraps around them later (LoRA) is made of no weight.
@@ -41,9 +38,8 @@ class KeptCopies:
         self._refusal: HostError | None = None
         self._looked_behind: bool | None = None
         self.unproven: dict[str, str] = {}
-        self._held = list(self.others())
-        floats = [one for one in self._held if one.tensor.is_floating_point()]  # others count
-        self._numbers = {one.memory: tensor_number(one.tensor.detach(), 0) for one in floats}
+        # With a number as loaded, until a look compared it.
+        self._known = {one.memory: one.number() for one in self.others()}
 
     def others(self) -> Iterator[HeldTensor]:
         """What the modules hold beside weights, and beside what every update derives from them."""
@@ -63,14 +59,12 @@ class KeptCopies:
 
     def look(self) -> None:
         """Find what was made since the last look of the weights, which are still the same."""
-        known = {storage_of(old.tensor) for old in self._held}
-        numbers, self._numbers = self._numbers, {}
-        self._held = list(self.others())
-        for one in self._held:
-            number = numbers.get(one.memory)
-            if storage_of(one.tensor) not in known:
+        known, self._known = self._known, {}
+        for one in self.others():
+            self._known[one.memory] = None
+            if one.memory not in known:
                 self._explain(one)
-            elif number is not None and number != tensor_number(one.tensor.detach(), 0):
+            elif (number := known[one.memory]) is not None and number != one.number():
                 self._refusal = HostError(
                     one.place,
                     "changed by a forward pass",

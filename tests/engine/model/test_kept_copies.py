@@ -212,12 +212,11 @@ def test_the_halves_of_a_router_are_named():
 
 def test_what_is_no_copy_and_stands_beside_no_weight_is_not_spoken_of():
     module = Held(1.0, 2.0)
-    module.rotary, module.seen = torch.nn.Module(), torch.zeros(2)
+    module.rotary = torch.nn.Module()
 
     def keep(module):
         module.rotary.table = torch.arange(3.0)  # of another module, which has no weight
         module.view = module.a.detach()  # the weight itself
-        module.part = module.seen[:1]  # of what was there before
 
     refit = served(module, keep)
     update(refit)
