@@ -112,7 +112,7 @@ def load_adapter(scheduler, path):
     """`/load_lora_adapter`, and the first batch that uses it."""
     from sglang.srt.lora.lora_registry import LoRARef
 
-    reference, lora = LoRARef(lora_name=path, lora_path=path), scheduler.test_lora
+    reference, lora = LoRARef(lora_name=path, lora_path=path, pinned=False), scheduler.test_lora
     with Unpinned():
         answer = lora.load_lora_adapter(reference)
         assert answer.success, answer.error_message

@@ -57,8 +57,10 @@ def release_and_resume(scheduler, tags, is_paged, *, spoils=True):
 def spoil(scheduler):
     """Fill all memory of the model with rubbish, NaN among it."""
     generator = torch.Generator().manual_seed(0)
-    for tensor in served_tensors(scheduler).values():
-        data = tensor.detach().reshape(-1).view(torch.uint8)
+    for tensor in served_tensors(
+        scheduler
+    ).values():  # some are no rows and columns in their memory
+        data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         data.copy_(torch.randint(0, 256, data.shape, generator=generator, dtype=torch.uint8))
 
 
