@@ -73,6 +73,7 @@ class ModelRefit:
         self.extensions = [kind(self) for kind in extensions()]
         self.calls = Calls(model, options, self.pairs, self.report, self.derived, self.extensions)
         self.during = self.calls.during
+        self.has_run: Callable[[], bool] = lambda: True
         self._loaders = LoaderCalls(options, self.pairs, self.report)
         self._load_weights = load_parts_singly(model)  # before its loaders are wrapped
 
@@ -109,11 +110,6 @@ class ModelRefit:
         )
         return sum(numbers) & MASK
 
-    def weights_lost(self) -> None:
-        """Their memory was given back, or filled by somebody else: all of them have to come again."""
-        self.report.weights_lost()
-        self.recipes.forget()
-
     def wait_for_device(self) -> None:
         """A forward pass that SGLang overlaps with requests reads old codes with old scales to its end."""
         for device in self._devices:
@@ -126,7 +122,7 @@ class ModelRefit:
             self.learned_names()
         except Fp8RlError as error:  # each refit says that it can't be judged
             self.report.unknown_because = str(error)
-        self.derived.kept_copies.note_loaded(self._written())
+        self.derived.note_loaded(self._written())
 
     def _written(self) -> list[Target]:
         """Targets that updates write; every one, where nothing was loaded."""
@@ -158,8 +154,8 @@ class ModelRefit:
             may_replay = origin.may_replay and self.options.replay and not (args or kw)
             bucket, recipe = self._arrived(weights, may_replay=may_replay)
             self.calls.expect(call, bucket, recipe.brings if recipe is not None else None)
-            if origin.is_serving and self.derived.kept_copies.as_loaded is not None:
-                self.derived.kept_copies.look(self._written())
+            if origin.is_serving:
+                self.derived.kept_copies.check(has_run=self.has_run())
             if self._device is not None and self._device.type != "meta":
                 call.lane = StreamLane(self._device).entered
             result: Any = None
@@ -172,8 +168,7 @@ class ModelRefit:
                 del sent
             else:
                 replay(call, bucket, recipe, self.recipes, self.report)
-                if self.derived.is_needed:
-                    self.derived.refresh(bucket.names)
+                self.derived.refresh(bucket.names)
         if call.recording is not None:
             learn(self.recipes, call.recording, self.report, call, self.options)
         return result
