@@ -13,18 +13,56 @@ from ..model.parameters import Target
 
 Sent = tuple[str, torch.Tensor]
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16)
 
 
 def check_dtype(target: Target, name: str, loaded: torch.Tensor) -> None:
     """Raises `RefitError` for a dtype that is neither the parameter's own nor one we cast."""
     if loaded.dtype in _FLOAT_DTYPES or loaded.dtype == target.parameter.dtype:
         return
+    if target.parameter.dtype in _INTEGER_DTYPES:
+        return  # `check_integers` looks at the values
     raise RefitError(
         name,
         f"dtype {loaded.dtype} for {target.name} ({target.parameter.dtype})",
         "weights come in FP32, BF16 or FP16, or in float8_e4m3fn where the module is FP8",
         "Convert it on the trainer; `sglang-fp8rl plan` says which modules take FP8.",
     )
+
+
+def check_integers(target: Target, name: str, source: torch.Tensor) -> None:
+    """Raises `RefitError` for what an integer parameter can't hold as it is. Waits for a GPU.
+
+    A float of 16 bits is refused whatever its value: BF16 has no odd integers beyond 256, so what was an id
+    there is another one by now.
+    """
+    dtype = target.parameter.dtype
+    if dtype not in _INTEGER_DTYPES or source.dtype == dtype:
+        return
+    limits, value, is_held = torch.iinfo(dtype), f"dtype {source.dtype}", None
+    if source.dtype in (torch.float32, torch.float64):
+        wide = source.double()
+        is_held = (wide == wide.trunc()) & (wide >= limits.min) & (wide < limits.max + 1.0)
+    elif source.dtype in _INTEGER_DTYPES:
+        wide = source.long()
+        is_held = (wide >= limits.min) & (wide <= limits.max)
+    if is_held is not None:
+        if bool(is_held.all()):
+            return
+        value = f"a value of {wide[~is_held][0].item()!r}"
+    raise RefitError(
+        name,
+        value,
+        f"{target.name} holds integers from {limits.min} to {limits.max} ({dtype}); they come in any integer "
+        "dtype, or as whole numbers in FP32 or FP64",
+        "Send the integers as the trainer has them; the old values were kept.",
+    )
+
+
+def has_fewer_bits(sent: torch.dtype, served: torch.dtype) -> bool:
+    """Whether numbers that differ as they are served may have come as one: of an FP32 router's bias in BF16."""
+    are_floats = sent.is_floating_point and served.is_floating_point
+    return are_floats and torch.finfo(sent).eps > torch.finfo(served).eps
 
 
 def check_takes_scale(target: Target, name: str) -> None:

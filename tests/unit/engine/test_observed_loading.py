@@ -16,6 +16,7 @@ from torch import nn
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
+from sglang_fp8rl.engine.host.status import last_refit
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
 
@@ -436,6 +437,24 @@ class Turned(Negated):
         parameter.data[3:].copy_(tensor[3:])
 
 
+class Integers(Toy):
+    """Ids that are loaded by SGLang's loader (one of them by its value), and by the model itself."""
+
+    names = (*Toy.names, "ids", "id", "own")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = nn.Parameter(torch.zeros(5, dtype=torch.int32), requires_grad=False)
+        self.id = nn.Parameter(torch.zeros(1, dtype=torch.int16), requires_grad=False)
+        self.register_buffer("own", torch.zeros(5, dtype=torch.int32))
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "own":
+            self.own.copy_(tensor)
+        else:
+            super().load(name, tensor)
+
+
 class Cut(Toy):
     """MiMo-V2's sinks, and most loaders: a rank's part of whatever comes."""
 
@@ -572,7 +591,12 @@ class Rebound(Toy):
 
 def weights(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(s, generator=generator) for name, s in model.shapes().items()}
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found = {name: torch.randn(s, generator=generator) for name, s in model.shapes().items()}
+    for name, one in found.items():
+        if name in held and held[name].dtype in (torch.int16, torch.int32):
+            found[name] = (one * 1000).to(torch.int64)
+    return found
 
 
 def loaded(kind: type[nn.Module], seed: int) -> ModelRefit:
@@ -621,7 +645,7 @@ REPLAYED = (
 NATIVE = (
     *(Refreshed, Joined, Broadcast, Computed, Added, Value, OfWhatWasSent, Rebound, Padded, Listed),
     *(ThreadsThatRead, Zeroed, ZeroedInPart, Overwritten, ZeroedByItsLoader, Catching, Attribute),
-    *(OneAtATime, DefaultBeside, KeptByLoader, Halves, Merged, Negated, Turned),
+    *(OneAtATime, DefaultBeside, KeptByLoader, Halves, Merged, Negated, Turned, Integers),
 )
 
 
@@ -873,6 +897,110 @@ def test_of_what_a_loader_makes_of_it_nothing_is_kept_that_is_not_finite(kind, v
         update(refit, wrong)
     assert torch.equal(refit.model.b.weight, before)
     assert not torch.equal(refit.model.a.weight, weights(refit.model, 1)["a.weight"])
+
+
+WHOLE = [2**31 - 1, -(2**31), 0, 257, -3]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64])
+@pytest.mark.parametrize("name", ["ids", "own"])
+def test_integers_come_in_any_dtype_that_holds_them(name, dtype):
+    refit = loaded(Integers, 0)
+    update(refit, {name: torch.tensor(WHOLE).to(dtype)})
+    assert held(refit)[name].tolist() == WHOLE
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.float32])
+def test_of_narrower_integers_and_fp32_every_value_is_kept(dtype):
+    refit = loaded(Integers, 0)
+    for name in ("ids", "own"):
+        update(refit, {name: torch.tensor([0, 1, 2, 100, 127]).to(dtype)})
+        assert held(refit)[name].tolist() == [0, 1, 2, 100, 127]
+    update(refit, {"id": torch.tensor([99.0])})
+    assert refit.model.id.item() == 99
+
+
+NO_IDS = [
+    torch.tensor([0, 1, 2, 3, 2**31]),
+    torch.tensor([0, 1, 2, 3, -(2**31) - 1]),
+    torch.tensor([0, 1, 0.5, 3, 4]),
+    torch.tensor([0, 1, NAN, 3, 4]),
+    torch.tensor([0, 1, INF, 3, 4]),
+    torch.tensor([0, 1, 2.0**31, 3, 4]),
+    torch.tensor([0, 1, 2**53 + 0.5, 3, 4], dtype=torch.float64),
+    torch.tensor([0, 1, 2, 3, 4], dtype=torch.bfloat16),
+    torch.tensor([0, 1, 2, 3, 4], dtype=torch.float16),
+    torch.tensor([0, 1, 2, 3, 4], dtype=torch.float32).to(torch.float8_e4m3fn),
+    torch.tensor([False, True, True, True, True]),
+]
+
+
+@pytest.mark.parametrize("wrong", NO_IDS)
+@pytest.mark.parametrize("name", ["ids", "own"])
+def test_what_an_integer_can_t_hold_is_refused_by_name_at_the_start_and_later(name, wrong):
+    refit = loaded(Integers, 0)
+    for _ in range(2):
+        with pytest.raises(RefitError, match=rf"{name}: .*(int32|paired)"):
+            update(refit, {name: wrong})
+        check_same(refit, loaded(Integers, 0))
+    fresh = ModelRefit(Integers(), Options(), {}, list)
+    fresh.attach()
+    with pytest.raises(RefitError, match=rf"{name}: .*(int32|paired)"):
+        fresh.model.load_weights(iter((weights(fresh.model, 0) | {name: wrong}).items()))
+    assert not held(fresh)[name].any()
+
+
+@pytest.mark.parametrize("value", [2.0**15, 0.5, NAN])
+def test_one_integer_that_is_loaded_by_its_value_is_refused_too(value):
+    refit = loaded(Integers, 0)
+    with pytest.raises(RefitError, match=r"id: .*int16"):
+        update(refit, {"id": torch.tensor([value])})
+    check_same(refit, loaded(Integers, 0))
+
+
+@pytest.mark.parametrize(
+    ("sent", "served", "is_named"),
+    [
+        (torch.bfloat16, torch.float32, True),
+        (torch.float16, torch.float32, True),
+        (torch.bfloat16, torch.float16, True),
+        (torch.float16, torch.bfloat16, False),
+        (torch.float32, torch.bfloat16, False),
+        (torch.float32, torch.float32, False),
+        (torch.bfloat16, torch.bfloat16, False),
+    ],
+)
+@pytest.mark.parametrize("kind", [Toy, Slices, Computed])
+def test_what_comes_with_fewer_bits_than_it_is_served_with_is_named(kind, sent, served, is_named):
+    refit = loaded(kind, 0)
+    refit.model.b.weight.data = refit.model.b.weight.data.to(served)
+    for seed in (1, 2, 3):  # natively, and replayed
+        tensors = weights(refit.model, seed)
+        update(refit, tensors | {"b.weight": tensors["b.weight"].to(sent)})
+        assert refit.report.refit.narrowed == (["b.weight"] if is_named else [])
+        stored = tensors["b.weight"].to(sent).to(served)
+        assert torch.equal(refit.model.b.weight, stored)
+        refit.report.give_up("the test goes on")
+    assert last_refit(refit.report)["narrowed"] == (["b.weight"] if is_named else [])
+
+
+def test_the_list_of_what_came_with_fewer_bits_is_short():
+    class Many(Toy):
+        names = tuple(f"part{at}" for at in range(100))
+
+        def __init__(self) -> None:
+            super().__init__()
+            for name in self.names:
+                setattr(self, name, nn.Parameter(torch.zeros(2), requires_grad=False))
+
+    refit = loaded(Many, 0)
+    for seed in (1, 2):
+        with refit.during(Update(Origin.TENSOR)):
+            tensors = weights(refit.model, seed)
+            refit.model.load_weights([(name, one.bfloat16()) for name, one in tensors.items()])
+            assert len(refit.report.refit.narrowed) == 100
+            assert last_refit(refit.report)["narrowed"] == list(Many.names[:16])
+            refit.report.give_up("the test goes on")
 
 
 def test_a_name_that_reaches_nothing_is_refused():
