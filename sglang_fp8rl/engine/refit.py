@@ -35,6 +35,7 @@ from .model.parameters import (
 from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
 from .native.call import Call, Calls, StreamLane
+from .native.checks import of_known_sizes
 from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
@@ -116,6 +117,14 @@ class ModelRefit:
             if device.type not in ("cpu", "meta"):
                 torch.get_device_module(device).synchronize(device)
 
+    @contextmanager
+    def _all_read(self) -> Iterator[None]:
+        """Behind it nothing that was queued (FP8 pairs, halves that wait) reads what the sender fills again."""
+        try:
+            yield
+        finally:
+            self.wait_for_device()
+
     def note_loaded(self) -> None:
         """SGLang has loaded and processed the model; nothing has run on it yet."""
         try:
@@ -149,7 +158,7 @@ class ModelRefit:
             RefitError: something that was sent was not stored. What was stored stays stored, and
                 the status section says so.
         """
-        with self.unfolded(), self.calls.one() as call:
+        with self.unfolded(), self._all_read(), self.calls.one() as call:
             origin = call.update.origin
             may_replay = origin.may_replay and self.options.replay and not (args or kw)
             bucket, recipe = self._arrived(weights, may_replay=may_replay)
@@ -200,6 +209,8 @@ class ModelRefit:
             self.derived.in_place(from_now_on=call.update.origin.is_serving) as moved,
             observer.watching(),
         ):
+            if call.update.origin.is_serving:
+                weights = of_known_sizes(weights, self.names.known)
             result = self._load_weights(call.sources.watch(weights), *args, **kw)
             load_left_experts(self.model, call.sources.left(), self._load_weights)
         quantized = {one.name for one in self.targets.values() if one.is_fp8} if moved else ()

@@ -130,6 +130,7 @@ def last_refit(report: RefitReport) -> dict[str, Any] | None:
         "missing": found.lacking,
         "missing_names": list(found.names),
         "errors": refit.errors[:MAX_LISTED],
+        "narrowed": refit.narrowed[:MAX_LISTED],
         "cache_flushed": refit.cache_flushed,
         "seconds": round(seconds, 6),
         "bytes": nbytes,

@@ -200,7 +200,7 @@ def _recipe_of(
     aside = set(call.kv_scales)
     return Recipe(
         layout=bucket.layout,
-        brings=call.brings._replace(has_taken=bool(call.sources.consumed)),
+        brings=call.outcome_of(call.brings),
         positions=recording.of_rows,
         runner=runner,
         fills=recording.fills,
