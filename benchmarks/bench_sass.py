@@ -97,7 +97,7 @@ def cases() -> list[Case]:
             **aligned,
             "CHUNK": 4096,
             "KIND": kind,
-            "TO_FP32": False,
+            "TO": BF16,
             "SCALES": False,
             "PACKED": True,
         }

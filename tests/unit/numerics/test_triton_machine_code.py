@@ -73,7 +73,7 @@ def test_a_channel_is_read_once_in_wide_loads(chunk):
 
 
 def test_a_copied_row_is_read_once_in_wide_loads():
-    constants = {**ALIGNED, "KIND": BF16, "TO_FP32": False, "SCALES": False, "PACKED": True}
+    constants = {**ALIGNED, "KIND": BF16, "TO": BF16, "SCALES": False, "PACKED": True}
     constants["CHUNK"] = 4096
     code = compile_kernel(table_kernels.table_copy_kernel, constants, num_warps=4)
     assert code.widths("LDG")[16] == code.widths("STG")[16] == 4
@@ -83,5 +83,5 @@ def test_codes_are_copied_sixteen_at_a_time():
     constants = {**ALIGNED, "CHUNK": 4096}
     code = compile_kernel(table_kernels.table_codes_kernel, constants, num_warps=4)
     assert code.widths("LDG")[16] == code.widths("STG")[16] == 2
-    constants |= {"KIND": FP32, "TO_FP32": True, "SCALES": True, "PACKED": True, "CHUNK": 64}
+    constants |= {"KIND": FP32, "TO": FP32, "SCALES": True, "PACKED": True, "CHUNK": 64}
     assert compile_kernel(table_kernels.table_copy_kernel, constants, num_warps=1).executed
