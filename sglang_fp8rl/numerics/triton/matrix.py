@@ -49,38 +49,30 @@ def cast_matrix(
     codes: torch.Tensor,
     scales: torch.Tensor,
     nonfinite: torch.Tensor,
-    *,
     is_row: bool,
-    pow2_scale: bool,
-    round_to_bf16: bool,
+    rounding: dict[str, bool],
 ) -> None:
-    """As `reference.cast_into` into codes, by 128×128 blocks or by rows; of FP32, BF16 or FP16 in contiguous rows."""
-    (rows, cols), (scales_n, scales_k) = source.shape, scales.stride()
-    constants = {
-        "KIND": int(DTYPES[source.dtype]),
-        "POW2": bool(pow2_scale),
-        "ROUND": bool(round_to_bf16),
-        "PACKED": bool(round_to_bf16) and has_packed_kernels(source.device),
-    }
-    at = (scales.data_ptr(), scales_n)
-    flags = nonfinite.data_ptr()
-    if is_row:
-        _launch(matrix_row_kernel, rows, source, codes, (*at, cols, flags), constants)
-    else:
-        constants["RAGGED"] = bool(rows % BLOCK or cols % BLOCK)
-        blocks = ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK)
-        rest = (*at, scales_k, rows, cols, flags)
-        _launch(matrix_tile_kernel, blocks, source, codes, rest, constants)
+    """As `reference.cast_into`, of contiguous rows into codes; by 128×128 blocks, or each row by itself.
 
-
-def copy_matrix(source: torch.Tensor, target: torch.Tensor, bad: torch.Tensor) -> None:
-    """As `cast.copy_finite_into` of what a `Piece` of COPY may be; `bad`, bool [rows], says which stayed."""
+    Args:
+        rounding: `POW2` and `ROUND` of the kernels.
+    """
     rows, cols = source.shape
-    constants = {
-        "KIND": int(DTYPES[source.dtype]),
-        "TO": int(DTYPES[target.dtype]),
-        "PACKED": has_packed_kernels(source.device),
-    }
+    constants = rounding | {"PACKED": rounding["ROUND"] and has_packed_kernels(source.device)}
+    (scales_n, scales_k), flags = scales.stride(), nonfinite.data_ptr()
+    if is_row:
+        rest = (scales.data_ptr(), scales_n, cols, flags)
+        return _launch(matrix_row_kernel, rows, source, codes, rest, constants)
+    blocks = ceil_div(rows, BLOCK) * ceil_div(cols, BLOCK)
+    constants["RAGGED"] = bool(rows % BLOCK or cols % BLOCK)
+    shape = (scales.data_ptr(), scales_n, scales_k, rows, cols, flags)
+    return _launch(matrix_tile_kernel, blocks, source, codes, shape, constants)
+
+
+def copy_into(source: torch.Tensor, target: torch.Tensor, bad: torch.Tensor) -> None:
+    """As `cast.copy_finite_into` of what a `Piece` of COPY may be; `bad`, bool [rows], says which rows stayed."""
+    rows, cols = source.shape
+    constants = {"TO": int(DTYPES[target.dtype]), "PACKED": has_packed_kernels(source.device)}
     _launch(matrix_copy_kernel, rows, source, target, (cols, bad.data_ptr()), constants)
 
 
@@ -92,32 +84,28 @@ def _launch(
     rest: tuple[int, ...],
     constants: dict[str, Any],
 ) -> None:
-    """Launch a program for each block or row, with the numbers of source and target before the `rest`."""
-    (cols, size, to_size) = source.shape[1], source.element_size(), target.element_size()
-    source_at, source_stride = source.data_ptr(), source.stride(0)
-    target_at, target_stride = target.data_ptr(), target.stride(0)
-    source_bits = source_at | source_stride * size | WIDEST
-    target_bits = target_at | (target_stride | cols) * to_size | WIDEST
+    """A program for each block or row; `rest` are the kernel's numbers behind those of source and target."""
+    cols, size, to_size = source.shape[1], source.element_size(), target.element_size()
+    places = (source.data_ptr(), source.stride(0), target.data_ptr(), target.stride(0))
+    source_bits = places[0] | places[1] * size | WIDEST
+    target_bits = places[2] | (places[3] | cols) * to_size | WIDEST
     target_align = target_bits & -target_bits
     if kernel is matrix_tile_kernel:
         options = tile_options(target_align)
     else:
         chunk = CHUNKS[bisect_left(CHUNKS, cols)]
         options = {"CHUNK": chunk, "num_warps": row_warps(chunk)}
+    options |= {"SOURCE_ALIGN": source_bits & -source_bits, "TARGET_ALIGN": target_align}
     with torch.cuda.device_of(source):  # on which Triton launches
-        kernel[(programs,)](
-            source_at, source_stride, target_at, target_stride, *rest,
-            SOURCE_ALIGN=source_bits & -source_bits, TARGET_ALIGN=target_align,
-            **constants, **options,
-        )  # fmt: skip
+        kernel[(programs,)](*places, *rest, KIND=int(DTYPES[source.dtype]), **constants, **options)
 
 
-# One program takes every size: Triton would compile one more where 16 divides a number, or it is 1.
-_TILE = ("source", "source_stride", "target", "target_stride", "scales", "scales_n", "scales_k")
-_TILE_NUMBERS = [*_TILE, "rows", "cols", "flags"]
+# Triton would compile a kernel once more where 16 divides a number, and where it is 1.
+_NUMBERS = ["source", "source_stride", "target", "target_stride", "scales", "scales_n", "scales_k",
+            "rows", "cols", "flags"]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_TILE_NUMBERS)
+@triton.jit(do_not_specialize=_NUMBERS)
 def matrix_tile_kernel(
     source, source_stride, target, target_stride, scales, scales_n, scales_k, rows, cols, flags,
     SOURCE_ALIGN: tl.constexpr, TARGET_ALIGN: tl.constexpr, RAGGED: tl.constexpr,
@@ -133,7 +121,7 @@ def matrix_tile_kernel(
     say_whether(flags, block, finite)
 
 
-@triton.jit(do_not_specialize=_TILE_NUMBERS)
+@triton.jit(do_not_specialize=_NUMBERS)
 def matrix_row_kernel(
     source, source_stride, target, target_stride, scales, scales_n, cols, flags,
     SOURCE_ALIGN: tl.constexpr, TARGET_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
@@ -148,7 +136,7 @@ def matrix_row_kernel(
     say_whether(flags, n, finite)
 
 
-@triton.jit(do_not_specialize=_TILE_NUMBERS)
+@triton.jit(do_not_specialize=_NUMBERS)
 def matrix_copy_kernel(
     source, source_stride, target, target_stride, cols, flags,
     SOURCE_ALIGN: tl.constexpr, TARGET_ALIGN: tl.constexpr, CHUNK: tl.constexpr,

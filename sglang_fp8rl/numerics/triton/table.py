@@ -20,6 +20,7 @@ from ..grid import ceil_div
 from ..write_table import DTYPES, LONGEST_ROW, CastTable, Kind
 from .arithmetic import has_packed_kernels
 from .matrix import BLOCK, CHUNKS, WIDEST, cast_matrix, row_warps, tile_options
+from .matrix import copy_into as copy_into  # of one matrix too, for `cast.py`
 from .pieces import COLUMNS
 from .table_kernels import (
     table_codes_kernel,
@@ -46,15 +47,15 @@ def cast_into(
 
     A BF16 target gets neither scales nor flags. Blocks that no server has, and longer rows, are PyTorch's.
     """
+    rounding = {"POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16)}
     is_row = block == (1, source.shape[1]) and source.shape[1] <= LONGEST_ROW
     if block != (BLOCK, BLOCK) and not is_row:
         outs = (target, weight_scale, nonfinite)
         reference.cast_into(source, *outs, block, pow2_scale, round_to_bf16)
     elif target.dtype == torch.bfloat16:
-        _through(source, target, is_row, {"POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16)})
+        _through(source, target, is_row, rounding)
     else:
-        rounding = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
-        cast_matrix(source, target, weight_scale, nonfinite, is_row=is_row, **rounding)
+        cast_matrix(source, target, weight_scale, nonfinite, is_row, rounding)
 
 
 def _through(
