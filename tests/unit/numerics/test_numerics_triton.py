@@ -54,7 +54,7 @@ def _copies() -> dict[str, dict]:
     for name, source in {
         "halfway": CASES["one ulp beside bf16 boundaries"][:6],
         "not finite": _not_finite(torch.float32)[[3, 4, 139]],
-        "subnormal": CASES["fp16 subnormals"].float() * 0.5,
+        "subnormal": CASES["fp16 subnormals"][[0, 3, 7]].float() * 0.5,
         "beside the largest FP16": torch.tensor([[65519.9], [65520.0], [-65504.0], [3.39e38]]),
         "odd": CASES["rows at an odd offset"][:3],
         "one row": torch.randn(700, generator=torch.Generator().manual_seed(6)),

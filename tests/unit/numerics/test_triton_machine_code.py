@@ -16,7 +16,7 @@ PACKED = {"POW2": False, "ROUND": True, "PACKED": True}
 ELEMENTS = 64  # of a tile, per thread
 
 
-KINDS = [(BF16, 10), (FP16, 11), (FP32, 12)]
+KINDS = [(BF16, 10), (FP16, 12), (FP32, 12)]
 
 
 def tile(kind, ragged, capability=90, kernel=table_kernels.table_tile_kernel, **constants):

@@ -28,7 +28,8 @@ class Case:
                 dtype = self.random.choice(HIGH_PRECISION)
                 rows, cols = shape
                 sent = torch.randn(rows + 3, cols + 5, generator=generator).to(dtype)
-                sent *= 2.0 ** self.random.randint(*((-20, 20), (-9, 9))[dtype == torch.float16])
+                most = 9 if torch.float16 in (dtype, kind) else 20  # which FP16 holds
+                sent *= 2.0 ** self.random.randint(-most, most)
                 self.sent.append(sent)
                 self.views.append(sent[2 : rows + 2, 1 : cols + 1])
                 self.kinds.append(kind)
