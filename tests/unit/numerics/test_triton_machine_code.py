@@ -6,19 +6,23 @@ pytest.importorskip("triton")
 
 from sass import compile_kernel
 
-from sglang_fp8rl.numerics.triton import table_kernels
-from sglang_fp8rl.numerics.triton.table import row_warps, tile_options
+from sglang_fp8rl.numerics.triton import matrix, table_kernels
+from sglang_fp8rl.numerics.triton.matrix import row_warps, tile_options
+from sglang_fp8rl.numerics.write_table import Dtype
 
-FP32, BF16 = 0, 1
+FP32, BF16, FP16 = map(int, (Dtype.FP32, Dtype.BF16, Dtype.FP16))
 ALIGNED = {"SOURCE_ALIGN": 16, "TARGET_ALIGN": 16}
 PACKED = {"POW2": False, "ROUND": True, "PACKED": True}
 ELEMENTS = 64  # of a tile, per thread
 
 
-def tile(kind, ragged, capability=90, **constants):
+KINDS = [(BF16, 10), (FP16, 12), (FP32, 12)]
+
+
+def tile(kind, ragged, capability=90, kernel=table_kernels.table_tile_kernel, **constants):
     constants = {**ALIGNED, **PACKED, "KIND": kind, "RAGGED": ragged, **constants}
     options = tile_options(constants["TARGET_ALIGN"])
-    return compile_kernel(table_kernels.table_tile_kernel, constants, capability, **options)
+    return compile_kernel(kernel, constants, capability, **options)
 
 
 def assert_ieee(code):
@@ -28,13 +32,14 @@ def assert_ieee(code):
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize(("kind", "limit"), [(BF16, 10), (FP32, 12)])
-def test_a_tile_is_few_instructions_and_wide_accesses(kind, limit, ragged):
-    code = tile(kind, ragged)
+@pytest.mark.parametrize(("kind", "limit"), KINDS)
+@pytest.mark.parametrize("kernel", [table_kernels.table_tile_kernel, matrix.matrix_tile_kernel])
+def test_a_tile_is_few_instructions_and_wide_accesses(kernel, kind, limit, ragged):
+    code = tile(kind, ragged, kernel=kernel)
     assert len(code.executed) <= limit * ELEMENTS
     assert code.registers <= 64
     assert code.spilled == 0
-    size = 2 if kind == BF16 else 4
+    size = 4 if kind == FP32 else 2
     assert code.widths("LDG")[16] == ELEMENTS * size // 16
     assert code.widths("STG")[16] == ELEMENTS // 16
     assert_ieee(code)
@@ -61,19 +66,38 @@ def test_older_gpus_and_unrounded_sources_divide():
     assert_ieee(code)
 
 
-@pytest.mark.parametrize("chunk", [2048, 16384])
-def test_a_channel_is_read_once_in_wide_loads(chunk):
-    constants = {**ALIGNED, **PACKED, "KIND": BF16, "CHUNK": chunk}
+@pytest.mark.parametrize("kind", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("kernel", "chunk"),
+    [
+        (table_kernels.table_row_kernel, 2048),
+        (table_kernels.table_row_kernel, 16384),
+        (matrix.matrix_row_kernel, 8192),
+    ],
+)
+def test_a_channel_is_read_once_in_wide_loads(kernel, chunk, kind):
+    constants = {**ALIGNED, **PACKED, "KIND": kind, "CHUNK": chunk}
     options = {"num_warps": row_warps(chunk)}
-    code = compile_kernel(table_kernels.table_row_kernel, constants, **options)
+    code = compile_kernel(kernel, constants, **options)
+    assert code.registers <= 64
     elements = chunk // (32 * row_warps(chunk))
     assert code.widths("LDG")[16] == elements * 2 // 16
     assert code.widths("STG")[16] == elements // 16
     assert len(code.executed) <= 13 * elements
 
 
+@pytest.mark.parametrize("to", [FP32, BF16, FP16])
+def test_a_row_of_one_matrix_is_copied_in_wide_stores(to):
+    constants = {**ALIGNED, "KIND": FP32, "TO": to, "PACKED": True, "CHUNK": 4096}
+    code = compile_kernel(matrix.matrix_copy_kernel, constants, num_warps=4)
+    assert code.widths("LDG")[16] == 8
+    assert code.widths("STG")[16] == (8 if to == FP32 else 4)
+    assert len(code.executed) <= 13 * 32
+    assert code.spilled == 0
+
+
 def test_a_copied_row_is_read_once_in_wide_loads():
-    constants = {**ALIGNED, "KIND": BF16, "TO_FP32": False, "SCALES": False, "PACKED": True}
+    constants = {**ALIGNED, "KIND": BF16, "TO": BF16, "SCALES": False, "PACKED": True}
     constants["CHUNK"] = 4096
     code = compile_kernel(table_kernels.table_copy_kernel, constants, num_warps=4)
     assert code.widths("LDG")[16] == code.widths("STG")[16] == 4
@@ -83,5 +107,5 @@ def test_codes_are_copied_sixteen_at_a_time():
     constants = {**ALIGNED, "CHUNK": 4096}
     code = compile_kernel(table_kernels.table_codes_kernel, constants, num_warps=4)
     assert code.widths("LDG")[16] == code.widths("STG")[16] == 2
-    constants |= {"KIND": FP32, "TO_FP32": True, "SCALES": True, "PACKED": True, "CHUNK": 64}
+    constants |= {"KIND": FP32, "TO": FP32, "SCALES": True, "PACKED": True, "CHUNK": 64}
     assert compile_kernel(table_kernels.table_copy_kernel, constants, num_warps=1).executed
