@@ -117,14 +117,6 @@ class ModelRefit:
             if device.type not in ("cpu", "meta"):
                 torch.get_device_module(device).synchronize(device)
 
-    @contextmanager
-    def _all_read(self) -> Iterator[None]:
-        """Behind it nothing that was queued (FP8 pairs, halves that wait) reads what the sender fills again."""
-        try:
-            yield
-        finally:
-            self.wait_for_device()
-
     def note_loaded(self) -> None:
         """SGLang has loaded and processed the model; nothing has run on it yet."""
         try:
@@ -158,7 +150,9 @@ class ModelRefit:
             RefitError: something that was sent was not stored. What was stored stays stored, and
                 the status section says so.
         """
-        with self.unfolded(), self._all_read(), self.calls.one() as call:
+        with self.unfolded(), ExitStack() as behind, self.calls.one() as call:
+            # What is queued at its end (halves that are kept) reads memory that the sender fills again.
+            behind.callback(self.wait_for_device)
             origin = call.update.origin
             may_replay = origin.may_replay and self.options.replay and not (args or kw)
             bucket, recipe = self._arrived(weights, may_replay=may_replay)

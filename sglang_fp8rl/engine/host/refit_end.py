@@ -119,8 +119,7 @@ def _end_together(
     told = ended or update.refit
     if told is not None and (names := told.narrowed):
         result.message += (
-            f" {len(names)} tensor(s) came in a dtype with fewer bits than they are served with, and were "
-            f"stored: {listed(names)}"
+            f" Stored, though it came with fewer bits than it is served with: {listed(names)}"
         )
     return ended
 
