@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 
 from .. import reference
 from ..grid import ceil_div
-from ..write_table import DTYPES, LONGEST_ROW, CastTable, Dtype, Kind, Piece
+from ..write_table import LONGEST_ROW, CastTable, Dtype, Kind, Piece
 from .arithmetic import has_packed_kernels
 from .pieces import COLUMNS
 from .table_kernels import (
@@ -25,8 +24,8 @@ from .table_kernels import (
     table_copy_kernel,
     table_row_kernel,
     table_tile_kernel,
-    through_kernel,
 )
+from .through import through
 
 _BLOCK = 128  # rows and columns of the blocks that have kernels
 _WIDEST = 16  # bytes of a load or store
@@ -73,35 +72,12 @@ def cast_into(
         outs = (target, weight_scale, nonfinite)
         reference.cast_into(source, *outs, block, pow2_scale, round_to_bf16)
     elif target.dtype == torch.bfloat16:
-        _through(source, target, is_row, {"POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16)})
+        through(source, target, is_row, pow2_scale, round_to_bf16)
     else:
         table = CastTable.of([Piece((0, 0), source, target, weight_scale, block)])
         rounding = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
         flags = TritonTable(table, source.device, **rounding).start([source.data_ptr()])
         nonfinite.view(torch.int8).copy_(flags.view(nonfinite.shape))
-
-
-def _through(
-    source: torch.Tensor, out: torch.Tensor, is_row: bool, rounding: dict[str, bool]
-) -> None:
-    """One launch and no copy from the host, so that a CUDA graph may capture it."""
-    (rows, cols), is_wide = source.shape, source.dtype == torch.float32
-    height, width, options = _BLOCK, _BLOCK, tile_options(1)
-    if is_row:
-        height, width = 1, max(16, triton.next_power_of_2(cols))
-        options = {"num_warps": row_warps(width)}
-    with torch.cuda.device_of(source):
-        through_kernel[(ceil_div(rows, height) * ceil_div(cols, width),)](
-            source.contiguous().view(torch.int32 if is_wide else torch.int16),
-            out.view(torch.int16),
-            rows,
-            cols,
-            HEIGHT=height,
-            WIDTH=width,
-            KIND=int(DTYPES[source.dtype]),
-            **rounding,
-            **options,
-        )
 
 
 @dataclass(frozen=True)
