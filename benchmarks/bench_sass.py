@@ -30,7 +30,14 @@ from rich.console import Console
 from rich.table import Table
 from sass import MachineCode, compile_kernel
 
-from sglang_fp8rl.numerics.triton.table import row_warps, tile_options
+from sglang_fp8rl.numerics.triton.fingerprint import HEIGHT, LANES, WARPS, numbers_kernel
+from sglang_fp8rl.numerics.triton.matrix import (
+    matrix_copy_kernel,
+    matrix_row_kernel,
+    matrix_tile_kernel,
+    row_warps,
+    tile_options,
+)
 from sglang_fp8rl.numerics.triton.table_kernels import (
     table_codes_kernel,
     table_copy_kernel,
@@ -38,16 +45,17 @@ from sglang_fp8rl.numerics.triton.table_kernels import (
     table_tile_kernel,
 )
 from sglang_fp8rl.numerics.triton.through import through_kernel, tile_of
-from sglang_fp8rl.numerics.write_table import DTYPES
+from sglang_fp8rl.numerics.write_table import DTYPES, Dtype
 
-BF16, FP32 = 1, 0
+FP32, BF16, FP16 = map(int, (Dtype.FP32, Dtype.BF16, Dtype.FP16))
 # What a guard allows, per element: the limits that the design was made for.
-MAX_INSTRUCTIONS = {BF16: 10.0, FP32: 12.0}
+MAX_INSTRUCTIONS = {BF16: 10.0, FP16: 12.0, FP32: 12.0}
 MAX_REGISTERS = 64
 # The model's machine.
 SLOTS, BYTES_PER_CYCLE = 4, 4.3e12 / 132 / 1.98e9
 REGISTERS, MAX_THREADS = 65536, 2048
 ACCESS = 700  # cycles of latency
+WIDEST = 16  # bytes of an access
 LATENCY = 4 * ACCESS  # three numbers from the table one after the other, then the tile
 CACHE_BYTES_PER_CYCLE = 5120
 # Rows and columns of Qwen3-8B's layers: gate and up, down, QKV, output.
@@ -81,12 +89,12 @@ class Case:
 
 def cases() -> list[Case]:
     found = []
-    for kind, label in ((BF16, "BF16"), (FP32, "FP32")):
+    for kind, label in ((BF16, "BF16"), (FP16, "FP16"), (FP32, "FP32")):
         size, rounding = (2, 4)[kind == FP32], {"POW2": False, "ROUND": True, "PACKED": True}
         for ragged, source_align, align, limit in (
             (False, 16, 16, MAX_INSTRUCTIONS[kind]),
             (True, 16, 16, MAX_INSTRUCTIONS[kind]),
-            (True, 8, 8, 12.0),
+            (True, 8, 8, 13.0 if kind == FP16 else 12.0),
             (True, 4, 4, None),
             (True, size, 1, None),
         ):
@@ -95,17 +103,27 @@ def cases() -> list[Case]:
             name = f"tile {label}{' ragged' if ragged else ''}, {source_align} → {align} bytes"
             options = tile_options(align)
             found.append(Case(name, table_tile_kernel, constants, options, 16384, size + 1, limit))
+            if align == WIDEST:
+                name = f"one matrix: {name}"
+                found.append(
+                    Case(name, matrix_tile_kernel, constants, options, 16384, size + 1, limit)
+                )
         aligned = {"SOURCE_ALIGN": 16, "TARGET_ALIGN": 16}
         for chunk in (2048, 8192, 16384):
             constants = {**aligned, "CHUNK": chunk, "KIND": kind, **rounding}
             options = {"num_warps": row_warps(chunk)}
             name = f"channel {label}, {chunk} columns"
             found.append(Case(name, table_row_kernel, constants, options, chunk, size + 1, 13.0))
+            if chunk == 8192:
+                name = f"one matrix: {name}"
+                found.append(
+                    Case(name, matrix_row_kernel, constants, options, chunk, size + 1, 13.0)
+                )
         constants = {
             **aligned,
             "CHUNK": 4096,
             "KIND": kind,
-            "TO_FP32": False,
+            "TO": BF16,
             "SCALES": False,
             "PACKED": True,
         }
@@ -114,14 +132,23 @@ def cases() -> list[Case]:
             Case(f"copy {label} → BF16, 4096 columns", table_copy_kernel, constants, options,
                  4096, size + 2)
         )  # fmt: skip
+        for to, into in ((FP32, "FP32"), (BF16, "BF16"), (FP16, "FP16")):
+            constants = {**aligned, "CHUNK": 4096, "KIND": kind, "TO": to, "PACKED": True}
+            name = f"one matrix: copy {label} → {into}, 4096 columns"
+            moved = size + (4 if to == FP32 else 2)
+            found.append(Case(name, matrix_copy_kernel, constants, options, 4096, moved, 13.0))
     constants = {**aligned, "CHUNK": 4096}
     found.append(Case("codes, 4096 columns", table_codes_kernel, constants, options, 4096, 2))
-    return found + list(through_cases())
+    return [*found, *through_cases(), *fingerprint_cases()]
 
 
 def through_cases() -> Iterator[Case]:
     """The cast and back to BF16."""
-    for dtype, label in ((torch.bfloat16, "BF16"), (torch.float32, "FP32")):
+    for dtype, label in (
+        (torch.bfloat16, "BF16"),
+        (torch.float16, "FP16"),
+        (torch.float32, "FP32"),
+    ):
         for name, shape, is_row, limit, registers in (
             ("whole tiles", (256, 384), False, 14.0, MAX_REGISTERS),
             ("ragged tiles, 16 bytes", (200, 328), False, 14.0, MAX_REGISTERS),
@@ -137,6 +164,21 @@ def through_cases() -> Iterator[Case]:
             elements = constants["HEIGHT"] * constants["WIDTH"]
             yield Case(f"through FP8, {label}, {name}", through_kernel, constants, options,
                        elements, dtype.itemsize + 2, limit, types, registers)  # fmt: skip
+
+
+def fingerprint_cases() -> Iterator[Case]:
+    """Numbers of what is served: an element of FP8 is a byte, of BF16 two."""
+    types = {"matrices": "*i64", "owners": "*i32", "numbers": "*i64"}
+    for align, size, name, limit in (
+        (16, 1, "FP8", 6.0),
+        (16, 2, "BF16", 12.0),
+        (4, 4, "FP32, 4 bytes at a time", 64.0),
+        (1, 1, "FP8, odd rows", 64.0),
+    ):
+        constants = {"ALIGN": align, "HEIGHT": HEIGHT, "LANES": LANES}
+        elements = HEIGHT * LANES * align // size
+        yield Case(f"fingerprint, {name}", numbers_kernel, constants, {"num_warps": WARPS},
+                   elements, size, limit, types, 128)  # fmt: skip
 
 
 def share_of_copy(case: Case, code: MachineCode) -> float:

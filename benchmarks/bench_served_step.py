@@ -19,7 +19,7 @@ import typer
 from real_model.fetch import fetch
 from rich.console import Console
 
-from sglang_fp8rl.engine.host.plan_offline import make_plan
+from sglang_fp8rl.lab.plan_offline import make_plan
 from sglang_fp8rl.trainer.served_weights import (
     compute_as_served,
     compute_as_stored,

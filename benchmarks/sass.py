@@ -16,6 +16,8 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
 _TABLE = {"table": "*i64", "owners": "*i32", "call": "*i64", "flags": "*i8"}
+# Of one matrix: addresses are wide, and sizes and strides fit 32 bits.
+_ADDRESSES = ("source", "target", "scales", "flags")
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.MULTILINE)
 _PREDICATE = re.compile(r"^@!?U?P(?:\d+|T)\s+")
 
@@ -82,11 +84,11 @@ def compile_kernel(
     """Compile for a compute capability (90 is Hopper) with the Triton that is installed.
 
     Args:
-        types: of the arguments that are no constants; default those of a table's kernels. Pointers
-            are taken to be aligned.
+        types: of the arguments that are no constants; default those of a table's kernels, or of one
+            matrix's. Pointers are taken to be aligned.
         divisible: integers among them that 16 divides.
     """
-    types = types or _TABLE
+    types = types or _types_of(kernel, constants)
     position = {argument: i for i, argument in enumerate(kernel.arg_names)}
     signature = {**types, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(
@@ -109,6 +111,13 @@ def compile_kernel(
     shared = max(shared, compiled.metadata.shared)  # what a launch adds is not in the cubin
     ptx = compiled.asm["ptx"]
     return MachineCode(_executed(instructions), _loop(instructions), count, spilled, shared, ptx)
+
+
+def _types_of(kernel: Any, constants: Collection[str]) -> dict[str, str]:
+    if "table" in kernel.arg_names:
+        return _TABLE
+    rest = [name for name in kernel.arg_names if name not in constants]
+    return {name: "i64" if name in _ADDRESSES else "i32" for name in rest}
 
 
 def _cuobjdump(option: str, cubin: bytes) -> str:

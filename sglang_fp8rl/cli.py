@@ -1,9 +1,8 @@
-"""`sglang-fp8rl`: plan, verify, and the lab's commands. Imports torch and SGLang when needed."""
+"""`sglang-fp8rl`: verify, and the lab's commands. Imports torch and SGLang when needed."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,15 +12,7 @@ import typer
 from . import __version__
 from .errors import ConfigError
 from .lab.commands import add_commands
-from .terminal import (
-    FOUND_WRONG,
-    JsonFlag,
-    OptionsText,
-    console,
-    errors_told,
-    parsed_options,
-    plan_table,
-)
+from .terminal import FOUND_WRONG, JsonFlag, console, errors_told
 
 if TYPE_CHECKING:
     from .wire.fingerprint import Verification
@@ -52,45 +43,6 @@ def main(
     ] = False,
 ) -> None:
     """FP8 rollout for RL on SGLang."""
-
-
-@app.command()
-def plan(
-    model: Annotated[str, typer.Argument(help="Directory with config.json, or a model's name.")],
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel size.")] = 1,
-    dtype: Annotated[str, typer.Option(help="The server's; auto serves FP32 in FP16.")] = "auto",
-    options: OptionsText = "{}",
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Which module is served how, and why. Loads no weights and needs no GPU.
-
-    Exit status: 0; 2 if the model can't be served, with the reason.
-    """
-    from .engine.host.plan_offline import make_plan
-
-    with errors_told(), console(stderr=True).status("SGLang builds the model without memory"):
-        made = make_plan(
-            model,
-            tp_size=tp,
-            ep_size=ep,
-            dtype=dtype,
-            options=parsed_options(options),
-            trust_remote_code=trust_remote_code,
-        )
-    if as_json:
-        typer.echo(json.dumps(made.document))
-        return
-    console().print(plan_table(made.document["modules"], f"{model}, tensor parallel {tp}"))
-    schemes = Counter(module.scheme for module in made.modules.values())
-    counts = ", ".join(f"{count} {scheme}" for scheme, count in schemes.items())
-    megabytes = made.document["fp8_bytes"] / 1e6
-    typer.echo(f"{counts}; {megabytes:.1f} MB of FP8 weights on each rank")
-    kv = made.document.get("kv_scales")
-    if kv is not None:
-        scaled = kv["refused"] or f"{kv['mode']}, {kv['layers']} layers scaled"
-        typer.echo(f"with --kv-cache-dtype fp8_e4m3: {scaled}")
 
 
 @app.command()

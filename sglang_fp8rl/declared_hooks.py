@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .compat import host_version
+from .compat import host_named
 from .errors import HostError
 
 
@@ -70,7 +70,7 @@ def check_hooks_in_force() -> None:
         reason = next(iter(missing.values())).reason
         raise HostError(
             ", ".join(missing),
-            f"not hooked in SGLang {host_version()}",
+            f"not hooked in {host_named()}",
             f"without it weights could be served that were never quantized ({reason})",
             "SGLang's log says why ('Failed to apply hooks'); `sglang-fp8rl doctor` lists all such "
             "symbols. Install a tested version of SGLang.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -28,6 +29,28 @@ def near_matches(name: str, known: Iterable[str]) -> str:
     """`Near matches: a, b. `, to begin a remedy with; empty if nothing is near."""
     near = difflib.get_close_matches(name, list(known))
     return f"Near matches: {', '.join(near)}. " if near else ""
+
+
+# Between the dots of a name: what PEFT wraps around a model, and what its adapters call their weights.
+_OF_AN_ADAPTER = re.compile(
+    r"(^|\.)(base_model\.model|base_layer|original_module|modules_to_save|(lora|ia3|hada|lokr|b?oft|vera)_\w+)(\.|$)"
+)
+
+
+def is_of_an_adapter(name: str) -> bool:
+    """Whether PEFT names it so: a part of an adapter, or a weight that one stands beside."""
+    return _OF_AN_ADAPTER.search(name) is not None
+
+
+def remedy_for_unknown(name: str, known: Iterable[str], otherwise: str) -> str:
+    """What to do about a name that is not among these: near matches and `otherwise`; of an adapter, neither."""
+    if is_of_an_adapter(name):
+        return (
+            "It is of an adapter (PEFT's names), and what is served in FP8 is its sum with the base weight: merge it "
+            "before sending (merge_adapter, and names without base_model.model. and .base_layer), or have SGLang "
+            "load the adapter beside the base weights (--enable-lora, POST /load_lora_adapter)."
+        )
+    return near_matches(name, known) + otherwise
 
 
 class Fp8RlError(ValueError):

@@ -22,6 +22,7 @@ class Cause(str, Enum):
     MISALIGNED = "misaligned"  # it does not
     ASKED = "asked"  # an option says so: granularity, ignored_layers, first or last layers
     VISION_TOWER = "vision_tower"
+    WRITTEN = "written"  # its model computes in its weight while it runs
 
 
 @dataclass(frozen=True)

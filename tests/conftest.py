@@ -115,7 +115,7 @@ def plans_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made in forks of the fork server instead of new interpreters."""
     from forked import run_plan
 
-    from sglang_fp8rl.engine.host import plan_offline
+    from sglang_fp8rl.lab import plan_offline
 
     monkeypatch.setattr(plan_offline, "run_in_new_interpreter", run_plan)
 

@@ -19,8 +19,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.lab.export import export_checkpoint
+from sglang_fp8rl.lab.plan_offline import make_plan
 from sglang_fp8rl.trainer.served_weights import (
     compute_as_served,
     compute_as_stored,

@@ -22,8 +22,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.lab.eval.stats import Estimate
+from sglang_fp8rl.lab.plan_offline import make_plan
 from sglang_fp8rl.lab.sensitivity.quantized_products import (
     Operand,
     Products,

@@ -80,7 +80,12 @@ class Policy:
 
     def prove(self, client: RefitClient) -> int:
         """The number of tensors that the server holds as this model computes with them: all, or it raises."""
-        return check_as_served(self._model, client).compared
+
+        def run(model: Any) -> None:
+            bf16 = {name: weight.bfloat16() for name, weight in self.masters.items()}
+            torch.func.functional_call(model, bf16, (torch.arange(16)[None],))
+
+        return check_as_served(self._model, client, run=run).compared
 
     def save(self, folder: Path) -> None:
         """Write the masters as a checkpoint in FP32, without a tokenizer."""

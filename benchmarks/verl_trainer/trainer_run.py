@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from sglang_fp8rl.engine.host.plan_offline import make_plan
+from sglang_fp8rl.lab.plan_offline import make_plan
 from sglang_fp8rl.lab.testing.server import cpu_env
 from verl_trainer.names import CPU_PLATFORM, RECORD, WRONG_SCALE
 from verl_trainer.task import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS

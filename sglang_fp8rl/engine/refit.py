@@ -35,6 +35,7 @@ from .model.parameters import (
 from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
 from .native.call import Call, Calls, StreamLane
+from .native.checks import of_known_sizes
 from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
@@ -73,6 +74,7 @@ class ModelRefit:
         self.extensions = [kind(self) for kind in extensions()]
         self.calls = Calls(model, options, self.pairs, self.report, self.derived, self.extensions)
         self.during = self.calls.during
+        self.has_run: Callable[[], bool] = lambda: True
         self._loaders = LoaderCalls(options, self.pairs, self.report)
         self._load_weights = load_parts_singly(model)  # before its loaders are wrapped
 
@@ -109,16 +111,19 @@ class ModelRefit:
         )
         return sum(numbers) & MASK
 
-    def weights_lost(self) -> None:
-        """Their memory was given back, or filled by somebody else: all of them have to come again."""
-        self.report.weights_lost()
-        self.recipes.forget()
-
     def wait_for_device(self) -> None:
         """A forward pass that SGLang overlaps with requests reads old codes with old scales to its end."""
         for device in self._devices:
             if device.type not in ("cpu", "meta"):
                 torch.get_device_module(device).synchronize(device)
+
+    @contextmanager
+    def _all_read(self) -> Iterator[None]:
+        """Behind it nothing that was queued (FP8 pairs, halves that wait) reads what the sender fills again."""
+        try:
+            yield
+        finally:
+            self.wait_for_device()
 
     def note_loaded(self) -> None:
         """SGLang has loaded and processed the model; nothing has run on it yet."""
@@ -126,7 +131,7 @@ class ModelRefit:
             self.learned_names()
         except Fp8RlError as error:  # each refit says that it can't be judged
             self.report.unknown_because = str(error)
-        self.derived.kept_copies.note_loaded(self._written())
+        self.derived.note_loaded(self._written())
 
     def _written(self) -> list[Target]:
         """Targets that updates write; every one, where nothing was loaded."""
@@ -153,13 +158,13 @@ class ModelRefit:
             RefitError: something that was sent was not stored. What was stored stays stored, and
                 the status section says so.
         """
-        with self.unfolded(), self.calls.one() as call:
+        with self.unfolded(), self._all_read(), self.calls.one() as call:
             origin = call.update.origin
             may_replay = origin.may_replay and self.options.replay and not (args or kw)
             bucket, recipe = self._arrived(weights, may_replay=may_replay)
             self.calls.expect(call, bucket, recipe.brings if recipe is not None else None)
-            if origin.is_serving and self.derived.kept_copies.as_loaded is not None:
-                self.derived.kept_copies.look(self._written())
+            if origin.is_serving:
+                self.derived.kept_copies.check(has_run=self.has_run())
             if self._device is not None and self._device.type != "meta":
                 call.lane = StreamLane(self._device).entered
             result: Any = None
@@ -172,8 +177,7 @@ class ModelRefit:
                 del sent
             else:
                 replay(call, bucket, recipe, self.recipes, self.report)
-                if self.derived.is_needed:
-                    self.derived.refresh(bucket.names)
+                self.derived.refresh(bucket.names)
         if call.recording is not None:
             learn(self.recipes, call.recording, self.report, call, self.options)
         return result
@@ -205,6 +209,8 @@ class ModelRefit:
             self.derived.in_place(from_now_on=call.update.origin.is_serving) as moved,
             observer.watching(),
         ):
+            if call.update.origin.is_serving:
+                weights = of_known_sizes(weights, self.names.known)
             result = self._load_weights(call.sources.watch(weights), *args, **kw)
             load_left_experts(self.model, call.sources.left(), self._load_weights)
         quantized = {one.name for one in self.targets.values() if one.is_fp8} if moved else ()

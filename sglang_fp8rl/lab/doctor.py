@@ -21,8 +21,10 @@ from ..compat import (
     OLDEST,
     TESTED,
     check_host,
+    host_named,
     host_version,
     installed,
+    release_of,
 )
 from ..config import QUANTIZATION_METHOD
 from ..declared_hooks import targets_not_hooked
@@ -70,15 +72,15 @@ def _problems(problems: list[str], otherwise: str) -> Lines:
 
 
 def _host() -> Lines:
-    problems, version = check_host(), str(host_version())
-    if problems or version in TESTED:
-        return _problems(problems, f"sglang {version}, tested")
-    supported = f"sglang {version} is in the supported range >={OLDEST},<{NEWEST_EXCLUDED}"
+    problems = check_host()
+    if problems or installed("sglang") in TESTED:
+        return _problems(problems, f"{host_named()}, tested")
+    supported = f"{host_named()} is in the supported range >={OLDEST},<{NEWEST_EXCLUDED}"
     return [(NOTE, f"{supported}; tested are {', '.join(TESTED)}")]
 
 
 def _known_bad() -> Lines:
-    host, kernels = host_version(), installed("kernels")
+    host, kernels = host_version(), release_of(installed("kernels"))
     is_bad = host and kernels and host < Version("0.5.17") and kernels >= Version("0.15")
     text = f"kernels {kernels}: SGLang does not import with it; install kernels<0.15"
     return _problems([text] if is_bad else [], "none installed")

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from ..checkpoint import INDEX_NAME, checkpoint_directory, safetensors_files, tensors_in
-from ..engine.host.plan_offline import make_plan
 from ..errors import ConfigError, QuantizationError
 from ..scheme import Cause, Granularity
 from ..trainer import quantize_for_refit
 from ..wire.plan import UNUSED, RefitPlan, TensorPlan
+from .plan_offline import make_plan
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 # SGLang asks for the parts of a fused module, whatever the checkpoint calls it.

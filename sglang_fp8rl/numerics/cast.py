@@ -15,6 +15,7 @@ from . import reference
 from .backends import Backend, kernels
 from .grid import BlockGrid, Blockwise, PerChannel, ScaleGranularity
 from .reference import FP8_DTYPE
+from .write_table import Piece
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 # Of a source that is copied or looked at in parts, so that no temporary grows with it: about this much at a
@@ -173,14 +174,13 @@ def _cast(
     how = (grid.block, pow2_scale, round_to_bf16)
     module = kernels("table", source.device.type, backend) or reference
     lies_in_rows = source.stride(1) == 1 or source.shape[1] == 1
-    if module is reference or (lies_in_rows and source.dtype != torch.float16):
+    if module is reference or lies_in_rows:
         module.cast_into(source, target, scales, nonfinite, *how)
         return nonfinite
-    # Kernels take FP32 and BF16 in contiguous rows. Of anything else some rows of blocks are copied for them,
-    # one part after the other into the same memory.
+    # Kernels take contiguous rows. Of anything else some rows of blocks are copied for them, one part after the
+    # other into the same memory.
     strips = list(grid.strips(_CHUNK_ELEMENTS if source.is_cuda else _CACHED_ELEMENTS))
-    dtype = torch.float32 if source.dtype == torch.float16 else source.dtype
-    room = torch.empty(source[strips[0][0]].shape, dtype=dtype, device=source.device)
+    room = torch.empty(source[strips[0][0]].shape, dtype=source.dtype, device=source.device)
     for rows, blocks in strips:
         part = room[: rows.stop - rows.start].copy_(source[rows])
         module.cast_into(part, target[rows], scales[blocks], nonfinite[blocks], *how)
@@ -248,23 +248,32 @@ def has_nan_code(codes: torch.Tensor) -> bool:
     return int(codes.view(torch.int8).max()) == 0x7F or int(codes.view(torch.uint8).max()) == 0xFF
 
 
-def copy_finite_into(source: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
+def copy_finite_into(
+    source: torch.Tensor, destination: torch.Tensor, *, backend: Backend = "auto"
+) -> torch.Tensor:
     """`destination.copy_(source)` row by row, leaving out rows that would hold a NaN or Inf.
 
     Args:
         source: any floating-point dtype, any strides; its rows are along the last dimension.
-        destination: of the same shape; rounded to nearest even where it has fewer bits.
+        destination: of the same shape; rounded to nearest even where it has fewer bits. A number that
+            overflows (BF16 from 3.3962e38 on, FP16 from 65520) would be Inf.
+        backend: as of `cast_into`.
 
     Returns:
         bool [rows] on the source's device: True where a row is not finite and was not written.
         Nothing here waits for a GPU.
     """
-    rows, outs = as_matrix(source), as_matrix(destination)
+    rows, outs = as_matrix(source.detach()), as_matrix(destination.detach())
     if outs is None or rows is None:
         # Not a matrix in memory: whole or not at all.
         rounded = source.to(destination.dtype)
         bad = ~torch.isfinite(rounded).all().reshape(1)
         destination.copy_(torch.where(bad, destination, rounded))
+        return bad
+    module = kernels("table", source.device.type, backend)
+    if module is not None and Piece((0, 0), rows, outs).fits():
+        bad = torch.empty(len(rows), dtype=torch.bool, device=source.device)
+        module.copy_into(rows, outs, bad)
         return bad
     flags = []
     step = max(1, _CHUNK_ELEMENTS // max(1, rows.shape[1]))

@@ -120,8 +120,18 @@ def _norms(weight: torch.Tensor, scales: torch.Tensor, g: torch.Tensor) -> torch
                 squares = square_of.index_select(0, codes).view(rows.shape)
             else:
                 squares = rows.double().square()
-            found.append(torch.stack([(squares * one).sum(1) for one in factors]))
+            found.append(torch.stack([_row_sums(squares * one) for one in factors]))
     return torch.cat(found, 1).sqrt()
+
+
+def _row_sums(values: torch.Tensor) -> torch.Tensor:
+    """Of each row, halves added to halves: the order of torch's sums depends on the device and its threads."""
+    while (columns := values.shape[1]) > 1:
+        half = columns // 2
+        odd = values[:, 2 * half :]
+        values = values[:, :half] + values[:, half : 2 * half]
+        values[:, : odd.shape[1]] += odd
+    return values[:, 0]
 
 
 def rotated(bound: torch.Tensor, rotation: Rotation) -> torch.Tensor:

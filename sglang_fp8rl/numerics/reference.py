@@ -124,8 +124,11 @@ def _spread(of_blocks: torch.Tensor, block: Pair, shape: Sequence[int]) -> torch
 
 
 def amax_to_scale_inv(amax: torch.Tensor, pow2_scale: bool) -> torch.Tensor:
-    """FP32 `amax` >= 0 to the stored scale, same shape."""
-    scale_inv = (amax / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    """FP32 `amax` >= 0, with at least one dimension, to the stored scale, same shape."""
+    # A GPU divides by a number of the host, and by a tensor without dimensions there, by multiplying with the
+    # reciprocal: other scales.
+    largest = amax.new_full((1,), FP8_MAX)
+    scale_inv = (amax / largest).clamp(min=torch.finfo(torch.float32).tiny)
     scale_inv = torch.where(amax == 0, torch.ones_like(scale_inv), scale_inv)
     return round_up_to_pow2(scale_inv) if pow2_scale else scale_inv
 

@@ -33,10 +33,17 @@ class Dtype(IntEnum):
     FP32 = 0
     BF16 = 1
     FP8 = 2  # codes
+    FP16 = 3
 
 
-DTYPES = {torch.float32: Dtype.FP32, torch.bfloat16: Dtype.BF16, FP8_DTYPE: Dtype.FP8}
-_WIDE = (torch.float32, torch.bfloat16)
+# In the order of their numbers.
+DTYPES = {
+    torch.float32: Dtype.FP32,
+    torch.bfloat16: Dtype.BF16,
+    FP8_DTYPE: Dtype.FP8,
+    torch.float16: Dtype.FP16,
+}
+_WIDE = (torch.float32, torch.bfloat16, torch.float16)
 # Dtypes of the source and of the destination.
 _TAKEN: dict[Kind, tuple[Collection[torch.dtype], Collection[torch.dtype]]] = {
     Kind.CAST: (_WIDE, (FP8_DTYPE,)),
@@ -72,7 +79,7 @@ class Piece:
     Attributes:
         source: position of the sent tensor, and the view's offset in it in bytes.
         view: the source as it was when recorded (only its dtype, shape and strides matter).
-        destination: [N, K] codes (e4m3) or values (FP32 or BF16).
+        destination: [N, K] codes (e4m3) or values (FP32, BF16 or FP16).
         scales: FP32 [ceil(N / block_n), ceil(K / block_k)] for a cast, else None.
         block_size: of a cast or of codes: what `ScaleGranularity.block` says of this matrix.
         kind: CAST with `scales` and COPY without, where it is not given. CODES have to follow their

@@ -108,7 +108,7 @@ def _quantized(entry: TensorPlan, tensor: Any, plan: RefitPlan) -> list[tuple[st
     if shard.tensor.numel():
         codes, scale = quantize(shard.tensor, Blockwise.of(grid.block), name=name, **plan.rounding)
     else:  # a rank without rows
-        codes = shard.tensor.to(FP8_DTYPE)
+        codes = torch.empty_like(shard.tensor, dtype=FP8_DTYPE)
         shape = (rows.stop - rows.start, columns.stop - columns.start)
         scale = torch.empty(shape, dtype=torch.float32, device=codes.device)
     scales = LocalShard(scale, entry.scale_shape, (rows.start, columns.start))

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import RefitError, near_matches
+from ..errors import RefitError, remedy_for_unknown
 from ..scheme import Cause
 
 PLAN_FORMAT = "sglang-fp8rl/plan"
@@ -171,8 +171,11 @@ class RefitPlan:
                 name,
                 f"not in the plan of {model} ({len(self.tensors)} names, {self.digest[:15]}…)",
                 "a tensor is quantized as the server's plan says, or not at all",
-                near_matches(name, self.tensors)
-                + "Send names as the checkpoint has them, and fetch the plan of this model.",
+                remedy_for_unknown(
+                    name,
+                    self.tensors,
+                    "Send names as the checkpoint has them, and fetch the plan of this model.",
+                ),
             )
         return found
 

@@ -139,6 +139,14 @@ def plan_document(scheduler: Any) -> dict[str, Any]:
     return model_of(scheduler).fp8rl_refit.plan.as_dict()
 
 
+def set_longest_row(_: Any, columns: int) -> int:
+    """Kernels take rows of at most so many columns from now on; how many they took."""
+    from sglang_fp8rl.numerics import write_table
+
+    before, write_table.LONGEST_ROW = write_table.LONGEST_ROW, columns
+    return before
+
+
 def forget_buckets(scheduler: Any) -> None:
     """As if no bucket had been sent yet: nothing to replay, counts of zero."""
     model_of(scheduler).fp8rl_refit.recipes.__init__()

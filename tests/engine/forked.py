@@ -100,7 +100,7 @@ def run_plan(args: Sequence[str], env: Mapping[str, str], log: Path) -> str:
 
 
 def _plan(args: list[str]) -> None:
-    from sglang_fp8rl.engine.host.plan_offline import child_main
+    from sglang_fp8rl.lab.plan_offline import child_main
 
     child_main(args)
 

@@ -56,7 +56,7 @@ def model_path(checkpoint_dir):
 
 def is_refused(gone: str, output: str) -> bool:
     last = output.strip().splitlines()[-1]
-    return last.startswith(f"sglang_fp8rl.errors.HostError: {gone}: not hooked in SGLang")
+    return last.startswith(f"sglang_fp8rl.errors.HostError: {gone}: not hooked in sglang")
 
 
 def test_with_every_symbol_there_the_method_starts(model_path, tmp_path):

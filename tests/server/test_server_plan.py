@@ -10,8 +10,8 @@ from _served import MODEL, Client, served, weights
 from models import checkpoint
 
 from sglang_fp8rl import RefitPlan, fetch_plan
-from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.lab.plan_offline import make_plan
 from sglang_fp8rl.lab.testing.ports import free_port
 from sglang_fp8rl.trainer import WireStats, quantize_for_refit
 from sglang_fp8rl.wire.plan import PLAN_PATH, digest_of

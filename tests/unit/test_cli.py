@@ -16,10 +16,11 @@ from sglang_fp8rl import __version__, cli
 from sglang_fp8rl.errors import Fp8RlError
 from sglang_fp8rl.lab import doctor
 from sglang_fp8rl.lab.demo.show import DemoReport
+from sglang_fp8rl.lab.plan_table import grouped
 from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
 from sglang_fp8rl.lab.testing.outputs import Output, differences, make_prompts
 from sglang_fp8rl.lab.testing.weight_sets import Checkpoint, masters, updated, write_updated
-from sglang_fp8rl.terminal import BAD_INPUT, INTERRUPTED, errors_told, grouped
+from sglang_fp8rl.terminal import BAD_INPUT, INTERRUPTED, errors_told
 
 RUNNER = CliRunner()
 
@@ -28,7 +29,7 @@ URL = "http://127.0.0.1:9"
 COMMANDS = {
     "demo": ("sglang_fp8rl.lab.demo.run.run_demo", []),
     "doctor": ("sglang_fp8rl.lab.doctor.examine", []),
-    "plan": ("sglang_fp8rl.engine.host.plan_offline.make_plan", ["model"]),
+    "plan": ("sglang_fp8rl.lab.plan_offline.make_plan", ["model"]),
     "export": ("sglang_fp8rl.lab.export.export_checkpoint", ["model", "out"]),
     "verify": ("sglang_fp8rl.cli.verify_servers", [URL]),
     "eval-aime": ("sglang_fp8rl.lab.eval.aime.run_eval", ["--url", URL, "--problems", "problems"]),

@@ -53,7 +53,7 @@ def start(path: Path, attention: str, judge: Callable[[Builder], None]) -> None:
 
     Side effects on the host: this process has a process group and SGLang's state, and ends afterwards.
     """
-    from sglang_fp8rl.engine.host.plan_offline import _start_scheduler
+    from sglang_fp8rl.lab.plan_offline import _start_scheduler
 
     preload.judges.append(lambda *parts: judge(Builder(*parts)))
     argv = [f"--model-path={path}", f"--quantization={QUANTIZATION}", "--device=cpu"]

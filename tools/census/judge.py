@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_fp8rl.engine.arrival.update import Origin, Update
-from sglang_fp8rl.engine.model.parameters import held_tensors
+from sglang_fp8rl.engine.model.held_tensors import held_tensors
 from sglang_fp8rl.errors import Fp8RlError
 
 from .host import Builder
@@ -200,7 +200,11 @@ def _differences_of_plain(refit: Any, plain: Any) -> Iterator[str]:
 
 def _held(model: Any) -> dict[str, Any]:
     """Parameters, buffers, every other tensor, and numbers that modules keep."""
-    found: dict[str, Any] = {**dict(model.named_parameters()), **dict(held_tensors(model))}
+    held = held_tensors(model.named_modules())
+    found: dict[str, Any] = {
+        **dict(model.named_parameters()),
+        **{one.place: one.tensor for one in held},
+    }
     for prefix, module in model.named_modules():
         for leaf, value in vars(module).items():
             if isinstance(value, (bool, int, float)):

@@ -14,6 +14,8 @@ import torch
 from ...wire.sent_names import kv_scale_name
 from ..interception import offset_within, span_of, storage_of
 
+# SGLang's mark of a checkpoint's tensor whose memory the next one gets (`runai_streamer`).
+_REUSED = "_sglang_runai_streamer_tensor"
 _SCALE = re.compile(r"\.weight_scale(_inv)?$")
 
 
@@ -131,16 +133,18 @@ class SourceIndex:
                 self.names.append(name)
                 self.nbytes += tensor.nbytes
                 if name.endswith("_scale") and kv_scale_name(name) is not None:
-                    self.set_aside[name] = tensor
+                    self.set_aside[name] = tensor if self._keeps_tensors else tensor.clone()
                     continue
                 source = Source(name, tensor, weight_name_of(name), position)
                 self._remember(source, tensor)
             yield source.weight_name, tensor
-            del tensor
             if not self._keeps_tensors and not source.is_meta:
                 with self._lock:
                     if source.name in self.consumed or len(source.shape) != 3:
                         source.tensor = None
+                    elif getattr(tensor, _REUSED, False):
+                        source.tensor = tensor.clone()
+            del tensor
 
     def _remember(self, source: Source, tensor: torch.Tensor) -> None:
         storage = storage_of(tensor)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...errors import RefitError
+from ...errors import RefitError, listed
 from ..arrival.update import Origin, Update
 from ..refit import ModelRefit
 from ..report.refit_record import Outcome, Refit, Verdict
@@ -116,6 +116,12 @@ def _end_together(
     elif ended is not None and ended.outcome is Outcome.MIXED:
         result.message = f"{result.message} {ended.describe()} is mixed: {ended.left_out()}"
         result.success = result.success and update.origin is not Origin.DISK
+    told = ended or update.refit
+    if told is not None and (names := told.narrowed):
+        result.message += (
+            f" {len(names)} tensor(s) came in a dtype with fewer bits than they are served with, and were "
+            f"stored: {listed(names)}"
+        )
     return ended
 
 

@@ -61,6 +61,7 @@ def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) 
         "state": log.state.value,
         "consistent": log.state is State.WHOLE,
         "problems": found,
+        "unproven": dict(list(refit.derived.kept_copies.unproven.items())[:MAX_LISTED]),
         "plan": module_rows(refit.schemes),
     }
     ours = {extension.section: extension.status(manager) for extension in refit.extensions}
@@ -129,6 +130,7 @@ def last_refit(report: RefitReport) -> dict[str, Any] | None:
         "missing": found.lacking,
         "missing_names": list(found.names),
         "errors": refit.errors[:MAX_LISTED],
+        "narrowed": refit.narrowed[:MAX_LISTED],
         "cache_flushed": refit.cache_flushed,
         "seconds": round(seconds, 6),
         "bytes": nbytes,

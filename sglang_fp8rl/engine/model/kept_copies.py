@@ -1,107 +1,104 @@
-"""What SGLang makes of weights at their first use and keeps: right after an update too, or refused.
+"""What SGLang makes of weights at their first use and keeps: right after an update too, refused, or said.
 
-Some modules convert a weight when they first run, and keep the result: a router's weight in FP32, a
-norm with a scale folded into it. No update path of SGLang renews these, so its own refit leaves them
-behind. They are found by looking, once, before the first update is stored: what the modules hold by
-then is compared with what they held when the model was loaded. What appeared since then and is no copy of
-any weight is a cache or work space: updates leave it as it is.
+Some modules convert a weight when they first run, and keep the result: a router's weight in FP32, a norm with a
+scale folded into it. No update path of SGLang renews these, so its own refit leaves them behind. A *copy* stands
+beside its weight, in floating point, and varies: that values are equal is no evidence by itself. What else
+appeared beside weights may be made of them, or work space: it stays as it is, and is named as unproven.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from ...errors import HostError
-from ...numerics.fingerprint import tensor_number
-from .parameters import Target, held_tensors
+from ..interception import storage_of
+from .held_tensors import HeldTensor, held_tensors
+from .parameters import Target
 
 
 class KeptCopies:
-    """The copies that one model keeps.
+    """The copies that one model keeps since it was loaded, and `unproven`: what else appeared, and why it is named.
 
     Args:
+        modules: as SGLang built them, by name: what it wraps around them later (LoRA) is made of no weight.
+        weights: all that updates write.
         is_derived: whether a place is written by something that every update calls again.
-
-    Attributes:
-        as_loaded: what the modules held when loaded, each with its number; None once that was compared.
     """
 
-    def __init__(self, model: torch.nn.Module, is_derived: Callable[[str], bool]) -> None:
-        self._model, self._is_derived = model, is_derived
-        self.as_loaded: dict[str, tuple[torch.Tensor, int]] | None = None
+    def __init__(
+        self,
+        modules: Mapping[str, torch.nn.Module],
+        weights: Sequence[Target],
+        is_derived: Callable[[str], bool],
+    ) -> None:
+        self._modules, self._weights, self._is_derived = modules, weights, is_derived
         self._copies: dict[str, tuple[torch.Tensor, Target]] = {}
+        self._refusal: HostError | None = None
+        self._looked_behind: bool | None = None
+        self.unproven: dict[str, str] = {}
+        # With a number as loaded, until a look compared it.
+        self._known = {one.memory: one.number() for one in self.others()}
 
-    def places(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """`(module.attribute, copy)` of every copy that was found."""
-        return ((place, copy) for place, (copy, _) in self._copies.items())
+    def others(self) -> Iterator[HeldTensor]:
+        """What the modules hold beside weights, and beside what every update derives from them."""
+        weights = {storage_of(target.parameter) for target in self._weights}
+        for one in held_tensors(self._modules.items()):
+            is_weight = one.tensor.is_meta or storage_of(one.tensor) in weights
+            if not (is_weight or self._is_derived(one.place)):
+                yield one
 
-    def note_loaded(self, written: Iterable[Target]) -> None:
-        """Begin anew with what the modules hold now, but for `written`, which every update writes again."""
-        self.as_loaded = {
-            place: (one, tensor_number(one.detach(), 0)) for place, one in self._held(written)
-        }
-        self._copies = {}
+    def check(self, *, has_run: bool) -> None:
+        """Look before the first update, and the first behind a forward pass; raises what a look refused, always."""
+        if self._looked_behind is not has_run:
+            self.look()
+            self._looked_behind = has_run
+        if self._refusal is not None:
+            raise self._refusal
 
-    def look(self, written: list[Target]) -> None:
-        """Find what was made since then; once.
-
-        Raises:
-            HostError: a tensor that was changed in place, or that could be a copy of either of two.
-        """
-        before, self.as_loaded = self.as_loaded or {}, None
-        for place, one in self._held(written):
-            old = before.get(place)
-            if old is None or old[0] is not one:
-                self._explain(place, one, written)
-            elif old[1] != tensor_number(one.detach(), 0) and not self._is_derived(place):
-                raise HostError(
-                    place,
+    def look(self) -> None:
+        """Find what was made since the last look of the weights, which are still the same."""
+        known, self._known = self._known, {}
+        for one in self.others():
+            self._known[one.memory] = None
+            if one.memory not in known:
+                self._explain(one)
+            elif (number := known[one.memory]) is not None and number != one.number():
+                self._refusal = HostError(
+                    one.place,
                     "changed by a forward pass",
                     "what SGLang computes from weights at their first use, it never computes again",
                     "Serve this model without updates of its weights.",
                 )
 
-    def _explain(self, place: str, made: torch.Tensor, candidates: list[Target]) -> None:
-        equal = [target for target in candidates if _is_copy(made, target.parameter.data)]
-        shared = [_levels_shared(place, target.name) for target in equal]
-        nearest = [one for one, count in zip(equal, shared, strict=True) if count == max(shared)]
-        if len(nearest) > 1:
-            raise HostError(
-                place,
-                f"a copy of {' or of '.join(target.name for target in nearest)}",
+    def _explain(self, one: HeldTensor) -> None:
+        beside = one.beside
+        weights = [target for target in self._weights if id(target.parameter) in beside]
+        equal = [target for target in weights if _is_copy(one.tensor, target.parameter.data)]
+        if len(equal) > 1:
+            self._refusal = HostError(
+                one.place,
+                f"a copy of {' or of '.join(target.name for target in equal)}",
                 "these have the same values, so it is not known which one it has to follow",
                 "Start the server on weights that differ.",
             )
-        if nearest:
-            self._copies[place] = (made, nearest[0])
+        elif equal:
+            self._copies[one.place] = (one.tensor, equal[0])
+        elif weights:
+            self.unproven[one.place] = (
+                "appeared beside weights after the load, and is no copy of one"
+            )
 
+    @torch.no_grad()
     def renew(self) -> None:
         """Give every copy the values of its weight, where it lies."""
-        with torch.no_grad():
-            for copy, target in self._copies.values():
-                copy.copy_(target.parameter.data.reshape(copy.shape))
-
-    def _held(self, written: Iterable[Target]) -> Iterator[tuple[str, torch.Tensor]]:
-        """All that the modules hold, but for `written`."""
-        known = {id(target.parameter) for target in written}
-        found = {**dict(self._model.named_parameters()), **dict(held_tensors(self._model))}
-        for place, one in found.items():
-            if one.device.type != "meta" and id(one) not in known:
-                yield place, one
+        for copy, target in self._copies.values():
+            copy.copy_(target.parameter.data.reshape(copy.shape))
 
 
 def _is_copy(made: torch.Tensor, weight: torch.Tensor) -> bool:
-    return (
-        made.numel() == weight.numel()
-        and made.device == weight.device
-        and torch.equal(made.reshape(-1), weight.to(made.dtype).reshape(-1))
-    )
-
-
-def _levels_shared(place: str, name: str) -> int:
-    """How many levels of the model two places share."""
-    levels = zip(place.split("."), name.split("."), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], levels))
+    if not made.is_floating_point() or made.numel() != weight.numel():
+        return False
+    values, others = (one.to(made).float().reshape(-1) for one in (made, weight))
+    return bool((values != values[:1]).any()) and torch.equal(values, others)

@@ -1,5 +1,8 @@
 """A model that SGLang has built, before anything is loaded: what is served otherwise, and what is refused.
 
+*Weights that their model writes while it runs* stay in high precision: Gemma 3n clamps AltUp's coefficients in place,
+behind the layer's back, and FP8 codes are no numbers to compute with. Told by the source of the module's class.
+
 *Vision towers* stay in high precision: told by the types of their modules, not by names. Some of SGLang's
 multimodal models give their vision tower the language model's quantization, some do not. Neither
 checkpoints nor trainers quantize it. A linear layer belongs to the language model if it is in a decoder
@@ -9,7 +12,10 @@ tower attends within one image (`VisionAttention`), and its projector to nothing
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
+import re
 from typing import Any
 
 import torch
@@ -19,17 +25,20 @@ from ...scheme import Cause, Granularity, Scheme
 from .linear import Fp8BlockwiseOnlineLinearMethod
 
 _TOWER = "not in a decoder layer of a multimodal model: a vision tower or its projector"
+_WRITTEN = "its model writes it in place while it runs: FP8 codes are no numbers to compute with"
+# A computation in place on the weight of a module's own layer; copies are those of loading.
+_IN_PLACE = re.compile(r"self\.(\w+)\.weight(?:\.data)?\.(?!copy_|requires_grad_)[a-z]\w*_\(")
 _FUSED_SWIGLU = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 
 
 def check_and_complete(model: torch.nn.Module, config: Any) -> None:
-    """Leave vision towers unquantized, and refuse what can't be served or updated.
+    """Leave vision towers and what a model writes unquantized, and refuse what can't be served or updated.
 
     Args:
         config: the model's `Fp8BlockwiseOnlineConfig`.
 
-    Side effects on the host: a vision tower's layers get SGLang's `UnquantizedLinearMethod` and a weight of
-    it; `DualGemm` is turned off.
+    Side effects on the host: these layers get SGLang's `UnquantizedLinearMethod` and a weight of
+    it; `DualGemm` is turned off, and so is `fused_qkv_index_proj`.
 
     Raises:
         ConfigError, HostError: naming the first module or option.
@@ -39,9 +48,10 @@ def check_and_complete(model: torch.nn.Module, config: Any) -> None:
     _check_layout()
     if any(isinstance(module, VisionAttention) for module in model.modules()):
         _leave_vision_towers(model, config)
+    _leave_what_its_model_writes(model, config)
     for error in config.refused.values():
         raise error
-    _leave_dual_gemm(model)
+    _leave_fusions(model)
     _check_derivable(model)
     check_no_copies_of_the_start(model)
     check_no_experts_turned(model)
@@ -51,19 +61,41 @@ def check_and_complete(model: torch.nn.Module, config: Any) -> None:
 
 
 def _leave_vision_towers(model: torch.nn.Module, config: Any) -> None:
-    from sglang.srt.layers.linear import LinearBase
-
     decoders = _in_decoder_layers(model)
     for layer in model.modules():
-        prefix = getattr(layer, "fp8rl_prefix", None)
-        if prefix is None or layer in decoders or not isinstance(layer, LinearBase):
-            continue
-        if isinstance(layer.quant_method, Fp8BlockwiseOnlineLinearMethod):
-            layer.quant_method.leave_unquantized(layer)
-        scheme = config.schemes[prefix]
-        if scheme.is_fp8 or scheme.cause is not Cause.ASKED:
-            config.refused.pop(prefix, None)  # nothing about it can be refused any more
-            config.schemes[prefix] = Scheme(Granularity.HIGH_PRECISION, Cause.VISION_TOWER, _TOWER)
+        if layer not in decoders:
+            _leave(layer, config, Cause.VISION_TOWER, _TOWER)
+
+
+def _leave(layer: Any, config: Any, cause: Cause, reason: str) -> None:
+    """Leave it in high precision if it is a linear layer."""
+    from sglang.srt.layers.linear import LinearBase
+
+    prefix = getattr(layer, "fp8rl_prefix", None)
+    if prefix is None or not isinstance(layer, LinearBase):
+        return
+    if isinstance(layer.quant_method, Fp8BlockwiseOnlineLinearMethod):
+        layer.quant_method.leave_unquantized(layer)
+    scheme = config.schemes[prefix]
+    if scheme.is_fp8 or scheme.cause is not Cause.ASKED:
+        config.refused.pop(prefix, None)  # nothing about it can be refused any more
+        config.schemes[prefix] = Scheme(Granularity.HIGH_PRECISION, cause, reason)
+
+
+def _leave_what_its_model_writes(model: torch.nn.Module, config: Any) -> None:
+    for module in model.modules():
+        kind: Any = type(module)
+        for name in _written_in_place(kind):
+            _leave(getattr(module, name, None), config, Cause.WRITTEN, _WRITTEN)
+
+
+@functools.cache
+def _written_in_place(kind: type) -> list[str]:
+    """Names of layers in whose weight modules of this class compute in place."""
+    try:
+        return _IN_PLACE.findall(inspect.getsource(kind))
+    except (OSError, TypeError):  # a class that no file has
+        return []
 
 
 def _in_decoder_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
@@ -78,17 +110,20 @@ def _in_decoder_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
     return found
 
 
-def _leave_dual_gemm(model: torch.nn.Module) -> None:
-    """Run the layers of an MLP one by one, on a GPU for which SGLang fuses them (Blackwell).
+def _leave_fusions(model: torch.nn.Module) -> None:
+    """Run some layers one by one that SGLang fuses on a GPU.
 
-    Its fused kernel takes any `Fp8LinearMethod` without blocks for its own: it would read `[N, K]` as
-    `[K, N]`, and quantize activations whatever the options say.
+    The gate and up projection of an MLP (Blackwell): its fused kernel takes any `Fp8LinearMethod` without blocks
+    for its own, would read `[N, K]` as `[K, N]`, and quantize activations whatever the options say. Projections of
+    MiniMax-M3's sparse attention that stay in BF16: joined behind their load, they leave updates no weight to write.
     """
     for module in model.modules():
         method = getattr(getattr(module, "gate_up_proj", None), "quant_method", None)
         fused = getattr(module, "dual_gemm", None)
         if fused is not None and isinstance(method, Fp8BlockwiseOnlineLinearMethod):
             fused.mode = None
+        if hasattr(module, "_fuse_qkv_index_enabled"):
+            module._fuse_qkv_index_enabled = False  # type: ignore[assignment]
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ class Call:
         raised: what was raised at a write, by name and place, and not made good: subject and text. Some models
             catch what their loaders raise, and a thread's is nobody's.
         not_finite: per write, the name and a bool tensor of blocks that kept their old bytes.
+        narrowed: names of what came with fewer bits than it is served with.
         kv_scales: names of scales that were read, and are to be read again when the bucket comes again.
         observer: of what happens besides.
         lane: what the loaders do is done in it, whichever thread they run in.
@@ -54,6 +55,7 @@ class Call:
     errors: dict[str, str] = field(default_factory=dict)
     raised: dict[tuple, tuple[str, str]] = field(default_factory=dict)
     not_finite: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    narrowed: dict[str, None] = field(default_factory=dict)
     kv_scales: list[str] = field(default_factory=list)
     lane: Callable[[], AbstractContextManager[None]] = nullcontext
     observer: Observer = field(init=False)
@@ -69,6 +71,13 @@ class Call:
         if self.brings is None or self.bucket is None:  # a stream
             return len(self.sources.names)
         return len(self.brings.numbers)
+
+    def outcome_of(self, brings: Arrived) -> Arrived:
+        """What is known of it behind the call."""
+        has_taken = brings.has_taken or bool(self.sources.consumed)
+        return brings._replace(
+            has_taken=has_taken, narrowed=brings.narrowed or tuple(self.narrowed)
+        )
 
     @property
     def error(self) -> RefitError:
@@ -232,8 +241,7 @@ class Calls:
         if brings is None or call.bucket is None:  # a stream: it is known by now
             numbers = self._report.brought.numbers_of(call.sources.names)
             brings = Arrived(numbers, call.sources.nbytes, has_taken=False)
-        arrived = brings._replace(has_taken=brings.has_taken or bool(call.sources.consumed))
-        self._report.end_call(arrived, call.errors, call.update)
+        self._report.end_call(call.outcome_of(brings), call.errors, call.update)
         if call.errors:
             self._pairs.drop()
 

@@ -2,27 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ...errors import RefitError, listed, near_matches
+from ...errors import RefitError, is_of_an_adapter, listed, remedy_for_unknown
+from ..model.landings import Known
 from ..model.parameters import Target
 
+Sent = tuple[str, torch.Tensor]
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16)
 
 
 def check_dtype(target: Target, name: str, loaded: torch.Tensor) -> None:
     """Raises `RefitError` for a dtype that is neither the parameter's own nor one we cast."""
     if loaded.dtype in _FLOAT_DTYPES or loaded.dtype == target.parameter.dtype:
         return
+    if target.parameter.dtype in _INTEGER_DTYPES:
+        return  # `check_integers` looks at the values
     raise RefitError(
         name,
         f"dtype {loaded.dtype} for {target.name} ({target.parameter.dtype})",
         "weights come in FP32, BF16 or FP16, or in float8_e4m3fn where the module is FP8",
         "Convert it on the trainer; `sglang-fp8rl plan` says which modules take FP8.",
     )
+
+
+def check_integers(target: Target, name: str, source: torch.Tensor) -> None:
+    """Raises `RefitError` for what an integer parameter can't hold as it is. Waits for a GPU.
+
+    A float of 16 bits is refused whatever its value: BF16 has no odd integers beyond 256, so what was an id
+    there is another one by now.
+    """
+    dtype = target.parameter.dtype
+    if dtype not in _INTEGER_DTYPES or source.dtype == dtype:
+        return
+    limits, value, is_held = torch.iinfo(dtype), f"dtype {source.dtype}", None
+    if source.dtype in (torch.float32, torch.float64):
+        wide = source.double()
+        is_held = (wide == wide.trunc()) & (wide >= limits.min) & (wide < limits.max + 1.0)
+    elif source.dtype in _INTEGER_DTYPES:
+        wide = source.long()
+        is_held = (wide >= limits.min) & (wide <= limits.max)
+    if is_held is not None:
+        if bool(is_held.all()):
+            return
+        value = f"a value of {wide[~is_held][0].item()!r}"
+    raise RefitError(
+        name,
+        value,
+        f"{target.name} holds integers from {limits.min} to {limits.max} ({dtype}); they come in any integer "
+        "dtype, or as whole numbers in FP32 or FP64",
+        "Send the integers as the trainer has them; the old values were kept.",
+    )
+
+
+def has_fewer_bits(sent: torch.dtype, served: torch.dtype) -> bool:
+    """Whether numbers that differ as they are served may have come as one: of an FP32 router's bias in BF16."""
+    are_floats = sent.is_floating_point and served.is_floating_point
+    return are_floats and torch.finfo(sent).eps > torch.finfo(served).eps
 
 
 def check_takes_scale(target: Target, name: str) -> None:
@@ -47,12 +87,39 @@ def check_shape(target: Target, name: str, loaded: torch.Tensor, args: tuple, kw
     """
     expected = _full_shape(target, args, kwargs)
     if expected is not None and tuple(loaded.shape) != expected:
-        raise RefitError(
-            name,
-            f"shape {tuple(loaded.shape)}",
-            f"{target.name} takes the full, unsharded {expected}",
-            "Send the tensor as the checkpoint has it; the engine cuts this rank's shard.",
-        )
+        raise _wrong_shape(name, loaded, f"{target.name} takes", expected)
+
+
+def of_known_sizes(weights: Iterable[Sent], known: Mapping[str, Known]) -> Iterator[Sent]:
+    """Pass on what is sent; a dimension of 1 more or less makes no difference.
+
+    Most loaders read a rank's part of whatever they are given, so one of more elements would be cut in
+    silence, whoever wrote its loader.
+
+    Args:
+        known: names that were there at the start, with their shapes.
+
+    Raises:
+        RefitError: a tensor does not have the sizes that it had at the start.
+    """
+    for name, tensor in weights:
+        expected = known[name].shape if name in known else tensor.shape
+        if _sizes(tensor.shape) != _sizes(expected):
+            raise _wrong_shape(name, tensor, "this server takes", expected)
+        yield name, tensor
+
+
+def _sizes(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def _wrong_shape(name: str, tensor: torch.Tensor, who: str, expected: Sequence[int]) -> RefitError:
+    return RefitError(
+        name,
+        f"shape {tuple(tensor.shape)}",
+        f"{who} the full, unsharded {tuple(expected)}",
+        "Send the tensor as the checkpoint has it; the engine cuts this rank's shard.",
+    )
 
 
 def _full_shape(target: Target, args: tuple, kwargs: dict) -> tuple[int, ...] | None:
@@ -75,7 +142,8 @@ def _full_shape(target: Target, args: tuple, kwargs: dict) -> tuple[int, ...] | 
     rows = _full_rows(layer, args[0] if args else None)
     if rows is None:
         return None
-    return (rows,) if leaf == "bias" else (rows, layer.input_size)
+    # The weight of a depthwise convolution is [rows, 1, k]: SGLang puts the 1 in when the layer is made.
+    return (rows,) if leaf == "bias" else (rows, *target.parameter.shape[1:-1], layer.input_size)
 
 
 def _full_expert_shape(target: Target, given: tuple) -> tuple[int, ...] | None:
@@ -97,7 +165,7 @@ def _full_expert_shape(target: Target, given: tuple) -> tuple[int, ...] | None:
 
 
 def _full_rows(layer: Any, shard: Any) -> int | None:
-    """Rows of a linear layer, or of these parts of a fused one."""
+    """Rows of a linear layer, or of these parts of a fused one; None where its parts are not known."""
     from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
     parts: dict[Any, int]
@@ -108,7 +176,7 @@ def _full_rows(layer: Any, shard: Any) -> int | None:
     elif isinstance(layer, MergedColumnParallelLinear):
         parts = dict(enumerate(layer.output_sizes))
     else:
-        return int(layer.output_size)
+        return int(layer.output_size) if shard is None else None
     if shard is None:
         return sum(parts.values())
     wanted = shard if isinstance(shard, tuple) else (shard,)
@@ -140,10 +208,12 @@ def not_taken_errors(
         known: names that the model takes.
     """
     homeless = [name for name in names if name in set_aside]
-    others = [name for name in names if name not in set_aside]
     errors = dict.fromkeys(homeless, str(_homeless_scales_error(homeless)))
-    if others:
-        errors |= dict.fromkeys(others, str(_unknown_names_error(others, known)))
+    others = [name for name in names if name not in set_aside]
+    for is_adapter in (False, True):  # what is to be done about them is not the same
+        alike = [name for name in others if is_of_an_adapter(name) == is_adapter]
+        if alike:
+            errors |= dict.fromkeys(alike, str(_unknown_names_error(alike, known)))
     return errors
 
 
@@ -153,8 +223,11 @@ def _unknown_names_error(unknown: list[str], known: Iterable[str]) -> RefitError
         listed(unknown),
         f"{len(unknown)} name(s) that no parameter takes",
         "every tensor sent has to land somewhere",
-        near_matches(unknown[0], known)
-        + "Set unknown_names='warn' in quantization_config to let them pass.",
+        remedy_for_unknown(
+            unknown[0],
+            known,
+            "Set unknown_names='warn' in quantization_config to let them pass.",
+        ),
     )
 
 
@@ -169,7 +242,8 @@ def not_finite_errors(found: list[tuple[str, torch.Tensor]]) -> dict[str, str]:
             count = int(bad.sum())
             first = bad.nonzero()[0].tolist()
             lines[name] = (
-                f"{name}: NaN or Inf in {count} of {bad.numel()} block(s), first at {first}; "
+                f"{name}: NaN or Inf in {count} of {bad.numel()} block(s), first at {first} "
+                "(BF16 overflows to Inf from 3.3962e38 on, FP16 from 65520); "
                 "a block that is not finite keeps its old bytes. Mend the weight and send it again"
             )
     return lines

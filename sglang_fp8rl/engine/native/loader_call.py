@@ -18,7 +18,13 @@ from ..interception import Write, make_stand_in, unwatched
 from ..model.parameters import Target, part_of, quantize_write
 from ..report.report import RefitReport
 from .call import Call
-from .checks import check_dtype, check_shape, check_takes_scale
+from .checks import (
+    check_dtype,
+    check_integers,
+    check_shape,
+    check_takes_scale,
+    has_fewer_bits,
+)
 from .pairs import Half, PairTable, blocks_of, store_pair
 from .recording import Done
 
@@ -186,12 +192,18 @@ class LoaderCalls:
                 call.observer.leave_native(one.sources, _MADE if one.sources else _NOT_SENT)
         for sources, theirs in groups.items():
             call.sources.consume(sources)
+            for source in sources:
+                if has_fewer_bits(source.dtype, given.target.parameter.dtype):
+                    call.narrowed[source.name] = None
             if not call.update.origin.is_serving:
                 self.report.names.landed(sources, given.target, given.part, theirs)
 
     def _do(self, given: _Given, writes: Sequence[Write], of_each: Sequence[Made]) -> None:
         recording = given.call.recording
         with unwatched():
+            for write in writes:
+                if write.source is not None:
+                    check_integers(given.target, given.name, write.source)
             for one, write in zip(of_each, writes, strict=True):
                 done, box = self._apply(given, write)
                 if recording is not None and one.is_view:
@@ -223,18 +235,37 @@ class LoaderCalls:
                 "what is served in FP8 is written by copies, which are cast with their scales",
                 "Add the module to ignored_layers.",
             )
-        with observer.watching_thread():
-            run(target.parameter)
+        self._run_on_parameter(given, run)
         self.report.written(target, None)
         return []
+
+    def _run_on_parameter(self, given: _Given, run: Callable[[torch.Tensor], None]) -> None:
+        """Run a loader that does more than copy. With a NaN or Inf on the way, nothing of it stays."""
+        call, parameter, known = given.call, given.target.parameter, len(given.call.not_finite)
+        with unwatched():
+            before = parameter.data.clone()
+        try:
+            with call.observer.watching_thread():
+                run(parameter)
+        except Exception:
+            with unwatched():
+                parameter.data.copy_(before)
+            raise
+        with unwatched():
+            bad = [flags.any() for name, flags in call.not_finite[known:] if name == given.name]
+            if bad:
+                kept = torch.where(torch.stack(bad).any(), before, parameter.data)
+                parameter.data.copy_(kept)
 
     def _store_half(self, given: _Given, half: Half, *, is_scale: bool) -> None:
         """Half of an FP8 weight came; with the other one it is stored."""
         target, recording = given.target, given.call.recording
-        pair = self.pairs.add(target, given.part, half, is_scale=is_scale)
-        if pair is None:
-            return
         with unwatched():
+            # What a stream sends may lie where its next tensor will: what waits for the other half is copied.
+            is_lent = given.call.bucket is None
+            pair = self.pairs.add(target, given.part, half, is_scale=is_scale, is_lent=is_lent)
+            if pair is None:
+                return
             copies = store_pair(pair)
         boxes = [self.report.written(target, block.region) for block in pair.weight.blocks]
         if recording is not None:
@@ -261,7 +292,7 @@ class LoaderCalls:
         else:
             destination = write.destination(target.parameter)
             done.append((source, destination, None))
-            if source.is_floating_point():
+            if source.is_floating_point() and destination.is_floating_point():
                 bad = copy_finite_into(source.to(destination.device), destination)
                 call.not_finite.append((name, bad))
             else:

@@ -48,6 +48,10 @@ class Half:
     stamp: int
     blocks: list[Block] = field(default_factory=list)
 
+    def keep(self) -> None:
+        """Copy it: the sender takes its memory back."""
+        self.tensor, self.source = self.tensor.clone(), None
+
 
 class Pair(NamedTuple):
     """Codes and scale of one FP8 weight (one logical matrix of a fused layer)."""
@@ -75,11 +79,19 @@ class PairTable:
         """A call begins whose refit has been running since that stamp: what waits from before is of another."""
         self.halves = {key: half for key, half in self.halves.items() if half.stamp >= since}
 
-    def add(self, target: Target, key: tuple, half: Half, *, is_scale: bool) -> Pair | None:
-        """Take a half; `target` is the weight's. Returns the pair when this completed it."""
+    def add(
+        self, target: Target, key: tuple, half: Half, *, is_scale: bool, is_lent: bool = False
+    ) -> Pair | None:
+        """Take a half; `target` is the weight's. Returns the pair when this completed it.
+
+        Args:
+            is_lent: its memory is its sender's before the other half comes: one that waits is copied.
+        """
         with self._lock:
             other = self.halves.pop((id(target), key, not is_scale), None)
             if other is None:
+                if is_lent:
+                    half.keep()
                 self.halves[id(target), key, is_scale] = half
                 return None
         return Pair(target, other, half) if is_scale else Pair(target, half, other)
@@ -110,7 +122,7 @@ class PairTable:
         """Copy what is kept beyond the call: the sender takes its memory back. Returns whether any half is."""
         came = [half for half in self.halves.values() if half.source is not None]
         for half in came:
-            half.tensor, half.source = half.tensor.clone(), None
+            half.keep()
         return bool(came)
 
 

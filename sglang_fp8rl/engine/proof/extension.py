@@ -55,10 +55,11 @@ class Held:
 
 @dataclass
 class Rank:
-    """What one rank brings: of each name what it holds, and derived weights that were stale."""
+    """What one rank brings: of each name what it holds, derived weights that were stale, and what can't be explained."""
 
     held: dict[str, Held] = field(default_factory=dict)
     stale: list[str] = field(default_factory=list)
+    unproven: dict[str, str] = field(default_factory=dict)
 
 
 def rank_of(refit: ModelRefit) -> Rank:
@@ -78,7 +79,7 @@ def rank_of(refit: ModelRefit) -> Rank:
         values = iter(numbers_of(to_read))  # of all at once: a GPU is waited for once
     for box in (box for name in held for box in held[name].boxes):
         box.value = next(values)
-    return Rank(held, stale)
+    return Rank(held, stale, refit.derived.kept_copies.unproven)
 
 
 def fingerprint_of_ranks(ranks: Sequence[Rank]) -> Fingerprint:
@@ -97,6 +98,7 @@ def fingerprint_of_ranks(ranks: Sequence[Rank]) -> Fingerprint:
         if difference:
             differing[name] = difference
     for at, rank in enumerate(ranks):
+        unproven |= {place: f"tp_rank {at}: {why}" for place, why in rank.unproven.items()}
         for place in rank.stale:
             differing.setdefault(
                 place,

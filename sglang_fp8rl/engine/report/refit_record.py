@@ -146,6 +146,7 @@ class Part:
         tensors, nbytes, seconds: what came, and how long it took.
         has_taken: whether any of its tensors reached a parameter.
         has_waited: whether it did not ask for the flush.
+        narrowed: as in `Refit`.
     """
 
     stamp: int
@@ -154,6 +155,7 @@ class Part:
     seconds: float
     has_taken: bool
     has_waited: bool
+    narrowed: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -209,6 +211,11 @@ class Refit:
     def tensors(self) -> int:
         """Names that came; none comes twice in a refit."""
         return sum(part.tensors for part in self.parts)
+
+    @property
+    def narrowed(self) -> list[str]:
+        """Names of what came with fewer bits than it is served with: BF16 for an FP32 parameter."""
+        return [name for part in self.parts for name in part.narrowed]
 
     @property
     def is_partial(self) -> bool:

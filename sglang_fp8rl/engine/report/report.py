@@ -28,11 +28,13 @@ class Arrived(NamedTuple):
         numbers: of all names.
         nbytes: that came.
         has_taken: whether any of it reached a parameter.
+        narrowed: names of what came with fewer bits than it is served with.
     """
 
     numbers: np.ndarray
     nbytes: int
     has_taken: bool
+    narrowed: tuple[str, ...] = ()
 
 
 class RefitReport:
@@ -125,7 +127,8 @@ class RefitReport:
         self.brought.bring(arrived.numbers, stamp)
         seconds = time.perf_counter() - self._started
         tensors, has_waited = len(arrived.numbers), not update.is_last_call
-        part = Part(stamp, tensors, arrived.nbytes, seconds, arrived.has_taken, has_waited)
+        rest = arrived.has_taken, has_waited, arrived.narrowed
+        part = Part(stamp, tensors, arrived.nbytes, seconds, *rest)
         refit.parts.append(part)
         if errors:
             self.fail(errors.values(), update)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ...client import RefitClient
-from ...compat import host_version
+from ...compat import installed
 from ...config import QUANTIZATION_METHOD
-from ...terminal import plan_table
 from ...wire.bucket import NamedTensor
+from ..plan_table import plan_table
 from ..testing.checkpoints import make_checkpoint
 from ..testing.outputs import ask, differences, make_prompts
 from ..testing.server import ServerProcess
@@ -54,7 +54,7 @@ def run_demo(model: Path | None, directory: Path, screen: Screen) -> DemoReport:
     report = DemoReport(
         model=str(model or "the demo's own small Qwen3"),
         device=torch.cuda.get_device_name() if has_gpu else "CPU reference platform",
-        sglang=str(host_version()),
+        sglang=str(installed("sglang")),
         torch=torch.__version__,
         directory=str(directory),
     )

@@ -8,12 +8,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import cast
 
-from ...engine.host.plan_offline import make_plan
 from ...errors import ConfigError, EvaluationError
 from ...wire.plan import RefitPlan
 from ..eval.gap import Precision, load_tokenizer
 from ..eval.options import check_values
 from ..eval.prompts import load_prompts
+from ..plan_offline import make_plan
 from .finding import Finding, effects_of, finding_of
 from .measure import Measurement, Settings, key_of
 from .reference import load_reference

@@ -1,7 +1,7 @@
 """Numba kernels of the CPU cast, on raw bits: NumPy has neither BF16 nor FP8.
 
-An FP32 source is uint32, a BF16 source uint16. What is written says what is wanted: uint8 are codes, uint16
-what a server computes with, codes times scales in BF16. Two passes over a strip of `block_n` rows by about
+FP32 is uint32, BF16 uint16, FP16 int16. What is written says what is wanted: uint8 are codes, uint16 what a
+server computes with, codes times scales in BF16. Two passes over a strip of `block_n` rows by about
 one page, so that the second finds it in the cache:
 
 - `amax` is an integer maximum over the magnitude bits. Rounding is monotonic, so only the amax is
@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import numba
 import numpy as np
+import torch
 from numba.extending import overload
 
+from ..reference import FP8_DTYPE
 from .jit import array_at, fma, jit, prefetch
 
 # Below it a remainder may have no exact FP32 number.
@@ -40,18 +42,58 @@ STRIP_BYTES = 4096
 BF16_STEP = tuple(map(np.uint32, (0x7FFF, 1, 0xFFFF0000)))
 NO_STEP = tuple(map(np.uint32, (0, 0, 0xFFFFFFFF)))
 # What tells Numba the type of elements: their bits, as the kernels read and write them.
-WIDE, SLIM, CODE = np.uint32(0), np.uint16(0), np.uint8(0)
+WIDE, SLIM, HALF, CODE = np.uint32(0), np.uint16(0), np.int16(0), np.uint8(0)
+UNITS = {torch.float32: WIDE, torch.bfloat16: SLIM, torch.float16: HALF, FP8_DTYPE: CODE}
 
 
 def _fp32_bits(x):
-    """FP32 bits of a source element: uint32 is FP32 already, uint16 is BF16."""
+    """FP32 bits of a source element."""
 
 
 @overload(_fp32_bits)
 def _overload_fp32_bits(x):
     if x == numba.types.uint32:
         return lambda x: x
-    return lambda x: np.uint32(np.uint32(x) << np.uint32(16))
+    if x == numba.types.uint16:
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16))
+    return lambda x: _half_to_fp32(np.uint32(np.uint16(x)))
+
+
+@jit
+def _half_to_fp32(half):
+    """The bits of FP16 behind the sign are those of the number over 2**112, if FP32 reads them; but for Inf and
+    NaN."""
+    magnitude = np.uint32(np.uint32(half & np.uint32(0x7FFF)) << np.uint32(13))
+    special = np.uint32(0x7F800000) if magnitude >= np.uint32(0x0F800000) else np.uint32(0)
+    bits = np.uint32(_bits(_float(magnitude) * np.float32(2.0**112)) | special)
+    return np.uint32(bits | np.uint32(np.uint32(half & np.uint32(0x8000)) << np.uint32(16)))
+
+
+def narrowed(bits, like):
+    """Bits of the dtype that `like` is an element of, from finite FP32 bits, rounded to nearest even."""
+
+
+@overload(narrowed)
+def _overload_narrowed(bits, like):
+    if like == numba.types.uint32:
+        return lambda bits, like: bits
+    if like == numba.types.uint16:
+        return lambda bits, like: np.uint16(_round(bits, BF16_STEP) >> np.uint32(16))
+    return lambda bits, like: np.int16(_fp32_to_half(bits))
+
+
+@jit
+def _fp32_to_half(bits):
+    """The bits of FP16 that `_half_to_fp32` takes, from 65520 down: rounded by the FPU, as `_code` is."""
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    smallest = np.uint32(
+        113 << 23
+    )  # 2**-14, the smallest normal FP16; below, ulps are those of 2**-14
+    exponent = max(np.uint32(magnitude & np.uint32(0x7F800000)), smallest)
+    lift = np.uint32(exponent + np.uint32(13 << 23))
+    ulps = np.uint32(_bits(_float(magnitude) + _float(lift)) - lift)
+    half = np.uint32(ulps + np.uint32(np.uint32(exponent - smallest) >> np.uint32(13)))
+    return np.uint32(half | np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000)))
 
 
 @jit
@@ -67,11 +109,11 @@ def _magnitude(x, step):
 
 @overload(_magnitude)
 def _overload_magnitude(x, step):
-    if x == numba.types.uint32:  # one `and` takes what is rounded away and the sign
-        return lambda x, step: _float(
-            _round(x, (step[0], step[1], step[2] & np.uint32(0x7FFFFFFF)))
-        )
-    return lambda x, step: _float(_fp32_bits(x) & np.uint32(0x7FFFFFFF))
+    if x == numba.types.uint16:
+        return lambda x, step: _float(_fp32_bits(x) & np.uint32(0x7FFFFFFF))
+    return lambda x, step: _float(  # one `and` takes what is rounded away and the sign
+        _round(_fp32_bits(x), (step[0], step[1], step[2] & np.uint32(0x7FFFFFFF)))
+    )
 
 
 @jit

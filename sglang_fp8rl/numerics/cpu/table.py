@@ -4,33 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..grid import ceil_div
-from ..write_table import BAD_SCALE, NAN_CODE, CastTable, Dtype, Kind
+from ..write_table import BAD_SCALE, DTYPES, NAN_CODE, CastTable, Dtype, Kind
 from .jit import array_at, by_rows, in_threads, jit, threads_for
 from .kernels import (
     BF16_STEP,
     CODE,
+    HALF,
     NO_STEP,
     SLIM,
+    UNITS,
     WIDE,
     _amax,
     _fp32_bits,
-    _round,
     cast_region,
+    narrowed,
 )
 
 # A unit of work for a thread: rows of blocks of one piece, about this many elements.
 _ELEMENTS_PER_ITEM = 256 * 1024
 # Chunks of items per thread: one that was held up, or has the larger ones, leaves some to the others.
 _CHUNKS_PER_THREAD = 16
-# FP32 bits of Inf, and of the smallest number that is Inf in BF16.
-_INF, _ROUNDS_TO_INF = 0x7F800000, 0x7F7F8000
+# FP32 bits of the smallest number that is Inf in a dtype, by `Dtype`.
+_INF = 0x7F800000
+_ROUNDS_TO_INF = np.zeros(len(Dtype), np.uint32)
+_ROUNDS_TO_INF[[Dtype.FP32, Dtype.BF16, Dtype.FP16]] = _INF, 0x7F7F8000, 0x477FF000
 _BAD_SCALE, _NAN_CODE = np.uint8(BAD_SCALE), np.uint8(NAN_CODE)
-_COPY, _SCALES, _CODES, _FP32 = map(int, (Kind.COPY, Kind.SCALES, Kind.CODES, Dtype.FP32))
+_CAST, _SCALES, _CODES = map(int, (Kind.CAST, Kind.SCALES, Kind.CODES))
+_FP32, _BF16 = int(Dtype.FP32), int(Dtype.BF16)
 
 
 def cast_into(
@@ -42,30 +48,27 @@ def cast_into(
     pow2_scale: bool,
     round_to_bf16: bool,
 ) -> None:
-    """As `reference.cast_into`, for FP32 and BF16 in contiguous rows; a NaN in BF16 may have other bits.
+    """As `reference.cast_into`, of contiguous rows; a NaN in BF16 may have other bits.
 
     The bytes do not depend on the number of threads, which is torch's for a large tensor.
     """
-    rows, cols = source.shape
-    # Addresses, because arrays cost a small tensor more than its cast: each is three calls here.
-    cast_rows = partial(
-        cast_region,
-        source.data_ptr(),
-        WIDE if source.dtype == torch.float32 else SLIM,
-        source.stride(0),
-        target.data_ptr(),
-        SLIM if target.dtype == torch.bfloat16 else CODE,
-        target.stride(0),
-        weight_scale.data_ptr(),
-        *weight_scale.stride(),
-        nonfinite.data_ptr(),
-        rows,
-        cols,
-        *block,
-        BF16_STEP if round_to_bf16 else NO_STEP,
-        bool(pow2_scale),
-    )
-    by_rows(cast_rows, rows, cols, block[0])
+    (rows, cols), step = source.shape, BF16_STEP if round_to_bf16 else NO_STEP
+    places = (*_places(source, target), weight_scale.data_ptr(), *weight_scale.stride())
+    shape = (nonfinite.data_ptr(), rows, cols, *block)
+    by_rows(partial(cast_region, *places, *shape, step, bool(pow2_scale)), rows, cols, block[0])
+
+
+def copy_into(source: torch.Tensor, target: torch.Tensor, bad: torch.Tensor) -> None:
+    """As `cast.copy_finite_into` of what a `Piece` of COPY may be; `bad`, bool [rows], says which rows stayed."""
+    (rows, cols), dtype = source.shape, int(DTYPES[target.dtype])
+    how = (bad.data_ptr(), rows, cols, dtype, False)
+    by_rows(partial(copy_region, *_places(source, target), *how), rows, cols, 1)
+
+
+def _places(source: torch.Tensor, target: torch.Tensor) -> tuple[Any, ...]:
+    """Addresses, because arrays cost a small tensor more than its cast: each is three calls here."""
+    of_source = (source.data_ptr(), UNITS[source.dtype], source.stride(0))
+    return (*of_source, target.data_ptr(), UNITS[target.dtype], target.stride(0))
 
 
 class CpuTable:
@@ -112,25 +115,27 @@ def _items_of(pieces: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 @jit
-def copy_rows(
-    source, source_stride, target, target_stride, bad, cols, is_scales, row_start, row_stop
-):
-    """Copy rows that stay finite, and of scales those that are positive; to BF16 they are rounded."""
-    narrow = target.itemsize == 2
-    limit = np.uint32(_ROUNDS_TO_INF if narrow else _INF)
+def copy_region(
+    source, source_unit, source_stride, target, target_unit, target_stride, flags, rows, cols,
+    target_dtype, is_scales, row_start, row_stop,
+):  # fmt: skip
+    """Copy rows that stay finite, and of scales those that are positive, rounded to nearest even.
+
+    Arguments are those of `cast_region`; a flag for each row.
+    """
+    x = array_at(source, (rows - 1) * source_stride + cols, source_unit)
+    out = array_at(target, (rows - 1) * target_stride + cols, target_unit)
+    bad = array_at(flags, rows, np.uint8(0))
     for row in range(row_start, row_stop):
-        x = source[row * source_stride : row * source_stride + cols]
-        bad[row] = _amax(x, np.uint32(0)) >= limit or (is_scales and not _are_positive(x))
+        values = x[row * source_stride : row * source_stride + cols]
+        bad[row] = _amax(values, np.uint32(0)) >= _ROUNDS_TO_INF[target_dtype] or (
+            is_scales and not _are_positive(values)
+        )
         if bad[row]:
             continue
-        out = target[row * target_stride : row * target_stride + cols]
-        if narrow:
-            for c in range(cols):
-                bits = _round(_fp32_bits(x[c]), BF16_STEP)
-                out[c] = out.dtype.type(bits >> np.uint32(16))
-        else:
-            for c in range(cols):
-                out[c] = out.dtype.type(_fp32_bits(x[c]))
+        to = out[row * target_stride : row * target_stride + cols]
+        for c in range(cols):
+            to[c] = narrowed(_fp32_bits(values[c]), to[c])
 
 
 @jit
@@ -143,22 +148,43 @@ def _are_positive(x):
 
 @jit
 def copy_codes(
-    source, source_stride, destination, destination_stride, bad, cols, block_n, row_start, row_stop
+    source, source_stride, target, target_stride, bad, cols, block_n, row_start, row_stop
 ):
     """Copy rows of codes whose scales were copied and none of which is NaN."""
     for row in range(row_start, row_stop):
         if bad[row // block_n] == _BAD_SCALE:
             continue
-        x = source[row * source_stride : row * source_stride + cols]
+        x = array_at(source + row * source_stride, cols, CODE)
         largest = np.uint8(0)
         for c in range(cols):
             largest = max(largest, np.uint8(x[c] & np.uint8(0x7F)))
         if largest == np.uint8(0x7F):
             bad[row // block_n] = _NAN_CODE
             continue
-        out = destination[row * destination_stride : row * destination_stride + cols]
+        out = array_at(target + row * target_stride, cols, CODE)
         for c in range(cols):
             out[c] = x[c]
+
+
+@jit
+def run_piece(unit, source, piece, flags, step, pow2_scale, start, stop):
+    """Rows `start` to `stop` of a piece whose source has elements of that `unit`."""
+    kind, dtype = piece["kind"], piece["destination_dtype"]
+    places = (source, unit, piece["source_stride"], piece["destination"])
+    shape = (np.int64(flags.ctypes.data), piece["rows"], piece["cols"])
+    stride = piece["destination_stride"]
+    if kind == _CAST:
+        scales = (piece["scales"], piece["scales_stride0"], piece["scales_stride1"])
+        how = (piece["block_n"], piece["block_k"], step, pow2_scale, start, stop)
+        cast_region(*places, CODE, stride, *scales, *shape, *how)
+    else:
+        rest = (stride, *shape, dtype, kind == _SCALES, start, stop)
+        if dtype == _FP32:
+            copy_region(*places, WIDE, *rest)
+        elif dtype == _BF16:
+            copy_region(*places, SLIM, *rest)
+        else:
+            copy_region(*places, HALF, *rest)
 
 
 @jit
@@ -166,38 +192,18 @@ def run_items(pieces, items, addresses, flags, step, pow2_scale, first, last):
     """Items `first` to `last` of a table; releases the GIL."""
     for number in range(first, last):
         piece, start, stop = pieces[items[number, 0]], items[number, 1], items[number, 2]
-        rows, cols, kind = piece["rows"], piece["cols"], piece["kind"]
-        address = addresses[piece["source"]] + piece["source_offset"]
-        target = piece["destination"]
-        stride, out_stride = piece["source_stride"], piece["destination_stride"]
-        span, out_span = (rows - 1) * stride + cols, (rows - 1) * out_stride + cols
-        is_wide, to_wide = piece["source_dtype"] == _FP32, piece["destination_dtype"] == _FP32
-        wide, slim = array_at(address, span, WIDE), array_at(address, span, SLIM)
-        out32, out16 = array_at(target, out_span, WIDE), array_at(target, out_span, SLIM)
+        source = addresses[piece["source"]] + piece["source_offset"]
         bad = flags[piece["flags"] :]
-        if kind == _CODES:
-            codes, out8 = array_at(address, span, CODE), array_at(target, out_span, CODE)
-            copy_codes(codes, stride, out8, out_stride, bad, cols, piece["block_n"], start, stop)
-        elif kind in (_COPY, _SCALES):
-            how = (cols, kind == _SCALES, start, stop)
-            if is_wide and to_wide:
-                copy_rows(wide, stride, out32, out_stride, bad, *how)
-            elif is_wide:
-                copy_rows(wide, stride, out16, out_stride, bad, *how)
-            elif to_wide:
-                copy_rows(slim, stride, out32, out_stride, bad, *how)
-            else:
-                copy_rows(slim, stride, out16, out_stride, bad, *how)
+        rest = (source, piece, bad, step, pow2_scale, start, stop)
+        if piece["kind"] == _CODES:
+            strides = (piece["source_stride"], piece["destination_stride"])
+            size = (piece["cols"], piece["block_n"])
+            copy_codes(
+                source, strides[0], piece["destination"], strides[1], bad, *size, start, stop
+            )
+        elif piece["source_dtype"] == _FP32:
+            run_piece(WIDE, *rest)
+        elif piece["source_dtype"] == _BF16:
+            run_piece(SLIM, *rest)
         else:
-            scales = (piece["scales"], piece["scales_stride0"], piece["scales_stride1"])
-            region = (np.int64(bad.ctypes.data), rows, cols, piece["block_n"], piece["block_k"])
-            if is_wide:
-                cast_region(
-                    address, WIDE, stride, target, CODE, out_stride, *scales, *region,
-                    step, pow2_scale, start, stop,
-                )  # fmt: skip
-            else:
-                cast_region(
-                    address, SLIM, stride, target, CODE, out_stride, *scales, *region,
-                    step, pow2_scale, start, stop,
-                )  # fmt: skip
+            run_piece(HALF, *rest)

@@ -21,8 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Kinds of source: FP32 comes as int32, BF16 as int16.
-FP32, BF16 = tl.constexpr(0), tl.constexpr(1)
+from ..write_table import Dtype
+
+# Kinds of source and of copies, as `write_table.Dtype`: FP32 comes as int32, BF16 and FP16 as int16.
+FP32, BF16, FP16 = (tl.constexpr(int(one)) for one in (Dtype.FP32, Dtype.BF16, Dtype.FP16))
 # The first with a conversion to e4m3 (Ada); it also has the maximum of two BF16 at once.
 _CONVERTS_TO_E4M3 = (8, 9)
 
@@ -38,7 +40,13 @@ def has_packed_kernels(device: torch.device) -> bool:
 @triton.jit
 def fp32_bits(x, KIND: tl.constexpr):
     """FP32 bits (int32) of source bits."""
-    return x if KIND == FP32 else x.to(tl.int32) << 16
+    if KIND == FP32:
+        bits = x
+    elif KIND == BF16:
+        bits = x.to(tl.int32) << 16
+    else:
+        bits = x.to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    return bits
 
 
 @triton.jit

@@ -7,11 +7,6 @@ All have the same first arguments:
 - `call` int64 [1 + sources]: what changes from call to call. A program that raises a flag sets the
   first number, so that flags are fetched only if there is one; the others are the sources' addresses.
 - `flags` int8, see `CastTable.flags_of`.
-
-Addresses come as numbers, so Triton knows nothing of them, and without knowing it loads elements one
-by one. Hence the alignments, in bytes, that divide an address and the stride of its rows (of a target, its
-columns too); they are told to Triton where they are used, because what is said of a value is lost where it
-enters or leaves a function.
 """
 
 from __future__ import annotations
@@ -43,12 +38,6 @@ def piece_of(table, owners):
 @triton.jit
 def source_address(row, call):
     return tl.load(call + 1 + tl.load(row + _SOURCE)) + tl.load(row + _OFFSET)
-
-
-@triton.jit
-def known_multiple(x, OF: tl.constexpr):
-    """`x`, which is a multiple of `OF`, in a form that shows it."""
-    return x // OF * OF
 
 
 @triton.jit

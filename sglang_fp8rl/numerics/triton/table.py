@@ -1,4 +1,4 @@
-"""Casts and copies on a GPU, through Triton: one cast, or a `CastTable`.
+"""Casts and copies on a GPU, through Triton: one matrix, or a `CastTable`.
 
 A table's aligned blocks are one launch, ragged ones, rows and copies others. Codes that come with their scales
 are copied, rows of scales first.
@@ -16,8 +16,10 @@ import torch
 
 from .. import reference
 from ..grid import ceil_div
-from ..write_table import LONGEST_ROW, CastTable, Dtype, Kind, Piece
+from ..write_table import DTYPES, LONGEST_ROW, CastTable, Kind
 from .arithmetic import has_packed_kernels
+from .matrix import BLOCK, CHUNKS, WIDEST, cast_matrix, row_warps, tile_options
+from .matrix import copy_into as copy_into  # of one matrix too, for `cast.py`
 from .pieces import COLUMNS
 from .table_kernels import (
     table_codes_kernel,
@@ -27,31 +29,8 @@ from .table_kernels import (
 )
 from .through import through
 
-_BLOCK = 128  # rows and columns of the blocks that have kernels
-_WIDEST = 16  # bytes of a load or store
-_SIZES = np.array([4, 2, 1])  # bytes, by `Dtype`
-# A row is one program's, of one of these sizes: a launch for each that a table has. Registers hold 65,536
-# columns, longer rows are spilled.
-_CHUNKS = np.array([64, 512, *(2**n for n in range(11, LONGEST_ROW.bit_length()))])
-# Elements of a row per thread, in two stores: what a row costs is shared by so many.
-_ROW_ELEMENTS = 32
-_TILE_WARPS = 8
-# With 64 registers for each of 256 threads, four programs fit on a multiprocessor. Narrow loads and
-# stores need an address each, which would be spilled.
-_TILE_REGISTERS, _TILE_REGISTERS_FROM = 64, 8
-
-
-def row_warps(chunk: int) -> int:
-    """Warps of a program that takes `chunk` elements of a row at a time."""
-    return max(1, min(16, chunk // (32 * _ROW_ELEMENTS)))
-
-
-def tile_options(target_align: int) -> dict[str, Any]:
-    """Launch options of a program per tile, by the bytes that divide its rows of codes."""
-    options = {"num_warps": _TILE_WARPS}
-    if target_align >= _TILE_REGISTERS_FROM:
-        options["maxnreg"] = _TILE_REGISTERS
-    return options
+_SIZES = np.array([dtype.itemsize for dtype in DTYPES])  # by `Dtype`
+_CHUNKS = np.array(CHUNKS)
 
 
 def cast_into(
@@ -63,21 +42,19 @@ def cast_into(
     pow2_scale: bool,
     round_to_bf16: bool,
 ) -> None:
-    """As `reference.cast_into`, for FP32 and BF16 in contiguous rows; a NaN in BF16 may have other bits.
+    """As `reference.cast_into`, of contiguous rows; a NaN in BF16 may have other bits.
 
     A BF16 target gets neither scales nor flags. Blocks that no server has, and longer rows, are PyTorch's.
     """
+    rounding = {"POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16)}
     is_row = block == (1, source.shape[1]) and source.shape[1] <= LONGEST_ROW
-    if block != (_BLOCK, _BLOCK) and not is_row:
+    if block != (BLOCK, BLOCK) and not is_row:
         outs = (target, weight_scale, nonfinite)
         reference.cast_into(source, *outs, block, pow2_scale, round_to_bf16)
     elif target.dtype == torch.bfloat16:
-        through(source, target, is_row, pow2_scale, round_to_bf16)
+        through(source, target, is_row, rounding)
     else:
-        table = CastTable.of([Piece((0, 0), source, target, weight_scale, block)])
-        rounding = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
-        flags = TritonTable(table, source.device, **rounding).start([source.data_ptr()])
-        nonfinite.view(torch.int8).copy_(flags.view(nonfinite.shape))
+        cast_matrix(source, target, weight_scale, nonfinite, is_row, rounding)
 
 
 @dataclass(frozen=True)
@@ -145,7 +122,7 @@ class TritonTable:
         table = self.table.pieces[pieces]
         programs = table["rows"]
         if group.is_block:
-            programs = ceil_div(programs, _BLOCK) * table["flag_cols"]
+            programs = ceil_div(programs, BLOCK) * table["flag_cols"]
         rows[pieces, -1] = np.cumsum(programs) - programs
         owners = self._on_device(np.repeat(pieces.astype(np.int32), programs))
         kernel, constants = self._kernel(group)
@@ -163,26 +140,15 @@ class TritonTable:
             return table_row_kernel, constants | kind | self._rounding
         if group.kind == Kind.CODES:
             return table_codes_kernel, constants
-        constants |= {"TO_FP32": group.target_dtype == Dtype.FP32, "PACKED": self._packed}
+        constants |= {"TO": group.target_dtype, "PACKED": self._packed}
         constants["SCALES"] = group.kind == Kind.SCALES
         return table_copy_kernel, constants | kind
 
     def run(self, addresses: Sequence[int]) -> np.ndarray:
         """As `TableRunner.run`; waits for the device, so the sender may reuse its memory."""
-        flags = self.start(addresses)
-        if not int(self._call[0]):
-            return self._no_flags
-        return flags.cpu().numpy().view(np.uint8)
-
-    def start(self, addresses: Sequence[int]) -> torch.Tensor:
-        """As `run`, but waits for nothing: not to be called again before the device is done.
-
-        Returns:
-            int8 flags on the device.
-        """
         where = np.asarray(addresses, np.int64)[: len(self._sent) - 1]
         self._sent.numpy()[1:] = where
-        lowest = (where | _WIDEST) & -(where | _WIDEST)
+        lowest = (where | WIDEST) & -(where | WIDEST)
         with torch.cuda.device_of(self._call):  # on which Triton launches
             self._call.copy_(self._sent, non_blocking=True)  # its first number says: no flags
             for launch in self.launches:
@@ -192,7 +158,9 @@ class TritonTable:
                 launch.kernel[(len(launch.owners),)](
                     *arguments, SOURCE_ALIGN=align, **launch.constants
                 )
-        return self._flags[: self.table.flag_count]
+        if not int(self._call[0]):
+            return self._no_flags
+        return self._flags[: self.table.flag_count].cpu().numpy().view(np.uint8)
 
 
 @dataclass(frozen=True, order=True)
@@ -213,14 +181,14 @@ def _groups(pieces: np.ndarray) -> list[tuple[_Group, np.ndarray]]:
     """Each group with the indices of its pieces, in the order of their kinds."""
     kind = pieces["kind"]
     is_block = (kind == Kind.CAST) & (pieces["block_n"] > 1)
-    is_ragged = is_block & ((pieces["rows"] % _BLOCK != 0) | (pieces["cols"] % _BLOCK != 0))
+    is_ragged = is_block & ((pieces["rows"] % BLOCK != 0) | (pieces["cols"] % BLOCK != 0))
     size, target_size = _SIZES[pieces["source_dtype"]], _SIZES[pieces["destination_dtype"]]
-    source = pieces["source_offset"] | pieces["source_stride"] * size | _WIDEST
+    source = pieces["source_offset"] | pieces["source_stride"] * size | WIDEST
     target = (
         pieces["destination"]
         | pieces["destination_stride"] * target_size
         | pieces["cols"] * target_size
-        | _WIDEST
+        | WIDEST
     )
     chunks = _CHUNKS[np.searchsorted(_CHUNKS, np.where(is_block, 0, pieces["cols"]))]
     columns = (

@@ -25,6 +25,7 @@ from .arithmetic import (
     round_bits_to_bf16,
     scale_of,
 )
+from .matrix import BLOCK, row_warps
 
 _BLOCK = 128  # rows and columns
 _WIDEST = 8  # elements: 16 bytes of BF16
@@ -136,10 +137,10 @@ def tile_of(source: torch.Tensor, is_row: bool) -> dict[str, Any]:
     """Sizes and launch options of `through_kernel` for a contiguous matrix."""
     (rows, cols), address = source.shape, source.data_ptr()
     divides = cols | _WIDEST | (address // source.element_size() if address % 16 else 0)
-    height, width, warps = _BLOCK, _BLOCK, _WARPS
+    height, width, warps = BLOCK, BLOCK, _TILE_WARPS
     if is_row:
         height, width = 1, max(_SHORTEST, triton.next_power_of_2(cols))
-        warps = max(1, min(16, width // (32 * _ROW_ELEMENTS)))
+        warps = row_warps(width)
     return {
         "HEIGHT": height,
         "WIDTH": width,
@@ -151,13 +152,14 @@ def tile_of(source: torch.Tensor, is_row: bool) -> dict[str, Any]:
 
 
 def through(
-    source: torch.Tensor, out: torch.Tensor, is_row: bool, pow2_scale: bool, round_to_bf16: bool
+    source: torch.Tensor, out: torch.Tensor, is_row: bool, rounding: dict[str, bool]
 ) -> None:
     """One launch and no copy from the host, so that a CUDA graph may capture it.
 
     Args:
-        source: FP32 or BF16, its blocks 128×128, or one row each (`is_row`).
-        out: BF16, contiguous, at an address that 16 divides.
+        source: FP32, BF16 or FP16, its blocks 128×128, or one row each (`is_row`).
+        out: BF16, contiguous.
+        rounding: `POW2` and `ROUND` of the kernels.
     """
     source = source.contiguous()
     tile, (rows, cols) = tile_of(source, is_row), source.shape
@@ -169,8 +171,7 @@ def through(
             rows,
             cols,
             KIND=int(DTYPES[source.dtype]),
-            POW2=bool(pow2_scale),
-            ROUND=bool(round_to_bf16),
-            PACKED=has_packed_kernels(source.device) and round_to_bf16,
+            PACKED=has_packed_kernels(source.device) and rounding["ROUND"],
+            **rounding,
             **tile,
         )

@@ -5,12 +5,14 @@ Each class here takes the place of a module's own (`swap.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...numerics import Blockwise, through_fp8
 from .rules import ServedWeightsError, WeightRule
@@ -50,7 +52,7 @@ def served(weight: torch.Tensor, rule: WeightRule, *, again: bool = False) -> to
             does not keep one for the other.
 
     Raises:
-        ServedWeightsError: a shard, a dtype that nothing is computed in.
+        ServedWeightsError: a shard, memory that FSDP has freed, a dtype that nothing is computed in.
     """
     if hasattr(weight, "to_local"):
         raise ServedWeightsError(
@@ -58,6 +60,17 @@ def served(weight: torch.Tensor, rule: WeightRule, *, again: bool = False) -> to
             f"a DTensor placed as {getattr(weight, 'placements', ())} while it is computed with",
             "scales belong to whole blocks, so a weight is gathered before it is used",
             "Shard with fully_shard, which gathers it; tensor parallelism in the trainer is not served.",
+        )
+    if (
+        not torch.compiler.is_compiling()
+        and weight.numel()
+        and not weight.untyped_storage().nbytes()
+    ):
+        raise ServedWeightsError(
+            rule.name,
+            "its memory is not there",
+            "FSDP gathers a weight before its module computes, and where a gradient comes to what it returned",
+            "Compute the loss from what the module returns, not from what it keeps.",
         )
     check_compute_dtype(weight.dtype, rule)
     rounding = (rule.pow2_scale, rule.round_to_bf16)
@@ -129,87 +142,92 @@ class ServedLinear(nn.Linear):
         return _ServedLinear.apply(x, weight, bias, rule)
 
 
-class _Loan:
-    """The memory of one served weight; alive as long as something of a graph is."""
-
-    def __init__(self, weight: torch.Tensor, rule: WeightRule, lent: torch.Tensor) -> None:
-        self.weight, self.rule = weight, rule
-        self.shape, self.nbytes = lent.shape, lent.nbytes
-        self._ref = StorageWeakRef(lent.untyped_storage())
-
-    def take_back(self) -> None:
-        storage = self._storage()
-        if storage is not None:
-            storage.resize_(0)
-
-    def fill_again(self, *_: Any) -> None:
-        storage = self._storage()
-        if storage is None or storage.nbytes():  # let go of, as by checkpointing; or there still
-            return
-        storage.resize_(self.nbytes)
-        # Through a tensor of its own: what autograd has saved is not changed, it is there again.
-        there = torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)
-        there.set_(storage, 0, self.shape)  # type: ignore[call-overload]
-        there.copy_(served(self.weight.detach(), self.rule, again=True))
-
-    def _storage(self) -> torch.UntypedStorage | None:
-        return torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
-
-
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, weight: torch.Tensor, rule: WeightRule, loans: list[_Loan]
-    ) -> torch.Tensor:
-        lent = served(weight, rule).to(weight.dtype)
-        ctx.loan = _Loan(weight, rule, lent)
-        loans.append(ctx.loan)
-        return lent
+    def forward(ctx: Any, weight: torch.Tensor, rule: WeightRule) -> torch.Tensor:
+        return served(weight, rule).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.loan.take_back()
-        return grad, None, None
+        return grad, None
 
 
 class ServedExperts(nn.Module):
     """Any other module: experts in one tensor, above all.
 
     Their forward passes differ (`transformers` has four of one class), so none is written again: while one
-    runs, the attribute that is the parameter otherwise is the served weight. What it computes keeps that
-    weight for its backward pass; the memory is given back in between, and filled again where the gradient
-    comes in.
+    runs, the attribute that is the parameter otherwise is the served weight. Where that is saved for a
+    backward pass, the parameter is saved in its place, and what is needed of it made again when it is needed:
+    by then FSDP2 has gathered the parameter.
     """
 
     served_rules: dict[str, WeightRule]
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        loans: list[_Loan] = []
-        self.__dict__["_lent"] = {
-            leaf: _StraightThrough.apply(self._parameters[leaf], rule, loans)
-            for leaf, rule in self.served_rules.items()
-        }
+        lent = {leaf: self.straight_through(leaf) for leaf in self.served_rules}
+        self.__dict__["_lent"] = lent
         try:
-            out = super().forward(*args, **kwargs)
+            with self._saved_as_parameters(lent):
+                return super().forward(*args, **kwargs)
         finally:
             del self.__dict__["_lent"]
-        parts = out if isinstance(out, (tuple, list)) else (out,)
-        outputs = [one for one in parts if isinstance(one, torch.Tensor) and one.requires_grad]
-        # In a backward pass (checkpointing) the weights are used next.
-        if outputs and torch._C._current_graph_task_id() == -1:
-            for loan in loans:
-                loan.take_back()
-                for one in outputs:
-                    one.register_hook(loan.fill_again)
-        return out
+
+    def straight_through(self, leaf: str) -> torch.Tensor:
+        """A parameter as served, whose gradient is the parameter's."""
+        return _StraightThrough.apply(self._parameters[leaf], self.served_rules[leaf])
+
+    def _saved_as_parameters(self, lent: dict[str, torch.Tensor]) -> AbstractContextManager[Any]:
+        """While it lasts, autograd saves a parameter for what lies in the memory that was lent for it."""
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            return nullcontext()  # checkpointing lets go of all that is saved; offloading moves it
+        leaves = {one.untyped_storage()._cdata: leaf for leaf, one in lent.items()}
+
+        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int, WeightRule | None, _Place]:
+            place = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            leaf = leaves.get(tensor.untyped_storage()._cdata)
+            if leaf is None:
+                return tensor.detach(), tensor._version, None, place
+            parameter: Any = self._parameters[leaf]
+            return parameter, parameter._version, self.served_rules[leaf], place
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+
+_Place = tuple[Sequence[int], Sequence[int], int]  # of a tensor in its memory: size, stride, offset
+
+
+def _unpack(saved: tuple[torch.Tensor, int, WeightRule | None, _Place]) -> torch.Tensor:
+    """A saved tensor; of a served weight the matrices that the place reaches into, made again."""
+    tensor, version, rule, (size, stride, offset) = saved
+    if tensor._version != version:  # torch looks at no versions where tensors are saved by hooks
+        raise ServedWeightsError(
+            rule.name if rule is not None else f"a tensor of shape {tuple(size)}",
+            f"changed in place {tensor._version - version} time(s) between forward and backward pass",
+            "gradients are of what was computed with",
+            "Step the optimizer behind the backward pass.",
+        )
+    if rule is None:
+        return tensor
+    reach = (
+        sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
+    )
+    each = tensor.numel() // rule.matrices
+    first, last = offset // each, (offset + reach) // each
+    matrices = tensor.detach().reshape(rule.matrices, -1, tensor.shape[-1])[first : last + 1]
+    again = served(matrices, replace(rule, matrices=last + 1 - first), again=True)
+    return again.to(tensor.dtype).as_strided(size, stride, offset - first * each)
 
 
 def lent_weight(leaf: str) -> property:
     """The attribute of a parameter: as served while the module computes, itself otherwise."""
 
-    def get(module: nn.Module) -> Any:
+    def get(module: Any) -> Any:
         lent = module.__dict__.get("_lent")
-        return module._parameters[leaf] if lent is None else lent[leaf]
+        if lent is not None:
+            return lent[leaf]
+        # In a backward pass a part of the module computes again: it was checkpointed by itself.
+        is_backward = torch._C._current_graph_task_id() != -1
+        return module.straight_through(leaf) if is_backward else module._parameters[leaf]
 
     return property(get)

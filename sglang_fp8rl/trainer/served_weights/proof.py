@@ -1,11 +1,14 @@
 """Proof that a model computes with what its server holds.
 
-In two steps, both by bytes: what a swapped module computes with is the product of its parameter's codes
-and scales; and the fingerprint of these, and of everything that is not FP8, is the server's.
+In three steps. The model runs, and is seen computing with its weights as served. By bytes: what a weight as served
+is, is the product of its parameter's codes and scales; and the fingerprint of these, and of everything that is not
+FP8, is the server's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,20 +19,31 @@ from ...wire.fingerprint import Fingerprint, Verification, compare
 from ..fingerprint import Fingerprinter
 from .modules import served
 from .rules import ServedWeightsError, WeightRule, is_below, plain_name
+from .run import check_run
 from .swap import NOT_SERVED, plan_of, served_modules
 
 
-def check_as_served(model: nn.Module, server: Any) -> Verification:
+def check_as_served(
+    model: nn.Module, server: Any, *, run: Callable[[nn.Module], Any] | None = None
+) -> Verification:
     """Prove that the model computes with the bytes that the server holds now.
 
-    Every rank of a sharded model has to call it: weights are gathered one at a time.
+    It runs once, in the mode and under the autocast that it is in, without gradients. Every rank of a sharded
+    model has to call this: weights are gathered.
 
     Args:
         server: a `RefitClient`, of one of the servers that sample.
+        run: calls the model so that all that is served in FP8 computes; needed where its forward takes no
+            `input_ids`.
+
+    Returns:
+        What was compared. What is not FP8, and is computed with in more digits than the server has of it (norms
+        of an FP32 model), is `unproven`.
 
     Raises:
         ServedWeightsError: the server's plan is another than the model computes by; a weight that is
-            held in FP8 could not be compared; or a module computes with something else.
+            held in FP8 could not be compared; or a module, or one that reads its weight, computes with
+            something else.
         RefitError: names whose bytes differ.
     """
     plan, theirs = plan_of(model), server.plan()
@@ -40,6 +54,7 @@ def check_as_served(model: nn.Module, server: Any) -> Verification:
             "scales are shared as the server's plan says, so the model computes by that one",
             "Call compute_as_stored(model), then compute_as_served(model, fetch_plan(url)).",
         )
+    unrounded = check_run(model, run)
     found = compare(server.fingerprint(), fingerprint_of_served(model))
     found.check(type(model).__name__)
     for name, reason in found.unproven.items():
@@ -51,11 +66,12 @@ def check_as_served(model: nn.Module, server: Any) -> Verification:
                 "every weight that is served in FP8 is compared",
                 "Fetch the plan of this server: another tensor-parallel size shares other scales.",
             )
-    return found
+    left = found.compared - len(unrounded.keys() - found.unproven.keys())
+    return replace(found, compared=left, unproven={**found.unproven, **unrounded})
 
 
 def fingerprint_of_served(model: nn.Module, *, source: str = "the trainer") -> Fingerprint:
-    """Of what the model computes with, comparable with the server's. Raises as `check_as_served`."""
+    """Of what swapped modules compute with, comparable with the server's. Raises as `check_as_served`."""
     numbers = Fingerprinter(plan_of(model))
     not_served = getattr(model, NOT_SERVED)
     rules = {rule.name: rule for weights, _ in served_modules(model) for rule in weights.values()}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...errors import Fp8RlError, RefitError, near_matches
+from ...errors import Fp8RlError, RefitError, is_of_an_adapter, near_matches
 from ...wire.plan import UNUSED, RefitPlan, TensorPlan
 from ...wire.sent_names import one_by_one
 
@@ -106,9 +106,9 @@ def _entries(name: str, parameter: nn.Parameter, plan: RefitPlan) -> Iterator[Te
         try:
             entry = plan.of(one)
         except RefitError as error:
-            raise ServedWeightsError(
-                name, error.value, error.rule, _remedy(name, error.remedy)
-            ) from None
+            more = " A module that the server has not (a value head) belongs into not_served."
+            remedy = error.remedy + ("" if is_of_an_adapter(name) else more)
+            raise ServedWeightsError(name, error.value, error.rule, remedy) from None
         if entry.shape is not None and entry.shape != tuple(part.shape):
             raise ServedWeightsError(
                 one,
@@ -118,12 +118,6 @@ def _entries(name: str, parameter: nn.Parameter, plan: RefitPlan) -> Iterator[Te
             )
         if entry.scheme != UNUSED:
             yield entry
-
-
-def _remedy(name: str, remedy: str) -> str:
-    if "lora_" in name or ".base_layer." in name:
-        return "Merge the adapter into its weights: what is served in FP8 is their sum."
-    return remedy + " A module that the server has not (a value head) belongs into not_served."
 
 
 def _rule(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from ...wire.plan import RefitPlan
 from .modules import ServedExperts, ServedLinear, lent_weight
-from .rules import ServedWeightsError, WeightRule, rules_of
+from .rules import ServedWeightsError, WeightRule, plain_name, rules_of
 
 # Attributes of a swapped module, and of the model: the arguments that it was swapped by.
 _RULES, _PLAN, NOT_SERVED = "served_rules", "served_plan", "served_without"
@@ -34,7 +35,8 @@ def compute_as_served(
         Names of the swapped modules.
 
     Raises:
-        ServedWeightsError: it computes so already; or the plan is of another model. Nothing is changed then.
+        ServedWeightsError: it computes so already; the plan is of another model; or a forward was set on a
+            module. Nothing is changed then.
     """
     if hasattr(model, _PLAN) or any(True for _ in served_modules(model)):
         by = f"the plan {plan_of(model).digest[:15]}…" if hasattr(model, _PLAN) else "a plan"
@@ -45,9 +47,10 @@ def compute_as_served(
             "Call compute_as_stored first (on the model that was swapped), then again with the new plan.",
         )
     found = rules_of(model, plan, not_served)
+    _check_computes_by_class([(name, module) for name, module, _ in found], "compute_as_served")
     for _, module, weights in found:
         cls: Any = type(module)
-        module.__class__ = _served_class(cls, tuple(weights))
+        _change_class(module, _served_class(cls, tuple(weights)))
         setattr(module, _RULES, weights)
     setattr(model, _PLAN, plan)
     setattr(model, NOT_SERVED, tuple(not_served))
@@ -58,14 +61,35 @@ def compute_as_stored(model: nn.Module) -> None:
     """Have the model compute with its own parameters again, in the classes that it had.
 
     Raises:
-        ServedWeightsError: it does so already.
+        ServedWeightsError: it does so already; or a forward was set on a module. Nothing is changed then.
     """
     plan_of(model)
-    for _, module in list(served_modules(model)):
-        module.__class__ = _stored_class(type(module))
+    names = {module: name for name, module in model.named_modules()}
+    swapped = [module for _, module in served_modules(model)]
+    _check_computes_by_class([(names[one], one) for one in swapped], "compute_as_stored")
+    for module in swapped:
+        _change_class(module, _stored_class(type(module)))
         delattr(module, _RULES)
     delattr(model, _PLAN)
     delattr(model, NOT_SERVED)
+
+
+def _check_computes_by_class(modules: Iterable[tuple[str, nn.Module]], function: str) -> None:
+    """Raises `ServedWeightsError` for a module whose own `forward` is another than its class's."""
+    for name, module in modules:
+        if vars(module).get("forward") not in (None, MethodType(type(module).forward, module)):
+            raise ServedWeightsError(
+                plain_name(name),
+                "a forward was set on the module itself, as accelerate's hooks do",
+                "modules change their class, and such a forward goes on with the one that it was made of",
+                f"Take it off (accelerate.hooks.remove_hook_from_module), call {function}, and set it again.",
+            )
+
+
+def _change_class(module: nn.Module, cls: Any) -> None:
+    if "forward" in vars(module):  # its class's, which taking off a hook has left there
+        delattr(module, "forward")
+    module.__class__ = cls
 
 
 def plan_of(model: nn.Module) -> RefitPlan:

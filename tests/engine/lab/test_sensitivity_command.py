@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from sglang_fp8rl.cli import app
 from sglang_fp8rl.client import RefitClient
-from sglang_fp8rl.engine.host import plan_offline
-from sglang_fp8rl.engine.host.plan_offline import make_plan
+from sglang_fp8rl.lab import plan_offline
+from sglang_fp8rl.lab.plan_offline import make_plan
 from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("plans_made_once", "one_thread")]

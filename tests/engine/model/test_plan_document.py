@@ -13,7 +13,7 @@ from plans import plan_schema
 from pool import on, runs_on
 from trainer_commands import plan, stored
 
-from sglang_fp8rl.engine.host.plan_offline import make_plan
+from sglang_fp8rl.lab.plan_offline import make_plan
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 from sglang_fp8rl.wire.plan import RefitPlan, digest_of
 

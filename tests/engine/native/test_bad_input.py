@@ -45,6 +45,22 @@ def test_a_name_that_no_parameter_takes_is_refused_with_near_matches(host):
     refused(host, [(wrong, MODEL.first[DOWN])], wrong, "Near matches", DOWN, "unknown_names")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.model.layers.0.mlp.down_proj.weight",
+        "model.layers.0.mlp.down_proj.base_layer.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight",
+        "model.layers.0.self_attn.q_proj.lora_B.weight",
+    ],
+)
+def test_a_name_of_an_adapter_is_not_taken_for_a_misspelt_weight(host, name):
+    """Nor is it to be let pass: what is served would be the base without it."""
+    said = refused(host, [(name, MODEL.first[DOWN])], name, "of an adapter", "merge it before")
+    assert "Near matches" not in said
+    assert "unknown_names" not in said
+
+
 def test_a_misspelt_part_of_a_fused_module_is_told_by_the_name_that_was_sent(host):
     """SGLang's loader raises a KeyError with a name of its own making."""
     wrong = "model.layers.0.self_attn.v_proj.wieght"

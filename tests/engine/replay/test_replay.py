@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from commands import digests, parameter, status, update
+from commands import digests, parameter, set_longest_row, status, update
 from models import MODELS
 from pool import engine_key, on
 
@@ -44,6 +44,43 @@ def test_replayed_updates_give_the_bytes_of_a_fresh_load(host):
         assert rank["calls"] == 4
         assert rank["tensors"] == 2 * len(model.first)
         assert rank["native_tensors"] == 0, rank["native_reasons"]
+
+
+@on("qwen3-tp1", engine_key("qwen3", args=("--dtype", "float16"), label="fp16"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_fp16_is_sent_and_served_as_bf16_is(host, dtype):
+    states = [
+        [(name, weight.to(dtype).float()) for name, weight in state.items()]
+        for state in (host.model.first, host.model.second)
+    ]
+    sent(host, states[1])  # the same numbers in FP32
+    expected = host.call_all(digests)
+    sent(host, states[0])
+    for state in (states[0], states[1]):
+        sent(host, [(name, weight.to(dtype)) for name, weight in state])
+    assert host.call_all(digests) == expected
+    if dtype == torch.float32:
+        assert expected == host.fresh("second").digests
+    for rank in counts(host):
+        assert rank["native_tensors"] == 0, rank["native_reasons"]
+
+
+@on(engine_key("qwen3", args=("--dtype", "float16"), label="fp16"))
+def test_a_number_that_fp16_does_not_hold_is_refused_and_the_old_one_kept(host):
+    name = "model.norm.weight"
+    old = host.call(parameter, name)
+    assert old.dtype == torch.float16
+    spoiled = {**host.model.first, name: host.model.first[name].clone()}
+    spoiled[name][3] = 65520.0
+    for is_replayed in (False, True):
+        before = counts(host)[0]["calls"]
+        success, message = host.call(update, list(spoiled.items()))
+        assert not success
+        assert f"{name}: NaN or Inf in 1 of 1 block(s)" in message
+        assert "FP16 from 65520" in message
+        assert torch.equal(host.call(parameter, name), old)
+        assert counts(host)[0]["calls"] == before + is_replayed
+        sent(host, list(host.model.first.items()))
 
 
 @on(engine_key("qwen3", args=OFF, label="no-replay"))
@@ -102,18 +139,17 @@ def test_another_dtype_shape_or_order_is_another_plan(host):
 
 @on("qwen3-tp1")
 def test_what_the_kernels_do_not_know_is_left_to_the_loaders_and_counted(host):
-    """FP16, of which a CPU has no kernel."""
-    halves = [(name, weight.half()) for name, weight in state_of().items()]
-    sent(host, [(name, weight.float()) for name, weight in halves])
-    expected = host.call(digests)
-    sent(host, list(state_of("second").items()))
-    sent(host, halves)
-    sent(host, list(state_of("second").items()))
-    before = counts(host)[0]
-    sent(host, halves)
-    assert host.call(digests) == expected
+    """Longer rows than they take."""
+    longest = host.call(set_longest_row, 8)
+    try:
+        for which in ("second", "first", "second"):
+            sent(host, list(state_of(which).items()))
+    finally:
+        host.call(set_longest_row, longest)
+    assert host.call_all(digests) == host.fresh("second").digests
     after = counts(host)[0]
-    assert after["native_tensors"] == before["native_tensors"] + len(halves)
+    assert after["calls"] == after["recipes"] == 0
+    assert after["native_tensors"] == 3 * len(state_of())
     assert any("kernels" in reason for reason in after["native_reasons"])
 
 

@@ -10,7 +10,7 @@ from real_model.gap_growth import PARTS, Gap, Served, gap_of, line_of, measure_g
 from real_model.rl import RESPONSE_TOKENS
 from real_model.rl_policy import trained_policy
 
-from sglang_fp8rl.engine.host.plan_offline import make_plan
+from sglang_fp8rl.lab.plan_offline import make_plan
 from sglang_fp8rl.lab.sensitivity.samples import Sample
 from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 

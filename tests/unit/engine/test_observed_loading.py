@@ -16,6 +16,7 @@ from torch import nn
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
+from sglang_fp8rl.engine.host.status import last_refit
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
 
@@ -390,6 +391,9 @@ class FilledTail(Toy):
         super().__init__()
         self.b.weight.weight_loader = self._load_b
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"a.weight": (6, 4), "b.weight": (4, 4)}
+
     def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
         parameter.data[: len(tensor)].copy_(tensor)
         parameter.data[len(tensor) :].fill_(0)
@@ -410,6 +414,55 @@ class Retrying(Toy):
             self.b.weight.weight_loader(self.b.weight, tensor, "q")
         except TypeError:
             self.b.weight.weight_loader(self.b.weight, tensor)
+
+
+class Negated(Toy):
+    """Mamba2's A: what its loader copied it reads, computes with, and copies back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight.weight_loader = self._load_b
+
+    def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        parameter.data.copy_(tensor)
+        parameter.data.copy_(-torch.exp(parameter.float()))
+
+
+class Turned(Negated):
+    """What its loader copied it copies to another place, without computing anything."""
+
+    def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        parameter.data[3:].copy_(tensor[:3])
+        parameter.data[:3].copy_(parameter.data[3:])
+        parameter.data[3:].copy_(tensor[3:])
+
+
+class Integers(Toy):
+    """Ids that are loaded by SGLang's loader (one of them by its value), and by the model itself."""
+
+    names = (*Toy.names, "ids", "id", "own")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = nn.Parameter(torch.zeros(5, dtype=torch.int32), requires_grad=False)
+        self.id = nn.Parameter(torch.zeros(1, dtype=torch.int16), requires_grad=False)
+        self.register_buffer("own", torch.zeros(5, dtype=torch.int32))
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "own":
+            self.own.copy_(tensor)
+        else:
+            super().load(name, tensor)
+
+
+class Cut(Toy):
+    """MiMo-V2's sinks, and most loaders: a rank's part of whatever comes."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "b.weight":
+            self.b.weight.data.copy_(tensor[:6])
+        else:
+            super().load(name, tensor)
 
 
 class Halves(Toy):
@@ -538,7 +591,12 @@ class Rebound(Toy):
 
 def weights(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(s, generator=generator) for name, s in model.shapes().items()}
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found = {name: torch.randn(s, generator=generator) for name, s in model.shapes().items()}
+    for name, one in found.items():
+        if name in held and held[name].dtype in (torch.int16, torch.int32):
+            found[name] = (one * 1000).to(torch.int64)
+    return found
 
 
 def loaded(kind: type[nn.Module], seed: int) -> ModelRefit:
@@ -582,12 +640,12 @@ def check_same(refit: ModelRefit, fresh: ModelRefit) -> None:
 
 REPLAYED = (
     *(Toy, Scalar, Buffer, Slices, Beside, Wrapped, Threads, ThreadsOfSlices, Shared, Default),
-    *(Running, FilledTail, Warning, Retrying, NoneFirst),
+    *(Running, FilledTail, Warning, Retrying, NoneFirst, Cut),
 )
 NATIVE = (
     *(Refreshed, Joined, Broadcast, Computed, Added, Value, OfWhatWasSent, Rebound, Padded, Listed),
     *(ThreadsThatRead, Zeroed, ZeroedInPart, Overwritten, ZeroedByItsLoader, Catching, Attribute),
-    *(OneAtATime, DefaultBeside, KeptByLoader, Halves, Merged),
+    *(OneAtATime, DefaultBeside, KeptByLoader, Halves, Merged, Negated, Turned, Integers),
 )
 
 
@@ -657,10 +715,11 @@ def test_nobody_else_writes_by_naming_the_result():
 
 def test_what_a_loader_fills_is_filled_again():
     refit = loaded(FilledTail, 0)
-    for seed, rows in enumerate((4, 6, 4, 5, 4)):
-        tensors = weights(refit.model, seed)
-        update(refit, tensors | {"b.weight": tensors["b.weight"][:rows].clone()})
-        assert not refit.model.b.weight[rows:].any()
+    for seed in (1, 2, 3):
+        refit.model.b.weight.fill_(7)
+        update(refit, weights(refit.model, seed))
+        check_same(refit, loaded(FilledTail, seed))
+        assert not refit.model.b.weight[4:].any()
     assert refit.recipes.counts.calls == 2
 
 
@@ -684,12 +743,13 @@ def test_both_errors_are_told_where_the_first_is_caught():
     class Stubborn(Warning):
         def load(self, name: str, tensor: torch.Tensor) -> None:
             super().load(name, tensor)
-            if tensor.shape != (6, 4):
+            if tensor.dtype == torch.int8:
                 raise KeyError("something else")
 
     refit = loaded(Stubborn, 0)
-    with pytest.raises(RefitError, match=r"(?s)shape \(5, 4\).*something else"):
-        update(refit, weights(refit.model, 1) | {"b.weight": torch.zeros(5, 4)})
+    wrong = torch.zeros(6, 4, dtype=torch.int8)
+    with pytest.raises(RefitError, match=r"(?s)dtype torch.int8.*something else"):
+        update(refit, weights(refit.model, 1) | {"b.weight": wrong})
 
 
 def test_what_was_forgotten_in_a_circle_is_not_kept():
@@ -738,8 +798,8 @@ def test_what_a_model_catches_is_told_all_the_same(seeds):
     refit = loaded(Warning, 0)
     for seed in seeds:
         update(refit, weights(refit.model, seed))
-    wrong = weights(refit.model, 3) | {"b.weight": torch.zeros(5, 4)}
-    with pytest.raises(RefitError, match=r"b\.weight"):
+    wrong = weights(refit.model, 3) | {"b.weight": torch.zeros(6, 4, dtype=torch.int8)}
+    with pytest.raises(RefitError, match=r"b\.weight: dtype"):
         update(refit, wrong)
 
 
@@ -795,6 +855,152 @@ def test_a_refit_whose_extent_can_t_be_learnt_fails_and_says_so():
     assert "b.weight" in why
     assert "--load-format dummy" in why
     assert not refit.names.is_filled
+
+
+@pytest.mark.parametrize("kind", [Toy, Cut, Threads])
+@pytest.mark.parametrize("start", [loaded, lambda kind, _: unloaded(kind)])
+@pytest.mark.parametrize("shape", [(7, 4), (12, 4), (5, 4), (1, 4), (4, 6)])
+def test_a_tensor_has_the_sizes_of_the_start(kind, start, shape):
+    refit = start(kind, 0)
+    refit.note_loaded()
+    before = refit.model.b.weight.clone()
+    for _ in range(2):
+        with pytest.raises(RefitError, match=r"b\.weight: shape .*unsharded \(6, 4\)"):
+            update(refit, {"b.weight": torch.ones(shape)})
+    assert torch.equal(refit.model.b.weight, before)
+    for seed in (1, 2):
+        update(refit, weights(refit.model, seed))
+    wrong = {"b.weight": torch.ones(shape)}
+    with pytest.raises(RefitError, match=r"b\.weight: shape"):  # beside what is replayed
+        update(refit, weights(refit.model, 3) | wrong)
+
+
+def test_a_dimension_of_one_more_or_less_makes_no_difference():
+    refit = loaded(Scalar, 0)
+    update(refit, weights(refit.model, 1) | {"alpha": torch.tensor(2.0), "beta": torch.ones(1, 1)})
+    assert (refit.model.alpha.item(), refit.model.beta.item()) == (2, 1)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(Negated, NAN), (Negated, -INF), (Negated, 100.0), (Turned, NAN), (Turned, INF)],
+)
+def test_of_what_a_loader_makes_of_it_nothing_is_kept_that_is_not_finite(kind, value):
+    refit = loaded(kind, 0)
+    update(refit, weights(refit.model, 1))
+    before, wrong = refit.model.b.weight.clone(), weights(refit.model, 2)
+    wrong["b.weight"][1, 2] = value
+    with pytest.raises(RefitError, match=r"b\.weight: NaN or Inf"):
+        update(refit, wrong)
+    assert torch.equal(refit.model.b.weight, before)
+    assert not torch.equal(refit.model.a.weight, weights(refit.model, 1)["a.weight"])
+
+
+WHOLE = [2**31 - 1, -(2**31), 0, 257, -3]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64])
+@pytest.mark.parametrize("name", ["ids", "own"])
+def test_integers_come_in_any_dtype_that_holds_them(name, dtype):
+    refit = loaded(Integers, 0)
+    update(refit, {name: torch.tensor(WHOLE).to(dtype)})
+    assert held(refit)[name].tolist() == WHOLE
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.float32])
+def test_of_narrower_integers_and_fp32_every_value_is_kept(dtype):
+    refit = loaded(Integers, 0)
+    for name in ("ids", "own"):
+        update(refit, {name: torch.tensor([0, 1, 2, 100, 127]).to(dtype)})
+        assert held(refit)[name].tolist() == [0, 1, 2, 100, 127]
+    update(refit, {"id": torch.tensor([99.0])})
+    assert refit.model.id.item() == 99
+
+
+NO_IDS = [
+    torch.tensor([0, 1, 2, 3, 2**31]),
+    torch.tensor([0, 1, 2, 3, -(2**31) - 1]),
+    torch.tensor([0, 1, 0.5, 3, 4]),
+    torch.tensor([0, 1, NAN, 3, 4]),
+    torch.tensor([0, 1, INF, 3, 4]),
+    torch.tensor([0, 1, 2.0**31, 3, 4]),
+    torch.tensor([0, 1, 2**53 + 0.5, 3, 4], dtype=torch.float64),
+    torch.tensor([0, 1, 2, 3, 4], dtype=torch.bfloat16),
+    torch.tensor([0, 1, 2, 3, 4], dtype=torch.float16),
+    torch.tensor([0, 1, 2, 3, 4], dtype=torch.float32).to(torch.float8_e4m3fn),
+    torch.tensor([False, True, True, True, True]),
+]
+
+
+@pytest.mark.parametrize("wrong", NO_IDS)
+@pytest.mark.parametrize("name", ["ids", "own"])
+def test_what_an_integer_can_t_hold_is_refused_by_name_at_the_start_and_later(name, wrong):
+    refit = loaded(Integers, 0)
+    for _ in range(2):
+        with pytest.raises(RefitError, match=rf"{name}: .*(int32|paired)"):
+            update(refit, {name: wrong})
+        check_same(refit, loaded(Integers, 0))
+    fresh = ModelRefit(Integers(), Options(), {}, list)
+    fresh.attach()
+    with pytest.raises(RefitError, match=rf"{name}: .*(int32|paired)"):
+        fresh.model.load_weights(iter((weights(fresh.model, 0) | {name: wrong}).items()))
+    assert not held(fresh)[name].any()
+
+
+@pytest.mark.parametrize("value", [2.0**15, 0.5, NAN])
+def test_one_integer_that_is_loaded_by_its_value_is_refused_too(value):
+    refit = loaded(Integers, 0)
+    with pytest.raises(RefitError, match=r"id: .*int16"):
+        update(refit, {"id": torch.tensor([value])})
+    check_same(refit, loaded(Integers, 0))
+
+
+@pytest.mark.parametrize(
+    ("sent", "served", "is_named"),
+    [
+        (torch.bfloat16, torch.float32, True),
+        (torch.float16, torch.float32, True),
+        (torch.bfloat16, torch.float16, True),
+        (torch.float16, torch.bfloat16, False),
+        (torch.float32, torch.bfloat16, False),
+        (torch.float32, torch.float32, False),
+        (torch.bfloat16, torch.bfloat16, False),
+    ],
+)
+@pytest.mark.parametrize("kind", [Toy, Slices, Computed])
+def test_what_comes_with_fewer_bits_than_it_is_served_with_is_named(kind, sent, served, is_named):
+    refit = loaded(kind, 0)
+    refit.model.b.weight.data = refit.model.b.weight.data.to(served)
+    for seed in (1, 2, 3):  # natively, and replayed
+        tensors = weights(refit.model, seed)
+        update(refit, tensors | {"b.weight": tensors["b.weight"].to(sent)})
+        assert refit.report.refit.narrowed == (["b.weight"] if is_named else [])
+        stored = tensors["b.weight"].to(sent).to(served)
+        assert torch.equal(refit.model.b.weight, stored)
+        refit.report.give_up("the test goes on")
+    assert last_refit(refit.report)["narrowed"] == (["b.weight"] if is_named else [])
+
+
+def test_the_list_of_what_came_with_fewer_bits_is_short():
+    class Many(Toy):
+        names = tuple(f"part{at}" for at in range(100))
+
+        def __init__(self) -> None:
+            super().__init__()
+            for name in self.names:
+                setattr(self, name, nn.Parameter(torch.zeros(2), requires_grad=False))
+
+    refit = loaded(Many, 0)
+    for seed in (1, 2):
+        with refit.during(Update(Origin.TENSOR)):
+            tensors = weights(refit.model, seed)
+            refit.model.load_weights([(name, one.bfloat16()) for name, one in tensors.items()])
+            assert len(refit.report.refit.narrowed) == 100
+            assert last_refit(refit.report)["narrowed"] == list(Many.names[:16])
+            refit.report.give_up("the test goes on")
 
 
 def test_a_name_that_reaches_nothing_is_refused():

@@ -12,6 +12,7 @@ from by_definition import quantize_blockwise
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.modules.linear import Fp8BlockwiseOnlineLinearMethod
+from sglang_fp8rl.engine.native.pairs import Half
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.scheme import decide_scheme
@@ -104,3 +105,54 @@ def test_codes_that_a_loader_copies_are_refused_before_a_byte_is_stored(rank, is
     for module in (model.a, model.b):
         assert not module.weight.view(torch.uint8).any()
         assert torch.equal(module.weight_scale_inv, torch.ones(2, 2))
+
+
+class Alone(Fused):
+    """One matrix, whose tensors reach its loader as they are sent."""
+
+    def load_weights(self, weights) -> None:
+        for _, tensor in weights:
+            self.a.weight.weight_loader(self.a.weight, tensor)
+
+
+def in_one_memory(pair):
+    """A checkpoint as `runai_streamer` reads it: each tensor where the one before was."""
+    memory = torch.empty(max(one.nbytes for _, one in pair), dtype=torch.uint8)
+    for name, one in pair:
+        lent = memory[: one.nbytes].view(one.dtype).view(one.shape)
+        lent.view(torch.uint8).copy_(one.view(torch.uint8))
+        yield name, lent
+        memory.fill_(1)
+
+
+@pytest.mark.parametrize("origin", [Origin.STARTUP, Origin.DISK])
+@pytest.mark.parametrize("is_scale_first", [False, True])
+def test_half_of_a_pair_outlives_its_memory_while_a_checkpoint_streams(origin, is_scale_first):
+    model = Alone(0)
+    refit = ModelRefit(model, Options(), {}, list)
+    refit.attach()
+    pair, codes, scale = sent(0, False)
+    with refit.during(Update(origin)):
+        model.load_weights(in_one_memory(pair[::-1] if is_scale_first else pair))
+    assert torch.equal(model.a.weight.view(torch.uint8), codes[:, :PART].view(torch.uint8))
+    assert torch.equal(model.a.weight_scale_inv, scale[:, :2])
+
+
+def test_a_call_waits_for_the_device_behind_the_last_that_reads_what_was_sent(monkeypatch):
+    """A half that is kept is copied, and the device has read it, before the sender is answered."""
+    model, done = Alone(0), []
+    refit = ModelRefit(model, Options(), {}, list)
+    refit.attach()
+    keep = Half.keep
+    monkeypatch.setattr(Half, "keep", lambda half: (done.append("copy"), keep(half)))
+    monkeypatch.setattr(refit, "wait_for_device", lambda: done.append("wait"))
+    for one in sent(0, False)[0]:
+        with refit.during(Update(Origin.TENSOR, in_session=True)):
+            model.load_weights([one])
+    assert done == ["copy", "wait", "wait"]
+    with (
+        pytest.raises(RefitError, match="empty list"),
+        refit.during(Update(Origin.TENSOR, in_session=True)),
+    ):
+        model.load_weights([])
+    assert done[3:] == ["wait"]

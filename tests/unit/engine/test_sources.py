@@ -65,6 +65,26 @@ def test_fused_experts_that_nobody_took_are_kept_and_others_are_not():
     assert index.unused() == ["experts.gate_up_proj", "odd.weight"]
 
 
+def test_what_is_kept_of_a_checkpoint_outlives_memory_that_is_used_again():
+    """Scales of a KV cache, and fused experts where SGLang says that `runai_streamer` reads them."""
+    memory = torch.empty(8)
+
+    def tensors():
+        for name, value in (("experts.gate_up_proj", 1.0), ("layers.0.self_attn.k_scale", 2.0)):
+            lent = memory.fill_(value).view((2, 2, 2) if value == 1 else 8)[
+                : None if value == 1 else 1
+            ]
+            lent._sglang_runai_streamer_tensor = True
+            yield name, lent
+        memory.fill_(3)
+
+    index = SourceIndex(keeps_tensors=False)
+    assert len(list(index.watch(tensors()))) == 1
+    (experts,) = index.left()
+    assert experts.tensor.unique().tolist() == [1]
+    assert index.set_aside["layers.0.self_attn.k_scale"].item() == 2
+
+
 def test_an_update_s_tensors_are_kept_until_its_end():
     index = SourceIndex()
     list(index.watch(iter([("a.weight", torch.zeros(2, 2)), ("b.weight", torch.zeros(2, 2))])))

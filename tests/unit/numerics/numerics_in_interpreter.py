@@ -9,13 +9,19 @@ import torch
 from numerics_cases import destination, outside_is_untouched, scale_shape
 
 from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
+from sglang_fp8rl.numerics.cast import copy_finite_into
 
 
 def run(jobs: list[dict]) -> list[tuple]:
-    """Each job has `source`, `per_channel`, `options`; codes, scales, flags and rim come back."""
-    results = []
+    """A cast has `source`, `per_channel`, `options`; codes, scales, flags and rim come back. A copy has `source`
+    and `to`; what was written and flags come back."""
+    results: list[tuple] = []
     for job in jobs:
         source = job["source"]
+        if "to" in job:
+            out = torch.full(source.shape, 3.0, dtype=job["to"], device=source.device)
+            results.append((out, copy_finite_into(source, out, backend="triton")))
+            continue
         granularity = PerChannel() if job["per_channel"] else Blockwise()
         shape = scale_shape(source, job["per_channel"])
         outer, qweight, rim, scales = destination(*source.shape, shape, source.device)

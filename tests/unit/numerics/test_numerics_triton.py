@@ -13,6 +13,7 @@ from by_definition import quantize_blockwise, quantize_per_channel
 from numerics_cases import CASES, same_bits
 
 from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
+from sglang_fp8rl.numerics.cast import copy_finite_into
 
 pytest.importorskip("triton")
 
@@ -46,6 +47,31 @@ def _jobs(cases: dict, all_options: bool) -> dict[str, dict]:
     return jobs
 
 
+def _copies() -> dict[str, dict]:
+    """Rows of every length that a launch tells apart; some hold what is not finite, or only in another dtype."""
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    jobs = {}
+    for name, source in {
+        "halfway": CASES["one ulp beside bf16 boundaries"][:6],
+        "not finite": _not_finite(torch.float32)[[3, 4, 139]],
+        "subnormal": CASES["fp16 subnormals"][[0, 3, 7]].float() * 0.5,
+        "beside the largest FP16": torch.tensor([[65519.9], [65520.0], [-65504.0], [3.39e38]]),
+        "odd": CASES["rows at an odd offset"][:3],
+        "one row": torch.randn(700, generator=torch.Generator().manual_seed(6)),
+    }.items():
+        for dtype, to in itertools.product(floats, floats):
+            jobs[f"{name}: {dtype} to {to}"] = {"source": source.to(dtype), "to": to}
+    return jobs
+
+
+def _expect_torch_s_copies(jobs: dict[str, dict], results: list[tuple]) -> None:
+    for (name, job), (out, bad) in zip(jobs.items(), results, strict=True):
+        expected = torch.full(job["source"].shape, 3.0, dtype=job["to"])
+        flags = copy_finite_into(job["source"].cpu(), expected, backend="reference")
+        assert torch.equal(bad.cpu(), flags), name
+        assert same_bits(out.cpu(), expected), name
+
+
 def _expect_the_reference(jobs: dict[str, dict], results: list[tuple]) -> None:
     for (name, job), (qweight, scales, flags, intact) in zip(jobs.items(), results, strict=True):
         source = job["source"].cpu()
@@ -68,10 +94,11 @@ def _expect_the_reference(jobs: dict[str, dict], results: list[tuple]) -> None:
 
 
 def test_interpreter_gives_the_reference_bytes(tmp_path):
-    cases = {f"not finite {d}": _not_finite(d) for d in (torch.float32, torch.bfloat16)}
+    dtypes = (torch.float32, torch.bfloat16, torch.half)
+    cases = {f"not finite {d}": _not_finite(d) for d in dtypes}
     cases["a long row"] = torch.randn(1, 40000)
-    jobs = _jobs({**SMALL, **cases}, all_options=False)
-    torch.save(list(jobs.values()), tmp_path / "jobs.pt")
+    jobs, copies = _jobs({**SMALL, **cases}, all_options=False), _copies()
+    torch.save([*jobs.values(), *copies.values()], tmp_path / "jobs.pt")
     script = pathlib.Path(numerics_in_interpreter.__file__)
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "jobs.pt"), str(tmp_path / "results.pt")],
@@ -81,7 +108,9 @@ def test_interpreter_gives_the_reference_bytes(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    _expect_the_reference(jobs, torch.load(tmp_path / "results.pt"))
+    results = torch.load(tmp_path / "results.pt")
+    _expect_the_reference(jobs, results[: len(jobs)])
+    _expect_torch_s_copies(copies, results[len(jobs) :])
 
 
 @pytest.mark.gpu
@@ -98,6 +127,12 @@ def test_hardware_gives_the_reference_bytes():
             source.shape, source.stride(), source.storage_offset()
         )
     _expect_the_reference(jobs, numerics_in_interpreter.run(list(jobs.values())))
+
+
+@pytest.mark.gpu
+def test_hardware_copies_as_torch_does():
+    jobs = {name: {**job, "source": job["source"].cuda()} for name, job in _copies().items()}
+    _expect_torch_s_copies(jobs, numerics_in_interpreter.run(list(jobs.values())))
 
 
 @pytest.mark.gpu

@@ -7,20 +7,24 @@ pytest.importorskip("triton")
 
 from sass import compile_kernel
 
-from sglang_fp8rl.numerics.triton import table_kernels
-from sglang_fp8rl.numerics.triton.table import row_warps, tile_options
+from sglang_fp8rl.numerics.triton import fingerprint, matrix, table_kernels
+from sglang_fp8rl.numerics.triton.matrix import row_warps, tile_options
 from sglang_fp8rl.numerics.triton.through import through_kernel, tile_of
+from sglang_fp8rl.numerics.write_table import DTYPES, Dtype
 
-FP32, BF16 = 0, 1
+FP32, BF16, FP16 = map(int, (Dtype.FP32, Dtype.BF16, Dtype.FP16))
 ALIGNED = {"SOURCE_ALIGN": 16, "TARGET_ALIGN": 16}
 PACKED = {"POW2": False, "ROUND": True, "PACKED": True}
 ELEMENTS = 64  # of a tile, per thread
 
 
-def tile(kind, ragged, capability=90, **constants):
+KINDS = [(BF16, 10), (FP16, 12), (FP32, 12)]
+
+
+def tile(kind, ragged, capability=90, kernel=table_kernels.table_tile_kernel, **constants):
     constants = {**ALIGNED, **PACKED, "KIND": kind, "RAGGED": ragged, **constants}
     options = tile_options(constants["TARGET_ALIGN"])
-    return compile_kernel(table_kernels.table_tile_kernel, constants, capability, **options)
+    return compile_kernel(kernel, constants, capability, **options)
 
 
 def assert_ieee(code):
@@ -30,13 +34,14 @@ def assert_ieee(code):
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize(("kind", "limit"), [(BF16, 10), (FP32, 12)])
-def test_a_tile_is_few_instructions_and_wide_accesses(kind, limit, ragged):
-    code = tile(kind, ragged)
+@pytest.mark.parametrize(("kind", "limit"), KINDS)
+@pytest.mark.parametrize("kernel", [table_kernels.table_tile_kernel, matrix.matrix_tile_kernel])
+def test_a_tile_is_few_instructions_and_wide_accesses(kernel, kind, limit, ragged):
+    code = tile(kind, ragged, kernel=kernel)
     assert len(code.executed) <= limit * ELEMENTS
     assert code.registers <= 64
     assert code.spilled == 0
-    size = 2 if kind == BF16 else 4
+    size = 4 if kind == FP32 else 2
     assert code.widths("LDG")[16] == ELEMENTS * size // 16
     assert code.widths("STG")[16] == ELEMENTS // 16
     assert_ieee(code)
@@ -63,19 +68,38 @@ def test_older_gpus_and_unrounded_sources_divide():
     assert_ieee(code)
 
 
-@pytest.mark.parametrize("chunk", [2048, 16384])
-def test_a_channel_is_read_once_in_wide_loads(chunk):
-    constants = {**ALIGNED, **PACKED, "KIND": BF16, "CHUNK": chunk}
+@pytest.mark.parametrize("kind", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("kernel", "chunk"),
+    [
+        (table_kernels.table_row_kernel, 2048),
+        (table_kernels.table_row_kernel, 16384),
+        (matrix.matrix_row_kernel, 8192),
+    ],
+)
+def test_a_channel_is_read_once_in_wide_loads(kernel, chunk, kind):
+    constants = {**ALIGNED, **PACKED, "KIND": kind, "CHUNK": chunk}
     options = {"num_warps": row_warps(chunk)}
-    code = compile_kernel(table_kernels.table_row_kernel, constants, **options)
+    code = compile_kernel(kernel, constants, **options)
+    assert code.registers <= 64
     elements = chunk // (32 * row_warps(chunk))
     assert code.widths("LDG")[16] == elements * 2 // 16
     assert code.widths("STG")[16] == elements // 16
     assert len(code.executed) <= 13 * elements
 
 
+@pytest.mark.parametrize("to", [FP32, BF16, FP16])
+def test_a_row_of_one_matrix_is_copied_in_wide_stores(to):
+    constants = {**ALIGNED, "KIND": FP32, "TO": to, "PACKED": True, "CHUNK": 4096}
+    code = compile_kernel(matrix.matrix_copy_kernel, constants, num_warps=4)
+    assert code.widths("LDG")[16] == 8
+    assert code.widths("STG")[16] == (8 if to == FP32 else 4)
+    assert len(code.executed) <= 13 * 32
+    assert code.spilled == 0
+
+
 def test_a_copied_row_is_read_once_in_wide_loads():
-    constants = {**ALIGNED, "KIND": BF16, "TO_FP32": False, "SCALES": False, "PACKED": True}
+    constants = {**ALIGNED, "KIND": BF16, "TO": BF16, "SCALES": False, "PACKED": True}
     constants["CHUNK"] = 4096
     code = compile_kernel(table_kernels.table_copy_kernel, constants, num_warps=4)
     assert code.widths("LDG")[16] == code.widths("STG")[16] == 4
@@ -85,16 +109,16 @@ def test_codes_are_copied_sixteen_at_a_time():
     constants = {**ALIGNED, "CHUNK": 4096}
     code = compile_kernel(table_kernels.table_codes_kernel, constants, num_warps=4)
     assert code.widths("LDG")[16] == code.widths("STG")[16] == 2
-    constants |= {"KIND": FP32, "TO_FP32": True, "SCALES": True, "PACKED": True, "CHUNK": 64}
+    constants |= {"KIND": FP32, "TO": FP32, "SCALES": True, "PACKED": True, "CHUNK": 64}
     assert compile_kernel(table_kernels.table_copy_kernel, constants, num_warps=1).executed
 
 
 def through(source, *, per_row=False, capability=90, round_to_bf16=True):
     """`through_fp8` of a matrix, with an address of its own, and how many elements a thread has."""
-    kind = FP32 if source.dtype == torch.float32 else BF16
+    kind = int(DTYPES[source.dtype])
     tile = tile_of(source, per_row)
     types = {
-        "source": "*i16" if kind == BF16 else "*i32",
+        "source": f"*i{8 * source.itemsize}",
         "out": "*i16",
         "rows": "i32",
         "cols": "i32",
@@ -107,7 +131,7 @@ def through(source, *, per_row=False, capability=90, round_to_bf16=True):
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("shape", [(256, 384), (200, 328)], ids=["whole", "ragged"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_cast_and_back_is_few_instructions_and_wide_accesses(dtype, shape, capability):
     code, elements = through(torch.empty(shape, dtype=dtype), capability=capability)
     assert elements == ELEMENTS
@@ -130,7 +154,7 @@ def test_the_cast_and_back_is_few_instructions_and_wide_accesses(dtype, shape, c
         ((7, 5001), True),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_cast_and_back_of_odd_rows_is_at_most_twice_as_much(dtype, shape, per_row):
     code, elements = through(torch.empty(shape, dtype=dtype), per_row=per_row)
     assert len(code.executed) <= 28 * elements
@@ -148,3 +172,30 @@ def test_the_cast_and_back_without_the_step_to_bf16_divides():
     code, _ = through(torch.empty(256, 384), round_to_bf16=False)
     assert "cvt.rn.satfinite" not in code.ptx
     assert_ieee(code)
+
+
+def numbers(align, capability=90):
+    constants = {"ALIGN": align, "HEIGHT": fingerprint.HEIGHT, "LANES": fingerprint.LANES}
+    types = {"matrices": "*i64", "owners": "*i32", "numbers": "*i64"}
+    options = {"types": types, "num_warps": fingerprint.WARPS}
+    return compile_kernel(fingerprint.numbers_kernel, constants, capability, **options)
+
+
+ROWS = fingerprint.HEIGHT // fingerprint.WARPS  # that a thread reads
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_a_fingerprint_is_at_most_twelve_instructions_an_element_in_wide_loads(capability):
+    code = numbers(16, capability)
+    assert len(code.executed) <= 12 * (ROWS * 16 // 2)  # of BF16; of FP8 half as many each
+    assert code.widths("LDG")[16] == ROWS
+    assert code.registers <= 128  # four programs of 128 threads on a multiprocessor
+    assert code.spilled == 0
+
+
+@pytest.mark.parametrize("align", [4, 2, 1])
+def test_a_fingerprint_of_odd_rows_reads_each_byte_once_and_spills_nothing(align):
+    code = numbers(align)
+    assert code.widths("LDG")[align] >= ROWS
+    assert len(code.executed) <= 64 * ROWS
+    assert code.spilled == 0

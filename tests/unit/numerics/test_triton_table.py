@@ -28,8 +28,8 @@ def pieces_on(device, shapes):
     generator = torch.Generator().manual_seed(0)
     sent, pieces = [], []
     for number, shape in enumerate(shapes):
-        for kind in ("blockwise", "per_channel", torch.float32, torch.bfloat16):
-            dtype = (torch.float32, torch.bfloat16)[(number + len(sent)) % 2]
+        for kind in ("blockwise", "per_channel", torch.float32, torch.bfloat16, torch.float16):
+            dtype = (torch.float32, torch.bfloat16, torch.float16)[(number + len(pieces)) % 3]
             rows = shape[0] if kind == "blockwise" else min(shape[0], 5)  # the interpreter is slow
             tensor = torch.randn((rows, shape[1]), generator=generator) * 2.0 ** (number - 3)
             tensor = tensor.to(dtype)

@@ -13,6 +13,7 @@ from sglang_fp8rl.numerics.cpu import table as cpu_table
 from sglang_fp8rl.numerics.cpu.table import CpuTable
 from sglang_fp8rl.numerics.write_table import LONGEST_ROW, PIECE, CastTable, Kind, Piece
 
+HIGH_PRECISION = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (128, 128), (127, 129), (300, 257), (5, 1000), (640, 384)]
 
 
@@ -23,11 +24,12 @@ class Case:
         generator, self.random = torch.Generator().manual_seed(seed), random.Random(seed)
         self.sent, self.views, self.kinds = [], [], []
         for shape in SHAPES:
-            for kind in ("blockwise", "per_channel", torch.float32, torch.bfloat16):
-                dtype = self.random.choice([torch.float32, torch.bfloat16])
+            for kind in ("blockwise", "per_channel", *HIGH_PRECISION):
+                dtype = self.random.choice(HIGH_PRECISION)
                 rows, cols = shape
                 sent = torch.randn(rows + 3, cols + 5, generator=generator).to(dtype)
-                sent *= 2.0 ** self.random.randint(-20, 20)
+                most = 9 if torch.float16 in (dtype, kind) else 20  # which FP16 holds
+                sent *= 2.0 ** self.random.randint(-most, most)
                 self.sent.append(sent)
                 self.views.append(sent[2 : rows + 2, 1 : cols + 1])
                 self.kinds.append(kind)
@@ -51,7 +53,7 @@ class Case:
         for number, (view, kind) in enumerate(zip(self.views, self.kinds, strict=True)):
             out, scales = self.expected[number]
             if isinstance(kind, torch.dtype):
-                flags.append(copy_finite_into(view, out).reshape(-1, 1))
+                flags.append(copy_finite_into(view, out, backend="reference").reshape(-1, 1))
             elif kind == "per_channel":
                 flags.append(cast_into(view, out, scales, PerChannel(), **rounding))
             else:
@@ -149,14 +151,13 @@ def test_bad_pieces_are_found_from_their_flags():
 @pytest.mark.parametrize(
     "piece",
     [
-        Piece((0, 0), torch.zeros(4, 4).half(), torch.zeros(4, 4)),
         Piece((0, 0), torch.zeros(4, 4).t()[:, :2], torch.zeros(4, 2)),
         Piece((0, 0), torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float64)),
         Piece((0, 0), torch.zeros(4, 4), torch.zeros(4, 5)),
         Piece((0, 0), torch.zeros(0, 4), torch.zeros(0, 4)),
         Piece((0, 0), torch.zeros(1, LONGEST_ROW + 1), torch.zeros(1, LONGEST_ROW + 1)),
     ],
-    ids=["fp16", "transposed", "fp64", "shape", "empty", "long"],
+    ids=["transposed", "fp64", "shape", "empty", "long"],
 )
 def test_what_the_kernels_do_not_know_does_not_fit(piece):
     assert not piece.fits()
@@ -226,3 +227,29 @@ def test_a_number_that_rounds_to_infinity_is_not_stored(bits, is_kept):
         assert torch.isfinite(out).all()
     assert table.flags_of(flags, 0).ravel().tolist() == [0, int(is_kept), 0]
     assert torch.equal(wide, source)
+
+
+def every_number(dtype, to):
+    """All numbers of 16 bits; of FP32, those beside and halfway between any two that `to` has."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    if dtype != torch.float32:
+        return every.view(dtype)[:, None].clone()
+    held = every.view(torch.bfloat16 if to == torch.float32 else to).double()
+    ties = (held + held.roll(1)) / 2
+    around = [
+        where.float().view(torch.int32) + step for where in (held, ties) for step in (-1, 0, 1)
+    ]
+    return torch.cat(around).view(torch.float32)[:, None].clone()
+
+
+@pytest.mark.parametrize("to", HIGH_PRECISION, ids=str)
+@pytest.mark.parametrize("dtype", HIGH_PRECISION, ids=str)
+def test_a_copy_rounds_every_number_as_torch_does_and_stores_none_that_overflows(dtype, to):
+    pytest.importorskip("numba")
+    source = every_number(dtype, to)
+    out = torch.full(source.shape, 3.0, dtype=to)
+    bad = copy_finite_into(source, out)
+    rounded = source.to(to)
+    assert torch.equal(bad[:, None], ~torch.isfinite(rounded))
+    expected = torch.where(bad[:, None], torch.full_like(rounded, 3.0), rounded)
+    assert torch.equal(_bytes(out), _bytes(expected))

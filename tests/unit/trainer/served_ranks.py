@@ -44,7 +44,8 @@ def expected_gradients(masters, plan):
 def shard(model, mesh):
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
     for layer in model.model.layers:
-        fully_shard(layer.self_attn.o_proj, **options)  # a swapped module by itself
+        fully_shard(layer.self_attn.o_proj, **options)  # swapped modules by themselves
+        fully_shard(layer.mlp.experts, **options)
         fully_shard(layer, **options)
     fully_shard(model, **options)
 

@@ -10,12 +10,17 @@ import torch
 from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 from served_models import step, toy_model, toy_plan, with_served_parameters
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from sglang_fp8rl.trainer.served_weights import (
     compute_as_served,
     compute_as_stored,
     plan_of,
 )
+from sglang_fp8rl.trainer.served_weights.rules import ServedWeightsError
 
 MODELS = {
     "dense": ("qwen3", {}),
@@ -140,31 +145,104 @@ def test_swapped_back_the_model_is_what_it_was(model_and_plan):
 
 
 def test_a_step_keeps_no_served_weight(model_and_plan):
-    """Between forward and backward there is what a plain step keeps, and no other tensor of a weight's size."""
+    """Between forward and backward there is what a plain step keeps, and no served weight."""
     model, plan = model_and_plan
     expected = held_between(model)
     compute_as_served(model, plan)
     assert held_between(model) <= expected
 
 
+class Made(TorchDispatchMode):
+    """What was made while it lasted, for as long as somebody holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for one in tree_leaves(out):
+            if isinstance(one, torch.Tensor):
+                storage = one.untyped_storage()
+                self.storages[storage._cdata] = StorageWeakRef(storage)
+        return out
+
+    def held(self) -> int:
+        """Bytes of what is still there."""
+        gc.collect()
+        there = (one for one in self.storages.values() if not one.expired())
+        return sum(torch.UntypedStorage._new_with_weak_ptr(one.cdata).nbytes() for one in there)
+
+
 def held_between(model: nn.Module) -> int:
-    """Bytes of all tensors that are not parameters after a forward pass, those saved for backward included."""
-    gc.collect()
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, int] = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage  # sized when all is saved
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    """Bytes of all that a forward pass made and holds behind it; then a backward pass lets go of it."""
+    with Made() as made:
         out = model(input_ids=torch.arange(24)[None], use_cache=False)
-    total = sum(storage.nbytes() for storage in saved.values())
+    held = made.held()
     out.logits.float().sum().backward()
     model.zero_grad()
-    return total
+    return held
+
+
+class ToyExperts(nn.Module):
+    """Two experts in one tensor; one result is returned, one is kept, and a part can be checkpointed."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.down_proj = nn.Parameter(torch.randn(2, 128, 256).bfloat16() / 16)
+        self.checkpointed = checkpointed
+        self.kept = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.one(x, 0)
+        self.kept = first.float().square().mean()
+        if self.checkpointed:
+            return first + checkpoint(self.one, x, 1, use_reentrant=False)
+        return first + self.one(x, 1)
+
+    def one(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return nn.functional.linear(x, self.down_proj[expert])
+
+
+def toy_experts(**options):
+    """A model of these alone, its plan, what comes in, and the same with served parameters."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": ToyExperts(**options)})})
+    names = [f"mlp.experts.{expert}.down_proj.weight" for expert in range(2)]
+    plan = make_plan(dict.fromkeys(names, (BLOCKWISE, (128, 256))))
+    expected = with_served_parameters(copy.deepcopy(model), plan)
+    compute_as_served(model, plan)
+    return model["mlp"].experts, expected["mlp"].experts, torch.randn(4, 256).bfloat16()
+
+
+def gradients_of(experts, x, *, kept_first):
+    """Of what was returned, and of what was kept, in this order or the other."""
+    x = x.clone().requires_grad_()
+    out = experts(x)
+    losses = [out.float().square().mean(), experts.kept]
+    for loss in reversed(losses) if kept_first else losses:
+        loss.backward(retain_graph=True)
+    return x.grad, experts.down_proj.grad
+
+
+@pytest.mark.parametrize("kept_first", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_loss_of_what_experts_keep_and_a_part_that_computes_again(checkpointed, kept_first):
+    experts, expected, x = toy_experts(checkpointed=checkpointed)
+    found = gradients_of(experts, x, kept_first=kept_first)
+    for grad, other in zip(found, gradients_of(expected, x, kept_first=kept_first), strict=True):
+        assert torch.equal(grad, other)
+
+
+def test_experts_that_change_between_forward_and_backward_are_refused_as_linear_weights_are():
+    experts, _, x = toy_experts()
+    loss = experts(x.requires_grad_()).float().square().mean()
+    with torch.no_grad():
+        experts.down_proj.mul_(2)
+    with pytest.raises(
+        ServedWeightsError, match=r"mlp\.experts\.down_proj: changed in place 1 time"
+    ):
+        loss.backward()
 
 
 def test_a_frozen_weight_passes_its_gradient_on(model_and_plan):

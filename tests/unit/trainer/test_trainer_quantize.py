@@ -170,6 +170,7 @@ def test_a_rank_without_rows_sends_empty_parts():
     ("name", "tensor", "match"),
     [
         ("a.wieght", torch.zeros(2), r"not in the plan.*Near matches: a\.weight"),
+        ("a.lora_A.weight", torch.zeros(2), "of an adapter .*merge it before sending(?!.*Near)"),
         ("a.weight", torch.zeros(300, 255), r"takes the full, unsharded \(300, 256\)"),
         ("norm.weight", torch.zeros(95), r"takes the full"),
         ("a.weight", LocalShard(torch.zeros(100, 256), (300, 256), (0, 0)), "inside a block"),

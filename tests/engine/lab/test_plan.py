@@ -11,8 +11,8 @@ import pytest
 from models import MODELS, checkpoint
 from pool import on
 
-from sglang_fp8rl.engine.host.plan_offline import make_plan
 from sglang_fp8rl.errors import HostError
+from sglang_fp8rl.lab.plan_offline import make_plan
 
 pytestmark = pytest.mark.engine
 in_forks = pytest.mark.usefixtures("plans_in_forks")

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...compat import CPU_PLATFORM
-from ...config import QUANTIZATION_METHOD
-from ...errors import Fp8RlError, HostError
-from ...wire.plan import RefitPlan
+from ..compat import CPU_PLATFORM
+from ..config import QUANTIZATION_METHOD
+from ..errors import Fp8RlError, HostError
+from ..wire.plan import RefitPlan
 
 _TIMEOUT_SECONDS = 600
 
@@ -128,7 +128,7 @@ def child_main(args: Sequence[str]) -> None:
             leave({"error": str(error)})
 
     def leave_with_plan(model: Any) -> None:
-        from ..refit import refit_of
+        from ..engine.refit import refit_of
 
         refit: Any = refit_of(model)  # is there: `--quantization` asks for it
         leave({"document": refit.plan.as_dict()})

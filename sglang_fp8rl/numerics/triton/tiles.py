@@ -1,0 +1,153 @@
+"""What a program does with its 128×128 block or row, of a table's piece or of one matrix.
+
+Addresses come as numbers, so Triton knows nothing of them, and without knowing it loads elements one
+by one. Hence the alignments, in bytes, that divide an address and the stride of its rows (of a target, its
+columns too); they are told to Triton where they are used, because what is said of a value is lost where it
+enters or leaves a function.
+
+Sources and targets are given by the address of the matrix, with the stride of its rows in elements. Every
+function returns whether all was finite; if not, nothing was written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .arithmetic import (
+    BF16,
+    FP16,
+    FP32,
+    codes_of,
+    fp32_bits,
+    packed_bf16,
+    packed_largest_magnitude,
+    round_bits_to_bf16,
+    scale_of,
+)
+
+
+@triton.jit
+def known_multiple(x, OF: tl.constexpr):
+    """`x`, which is a multiple of `OF`, in a form that shows it."""
+    return x // OF * OF
+
+
+@triton.jit
+def cast_tile(
+    source, source_stride, target, target_stride, scales, scales_n, scales_k, rows, cols, block_n, block_k,
+    SOURCE_ALIGN: tl.constexpr, TARGET_ALIGN: tl.constexpr, RAGGED: tl.constexpr,
+    KIND: tl.constexpr, POW2: tl.constexpr, ROUND: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Block (`block_n`, `block_k`) of a matrix of `rows` and `cols`, which count only if `RAGGED`."""
+    size: tl.constexpr = 4 if KIND == FP32 else 2
+    bits: tl.constexpr = tl.int32 if KIND == FP32 else tl.int16
+    first_row, first_col = block_n.to(tl.int64) * 128, block_k.to(tl.int64) * 128
+    if RAGGED:
+        rows = (rows - first_row).to(tl.int32)
+        cols = (cols - first_col).to(tl.int32)
+    source += (first_row * source_stride + first_col) * size
+    source = tl.multiple_of(source.to(tl.pointer_type(bits)), SOURCE_ALIGN)
+    source_stride = known_multiple(source_stride, SOURCE_ALIGN // size)
+    target += first_row * target_stride + first_col
+    target = tl.multiple_of(target.to(tl.pointer_type(tl.int8)), TARGET_ALIGN)
+    target_stride = known_multiple(target_stride, TARGET_ALIGN)
+    n, k = tl.arange(0, 128), tl.arange(0, 128)
+    where = source + (n.to(tl.int64)[:, None] * source_stride + k[None, :])
+    if RAGGED:
+        inside = (n < rows)[:, None] & (k < known_multiple(cols, TARGET_ALIGN))[None, :]
+        x = tl.load(where, mask=inside, other=0)
+    else:
+        x = tl.load(where)
+    if PACKED:
+        x = packed_bf16(x, KIND)
+    scale, finite = scale_of(x, KIND, POW2, ROUND, PACKED)
+    codes = codes_of(x, scale, KIND, ROUND, PACKED)
+    to = target + (n.to(tl.int64)[:, None] * target_stride + k[None, :])
+    if finite:
+        if RAGGED:
+            tl.store(to, codes, mask=inside)
+        else:
+            tl.store(to, codes)
+    at = block_n.to(tl.int64) * scales_n + block_k.to(tl.int64) * scales_k
+    tl.store(scales.to(tl.pointer_type(tl.float32)) + at, scale, mask=finite)
+    return finite
+
+
+@triton.jit
+def cast_row(
+    source, source_stride, target, target_stride, scales, scales_n, cols, n,
+    SOURCE_ALIGN: tl.constexpr, TARGET_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
+    KIND: tl.constexpr, POW2: tl.constexpr, ROUND: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Row `n`, a channel, of at most `CHUNK` columns."""
+    size: tl.constexpr = 4 if KIND == FP32 else 2
+    bits: tl.constexpr = tl.int32 if KIND == FP32 else tl.int16
+    n = n.to(tl.int64)
+    source += n * source_stride * size
+    source = tl.multiple_of(source.to(tl.pointer_type(bits)), SOURCE_ALIGN)
+    target += n * target_stride
+    target = tl.multiple_of(target.to(tl.pointer_type(tl.int8)), TARGET_ALIGN)
+    cols = known_multiple(cols.to(tl.int32), TARGET_ALIGN)
+    k = tl.arange(0, CHUNK)
+    x = tl.load(source + k, mask=k < cols, other=0)
+    if PACKED:
+        x = packed_bf16(x, KIND)
+    scale, finite = scale_of(x, KIND, POW2, ROUND, PACKED)
+    tl.store(target + k, codes_of(x, scale, KIND, ROUND, PACKED), mask=(k < cols) & finite)
+    tl.store(scales.to(tl.pointer_type(tl.float32)) + n * scales_n, scale, mask=finite)
+    return finite
+
+
+@triton.jit
+def copy_row(
+    source, source_stride, target, target_stride, cols, n,
+    SOURCE_ALIGN: tl.constexpr, TARGET_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
+    KIND: tl.constexpr, TO: tl.constexpr, SCALES: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Row `n` of at most `CHUNK` columns to FP32, BF16 or FP16, if all of it stays finite; of `SCALES`, if all is
+    positive too."""
+    # FP32 bits of Inf, or of the smallest number that is Inf in BF16 or in FP16.
+    LIMIT: tl.constexpr = 0x7F800000 if TO == FP32 else 0x7F7F8000 if TO == BF16 else 0x477FF000
+    size: tl.constexpr = 4 if KIND == FP32 else 2
+    bits: tl.constexpr = tl.int32 if KIND == FP32 else tl.int16
+    target_size: tl.constexpr = 4 if TO == FP32 else 2
+    target_bits: tl.constexpr = tl.int32 if TO == FP32 else tl.int16
+    n = n.to(tl.int64)
+    source += n * source_stride * size
+    source = tl.multiple_of(source.to(tl.pointer_type(bits)), SOURCE_ALIGN)
+    target += n * target_stride * target_size
+    target = tl.multiple_of(target.to(tl.pointer_type(target_bits)), TARGET_ALIGN)
+    cols = known_multiple(cols.to(tl.int32), TARGET_ALIGN // target_size)
+    k = tl.arange(0, CHUNK)
+    x = tl.load(source + k, mask=k < cols, other=0)
+    if PACKED and KIND == BF16:
+        finite = packed_largest_magnitude(x) < LIMIT
+    else:
+        finite = tl.max(magnitudes(x, k < cols, KIND, SCALES), axis=0) < LIMIT
+    tl.store(target + k, copied(x, KIND, TO, PACKED), mask=(k < cols) & finite)
+    return finite
+
+
+@triton.jit
+def magnitudes(x, inside, KIND: tl.constexpr, SCALES: tl.constexpr):
+    """FP32 bits of |x|; what is no scale counts as infinite."""
+    bits = tl.where(inside & (x <= 0), 0x7F800000, x) if SCALES else fp32_bits(x, KIND)
+    return bits & 0x7FFFFFFF
+
+
+@triton.jit
+def copied(x, KIND: tl.constexpr, TO: tl.constexpr, PACKED: tl.constexpr):
+    """Bits of the destination from bits of the source."""
+    if KIND == TO:
+        bits = x
+    elif TO == FP32:
+        bits = fp32_bits(x, KIND)
+    elif TO == FP16:
+        wide = fp32_bits(x, KIND).to(tl.float32, bitcast=True)
+        bits = wide.to(tl.float16).to(tl.int16, bitcast=True)
+    elif PACKED:
+        bits = packed_bf16(x, KIND)
+    else:
+        bits = (round_bits_to_bf16(fp32_bits(x, KIND)) >> 16).to(tl.int16)
+    return bits

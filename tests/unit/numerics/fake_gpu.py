@@ -1,0 +1,108 @@
+"""Triton's launches without a GPU: compiled for sm_90 as they are on one, counted, and not run.
+
+What a launcher does on the host shows: which torch operations it takes, how many launches, how long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+
+_NUMBER = -1  # of a device that no real one has, so that nobody else meets what is compiled here
+
+
+class _Utils:
+    def load_binary(self, *_: Any) -> tuple[Any, ...]:
+        return "module", "function", 0, 0, 1024
+
+    def get_device_properties(self, _: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448}
+
+
+class FakeDriver:
+    """What Triton asks a driver.
+
+    Attributes:
+        launches: of each its grid, and a hash of what was compiled.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[SimpleNamespace] = []
+        self.utils = _Utils()
+
+    def get_current_device(self) -> int:
+        return _NUMBER
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        def launch(*arguments: Any) -> None:
+            here: Any = triton.runtime.driver.active  # what another of these compiled is kept
+            here.launches.append(SimpleNamespace(grid=arguments[:3], compiled=metadata.hash))
+
+        return launch
+
+
+@contextmanager
+def fake_gpu() -> Iterator[FakeDriver]:
+    """Launches go nowhere, and are noted."""
+    config = triton.runtime.driver
+    before, found = config._active, FakeDriver()
+    config.set_active(found)
+    try:
+        yield found
+    finally:
+        config._active = before
+
+
+class Operations(TorchDispatchMode):
+    """The torch operations that were done, by name; views are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.done.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _host_times() -> None:
+    """Print what one matrix costs the host, its launch but for the driver's part; for information."""
+    import statistics
+    import time
+
+    import torch
+
+    from sglang_fp8rl.numerics import FP8_DTYPE, Blockwise, cast_into
+    from sglang_fp8rl.numerics.cast import copy_finite_into
+
+    source, blocks = torch.randn(768, 2048).bfloat16(), Blockwise()
+    codes, scales = torch.empty(source.shape, dtype=FP8_DTYPE), torch.empty(6, 16)
+    copied = torch.empty_like(source)
+    for name, call in {
+        "cast": lambda: cast_into(source, codes, scales, blocks, backend="triton"),
+        "copy": lambda: copy_finite_into(source, copied, backend="triton"),
+    }.items():
+        times = []
+        with fake_gpu():
+            for _ in range(2000):
+                start = time.thread_time()
+                call()
+                times.append(time.thread_time() - start)
+        print(f"{name}: {statistics.median(times) * 1e6:.1f} µs of this thread's CPU time")
+
+
+if __name__ == "__main__":
+    _host_times()
