@@ -27,13 +27,8 @@ from .arithmetic import (
 )
 from .matrix import BLOCK, row_warps
 
-_BLOCK = 128  # rows and columns
 _WIDEST = 8  # elements: 16 bytes of BF16
-_WARPS, _ROW_ELEMENTS, _SHORTEST = (
-    8,
-    32,
-    16,
-)  # of a tile; of a row, elements per thread, and columns at least
+_TILE_WARPS, _SHORTEST = 8, 16  # columns of a row's program, at least
 # From so many columns on, what lies in one block is further apart than 32 bits count.
 _FAR = 2**24
 
