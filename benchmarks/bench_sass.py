@@ -16,18 +16,21 @@ later GPUs); and of its programs' latency, where their loads ahead don't hide it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import measured
+import torch
 import typer
 from linear_code import HOPPER_SHARED, MULTIPROCESSORS, compiled, tile_for
 from rich.console import Console
 from rich.table import Table
 from sass import MachineCode, compile_kernel
 
+from sglang_fp8rl.numerics.triton.fingerprint import HEIGHT, LANES, WARPS, numbers_kernel
 from sglang_fp8rl.numerics.triton.matrix import (
     matrix_copy_kernel,
     matrix_row_kernel,
@@ -41,7 +44,8 @@ from sglang_fp8rl.numerics.triton.table_kernels import (
     table_row_kernel,
     table_tile_kernel,
 )
-from sglang_fp8rl.numerics.write_table import Dtype
+from sglang_fp8rl.numerics.triton.through import through_kernel, tile_of
+from sglang_fp8rl.numerics.write_table import DTYPES, Dtype
 
 FP32, BF16, FP16 = map(int, (Dtype.FP32, Dtype.BF16, Dtype.FP16))
 # What a guard allows, per element: the limits that the design was made for.
@@ -68,6 +72,8 @@ class Case:
         elements: of a program.
         bytes: moved per element, source and destination.
         limit: instructions per element; None: only shown.
+        types: of the arguments, where the kernel is none of a `CastTable`.
+        max_registers: where there is a limit.
     """
 
     name: str
@@ -77,6 +83,8 @@ class Case:
     elements: int
     bytes: int
     limit: float | None = None
+    types: dict[str, str] | None = None
+    max_registers: int = MAX_REGISTERS
 
 
 def cases() -> list[Case]:
@@ -131,7 +139,46 @@ def cases() -> list[Case]:
             found.append(Case(name, matrix_copy_kernel, constants, options, 4096, moved, 13.0))
     constants = {**aligned, "CHUNK": 4096}
     found.append(Case("codes, 4096 columns", table_codes_kernel, constants, options, 4096, 2))
-    return found
+    return [*found, *through_cases(), *fingerprint_cases()]
+
+
+def through_cases() -> Iterator[Case]:
+    """The cast and back to BF16."""
+    for dtype, label in (
+        (torch.bfloat16, "BF16"),
+        (torch.float16, "FP16"),
+        (torch.float32, "FP32"),
+    ):
+        for name, shape, is_row, limit, registers in (
+            ("whole tiles", (256, 384), False, 14.0, MAX_REGISTERS),
+            ("ragged tiles, 16 bytes", (200, 328), False, 14.0, MAX_REGISTERS),
+            ("ragged tiles, odd rows", (200, 329), False, 28.0, 255),
+            ("rows, 4096 columns", (8, 4096), True, 28.0, MAX_REGISTERS),
+            ("rows, 5001 columns", (8, 5001), True, 28.0, 255),
+        ):
+            constants = tile_of(torch.empty(shape, dtype=dtype), is_row)
+            options = {"num_warps": constants.pop("num_warps")}
+            constants |= {"KIND": int(DTYPES[dtype]), "POW2": False, "ROUND": True, "PACKED": True}
+            bits = f"*i{8 * dtype.itemsize}"
+            types = {"source": bits, "out": "*i16", "rows": "i32", "cols": "i32"}
+            elements = constants["HEIGHT"] * constants["WIDTH"]
+            yield Case(f"through FP8, {label}, {name}", through_kernel, constants, options,
+                       elements, dtype.itemsize + 2, limit, types, registers)  # fmt: skip
+
+
+def fingerprint_cases() -> Iterator[Case]:
+    """Numbers of what is served: an element of FP8 is a byte, of BF16 two."""
+    types = {"matrices": "*i64", "owners": "*i32", "numbers": "*i64"}
+    for align, size, name, limit in (
+        (16, 1, "FP8", 6.0),
+        (16, 2, "BF16", 12.0),
+        (4, 4, "FP32, 4 bytes at a time", 64.0),
+        (1, 1, "FP8, odd rows", 64.0),
+    ):
+        constants = {"ALIGN": align, "HEIGHT": HEIGHT, "LANES": LANES}
+        elements = HEIGHT * LANES * align // size
+        yield Case(f"fingerprint, {name}", numbers_kernel, constants, {"num_warps": WARPS},
+                   elements, size, limit, types, 128)  # fmt: skip
 
 
 def share_of_copy(case: Case, code: MachineCode) -> float:
@@ -151,7 +198,7 @@ def wide(code: MachineCode, operation: str) -> str:
 
 
 def row_of(case: Case, capability: int) -> dict[str, Any]:
-    code = compile_kernel(case.kernel, case.constants, capability, **case.options)
+    code = compile_kernel(case.kernel, case.constants, capability, case.types, **case.options)
     per_thread = case.elements / (32 * case.options["num_warps"])
     return {
         "benchmark": "sass",
@@ -160,6 +207,7 @@ def row_of(case: Case, capability: int) -> dict[str, Any]:
         "instructions_per_element": round(len(code.executed) / per_thread, 2),
         "limit": case.limit,
         "registers": code.registers,
+        "max_registers": case.max_registers,
         "spilled_bytes": code.spilled,
         "loads": wide(code, "LDG"),
         "stores": wide(code, "STG"),
@@ -212,7 +260,7 @@ def main(
     wanted = [case for case in cases() if case.limit is not None or not guard]
     rows = [row_of(case, sm) for sm in ((90,) if guard else (90, 100)) for case in wanted]
     table = Table(title=f"compiled by Triton {metadata.version('triton')}; no GPU")
-    for column in ("sm", "kernel", "instructions per element", "limit", "registers", "spilled",
+    for column in ("sm", "kernel", "instructions per element", "limit", "registers", "at most", "spilled",
                    "loads", "stores", "of copy (model)"):  # fmt: skip
         table.add_column(column)
     for row in rows:
@@ -237,7 +285,7 @@ def main(
         if row["limit"]
         and (
             row["instructions_per_element"] > row["limit"]
-            or row["registers"] > MAX_REGISTERS
+            or row["registers"] > row["max_registers"]
             or row["spilled_bytes"] > 16
         )
     ]

@@ -114,6 +114,12 @@ def quantize(
     qweight = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
     scale = torch.empty(grid.scale_shape, dtype=torch.float32, device=weight.device)
     nonfinite = _cast(weight, qweight, scale, grid, pow2_scale, round_to_bf16, backend)
+    refuse_not_finite(nonfinite, grid, name)
+    return qweight, scale
+
+
+def refuse_not_finite(nonfinite: torch.Tensor, grid: BlockGrid, name: str) -> None:
+    """Raise `QuantizationError` if a block of the grid is flagged; names the first. Waits for a GPU."""
     if bool(nonfinite.any()):
         where = nonfinite.nonzero()
         i, j = where[0].tolist()
@@ -125,7 +131,6 @@ def quantize(
             "a block that is not finite is never quantized",
             "Look at the step that produced this weight",
         )
-    return qweight, scale
 
 
 def quantize_blockwise(

@@ -24,8 +24,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +35,8 @@ from .backends import kernels
 from .grid import BlockGrid
 
 MASK = (1 << 64) - 1
-_STEP, _MIX1, _MIX2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_COLUMN_SEED = 0x6670386C72306B31
+STEP, MIX1, MIX2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+COLUMN_SEED = 0x6670386C72306B31
 # This much is widened to int64 at a time.
 _CHUNK_ELEMENTS = 2 * 1024 * 1024
 
@@ -49,71 +50,141 @@ def seed_of(name: str, part: str = "") -> int:
 def keys(seed: int, first: int, count: int) -> np.ndarray:
     """uint64 `[count]`, odd: SplitMix64's outputs number `first`, `first + 1`, … from a seed."""
     with np.errstate(over="ignore"):
-        x = np.arange(first + 1, first + count + 1, dtype=np.uint64) * _STEP + np.uint64(seed)
-        x = (x ^ (x >> np.uint64(30))) * _MIX1
-        x = (x ^ (x >> np.uint64(27))) * _MIX2
+        x = np.arange(first + 1, first + count + 1, dtype=np.uint64) * STEP + np.uint64(seed)
+        x = (x ^ (x >> np.uint64(30))) * MIX1
+        x = (x ^ (x >> np.uint64(27))) * MIX2
         return (x ^ (x >> np.uint64(31))) | np.uint64(1)
+
+
+class Box(NamedTuple):
+    """A part of a tensor, or all of it.
+
+    Attributes:
+        tensor: what lies at `start` of the full tensor; any dtype of 1, 2, 4 or 8 bytes, any strides, any
+            device. Its bytes are read where they are.
+        full_shape: of the full tensor. One of fewer than two dimensions is a matrix of one row.
+        seed: of the full tensor (`seed_of`).
+    """
+
+    tensor: torch.Tensor
+    full_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    seed: int
+
+
+class Matrix(NamedTuple):
+    """A box, or a part of one, whose rows follow each other in the full tensor.
+
+    Attributes:
+        rows: contiguous each.
+        row, first_byte: where it starts in the full tensor.
+    """
+
+    rows: torch.Tensor
+    row: int
+    first_byte: int
+    seed: int
+
+
+def start_numbers(of: Sequence[Sequence[Box]]) -> torch.Tensor:
+    """The number of each of some tensors, the sum (mod 2^64) of those of its boxes.
+
+    Args:
+        of: the boxes of each tensor, all on one device.
+
+    Returns:
+        int64 `[tensors]` on that device, the bits of 0 to 2^64 - 1. With Triton on a GPU nothing waits for it.
+    """
+    parts = [
+        (number, matrix)
+        for number, boxes in enumerate(of)
+        for box in boxes
+        if box.tensor.numel()
+        for matrix in _matrices(box.tensor.detach(), box.full_shape, box.start, box.seed)
+    ]
+    device = parts[0][1].rows.device if parts else torch.device("cpu")
+    kernel: Any = kernels("fingerprint", device.type) if device.type == "cuda" else None
+    if kernel is not None:
+        return kernel.start_numbers(parts, len(of))
+    totals = [0] * len(of)
+    for number, matrix in parts:
+        totals[number] += _matrix_number(matrix)
+    bits = np.array([total & MASK for total in totals], np.uint64).view(np.int64)
+    return torch.from_numpy(bits).to(device)
+
+
+def numbers_of(of: Sequence[Sequence[Box]]) -> list[int]:
+    """As `start_numbers`, of tensors on any devices: 0 to 2^64 - 1 each. Waits for each GPU once."""
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for number, boxes in enumerate(of):
+        for device in {box.tensor.device for box in boxes}:
+            by_device[device].append(number)
+    totals = [0] * len(of)
+    started = []
+    for device, numbers in by_device.items():
+        here = [[box for box in of[number] if box.tensor.device == device] for number in numbers]
+        started.append((numbers, start_numbers(here)))
+    for numbers, found in started:
+        for number, value in zip(numbers, found.tolist(), strict=True):
+            totals[number] += value
+    return [total & MASK for total in totals]
 
 
 def box_number(
     box: torch.Tensor, full_shape: tuple[int, ...], start: tuple[int, ...], seed: int
 ) -> int:
-    """The number of one box of a tensor, to be added (mod 2^64) to those of the others.
-
-    Args:
-        box: what lies at `start` of the full tensor; any dtype of 1, 2, 4 or 8 bytes, any strides, any
-            device. Its bytes are read where they are.
-        full_shape: of the tensor. One of fewer than two dimensions is a matrix of one row.
-        seed: of the tensor (`seed_of`).
-
-    Returns:
-        0 to 2^64 - 1. Waits for a GPU.
-    """
-    if not box.numel():
-        return 0
-    total = 0
-    for matrix, row, column in _matrices(box.detach(), full_shape, start):
-        total += _matrix_number(matrix, row, column, seed)
-    return total & MASK
+    """The number of one `Box`, to be added (mod 2^64) to those of the others. Waits for a GPU."""
+    return numbers_of([[Box(box, full_shape, start, seed)]])[0]
 
 
 def tensor_number(tensor: torch.Tensor, seed: int) -> int:
     """`box_number` of all of a tensor."""
-    return box_number(tensor, tuple(tensor.shape), (0,) * tensor.dim(), seed)
+    return numbers_of([[whole(tensor, seed)]])[0]
+
+
+def whole(tensor: torch.Tensor, seed: int) -> Box:
+    """All of a tensor."""
+    return Box(tensor, tuple(tensor.shape), (0,) * tensor.dim(), seed)
 
 
 def _matrices(
-    box: torch.Tensor, full_shape: tuple[int, ...], start: tuple[int, ...]
-) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """The box as matrices whose rows follow each other in the full tensor: `(matrix, row, column)`."""
-    if box.dim() < 2:
-        yield box.reshape(1, -1), 0, start[0] if start else 0
-        return
+    box: torch.Tensor,
+    full_shape: tuple[int, ...],
+    start: tuple[int, ...],
+    seed: int,
+    above: int = 0,
+) -> Iterator[Matrix]:
+    """Of a box, matrices of contiguous rows; `above` are rows of the full tensor before this part of it."""
     inner = math.prod(full_shape[1:-1])  # rows for one step along the first dimension
-    if box.dim() == 2:
-        yield box, start[0], start[1]
+    if box.dim() < 2:
+        yield _matrix(box.reshape(1, -1), above, start[0] if start else 0, seed)
+    elif box.dim() == 2:
+        yield _matrix(box, above + start[0], start[1], seed)
     elif box.shape[1:-1] == full_shape[1:-1] and box.is_contiguous():
-        yield box.flatten(0, -2), start[0] * inner, start[-1]
+        yield _matrix(box.flatten(0, -2), above + start[0] * inner, start[-1], seed)
     else:
-        for at, part in enumerate(box):
-            for matrix, row, column in _matrices(part, full_shape[1:], start[1:]):
-                yield matrix, (start[0] + at) * inner + row, column
+        for at, part in enumerate(box, start[0]):
+            yield from _matrices(part, full_shape[1:], start[1:], seed, above + at * inner)
 
 
-def _matrix_number(matrix: torch.Tensor, row: int, column: int, seed: int) -> int:
-    if len(matrix) == 1:
-        matrix = matrix.flatten()[None]  # whatever the step to the next row was
-    if matrix.stride(1) != 1 or matrix.stride(0) < matrix.shape[1]:
+def _matrix(rows: torch.Tensor, row: int, column: int, seed: int) -> Matrix:
+    if len(rows) == 1:
+        rows = rows.flatten()[None]  # whatever the step to the next row was
+    if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
         # Not `contiguous`, which leaves a side of one element the step that it had.
-        matrix = matrix.clone(memory_format=torch.contiguous_format)
-    first_byte = column * matrix.element_size()
-    words = (first_byte + matrix.shape[1] * matrix.element_size() + 1) // 2
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return Matrix(rows, row, column * rows.element_size(), seed)
+
+
+def _matrix_number(matrix: Matrix) -> int:
+    rows, row, first_byte, seed = matrix
+    words = (first_byte + rows.shape[1] * rows.element_size() + 1) // 2
     kernel: Any = None
-    if _lies_on_words(matrix, first_byte):
-        matrix = matrix.view(torch.int16)
-        kernel = kernels("fingerprint", "cpu") if matrix.is_cpu else None
+    if _lies_on_words(rows, first_byte):
+        rows = rows.view(torch.int16)
+        kernel = kernels("fingerprint", "cpu") if rows.is_cpu else None
     number = by_torch if kernel is None else kernel.matrix_number
-    return int(number(matrix, row, first_byte, seed, _column_keys(words)))
+    return int(number(rows, row, first_byte, seed, _column_keys(words)))
 
 
 def _lies_on_words(matrix: torch.Tensor, first_byte: int) -> bool:
@@ -159,30 +230,23 @@ def _column_keys(words: int) -> np.ndarray:
 
 @functools.cache
 def _column_table(bits: int) -> np.ndarray:
-    return keys(_COLUMN_SEED, 0, 1 << bits)
+    return keys(COLUMN_SEED, 0, 1 << bits)
 
 
-def plain_number(
-    name: str, box: torch.Tensor, full_shape: tuple[int, ...], start: tuple[int, ...]
-) -> int:
-    """Of a box that is served as it is: its elements, in the dtype they are served in."""
-    return box_number(box, full_shape, start, seed_of(name))
-
-
-def scaled_number(
+def scaled_boxes(
     name: str,
     codes: torch.Tensor,
-    scales: torch.Tensor,
+    scales: Sequence[torch.Tensor],
     full_shape: tuple[int, ...],
     start: tuple[int, ...],
     block: tuple[int, int],
-) -> int:
+) -> list[Box]:
     """Of a box that is served in FP8: its codes, and the scales of its blocks, each at its position.
 
     Args:
         codes: `[N, K]` e4m3fn at `start` of the full tensor, of which it is one matrix if that holds experts;
             or `[E, N, K]`.
-        scales: `[ceil(N / block_n), ceil(K / block_k)]` FP32, with the codes' leading dimension.
+        scales: of each matrix, `[ceil(N / block_n), ceil(K / block_k)]` FP32.
         block: `[block_n, block_k]`. Per channel it is one row of the shard, `[1, columns]`: each rank's
             rows have scales of their own, and rank r's is column r of the tensor's scales.
 
@@ -191,11 +255,12 @@ def scaled_number(
     """
     grid = BlockGrid((full_shape[-2], full_shape[-1]), block)
     rows, columns = grid.scales_of(start[-2:], codes.shape[-2:], name=name)
-    if codes.dim() < len(start):
-        codes, scales = codes.unsqueeze(0), scales.unsqueeze(0)
-    full_scales, at = (
-        (*full_shape[:-2], *grid.scale_shape),
-        (*start[:-2], rows.start, columns.start),
-    )
-    of_scales = box_number(scales, full_scales, at, seed_of(name, "scale"))
-    return MASK & (box_number(codes, full_shape, start, seed_of(name)) + of_scales)
+    full_scales, seed = (*full_shape[:-2], *grid.scale_shape), seed_of(name, "scale")
+    experts = (1,) * (len(start) - 2)
+    boxes = [
+        Box(codes.view(*experts[codes.dim() - 2 :], *codes.shape), full_shape, start, seed_of(name))
+    ]
+    for at, one in enumerate(scales):
+        place = (*(first + at for first in start[:-2]), rows.start, columns.start)
+        boxes.append(Box(one.view(*experts, *one.shape), full_scales, place, seed))
+    return boxes

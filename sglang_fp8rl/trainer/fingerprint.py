@@ -4,28 +4,24 @@
 expected = fingerprint_of(model.state_dict().items(), fetch_plan(url))
 ```
 
-Every weight is cast as the plan's server casts it, one at a time, and let go of.
+Every weight is cast as the plan's server casts it, one at a time, and let go of. On a GPU nothing waits for that
+until the fingerprint is asked for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ..errors import RefitError
-from ..numerics import FP8_DTYPE, quantize
-from ..numerics.fingerprint import (
-    MASK,
-    box_number,
-    plain_number,
-    scaled_number,
-    seed_of,
-)
-from ..numerics.grid import Blockwise
+from ..numerics import FP8_DTYPE
+from ..numerics.cast import cast_into, refuse_not_finite
+from ..numerics.fingerprint import MASK, Box, scaled_boxes, seed_of, start_numbers
+from ..numerics.grid import BlockGrid, Blockwise
 from ..wire.fingerprint import Fingerprint, Number, form_of
 from ..wire.plan import FP8, UNUSED, RefitPlan, TensorPlan
 from ..wire.sent_names import one_by_one
@@ -68,6 +64,21 @@ def added_up(parts: Iterable[Fingerprint], plan: RefitPlan) -> Fingerprint:
     return numbers.fingerprint(source)
 
 
+@dataclass
+class _Started:
+    """What one device works at, or has done.
+
+    Attributes:
+        names: each with its form, and how many elements were added.
+        numbers: int64 `[1]`, of each.
+        casts: of each matrix that was cast: name, grid, and which blocks were not finite.
+    """
+
+    names: list[tuple[str, str, int]] = field(default_factory=list)
+    numbers: list[torch.Tensor] = field(default_factory=list)
+    casts: list[tuple[str, BlockGrid, torch.Tensor]] = field(default_factory=list)
+
+
 class Fingerprinter:
     """Adds up what goes by, tensor by tensor; for `RefitClient.update(..., verify=True)` as well.
 
@@ -78,9 +89,10 @@ class Fingerprinter:
     def __init__(self, plan: RefitPlan) -> None:
         self.plan = plan
         self._numbers: dict[str, Number] = {}
+        self._started: dict[torch.device, _Started] = {}
 
     def add(self, name: str, tensor: Any) -> None:
-        """One tensor as it would be sent. Raises as `fingerprint_of`."""
+        """One tensor as it would be sent. Raises as `fingerprint_of`, of one on a GPU what is not finite later."""
         for one, part in one_by_one(name, tensor, self.plan):
             self._add(one, part)
 
@@ -109,7 +121,14 @@ class Fingerprinter:
         self._numbers[name] = number
 
     def fingerprint(self, source: str) -> Fingerprint:
-        """What was added so far. The number of a part of a tensor says so in its `numel`."""
+        """What was added so far; waits for each GPU once. The number of a part of a tensor says so in its `numel`.
+
+        Raises:
+            RefitError: as `count`.
+            QuantizationError: NaN or Inf in what was added on a GPU.
+        """
+        for device in list(self._started):
+            self._finish(device)
         numbers = {}
         for name, number in self._numbers.items():
             is_whole = number.numel == math.prod(self.plan.of(name).shape or ())
@@ -124,38 +143,55 @@ class Fingerprinter:
         if entry.scheme == UNUSED:
             return
         shard = shard_of(name, tensor)
+        local, full_shape, start = shard.tensor, shard.full_shape, shard.start
+        started = self._started.setdefault(local.device, _Started())
         if weight is not None:
-            seed = seed_of(weight, "scale")
-            value = box_number(shard.tensor, shard.full_shape, shard.start, seed)
-            self.count(weight, Number(_form_of(entry), value, 0))
-            return
-        shard.check_shape(name, entry.shape)
-        self.count(name, _number_of(entry, shard, self.plan))
+            boxes, numel = [Box(local, full_shape, start, seed_of(weight, "scale"))], 0
+        else:
+            shard.check_shape(name, entry.shape)
+            boxes, numel = self._boxes(entry, shard, started), local.numel()
+        started.names.append((entry.name, _form_of(entry), numel))
+        started.numbers.append(start_numbers([boxes]).to(local.device))
+        if not local.is_cuda:
+            self._finish(local.device)
+
+    def _boxes(self, entry: TensorPlan, shard: LocalShard, started: _Started) -> list[Box]:
+        """Of a shard as the server would store it; of one that is FP8 already, without its scales."""
+        name, local, block = entry.name, shard.tensor, entry.block_size
+        if block is None or local.dtype == FP8_DTYPE:
+            served = local if block is not None else local.to(getattr(torch, entry.dtype))
+            return [Box(served, shard.full_shape, shard.start, seed_of(name))]
+        granularity = Blockwise.of(block)
+        shard.check_on_blocks(name, granularity.grid(shard.full_shape))
+        grid, codes, scales = (
+            granularity.grid(local.shape),
+            local.new_empty(local.shape, dtype=FP8_DTYPE),
+            [],
+        )
+        matrices = (local, codes) if local.dim() == 3 else (local[None], codes[None])
+        for matrix, into in zip(*matrices, strict=True) if local.numel() else ():
+            scales.append(local.new_empty(grid.scale_shape, dtype=torch.float32))
+            bad = cast_into(matrix, into, scales[-1], granularity, name=name, **self.plan.rounding)
+            started.casts.append((name, grid, bad))
+        return scaled_boxes(name, codes, scales, shard.full_shape, shard.start, block)
+
+    def _finish(self, device: torch.device) -> None:
+        """Count what was started there."""
+        started = self._started.pop(device)
+        flags = [bad.flatten() for _, _, bad in started.casts]
+        is_bad = torch.cat(flags).any() if flags else torch.zeros((), device=device)
+        *values, is_any_bad = torch.cat([*started.numbers, is_bad.long()[None]]).tolist()
+        if is_any_bad:
+            for name, grid, bad in started.casts:
+                refuse_not_finite(bad, grid, name)
+        for (name, form, numel), value in zip(started.names, values, strict=True):
+            self.count(name, Number(form, value & MASK, numel))
 
     def _weight_of_scale(self, name: str) -> str | None:
         if name in self.plan.tensors:
             return None
         weights = (name.removesuffix(suffix) for suffix in _SCALE_SUFFIXES)
         return next((one for one in weights if one != name and one in self.plan.tensors), None)
-
-
-def _number_of(entry: TensorPlan, shard: LocalShard, plan: RefitPlan) -> Number:
-    """Of a shard as the server would store it; of one that is FP8 already, without its scales."""
-    name, local, block = entry.name, shard.tensor, entry.block_size
-    full_shape, start = shard.full_shape, shard.start
-    if block is None or local.dtype == FP8_DTYPE:
-        served = local if block is not None else local.to(getattr(torch, entry.dtype))
-        value = plain_number(name, served, full_shape, start)
-    else:
-        granularity = Blockwise.of(block)
-        shard.check_on_blocks(name, granularity.grid(full_shape))
-        value = 0
-        for expert, matrix in enumerate(local if local.dim() == 3 else [local]):
-            if matrix.numel():
-                codes, scales = quantize(matrix, granularity, name=name, **plan.rounding)
-                at = (start[0] + expert, *start[1:]) if local.dim() == 3 else start
-                value += scaled_number(name, codes, scales, full_shape, at, block)
-    return Number(_form_of(entry), value & MASK, local.numel())
 
 
 def _form_of(entry: TensorPlan) -> str:

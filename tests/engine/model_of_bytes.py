@@ -9,7 +9,7 @@ import torch
 from by_definition import quantize_blockwise
 from machine_commands import FP8_NAMES, NAMES, Step, version
 
-from sglang_fp8rl.numerics.fingerprint import plain_number, scaled_number
+from sglang_fp8rl.numerics.fingerprint import numbers_of, scaled_boxes, seed_of, tensor_number
 
 BLOCK = (128, 128)
 Stored = tuple[torch.Tensor, ...]  # codes and scales, or one tensor in BF16
@@ -31,8 +31,8 @@ def _number(name: str, stored: Stored) -> int:
     shape = tuple(stored[0].shape)
     start = (0,) * len(shape)
     if len(stored) == 1:
-        return plain_number(name, stored[0], shape, start)
-    return scaled_number(name, stored[0], stored[1], shape, start, BLOCK)
+        return tensor_number(stored[0], seed_of(name))
+    return numbers_of([scaled_boxes(name, stored[0], [stored[1]], shape, start, BLOCK)])[0]
 
 
 class ModelOfBytes:

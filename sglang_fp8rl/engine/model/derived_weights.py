@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import RefitError
-from ...numerics.fingerprint import tensor_number
+from ...numerics.fingerprint import numbers_of, whole
 from ..interception import storage_of, unwatched
 from ..modules.method import DecidedMethod, ServedWithPackedScales
 from .held_tensors import held_tensors
@@ -131,12 +131,16 @@ class DerivedWeights:
             `module.attribute` of every derived tensor or copy that was stale and is right from now on.
         """
         self.kept_copies.look()
-        before = {place: tensor_number(one, 0) for place, one in self._derived()}
+        before = self._numbers()
         self.refresh(names)
         self.end_of_update()
-        return [
-            place for place, one in self._derived() if before.get(place, 0) != tensor_number(one, 0)
-        ]
+        after = self._numbers()
+        return [place for place, number in after.items() if before.get(place, 0) != number]
+
+    def _numbers(self) -> dict[str, int]:
+        derived = dict(self._derived())
+        numbers = numbers_of([[whole(one, 0)] for one in derived.values()])
+        return dict(zip(derived, numbers, strict=True))
 
     def _derived(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Whatever is neither a parameter nor part of one, each memory once."""

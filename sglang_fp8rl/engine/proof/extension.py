@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-import torch
-
 from ...errors import Fp8RlError
-from ...numerics.fingerprint import MASK, plain_number, scaled_number
+from ...numerics.fingerprint import MASK, Box, numbers_of, scaled_boxes, seed_of
 from ...wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Number, compare, form_of
 from ...wire.plan import FP8
 from ..extension import Extension
@@ -29,21 +27,21 @@ from ..model.parameters import Target
 from ..refit import ModelRefit
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeldBox:
     """One box of a checkpoint tensor on one rank.
 
     Attributes:
         form: of the name's number (`wire.fingerprint.form_of`).
         box: of the full tensor.
-        value: its part of the number.
         place: the parameter it lies in.
+        value: its part of the number, once it was read.
     """
 
     form: str
     box: Region
-    value: int
     place: str
+    value: int = 0
 
 
 @dataclass
@@ -73,9 +71,15 @@ def rank_of(refit: ModelRefit) -> Rank:
     known = refit.learned_names().known
     # Derived from the weights as they are served, which those of the trainer are not.
     stale = refit.derived.renewed(list(known))
+    held, to_read = {}, []
     with refit.unfolded():
-        held = {name: _held(name, one) for name, one in known.items()}
-        return Rank(held, stale, refit.derived.kept_copies.unproven)
+        for name, one in known.items():
+            held[name], memory = _held(name, one)
+            to_read += memory
+        values = iter(numbers_of(to_read))  # of all at once: a GPU is waited for once
+    for box in (box for name in held for box in held[name].boxes):
+        box.value = next(values)
+    return Rank(held, stale, refit.derived.kept_copies.unproven)
 
 
 def fingerprint_of_ranks(ranks: Sequence[Rank]) -> Fingerprint:
@@ -134,8 +138,9 @@ def _why_unproven(held: dict[int, Held], boxes: list[HeldBox]) -> str:
     return ""
 
 
-def _held(name: str, known: Known) -> Held:
-    held = Held(known.shape, reason="" if known.landings else known.reason)
+def _held(name: str, known: Known) -> tuple[Held, list[list[Box]]]:
+    """What this rank holds of a name, and of each `HeldBox` where to read it."""
+    held, memory = Held(known.shape, reason="" if known.landings else known.reason), []
     places = {
         (id(landing.target), box, region): landing.target
         for landing in known.landings
@@ -148,25 +153,27 @@ def _held(name: str, known: Known) -> Held:
             held.reason = "SGLang may move its experts while it serves"
         else:
             try:
-                held.boxes.append(_held_box(name, known.shape, target, box, region))
+                form, boxes = _memory_of(name, known.shape, target, box, region)
             except Fp8RlError as error:  # of what no cast would write either
                 held.reason = error.rule
-    return held
+            else:
+                held.boxes.append(HeldBox(form, box, target.name))
+                memory.append(boxes)
+    return held, memory
 
 
-def _held_box(
+def _memory_of(
     name: str, shape: tuple[int, ...], target: Target, box: Region, region: Region
-) -> HeldBox:
+) -> tuple[str, list[Box]]:
+    """The form of a box that is served, and the bytes that are its number's."""
     here = (slice(at, at + n) for at, n in zip(region.start, region.shape, strict=True))
     served = target.parameter.data[tuple(here)].reshape(box.shape)
     if not target.is_fp8:
         form = form_of(str(served.dtype).removeprefix("torch."))
-        return HeldBox(form, box, plain_number(name, served, shape, box.start), target.name)
+        return form, [Box(served, shape, box.start, seed_of(name))]
     block = target.shares_scale.block(target.parameter.shape)
-    scales = torch.stack(target.scales_of(name, region))  # [matrices, …]
-    scales = scales.reshape(*box.shape[:-2], *scales.shape[1:])
-    value = scaled_number(name, served, scales, shape, box.start, block)
-    return HeldBox(form_of(FP8, block), box, value, target.name)
+    scales = target.scales_of(name, region)
+    return form_of(FP8, block), scaled_boxes(name, served, scales, shape, box.start, block)
 
 
 def _without_ones(shape: tuple[int, ...]) -> list[int]:

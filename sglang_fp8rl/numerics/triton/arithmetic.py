@@ -93,18 +93,6 @@ def encode_e4m3(bits, scale):
 
 
 @triton.jit
-def served_bits(x, scale, finite, KIND: tl.constexpr, ROUND: tl.constexpr):
-    """BF16 bits of what source bits are served as; of a block that is not finite, of the source."""
-    bits = fp32_bits(x, KIND)
-    lifted, lift = lifted_quotient(round_bits_to_bf16(bits) if ROUND else bits, scale)
-    product = (lifted - lift.to(tl.float32, bitcast=True)) * scale
-    served = round_bits_to_bf16(product.to(tl.int32, bitcast=True)) | (bits & -2147483648)
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    as_it_is = tl.where(is_nan, bits | 0x00400000, round_bits_to_bf16(bits))
-    return (tl.where(finite, served, as_it_is) >> 16).to(tl.int16)
-
-
-@triton.jit
 def largest_magnitude(x, KIND: tl.constexpr):
     """FP32 bits of the largest |x| of source bits, unrounded; NaN is above Inf, above numbers."""
     return tl.max(tl.reshape(fp32_bits(x, KIND) & 0x7FFFFFFF, [x.numel]), axis=0)
@@ -152,16 +140,24 @@ def packed_largest_magnitude(x):
 
 
 @triton.jit
-def packed_encode_e4m3(x, scale):
-    """Codes (int8) of BF16 bits over `scale`, four at a time.
+def reciprocal(scale):
+    """`(near, rest)`: the reciprocal and what is missing of it.
 
-    The reciprocal is `near` and what is missing of it, so `x * near + x * rest` is the quotient but
-    for one rounding; `near` is never above the reciprocal, so a product that vanishes keeps its sign.
+    `near` is never above the reciprocal, so that a product that vanishes keeps its sign.
     """
     near = tl.math.div_rn(1.0, scale)
     below = (near.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
     near = tl.where(tl.fma(-scale, near, 1.0) < 0, below, near)
-    rest = tl.fma(-scale, near, 1.0) * near
+    return near, tl.fma(-scale, near, 1.0) * near
+
+
+@triton.jit
+def packed_encode_e4m3(x, scale):
+    """Codes (int8) of BF16 bits over `scale`, four at a time.
+
+    The quotient is `x * near + x * rest`, but for one rounding.
+    """
+    near, rest = reciprocal(scale)
     return tl.inline_asm_elementwise(
         """
         {

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 
 from .. import reference
 from ..grid import ceil_div
@@ -27,8 +26,8 @@ from .table_kernels import (
     table_copy_kernel,
     table_row_kernel,
     table_tile_kernel,
-    through_kernel,
 )
+from .through import through
 
 _SIZES = np.array([dtype.itemsize for dtype in DTYPES])  # by `Dtype`
 _CHUNKS = np.array(CHUNKS)
@@ -53,32 +52,9 @@ def cast_into(
         outs = (target, weight_scale, nonfinite)
         reference.cast_into(source, *outs, block, pow2_scale, round_to_bf16)
     elif target.dtype == torch.bfloat16:
-        _through(source, target, is_row, rounding)
+        through(source, target, is_row, rounding)
     else:
         cast_matrix(source, target, weight_scale, nonfinite, is_row, rounding)
-
-
-def _through(
-    source: torch.Tensor, out: torch.Tensor, is_row: bool, rounding: dict[str, bool]
-) -> None:
-    """One launch and no copy from the host, so that a CUDA graph may capture it."""
-    (rows, cols), is_wide = source.shape, source.dtype == torch.float32
-    height, width, options = BLOCK, BLOCK, tile_options(1)
-    if is_row:
-        height, width = 1, max(16, triton.next_power_of_2(cols))
-        options = {"num_warps": row_warps(width)}
-    with torch.cuda.device_of(source):
-        through_kernel[(ceil_div(rows, height) * ceil_div(cols, width),)](
-            source.contiguous().view(torch.int32 if is_wide else torch.int16),
-            out.view(torch.int16),
-            rows,
-            cols,
-            HEIGHT=height,
-            WIDTH=width,
-            KIND=int(DTYPES[source.dtype]),
-            **rounding,
-            **options,
-        )
 
 
 @dataclass(frozen=True)

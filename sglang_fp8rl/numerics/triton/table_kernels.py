@@ -1,5 +1,5 @@
 """The kernels of a `CastTable`: casts of 128×128 blocks and of rows; copies, a row per program, of what stays in
-high precision, and of codes and their scales. And, of no table, the cast and back.
+high precision, and of codes and their scales.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from ..write_table import BAD_SCALE, NAN_CODE
-from .arithmetic import amax_to_scale_inv, largest_magnitude, served_bits
 from .pieces import (
     BLOCK_N,
     COLS,
@@ -129,27 +128,3 @@ def table_codes_kernel(
         tl.store(target + k, x, mask=(k < cols) & (is_nan == 0))
         tl.store(flag, tl.full([], _NAN_CODE, tl.int8), mask=is_nan)
         tl.store(call, tl.full([], 1, tl.int64), mask=is_nan)
-
-
-@triton.jit(do_not_specialize=["rows", "cols"])
-def through_kernel(
-    source,
-    out,
-    rows,
-    cols,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KIND: tl.constexpr,
-    POW2: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """One block of a contiguous matrix per program, columns fastest: 128×128, or a row in one of that width."""
-    pid = tl.program_id(0)
-    blocks_k = tl.cdiv(cols, WIDTH).to(tl.int32)
-    n = pid // blocks_k * HEIGHT + tl.arange(0, HEIGHT)
-    k = pid % blocks_k * WIDTH + tl.arange(0, WIDTH)
-    where = n.to(tl.int64)[:, None] * cols + k[None, :]
-    inside = (n < rows)[:, None] & (k < cols)[None, :]
-    x = tl.load(source + where, mask=inside, other=0)
-    scale, finite = amax_to_scale_inv(largest_magnitude(x, KIND), POW2, ROUND)
-    tl.store(out + where, served_bits(x, scale, finite, KIND, ROUND), mask=inside)

@@ -14,13 +14,14 @@ from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.numerics import quantize_blockwise
 from sglang_fp8rl.numerics.fingerprint import (
-    _COLUMN_SEED,
+    COLUMN_SEED,
     MASK,
     _column_keys,
     box_number,
     by_torch,
     keys,
-    scaled_number,
+    numbers_of,
+    scaled_boxes,
     seed_of,
     tensor_number,
 )
@@ -47,7 +48,7 @@ def by_definition(tensor, seed):
         .tolist()
     )
     down = keys(seed, 0, len(rows)).tolist()
-    across = keys(_COLUMN_SEED, 0, len(rows[0]) // 2 + 1).tolist()
+    across = keys(COLUMN_SEED, 0, len(rows[0]) // 2 + 1).tolist()
     return MASK & sum(
         down[r] * across[b // 2] * (value << 8 * (b % 2))
         for r, row in enumerate(rows)
@@ -139,13 +140,17 @@ def test_any_partition_into_boxes_sums_to_the_whole(case):
     assert total & MASK == tensor_number(whole, SEED)
 
 
+def scaled_number(name, codes, scales, shape, start):
+    return numbers_of([scaled_boxes(name, codes, [scales], shape, start, (128, 128))])[0]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 5), st.sampled_from(["rows", "columns"]), st.data())
 def test_shards_on_block_boundaries_sum_to_the_whole_with_their_scales(down, across, way, data):
     shape = (128 * down - data.draw(st.integers(0, 127)), 128 * across)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(down))
     codes, scales = quantize_blockwise(weight)
-    whole = scaled_number("w", codes, scales, shape, (0, 0), (128, 128))
+    whole = scaled_number("w", codes, scales, shape, (0, 0))
     cut = data.draw(st.integers(0, down if way == "rows" else across))
     total = 0
     for first, last in ((0, cut), (cut, None)):
@@ -155,7 +160,7 @@ def test_shards_on_block_boundaries_sum_to_the_whole_with_their_scales(down, acr
             part, start = (codes[elements], scales[blocks]), (128 * first, 0)
         else:
             part, start = (codes[:, elements], scales[:, blocks]), (0, 128 * first)
-        total += scaled_number("w", *part, shape, start, (128, 128))
+        total += scaled_number("w", *part, shape, start)
     assert total & MASK == whole
 
 

@@ -1,14 +1,16 @@
 """What the GPU kernels become: wide loads and stores, few instructions, IEEE arithmetic; no GPU."""
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from sass import compile_kernel
 
-from sglang_fp8rl.numerics.triton import matrix, table_kernels
+from sglang_fp8rl.numerics.triton import fingerprint, matrix, table_kernels
 from sglang_fp8rl.numerics.triton.matrix import row_warps, tile_options
-from sglang_fp8rl.numerics.write_table import Dtype
+from sglang_fp8rl.numerics.triton.through import through_kernel, tile_of
+from sglang_fp8rl.numerics.write_table import DTYPES, Dtype
 
 FP32, BF16, FP16 = map(int, (Dtype.FP32, Dtype.BF16, Dtype.FP16))
 ALIGNED = {"SOURCE_ALIGN": 16, "TARGET_ALIGN": 16}
@@ -109,3 +111,91 @@ def test_codes_are_copied_sixteen_at_a_time():
     assert code.widths("LDG")[16] == code.widths("STG")[16] == 2
     constants |= {"KIND": FP32, "TO": FP32, "SCALES": True, "PACKED": True, "CHUNK": 64}
     assert compile_kernel(table_kernels.table_copy_kernel, constants, num_warps=1).executed
+
+
+def through(source, *, per_row=False, capability=90, round_to_bf16=True):
+    """`through_fp8` of a matrix, with an address of its own, and how many elements a thread has."""
+    kind = int(DTYPES[source.dtype])
+    tile = tile_of(source, per_row)
+    types = {
+        "source": f"*i{8 * source.itemsize}",
+        "out": "*i16",
+        "rows": "i32",
+        "cols": "i32",
+    }
+    constants = {**PACKED, "ROUND": round_to_bf16, "PACKED": round_to_bf16, "KIND": kind, **tile}
+    warps = constants.pop("num_warps")
+    code = compile_kernel(through_kernel, constants, capability, types=types, num_warps=warps)
+    return code, tile["HEIGHT"] * tile["WIDTH"] // (32 * warps)
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("shape", [(256, 384), (200, 328)], ids=["whole", "ragged"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_cast_and_back_is_few_instructions_and_wide_accesses(dtype, shape, capability):
+    code, elements = through(torch.empty(shape, dtype=dtype), capability=capability)
+    assert elements == ELEMENTS
+    assert len(code.executed) <= 14 * elements
+    assert code.registers <= 64
+    assert code.spilled == 0
+    assert code.widths("LDG") == {16: elements * dtype.itemsize // 16}
+    assert code.widths("STG") == {16: elements * 2 // 16}
+    assert code.ptx.count("div.rn.f32") == 2  # of a block: its scale, and that one's reciprocal
+    assert_ieee(code)
+
+
+@pytest.mark.parametrize(
+    ("shape", "per_row"),
+    [
+        ((200, 330), False),
+        ((200, 329), False),
+        ((7, 576), True),
+        ((7, 4096), True),
+        ((7, 5001), True),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_cast_and_back_of_odd_rows_is_at_most_twice_as_much(dtype, shape, per_row):
+    code, elements = through(torch.empty(shape, dtype=dtype), per_row=per_row)
+    assert len(code.executed) <= 28 * elements
+    assert code.spilled == 0
+
+
+def test_the_cast_and_back_knows_how_the_source_is_aligned():
+    memory = torch.empty(256 * 384 + 8, dtype=torch.bfloat16)
+    code, elements = through(memory[4:-4].view(256, 384))
+    assert code.widths("LDG") == {8: elements * 2 // 8}
+    assert code.spilled == 0
+
+
+def test_the_cast_and_back_without_the_step_to_bf16_divides():
+    code, _ = through(torch.empty(256, 384), round_to_bf16=False)
+    assert "cvt.rn.satfinite" not in code.ptx
+    assert_ieee(code)
+
+
+def numbers(align, capability=90):
+    constants = {"ALIGN": align, "HEIGHT": fingerprint.HEIGHT, "LANES": fingerprint.LANES}
+    types = {"matrices": "*i64", "owners": "*i32", "numbers": "*i64"}
+    options = {"types": types, "num_warps": fingerprint.WARPS}
+    return compile_kernel(fingerprint.numbers_kernel, constants, capability, **options)
+
+
+ROWS = fingerprint.HEIGHT // fingerprint.WARPS  # that a thread reads
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_a_fingerprint_is_at_most_twelve_instructions_an_element_in_wide_loads(capability):
+    code = numbers(16, capability)
+    assert len(code.executed) <= 12 * (ROWS * 16 // 2)  # of BF16; of FP8 half as many each
+    assert code.widths("LDG")[16] == ROWS
+    assert code.registers <= 128  # four programs of 128 threads on a multiprocessor
+    assert code.spilled == 0
+
+
+@pytest.mark.parametrize("align", [4, 2, 1])
+def test_a_fingerprint_of_odd_rows_reads_each_byte_once_and_spills_nothing(align):
+    code = numbers(align)
+    assert code.widths("LDG")[align] >= ROWS
+    assert len(code.executed) <= 64 * ROWS
+    assert code.spilled == 0

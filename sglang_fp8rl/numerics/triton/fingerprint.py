@@ -1,0 +1,139 @@
+"""The fingerprint of `numerics/fingerprint.py` on a GPU: many matrices in a launch, each read once.
+
+A program adds up a tile: in each thread the words of a row times their columns' keys, that times the row's key, and
+at the end what the threads have. Keys are computed, not read, and each serves all that a thread reads in its row or
+column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ..fingerprint import COLUMN_SEED, MIX1, MIX2, STEP, Matrix
+from ..grid import ceil_div
+
+# A `Matrix` as numbers, stride and width in bytes; then the number that it is a part of, and its first program.
+_FIELDS = ("address", "stride", "rows", "width", "row", "first_byte", "seed", "number", "first")
+_AT = {name: tl.constexpr(_FIELDS.index(name)) for name in _FIELDS}
+_ADDRESS, _STRIDE, _ROWS, _WIDTH = (_AT[name] for name in ("address", "stride", "rows", "width"))
+_ROW, _BYTE, _SEED = _AT["row"], _AT["first_byte"], _AT["seed"]
+_NUMBER, _FIRST, _COUNT = _AT["number"], _AT["first"], tl.constexpr(len(_FIELDS))
+_STEP, _MIX1, _MIX2 = tl.constexpr(int(STEP)), tl.constexpr(int(MIX1)), tl.constexpr(int(MIX2))
+_COLUMN_SEED = tl.constexpr(COLUMN_SEED)
+
+_WIDEST = 16  # bytes of a load
+# A thread reads 16 rows, in one load each.
+HEIGHT, LANES, WARPS = 64, 32, 4
+
+
+@triton.jit
+def keys_of(seed, first, offset):
+    """`numerics.fingerprint.keys` at `first` (int64) and an `offset` from there (not negative, int32)."""
+    base = seed + (first + 1).to(tl.uint64) * _STEP
+    x = base + offset.to(tl.uint32).to(tl.uint64) * _STEP
+    x = (x ^ (x >> 30)) * _MIX1
+    x = (x ^ (x >> 27)) * _MIX2
+    return (x ^ (x >> 31)) | 1
+
+
+@triton.jit
+def numbers_kernel(
+    matrices,
+    owners,
+    numbers,
+    ALIGN: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One tile of a matrix per program, columns fastest: `HEIGHT` rows of `LANES * ALIGN` bytes.
+
+    Args:
+        matrices: int64 [matrices, fields].
+        owners: int32 [programs], which matrix.
+        numbers: int64, to which each adds what it finds.
+        ALIGN: bytes that divide address, stride, width and first byte of each.
+    """
+    row = matrices + tl.load(owners + tl.program_id(0)).to(tl.int64) * _COUNT
+    tile = tl.program_id(0) - tl.load(row + _FIRST).to(tl.int32)
+    width = tl.load(row + _WIDTH)
+    across = tl.cdiv(width, LANES * ALIGN).to(tl.int32)
+    first_row = (tile // across).to(tl.int64) * HEIGHT
+    first_byte = (tile % across).to(tl.int64) * (LANES * ALIGN)
+    UNIT: tl.constexpr = ALIGN if ALIGN < 4 else 4
+    EACH: tl.constexpr = ALIGN // UNIT
+    bits: tl.constexpr = tl.int32 if UNIT == 4 else (tl.int16 if UNIT == 2 else tl.int8)
+    n = tl.arange(0, HEIGHT)
+    k = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    is_row = n < tl.minimum(tl.load(row + _ROWS) - first_row, HEIGHT).to(tl.int32)
+    units = tl.minimum((width - first_byte) // ALIGN, LANES).to(tl.int32) * EACH
+    stride = tl.load(row + _STRIDE)
+    address = tl.load(row + _ADDRESS) + first_byte + first_row * stride
+    source = tl.multiple_of(address.to(tl.pointer_type(bits)), ALIGN)
+    source += n[:, None, None] * (stride // ALIGN * EACH)
+    x = tl.load(source + k[None], mask=is_row[:, None, None] & (k < units)[None], other=0)
+    byte = tl.load(row + _BYTE) + first_byte
+    if UNIT == 4:
+        # Of x = a + b * 2^16 the words' a * first + b * second, without taking out a.
+        first = keys_of(_COLUMN_SEED, byte // 2, k * 2)
+        second = keys_of(_COLUMN_SEED, byte // 2 + 1, k * 2) - (first << 16)
+        x = x.to(tl.uint32, bitcast=True)
+        found = x.to(tl.uint64) * first[None] + (x >> 16).to(tl.uint64) * second[None]
+    else:
+        place = (byte % 2).to(tl.int32) + k * UNIT
+        key = keys_of(_COLUMN_SEED, byte // 2, place // 2) << (place % 2 * 8).to(tl.uint64)
+        found = (x.to(tl.int32) & (0xFFFF if UNIT == 2 else 0xFF)).to(tl.uint64) * key[None]
+    down = keys_of(tl.load(row + _SEED).to(tl.uint64), tl.load(row + _ROW) + first_row, n)
+    total = tl.sum(found, axis=2) * down[:, None]
+    total = tl.sum(tl.reshape(total, [HEIGHT * LANES]), axis=0)
+    tl.atomic_add(numbers + tl.load(row + _NUMBER), total.to(tl.int64))
+
+
+def start_numbers(parts: Sequence[tuple[int, Matrix]], count: int) -> torch.Tensor:
+    """As `numerics.fingerprint.start_numbers`, of matrices each with the number that it is a part of.
+
+    A launch for those whose rows lie on 16 bytes, others for what lies on 4, 2 or 1.
+    """
+    device = parts[0][1].rows.device
+    numbers = torch.zeros(count, dtype=torch.int64, device=device)
+    table = np.array([_fields(number, matrix) for number, matrix in parts], np.uint64).view(
+        np.int64
+    )
+    places = [_FIELDS.index(name) for name in ("address", "stride", "width", "first_byte")]
+    divides = np.bitwise_or.reduce(table[:, places], axis=1) | _WIDEST
+    aligns = divides & -divides
+    aligns[aligns == 8] = 4  # a launch less
+    with torch.cuda.device_of(numbers):  # on which Triton launches
+        for align in np.unique(aligns).tolist():
+            matrices = table[aligns == align]
+            rows, width = matrices[:, _FIELDS.index("rows")], matrices[:, _FIELDS.index("width")]
+            tiles = ceil_div(rows, HEIGHT) * ceil_div(width, LANES * align)
+            matrices[:, -1] = np.cumsum(tiles) - tiles
+            owners = np.repeat(np.arange(len(matrices), dtype=np.int32), tiles)
+            numbers_kernel[(len(owners),)](
+                _on_device(matrices, device),
+                _on_device(owners, device),
+                numbers,
+                ALIGN=align,
+                HEIGHT=HEIGHT,
+                LANES=LANES,
+                num_warps=WARPS,
+            )
+    return numbers
+
+
+def _fields(number: int, matrix: Matrix) -> tuple[int, ...]:
+    (rows, columns), size = matrix.rows.shape, matrix.rows.element_size()
+    stride = matrix.rows.stride(0) * size if rows > 1 else 0
+    where = (matrix.rows.data_ptr(), stride, rows, columns * size)
+    return (*where, matrix.row, matrix.first_byte, matrix.seed, number, 0)
+
+
+def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy that nothing waits for."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,0 +1,144 @@
+"""The GPU's fingerprints: the numbers of a CPU, in Triton's interpreter here and on hardware there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import fingerprint_in_interpreter
+
+from sglang_fp8rl.errors import QuantizationError
+from sglang_fp8rl.numerics import Blockwise, PerChannel, quantize
+from sglang_fp8rl.numerics.fingerprint import (
+    Box,
+    numbers_of,
+    scaled_boxes,
+    seed_of,
+    start_numbers,
+    whole,
+)
+
+DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32, torch.int64)
+
+
+def random_bytes(*shape, dtype=torch.uint8):
+    size = torch.empty(0, dtype=dtype).element_size()
+    generator = torch.Generator().manual_seed(sum(shape))
+    wide = (*shape[:-1], shape[-1] * size)
+    return torch.randint(0, 256, wide, dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def tensors() -> dict[str, list[Box]]:
+    """What models hold, and what is cut out of it: each with a seed of its own."""
+    found: dict[str, torch.Tensor] = {}
+    for dtype in DTYPES:
+        found[f"{dtype}: whole tiles"] = random_bytes(128, 512, dtype=dtype)
+        found[f"{dtype}: ragged"] = random_bytes(70, 201, dtype=dtype)
+        found[f"{dtype}: a column"] = random_bytes(70, 1, dtype=dtype)
+        found[f"{dtype}: a vector"] = random_bytes(77, dtype=dtype)
+        found[f"{dtype}: one number"] = random_bytes(1, dtype=dtype).reshape(())
+        found[f"{dtype}: nothing"] = random_bytes(0, 8, dtype=dtype)
+        found[f"{dtype}: experts"] = random_bytes(3, 5, 48, dtype=dtype)
+        found[f"{dtype}: turned"] = random_bytes(40, 24, dtype=dtype).t()
+        found[f"{dtype}: every second row"] = random_bytes(66, 40, dtype=dtype)[::2]
+        found[f"{dtype}: columns of experts"] = random_bytes(3, 5, 48, dtype=dtype)[:, 1:, 5:38]
+    boxes = {name: [whole(one, seed_of(name))] for name, one in found.items()}
+    part = random_bytes(90, 300)
+    for row, column, rows, columns in (
+        (64, 128, 90, 172),
+        (1, 7, 3, 5),
+        (0, 1, 90, 1),
+        (3, 16, 66, 284),
+    ):
+        here = part[row : row + rows, column : column + columns]
+        boxes[f"a part at {row}, {column}"] = [Box(here, (90, 300), (row, column), 1 << 63)]
+    weight = torch.randn(200, 300, generator=torch.Generator().manual_seed(0))
+    for granularity in (Blockwise(), PerChannel(), Blockwise(1, 150)):
+        codes, scales = quantize(weight, granularity, backend="reference")
+        block = granularity.block(codes.shape)
+        boxes[f"quantized {granularity}"] = scaled_boxes(
+            "w", codes, [scales], (200, 300), (0, 0), block
+        )
+        stack = scaled_boxes("e", codes, [scales], (4, 200, 300), (2, 0, 0), block)
+        boxes[f"an expert {granularity}"] = stack
+        pair, both = torch.stack([codes.view(torch.uint8)] * 2).view(codes.dtype), [scales, scales]
+        boxes[f"experts {granularity}"] = scaled_boxes(
+            "e", pair, both, (4, 200, 300), (1, 0, 0), block
+        )
+    return boxes
+
+
+def same_strides(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """With what lies around it."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    around = tensor.as_strided((size,), (1,), 0).to(device)
+    return around.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def test_the_interpreter_gives_the_numbers_of_a_cpu(tmp_path):
+    cases = tensors()
+    torch.save(list(cases.values()), tmp_path / "tensors.pt")
+    script = Path(fingerprint_in_interpreter.__file__)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "tensors.pt"), str(tmp_path / "numbers.pt")],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = numbers_of(list(cases.values()))
+    assert len(set(expected)) > len(cases) - len(DTYPES)  # all but those of nothing differ
+    assert dict(zip(cases, torch.load(tmp_path / "numbers.pt"), strict=True)) == dict(
+        zip(cases, expected, strict=True)
+    )
+
+
+@pytest.mark.gpu
+def test_hardware_gives_the_numbers_of_a_cpu_in_one_wait():
+    cases = tensors() | {"large": [whole(random_bytes(4096, 4096, dtype=torch.bfloat16), 7)]}
+    expected = numbers_of(list(cases.values()))
+    on_gpu = [
+        [box._replace(tensor=same_strides(box.tensor, "cuda")) for box in boxes]
+        for boxes in cases.values()
+    ]
+    start_numbers(on_gpu)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        started = start_numbers(on_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = [value & (1 << 64) - 1 for value in started.tolist()]
+    assert dict(zip(cases, found, strict=True)) == dict(zip(cases, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_trainer_on_a_gpu_waits_once_and_names_what_is_not_finite():
+    from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
+
+    from sglang_fp8rl.trainer.fingerprint import Fingerprinter, fingerprint_of
+
+    shapes = {"a": (BLOCKWISE, (256, 384)), "b": (PER_CHANNEL, (96, 160)), "c": (PLAIN, (7, 33))}
+    plan = make_plan(shapes)
+    sent = {name: torch.randn(shape) for name, (_, shape) in shapes.items()}
+    on_gpu = {name: one.cuda() for name, one in sent.items()}
+    fingerprint_of(on_gpu.items(), plan)  # compiles
+    numbers = Fingerprinter(plan)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for name, one in on_gpu.items():
+            numbers.add(name, one)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert numbers.fingerprint("").numbers == fingerprint_of(sent.items(), plan).numbers
+    on_gpu["a"][200, 300] = torch.nan
+    with pytest.raises(QuantizationError, match=r"a: NaN or Inf in block \(1, 2\)"):
+        fingerprint_of(on_gpu.items(), plan)
