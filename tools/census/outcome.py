@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from sglang_fp8rl.errors import Fp8RlError
+
 OUT_OF_TIME = "not done after"
-KINDS = ("replayed", "native", "refused", "not built")
+KINDS = ("replayed", "native", "refused", "not started", "not built")
 
 
 @dataclass
@@ -19,10 +24,15 @@ class Row:
         architecture: its name in SGLang's registry.
         kind: one of `KINDS`.
         names: tensors that were sent.
-        reasons: why it is native, refused or not built.
+        reasons: why it is native, refused, not started or not built.
         silent: places whose bytes differ from those of a fresh load, without a reason given.
         named_by: where the names of its checkpoint come from.
-        reached, held: parameters and buffers that the names reached, of all that the model holds.
+        reached, held: parameters that the names reached, of all that the model holds.
+        unreached: the others.
+        lost: kinds of layers of the real model that the small one has not.
+        relies_on: what it needs beside copies of its loaders.
+        not_started: why SGLang's start failed behind the load, here on the CPU.
+        not_run: why no token of it was compared; empty if its outputs are those of a fresh model.
     """
 
     architecture: str
@@ -33,6 +43,11 @@ class Row:
     named_by: str = ""
     reached: int = 0
     held: int = 0
+    unreached: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    relies_on: list[str] = field(default_factory=list)
+    not_started: str = ""
+    not_run: str = ""
     seconds: float = 0.0
 
     @property
@@ -50,3 +65,14 @@ def summary(rows: Sequence[Row]) -> str:
     counts = Counter(row.kind for row in rows)
     kinds = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
     return f"{len(rows)} classes: {kinds}; {sum(bool(row.silent) for row in rows)} silent"
+
+
+def line_of(error: BaseException) -> str:
+    """With the function that raised it, where nothing else says what is wrong."""
+    traceback.print_exception(error)  # into the log
+    text = re.sub(r"https?://[^\s']+", "…", " ".join(str(error).split()))
+    if isinstance(error, Fp8RlError):
+        return text[:400]
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if text else f" in {Path(frame.filename).name}, {frame.name}"
+    return f"{type(error).__name__}: {text}"[:400] + place
