@@ -9,6 +9,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from .layers import lost
 from .overrides import ARGUMENTS, BASES, KEYS, UNKNOWN
 from .tiny import missing, shrink
 
@@ -19,8 +20,11 @@ _KIND = re.compile(r"(For[A-Z]\w+|ModelForCausalLM|LMHeadModel|ChatModel|DraftMo
 
 def tiny_config(
     architecture: str, model_class: type, path: Path, lacks: list[str], refuses: list[str]
-) -> None:
+) -> list[str]:
     """Write the `config.json` of a small model of that class into the directory `path`.
+
+    Returns:
+        What the real model has and the small one lost (`layers.lost`).
 
     Args:
         lacks: keys that a model reads, here or in a part of it, and its config class does not have.
@@ -31,9 +35,11 @@ def tiny_config(
 
     config_class = config_class_of(architecture, model_class)
     if config_class is None:  # one of a model on the hub, in code of its own
-        config_class, content = _unknown(), dict(UNKNOWN)
+        config_class, real = _unknown(), dict(UNKNOWN)
+        content = dict(real)
     else:
-        content = shrink(config_class(**ARGUMENTS.get(architecture, {})).to_dict())
+        real = config_class(**ARGUMENTS.get(architecture, {})).to_dict()
+        content = shrink(real)
     for part in (content, *(one for key, one in content.items() if key.endswith("_config"))):
         if not isinstance(part, dict):
             continue
@@ -53,6 +59,7 @@ def tiny_config(
         "torch_dtype": "bfloat16",
     }
     (path / "config.json").write_text(json.dumps(content, default=str))
+    return lost(real, content)
 
 
 def _apply(content: dict[str, Any], keys: dict[str, Any]) -> None:

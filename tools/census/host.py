@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import preload
+from .no_cuda import OnCpu, name_the_cpu
 
 QUANTIZATION = "fp8_blockwise_online"
 
@@ -34,7 +35,7 @@ class Builder:
         if is_quantized:
             quant_config = loader._get_quantization_config(self._config, self._load_config)
         torch.manual_seed(0)  # for what a model draws itself
-        with set_default_torch_dtype(self._config.dtype), torch.device("cpu"):
+        with OnCpu(), set_default_torch_dtype(self._config.dtype), torch.device("cpu"):
             model = loader._initialize_model(self._config, self._load_config, quant_config)
         return model, refit_of(model)
 
@@ -55,6 +56,7 @@ def start(path: Path, attention: str, present: preload.AtStart) -> None:
     from sglang_fp8rl.engine.host.plan_offline import _start_scheduler
 
     preload.present.append(present)
+    name_the_cpu()
     argv = [f"--model-path={path}", f"--quantization={QUANTIZATION}", "--device=cpu"]
     argv += ["--load-format=dummy", "--skip-tokenizer-init", "--max-total-tokens=1024"]
     argv += ["--context-length=512", f"--attention-backend={attention}"]

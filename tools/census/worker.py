@@ -55,7 +55,9 @@ def row_of(architecture: str, limit: float, save_to: Path | None = None) -> Row:
         elif refused and refused[1] not in refuses:
             refuses.append(refused[1])
         elif _ATTENTION.search(why) and attention == CPU_ATTENTION:
-            attention = "triton"  # some models ask for one of SGLang's GPU backends by name; none runs here
+            attention = (
+                "triton"  # some models ask for one of SGLang's GPU backends by name; none runs here
+            )
         else:
             return row
 
@@ -90,10 +92,11 @@ def judge(
     if model_class is None:
         answer(Row(architecture, "not built", reasons=[why_missing(architecture)]))
         return
-    tiny_config(architecture, model_class, directory, lacks, refuses)
+    lost = tiny_config(architecture, model_class, directory, lacks, refuses)
     present = Judge(architecture, answer)
     if save_to is not None:
         present = Saver(architecture, answer, save_to)
+    present.row.lost = lost
     start(directory, attention, present)
 
 
