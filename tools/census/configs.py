@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .layers import lost
-from .overrides import ARGUMENTS, BASES, KEYS, UNKNOWN
+from .overrides import ARGUMENTS, BASES, KEYS, UNKNOWN, matching
 from .tiny import missing, shrink
 
 # A draft is served beside the model whose config it reads.
@@ -38,7 +38,7 @@ def tiny_config(
         config_class, real = _unknown(), dict(UNKNOWN)
         content = dict(real)
     else:
-        real = config_class(**ARGUMENTS.get(architecture, {})).to_dict()
+        real = config_class(**matching(ARGUMENTS, architecture)).to_dict()
         content = shrink(real)
     for part in (content, *(one for key, one in content.items() if key.endswith("_config"))):
         if not isinstance(part, dict):
@@ -48,7 +48,7 @@ def tiny_config(
                 part[key] = missing(key)
         for key in refuses:
             part.pop(key, None)
-    _apply(content, KEYS.get(architecture, {}))
+    _apply(content, matching(KEYS, architecture))
     model_type = content.get("model_type") or f"census_{architecture.lower()}"
     if model_type not in CONFIG_MAPPING:
         config_class.model_type = model_type  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sglang_fp8rl.engine.arrival.update import Origin, Update
+from sglang_fp8rl.engine.host.hooks import start_model
 from sglang_fp8rl.errors import Fp8RlError
 
 from . import forward
@@ -37,6 +38,7 @@ class Judge:
         self._plain: Any = None
         self._loaded: Any = None
         self._runner: Any = None
+        self._is_broken = False
 
     # -- as SGLang starts ----------------------------------------------------------------------
 
@@ -105,6 +107,9 @@ class Judge:
         row.reasons = sorted(counts.native_reasons)
         row.relies_on = reliance.found(row.reasons)
         self._compare(before)
+        if self._is_broken:
+            why = f"{row.not_run}; the same model without this method runs here"
+            row.kind, row.reasons = "broken", [why, *row.reasons]
         if row.not_started:
             row.kind, row.reasons = "not started", [row.not_started, *row.reasons]
 
@@ -131,13 +136,23 @@ class Judge:
         self._runner.model = model
         try:
             if is_new:
-                from sglang_fp8rl.engine.host.hooks import start_model
-
                 start_model(None, self._runner)
             return forward.outputs(self._runner)
         except Exception as error:  # noqa: BLE001  the row says it
             self.row.not_run = line_of(error)
+            self._is_broken = self._plain_runs()
             return []
+
+    def _plain_runs(self) -> bool:
+        """Whether the same model without quantization can do what this one can't."""
+        self._builder.load(self._plain, list(weights(self._loaded.shapes, 0).items()))
+        self._runner.model = self._plain
+        try:
+            forward.outputs(self._runner)
+        except Exception as error:  # noqa: BLE001  the row says it
+            self.row.not_run = line_of(error)
+            return False
+        return True
 
 
 def judged(architecture: str, builder: Builder) -> Row:

@@ -125,9 +125,9 @@ def _of_layers(key: str, value: Any, total: int) -> list[Any] | None:
     if indexes is not None:
         return [layer in indexes for layer in range(total)] if indexes else None
     if isinstance(value, dict):
-        by_layer = {str(layer): str(one) for layer, one in value.items()}
-        is_one = by_layer and by_layer.keys() <= set(map(str, range(total)))
-        return [by_layer.get(str(layer)) for layer in range(total)] if is_one else None
+        is_by_layer = value and all(str(layer).isdigit() for layer in value)
+        by_layer = {int(at): str(sorted(one)) for at, one in value.items()} if is_by_layer else {}
+        return [by_layer.get(layer) for layer in range(total)] if by_layer else None
     is_listed = isinstance(value, list) or (isinstance(value, str) and "pattern" in key)
     is_plain = is_listed and not any(isinstance(one, (list, dict)) for one in value)
     return list(value) if is_plain and len(value) == total > 1 else None

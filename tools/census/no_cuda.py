@@ -38,4 +38,5 @@ def name_the_cpu() -> None:
     cpu: Any = torch.cpu
     torch.get_device_module = lambda *_: cpu  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # SGLang chooses backends by it
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from typing import Any
 from sglang_fp8rl.errors import Fp8RlError
 
 OUT_OF_TIME = "not done after"
-KINDS = ("replayed", "native", "refused", "not started", "not built")
+KINDS = ("replayed", "native", "broken", "refused", "not started", "not built")
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Row:
         architecture: its name in SGLang's registry.
         kind: one of `KINDS`.
         names: tensors that were sent.
-        reasons: why it is native, refused, not started or not built.
+        reasons: why it is native, broken, refused, not started or not built.
         silent: places whose bytes differ from those of a fresh load, without a reason given.
         named_by: where the names of its checkpoint come from.
         reached, held: parameters that the names reached, of all that the model holds.
@@ -70,9 +70,20 @@ def summary(rows: Sequence[Row]) -> str:
 def line_of(error: BaseException) -> str:
     """With the function that raised it, where nothing else says what is wrong."""
     traceback.print_exception(error)  # into the log
+    if _NO_DRIVER in str(error):
+        return f"needs a GPU for the Triton kernel of {_place_of(error)}"
     text = re.sub(r"https?://[^\s']+", "…", " ".join(str(error).split()))
     if isinstance(error, Fp8RlError):
         return text[:400]
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = "" if text else f" in {Path(frame.filename).name}, {frame.name}"
+    place = "" if text else f" in {_place_of(error)}"
     return f"{type(error).__name__}: {text}"[:400] + place
+
+
+_NO_DRIVER = "active drivers"  # Triton's word for a machine without a GPU
+
+
+def _place_of(error: BaseException) -> str:
+    """Function and file that raised it: of SGLang, where one of those did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [frame for frame in frames if "/sglang/" in frame.filename] or list(frames)
+    return f"{found[-1].name} in {Path(found[-1].filename).name}"

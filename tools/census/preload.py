@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 ENVIRONMENT = {
@@ -42,6 +43,7 @@ class AtStart(Protocol):
 
 
 present: list[AtStart] = []
+_SETUP = "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
 
 
 def _load(loader: Any, *, model_config: Any, **_: Any) -> Any:
@@ -56,6 +58,20 @@ def _start(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: A
     else:
         present[-1].started(scheduler.tp_worker.model_runner)
     raise Judged
+
+
+def _attention_of_the_cpu(result: Any, *_: Any, **__: Any) -> Any:
+    """Some models ask for one of SGLang's GPU backends by name; what they make with it is the same."""
+    is_gpu = "triton" in (result.prefill, result.decode)
+    cpu = "torch_native"
+    return type(result)(prefill=cpu, decode=cpu) if is_gpu else result
+
+
+def _rope_of_a_gpu(*args: Any) -> Any:
+    """On a CPU, SGLang has MLA's rotary embedding for one kind of scaling only."""
+    from sglang.srt.layers.rotary_embedding import factory
+
+    return factory.get_rope(*args[:8])
 
 
 def import_sglang() -> None:
@@ -74,5 +90,11 @@ def import_sglang() -> None:
     HookRegistry.register(load, _load, HookType.REPLACE)
     start = "sglang.srt.managers.scheduler.Scheduler.init_model_worker"
     HookRegistry.register(start, _start, HookType.AROUND)
+    rope = "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu"
+    HookRegistry.register(rope, _rope_of_a_gpu, HookType.REPLACE)
+    if find_spec(_SETUP):  # older versions have it elsewhere
+        HookRegistry.register(
+            f"{_SETUP}.resolve_attention_backend_strs", _attention_of_the_cpu, HookType.AFTER
+        )
     load_plugins()
     HookRegistry.apply_hooks()

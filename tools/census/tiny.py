@@ -55,17 +55,6 @@ _SIZES: tuple[tuple[str, int], ...] = (
         1024,
     ),
 )
-_YARN = {
-    "type": "yarn",
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 512,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
 _COMPILED = [(re.compile(pattern), size) for pattern, size in _SIZES]
 _FLAG = re.compile(r"(use|is|has|enable|tie|with|add|apply)_.*|.*_bias|.*_norm")
 _TOKEN = re.compile(r".*(_token_id|_token_ids|_token_index|_token|_id)s?")
@@ -78,12 +67,7 @@ def shrink(config: dict[str, Any], layers: Layers | None = None) -> dict[str, An
         layers: that are kept, of the part around it.
     """
     layers = Layers.of(config) or layers
-    small = {key: _shrunk(key, value, layers) for key, value in config.items()}
-    if "kv_lora_rank" in small:  # as the hub has it for all of DeepSeek's line
-        for key in ("rope_scaling", "rope_parameters"):
-            if not (small.get(key) or {}).get("factor"):
-                small[key] = dict(_YARN)
-    return small
+    return {key: _shrunk(key, value, layers) for key, value in config.items()}
 
 
 def _shrunk(key: Any, value: Any, layers: Layers | None) -> Any:
