@@ -35,6 +35,7 @@ from .model.parameters import (
 from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
 from .native.call import Call, Calls, StreamLane
+from .native.checks import of_known_sizes
 from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
@@ -205,6 +206,8 @@ class ModelRefit:
             self.derived.in_place(from_now_on=call.update.origin.is_serving) as moved,
             observer.watching(),
         ):
+            if call.update.origin.is_serving:
+                weights = of_known_sizes(weights, self.names.known)
             result = self._load_weights(call.sources.watch(weights), *args, **kw)
             load_left_experts(self.model, call.sources.left(), self._load_weights)
         quantized = {one.name for one in self.targets.values() if one.is_fp8} if moved else ()

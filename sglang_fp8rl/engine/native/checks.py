@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...errors import RefitError, listed, near_matches
+from ..model.landings import Known
 from ..model.parameters import Target
 
+Sent = tuple[str, torch.Tensor]
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -47,12 +49,39 @@ def check_shape(target: Target, name: str, loaded: torch.Tensor, args: tuple, kw
     """
     expected = _full_shape(target, args, kwargs)
     if expected is not None and tuple(loaded.shape) != expected:
-        raise RefitError(
-            name,
-            f"shape {tuple(loaded.shape)}",
-            f"{target.name} takes the full, unsharded {expected}",
-            "Send the tensor as the checkpoint has it; the engine cuts this rank's shard.",
-        )
+        raise _wrong_shape(name, loaded, f"{target.name} takes", expected)
+
+
+def of_known_sizes(weights: Iterable[Sent], known: Mapping[str, Known]) -> Iterator[Sent]:
+    """Pass on what is sent; a dimension of 1 more or less makes no difference.
+
+    Most loaders read a rank's part of whatever they are given, so one of more elements would be cut in
+    silence, whoever wrote its loader.
+
+    Args:
+        known: names that were there at the start, with their shapes.
+
+    Raises:
+        RefitError: a tensor does not have the sizes that it had at the start.
+    """
+    for name, tensor in weights:
+        expected = known[name].shape if name in known else tensor.shape
+        if _sizes(tensor.shape) != _sizes(expected):
+            raise _wrong_shape(name, tensor, "this server takes", expected)
+        yield name, tensor
+
+
+def _sizes(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def _wrong_shape(name: str, tensor: torch.Tensor, who: str, expected: Sequence[int]) -> RefitError:
+    return RefitError(
+        name,
+        f"shape {tuple(tensor.shape)}",
+        f"{who} the full, unsharded {tuple(expected)}",
+        "Send the tensor as the checkpoint has it; the engine cuts this rank's shard.",
+    )
 
 
 def _full_shape(target: Target, args: tuple, kwargs: dict) -> tuple[int, ...] | None:
@@ -75,7 +104,8 @@ def _full_shape(target: Target, args: tuple, kwargs: dict) -> tuple[int, ...] | 
     rows = _full_rows(layer, args[0] if args else None)
     if rows is None:
         return None
-    return (rows,) if leaf == "bias" else (rows, layer.input_size)
+    # The weight of a depthwise convolution is [rows, 1, k]: SGLang puts the 1 in when the layer is made.
+    return (rows,) if leaf == "bias" else (rows, *target.parameter.shape[1:-1], layer.input_size)
 
 
 def _full_expert_shape(target: Target, given: tuple) -> tuple[int, ...] | None:
@@ -97,7 +127,7 @@ def _full_expert_shape(target: Target, given: tuple) -> tuple[int, ...] | None:
 
 
 def _full_rows(layer: Any, shard: Any) -> int | None:
-    """Rows of a linear layer, or of these parts of a fused one."""
+    """Rows of a linear layer, or of these parts of a fused one; None where its parts are not known."""
     from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
     parts: dict[Any, int]
@@ -108,7 +138,7 @@ def _full_rows(layer: Any, shard: Any) -> int | None:
     elif isinstance(layer, MergedColumnParallelLinear):
         parts = dict(enumerate(layer.output_sizes))
     else:
-        return int(layer.output_size)
+        return int(layer.output_size) if shard is None else None
     if shard is None:
         return sum(parts.values())
     wanted = shard if isinstance(shard, tuple) else (shard,)

@@ -223,10 +223,27 @@ class LoaderCalls:
                 "what is served in FP8 is written by copies, which are cast with their scales",
                 "Add the module to ignored_layers.",
             )
-        with observer.watching_thread():
-            run(target.parameter)
+        self._run_on_parameter(given, run)
         self.report.written(target, None)
         return []
+
+    def _run_on_parameter(self, given: _Given, run: Callable[[torch.Tensor], None]) -> None:
+        """Run a loader that does more than copy. With a NaN or Inf on the way, nothing of it stays."""
+        call, parameter, known = given.call, given.target.parameter, len(given.call.not_finite)
+        with unwatched():
+            before = parameter.data.clone()
+        try:
+            with call.observer.watching_thread():
+                run(parameter)
+        except Exception:
+            with unwatched():
+                parameter.data.copy_(before)
+            raise
+        with unwatched():
+            bad = [flags.any() for name, flags in call.not_finite[known:] if name == given.name]
+            if bad:
+                kept = torch.where(torch.stack(bad).any(), before, parameter.data)
+                parameter.data.copy_(kept)
 
     def _store_half(self, given: _Given, half: Half, *, is_scale: bool) -> None:
         """Half of an FP8 weight came; with the other one it is stored."""

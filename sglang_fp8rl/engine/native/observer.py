@@ -151,9 +151,13 @@ class Observer:
         if kind.is_view or self._is_over:
             return func(*args, **kwargs)
         loader = self._thread.loader
-        if loader is not None and any(map(loader.is_parameter, tensors_in((args, kwargs)))):
-            # It has not yet what the loader wrote (Gemma's norms keep `weight + 1` beside it).
-            loader.stop(f"{func} with the parameter itself")
+        if loader is not None:
+            if any(map(loader.is_parameter, tensors_in((args, kwargs)))):
+                # It has not yet what the loader wrote (Gemma's norms keep `weight + 1` beside it).
+                loader.stop(f"{func} with the parameter itself")
+            if any(map(loader.has, tensors_in((_read_by(func, args), kwargs)))):
+                # Nor has the stand-in: it holds no values (Mamba's `A` is made of the `A_log` in it).
+                loader.stop(str(func))
         if func is aten.copy_.default and self._write(args[0], args[1].expand(args[0].shape)):
             return args[0]
         if func in _FILLS and self._filled(*args):
@@ -220,8 +224,8 @@ class Observer:
 
     def _computed(self, func: Any, kind: OperationKind, args: tuple, kwargs: dict) -> Any:
         """Any other operation: what of the model does it write, and of what are its results made?"""
-        read = args[1:] if func is aten.copy_.default or func in _FILLS else args
-        used = {one: None for tensor in tensors_in((read, kwargs)) for one in self._made_of(tensor)}
+        read = tensors_in((_read_by(func, args), kwargs))
+        used = {one: None for tensor in read for one in self._made_of(tensor)}
         sources = tuple(used)
         if sources:
             self.leave_native(sources, f"SGLang computes with it while loading ({func})")
@@ -244,9 +248,6 @@ class Observer:
 
     def _may_write(self, tensor: torch.Tensor, func: Any, sources: tuple[Source, ...]) -> bool:
         """Whether an operation that is no copy may write `tensor`; what follows from it is noted."""
-        loader = self._thread.loader
-        if loader is not None and loader.has(tensor):
-            loader.stop(str(func))
         place = self._memory.place_of(tensor)
         if not place:
             made = self._sources.made_of(tensor)
@@ -275,6 +276,11 @@ class Observer:
         if place:
             self.leave_native((), f"SGLang reads {place} while loading")
         return sources
+
+
+def _read_by(func: Any, args: tuple) -> tuple:
+    """Those arguments whose values an operation asks for; what is copied into or filled is only written."""
+    return args[1:] if func is aten.copy_.default or func in _FILLS else args
 
 
 class _MoreThanCopies(BaseException):

@@ -390,6 +390,9 @@ class FilledTail(Toy):
         super().__init__()
         self.b.weight.weight_loader = self._load_b
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"a.weight": (6, 4), "b.weight": (4, 4)}
+
     def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
         parameter.data[: len(tensor)].copy_(tensor)
         parameter.data[len(tensor) :].fill_(0)
@@ -410,6 +413,37 @@ class Retrying(Toy):
             self.b.weight.weight_loader(self.b.weight, tensor, "q")
         except TypeError:
             self.b.weight.weight_loader(self.b.weight, tensor)
+
+
+class Negated(Toy):
+    """Mamba2's A: what its loader copied it reads, computes with, and copies back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight.weight_loader = self._load_b
+
+    def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        parameter.data.copy_(tensor)
+        parameter.data.copy_(-torch.exp(parameter.float()))
+
+
+class Turned(Negated):
+    """What its loader copied it copies to another place, without computing anything."""
+
+    def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        parameter.data[3:].copy_(tensor[:3])
+        parameter.data[:3].copy_(parameter.data[3:])
+        parameter.data[3:].copy_(tensor[3:])
+
+
+class Cut(Toy):
+    """MiMo-V2's sinks, and most loaders: a rank's part of whatever comes."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "b.weight":
+            self.b.weight.data.copy_(tensor[:6])
+        else:
+            super().load(name, tensor)
 
 
 class Halves(Toy):
@@ -582,12 +616,12 @@ def check_same(refit: ModelRefit, fresh: ModelRefit) -> None:
 
 REPLAYED = (
     *(Toy, Scalar, Buffer, Slices, Beside, Wrapped, Threads, ThreadsOfSlices, Shared, Default),
-    *(Running, FilledTail, Warning, Retrying, NoneFirst),
+    *(Running, FilledTail, Warning, Retrying, NoneFirst, Cut),
 )
 NATIVE = (
     *(Refreshed, Joined, Broadcast, Computed, Added, Value, OfWhatWasSent, Rebound, Padded, Listed),
     *(ThreadsThatRead, Zeroed, ZeroedInPart, Overwritten, ZeroedByItsLoader, Catching, Attribute),
-    *(OneAtATime, DefaultBeside, KeptByLoader, Halves, Merged),
+    *(OneAtATime, DefaultBeside, KeptByLoader, Halves, Merged, Negated, Turned),
 )
 
 
@@ -657,10 +691,11 @@ def test_nobody_else_writes_by_naming_the_result():
 
 def test_what_a_loader_fills_is_filled_again():
     refit = loaded(FilledTail, 0)
-    for seed, rows in enumerate((4, 6, 4, 5, 4)):
-        tensors = weights(refit.model, seed)
-        update(refit, tensors | {"b.weight": tensors["b.weight"][:rows].clone()})
-        assert not refit.model.b.weight[rows:].any()
+    for seed in (1, 2, 3):
+        refit.model.b.weight.fill_(7)
+        update(refit, weights(refit.model, seed))
+        check_same(refit, loaded(FilledTail, seed))
+        assert not refit.model.b.weight[4:].any()
     assert refit.recipes.counts.calls == 2
 
 
@@ -684,12 +719,13 @@ def test_both_errors_are_told_where_the_first_is_caught():
     class Stubborn(Warning):
         def load(self, name: str, tensor: torch.Tensor) -> None:
             super().load(name, tensor)
-            if tensor.shape != (6, 4):
+            if tensor.dtype == torch.int8:
                 raise KeyError("something else")
 
     refit = loaded(Stubborn, 0)
-    with pytest.raises(RefitError, match=r"(?s)shape \(5, 4\).*something else"):
-        update(refit, weights(refit.model, 1) | {"b.weight": torch.zeros(5, 4)})
+    wrong = torch.zeros(6, 4, dtype=torch.int8)
+    with pytest.raises(RefitError, match=r"(?s)dtype torch.int8.*something else"):
+        update(refit, weights(refit.model, 1) | {"b.weight": wrong})
 
 
 def test_what_was_forgotten_in_a_circle_is_not_kept():
@@ -738,8 +774,8 @@ def test_what_a_model_catches_is_told_all_the_same(seeds):
     refit = loaded(Warning, 0)
     for seed in seeds:
         update(refit, weights(refit.model, seed))
-    wrong = weights(refit.model, 3) | {"b.weight": torch.zeros(5, 4)}
-    with pytest.raises(RefitError, match=r"b\.weight"):
+    wrong = weights(refit.model, 3) | {"b.weight": torch.zeros(6, 4, dtype=torch.int8)}
+    with pytest.raises(RefitError, match=r"b\.weight: dtype"):
         update(refit, wrong)
 
 
@@ -795,6 +831,48 @@ def test_a_refit_whose_extent_can_t_be_learnt_fails_and_says_so():
     assert "b.weight" in why
     assert "--load-format dummy" in why
     assert not refit.names.is_filled
+
+
+@pytest.mark.parametrize("kind", [Toy, Cut, Threads])
+@pytest.mark.parametrize("start", [loaded, lambda kind, _: unloaded(kind)])
+@pytest.mark.parametrize("shape", [(7, 4), (12, 4), (5, 4), (1, 4), (4, 6)])
+def test_a_tensor_has_the_sizes_of_the_start(kind, start, shape):
+    refit = start(kind, 0)
+    refit.note_loaded()
+    before = refit.model.b.weight.clone()
+    for _ in range(2):
+        with pytest.raises(RefitError, match=r"b\.weight: shape .*unsharded \(6, 4\)"):
+            update(refit, {"b.weight": torch.ones(shape)})
+    assert torch.equal(refit.model.b.weight, before)
+    for seed in (1, 2):
+        update(refit, weights(refit.model, seed))
+    wrong = {"b.weight": torch.ones(shape)}
+    with pytest.raises(RefitError, match=r"b\.weight: shape"):  # beside what is replayed
+        update(refit, weights(refit.model, 3) | wrong)
+
+
+def test_a_dimension_of_one_more_or_less_makes_no_difference():
+    refit = loaded(Scalar, 0)
+    update(refit, weights(refit.model, 1) | {"alpha": torch.tensor(2.0), "beta": torch.ones(1, 1)})
+    assert (refit.model.alpha.item(), refit.model.beta.item()) == (2, 1)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(Negated, NAN), (Negated, -INF), (Negated, 100.0), (Turned, NAN), (Turned, INF)],
+)
+def test_of_what_a_loader_makes_of_it_nothing_is_kept_that_is_not_finite(kind, value):
+    refit = loaded(kind, 0)
+    update(refit, weights(refit.model, 1))
+    before, wrong = refit.model.b.weight.clone(), weights(refit.model, 2)
+    wrong["b.weight"][1, 2] = value
+    with pytest.raises(RefitError, match=r"b\.weight: NaN or Inf"):
+        update(refit, wrong)
+    assert torch.equal(refit.model.b.weight, before)
+    assert not torch.equal(refit.model.a.weight, weights(refit.model, 1)["a.weight"])
 
 
 def test_a_name_that_reaches_nothing_is_refused():
