@@ -9,6 +9,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from .layers import lost
 from .overrides import ARGUMENTS, BASES, KEYS, UNKNOWN, matching
 from .tiny import missing, shrink
@@ -35,8 +37,8 @@ def tiny_config(
 
     config_class = config_class_of(architecture, model_class)
     if config_class is None:  # one of a model on the hub, in code of its own
-        config_class, real = _unknown(), dict(UNKNOWN)
-        content = dict(real)
+        config_class, real = _unknown(), UNKNOWN | matching(ARGUMENTS, architecture)
+        content = shrink(real)
     else:
         real = config_class(**matching(ARGUMENTS, architecture)).to_dict()
         content = shrink(real)
@@ -90,8 +92,9 @@ def _unknown() -> type:
 
 def config_class_of(architecture: str, model_class: type) -> type | None:
     """From `transformers`, from the model's signature, by its name, or of the model that it drafts for."""
-    if architecture in BASES:
-        return _of_model_type(BASES[architecture])
+    base = BASES.get(architecture)
+    if base is not None:
+        return getattr(transformers, base, None) or _of_model_type(base)
     model_type = _model_types().get(architecture)
     if model_type is not None:
         return _of_model_type(model_type)

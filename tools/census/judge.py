@@ -16,6 +16,7 @@ from sglang_fp8rl.errors import Fp8RlError
 
 from . import forward
 from .compare import differences, differences_of_plain, is_same
+from .drafts import IS_DRAFT, judge_draft
 from .host import Builder
 from .naming import loaded, weights
 from .outcome import Row, line_of
@@ -80,6 +81,9 @@ class Judge:
             self._plain, _ = builder.build(is_quantized=False)
         except Exception as error:  # noqa: BLE001  the row says it
             row.reasons = [line_of(error)]
+            return False
+        if IS_DRAFT.fullmatch(row.architecture):
+            judge_draft(builder, self._plain, row)
             return False
         try:
             self._loaded = loaded(builder, self._plain, row)

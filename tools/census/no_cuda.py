@@ -30,6 +30,12 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
+class _Nothing:
+    """A stream or event that nothing waits for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+
 def name_the_cpu() -> None:
     """What asks torch for its device gets the CPU.
 
@@ -39,4 +45,5 @@ def name_the_cpu() -> None:
     torch.get_device_module = lambda *_: cpu  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # SGLang chooses backends by it
+    torch.cuda.Stream = torch.cuda.Event = _Nothing  # type: ignore[assignment, misc]
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None  # type: ignore[assignment]

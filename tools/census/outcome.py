@@ -13,7 +13,7 @@ from typing import Any
 from sglang_fp8rl.errors import Fp8RlError
 
 OUT_OF_TIME = "not done after"
-KINDS = ("replayed", "native", "broken", "refused", "not started", "not built")
+KINDS = ("replayed", "native", "draft", "broken", "refused", "not started", "not built")
 
 
 @dataclass
@@ -51,6 +51,11 @@ class Row:
     seconds: float = 0.0
 
     @property
+    def is_proven(self) -> bool:
+        """Whether a token of it was compared with a fresh model's."""
+        return self.kind in ("replayed", "native") and not self.not_run and not self.silent
+
+    @property
     def is_cut_short(self) -> bool:
         """Whether it ran out of time, which depends on the machine."""
         return any(reason.startswith(OUT_OF_TIME) for reason in self.reasons)
@@ -64,7 +69,9 @@ def summary(rows: Sequence[Row]) -> str:
     """The last line of the command."""
     counts = Counter(row.kind for row in rows)
     kinds = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
-    return f"{len(rows)} classes: {kinds}; {sum(bool(row.silent) for row in rows)} silent"
+    proven = sum(row.is_proven for row in rows)
+    silent = sum(bool(row.silent) for row in rows)
+    return f"{len(rows)} classes: {kinds}; {proven} proven by a token; {silent} silent"
 
 
 def line_of(error: BaseException) -> str:

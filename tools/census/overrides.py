@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# Architecture to the `model_type` of a config that it takes.
+# Architecture to the `model_type` of a config that it takes, or to a class of `transformers`.
 BASES: dict[str, str] = {
+    "DeepseekV4ForCausalLM": "DeepseekV4Config",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "TransformersEmbeddingModel": "llama",
@@ -17,6 +18,26 @@ BASES: dict[str, str] = {
     "TransformersMoEForSequenceClassification": "qwen3_moe",
 }
 
+# Of a model whose config class is on the hub: dense, grouped heads.
+UNKNOWN: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _KIMI_LINEAR: dict[str, Any] = {
     "num_hidden_layers": 8,
     "first_k_dense_replace": 1,
@@ -45,6 +66,71 @@ _QWEN3_5: dict[str, Any] = {
 _QWEN3_5_VL = {"text_config": _QWEN3_5}
 _DEEPSEEK = {"architectures": ["DeepseekV3ForCausalLM"]}
 
+_MIMO_V2: dict[str, Any] = {
+    "num_hidden_layers": 12,
+    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0] * 2,
+    "layer_types": [_FULL, *[_SLIDING] * 4, _FULL] * 2,
+    "moe_layer_freq": [0, *[1] * 11],
+    "mlp_layer_types": ["dense", *["sparse"] * 11],
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "sliding_window_size": 128,
+    "swa_rope_theta": 10000.0,
+    "rope_theta": 5000000.0,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "layernorm_epsilon": 1e-5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "attention_value_scale": 0.707,
+}
+_MINIMAX_M3: dict[str, Any] = {
+    "num_hidden_layers": 12,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "dense_intermediate_size": 1024,
+    "moe_layer_freq": [0, 0, 0, *[1] * 9],
+    "qk_norm_type": "per_head",
+    "use_qk_norm": True,
+    "use_gemma_norm": True,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "hidden_act": "swigluoai",
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "rotary_dim": 64,
+    "head_dim": 128,
+    "sparse_attention_config": {
+        "sparse_attention_freq": [0, 0, 0, *[1] * 9],
+        "sparse_disable_index_value": [0, 0, 0, *[1] * 9],
+        "sparse_num_index_heads": 4,
+        "sparse_index_dim": 128,
+        "sparse_block_size": 128,
+        "sparse_topk_blocks": 16,
+        "sparse_init_block": 1,
+        "sparse_local_block": 1,
+    },
+}
+_MINIMAX_M3_VISION: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_channels": 3,
+    "image_size": 336,
+    "patch_size": 14,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+    "img_token_compression_config": {"spatial_merge_size": 2, "temporal_patch_size": 2},
+    "position_embedding_type": "rope",
+    "rope_mode": "3d",
+    "rope_theta": 10000.0,
+    "vision_segment_max_frames": 4,
+}
+
 # Architectures (a regular expression) to what files on the hub say and the defaults of the config class do not:
 # its arguments, of the real size.
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -58,33 +144,29 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "Kimi(K3)?LinearForCausalLM": _KIMI_LINEAR,
     "KimiK3ForConditionalGeneration": {"text_config": _KIMI_LINEAR},
     "KimiK25ForConditionalGeneration": {"text_config": _DEEPSEEK},
+    "MiMoV2(Flash)?ForCausalLM": _MIMO_V2,
+    "MiniMaxM3SparseForCausalLM": UNKNOWN | _MINIMAX_M3,
+    "MiniMaxM3SparseForConditionalGeneration": {
+        "text_config": UNKNOWN | _MINIMAX_M3 | {"model_type": "minimax_m3"},
+        "vision_config": _MINIMAX_M3_VISION | {"model_type": "minimax_vision"},
+    },
+    "DeepseekV4ForCausalLM": {"compress_ratios": [0, 128, 4] * 15},
     "Lfm2(ForCausalLM|BidirectionalModel)": {"layer_types": ["conv", "conv", "full_attention"] * 4},
 }
 
-# Of a model whose config class is on the hub: dense, grouped heads.
-UNKNOWN: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+_FEW_KIMI_LAYERS = {
+    "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [3]},
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }
 
 # Architectures (a regular expression) to keys of the small `config.json`; None leaves a key out.
 KEYS: dict[str, dict[str, Any]] = {
+    "Kimi(K3)?LinearForCausalLM": _FEW_KIMI_LAYERS,  # theirs are counted from one
+    "KimiK3ForConditionalGeneration": {"text_config": _FEW_KIMI_LAYERS},
     "Gemma2For.*": {"hidden_act": "gelu_pytorch_tanh"},
     # SGLang's scheduler reads these; the model does not.
     "Gemma4ForCausalLM": {"swa_num_key_value_heads": 2, "swa_head_dim": 64},
+    ".*NextN": {"num_nextn_predict_layers": 1},
     "Contriever": {"hidden_act": "gelu"},
     "Exaone4ForCausalLM": {"sliding_window_pattern": "LG"},
     "DbrxForCausalLM": {"ffn_config": {"moe_normalize_expert_weights": 1.0}},

@@ -41,9 +41,11 @@ _SIZES: tuple[tuple[str, int], ...] = (
         2 * HIDDEN,
     ),
     (r"q_lora_rank|kv_lora_rank|o_lora_rank|lora_rank", 128),
-    (r"qk_head_dim", 128),
+    (r"qk_head_dim|index_head_dim|sparse_index_dim", 128),
+    (r"linear_num_key_heads", 2),
+    (r"linear_num_value_heads", 4),
     (
-        r"(qk_nope|qk_rope|v|global|attention|local|swa|index|indexer)?_?head_dim|kv_channels|d_kv|swa_v_head_dim",
+        r"(qk_nope|qk_rope|v|global|attention|local|swa|indexer)?_?head_dim|kv_channels|d_kv|swa_v_head_dim",
         64,
     ),
     (
