@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.engine.model.parameters import held_tensors
+from sglang_fp8rl.engine.model.held_tensors import held_tensors
 
 
 def differences(model: Any, fresh: Any) -> Iterator[str]:
@@ -32,7 +32,7 @@ def differences_of_plain(refit: Any, plain: Any) -> Iterator[str]:
 
 def _held(model: Any) -> dict[str, Any]:
     """Parameters, buffers, every other tensor, and numbers that modules keep."""
-    found: dict[str, Any] = {**dict(model.named_parameters()), **dict(held_tensors(model))}
+    found: dict[str, Any] = {one.place: one.tensor for one in held_tensors(model.named_modules())}
     for prefix, module in model.named_modules():
         for leaf, value in vars(module).items():
             if isinstance(value, (bool, int, float)):

@@ -110,6 +110,7 @@ class Judge:
         row.kind = "replayed" if counts.calls else "native"
         row.reasons = sorted(counts.native_reasons)
         row.relies_on = reliance.found(row.reasons)
+        row.unproven = sorted(refit.derived.kept_copies.unproven)
         self._compare(before)
         if self._is_broken:
             why = f"{row.not_run}; the same model without this method runs here"

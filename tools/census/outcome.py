@@ -31,6 +31,7 @@ class Row:
         unreached: the others.
         lost: kinds of layers of the real model that the small one has not.
         relies_on: what it needs beside copies of its loaders.
+        unproven: places that appeared at its first forward pass, which updates leave as they are.
         not_started: why SGLang's start failed behind the load, here on the CPU.
         not_run: why no token of it was compared; empty if its outputs are those of a fresh model.
     """
@@ -46,6 +47,7 @@ class Row:
     unreached: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     relies_on: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
     not_started: str = ""
     not_run: str = ""
     seconds: float = 0.0

@@ -30,7 +30,7 @@ class Reliance:
         needed = {
             PAST_LOADERS: self._past_loaders,
             DERIVED: self._refit.derived.is_needed,
-            KEPT: any(True for _ in self._refit.derived.kept_copies.places()),
+            KEPT: bool(self._refit.derived.kept_copies.found),
             SCALARS: any("reads its value" in reason for reason in native_reasons),
         }
         return [what for what in ALL if needed[what]]

@@ -61,6 +61,7 @@ def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) 
         "state": log.state.value,
         "consistent": log.state is State.WHOLE,
         "problems": found,
+        "unproven": dict(list(refit.derived.kept_copies.unproven.items())[:MAX_LISTED]),
         "plan": module_rows(refit.schemes),
     }
     ours = {extension.section: extension.status(manager) for extension in refit.extensions}

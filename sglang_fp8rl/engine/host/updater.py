@@ -20,7 +20,12 @@ from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
 from .refit_end import end_request, fail_behind
-from .update_request import answer_update, check_selector, check_weights_are_there
+from .update_request import (
+    answer_update,
+    are_weights_released,
+    check_selector,
+    check_weights_are_there,
+)
 
 
 class RefitUpdater(SchedulerWeightUpdaterManager):
@@ -47,9 +52,10 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
             return end_session(super().end_weight_update, self, recv_req)
 
     def release_memory_occupation(self, recv_req: Any) -> Any:
-        result = super().release_memory_occupation(recv_req)
-        note_released_weights(self, recv_req)
-        return result
+        return release_memory(super().release_memory_occupation, self, recv_req)
+
+    def resume_memory_occupation(self, recv_req: Any) -> Any:
+        return resume_memory(super().resume_memory_occupation, self, recv_req)
 
     # Who reads served weights gets them as they were sent.
 
@@ -142,20 +148,39 @@ def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
     return is_empty
 
 
-def note_released_weights(manager: Any, request: Any) -> None:
-    """Behind `release_memory_occupation`: weights that nobody kept have to be sent again, all of them."""
-    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """`release_memory_occupation`: weights that nobody kept have to be sent again, all of them."""
     from sglang.srt.runtime_context import get_server_args
 
     refit = refit_of(manager.tp_worker.model_runner.model)
-    are_released = not request.tags or GPU_MEMORY_TYPE_WEIGHTS in request.tags
     is_paged = manager.memory_saver_adapter.enabled
-    is_kept = get_server_args().enable_weights_cpu_backup
-    if refit is not None and are_released and is_paged and not is_kept:
+    is_kept = get_server_args().enable_weights_cpu_backup or are_weights_released(manager)
+    if refit is None or is_kept or not (is_paged and _is_of_weights(request)):
+        return original(request)
+    boundary = Boundary(manager.tp_cpu_group)
+    boundary.step(refit.derived.before_release)
+    result = original(request)
+    boundary.step(refit.report.weights_lost)
+    # SGLang's answer to this request has no room for an error.
+    fail_behind(boundary, refit, None)
+    return result
+
+
+def resume_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """`resume_memory_occupation`: what no update sends again has its values from before the release."""
+    result = original(request)
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is not None and _is_of_weights(request):
         boundary = Boundary(manager.tp_cpu_group)
-        boundary.step(refit.weights_lost)
-        # SGLang's answer to this request has no room for an error.
+        boundary.step(refit.derived.after_resume)
         fail_behind(boundary, refit, None)
+    return result
+
+
+def _is_of_weights(request: Any) -> bool:
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    return not request.tags or GPU_MEMORY_TYPE_WEIGHTS in request.tags
 
 
 def read_unfolded(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -172,7 +197,7 @@ def read_unfolded(original: Callable[..., Any], manager: Any, request: Any) -> A
             result = boundary.step(original, request)
         boundary.step(around.close)
         if getattr(request, "action", "") == "reset_tensors":
-            boundary.step(refit.weights_lost)
+            boundary.step(refit.report.weights_lost)
         errors = fail_behind(boundary, refit, None)
     return _not_read(request, errors) if errors else result
 

@@ -31,7 +31,8 @@ from .parameters import held_tensors
 
 # Methods that write what they compute from weights: behind the loading, or at the first forward pass
 # (Gemma 4's router folds its scale into a norm).
-_DERIVE = ("post_load_weights", "fuse_scale")
+_AT_FIRST_PASS = "fuse_scale"
+_DERIVE = ("post_load_weights", _AT_FIRST_PASS)
 
 
 class DerivedWeights:
@@ -40,7 +41,7 @@ class DerivedWeights:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._modules = dict(model.named_modules())
-        self.kept_copies = KeptCopies(model, self._is_derived)
+        self.kept_copies = KeptCopies(self._modules, self._is_derived)
         methods = (getattr(module, "quant_method", None) for module in self._modules.values())
         self._methods = [method for method in methods if isinstance(method, DecidedMethod)]
         self._derivers = [
@@ -49,6 +50,8 @@ class DerivedWeights:
             for method in _DERIVE
             if callable(getattr(module, method, None))
         ]
+        self._made_anew: set[str] = set()
+        self._constants: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_held_back = self._is_deriving = self._are_placed = False
 
     def attach(self) -> None:
@@ -74,7 +77,10 @@ class DerivedWeights:
             self._is_deriving = outer
 
     def _is_derived(self, place: str) -> bool:
-        return any(one.is_used and place.startswith(f"{one.prefix}.") for one in self._derivers)
+        return place in self._made_anew or any(
+            one.is_used and one.method == _AT_FIRST_PASS and place.startswith(f"{one.prefix}.")
+            for one in self._derivers
+        )
 
     @property
     def is_needed(self) -> bool:
@@ -121,6 +127,7 @@ class DerivedWeights:
         Returns:
             `module.attribute` of every derived tensor or copy that was stale and is right from now on.
         """
+        self.kept_copies.look()
         before = {place: tensor_number(one, 0) for place, one in self._derived()}
         self.refresh(names)
         self.end_of_update()
@@ -130,11 +137,32 @@ class DerivedWeights:
 
     def _derived(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Whatever is neither a parameter nor part of one, each memory once."""
-        found = [*held_tensors(self._model), *self.kept_copies.places()]
+        held = held_tensors(self._modules.items())
+        found = [(o.place, o.tensor) for o in held if not isinstance(o.tensor, torch.nn.Parameter)]
+        found += [(place, copy) for place, (copy, _) in self.kept_copies.found.items()]
         for served in self._with_packed_scales():
             found += [(f"{served.module}.{leaf}", one) for leaf, one in served.packed.items()]
         on_device = ((place, one) for place, one in found if one.device.type != "meta")
         return {(one.data_ptr(), one.shape): (place, one) for place, one in on_device}.values()
+
+    def before_release(self) -> None:
+        """Their memory is about to be given back: look while weights are there, and keep what nobody sends again.
+
+        SGLang keeps buffers itself. What lies in other objects than modules was not made with the model.
+        """
+        self.kept_copies.look()
+        buffers = {storage_of(one) for one in self._model.buffers()}
+        self._constants = [
+            (one.tensor.detach(), one.tensor.detach().to("cpu", copy=True))
+            for one in self.kept_copies.others()
+            if isinstance(one.holder, torch.nn.Module) and storage_of(one.tensor) not in buffers
+        ]
+
+    def after_resume(self) -> None:
+        """Put back what `before_release` kept."""
+        for one, kept in self._constants:
+            one.copy_(kept)
+        self._constants = []
 
     def _with_packed_scales(self) -> Iterator[ServedWithPackedScales]:
         return (method.served for method in self._methods if method.served is not None)
@@ -165,6 +193,7 @@ class DerivedWeights:
             moved += self._moved(before, puts_back=from_now_on)
         finally:
             self._are_placed = outer
+            self._made_anew |= {place for place, _ in moved}
 
     def _bindings(self) -> dict[tuple[int, str], _Binding]:
         """Every tensor that a module has a name for, and the memory that it lies in."""

@@ -25,6 +25,7 @@ from ..interception import (
 )
 from ..modules.built import experts_may_move
 from ..modules.method import DecidedMethod
+from .held_tensors import held_tensors
 
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
@@ -170,9 +171,6 @@ def set_loader(parameter: Any, loader: Callable[..., Any]) -> None:
         parameter.weight_loader = loader
 
 
-_DEPTH = 3  # of containers and plain objects inside a module's attribute
-
-
 class ModelMemory:
     """Whose memory a tensor lies in; of the tensors that the model holds when this is made."""
 
@@ -183,7 +181,8 @@ class ModelMemory:
             self._targets.setdefault(storage_of(target.parameter), []).append(target)
             if target.scale is not None:
                 self._quantized |= {storage_of(target.parameter), storage_of(target.scale)}
-        self._others = {storage_of(one): place for place, one in held_tensors(model)}
+        held = held_tensors(model.named_modules())
+        self._others = {storage_of(one.tensor): one.place for one in held}
 
     def place_of(self, tensor: torch.Tensor) -> str:
         """The name of a parameter, buffer or attribute in whose storage `tensor` lies; empty if in none."""
@@ -204,32 +203,6 @@ class ModelMemory:
             if first <= start and end <= last and whole.dtype == view.dtype:
                 return target
         return None
-
-
-def held_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor but parameters that a module holds, and where: buffers and attributes, also in containers."""
-    for prefix, module in model.named_modules():
-        for name, value in (*module._buffers.items(), *vars(module).items()):
-            if name not in _NOT_HELD:
-                yield from _tensors_in(value, f"{prefix}.{name}" if prefix else name, _DEPTH)
-
-
-_NOT_HELD = frozenset({"_parameters", "_buffers", "_modules"})
-
-
-def _tensors_in(value: Any, place: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        if not isinstance(value, torch.nn.Parameter) and value.layout is torch.strided:
-            yield place, value
-        return
-    if not depth or isinstance(value, torch.nn.Module):
-        return
-    if isinstance(value, (list, tuple)):
-        value = dict(enumerate(value))
-    elif type(value).__module__.startswith("sglang."):
-        value = getattr(value, "__dict__", None)
-    for key, part in value.items() if isinstance(value, dict) else ():
-        yield from _tensors_in(part, f"{place}.{key}", depth - 1)
 
 
 def refusing_writes(memory: ModelMemory, is_expected: Callable[[], bool]) -> watched:

@@ -29,7 +29,7 @@ def check_and_complete(model: torch.nn.Module, config: Any) -> None:
         config: the model's `Fp8BlockwiseOnlineConfig`.
 
     Side effects on the host: a vision tower's layers get SGLang's `UnquantizedLinearMethod` and a weight of
-    it; `DualGemm` is turned off.
+    it; `DualGemm` is turned off, and so is `fused_qkv_index_proj`.
 
     Raises:
         ConfigError, HostError: naming the first module or option.
@@ -42,6 +42,7 @@ def check_and_complete(model: torch.nn.Module, config: Any) -> None:
     for error in config.refused.values():
         raise error
     _leave_dual_gemm(model)
+    _leave_projections_apart(model)
     _check_derivable(model)
     check_no_copies_of_the_start(model)
     check_no_experts_turned(model)
@@ -89,6 +90,16 @@ def _leave_dual_gemm(model: torch.nn.Module) -> None:
         fused = getattr(module, "dual_gemm", None)
         if fused is not None and isinstance(method, Fp8BlockwiseOnlineLinearMethod):
             fused.mode = None
+
+
+def _leave_projections_apart(model: torch.nn.Module) -> None:
+    """Run the projections of MiniMax-M3's sparse attention one by one where they stay in BF16, as in FP8.
+
+    SGLang would join them behind their load, and empty the weights that an update writes.
+    """
+    for module in model.modules():
+        if hasattr(module, "_fuse_qkv_index_enabled"):
+            module._fuse_qkv_index_enabled = False  # type: ignore[assignment]
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -57,10 +57,11 @@ class Held:
 
 @dataclass
 class Rank:
-    """What one rank brings: of each name what it holds, and derived weights that were stale."""
+    """What one rank brings: of each name what it holds, derived weights that were stale, and what can't be explained."""
 
     held: dict[str, Held] = field(default_factory=dict)
     stale: list[str] = field(default_factory=list)
+    unproven: dict[str, str] = field(default_factory=dict)
 
 
 def rank_of(refit: ModelRefit) -> Rank:
@@ -73,7 +74,8 @@ def rank_of(refit: ModelRefit) -> Rank:
     # Derived from the weights as they are served, which those of the trainer are not.
     stale = refit.derived.renewed(list(known))
     with refit.unfolded():
-        return Rank({name: _held(name, one) for name, one in known.items()}, stale)
+        held = {name: _held(name, one) for name, one in known.items()}
+        return Rank(held, stale, refit.derived.kept_copies.unproven)
 
 
 def fingerprint_of_ranks(ranks: Sequence[Rank]) -> Fingerprint:
@@ -92,6 +94,7 @@ def fingerprint_of_ranks(ranks: Sequence[Rank]) -> Fingerprint:
         if difference:
             differing[name] = difference
     for at, rank in enumerate(ranks):
+        unproven |= {place: f"tp_rank {at}: {why}" for place, why in rank.unproven.items()}
         for place in rank.stale:
             differing.setdefault(
                 place,

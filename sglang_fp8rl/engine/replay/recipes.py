@@ -47,7 +47,7 @@ class Recipe:
         kv_scales: positions of scales of the KV cache, which are read each time.
         regions, targets: numbers of the boxes that are written, indices of the parameters.
         samples: of each granularity, a write to measure the SQNR on.
-        owners: parameters, and where they were.
+        owners: parameters and scales that are written, and where they were.
         exponents: positions of scales that have to be powers of two.
         metadata: of a flattened bucket.
     """
@@ -89,31 +89,25 @@ class RecipeStore:
         self.counts = ReplayCounts()
 
     def find(self, bucket: Bucket) -> Recipe | None:
-        """The recipe of a bucket's layout, if the parameters are where they were."""
-        recipes = self._recipes.get(bucket.key)
-        if recipes is None:
+        """The recipe of a bucket's layout; one is dropped if what it writes is no longer where it was."""
+        recipes = self._recipes.get(bucket.key, [])
+        recipe = next((one for one in recipes if one.layout == bucket.layout), None)
+        if recipe is None:
+            return None
+        if any(one.data_ptr() != address for one, address in recipe.owners):
+            recipes.remove(recipe)
             return None
         self._recipes.move_to_end(bucket.key)
-        for recipe in recipes:
-            if bucket.layout == recipe.layout and all(
-                parameter.data_ptr() == address for parameter, address in recipe.owners
-            ):
-                if isinstance(bucket, FlatBucket):
-                    bucket.metadata = recipe.metadata
-                return recipe
-        return None
+        if isinstance(bucket, FlatBucket):
+            bucket.metadata = recipe.metadata
+        return recipe
 
     def add(self, bucket: Bucket, recipe: Recipe) -> None:
-        """Keep a recipe; one of the same layout that no longer fits is replaced."""
-        others = [old for old in self._recipes.get(bucket.key, ()) if old.layout != recipe.layout]
-        self._recipes[bucket.key] = [*others, recipe]
+        """Keep the recipe of a bucket for which none was found."""
+        self._recipes.setdefault(bucket.key, []).append(recipe)
         self._recipes.move_to_end(bucket.key)
         while len(self) > 1 and self.size > MAX_TENSORS:
             self._recipes.popitem(last=False)
-
-    def forget(self) -> None:
-        """Their memory is gone: what comes into the new one is recorded anew."""
-        self._recipes.clear()
 
     def count_replayed(self, recipe: Recipe) -> None:
         self.counts.calls += 1
@@ -192,9 +186,10 @@ def _recipe_of(
         targets: numbers of the `owners` of what is written.
     """
     bucket = recording.bucket
-    memory = [tensor for one in owners for tensor in (one.parameter, one.scale)]
+    pairs = ((one.parameter, one.scale) for one in owners)
+    memory = tuple(tensor for pair in pairs for tensor in pair if tensor is not None)
     runner = make_runner(
-        CastTable.of_rows(recording.rows, tuple(one for one in memory if one is not None)),
+        CastTable.of_rows(recording.rows, memory),
         owners[0].parameter.device if owners else torch.device("cpu"),
         pow2_scale=options.use_weight_pow2_scale,
         round_to_bf16=options.round_to_bf16,
@@ -213,7 +208,7 @@ def _recipe_of(
         regions=recording.boxes[:, 1].copy(),
         targets=targets,
         samples=recording.samples,
-        owners=[(one.parameter, one.parameter.data_ptr()) for one in owners],
+        owners=[(one, one.data_ptr()) for one in memory],
         exponents=tuple(recording.exponents),
         metadata=bucket.metadata if isinstance(bucket, FlatBucket) else (),
     )

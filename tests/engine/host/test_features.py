@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -10,10 +11,12 @@ import torch
 from _options import log_of_a_failed_start
 from commands import digests, model_of, status, update
 from engine_host import EngineHost, command_line
+from fingerprint_commands import fingerprint
 from forked import run_forked
 from models import MODELS, Model, checkpoint
 from packaging.version import Version
 from pool import engine_key, on, runs_on
+from safetensors.torch import save_file
 
 from sglang_fp8rl.compat import host_version
 from sglang_fp8rl.engine.host import plan_offline
@@ -62,6 +65,112 @@ def test_updates_reach_layers_that_lora_wrapped_after_they_were_loaded(host, eng
     plain = {name.replace(".base_layer.", "."): value for name, value in found.items()}
     assert [plain] == expected.digests
     assert host.say() == expected.said
+
+
+class Unpinned:
+    """SGLang's LoRA asks for pinned memory, which takes a GPU; in here it gets plain one."""
+
+    def __enter__(self):
+        self._patched = pytest.MonkeyPatch()
+        tensor = torch.tensor
+
+        def unpinned(*args, pin_memory=False, **more):
+            return tensor(*args, **more)
+
+        self._patched.setattr(torch, "tensor", unpinned)
+        self._patched.setattr(torch.Tensor, "pin_memory", lambda self: self)
+
+    def __exit__(self, *_):
+        self._patched.undo()
+
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def start_lora(scheduler):
+    """As `--enable-lora` has SGLang do it: between the load and the point where a model is noted as loaded."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    runner = scheduler.tp_worker.model_runner
+    with Unpinned():
+        scheduler.test_lora = LoRAManager(
+            base_model=runner.model,
+            base_hf_config=scheduler.model_config.hf_config,
+            max_loras_per_batch=2,
+            load_config=LoadConfig(),
+            dtype=runner.dtype,
+            server_args=scheduler.server_args,
+            lora_backend="torch_native",
+            max_lora_rank=4,
+            target_modules=LORA_TARGETS,
+        )
+    model_of(scheduler).fp8rl_refit.note_loaded()
+
+
+def load_adapter(scheduler, path):
+    """`/load_lora_adapter`, and the first batch that uses it."""
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    reference, lora = LoRARef(lora_name=path, lora_path=path), scheduler.test_lora
+    with Unpinned():
+        answer = lora.load_lora_adapter(reference)
+        assert answer.success, answer.error_message
+        lora.fetch_new_loras({reference.lora_id})
+
+
+def pool_numbers(scheduler):
+    pool = scheduler.test_lora.memory_pool
+    return [
+        float(one.double().abs().sum())
+        for buffers in (pool.A_buffer, pool.B_buffer)
+        for layers in buffers.values()
+        for one in layers
+    ]
+
+
+def adapter(directory, model, seed):
+    """An adapter of rank 4 for every linear layer, as PEFT writes one."""
+    generator, state = torch.Generator().manual_seed(seed), {}
+    for name, weight in model.first.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(LORA_TARGETS):
+            for leaf, shape in (("A", (4, weight.shape[1])), ("B", (weight.shape[0], 4))):
+                key = f"base_model.model.{module}.lora_{leaf}.weight"
+                state[key] = torch.randn(shape, generator=generator)
+    directory.mkdir(parents=True)
+    save_file(state, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(LORA_TARGETS)}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+@on(engine_key("qwen3", label="with-adapters"))
+def test_updates_of_the_base_go_on_where_adapters_are_loaded(host, engine_pool, tmp_path):
+    """Replayed and whole; an adapter's pools are no copies of weights, nor made of them."""
+    expected = engine_pool.fresh(engine_key("qwen3"))
+    host.in_doubt = True  # its layers stay wrapped
+    host.call(start_lora)
+    for seed, which in enumerate(("first", "second", "first", "second")):
+        host.call(load_adapter, adapter(tmp_path / str(seed), host.model, seed))
+        pools = host.call(pool_numbers)
+        assert any(pools)
+        host.send(list(getattr(host.model, which).items()))
+        state = host.call(status)
+        assert (state["state"], state["unproven"]) == ("whole", {})
+        assert host.call(pool_numbers) == pools
+    assert state["replay"]["calls"] == 3
+    found = host.call(weight_digests)
+    assert found.items() <= expected.digests[0].items()
+    assert len(found) > 20
+    assert not host.call(fingerprint).unproven
+
+
+def weight_digests(scheduler):
+    """Of parameters, under the names that they have without LoRA."""
+    names = dict(model_of(scheduler).named_parameters())
+    found = digests(scheduler)
+    return {name.replace(".base_layer.", "."): found[name] for name in names}
 
 
 def refusal_of_copies(scheduler):

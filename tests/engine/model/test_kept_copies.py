@@ -104,42 +104,163 @@ def test_a_scale_that_is_folded_at_the_first_pass_is_folded_again():
         assert torch.equal(module.norm, 2 * module.scale)
 
 
-def test_a_tensor_that_is_computed_at_the_first_pass_and_never_again_is_refused():
-    class FoldsByAnotherName(Folds):
-        fuse_scale = None
+class FoldsByAnotherName(Folds):
+    fuse_scale = None
 
-        def forward(self) -> None:
-            Folds.fuse_scale(self)
+    def forward(self) -> None:
+        Folds.fuse_scale(self)
 
+
+class Held(torch.nn.Module):
+    """Two weights, and whatever a test has it keep."""
+
+    def __init__(self, *values: float) -> None:
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.tensor(values)) for _ in range(2))
+
+
+def as_they_are(module: torch.nn.Module, forward) -> ModelRefit:
+    """As `served`, with the weights that the module has."""
+    values = [one.detach().clone() for one in module.parameters()]
+
+    def run(module):
+        for one, value in zip(module.parameters(), values, strict=True):
+            one.data.copy_(value)
+        forward(module)
+
+    return served(module, run)
+
+
+def test_a_tensor_that_is_computed_at_the_first_pass_and_never_again_is_refused_every_time():
     refit = served(FoldsByAnotherName(), lambda module: module.forward())
-    with pytest.raises(RefitError, match=r"0\.norm.*changed by a forward pass"):
-        update(refit)
+    for _ in range(3):
+        with pytest.raises(RefitError, match=r"0\.norm.*changed by a forward pass"):
+            update(refit)
 
 
-def test_a_copy_of_either_of_two_weights_is_refused():
+def test_a_copy_of_either_of_two_weights_is_refused_every_time():
+    def keep(module):
+        module.kept = module.a.detach().clone()
+
+    refit = as_they_are(Held(1.0, 2.0, 3.0), keep)
+    for _ in range(3):
+        with pytest.raises(RefitError, match=r"0\.kept.*a copy of 0\.a or of 0\.b"):
+            update(refit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_a_constant_is_no_evidence_of_a_copy(dtype):
+    def keep(module):
+        module.space = torch.zeros(3, dtype=dtype)
+
+    refit = as_they_are(Held(0.0, 0.0, 0.0), keep)
+    update(refit)
+    assert not refit.derived.kept_copies.found
+    assert not refit.model[0].space.any()
+    assert list(refit.derived.kept_copies.unproven) == ["0.space"]
+
+
+def test_an_integer_that_equals_a_weight_is_no_copy_of_it():
+    def keep(module):
+        module.slots = [torch.tensor([0, 1, 2])]
+
+    refit = as_they_are(Held(0.0, 1.0, 2.0), keep)
+    update(refit)
+    assert refit.model[0].slots[0].tolist() == [0, 1, 2]
+    assert list(refit.derived.kept_copies.unproven) == ["0.slots.0"]
+
+
+MADE = {
+    "transposed": lambda weight: weight.t().contiguous(),
+    "joined": lambda weight: torch.cat([weight, weight]),
+    "scaled": lambda weight: 2 * weight,
+    "padded": lambda weight: torch.nn.functional.pad(weight, (0, 1)),
+    "quantized": lambda weight: (100 * weight).to(torch.float8_e4m3fn),
+    "quantized to integers": lambda weight: (16 * weight).round().to(torch.int8),
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=list(MADE))
+def test_what_is_made_of_a_weight_and_is_no_copy_is_named_and_left(make):
     module = torch.nn.Module()
-    module.a = torch.nn.Parameter(torch.zeros(8))
-    module.b = torch.nn.Parameter(torch.zeros(8))
+    module.weight = torch.nn.Parameter(torch.zeros(4, 3))
 
     def keep(module):
-        module.kept = torch.zeros(8)
+        module.made = make(module.weight.data)
 
-    refit = served(module, lambda _: None)
-    for one in (module.a, module.b):
-        one.zero_()
-    keep(module)
-    with pytest.raises(RefitError, match=r"0\.kept.*a copy of 0\.a or of 0\.b"):
+    refit = served(module, keep)
+    before = module.made.clone()
+    for _ in range(2):
         update(refit)
+        assert torch.equal(module.made, before)
+        (place,) = refit.derived.kept_copies.unproven
+        assert place == "0.made"
 
 
-def test_work_space_is_no_copy_and_stays_as_it_is():
-    module = torch.nn.Module()
-    module.a = torch.nn.Parameter(torch.zeros(8))
+def test_the_halves_of_a_router_are_named():
+    """What a real class keeps of its weight: the upper and lower halves, transposed."""
+    from sglang.srt.models import muse_spark
+
+    kinds = [one for one in vars(muse_spark).values() if hasattr(one, "_build_split2")]
+    if not kinds:
+        pytest.skip("this SGLang has no such class")
+    gate = kinds[0](16, 4, torch.float32)
+    refit = served(gate, lambda gate: gate._build_split2())
+    update(refit)
+    assert sorted(refit.derived.kept_copies.unproven) == ["0._split2_hi", "0._split2_lo"]
+
+
+def test_what_is_no_copy_and_stands_beside_no_weight_is_not_spoken_of():
+    module = Held(1.0, 2.0)
+    module.rotary, module.seen = torch.nn.Module(), torch.zeros(2)
 
     def keep(module):
-        module.space = torch.full((3,), 5.0)
+        module.rotary.table = torch.arange(3.0)  # of another module, which has no weight
+        module.view = module.a.detach()  # the weight itself
+        module.part = module.seen[:1]  # of what was there before
 
     refit = served(module, keep)
     update(refit)
-    assert dict(refit.derived.kept_copies.places()) == {}
-    assert module.space.tolist() == [5.0, 5.0, 5.0]
+    assert not refit.derived.kept_copies.unproven
+    assert not refit.derived.kept_copies.found
+
+
+def test_what_is_made_behind_the_first_update_is_found_before_a_second():
+    """A server may be updated before anything has run on it."""
+    module, runs = Held(1.0, 2.0), []
+    refit = served(module, lambda _: None)
+    refit.note_loaded(lambda: bool(runs))
+    update(refit)
+    runs.append(True)
+    module.kept = module.a.detach().to(torch.bfloat16)
+    for _ in range(2):
+        update(refit)
+        assert torch.equal(module.kept, module.a.to(torch.bfloat16))
+
+
+def test_a_proof_and_a_release_look_too():
+    for look in (lambda refit: refit.derived.renewed([]), lambda r: r.derived.before_release()):
+        module = Held(1.0, 2.0)
+        refit = served(module, lambda _: None)
+        update(refit)
+        module.kept, module.made = module.a.detach().bfloat16(), 2 * module.a.detach()
+        look(refit)
+        for one in (module.a, module.b):
+            one.data.fill_(7)  # as memory that came back
+        update(refit)
+        assert torch.equal(module.kept, module.a.to(torch.bfloat16))
+        assert list(refit.derived.kept_copies.unproven) == ["0.made"]
+
+
+def test_what_no_update_sends_is_kept_over_a_release():
+    module = Held(1.0, 2.0)
+    module.scale = [torch.rsqrt(torch.tensor(2.0))]  # Gemma 4 has two such
+    module.register_buffer("table", torch.arange(3.0))  # SGLang's own handler keeps these
+    refit = served(module, lambda _: None)
+    refit.derived.before_release()
+    for one in (module.a, module.scale[0], module.table):
+        one.data.fill_(7)
+    refit.derived.after_resume()
+    assert torch.equal(module.scale[0], torch.rsqrt(torch.tensor(2.0)))
+    assert (module.a == 7).all()
+    assert (module.table == 7).all()

@@ -7,9 +7,12 @@ import torch
 from sglang.srt.layers.attention.vision import VisionAttention
 from sglang.srt.layers.linear import LinearBase
 
+from sglang_fp8rl.config import Options
+from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.model.parameters import targets_of
-from sglang_fp8rl.engine.modules.built import _leave_vision_towers
+from sglang_fp8rl.engine.modules.built import _leave_projections_apart, _leave_vision_towers
 from sglang_fp8rl.engine.modules.method import DecidedMethod
+from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.scheme import Cause, Granularity, Scheme
 
 BLOCKWISE = Scheme(Granularity.BLOCKWISE, Cause.ALIGNED, "")
@@ -62,3 +65,41 @@ def test_a_tower_is_said_to_be_one_whatever_was_decided_before(scheme, cause):
     _leave_vision_towers(tower, config)
     assert config.schemes["visual.fc"].cause is cause
     assert not config.schemes["visual.fc"].is_fp8
+
+
+def sparse_attention_in_bf16():
+    """MiniMax-M3's, as on a GPU: two projections in BF16, which its model joins behind every load."""
+    minimax = pytest.importorskip("sglang.srt.models.minimax_m3")
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    attention = bare(minimax.MiniMaxM3Attention)
+    attention._fuse_qkv_index_enabled, attention._fused_qkv_index = True, None
+    for name in ("qkv_proj", "index_qkv_proj"):
+        layer = bare(LinearBase)
+        layer.weight = torch.nn.Parameter(torch.zeros(4, 8).bfloat16(), requires_grad=False)
+        layer.quant_method, layer.params_dtype = UnquantizedLinearMethod(), torch.bfloat16
+        layer.input_size, layer.output_size_per_partition = 8, 4
+        setattr(attention, name, layer)
+    model = torch.nn.Sequential(attention)
+
+    def load_weights(pairs):
+        for name, tensor in pairs:
+            model.get_parameter(name).data.copy_(tensor)
+        minimax.build_minimax_fused_qkv_index(model)
+
+    model.load_weights = load_weights
+    return model
+
+
+def test_projections_that_sglang_would_join_stay_as_updates_write_them():
+    model = sparse_attention_in_bf16()
+    _leave_projections_apart(model)
+    refit = ModelRefit(model, Options(), {}, list)
+    refit.attach()
+    for value, origin in enumerate((Origin.STARTUP, Origin.TENSOR, Origin.TENSOR)):
+        sent = torch.full((4, 8), float(value))
+        with refit.during(Update(origin)):
+            model.load_weights([(name, sent) for name, _ in model.named_parameters()])
+        for name in ("qkv_proj", "index_qkv_proj"):
+            assert torch.equal(getattr(model[0], name).weight, sent.bfloat16())
+    assert refit.recipes.counts.calls == 1
