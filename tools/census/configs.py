@@ -11,7 +11,7 @@ from typing import Any
 
 import transformers
 
-from .layers import lost
+from .layers import Layers, lost
 from .overrides import ARGUMENTS, BASES, KEYS, UNKNOWN, matching
 from .tiny import missing, shrink
 
@@ -82,9 +82,9 @@ def _unknown() -> type:
         """Has what its file has; a part in it is a config too."""
 
         def __init__(self, **keys: Any) -> None:
-            parts = {key: one for key, one in keys.items() if key.endswith("_config")}
-            for key, one in parts.items():
-                keys[key] = UnknownConfig(**one) if isinstance(one, dict) else one
+            for key, one in keys.items():
+                if key.endswith("_config") and isinstance(one, dict) and Layers.of(one):
+                    keys[key] = UnknownConfig(**one)
             super().__init__(**keys)
 
     return UnknownConfig

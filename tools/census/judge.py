@@ -136,7 +136,7 @@ class Judge:
 
     def _outputs(self, model: Any, *, is_new: bool = False) -> list[torch.Tensor]:
         """Of a forward pass; none where it can't run, and the row says why."""
-        if self._runner is None or self.row.not_run:
+        if self._runner is None:
             return []
         self._runner.model = model
         try:
@@ -144,8 +144,9 @@ class Judge:
                 start_model(None, self._runner)
             return forward.outputs(self._runner)
         except Exception as error:  # noqa: BLE001  the row says it
-            self.row.not_run = line_of(error)
-            self._is_broken = self._plain_runs()
+            if not self.row.not_run:  # a fresh model gets as far, so that both hold what it leaves
+                self.row.not_run = line_of(error)
+                self._is_broken = self._plain_runs()
             return []
 
     def _plain_runs(self) -> bool:

@@ -24,11 +24,15 @@ class Sent(NamedTuple):
 
 Shapes = dict[str, Sent]
 
+# Architectures whose checkpoints call their tensors as another's does.
+_SAME_NAMES = {"KimiK3LinearForCausalLM": "KimiLinearForCausalLM"}
+
 
 def of_transformers(architecture: str, path: str) -> Shapes:
     """As `save_pretrained` names them; empty if `transformers` has no such class."""
     import transformers
 
+    architecture = _SAME_NAMES.get(architecture, architecture)
     model_class = getattr(transformers, architecture, None)
     if model_class is None or not isinstance(model_class, type):
         return _of_text_part(path)
@@ -63,8 +67,8 @@ def _sent(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else dtype
 
 
-def of_loader(model: Any) -> Shapes:
-    """The model's own names, with what its loader fuses taken apart."""
+def of_loader(model: Any, *, is_whole: bool = False) -> Shapes:
+    """The model's own names, with what its loader fuses taken apart, but for a whole one."""
     found: Shapes = {}
     modules = dict(model.named_modules())
     stacked = _stacked(model)
@@ -73,6 +77,9 @@ def of_loader(model: Any) -> Shapes:
         module = modules[prefix]
         if "_scale" in leaf and hasattr(module, leaf.split("_scale")[0]):
             continue  # of an FP8 weight, which is sent unquantized
+        if is_whole:
+            found[name] = Sent(tuple(parameter.shape), _sent(parameter.dtype), name)
+            continue
         for part, shape in _parts(module, name, tuple(parameter.shape), stacked):
             found.setdefault(part, Sent(shape, _sent(parameter.dtype), name))
     return dict(sorted(found.items()))

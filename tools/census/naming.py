@@ -59,10 +59,11 @@ def loaded(builder: Builder, plain: Any, row: Row) -> Loaded | None:
         Fp8RlError: the method refuses what SGLang takes.
     """
     best: Loaded | None = None
+    whole = of_loader(plain, is_whole=True)
     own = of_loader(plain)
-    for source in ("transformers", "both", "its loader"):
+    for source in ("transformers", "both", "its loader", "its modules"):
         try:
-            shapes = _taken(plain, _named(source, row.architecture, builder, own, best))
+            shapes = _taken(plain, _named(source, row.architecture, builder, (own, whole), best))
         except Exception as error:  # noqa: BLE001  the row says it
             row.reasons.append(f"names of {source}: {line_of(error)}")
             continue
@@ -90,14 +91,20 @@ def _loaded(builder: Builder, shapes: Shapes) -> Loaded:
 
 
 def _named(
-    source: str, architecture: str, builder: Builder, own: Shapes, best: Loaded | None
+    source: str,
+    architecture: str,
+    builder: Builder,
+    models: tuple[Shapes, Shapes],
+    best: Loaded | None,
 ) -> Shapes:
+    """`models`: what the model calls its parameters, in parts and whole."""
     if source == "transformers":
         return of_transformers(architecture, builder.path)
+    own = models[source == "its modules"]
     if source == "its loader":
         return own
     if best is None:
-        return {}
+        return own if source == "its modules" else {}
     left = set(best.unreached)
     return best.shapes | {name: one for name, one in own.items() if one.owner in left}
 

@@ -7,7 +7,6 @@ from typing import Any
 
 # Architecture to the `model_type` of a config that it takes, or to a class of `transformers`.
 BASES: dict[str, str] = {
-    "DeepseekV4ForCausalLM": "DeepseekV4Config",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "TransformersEmbeddingModel": "llama",
@@ -15,6 +14,12 @@ BASES: dict[str, str] = {
     "TransformersForSequenceClassification": "llama",
     "TransformersMoEEmbeddingModel": "qwen3_moe",
     "TransformersMoEForCausalLM": "qwen3_moe",
+    "TransformersMultiModalEmbeddingModel": "qwen2_5_vl",
+    "TransformersMultiModalForCausalLM": "qwen2_5_vl",
+    "TransformersMultiModalForSequenceClassification": "qwen2_5_vl",
+    "TransformersMultiModalMoEEmbeddingModel": "qwen3_vl_moe",
+    "TransformersMultiModalMoEForCausalLM": "qwen3_vl_moe",
+    "TransformersMultiModalMoEForSequenceClassification": "qwen3_vl_moe",
     "TransformersMoEForSequenceClassification": "qwen3_moe",
 }
 
@@ -39,6 +44,7 @@ UNKNOWN: dict[str, Any] = {
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _KIMI_LINEAR: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"],
     "num_hidden_layers": 8,
     "first_k_dense_replace": 1,
     "num_experts": 256,
@@ -66,6 +72,28 @@ _QWEN3_5: dict[str, Any] = {
 _QWEN3_5_VL = {"text_config": _QWEN3_5}
 _DEEPSEEK = {"architectures": ["DeepseekV3ForCausalLM"]}
 
+_DEEPSEEK_V4: dict[str, Any] = {
+    "num_hidden_layers": 12,
+    "num_key_value_heads": 1,
+    "compress_ratios": [0, 0, 4, 128] * 3,
+    "compress_rope_theta": 160000.0,
+    "head_dim": 512,
+    "q_lora_rank": 1024,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "num_hash_layers": 3,
+    "sliding_window": 128,
+    "swiglu_limit": 10.0,
+    "scoring_func": "sqrtsoftplus",
+    "first_k_dense_replace": 0,
+    "q_head_norm": True,
+}
 _MIMO_V2: dict[str, Any] = {
     "num_hidden_layers": 12,
     "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0] * 2,
@@ -140,7 +168,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "Qwen3_5(Moe)?ForCausalLM": _QWEN3_5,
     "Qwen3_5(Moe)?ForConditionalGeneration|Qwen3_5ForCausalLMMTP": _QWEN3_5_VL,
     "InternS2(Preview|Mobius)ForConditionalGeneration": _QWEN3_5_VL,
-    "MiniCPMV4_[67]ForConditionalGeneration": _QWEN3_5_VL,
+    "MiniCPMV4_[67]ForConditionalGeneration": {
+        "text_config": _QWEN3_5 | {"model_type": "qwen3_5_text"}
+    },
     "Kimi(K3)?LinearForCausalLM": _KIMI_LINEAR,
     "KimiK3ForConditionalGeneration": {"text_config": _KIMI_LINEAR},
     "KimiK25ForConditionalGeneration": {"text_config": _DEEPSEEK},
@@ -150,17 +180,38 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "text_config": UNKNOWN | _MINIMAX_M3 | {"model_type": "minimax_m3"},
         "vision_config": _MINIMAX_M3_VISION | {"model_type": "minimax_vision"},
     },
-    "DeepseekV4ForCausalLM": {"compress_ratios": [0, 128, 4] * 15},
+    "DeepseekV4ForCausalLM": _DEEPSEEK_V4,
+    "Deepseek(OCR|VL2)ForCausalLM|UnlimitedOCRForCausalLM": {
+        "language_config": {"architectures": ["DeepseekV2ForCausalLM"]}
+    },
+    "Glm5Next.*": {"text_config": {"index_topk": 64}},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", _FULL] * 4, "num_hidden_layers": 12},
+    "Step3p5ForCausalLM": {
+        "num_hidden_layers": 12,
+        "layer_types": [_FULL, _SLIDING, _SLIDING, _SLIDING] * 3,
+        "sliding_window": 512,
+    },
+    "NemotronH_(Nano_)?Omni_Reasoning_V3": {"video_temporal_patch_size": 2},
     "Lfm2(ForCausalLM|BidirectionalModel)": {"layer_types": ["conv", "conv", "full_attention"] * 4},
 }
 
 _FEW_KIMI_LAYERS = {
+    "num_hidden_layers": 3,
     "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [3]},
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }
 
 # Architectures (a regular expression) to keys of the small `config.json`; None leaves a key out.
 KEYS: dict[str, dict[str, Any]] = {
+    "MiMoV2FlashForCausalLM": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
+    "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 8, "mamba_d_head": 64},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 64},
+    "NemotronH_(Nano_)?Omni_Reasoning_V3": {"video_temporal_patch_size": 2},
+    "MiniMaxM3SparseForConditionalGeneration": {
+        "text_config": {"shared_intermediate_size": 512},
+        "projector_hidden_size": 256,
+    },
+    "MiniMaxM3Sparse.*": {"shared_intermediate_size": 512},
     "Kimi(K3)?LinearForCausalLM": _FEW_KIMI_LAYERS,  # theirs are counted from one
     "KimiK3ForConditionalGeneration": {"text_config": _FEW_KIMI_LAYERS},
     "Gemma2For.*": {"hidden_act": "gelu_pytorch_tanh"},
@@ -188,6 +239,7 @@ def matching(table: dict[str, dict[str, Any]], architecture: str) -> dict[str, A
 # Keys that models read and their config classes lack, to what files on the hub have.
 ROUTING = ("num_experts_per_tok", "n_group", "topk_group")  # never None where there are experts
 DEFAULTS: dict[str, Any] = {
+    "index_topk": 64,
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
