@@ -52,6 +52,7 @@ def _names(own: Shapes, draft: Any) -> Iterator[Shapes]:
     config = getattr(config, "text_config", config)
     layer = f"model.layers.{getattr(config, 'num_hidden_layers', 0)}."
     yield {_embedded(name, layer): one for name, one in own.items()}
+    yield {name.removeprefix("model."): one for name, one in own.items()}
     yield {f"mtp.{name.removeprefix('model.')}": one for name, one in own.items()}
 
 

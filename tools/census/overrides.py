@@ -89,11 +89,19 @@ _DEEPSEEK_V4: dict[str, Any] = {
     "index_topk": 512,
     "num_hash_layers": 3,
     "sliding_window": 128,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
     "swiglu_limit": 10.0,
     "scoring_func": "sqrtsoftplus",
     "first_k_dense_replace": 0,
     "q_head_norm": True,
 }
+_GLM5_NEXT = {"index_topk": 64, "index_n_heads": 32, "index_head_dim": 128, "swiglu_limit": 7.0}
 _MIMO_V2: dict[str, Any] = {
     "num_hidden_layers": 12,
     "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0] * 2,
@@ -182,13 +190,18 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     "DeepseekV4ForCausalLM": _DEEPSEEK_V4,
     "Deepseek(OCR|VL2)ForCausalLM|UnlimitedOCRForCausalLM": {
-        "language_config": {"architectures": ["DeepseekV2ForCausalLM"]}
+        "language_config": {"architectures": ["DeepseekV2ForCausalLM"]},
+        "tile_tag": "2D",
     },
-    "Glm5Next.*": {"text_config": {"index_topk": 64}},
+    "Glm5Next.*": {
+        "text_config": _GLM5_NEXT,
+        **_GLM5_NEXT,
+    },
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", _FULL] * 4, "num_hidden_layers": 12},
     "Step3p5ForCausalLM": {
         "num_hidden_layers": 12,
         "layer_types": [_FULL, _SLIDING, _SLIDING, _SLIDING] * 3,
+        "moe_layers_enum": "3,4,5,6,7,8,9,10,11",
         "sliding_window": 512,
     },
     "NemotronH_(Nano_)?Omni_Reasoning_V3": {"video_temporal_patch_size": 2},
@@ -203,6 +216,7 @@ _FEW_KIMI_LAYERS = {
 
 # Architectures (a regular expression) to keys of the small `config.json`; None leaves a key out.
 KEYS: dict[str, dict[str, Any]] = {
+    "DeepseekV4ForCausalLM": {"o_groups": 2},
     "MiMoV2FlashForCausalLM": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
     "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 8, "mamba_d_head": 64},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 64},
@@ -222,8 +236,11 @@ KEYS: dict[str, dict[str, Any]] = {
     "Exaone4ForCausalLM": {"sliding_window_pattern": "LG"},
     "DbrxForCausalLM": {"ffn_config": {"moe_normalize_expert_weights": 1.0}},
     "DFlash.*|LiLiCorr.*|LingDSpark.*|.*DSparkDraftModel|Qwen3DSparkModel|MiniMaxDFlash2.*": {
-        "num_target_layers": 8
+        "num_target_layers": 8,
+        "markov_rank": 32,
+        "dflash_config": {"selector_rank": 32, "selector_top_k": 4},
     },
+    "Eagle3DeepseekV2ForCausalLM": {"num_hidden_layers": 1},
 }
 
 
