@@ -74,8 +74,7 @@ class ModelRefit:
         self.extensions = [kind(self) for kind in extensions()]
         self.calls = Calls(model, options, self.pairs, self.report, self.derived, self.extensions)
         self.during = self.calls.during
-        self._has_run: Callable[[], bool] = lambda: True
-        self._looked_behind: bool | None = None
+        self.has_run: Callable[[], bool] = lambda: True
         self._loaders = LoaderCalls(options, self.pairs, self.report)
         self._load_weights = load_parts_singly(model)  # before its loaders are wrapped
 
@@ -118,18 +117,13 @@ class ModelRefit:
             if device.type not in ("cpu", "meta"):
                 torch.get_device_module(device).synchronize(device)
 
-    def note_loaded(self, has_run: Callable[[], bool] = lambda: True) -> None:
-        """SGLang has loaded and processed the model; nothing has run on it yet.
-
-        Args:
-            has_run: whether a request has, by the time it is called.
-        """
+    def note_loaded(self) -> None:
+        """SGLang has loaded and processed the model; nothing has run on it yet."""
         try:
             self.learned_names()
         except Fp8RlError as error:  # each refit says that it can't be judged
             self.report.unknown_because = str(error)
-        self._has_run = has_run
-        self.derived.kept_copies.note_loaded(self._written())
+        self.derived.note_loaded(self._written())
 
     def _written(self) -> list[Target]:
         """Targets that updates write; every one, where nothing was loaded."""
@@ -156,14 +150,13 @@ class ModelRefit:
             RefitError: something that was sent was not stored. What was stored stays stored, and
                 the status section says so.
         """
-        self._look_for_copies()
         with self.unfolded(), self.calls.one() as call:
             origin = call.update.origin
             may_replay = origin.may_replay and self.options.replay and not (args or kw)
             bucket, recipe = self._arrived(weights, may_replay=may_replay)
             self.calls.expect(call, bucket, recipe.brings if recipe is not None else None)
             if origin.is_serving:
-                self.derived.kept_copies.check()
+                self.derived.kept_copies.check(has_run=self.has_run())
             if self._device is not None and self._device.type != "meta":
                 call.lane = StreamLane(self._device).entered
             result: Any = None
@@ -176,18 +169,10 @@ class ModelRefit:
                 del sent
             else:
                 replay(call, bucket, recipe, self.recipes, self.report)
-                if self.derived.is_needed:
-                    self.derived.refresh(bucket.names)
+                self.derived.refresh(bucket.names)
         if call.recording is not None:
             learn(self.recipes, call.recording, self.report, call, self.options)
         return result
-
-    def _look_for_copies(self) -> None:
-        """Before the first update, and before the first one behind a forward pass."""
-        has_run = self._has_run()
-        if self.calls.update.origin.is_serving and self._looked_behind is not has_run:
-            self.derived.kept_copies.look()
-            self._looked_behind = has_run
 
     def _arrived(self, weights: Any, *, may_replay: bool) -> tuple[Bucket | None, Recipe | None]:
         """What arrived, and how it is written without loaders."""

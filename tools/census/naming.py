@@ -15,6 +15,7 @@ from .host import Builder
 from .names import Sent, Shapes, of_loader, of_transformers
 from .outcome import Row, line_of
 
+_PERIOD = 1_048_573  # a prime: no row of a matrix is a multiple of it
 ENOUGH = 0.75  # of its parameters have to be reached, or nothing is known of the class
 
 
@@ -142,11 +143,17 @@ def weights(shapes: Shapes, seed: int) -> dict[str, torch.Tensor]:
     return made
 
 
+def _normal(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Many are the same few over again, so that it is fast; no two rows are alike."""
+    values = torch.randn(min(count, _PERIOD), generator=generator)
+    return values if count <= _PERIOD else values.repeat(count // _PERIOD + 1)[:count]
+
+
 def _values(one: Sent, generator: torch.Generator) -> torch.Tensor:
     shape, dtype = one.shape, one.dtype
     if not dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=generator).to(dtype)
-    values = torch.randn(shape, generator=generator)
+    values = _normal(math.prod(shape), generator).reshape(shape)
     if len(shape) > 1:  # a matrix: its products are as large as what it is given
         return values.div_(math.sqrt(shape[-1])).to(dtype)
     return values.mul_(0.1).add_(1.0).to(dtype)

@@ -11,8 +11,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 
+LARGE = 2**18
+_DRAWN = {torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.erfinv_}
+
+
 class OnCpu(TorchFunctionMode):
-    """Tensors that are made on CUDA in here are made on the CPU."""
+    """Tensors that are made on CUDA in here are made on the CPU.
+
+    What a model draws for a large weight is not drawn: a checkpoint writes it.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -20,6 +27,8 @@ class OnCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = torch.device("cpu")
+        if func in _DRAWN and args[0].numel() > LARGE:
+            return args[0].zero_()
         args = tuple(torch.device("cpu") if _is_cuda(one) else one for one in args)
         return func(*args, **kwargs)
 

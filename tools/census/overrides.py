@@ -238,6 +238,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "DFlash.*|LiLiCorr.*|LingDSpark.*|.*DSparkDraftModel|Qwen3DSparkModel|MiniMaxDFlash2.*": {
         "num_target_layers": 8,
         "markov_rank": 32,
+        "markov_head_type": "vanilla",
         "dflash_config": {"selector_rank": 32, "selector_top_k": 4},
     },
     "Eagle3DeepseekV2ForCausalLM": {"num_hidden_layers": 1},

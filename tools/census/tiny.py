@@ -80,6 +80,8 @@ def _shrunk(key: Any, value: Any, layers: Layers | None) -> Any:
             return len(layers.kept)
         if layers.describes(key, value):
             value = layers.small(key, value)
+            if isinstance(value, list):
+                return [_small_number(key, one) for one in value]
             return shrink(value, layers) if isinstance(value, dict) else value
     if isinstance(value, dict):
         return shrink(value, layers)

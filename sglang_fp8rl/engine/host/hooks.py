@@ -87,7 +87,8 @@ def start_model(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
     refit = refit_of(runner.model)
     if refit is not None:
         check_control(get_server_args())
-        refit.note_loaded(lambda: runner.forward_pass_id > 0)
+        refit.note_loaded()
+        refit.has_run = lambda: runner.forward_pass_id > 0
         refit.extensions[:] = [one for one in refit.extensions if one.start(runner)]
     return result
 

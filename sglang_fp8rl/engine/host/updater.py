@@ -55,7 +55,11 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
         return release_memory(super().release_memory_occupation, self, recv_req)
 
     def resume_memory_occupation(self, recv_req: Any) -> Any:
-        return resume_memory(super().resume_memory_occupation, self, recv_req)
+        result = super().resume_memory_occupation(recv_req)
+        refit = refit_of(self.tp_worker.model_runner.model)
+        if refit is not None and not are_weights_released(self):
+            refit.derived.after_resume()
+        return result
 
     # Who reads served weights gets them as they were sent.
 
@@ -150,12 +154,14 @@ def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
 
 def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """`release_memory_occupation`: weights that nobody kept have to be sent again, all of them."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
     from sglang.srt.runtime_context import get_server_args
 
     refit = refit_of(manager.tp_worker.model_runner.model)
-    is_paged = manager.memory_saver_adapter.enabled
-    is_kept = get_server_args().enable_weights_cpu_backup or are_weights_released(manager)
-    if refit is None or is_kept or not (is_paged and _is_of_weights(request)):
+    are_asked_for = not request.tags or GPU_MEMORY_TYPE_WEIGHTS in request.tags
+    is_paged = manager.memory_saver_adapter.enabled and not are_weights_released(manager)
+    is_kept = get_server_args().enable_weights_cpu_backup
+    if refit is None or is_kept or not (are_asked_for and is_paged):
         return original(request)
     boundary = Boundary(manager.tp_cpu_group)
     boundary.step(refit.derived.before_release)
@@ -164,23 +170,6 @@ def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> 
     # SGLang's answer to this request has no room for an error.
     fail_behind(boundary, refit, None)
     return result
-
-
-def resume_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """`resume_memory_occupation`: what no update sends again has its values from before the release."""
-    result = original(request)
-    refit = refit_of(manager.tp_worker.model_runner.model)
-    if refit is not None and _is_of_weights(request):
-        boundary = Boundary(manager.tp_cpu_group)
-        boundary.step(refit.derived.after_resume)
-        fail_behind(boundary, refit, None)
-    return result
-
-
-def _is_of_weights(request: Any) -> bool:
-    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
-
-    return not request.tags or GPU_MEMORY_TYPE_WEIGHTS in request.tags
 
 
 def read_unfolded(original: Callable[..., Any], manager: Any, request: Any) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -26,8 +26,9 @@ from ...errors import RefitError
 from ...numerics.fingerprint import tensor_number
 from ..interception import storage_of, unwatched
 from ..modules.method import DecidedMethod, ServedWithPackedScales
+from .held_tensors import held_tensors
 from .kept_copies import KeptCopies
-from .parameters import held_tensors
+from .parameters import Target
 
 # Methods that write what they compute from weights: behind the loading, or at the first forward pass
 # (Gemma 4's router folds its scale into a norm).
@@ -41,7 +42,7 @@ class DerivedWeights:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._modules = dict(model.named_modules())
-        self.kept_copies = KeptCopies(self._modules, self._is_derived)
+        self.kept_copies = KeptCopies({}, (), self._is_derived)
         methods = (getattr(module, "quant_method", None) for module in self._modules.values())
         self._methods = [method for method in methods if isinstance(method, DecidedMethod)]
         self._derivers = [
@@ -53,6 +54,10 @@ class DerivedWeights:
         self._made_anew: set[str] = set()
         self._constants: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_held_back = self._is_deriving = self._are_placed = False
+
+    def note_loaded(self, weights: Sequence[Target]) -> None:
+        """SGLang has loaded the model, nothing has run on it yet; `weights` are all that updates write."""
+        self.kept_copies = KeptCopies(self._modules, weights, self._is_derived)
 
     def attach(self) -> None:
         """See which methods SGLang calls that derive weights, of the model or of any module in it.
@@ -71,8 +76,12 @@ class DerivedWeights:
     def _derive(self, deriver: _Deriver, *args: Any, **kwargs: Any) -> Any:
         outer, self._is_deriving = self._is_deriving, True
         try:
-            with unwatched(), self.in_place() if self._are_placed else nullcontext():
-                return deriver.native(*args, **kwargs)
+            is_in_a_pass = deriver.method == _AT_FIRST_PASS and not self._are_placed
+            places = self.in_place(from_now_on=self._are_placed)
+            with unwatched(), nullcontext(()) if is_in_a_pass else places as moved:
+                result = deriver.native(*args, **kwargs)
+            self._made_anew |= {place for place, _ in moved}
+            return result
         finally:
             self._is_deriving = outer
 
@@ -82,21 +91,15 @@ class DerivedWeights:
             for one in self._derivers
         )
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether this model derives anything after loading."""
-        return any(deriver.is_used for deriver in self._derivers)
-
     def refresh(self, names: Iterable[str]) -> None:
         """Derive again what depends on these weights, from the bytes that are served now."""
-        names = list(names)
-        if not names or not self.is_needed:
+        used = [deriver for deriver in self._derivers if deriver.is_used]
+        if not used or not (names := list(names)):
             return
         with torch.no_grad(), self.in_place():
-            for deriver in self._derivers:
-                if deriver.is_used:
-                    limit = {"weight_names": names} if deriver.takes_names else {}
-                    self._derive(deriver, **limit)
+            for deriver in used:
+                limit = {"weight_names": names} if deriver.takes_names else {}
+                self._derive(deriver, **limit)
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
@@ -139,16 +142,15 @@ class DerivedWeights:
         """Whatever is neither a parameter nor part of one, each memory once."""
         held = held_tensors(self._modules.items())
         found = [(o.place, o.tensor) for o in held if not isinstance(o.tensor, torch.nn.Parameter)]
-        found += [(place, copy) for place, (copy, _) in self.kept_copies.found.items()]
         for served in self._with_packed_scales():
             found += [(f"{served.module}.{leaf}", one) for leaf, one in served.packed.items()]
         on_device = ((place, one) for place, one in found if one.device.type != "meta")
         return {(one.data_ptr(), one.shape): (place, one) for place, one in on_device}.values()
 
     def before_release(self) -> None:
-        """Their memory is about to be given back: look while weights are there, and keep what nobody sends again.
+        """Memory is about to be given back: look while it is there, and keep what no update sends.
 
-        SGLang keeps buffers itself. What lies in other objects than modules was not made with the model.
+        Buffers SGLang keeps itself; what plain objects hold was not made with the model.
         """
         self.kept_copies.look()
         buffers = {storage_of(one) for one in self._model.buffers()}
@@ -193,7 +195,6 @@ class DerivedWeights:
             moved += self._moved(before, puts_back=from_now_on)
         finally:
             self._are_placed = outer
-            self._made_anew |= {place for place, _ in moved}
 
     def _bindings(self) -> dict[tuple[int, str], _Binding]:
         """Every tensor that a module has a name for, and the memory that it lies in."""

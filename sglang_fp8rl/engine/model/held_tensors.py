@@ -14,12 +14,7 @@ _DEPTH = 3  # of containers and plain objects inside a module's attribute
 
 
 class HeldTensor(NamedTuple):
-    """A tensor that a module holds: as a buffer or attribute, also in containers and plain objects of SGLang's.
-
-    Attributes:
-        place: in the model.
-        holder: the module, or the innermost such object.
-    """
+    """A tensor, and what holds it: a module, or the innermost plain object of SGLang's in one."""
 
     place: str
     tensor: torch.Tensor
@@ -27,18 +22,19 @@ class HeldTensor(NamedTuple):
 
     @property
     def memory(self) -> tuple[str, int]:
-        """Where it lies, under which name."""
+        """Where it lies, and under which name."""
         return self.place, self.tensor.data_ptr()
 
-    def number(self) -> int:
-        """Another one, as soon as a bit of it changes."""
-        return tensor_number(self.tensor.detach(), 0)
+    def number(self) -> int | None:
+        """Another one as soon as a bit of it changes; None of integers, which may count what happens."""
+        return tensor_number(self.tensor.detach(), 0) if self.tensor.is_floating_point() else None
 
-    def beside(self) -> Iterable[Any]:
-        """What its holder has besides, of a module in all that is in it."""
-        if isinstance(self.holder, torch.nn.Module):
-            return (*self.holder.parameters(), *self.holder.buffers())
-        return vars(self.holder).values()
+    @property
+    def beside(self) -> set[int]:
+        """The `id` of all that its holder has; of a module, also of what is in others in it."""
+        if not isinstance(self.holder, torch.nn.Module):
+            return set(map(id, vars(self.holder).values()))
+        return {*map(id, self.holder.parameters()), *map(id, self.holder.buffers())}
 
 
 def held_tensors(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[HeldTensor]:

@@ -19,34 +19,27 @@ from .parameters import Target
 
 
 class KeptCopies:
-    """The copies that one model keeps.
+    """The copies that one model keeps since it was loaded, and `unproven`: what else appeared, and why it is named.
 
     Args:
         modules: as SGLang built them, by name: what it wraps around them later (LoRA) is made of no weight.
+        weights: all that updates write.
         is_derived: whether a place is written by something that every update calls again.
-
-    Attributes:
-        found: of each copy, where it is kept and the weight that it follows.
-        unproven: `module.attribute` of what can't be explained, and why.
     """
 
     def __init__(
-        self, modules: Mapping[str, torch.nn.Module], is_derived: Callable[[str], bool]
+        self,
+        modules: Mapping[str, torch.nn.Module],
+        weights: Sequence[Target],
+        is_derived: Callable[[str], bool],
     ) -> None:
-        self._modules, self._is_derived = modules, is_derived
-        self._weights: Sequence[Target] = ()
-        self._held: list[HeldTensor] = []
-        self._numbers: dict[tuple[str, int], int] = {}
+        self._modules, self._weights, self._is_derived = modules, weights, is_derived
+        self._copies: dict[str, tuple[torch.Tensor, Target]] = {}
         self._refusal: HostError | None = None
-        self.found: dict[str, tuple[torch.Tensor, Target]] = {}
+        self._looked_behind: bool | None = None
         self.unproven: dict[str, str] = {}
-
-    def note_loaded(self, weights: Sequence[Target]) -> None:
-        """What the modules hold now is as loaded; `weights` are all that updates write."""
-        self._weights, self._held = weights, []
-        self._held = list(self.others())
-        floats = (one for one in self._held if one.tensor.is_floating_point())  # integers only count
-        self._numbers = {one.memory: one.number() for one in floats}
+        # With a number as loaded, until a look compared it.
+        self._known = {one.memory: one.number() for one in self.others()}
 
     def others(self) -> Iterator[HeldTensor]:
         """What the modules hold beside weights, and beside what every update derives from them."""
@@ -56,16 +49,23 @@ class KeptCopies:
             if not (is_weight or self._is_derived(one.place)):
                 yield one
 
+    def check(self, *, has_run: bool) -> None:
+        """Look before the first update, and the first behind a forward pass; raises what a look refused, always."""
+        if self._looked_behind is not has_run:
+            self.look()
+            self._looked_behind = has_run
+        if self._refusal is not None:
+            raise self._refusal
+
     def look(self) -> None:
-        """Find what was made of the weights, as they are now, since the last look."""
-        known = {storage_of(old.tensor) for old in self._held}
-        numbers, self._numbers = self._numbers, {}
-        self._held = list(self.others())
-        for one in self._held:
-            if storage_of(one.tensor) not in known:
+        """Find what was made since the last look of the weights, which are still the same."""
+        known, self._known = self._known, {}
+        for one in self.others():
+            self._known[one.memory] = None
+            if one.memory not in known:
                 self._explain(one)
-            elif one.memory in numbers and numbers[one.memory] != one.number():
-                self._refuse(
+            elif (number := known[one.memory]) is not None and number != one.number():
+                self._refusal = HostError(
                     one.place,
                     "changed by a forward pass",
                     "what SGLang computes from weights at their first use, it never computes again",
@@ -73,41 +73,32 @@ class KeptCopies:
                 )
 
     def _explain(self, one: HeldTensor) -> None:
-        beside = {id(other) for other in one.beside()}
+        beside = one.beside
         weights = [target for target in self._weights if id(target.parameter) in beside]
         equal = [target for target in weights if _is_copy(one.tensor, target.parameter.data)]
-        self.found.pop(one.place, None)
         if len(equal) > 1:
-            self._refuse(
+            self._refusal = HostError(
                 one.place,
                 f"a copy of {' or of '.join(target.name for target in equal)}",
                 "these have the same values, so it is not known which one it has to follow",
                 "Start the server on weights that differ.",
             )
         elif equal:
-            self.found[one.place] = (one.tensor, equal[0])
+            self._copies[one.place] = (one.tensor, equal[0])
         elif weights:
-            why = "appeared beside weights after the load, and is no copy of one: no update writes it"
-            self.unproven[one.place] = why
+            self.unproven[one.place] = (
+                "appeared beside weights after the load, and is no copy of one"
+            )
 
-    def _refuse(self, *why: str) -> None:
-        self._refusal = self._refusal or HostError(*why)
-
-    def check(self) -> None:
-        """Raises `HostError`, from then on always, where a look found what no update can make right."""
-        if self._refusal is not None:
-            raise self._refusal
-
+    @torch.no_grad()
     def renew(self) -> None:
         """Give every copy the values of its weight, where it lies."""
-        with torch.no_grad():
-            for copy, target in self.found.values():
-                copy.copy_(target.parameter.data.reshape(copy.shape))
+        for copy, target in self._copies.values():
+            copy.copy_(target.parameter.data.reshape(copy.shape))
 
 
 def _is_copy(made: torch.Tensor, weight: torch.Tensor) -> bool:
-    if made.numel() != weight.numel() or made.device != weight.device:
+    if not made.is_floating_point() or made.numel() != weight.numel():
         return False
-    values, weight = made.reshape(-1), weight.to(made.dtype).reshape(-1)
-    is_varied = made.is_floating_point() and bool((values != values[0]).any())
-    return is_varied and torch.equal(values, weight)
+    values, others = (one.to(made).float().reshape(-1) for one in (made, weight))
+    return bool((values != values[:1]).any()) and torch.equal(values, others)

@@ -41,8 +41,7 @@ def check_and_complete(model: torch.nn.Module, config: Any) -> None:
         _leave_vision_towers(model, config)
     for error in config.refused.values():
         raise error
-    _leave_dual_gemm(model)
-    _leave_projections_apart(model)
+    _leave_fusions(model)
     _check_derivable(model)
     check_no_copies_of_the_start(model)
     check_no_experts_turned(model)
@@ -79,25 +78,18 @@ def _in_decoder_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
     return found
 
 
-def _leave_dual_gemm(model: torch.nn.Module) -> None:
-    """Run the layers of an MLP one by one, on a GPU for which SGLang fuses them (Blackwell).
+def _leave_fusions(model: torch.nn.Module) -> None:
+    """Run some layers one by one that SGLang fuses on a GPU.
 
-    Its fused kernel takes any `Fp8LinearMethod` without blocks for its own: it would read `[N, K]` as
-    `[K, N]`, and quantize activations whatever the options say.
+    The gate and up projection of an MLP (Blackwell): its fused kernel takes any `Fp8LinearMethod` without blocks
+    for its own, would read `[N, K]` as `[K, N]`, and quantize activations whatever the options say. Projections of
+    MiniMax-M3's sparse attention that stay in BF16: joined behind their load, they leave updates no weight to write.
     """
     for module in model.modules():
         method = getattr(getattr(module, "gate_up_proj", None), "quant_method", None)
         fused = getattr(module, "dual_gemm", None)
         if fused is not None and isinstance(method, Fp8BlockwiseOnlineLinearMethod):
             fused.mode = None
-
-
-def _leave_projections_apart(model: torch.nn.Module) -> None:
-    """Run the projections of MiniMax-M3's sparse attention one by one where they stay in BF16, as in FP8.
-
-    SGLang would join them behind their load, and empty the weights that an update writes.
-    """
-    for module in model.modules():
         if hasattr(module, "_fuse_qkv_index_enabled"):
             module._fuse_qkv_index_enabled = False  # type: ignore[assignment]
 

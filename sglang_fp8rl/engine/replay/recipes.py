@@ -95,7 +95,7 @@ class RecipeStore:
         if recipe is None:
             return None
         if any(one.data_ptr() != address for one, address in recipe.owners):
-            recipes.remove(recipe)
+            self._recipes[bucket.key] = [one for one in recipes if one is not recipe]
             return None
         self._recipes.move_to_end(bucket.key)
         if isinstance(bucket, FlatBucket):

@@ -155,7 +155,7 @@ def test_a_constant_is_no_evidence_of_a_copy(dtype):
 
     refit = as_they_are(Held(0.0, 0.0, 0.0), keep)
     update(refit)
-    assert not refit.derived.kept_copies.found
+    assert not refit.derived.kept_copies._copies
     assert not refit.model[0].space.any()
     assert list(refit.derived.kept_copies.unproven) == ["0.space"]
 
@@ -212,24 +212,23 @@ def test_the_halves_of_a_router_are_named():
 
 def test_what_is_no_copy_and_stands_beside_no_weight_is_not_spoken_of():
     module = Held(1.0, 2.0)
-    module.rotary, module.seen = torch.nn.Module(), torch.zeros(2)
+    module.rotary = torch.nn.Module()
 
     def keep(module):
         module.rotary.table = torch.arange(3.0)  # of another module, which has no weight
         module.view = module.a.detach()  # the weight itself
-        module.part = module.seen[:1]  # of what was there before
 
     refit = served(module, keep)
     update(refit)
     assert not refit.derived.kept_copies.unproven
-    assert not refit.derived.kept_copies.found
+    assert not refit.derived.kept_copies._copies
 
 
 def test_what_is_made_behind_the_first_update_is_found_before_a_second():
     """A server may be updated before anything has run on it."""
     module, runs = Held(1.0, 2.0), []
     refit = served(module, lambda _: None)
-    refit.note_loaded(lambda: bool(runs))
+    refit.has_run = lambda: bool(runs)
     update(refit)
     runs.append(True)
     module.kept = module.a.detach().to(torch.bfloat16)

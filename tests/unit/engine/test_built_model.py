@@ -10,7 +10,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.model.parameters import targets_of
-from sglang_fp8rl.engine.modules.built import _leave_projections_apart, _leave_vision_towers
+from sglang_fp8rl.engine.modules.built import _leave_fusions, _leave_vision_towers
 from sglang_fp8rl.engine.modules.method import DecidedMethod
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.scheme import Cause, Granularity, Scheme
@@ -93,7 +93,7 @@ def sparse_attention_in_bf16():
 
 def test_projections_that_sglang_would_join_stay_as_updates_write_them():
     model = sparse_attention_in_bf16()
-    _leave_projections_apart(model)
+    _leave_fusions(model)
     refit = ModelRefit(model, Options(), {}, list)
     refit.attach()
     for value, origin in enumerate((Origin.STARTUP, Origin.TENSOR, Origin.TENSOR)):

@@ -56,5 +56,5 @@ def test_sglangs_fused_gate_and_up_projection_is_turned_off_for_our_layers_only(
     mlp.gate_up_proj = torch.nn.Module()
     mlp.gate_up_proj.quant_method = method
     mlp.dual_gemm = SimpleNamespace(mode="dynamic per token")
-    built._leave_dual_gemm(torch.nn.ModuleList([mlp, torch.nn.Linear(1, 1)]))
+    built._leave_fusions(torch.nn.ModuleList([mlp, torch.nn.Linear(1, 1)]))
     assert (mlp.dual_gemm.mode is None) is is_ours

@@ -1,0 +1,208 @@
+"""Weights whose memory was released and resumed hold anything: the status says so until all came again.
+
+SGLang's own request handlers; its memory saver pages CUDA memory only, so the bytes are spoiled here, at
+the moment in which they would come back.
+"""
+
+import pytest
+import torch
+from commands import (
+    begin,
+    digests,
+    end,
+    model_of,
+    served_tensors,
+    status,
+    update,
+    update_from_disk,
+)
+from kv_commands import FP8_CACHE
+from pool import engine_key, on
+
+pytestmark = pytest.mark.engine
+
+BACKED_UP = engine_key("qwen3", args=("--enable-weights-cpu-backup",), label="backup")
+BY_TAGS = [["weights"], ["kv_cache"]]
+
+
+def release_and_resume(scheduler, tags, is_paged, *, spoils=True):
+    """As a colocated trainer does: `tags` are resumed one after the other, where there are lists of them."""
+    from sglang.srt.managers.io_struct import (
+        ReleaseMemoryOccupationReqInput,
+        ResumeMemoryOccupationReqInput,
+    )
+    from sglang.srt.utils.torch_memory_saver_adapter import _TorchMemorySaverAdapterNoop
+
+    class Paging(_TorchMemorySaverAdapterNoop):
+        enabled = True
+
+        def resume(self, tag):
+            if spoils and tag == "weights":
+                spoil(scheduler)
+
+    updater = scheduler.weight_updater
+    adapter = updater.memory_saver_adapter
+    steps = tags if tags and isinstance(tags[0], list) else [tags]
+    if is_paged:
+        updater.memory_saver_adapter = Paging()
+    try:
+        for step in steps:
+            updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=step))
+        for step in steps:
+            updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=step))
+    finally:
+        updater.memory_saver_adapter = adapter
+
+
+def spoil(scheduler):
+    """Fill all memory of the model with rubbish, NaN among it."""
+    generator = torch.Generator().manual_seed(0)
+    for tensor in served_tensors(scheduler).values():
+        data = tensor.detach().reshape(-1).view(torch.uint8)
+        data.copy_(torch.randint(0, 256, data.shape, generator=generator, dtype=torch.uint8))
+
+
+def halves(state):
+    items = list(state.items())
+    return [items[: len(items) // 2], items[len(items) // 2 :]]
+
+
+def replayed(host):
+    return host.call(status)["replay"]["calls"]
+
+
+WITH_FP8_CACHE = engine_key("qwen3", args=FP8_CACHE, label="fp8-cache")
+
+
+@on("qwen3-tp1", "deepseek-v3-tp1", WITH_FP8_CACHE, slow=("deepseek-v3-tp2", "qwen3-moe-tp1"))
+@pytest.mark.parametrize("tags", [["weights"], None, BY_TAGS], ids=["weights", "all", "by tags"])
+def test_a_colocated_trainer_replays_and_nothing_old_is_served(host, tags):
+    """Sleep, rubbish, wake, refit: whole when all came, byte for byte a fresh start, and no loader ran."""
+    for bucket in halves(host.model.first):
+        host.send(bucket)
+    for which in ("second", "first"):
+        fresh, recipes = host.fresh(which), host.call(status)["replay"]["recipes"]
+        before = host.call(status)["replay"]["native_calls"]
+        host.call_all(release_and_resume, tags, True)
+        state = host.call(status)
+        assert (state["state"], state["replay"]["recipes"]) == ("unloaded", recipes)
+        assert "never loaded" in state["problems"][0]
+        first, last = halves(getattr(host.model, which))
+        calls = replayed(host)
+        host.send(first)
+        assert host.call(status)["state"] != "whole"
+        host.send(last)
+        assert host.call(status)["state"] == "whole", host.call(status)["problems"]
+        assert (replayed(host), host.call(status)["replay"]["native_calls"]) == (calls + 2, before)
+        assert host.call_all(digests) == fresh.digests
+    assert host.say() == fresh.said
+
+
+@on("deepseek-v3-tp1", WITH_FP8_CACHE)
+def test_a_server_may_sleep_before_its_first_update(host):
+    """veRL's first step: start, sleep, wake, update."""
+    host.call_all(release_and_resume, None, True)
+    host.send(list(host.model.second.items()))
+    assert host.call(status)["state"] == "whole", host.call(status)["problems"]
+    assert host.call_all(digests) == host.fresh("second").digests
+
+
+@on("qwen3-tp1")
+def test_a_recipe_is_dropped_where_the_memory_came_back_elsewhere(host):
+    host.in_doubt = True  # a weight has moved
+    host.send(list(host.model.first.items()))
+    host.call_all(release_and_resume, None, True)
+    host.call(move_a_scale)
+    for calls in (0, 1):
+        host.send(list(host.model.second.items()))
+        assert host.call(status)["replay"]["recipes"] == 1
+        assert replayed(host) == calls
+    assert host.call_all(digests) == host.fresh("second").digests
+
+
+def move_a_scale(scheduler):
+    scale = next(
+        one for name, one in model_of(scheduler).named_parameters() if name.endswith("_scale_inv")
+    )
+    scale.data = scale.data.clone()
+
+
+@on("qwen3-tp1")
+def test_constants_that_no_update_sends_come_back(host):
+    host.in_doubt = True  # they stay
+    host.call(give_a_constant)
+    host.call_all(release_and_resume, None, True)
+    assert host.call(constant) == 0.5
+
+
+def give_a_constant(scheduler):
+    """As Gemma 4 has two: a plain attribute, made when the model is."""
+    model_of(scheduler).model.per_layer_input_scale = torch.tensor(0.5)
+
+
+def constant(scheduler):
+    return model_of(scheduler).model.per_layer_input_scale.item()
+
+
+@on("qwen3-tp1")
+@pytest.mark.parametrize(
+    ("tags", "is_paged"), [(["kv_cache"], True), (["weights"], False)], ids=["cache", "not paged"]
+)
+def test_weights_that_stayed_are_not_missing(host, tags, is_paged):
+    host.call(release_and_resume, tags, is_paged, spoils=False)
+    assert host.call(status)["consistent"], host.call(status)["problems"]
+
+
+@on(BACKED_UP)
+def test_weights_that_were_kept_on_the_cpu_are_not_missing(host):
+    host.send(list(host.model.first.items()))
+    host.call(release_and_resume, ["weights"], True, spoils=False)
+    assert host.call(status)["consistent"], host.call(status)["problems"]
+    host.send(list(host.model.second.items()))
+    assert replayed(host) == 1
+    assert host.call_all(digests) == host.fresh("second").digests
+
+
+def while_released(scheduler, act, *args):
+    """What `act` answers while the memory of the weights is released, and how often a weight was read."""
+    updater = scheduler.weight_updater
+    refit = model_of(scheduler).fp8rl_refit
+    reads, native = [], refit.memory_number
+    refit.memory_number = lambda: reads.append(1) or native()
+    updater.offload_tags.add("weights")
+    try:
+        return *act(scheduler, *args), len(reads)
+    finally:
+        updater.offload_tags.remove("weights")
+        refit.memory_number = native
+
+
+@on("qwen3-tp2")
+def test_nothing_touches_weights_while_their_memory_is_released(host):
+    before = host.call_all(digests)
+    requests = [(update, list(host.model.second.items())), (update_from_disk, "anywhere")]
+    if host.call(has_sessions):
+        requests.append((begin,))
+    for act, *args in requests:
+        for success, message, reads in host.call_all(while_released, act, *args):
+            assert not success
+            assert "memory is released" in message
+            assert not reads
+    assert host.call_all(digests) == before
+    assert host.call(status)["state"] == "failed"
+
+
+@on("qwen3-tp2")
+def test_a_session_can_be_ended_once_the_memory_is_back(host):
+    if not host.call(has_sessions):
+        pytest.skip("this SGLang has no sessions")
+    assert host.call(begin)[0]
+    for success, message, _ in host.call_all(while_released, end):
+        assert not success
+        assert "memory is released" in message
+    assert host.call(end)[0]
+    assert host.call(status)["state"] == "whole"
+
+
+def has_sessions(scheduler):
+    return hasattr(scheduler.weight_updater, "begin_weight_update")
