@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-
 LARGE = 2**18
 _DRAWN = {torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.erfinv_}
 
