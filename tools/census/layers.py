@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 LEAST, MOST = 2, 6  # layers of a small model
+LARGEST_KIND = 256  # a larger number is no name of a kind, it is a size
 
 # How many layers a part of a model has; the first that a config has says it.
 _COUNTS = re.compile(
@@ -62,7 +63,8 @@ class Layers(NamedTuple):
             return 2 if any(mine) else value
         indexes = _indexes_of(key, value)
         if indexes is not None:
-            places = [place for place, is_one in enumerate(mine) if is_one]
+            first = int(max(indexes, default=0) == self.total)
+            places = [place + first for place, is_one in enumerate(mine) if is_one]
             return ",".join(map(str, places)) if isinstance(value, str) else places
         if isinstance(value, dict):
             by_layer = {int(layer): one for layer, one in value.items()}
@@ -78,6 +80,8 @@ def lost(real: dict[str, Any], small: dict[str, Any], prefix: str = "") -> list[
     if None not in counts:
         told, mine = (dict(_told(*one)) for one in zip((real, small), counts, strict=True))  # type: ignore[arg-type]
         for key in told:
+            if all(type(one) is int and one > LARGEST_KIND for one in told[key]):
+                continue  # sizes
             left = _distinct(told[key]) - _distinct(mine.get(key, ()))
             found += [f"{prefix}{key}: {one}" for one in sorted(left)]
     for key, part in real.items():
@@ -123,9 +127,10 @@ def _of_layers(key: str, value: Any, total: int) -> list[Any] | None:
         return _of_number(key, value, total)
     indexes = _indexes_of(key, value)
     if indexes is not None:
-        return [layer in indexes for layer in range(total)] if indexes else None
+        first = int(max(indexes, default=0) == total)  # some count from one
+        return [layer + first in indexes for layer in range(total)] if indexes else None
     if isinstance(value, dict):
-        is_by_layer = value and all(str(layer).isdigit() for layer in value)
+        is_by_layer = "layer" in key and all(str(layer).isdigit() for layer in value)
         by_layer = {int(at): str(sorted(one)) for at, one in value.items()} if is_by_layer else {}
         return [by_layer.get(layer) for layer in range(total)] if by_layer else None
     is_listed = isinstance(value, list) or (isinstance(value, str) and "pattern" in key)

@@ -16,6 +16,9 @@ from .names import Sent, Shapes, of_loader, of_transformers
 from .outcome import Row, line_of
 
 _PERIOD = 1_048_573  # a prime: no row of a matrix is a multiple of it
+LARGER = (
+    4  # times the model's own size: `transformers` did not take the small sizes from its config
+)
 ENOUGH = 0.75  # of its parameters have to be reached, or nothing is known of the class
 
 
@@ -100,7 +103,8 @@ def _named(
 ) -> Shapes:
     """`models`: what the model calls its parameters, in parts and whole."""
     if source == "transformers":
-        return of_transformers(architecture, builder.path)
+        found = of_transformers(architecture, builder.path)
+        return found if _size(found) < LARGER * _size(models[1]) else {}
     own = models[source == "its modules"]
     if source == "its loader":
         return own
@@ -108,6 +112,10 @@ def _named(
         return own if source == "its modules" else {}
     left = set(best.unreached)
     return best.shapes | {name: one for name, one in own.items() if one.owner in left}
+
+
+def _size(shapes: Shapes) -> int:
+    return sum(math.prod(one.shape) for one in shapes.values())
 
 
 def _taken(plain: Any, shapes: Shapes) -> Shapes:

@@ -189,7 +189,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "vision_config": _MINIMAX_M3_VISION | {"model_type": "minimax_vision"},
     },
     "DeepseekV4ForCausalLM": _DEEPSEEK_V4,
-    "Deepseek(OCR|VL2)ForCausalLM|UnlimitedOCRForCausalLM": {
+    "DeepseekOCRForCausalLM|UnlimitedOCRForCausalLM": {
         "language_config": {"architectures": ["DeepseekV2ForCausalLM"]},
         "tile_tag": "2D",
     },
