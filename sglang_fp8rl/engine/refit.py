@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,13 +25,7 @@ from .arrival.update import Origin, Update
 from .extension import extensions
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
-from .model.parameters import (
-    ModelMemory,
-    Target,
-    refusing_writes,
-    set_loader,
-    targets_of,
-)
+from .model.parameters import ModelMemory, Target, set_loader, targets_of
 from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
 from .native.call import Call, Calls, StreamLane
@@ -94,11 +88,6 @@ class ModelRefit:
             self._loaders.load(self.calls.running, target, native, loaded_weight, args, kwargs)
 
         set_loader(parameter, weight_loader)
-
-    def only_through_load_weights(self) -> AbstractContextManager[Any]:
-        """In here, nothing else writes into the model: a loader of the client's choice runs."""
-        memory = ModelMemory(self.model, self.targets.values())
-        return refusing_writes(memory, lambda: self.calls.running is not None)
 
     def memory_number(self) -> int:
         """One number for all that updates write: the same as long as no byte of it changes."""

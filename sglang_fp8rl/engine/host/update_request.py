@@ -101,10 +101,6 @@ class _UpdateRequest:
         around, dtype = self._around, torch.get_default_dtype()
         # A reload from disk that fails leaves the model's (0.5.16), and later forward passes compute with it.
         around.callback(lambda: torch.set_default_dtype(dtype))
-        load_format = getattr(request, "load_format", None)
-        if update.origin is Origin.TENSOR and load_format not in (None, "flattened_bucket"):
-            # It may name any function of the server's: that may load, and write by itself.
-            around.enter_context(refit.only_through_load_weights())
         around.enter_context(_flush_watched(manager, update))
         if update.origin in _PROCESS_AFTER_LOADING:
             around.enter_context(refit.derived.in_place())
@@ -188,25 +184,31 @@ def _failed(origin: Origin, message: str) -> Any:
 def check_request(manager: Any, request: Any) -> None:
     """Raises `RefitError` for a request that can't be served as it is meant."""
     check_weights_are_there(manager, "an update writes them")
-    load_format = getattr(request, "load_format", None)
-    if load_format == "direct":
-        raise RefitError(
-            "load_format",
-            "'direct'",
-            "it copies into parameters and would leave FP8 scales behind",
-            "Leave load_format out, or use 'flattened_bucket'.",
-        )
-    if load_format == LOADER:
-        raise deltas_refused(f"load_format {LOADER}")
     check_selector(manager, request)
     payloads = getattr(request, "serialized_named_tensors", None)
+    if payloads is None:
+        return
+    _check_load_format(getattr(request, "load_format", None))
     size = torch.distributed.get_world_size(manager.tp_cpu_group)
-    if payloads is not None and len(payloads) != size:
+    if len(payloads) != size:
         raise RefitError(
             "serialized_named_tensors",
             f"{len(payloads)} payload(s)",
             f"there is one for each of the {size} tensor-parallel rank(s)",
             "Send as many as the server's tp_size; RefitClient asks for it.",
+        )
+
+
+def _check_load_format(load_format: str | None) -> None:
+    """Refuse what would not come through `load_weights`: SGLang copies by itself, or runs a function of that name."""
+    if load_format == LOADER:
+        raise deltas_refused(f"load_format {LOADER}")
+    if load_format not in (None, "flattened_bucket"):
+        raise RefitError(
+            "load_format",
+            repr(load_format),
+            "what writes weights past model.load_weights would leave FP8 scales behind",
+            "Leave load_format out, or use 'flattened_bucket'.",
         )
 
 

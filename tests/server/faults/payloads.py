@@ -129,7 +129,7 @@ def load_format_direct(trainer: Trainer) -> Answer:
     return trainer.pickled([trainer.fresh(DOWN)], "direct")
 
 
-@row("load_format", "upside_down", host=True)
+@row("load_format", "upside_down")
 def a_load_format_that_nobody_knows(trainer: Trainer) -> Answer:
     return trainer.pickled([trainer.fresh(DOWN)], "upside_down")
 
