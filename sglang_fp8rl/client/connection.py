@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -30,12 +31,29 @@ _REMEDY = (
 )
 
 
+@dataclass
+class Server:
+    """What a server can do.
+
+    Attributes:
+        tp_size: payloads that a bucket has.
+        is_ours: whether it is of this package: it reads layouts as text, notes, and buffers by their names, and has
+            read all of a bucket when it answers.
+        has_sessions: None until it was tried.
+    """
+
+    tp_size: int
+    is_ours: bool
+    has_sessions: bool | None = None
+
+
 class Connection:
     """One HTTP session; args as `RefitClient`. Every method raises `NoAnswerError` where the server can't be
     reached or takes too long, and all but `flush_cache` raise `RefitError` for an answer that is no success.
 
     Attributes:
         seconds_waited: for answers, since the start.
+        server: what it said that it can do; None where it is to be asked (again).
     """
 
     def __init__(
@@ -47,6 +65,7 @@ class Connection:
     ) -> None:
         self.url, self._timeout = url.rstrip("/"), timeout
         self.seconds_waited = 0.0
+        self.server: Server | None = None
         self._http = requests.Session()
         self._api_key, self._admin_key = api_key, admin_api_key or api_key
 
@@ -94,6 +113,7 @@ class Connection:
                 method, url, json=json, headers=sent, timeout=seconds, proxies=dict(_DIRECT)
             )
         except requests.RequestException as error:
+            self.server = None  # it may be another one when it answers again
             raise NoAnswerError(
                 url,
                 f"no answer: {error}",

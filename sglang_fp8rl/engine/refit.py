@@ -11,6 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..errors import Fp8RlError, HostError, RefitError
 from ..numerics.fingerprint import MASK
 from ..scheme import Scheme
 from ..wire.plan import RefitPlan
+from ..wire.stages import ANSWERING, LOADING
 from .arrival.bucket import Bucket, apart, bucket_of, check_bucket
 from .arrival.update import Origin, Update
 from .extension import extensions
@@ -143,7 +145,8 @@ class ModelRefit:
                 the status section says so.
         """
         with self.unfolded(), self.calls.one() as call:
-            origin = call.update.origin
+            origin, marks = call.update.origin, call.update.marks
+            marks.append((LOADING, perf_counter()))
             may_replay = origin.may_replay and self.options.replay and not (args or kw)
             bucket, recipe = self._arrived(weights, may_replay=may_replay)
             self.calls.expect(call, bucket, recipe.brings if recipe is not None else None)
@@ -165,6 +168,7 @@ class ModelRefit:
                     self.derived.refresh(bucket.names)
         if call.recording is not None:
             learn(self.recipes, call.recording, self.report, call, self.options)
+        marks.append((ANSWERING, perf_counter()))
         return result
 
     def _arrived(self, weights: Any, *, may_replay: bool) -> tuple[Bucket | None, Recipe | None]:

@@ -1,8 +1,8 @@
 """What goes over the wire: buckets of tensors as handles of shared memory.
 
 It is what SGLang's own `MultiprocessingSerializer` reads: a `ForkingPickler` stream in base64 that
-holds handles, not the weights. Server and client therefore run on one machine, and for CUDA tensors
-both have to number the GPUs alike (`CUDA_VISIBLE_DEVICES`).
+holds handles, not the weights. Server and client therefore run on one machine. A handle of CUDA memory
+names its GPU by UUID: each process may number the GPUs as it likes, and see others.
 
 A server of this package reads the layout of a flattened bucket as one string (`layout_text`). Any
 other reads SGLang's metadata by attribute, so sglang is not imported.
@@ -16,22 +16,24 @@ import io
 import os
 import struct
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.multiprocessing
 
 from ..errors import RefitError
 from . import layout_text
+from .handles import HandlePickler
+
+if TYPE_CHECKING:
+    from .staging import StagingBuffers
 
 NamedTensor = tuple[str, torch.Tensor]
-COUNT = 2  # buffers that a sender fills in turn
+FLAT = "flattened_tensor"  # what SGLang calls a bucket's memory
 _ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
 
 # A file of shared memory as torch makes it (`MapInfo`, `map_alloc_alignment` in ATen/MapAllocator.cpp): int32
@@ -46,33 +48,6 @@ _NEVER_THE_LAST_READER = READERS.pack(1 << 30)
 def file_of(handle: bytes) -> Path:
     """The file that a handle (`/torch_PID_…`) names."""
     return FILES / os.fsdecode(handle).removeprefix("/")
-
-
-class StagingBuffers:
-    """`COUNT` buffers for each device that buckets come from: one is filled while the server reads the other.
-
-    The pages of a fresh one are made and zeroed while it is filled, which takes a CPU longer than filling it. A
-    sender makes the next bucket while one is on its way, and no more, so the buffer that it takes is that of a
-    bucket which was answered for.
-
-    Attributes:
-        least: bytes of a new buffer at least, so that buckets of about one size fit in what is there.
-    """
-
-    def __init__(self, least: int = 0) -> None:
-        self.least = least
-        self._buffers: defaultdict[torch.device, deque[torch.Tensor | None]]
-        self._buffers = defaultdict(lambda: deque([None] * COUNT))
-
-    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """uint8 [nbytes] of the buffer that was taken longest ago, made anew where that is too small."""
-        buffers = self._buffers[device]
-        memory = buffers.popleft()
-        if memory is None or memory.numel() < nbytes:
-            memory = None  # the old one goes before the new one comes
-            memory = allocate(max(nbytes, self.least), device)
-        buffers.append(memory)
-        return memory[:nbytes]
 
 
 def flatten(
@@ -102,7 +77,15 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     and aborts the process if it is gone by then; so more readers are counted than there will be.
     """
     if device.type != "cpu":
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise _too_large(nbytes, free_bytes(device), device) from error
+    free = free_bytes(device)
+    if (
+        free is not None and nbytes > free
+    ):  # else the process would be killed when it fills the file
+        raise _too_large(nbytes, free, device)
     with _shared_by_file_name():
         shared = torch.UntypedStorage._new_shared(nbytes, device="cpu")
         handle = shared._share_filename_cpu_()[1]
@@ -113,6 +96,26 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(shared)
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that could be allocated there; None of a device that does not say."""
+    if device.type == "cpu":
+        files = os.statvfs(FILES)
+        return files.f_bavail * files.f_frsize
+    if device.type != "cuda":
+        return None
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def _too_large(nbytes: int, free: int | None, device: torch.device) -> RefitError:
+    return RefitError(
+        f"a bucket of {nbytes} bytes",
+        f"{free} bytes are free {f'in {FILES}' if device.type == 'cpu' else f'on {device}'}",
+        "a bucket lies in shared memory until the server has read it, and the next one beside it",
+        "Send smaller buckets, update(bucket_bytes=…), or make room; a tensor is not divided.",
+    )
+
+
 def _delete(file: Path, owner: int) -> None:
     if os.getpid() == owner:  # a process that it forked ends too
         file.unlink(missing_ok=True)
@@ -120,10 +123,10 @@ def _delete(file: Path, owner: int) -> None:
 
 def serialize(value: Any) -> str:
     """`value` as `MultiprocessingSerializer.serialize(..., output_str=True)` would, for a server
-    that did not start this process: CPU tensors are shared by file name."""
+    that did not start this process: CPU tensors are shared by file name, and a GPU is named by its UUID."""
     stream = io.BytesIO()
     with _shared_by_file_name():
-        ForkingPickler(stream).dump(value)
+        HandlePickler(stream).dump(value)
     return base64.b64encode(stream.getvalue()).decode("ascii")
 
 
@@ -148,21 +151,24 @@ def payload_of(
     ranks: int,
     layout_as_text: bool,
     staging: StagingBuffers | None = None,
+    on_filled: Callable[[], None] = lambda: None,
 ) -> Payload:
     """A bucket for all ranks of a server.
 
     Args:
         layout_as_text: whether the server reads a bucket's layout as text, see `layout_text`.
-        staging: where the bucket lies; only for a server that has read all of it when it answers, as
-            `is_staged` asks of it.
+        staging: where the bucket lies; only for a server of this package, which has read all of it when it answers.
+        on_filled: called when all is copied, before handles are made.
     """
     flat, metadata = flatten([(name, tensor.detach()) for name, tensor in bucket], staging)
+    on_filled()
     layout = layout_text.to_text(metadata) if layout_as_text else metadata
-    content: dict[str, Any] = {"flattened_tensor": flat, "metadata": layout}
-    if staging is not None:
-        content["is_staged"] = True
+    named = {FLAT: flat} if staging is None else staging.reference(len(flat))
+    content: dict[str, Any] = {**named, "metadata": layout}
+    # A handle is for one reader; without one all ranks read the same text.
+    texts = [serialize(content) for _ in range(ranks if FLAT in content else 1)]
     nbytes = sum(tensor.nbytes for _, tensor in bucket)
-    return Payload([serialize(content) for _ in range(ranks)], content, len(bucket), nbytes)
+    return Payload(texts * (ranks // len(texts)), content, len(bucket), nbytes)
 
 
 @contextlib.contextmanager

@@ -6,13 +6,23 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from ...errors import Fp8RlError, HostError, RefitError, as_text
+from ...wire.bucket import FLAT
 from ...wire.layout_text import from_text
 from ...wire.refit_note import note_of
+from ...wire.stages import (
+    ANSWERING,
+    BETWEEN_REQUESTS,
+    FLUSHING,
+    OPENING_HANDLES,
+    WAITING_FOR_READS,
+)
+from ...wire.staging import BUFFER, NBYTES, OPEN_BUFFERS
 from ...wire.verl_deltas import LOADER, deltas_refused
 from ..arrival.bucket import FlatBucket
 from ..arrival.update import Origin, Update, wait_for_reads
@@ -48,9 +58,14 @@ def answer_update(origin: Origin, host: Any, manager: Any, request: Any) -> Any:
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None:
         return getattr(host, f"update_weights_from_{origin.value}")(request)
-    update = Update(origin)
+    update = Update(origin, marks=[(ANSWERING, perf_counter())])
     with refit.during(update), collector_paused():
-        return _UpdateRequest(update, host, manager, request, refit).answer()
+        result = _UpdateRequest(update, host, manager, request, refit).answer()
+    if update.is_last_call or not result.success:
+        OPEN_BUFFERS.close()  # a session may go on, but not with this client's buffers
+    if update.refit is not None:
+        update.refit.add_stages([*update.marks, (BETWEEN_REQUESTS, perf_counter())])
+    return result
 
 
 class _UpdateRequest:
@@ -122,18 +137,12 @@ class _UpdateRequest:
                 return None
             if update.cache_flushed is False:
                 return _failed(update.origin, str(_FLUSH_REFUSED))
-            foreign = RefitError(
-                subject,
-                f"{type(error).__name__}: {error}",
-                "what is sent is read as SGLang's serializer writes it, a checkpoint as safetensors does",
-                "Send with RefitClient or SGLang's MultiprocessingSerializer; nothing of this call is known "
-                "to be stored.",
-            )
-            errors.append(str(foreign))
+            errors.append(str(_foreign(subject, error)))
             return None
 
     def _ask(self) -> Any:
         origin = self._update.origin
+        self._update.marks.append((OPENING_HANDLES, perf_counter()))
         return self._boundary.asked(
             getattr(self._host, f"update_weights_from_{origin.value}"),
             self._request,
@@ -167,6 +176,30 @@ class _UpdateRequest:
             closes = io_struct.EndWeightUpdateReqInput()
             boundary.step(boundary.asked, host.end_weight_update, closes, around=around)
             manager._session = None
+
+
+def _foreign(subject: str, error: Exception) -> RefitError:
+    """What SGLang or torch raised, with a remedy."""
+    _, is_unseen, uuid = str(error).partition("Invalid device_uuid=")
+    if is_unseen:
+        seen = [
+            str(torch.cuda.get_device_properties(at).uuid)
+            for at in range(torch.cuda.device_count())
+        ]
+        return RefitError(
+            f"a handle of memory on GPU {uuid}",
+            f"this rank of the server sees {', '.join(seen) or 'no GPU'}",
+            "a server reads memory of the GPUs that it sees",
+            "Run the trainer's rank on one of these, add the GPU to the server's CUDA_VISIBLE_DEVICES, or "
+            "send tensors on the CPU; nothing of this call was stored.",
+        )
+    return RefitError(
+        subject,
+        f"{type(error).__name__}: {error}",
+        "what is sent is read as SGLang's serializer writes it, a checkpoint as safetensors does",
+        "Send with RefitClient or SGLang's MultiprocessingSerializer; nothing of this call is known "
+        "to be stored.",
+    )
 
 
 def _failed(origin: Origin, message: str) -> Any:
@@ -249,7 +282,10 @@ def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **k
     payload = args[0] if args else kw["flattened_tensor_bucket_dict"]
     model = updater.get_model()
     refit = refit_of(model)
-    flat = payload["flattened_tensor"]
+    is_staged = NBYTES in payload
+    if BUFFER in payload:
+        OPEN_BUFFERS.put_memory_into(payload)
+    flat = payload[FLAT]
     is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
     if refit is None and isinstance(payload["metadata"], str):  # of a draft model
         payload = {**payload, "metadata": from_text(payload["metadata"])}
@@ -259,8 +295,11 @@ def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **k
         model.load_weights(FlatBucket(flat, payload["metadata"]))
         return True, "Success"
     finally:
-        if payload.get("is_staged"):
+        if is_staged:
+            marks = [] if refit is None else refit.calls.update.marks
+            marks.append((WAITING_FOR_READS, perf_counter()))
             wait_for_reads(flat)
+            marks.append((ANSWERING, perf_counter()))
 
 
 @contextmanager
@@ -284,7 +323,9 @@ def _flush_watched(manager: Any, update: Update) -> Iterator[None]:
     flush = manager.flush_cache
 
     def flush_cache(*args: Any, **kwargs: Any) -> bool:
+        update.marks.append((FLUSHING, perf_counter()))
         update.cache_flushed = bool(flush(*args, **kwargs))
+        update.marks.append((ANSWERING, perf_counter()))
         return update.cache_flushed
 
     manager.flush_cache = flush_cache
