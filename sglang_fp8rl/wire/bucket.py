@@ -11,16 +11,11 @@ other reads SGLang's metadata by attribute, so sglang is not imported.
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
-import os
-import struct
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.multiprocessing
@@ -28,26 +23,11 @@ import torch.multiprocessing
 from ..errors import RefitError
 from . import layout_text
 from .handles import HandlePickler
-
-if TYPE_CHECKING:
-    from .staging import StagingBuffers
+from .shared_memory import allocate, shared_by_file_name
+from .staging import FLAT, StagingBuffers
 
 NamedTensor = tuple[str, torch.Tensor]
-FLAT = "flattened_tensor"  # what SGLang calls a bucket's memory
 _ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
-
-# A file of shared memory as torch makes it (`MapInfo`, `map_alloc_alignment` in ATen/MapAllocator.cpp): int32
-# readers, padding up to 64 bytes, the tensors.
-FILES = Path("/dev/shm")  # where Linux keeps what `shm_open` names
-HEADER = 64
-READERS = struct.Struct("=i")
-# Replicas of a server read what was counted for one, bucket after bucket in the same memory.
-_NEVER_THE_LAST_READER = READERS.pack(1 << 30)
-
-
-def file_of(handle: bytes) -> Path:
-    """The file that a handle (`/torch_PID_…`) names."""
-    return FILES / os.fsdecode(handle).removeprefix("/")
 
 
 def flatten(
@@ -70,62 +50,11 @@ def flatten(
     return flat, metadata
 
 
-def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 memory that other processes can be given a handle of.
-
-    On a CPU its file is deleted with it, read or not. torch deletes a file when nobody reads it any more,
-    and aborts the process if it is gone by then; so more readers are counted than there will be.
-    """
-    if device.type != "cpu":
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            raise _too_large(nbytes, free_bytes(device), device) from error
-    free = free_bytes(device)
-    if (
-        free is not None and nbytes > free
-    ):  # else the process would be killed when it fills the file
-        raise _too_large(nbytes, free, device)
-    with _shared_by_file_name():
-        shared = torch.UntypedStorage._new_shared(nbytes, device="cpu")
-        handle = shared._share_filename_cpu_()[1]
-    file = file_of(handle)
-    with file.open("r+b") as header:
-        header.write(_NEVER_THE_LAST_READER)
-    weakref.finalize(shared, _delete, file, os.getpid())
-    return torch.empty(0, dtype=torch.uint8).set_(shared)
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes that could be allocated there; None of a device that does not say."""
-    if device.type == "cpu":
-        files = os.statvfs(FILES)
-        return files.f_bavail * files.f_frsize
-    if device.type != "cuda":
-        return None
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
-
-
-def _too_large(nbytes: int, free: int | None, device: torch.device) -> RefitError:
-    return RefitError(
-        f"a bucket of {nbytes} bytes",
-        f"{free} bytes are free {f'in {FILES}' if device.type == 'cpu' else f'on {device}'}",
-        "a bucket lies in shared memory until the server has read it, and the next one beside it",
-        "Send smaller buckets, update(bucket_bytes=…), or make room; a tensor is not divided.",
-    )
-
-
-def _delete(file: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a process that it forked ends too
-        file.unlink(missing_ok=True)
-
-
 def serialize(value: Any) -> str:
     """`value` as `MultiprocessingSerializer.serialize(..., output_str=True)` would, for a server
     that did not start this process: CPU tensors are shared by file name, and a GPU is named by its UUID."""
     stream = io.BytesIO()
-    with _shared_by_file_name():
+    with shared_by_file_name():
         HandlePickler(stream).dump(value)
     return base64.b64encode(stream.getvalue()).decode("ascii")
 
@@ -169,18 +98,6 @@ def payload_of(
     texts = [serialize(content) for _ in range(ranks if FLAT in content else 1)]
     nbytes = sum(tensor.nbytes for _, tensor in bucket)
     return Payload(texts * (ranks // len(texts)), content, len(bucket), nbytes)
-
-
-@contextlib.contextmanager
-def _shared_by_file_name() -> Iterator[None]:
-    """torch's default (file descriptors) is refused between processes that did not start each
-    other: `AuthenticationError: digest sent was rejected`."""
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        yield
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
 
 
 def buckets_of(

@@ -17,8 +17,9 @@ from uuid import uuid4
 import torch
 
 from ..errors import RefitError
-from .bucket import FLAT, allocate, free_bytes
+from .shared_memory import allocate, free_bytes
 
+FLAT = "flattened_tensor"  # what SGLang calls a bucket's memory
 BUFFER, NBYTES = (
     "buffer",
     "nbytes",

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ...errors import Fp8RlError, HostError, RefitError, as_text
-from ...wire.bucket import FLAT
 from ...wire.layout_text import from_text
 from ...wire.refit_note import note_of
 from ...wire.stages import (
@@ -22,7 +21,7 @@ from ...wire.stages import (
     OPENING_HANDLES,
     WAITING_FOR_READS,
 )
-from ...wire.staging import BUFFER, NBYTES, OPEN_BUFFERS
+from ...wire.staging import BUFFER, FLAT, NBYTES, OPEN_BUFFERS
 from ...wire.verl_deltas import LOADER, deltas_refused
 from ..arrival.bucket import FlatBucket
 from ..arrival.update import Origin, Update, wait_for_reads

@@ -20,7 +20,8 @@ import torch
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.errors import NoAnswerError, RefitError
 from sglang_fp8rl.wire import layout_text
-from sglang_fp8rl.wire.bucket import FILES, flatten, serialize
+from sglang_fp8rl.wire.bucket import flatten, serialize
+from sglang_fp8rl.wire.shared_memory import FILES
 from sglang_fp8rl.wire.staging import BUFFER, OpenBuffers, default_bucket_bytes
 
 TENSORS = [
