@@ -135,7 +135,7 @@ def main(
     """Compare; exit 1 if bytes or the number of requests are wrong."""
     console = Console()
     torch.multiprocessing.set_sharing_strategy("file_system")
-    config = make_config("qwen3")
+    config = make_config("llama")  # whose weights SGLang gives back by name
     first = make_state_dict(config, seed=0)
     values = [(first[NAME].float() + step).to(torch.bfloat16) for step in (1.0, 2.0)]
     with host_log("bench-request") as shown, tempfile.TemporaryDirectory() as directory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -31,29 +30,13 @@ _REMEDY = (
 )
 
 
-@dataclass
-class Server:
-    """What a server can do.
-
-    Attributes:
-        tp_size: payloads that a bucket has.
-        is_ours: whether it is of this package: it reads layouts as text, notes, and buffers by their names, and has
-            read all of a bucket when it answers.
-        has_sessions: None until it was tried.
-    """
-
-    tp_size: int
-    is_ours: bool
-    has_sessions: bool | None = None
-
-
 class Connection:
     """One HTTP session; args as `RefitClient`. Every method raises `NoAnswerError` where the server can't be
     reached or takes too long, and all but `flush_cache` raise `RefitError` for an answer that is no success.
 
     Attributes:
         seconds_waited: for answers, since the start.
-        server: what it said that it can do; None where it is to be asked (again).
+        info: what `server_info` was answered; None where it is to be asked.
     """
 
     def __init__(
@@ -65,7 +48,7 @@ class Connection:
     ) -> None:
         self.url, self._timeout = url.rstrip("/"), timeout
         self.seconds_waited = 0.0
-        self.server: Server | None = None
+        self.forget()
         self._http = requests.Session()
         self._api_key, self._admin_key = api_key, admin_api_key or api_key
 
@@ -77,13 +60,26 @@ class Connection:
         """As `get`."""
         return _content(self._ask("POST", path, json=body))
 
+    def forget(self) -> None:
+        """What the server can do is to be asked again: something failed, and it may be another one by now."""
+        self.info: Any = None
+        self._unknown: set[str] = set()
+
+    def server_info(self) -> Any:
+        """`GET /server_info`, asked once."""
+        self.info = self.info or self.get(SERVER_INFO_PATH)
+        return self.info
+
     def post_if_known(self, path: str, body: dict[str, Any]) -> bool:
-        """As `post`; False if the server has no such endpoint."""
+        """As `post`; False if the server has no such endpoint, which it is asked once."""
+        if path in self._unknown:
+            return False
         answer = self._ask("POST", path, json=body)
         if answer.status_code == HTTPStatus.UNAUTHORIZED:
             # SGLang asks for the api key where it knows no such endpoint, before it says so.
             answer = self._ask("POST", path, takes_api_key=True, json=body)
         if answer.status_code == HTTPStatus.NOT_FOUND:
+            self._unknown.add(path)
             return False
         _content(answer)
         return True
@@ -113,7 +109,7 @@ class Connection:
                 method, url, json=json, headers=sent, timeout=seconds, proxies=dict(_DIRECT)
             )
         except requests.RequestException as error:
-            self.server = None  # it may be another one when it answers again
+            self.forget()
             raise NoAnswerError(
                 url,
                 f"no answer: {error}",

@@ -16,7 +16,7 @@ from ..wire.plan import STATUS_PATH
 from ..wire.refit_note import RefitNote
 from ..wire.stages import Mark
 from ..wire.staging import StagingBuffers, default_bucket_bytes
-from .connection import SERVER_INFO_PATH, Connection, Server
+from .connection import Connection
 
 Progress = Callable[[int, int], None]
 
@@ -58,24 +58,23 @@ class TensorUpdate:
     def session(self) -> Iterator[None]:
         """What is posted in here is one refit: a session where the server knows them, else by its name.
 
-        What the server can do is asked once, and again behind whatever failed.
-
         Raises:
             RefitError: it was refused; or SGLang updates no such server from tensors.
         """
-        server = self._server = self._asked()
-        self.is_ours = server.is_ours
+        info = self._connection.server_info()
+        _check_replicas(info)
+        self._tp_size, self.is_ours = int(info["tp_size"]), is_ours(info)
         self._said = {"rid": self._note.to_text()} if self.is_ours else {}
+        if not self.is_ours:
+            self._connection.info = None  # it may be of ours by the next update
         is_open = False
         try:
-            if server.has_sessions is not False:
-                begin = "/begin_weight_update"
-                is_open = server.has_sessions = self._connection.post_if_known(begin, self._said)
+            is_open = self._connection.post_if_known("/begin_weight_update", self._said)
             if is_open:
                 self._said = {}  # the session has it
             yield
         except BaseException:
-            self._connection.server = None
+            self._connection.forget()
             # The reason why it failed is worth more than a second failure to close.
             with contextlib.suppress(RefitError):
                 self._close(is_open)
@@ -85,16 +84,6 @@ class TensorUpdate:
     def _close(self, is_open: bool) -> None:
         if is_open:
             self._connection.post("/end_weight_update", {})
-
-    def _asked(self) -> Server:
-        known = self._connection.server
-        if known is None or not known.is_ours:  # one that was not ours may be by now
-            info = self._connection.get(SERVER_INFO_PATH)
-            _check_replicas(info)
-            has_sessions = known.has_sessions if known is not None else None
-            known = Server(int(info["tp_size"]), is_ours(info), has_sessions)
-        self._connection.server = known
-        return known
 
     def send(
         self,
@@ -132,7 +121,7 @@ class TensorUpdate:
                     staging.least = 0 if is_last else self.bucket_bytes
                 payload = payload_of(
                     bucket,
-                    self._server.tp_size,
+                    self._tp_size,
                     self.is_ours,
                     staging,
                     on_filled=lambda: self.mark("making_handles"),

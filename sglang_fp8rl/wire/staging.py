@@ -28,9 +28,7 @@ COUNT = 2  # buffers that a sender fills in turn
 MOST_OPEN = 8  # that a server keeps: two for each device that a sender's tensors lie on
 LARGEST_DEFAULT = 2 << 30
 _UNKNOWN_DEVICE_DEFAULT = 512 << 20
-_PARTS = (
-    8  # of what is free: two buffers, the tensors of the next bucket, and more than that for others
-)
+_PARTS = 8  # of what is free: two buffers, the tensors of the next one, and more for others
 
 
 def default_bucket_bytes(device: torch.device) -> int:

@@ -12,15 +12,9 @@ from typing import Any
 import torch
 
 from ...errors import Fp8RlError, HostError, RefitError, as_text
+from ...wire import stages
 from ...wire.layout_text import from_text
 from ...wire.refit_note import note_of
-from ...wire.stages import (
-    ANSWERING,
-    BETWEEN_REQUESTS,
-    FLUSHING,
-    OPENING_HANDLES,
-    WAITING_FOR_READS,
-)
 from ...wire.staging import BUFFER, FLAT, NBYTES, OPEN_BUFFERS
 from ...wire.verl_deltas import LOADER, deltas_refused
 from ..arrival.bucket import FlatBucket
@@ -57,13 +51,13 @@ def answer_update(origin: Origin, host: Any, manager: Any, request: Any) -> Any:
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None:
         return getattr(host, f"update_weights_from_{origin.value}")(request)
-    update = Update(origin, marks=[(ANSWERING, perf_counter())])
+    update = Update(origin, marks=[(stages.ANSWERING, perf_counter())])
     with refit.during(update), collector_paused():
         result = _UpdateRequest(update, host, manager, request, refit).answer()
     if update.is_last_call or not result.success:
         OPEN_BUFFERS.close()  # a session may go on, but not with this client's buffers
     if update.refit is not None:
-        update.refit.add_stages([*update.marks, (BETWEEN_REQUESTS, perf_counter())])
+        update.refit.add_stages([*update.marks, (stages.BETWEEN_REQUESTS, perf_counter())])
     return result
 
 
@@ -141,7 +135,7 @@ class _UpdateRequest:
 
     def _ask(self) -> Any:
         origin = self._update.origin
-        self._update.marks.append((OPENING_HANDLES, perf_counter()))
+        self._update.marks.append((stages.OPENING_HANDLES, perf_counter()))
         return self._boundary.asked(
             getattr(self._host, f"update_weights_from_{origin.value}"),
             self._request,
@@ -296,9 +290,9 @@ def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **k
     finally:
         if is_staged:
             marks = [] if refit is None else refit.calls.update.marks
-            marks.append((WAITING_FOR_READS, perf_counter()))
+            marks.append((stages.WAITING_FOR_READS, perf_counter()))
             wait_for_reads(flat)
-            marks.append((ANSWERING, perf_counter()))
+            marks.append((stages.ANSWERING, perf_counter()))
 
 
 @contextmanager
@@ -322,9 +316,9 @@ def _flush_watched(manager: Any, update: Update) -> Iterator[None]:
     flush = manager.flush_cache
 
     def flush_cache(*args: Any, **kwargs: Any) -> bool:
-        update.marks.append((FLUSHING, perf_counter()))
+        update.marks.append((stages.FLUSHING, perf_counter()))
         update.cache_flushed = bool(flush(*args, **kwargs))
-        update.marks.append((ANSWERING, perf_counter()))
+        update.marks.append((stages.ANSWERING, perf_counter()))
         return update.cache_flushed
 
     manager.flush_cache = flush_cache

@@ -188,6 +188,17 @@ def test_what_a_server_can_do_is_asked_once(server):
     assert len(server.calls) == (9 if server.sessions else 4)
 
 
+def test_a_server_that_was_not_of_ours_is_looked_at_again(server):
+    """Nothing would be announced to it else."""
+    server.is_ours = False
+    client = RefitClient(server.url)
+    client.update(TENSORS)
+    assert not server.notes
+    server.is_ours = True
+    client.update(TENSORS)
+    assert {note["extent"] for note in server.notes} == {"all"}
+
+
 def test_it_is_asked_again_behind_what_failed():
     server = FakeServer(sessions=False, fail_at=1)
     client = RefitClient(server.url)
@@ -211,7 +222,7 @@ def test_it_is_asked_again_where_no_answer_came():
     server.server_close()
     with pytest.raises(NoAnswerError):
         client._connection.post("/begin_weight_update", {})  # the answer to no update
-    assert client._connection.server is None
+    assert client._connection.info is None
     assert client.url.endswith(f":{port}")
 
 

@@ -50,10 +50,10 @@ class SlowServer:
     """A connection to a server that reads what it is sent a while after it was asked to."""
 
     def __init__(self):
-        self.received, self.handles, self.server = [], [], None
+        self.received, self.handles = [], []
         self.buffers = OpenBuffers()
 
-    def get(self, path):
+    def server_info(self):
         section = {"flat_layout": layout_text.VERSION}
         return {"tp_size": 1, "internal_states": [{"fp8rl": section}]}
 
