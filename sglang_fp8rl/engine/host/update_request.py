@@ -22,7 +22,7 @@ from ..arrival.update import Origin, Update, wait_for_reads
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
-from .refit_end import end_request, fail_behind
+from .refit_end import end_request, end_stages, fail_behind
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,7 @@ def answer_update(origin: Origin, host: Any, manager: Any, request: Any) -> Any:
         return getattr(host, f"update_weights_from_{origin.value}")(request)
     update = Update(origin, marks=[(stages.ANSWERING, perf_counter())])
     with refit.during(update), collector_paused():
-        result = _UpdateRequest(update, host, manager, request, refit).answer()
-    if update.is_last_call or not result.success:
-        OPEN_BUFFERS.close()  # a session may go on, but not with this client's buffers
-    if update.refit is not None:
-        update.refit.add_stages([*update.marks, (stages.BETWEEN_REQUESTS, perf_counter())])
-    return result
+        return _UpdateRequest(update, host, manager, request, refit).answer()
 
 
 class _UpdateRequest:
@@ -91,6 +86,9 @@ class _UpdateRequest:
                 boundary.step(extension.end_request, was_flushed=bool(update.cache_flushed))
         call, success = update.origin.value, result.success
         boundary.step(observe_refit, manager, refit, call=call, success=success)
+        if update.is_last_call or not success:
+            boundary.step(OPEN_BUFFERS.close)  # a refit that goes on brings its handles anew
+        boundary.step(end_stages, update.refit, update.marks)
         fail_behind(boundary, refit, update.refit, result)
         return result
 

@@ -16,13 +16,13 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from ...compat import SESSIONS_SINCE, host_version
 from ...errors import RefitError
 from ...wire.refit_note import note_of
-from ...wire.stages import ANSWERING, BETWEEN_REQUESTS
+from ...wire.stages import ANSWERING
 from ...wire.staging import OPEN_BUFFERS
 from ..arrival.update import Origin, Update
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
-from .refit_end import end_request, fail_behind
+from .refit_end import end_request, end_stages, fail_behind
 from .update_request import answer_update, check_selector, check_weights_are_there
 
 
@@ -123,10 +123,9 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     for extension in refit.extensions:
         boundary.step(extension.end_session, manager)
     boundary.step(observe_refit, manager, refit)
+    boundary.step(OPEN_BUFFERS.close)
+    boundary.step(end_stages, ended, [began])
     fail_behind(boundary, refit, ended, result)
-    OPEN_BUFFERS.close()
-    if ended is not None:
-        ended.add_stages([began, (BETWEEN_REQUESTS, perf_counter())])
     return result
 
 
