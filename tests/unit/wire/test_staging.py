@@ -100,6 +100,10 @@ class Rank:
 def reads(pipe):
     """First value and buffers open for each text; the files of shared memory that are mapped for "maps"."""
     open_buffers = OpenBuffers()
+    if torch.cuda.is_available():  # as SGLang does before it reads
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()
     while (text := pipe.recv()) is not None:
         if text == "maps":
             lines = Path("/proc/self/maps").read_text().splitlines()
@@ -148,6 +152,19 @@ def test_memory_is_mapped_once_and_does_not_stay_behind(rank):
     assert rank("maps") == COUNT
     rank("close")
     assert rank("maps") == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_memory_is_back_when_both_have_let_go(rank):
+    before, staging = torch.cuda.memory_allocated(), StagingBuffers()
+    for number, bucket in enumerate(buckets(5)):
+        payload = payload_of([(name, one.cuda()) for name, one in bucket], 1, True, staging)
+        assert rank(payload.texts[0])[0] == number
+    assert torch.cuda.memory_allocated() > before
+    rank("close")
+    del payload, staging
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated() == before
 
 
 def test_a_buffer_that_is_made_anew_has_another_name_and_the_old_one_goes(rank):
