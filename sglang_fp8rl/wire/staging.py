@@ -25,7 +25,7 @@ BUFFER, NBYTES = (
     "nbytes",
 )  # of a payload: the buffer's name, and how much of it the bucket takes
 COUNT = 2  # buffers that a sender fills in turn
-MOST_OPEN = 8  # that a server keeps: two for each device that a sender's tensors lie on
+MOST_OPEN = 32  # that a server keeps: two for each device that a sender's tensors lie on
 LARGEST_DEFAULT = 2 << 30
 _UNKNOWN_DEVICE_DEFAULT = 512 << 20
 _PARTS = 8  # of what is free: two buffers, the tensors of the next one, and more for others
