@@ -130,10 +130,11 @@ class TensorUpdate:
                 self.mark("waiting")
                 if answer is not None:
                     answer.result()
-                answer = poster.submit(post, payload, is_last)
+                if is_last:  # nothing is made meanwhile
+                    post(payload, is_last)
+                else:
+                    answer = poster.submit(post, payload, is_last)
                 self.mark("taking_tensors")
-            self.mark("waiting")
-            answer.result()
             self.mark("session")
 
     def post(self, texts: list[str], is_last: bool) -> None:
