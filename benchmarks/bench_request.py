@@ -147,11 +147,10 @@ def main(
             ServerProcess(path, quantized, log_path=log / "ours.log", env=threads) as ours,
             ServerProcess(path, log_path=log / "stock.log", env=threads) as stock,
         ):
-            senders: dict[str, tuple[Sender, ServerProcess]] = {
-                "ours": (Ours(ours.url), ours),
-                "stock": (Stock(stock.url), stock),
-            }
-            for name, (sender, server) in senders.items():
+            senders: dict[str, Sender] = {}
+            for name, make, server in (("ours", Ours, ours), ("stock", Stock, stock)):
+                # Not before the other one's turn: SGLang closes a connection that is idle for long.
+                sender = senders[name] = make(server.url)
                 for value in values * WARM_UPS:
                     sender.refit(value)
                     if not torch.equal(served(server).to(torch.bfloat16), value):
@@ -159,13 +158,13 @@ def main(
                             f"[red]{name} serves other bytes than were sent: no number[/red]"
                         )
                         raise typer.Exit(1)
-            wrong = wrong_counts(senders["ours"][0], 5, lambda: senders["ours"][0].refit(values[0]))
+            wrong = wrong_counts(senders["ours"], 5, lambda: senders["ours"].refit(values[0]))
             seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in senders}
             for repetition in range(repetitions):
-                for name, (sender, _) in senders.items():
+                for name, sender in senders.items():
                     seconds[name].append(timed(sender, values[repetition % 2]))
-            per_refit = {name: len(sender.requests.seen) for name, (sender, _) in senders.items()}
-            stages = dict(ours_stages(senders["ours"][0]))
+            per_refit = {name: len(sender.requests.seen) for name, sender in senders.items()}
+            stages = dict(ours_stages(senders["ours"]))
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     table = measured.table(

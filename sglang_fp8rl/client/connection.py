@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from http import HTTPStatus
 from typing import Any
 
@@ -14,6 +15,9 @@ SERVER_INFO_PATH = "/server_info"
 # SGLang takes the api key here. At whatever changes a server, and at the fingerprint, it takes the admin key
 # where it has one, and no other.
 _FOR_THE_API_KEY = ("/generate", SERVER_INFO_PATH, PLAN_PATH, STATUS_PATH)
+_IDLE_SECONDS = (
+    2  # SGLang closes what is idle for 5: a request that comes just then would get no answer
+)
 _DIRECT = {"no_proxy": "*"}  # weights are sent to this machine, whatever HTTP_PROXY says
 _KEYS = (
     "RefitClient(api_key=…, admin_api_key=…): SGLang wants the admin key for updates and sessions where "
@@ -47,7 +51,7 @@ class Connection:
         admin_api_key: str | None = None,
     ) -> None:
         self.url, self._timeout = url.rstrip("/"), timeout
-        self.seconds_waited = 0.0
+        self.seconds_waited, self._used = 0.0, time.monotonic()
         self.forget()
         self._http = requests.Session()
         self._api_key, self._admin_key = api_key, admin_api_key or api_key
@@ -104,6 +108,8 @@ class Connection:
         key = self._api_key if is_for_api_key else self._admin_key
         sent = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
         url, seconds = self.url + path, self._timeout + patience
+        if time.monotonic() - self._used > _IDLE_SECONDS:
+            self._http.close()  # the next request opens a connection of its own
         try:
             answer = self._http.request(
                 method, url, json=json, headers=sent, timeout=seconds, proxies=dict(_DIRECT)
@@ -118,6 +124,7 @@ class Connection:
                 "has this update's version and outcome ok, send the update again, whole. A trainer that "
                 "can't start a server again (veRL can't) goes on from its last checkpoint.",
             ) from error
+        self._used = time.monotonic()
         self.seconds_waited += answer.elapsed.total_seconds()
         return answer
 

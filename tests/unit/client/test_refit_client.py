@@ -226,6 +226,17 @@ def test_it_is_asked_again_where_no_answer_came():
     assert client.url.endswith(f":{port}")
 
 
+def test_a_connection_that_was_idle_is_not_used_again(server, monkeypatch):
+    """The server may be about to close it, and a request that meets that would get no answer."""
+    client, closed = RefitClient(server.url), []
+    monkeypatch.setattr(client._connection._http, "close", lambda: closed.append(True))
+    monkeypatch.setattr("sglang_fp8rl.client.connection._IDLE_SECONDS", 1e6)
+    for idle in (0, 0, 2e6):
+        client._connection._used -= idle
+        client.update(TENSORS)
+    assert closed == [True]
+
+
 def test_another_server_s_session_is_not_closed_by_a_client_that_was_refused_one():
     server = FakeServer(sessions=True)
     client = RefitClient(server.url)
