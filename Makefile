@@ -100,10 +100,10 @@ census-oldest: .venv-oldest/.ready  ## the same on the oldest supported SGLang
 offline-bundle: .venv/.ready  ## one archive for a GPU host without network, into dist/ (docs/offline.md)
 	@.venv/bin/python -m tools.offline_bundle $(ARGS)
 
-bench: .venv/.ready  ## what needs no GPU: C1-C4, refit time and memory, bytes on the wire; minutes
+bench: .venv/.ready  ## what needs no GPU: C1-C4, C6, refit time and memory, bytes on the wire; minutes
 	.venv/bin/python benchmarks/run.py
 
-bench-guard: .venv/.ready  ## bytes, memory and instruction counts of C1-C4 and the refit, for CI; times are shown
+bench-guard: .venv/.ready  ## bytes, memory, instruction and request counts of C1-C4, C6 and the refit, for CI; times are shown
 	.venv/bin/python benchmarks/run.py --guard
 
 proof: .venv/.ready  ## the GPU's arithmetic in every case there is, on a CPU: half a minute

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from ...errors import RefitError, listed
+from ...wire.stages import BETWEEN_REQUESTS, Mark
 from ..arrival.update import Origin, Update
 from ..refit import ModelRefit
 from ..report.refit_record import Outcome, Refit, Verdict
@@ -122,6 +124,12 @@ def _end_together(
             f" Stored, though it came with fewer bits than it is served with: {listed(names)}"
         )
     return ended
+
+
+def end_stages(refit: Refit | None, marks: list[Mark]) -> None:
+    """Behind a request: its seconds are of its refit, and what follows waits for the next request."""
+    if refit is not None:
+        refit.add_stages([*marks, (BETWEEN_REQUESTS, perf_counter())])
 
 
 def fail_behind(

@@ -133,6 +133,7 @@ def last_refit(report: RefitReport) -> dict[str, Any] | None:
         "narrowed": refit.narrowed[:MAX_LISTED],
         "cache_flushed": refit.cache_flushed,
         "seconds": round(seconds, 6),
+        "stages": {stage: round(found, 6) for stage, found in refit.stages.items()},
         "bytes": nbytes,
         "gb_per_s": round(nbytes / seconds / 1e9, 3) if seconds else None,
         "tensors": refit.tensors,

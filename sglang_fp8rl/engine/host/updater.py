@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from time import perf_counter
 from typing import Any
 
 from sglang.srt.managers import io_struct
@@ -15,11 +16,13 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from ...compat import SESSIONS_SINCE, host_version
 from ...errors import RefitError
 from ...wire.refit_note import note_of
+from ...wire.stages import ANSWERING
+from ...wire.staging import OPEN_BUFFERS
 from ..arrival.update import Origin, Update
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
-from .refit_end import end_request, fail_behind
+from .refit_end import end_request, end_stages, fail_behind
 from .update_request import (
     answer_update,
     are_weights_released,
@@ -112,6 +115,7 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None or manager._session is None:
         return original(request)
+    began = (ANSWERING, perf_counter())
     boundary, around = Boundary(manager.tp_cpu_group), ExitStack()
     boundary.step(_prepare_end, manager, refit, around)
     errors = boundary.failures()
@@ -129,6 +133,8 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     for extension in refit.extensions:
         boundary.step(extension.end_session, manager)
     boundary.step(observe_refit, manager, refit)
+    boundary.step(OPEN_BUFFERS.close)
+    boundary.step(end_stages, ended, [began])
     fail_behind(boundary, refit, ended, result)
     return result
 

@@ -18,10 +18,7 @@ from ..interception import (
     Region,
     Write,
     extent_of,
-    kind_of,
     storage_of,
-    tensors_in,
-    watched,
 )
 from ..modules.built import experts_may_move
 from ..modules.method import DecidedMethod
@@ -203,26 +200,3 @@ class ModelMemory:
             if first <= start and end <= last and whole.dtype == view.dtype:
                 return target
         return None
-
-
-def refusing_writes(memory: ModelMemory, is_expected: Callable[[], bool]) -> watched:
-    """A context in which nothing writes into the model, unless it is expected to.
-
-    Raises, in there:
-        RefitError: something does; it is not done.
-    """
-
-    def see(func: Any, args: tuple, kwargs: dict) -> Any:
-        if not is_expected():
-            for tensor in tensors_in(kind_of(func).written_of(args, kwargs)):
-                place = memory.place_of(tensor)
-                if place:
-                    raise RefitError(
-                        place,
-                        f"written by {func}, past model.load_weights",
-                        "a weight is quantized, recorded and proven on its way through load_weights",
-                        "Use a load_format whose loader calls model.load_weights, or leave it out.",
-                    )
-        return func(*args, **kwargs)
-
-    return watched(see)

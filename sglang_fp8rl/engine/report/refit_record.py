@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,6 +14,7 @@ from ...numerics import dequantize
 from ...numerics.sqnr import SignalAndNoise
 from ...scheme import Granularity
 from ...wire.refit_note import RefitNote
+from ...wire.stages import BETWEEN_REQUESTS, Mark, seconds_by_stage
 from ..arrival.update import Origin
 
 _SAMPLES_PER_REFIT = 4
@@ -171,6 +173,8 @@ class Refit:
         found: what all ranks said behind its last request; None before.
         given_up: why it ended, if nobody ended it.
         cache_flushed: whether SGLang flushed its cache behind it; None if it was not asked to.
+        stages: seconds of each, from its first request to its last answer.
+        answered_at: when that was.
     """
 
     id: int
@@ -186,6 +190,15 @@ class Refit:
     given_up: str = ""
     noise: Noise = field(default_factory=Noise)
     cache_flushed: bool | None = None
+    stages: Counter[str] = field(default_factory=Counter)
+    answered_at: float | None = None
+
+    def add_stages(self, marks: list[Mark]) -> None:
+        """One more of its requests, from its arrival to its answer, and the wait before it."""
+        if self.answered_at is not None:
+            marks = [(BETWEEN_REQUESTS, self.answered_at), *marks]
+        self.stages.update(seconds_by_stage(marks))
+        self.answered_at = marks[-1][1]
 
     @property
     def is_complete(self) -> bool:
