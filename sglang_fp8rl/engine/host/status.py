@@ -135,7 +135,6 @@ def last_refit(report: RefitReport) -> dict[str, Any] | None:
         "gb_per_s": round(nbytes / seconds / 1e9, 3) if seconds else None,
         "tensors": refit.tensors,
         "calls": len(refit.parts),
-        **refit.noise.as_dict(),
     }
 
 

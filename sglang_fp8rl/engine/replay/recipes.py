@@ -19,14 +19,13 @@ import torch
 from ...config import Options
 from ...numerics.backends import TableRunner, make_runner
 from ...numerics.write_table import BAD_SCALE, NAN_CODE, CastTable, Kind
-from ...scheme import Granularity
 from ..arrival.bucket import Bucket, FlatBucket, overlapping
 from ..interception import Write
 from ..model.parameters import Target
 from ..modules.method import are_no_exponents
 from ..native.call import Call
 from ..native.pairs import bad_scale_error, check_exponents, nan_code_error
-from ..native.recording import Recording, Sample
+from ..native.recording import Recording
 from ..report.report import Arrived, RefitReport
 
 # Tensors of all recipes together: a table row of 136 bytes each, its name and its layout. Four times
@@ -46,7 +45,6 @@ class Recipe:
         fills: of targets, which no sent tensor has.
         kv_scales: positions of scales of the KV cache, which are read each time.
         regions, targets: numbers of the boxes that are written, indices of the parameters.
-        samples: of each granularity, a write to measure the SQNR on.
         owners: parameters, and where they were.
         exponents: positions of scales that have to be powers of two.
         metadata: of a flattened bucket.
@@ -60,7 +58,6 @@ class Recipe:
     kv_scales: list[int]
     regions: np.ndarray
     targets: np.ndarray
-    samples: dict[Granularity, Sample]
     owners: list[tuple[torch.Tensor, int]]
     exponents: tuple[int, ...]
     metadata: Sequence[Any]
@@ -212,7 +209,6 @@ def _recipe_of(
         kv_scales=[at for at, name in enumerate(bucket.names) if name in aside] if aside else [],
         regions=recording.boxes[:, 1].copy(),
         targets=targets,
-        samples=recording.samples,
         owners=[(one.parameter, one.parameter.data_ptr()) for one in owners],
         exponents=tuple(recording.exponents),
         metadata=bucket.metadata if isinstance(bucket, FlatBucket) else (),
@@ -234,8 +230,6 @@ def replay(
     if flags.any():
         _note_bad_pieces(call, recipe, bucket, flags)
     report.written_again(recipe.targets, recipe.regions)
-    for granularity, one in recipe.samples.items():
-        report.refit.noise.add(granularity, one.source_in(bucket), one.codes, one.scales)
     recipes.count_replayed(recipe)
     call.sources.set_aside = {bucket.names[at]: bucket.tensor(at) for at in recipe.kv_scales}
 
