@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -98,7 +99,7 @@ class RefitLog:
         refit.parts = list(parts)
         self._begun.append(refit)
         if refit.session is not None:
-            refit.session.failed, refit.session.has_begun = None, True
+            refit.session.has_begun = True
         return refit
 
     def refuse(self, update: Update, texts: Iterable[str]) -> Refit:
@@ -147,6 +148,8 @@ class RefitLog:
         """
         current = self.current
         assert current is not None
+        if update.ends_session and current.session is not None and not verdict.is_complete:
+            verdict = replace(verdict, failures=(*verdict.failures, *current.session.failure()))
         if self.is_over(update, verdict):
             ended = self.conclude(verdict)
             is_flushed = update.is_last_call and current.has_waited
@@ -194,8 +197,8 @@ class RefitLog:
         said = [f"{refit.describe()} failed: {text}" for text in refit.errors]
         new = [line for line in said if line not in self.failures]
         self.failures = (self.failures + new)[-MAX_LISTED:]
-        if self.session is not None:
-            self.session.failed = refit
+        if refit.session is not None:
+            refit.session.failed = refit
         if refit.is_bare:
             self.is_in_step = False
 

@@ -81,13 +81,22 @@ class Session:
         note: that came with it.
         number: of the model's memory when it was opened; None where a note says what is to come.
         has_begun: whether a refit has.
-        failed: the refit in it that failed and had no successor.
+        failed: the last refit in it that failed.
     """
 
     note: RefitNote | None = None
     number: int | None = None
     has_begun: bool = False
     failed: Refit | None = None
+
+    def failure(self) -> list[str]:
+        """Say why it fails unless all parameters came behind the refit that failed; nothing if none did."""
+        if self.failed is None:
+            return []
+        return [
+            f"{self.failed.describe()} of this session failed, and not everything came again behind it. "
+            "Send the update again, whole"
+        ]
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ class RefitReport:
         self.log.session = Session(note, number)
 
     def end_session(self) -> Refit | None:
-        """Returns the refit in it that failed, if none came behind that."""
+        """Returns the last refit in it that failed, if any."""
         session, self.log.session = self.log.session, None
         return session.failed if session is not None else None
 
