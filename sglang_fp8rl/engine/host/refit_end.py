@@ -141,7 +141,7 @@ def fail_behind(
     if ended is not None:
         boundary.step(log.failed, ended, errors)
     if ended is None or len(boundary.errors) > before:
-        log.failures = [*log.failures, *errors]
+        log.add_failures(errors)
     return errors
 
 

@@ -163,17 +163,21 @@ def read_unfolded(original: Callable[..., Any], manager: Any, request: Any) -> A
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None:
         return original(request)
-    boundary, around = Boundary(manager.tp_cpu_group), ExitStack()
-    boundary.step(check_weights_are_there, manager, "this request reads them")
-    errors, result = boundary.failures(), None
+    group, around = manager.tp_cpu_group, ExitStack()
+    reading, changing = (
+        Boundary(group),
+        Boundary(group),
+    )  # what fails leaves the weights as they were, or not
+    reading.step(check_weights_are_there, manager, "this request reads them")
+    errors, result = reading.failures(), None
     if not errors:
-        boundary.step(around.enter_context, refit.unfolded())
-        if boundary.is_fine():
-            result = boundary.step(original, request)
-        boundary.step(around.close)
+        changing.step(around.enter_context, refit.unfolded())
+        if changing.is_fine():
+            result = reading.step(original, request)
+        changing.step(around.close)
         if getattr(request, "action", "") == "reset_tensors":
-            boundary.step(refit.weights_lost)
-        errors = fail_behind(boundary, refit, None)
+            changing.step(refit.weights_lost)
+        errors = [*reading.failures(), *fail_behind(changing, refit, None)]
     return _not_read(request, errors) if errors else result
 
 

@@ -194,13 +194,16 @@ class RefitLog:
         """It ended, and these things are wrong with it."""
         refit.outcome = Outcome.FAILED
         refit.errors += [text for text in dict.fromkeys(texts) if text not in refit.errors]
-        said = [f"{refit.describe()} failed: {text}" for text in refit.errors]
-        new = [line for line in said if line not in self.failures]
-        self.failures = (self.failures + new)[-MAX_LISTED:]
+        self.add_failures(f"{refit.describe()} failed: {text}" for text in refit.errors)
         if refit.session is not None:
             refit.session.failed = refit
         if refit.is_bare:
             self.is_in_step = False
+
+    def add_failures(self, lines: Iterable[str]) -> None:
+        """Weights are not what they should be, as these lines say; the last ones are kept."""
+        new = [line for line in lines if line not in self.failures]
+        self.failures = (self.failures + new)[-MAX_LISTED:]
 
     def unload(self) -> None:
         """The memory of the weights is gone."""
