@@ -35,6 +35,7 @@ from .model.parameters import (
 from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
 from .native.call import Call, Calls, StreamLane
+from .native.draft_writes import note_draft_write
 from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
@@ -91,7 +92,13 @@ class ModelRefit:
         native = getattr(parameter, "weight_loader", None) or default_weight_loader
 
         def weight_loader(_: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            self._loaders.load(self.calls.running, target, native, loaded_weight, args, kwargs)
+            call, update = self.calls.running, self.calls.update
+            given = target, native, loaded_weight, args, kwargs
+            if call is None and update.origin.is_serving:
+                stamp = self.report.log.stamp + (not update.calls)
+                note_draft_write(self.report, *given, stamp=stamp)
+            else:
+                self._loaders.load(call, *given)
 
         set_loader(parameter, weight_loader)
 
@@ -127,6 +134,17 @@ class ModelRefit:
         except Fp8RlError as error:  # each refit says that it can't be judged
             self.report.unknown_because = str(error)
         self.derived.kept_copies.note_loaded(self._written())
+        self.report._extent._count()
+        with open("/tmp/law_unreached.txt", "a") as f:  # TEMP
+            wr = self.report.coverage.new_elements(0)
+            for t in self.report.targets:
+                e = self.report._extent
+                if e._is_sent[t.index] and (
+                    e._was_never[t.index] or e._elements[t.index] < e._coverage.sizes[t.index]
+                ):
+                    f.write(
+                        f"{type(self.model).__name__} {t.name} {type(t.module).__name__} {tuple(t.parameter.shape)} {t.parameter.dtype} never={e._was_never[t.index]} elements={e._elements[t.index]} size={e._coverage.sizes[t.index]} written={wr[t.index]}\n"
+                    )
 
     def _written(self) -> list[Target]:
         """Targets that updates write; every one, where nothing was loaded."""

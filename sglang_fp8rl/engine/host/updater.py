@@ -16,6 +16,7 @@ from ...compat import SESSIONS_SINCE, host_version
 from ...errors import RefitError
 from ...wire.refit_note import note_of
 from ..arrival.update import Origin, Update
+from ..model.draft import lose_drafts
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
@@ -131,17 +132,6 @@ def _prepare_end(manager: Any, refit: ModelRefit, around: ExitStack) -> None:
 # -- beside updates --------------------------------------------------------------------------------
 
 
-def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
-    """`Scheduler.flush_cache`: what it did, on every rank alike."""
-    refit = refit_of(scheduler.tp_worker.model_runner.model)
-    if not is_empty or refit is None or refit.calls.update.origin.is_serving:
-        return is_empty  # within a request of an update, which says so itself
-    refit.report.flushed()  # behind a session's end there is no refit that this could divide
-    for extension in refit.extensions:
-        is_empty = extension.cache_is_empty(scheduler.weight_updater) and is_empty
-    return is_empty
-
-
 def note_released_weights(manager: Any, request: Any) -> None:
     """Behind `release_memory_occupation`: weights that nobody kept have to be sent again, all of them."""
     from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
@@ -154,6 +144,8 @@ def note_released_weights(manager: Any, request: Any) -> None:
     if refit is not None and are_released and is_paged and not is_kept:
         boundary = Boundary(manager.tp_cpu_group)
         boundary.step(refit.weights_lost)
+        if not get_server_args().enable_draft_weights_cpu_backup:
+            boundary.step(lose_drafts)
         # SGLang's answer to this request has no room for an error.
         fail_behind(boundary, refit, None)
 

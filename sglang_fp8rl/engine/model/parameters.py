@@ -26,7 +26,7 @@ from ..interception import (
 from ..modules.built import experts_may_move
 from ..modules.method import DecidedMethod
 
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 
 @dataclass
@@ -154,7 +154,7 @@ def targets_of(model: torch.nn.Module) -> dict[int, Target]:
                     name, parameter, Granularity.HIGH_PRECISION, module, index=len(targets)
                 )
                 targets[id(parameter)] = target
-            scales = [owned.get(leaf + suffix) for suffix in _SCALE_SUFFIXES] if is_fp8 else []
+            scales = [owned.get(leaf + suffix) for suffix in SCALE_SUFFIXES] if is_fp8 else []
             scale = next((one for one in scales if one is not None), None)
             if scale is not None:  # whichever module held it first, this one serves it
                 target.module, target.scale = module, scale

@@ -154,8 +154,7 @@ def _held(name: str, known: Known) -> Held:
 def _held_box(
     name: str, shape: tuple[int, ...], target: Target, box: Region, region: Region
 ) -> HeldBox:
-    here = (slice(at, at + n) for at, n in zip(region.start, region.shape, strict=True))
-    served = target.parameter.data[tuple(here)].reshape(box.shape)
+    served = target.parameter.data[region.slices].reshape(box.shape)
     if not target.is_fp8:
         form = form_of(str(served.dtype).removeprefix("torch."))
         return HeldBox(form, box, plain_number(name, served, shape, box.start), target.name)

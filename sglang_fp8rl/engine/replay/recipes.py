@@ -44,6 +44,7 @@ class Recipe:
         positions: per row of the table, the tensor it is from.
         fills: of targets, which no sent tensor has.
         kv_scales: positions of scales of the KV cache, which are read each time.
+        tied: as of the call that it was recorded from.
         regions, targets: numbers of the boxes that are written, indices of the parameters.
         owners: parameters, and where they were.
         exponents: positions of scales that have to be powers of two.
@@ -56,6 +57,7 @@ class Recipe:
     runner: TableRunner
     fills: list[tuple[Target, Write]]
     kv_scales: list[int]
+    tied: dict[int, str]
     regions: np.ndarray
     targets: np.ndarray
     owners: list[tuple[torch.Tensor, int]]
@@ -207,6 +209,7 @@ def _recipe_of(
         runner=runner,
         fills=recording.fills,
         kv_scales=[at for at, name in enumerate(bucket.names) if name in aside] if aside else [],
+        tied=call.tied,
         regions=recording.boxes[:, 1].copy(),
         targets=targets,
         owners=[(one.parameter, one.parameter.data_ptr()) for one in owners],
@@ -231,6 +234,7 @@ def replay(
         _note_bad_pieces(call, recipe, bucket, flags)
     report.written_again(recipe.targets, recipe.regions)
     recipes.count_replayed(recipe)
+    call.tied = recipe.tied
     call.sources.set_aside = {bucket.names[at]: bucket.tensor(at) for at in recipe.kv_scales}
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ...wire.refit_note import RefitNote
 from ..arrival.update import Update
+from ..model.draft import lost_of_drafts
 from .refit_record import Outcome, Part, Refit, Session, State, Verdict
 
 MAX_LISTED = 16
@@ -30,8 +31,10 @@ class RefitLog:
         complete: the last complete one.
         failures: of refits since then.
         left_out: the last refits since then that ended `mixed`.
-        is_unloaded: no complete one since the start, or since the memory was released.
+        is_unloaded: no complete one since the start, or since the memory was released; drafts say so themselves.
         session: whether one is open.
+        moved_to: the version of the refit that ended last, where what is served is of one piece since, until it was
+            asked for.
         is_in_step: whether the calls of clients that open no session and name nothing are known to begin
             with the first call of an update.
     """
@@ -45,6 +48,7 @@ class RefitLog:
         self.left_out: deque[Refit] = deque(maxlen=MAX_LISTED)
         self.is_unloaded = True
         self.session: Session | None = None
+        self.moved_to: str | None = None
         self.is_in_step = True
         self._count = 0
         self._begun: list[Refit] = []
@@ -53,7 +57,7 @@ class RefitLog:
     def state(self) -> State:
         if self.failures:
             return State.FAILED
-        if self.is_unloaded:
+        if self.is_unloaded or lost_of_drafts():
             return State.UNLOADED
         running = self.running
         if self.left_out or (running is not None and running.outcome is Outcome.MIXED):
@@ -96,6 +100,7 @@ class RefitLog:
             parts: its calls before this one.
         """
         refit = self.current = self._new(update, since)
+        self.moved_to = None
         refit.parts = list(parts)
         self._begun.append(refit)
         if refit.session is not None:
@@ -188,6 +193,8 @@ class RefitLog:
                 self.complete = refit
                 self.failures, self.is_unloaded, self.is_in_step = [], False, True
                 self.left_out.clear()
+            if not (self.failures or self.is_unloaded or self.left_out):
+                self.moved_to = refit.version
         return refit
 
     def failed(self, refit: Refit, texts: Sequence[str]) -> None:
@@ -204,6 +211,7 @@ class RefitLog:
         """Weights are not what they should be, as these lines say; the last ones are kept."""
         new = [line for line in lines if line not in self.failures]
         self.failures = (self.failures + new)[-MAX_LISTED:]
+        self.moved_to = None
 
     def unload(self) -> None:
         """The memory of the weights is gone."""

@@ -9,6 +9,7 @@ from commands import (
     digests,
     end,
     model_of,
+    release_and_resume,
     scribble,
     status,
     update,
@@ -21,27 +22,6 @@ pytestmark = pytest.mark.engine
 
 MODEL = MODELS["qwen3"]
 BACKED_UP = engine_key("qwen3", args=("--enable-weights-cpu-backup",), label="backup")
-
-
-def release_and_resume(scheduler, tags, is_paged):
-    from sglang.srt.managers.io_struct import (
-        ReleaseMemoryOccupationReqInput,
-        ResumeMemoryOccupationReqInput,
-    )
-    from sglang.srt.utils.torch_memory_saver_adapter import _TorchMemorySaverAdapterNoop
-
-    class Paging(_TorchMemorySaverAdapterNoop):
-        enabled = True
-
-    updater = scheduler.weight_updater
-    adapter = updater.memory_saver_adapter
-    if is_paged:
-        updater.memory_saver_adapter = Paging()
-    try:
-        updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
-        updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
-    finally:
-        updater.memory_saver_adapter = adapter
 
 
 @on("qwen3-tp1")

@@ -78,7 +78,7 @@ class Manager(Host):
         refit.extensions.clear()  # as after the start of a server whose cache is not in FP8
         runner = SimpleNamespace(model=refit.model, token_to_kv_pool=None)
         self.tp_worker = SimpleNamespace(model_runner=runner)
-        self.draft_worker = self.metrics_collector = self._session = None
+        self.draft_worker = self.metrics_collector = self._session = self.scheduler = None
         self.offload_tags = set()
         self.weight_updater, self.ps = self, SimpleNamespace(dp_rank=0)
         self.flush_cache = lambda **_: True
