@@ -96,7 +96,7 @@ class ModelRefit:
             given = target, native, loaded_weight, args, kwargs
             if call is None and update.origin.is_serving:
                 stamp = self.report.log.stamp + (not update.calls)
-                note_draft_write(self.report, *given, stamp=stamp)
+                note_draft_write(self.report, *given, stamp)
             else:
                 self._loaders.load(call, *given)
 
@@ -134,17 +134,6 @@ class ModelRefit:
         except Fp8RlError as error:  # each refit says that it can't be judged
             self.report.unknown_because = str(error)
         self.derived.kept_copies.note_loaded(self._written())
-        self.report._extent._count()
-        with open("/tmp/law_unreached.txt", "a") as f:  # TEMP
-            wr = self.report.coverage.new_elements(0)
-            for t in self.report.targets:
-                e = self.report._extent
-                if e._is_sent[t.index] and (
-                    e._was_never[t.index] or e._elements[t.index] < e._coverage.sizes[t.index]
-                ):
-                    f.write(
-                        f"{type(self.model).__name__} {t.name} {type(t.module).__name__} {tuple(t.parameter.shape)} {t.parameter.dtype} never={e._was_never[t.index]} elements={e._elements[t.index]} size={e._coverage.sizes[t.index]} written={wr[t.index]}\n"
-                    )
 
     def _written(self) -> list[Target]:
         """Targets that updates write; every one, where nothing was loaded."""

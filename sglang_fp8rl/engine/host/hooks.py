@@ -25,7 +25,7 @@ from .flush import RefitFlushWrapper, after_flush
 from .status import add_routes, add_status
 from .update_request import flattened_bucket
 from .updater import RefitUpdater
-from .weight_version import end_with_version, update_with_version
+from .weight_version import with_whole_version
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ HOOKS = (
         Hook(
             target,
             "AROUND",
-            update_with_version,
+            with_whole_version,
             "the version moves when the refit is whole; SGLang takes that of any call that succeeds",
             "SGLang takes a version at the end of a session alone",
         )
@@ -193,7 +193,7 @@ SESSION_HOOKS = (
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update",
         "AROUND",
-        end_with_version,
+        with_whole_version,
         "as above: the refit of a session is whole at its end",
         "as above",
     ),

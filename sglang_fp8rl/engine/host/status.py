@@ -83,8 +83,9 @@ def problems(report: RefitReport) -> list[str]:
     found += [text[:_MAX_TEXT] for text in log.failures]
     found += [f"{refit.describe()} is mixed: {refit.left_out()}" for refit in log.left_out]
     if log.running is not None:
-        found.append(f"{log.running.describe()} has not ended: {report.lacking().sum()} of "
-                     f"{len(report.targets)} parameters have not come in it")  # fmt: skip
+        verdict = report.verdict()
+        found.append(f"{log.running.describe()} has not ended: {verdict.lacking} of {len(report.targets)} "
+                     f"parameters have not come in it: {listed(verdict.names)}")  # fmt: skip
     shown = log.running or log.last
     return found + (_partly_new(report, shown.since) if shown is not None else [])
 

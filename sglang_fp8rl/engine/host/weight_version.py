@@ -14,27 +14,18 @@ from ...wire.refit_note import with_version
 from .status import VERSION_MARK, internal_states
 
 
-async def update_with_version(
+async def with_whole_version(
     original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kw: Any
 ) -> Any:
-    """`TokenizerManager.update_weights_from_*`: SGLang's answer, and what became of the version."""
-    version = request.weight_version
-    if version is None or not _is_served(manager):
+    """`TokenizerManager.update_weights_from_*` and `end_weight_update`: SGLang's answer, and what became of the version."""
+    ends_session = not hasattr(request, "weight_version")
+    version = None if ends_session else request.weight_version
+    is_served = manager.model_config.quantization == QUANTIZATION_METHOD
+    if not is_served or (version is None and not ends_session):
         return await original(manager, request, *args, **kw)
-    request.rid, request.weight_version = with_version(request.rid, version), None
+    if version is not None:
+        request.rid, request.weight_version = with_version(request.rid, version), None
     return await _followed(manager, await original(manager, request, *args, **kw))
-
-
-async def end_with_version(
-    original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kw: Any
-) -> Any:
-    """`TokenizerManager.end_weight_update`: SGLang's answer, and what became of the version."""
-    answer = await original(manager, request, *args, **kw)
-    return await _followed(manager, answer) if _is_served(manager) else answer
-
-
-def _is_served(manager: Any) -> bool:
-    return bool(manager.model_config.quantization == QUANTIZATION_METHOD)
 
 
 async def _followed(manager: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:

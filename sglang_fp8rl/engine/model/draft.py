@@ -20,20 +20,20 @@ class Draft:
     """One draft model, whose loads are followed.
 
     Side effects on the host: replaces each parameter's `weight_loader`, and leaves itself as `model.fp8rl_draft`.
+
+    Attributes:
+        lost: parts of parameters that loads had brought, and that have not come since.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        # It may give up parameters for the target's; nothing here keeps them.
-        self._own = {name: weakref.ref(one) for name, one in model.named_parameters()}
-        self._model = weakref.ref(model)
+        self._model = model
+        self._loaders = {name: self._followed(name, one) for name, one in model.named_parameters()}
         self._loaded: set[tuple[str, tuple]] = set()
         self.lost: set[tuple[str, tuple]] = set()
-        for name, parameter in model.named_parameters():
-            self._follow(name, parameter)
         model.fp8rl_draft = self  # type: ignore[assignment]
         _drafts.add(self)
 
-    def _follow(self, name: str, parameter: Any) -> None:
+    def _followed(self, name: str, parameter: Any) -> Any:
         from sglang.srt.model_loader.weight_utils import default_weight_loader
 
         native = getattr(parameter, "weight_loader", None) or default_weight_loader
@@ -45,14 +45,12 @@ class Draft:
             self.lost.discard(part)
 
         set_loader(parameter, weight_loader)
+        return weight_loader
 
     def lose(self) -> None:
-        """Its memory is gone: what loads brought until now has to come again."""
-        model = self._model()
-        held = dict(model.named_parameters()) if model is not None else {}
-        own = {
-            name for name, one in self._own.items() if one() is not None and one() is held.get(name)
-        }
+        """Its memory is gone, but for parameters that are the target's by now."""
+        held = {n: getattr(one, "weight_loader", None) for n, one in self._model.named_parameters()}
+        own = {name for name, loader in self._loaders.items() if held.get(name) is loader}
         self.lost = {part for part in self._loaded if part[0] in own}
 
 

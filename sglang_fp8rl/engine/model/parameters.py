@@ -60,6 +60,14 @@ class Target:
     def is_fp8(self) -> bool:
         return self.scale is not None
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is a weight that several tensors may fill to its last element."""
+        from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+
+        kinds = (MergedColumnParallelLinear, QKVParallelLinear)
+        return isinstance(self.module, kinds) and self.name.endswith(".weight")
+
     @cached_property
     def shares_scale(self) -> ScaleGranularity:
         """What shares one scale, of an FP8 weight."""

@@ -109,6 +109,7 @@ class Calls:
         self._report, self._derived, self._extensions = report, derived, extensions
         self.update = Update(Origin.STARTUP)
         self.running: Call | None = None
+        self._rows: tuple[int, list[dict[str, str]]] | None = None
 
     @contextmanager
     def during(self, update: Update) -> Iterator[Update]:
@@ -260,7 +261,7 @@ class Calls:
 
     def _without_reason(self, call: Call) -> list[str]:
         """Names that went by and reached no parameter, without a reason. A scale has its weight's."""
-        rows = left_out(self._model, self._report.names)
+        rows = self._left_out
         return [
             name
             for name in call.sources.unused()
@@ -268,12 +269,20 @@ class Calls:
             and not why_left_out(name, rows)
         ]
 
+    @property
+    def _left_out(self) -> list[dict[str, str]]:
+        """The rows of `left_out`, made anew where more names are known."""
+        known = len(self._report.names.known)
+        if self._rows is None or self._rows[0] != known:
+            self._rows = known, left_out(self._model, self._report.names)
+        return self._rows[1]
+
     def _note_tied(self, call: Call) -> None:
         """What a model ties to another tensor of it is not stored: it has to be the same in the end."""
         if call.bucket is None:
             return
         names = self._report.names
-        rows = [row for row in left_out(self._model, names) if "equals" in row]
+        rows = [row for row in self._left_out if "equals" in row]
         for one in call.sources.left() if rows else ():
             row = why_left_out(one.name, rows)
             if row:
@@ -287,8 +296,8 @@ class Calls:
                     f"{name}: shape {tuple(tensor.shape)}; {rule}, of shape {known.shape}. Leave it out"
                 )
                 continue
-            stamp = self._report.log.stamp
-            self._report.sent_twice.note(name, _parts(tensor, known), stamp=stamp, rule=rule)
+            stamp, parts = self._report.log.stamp, _parts(tensor, known)
+            self._report.sent_twice.note(name, parts, stamp, rule)
 
 
 def _parts(tensor: torch.Tensor, known: Known) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -30,7 +30,6 @@ def note_draft_write(
     loaded: torch.Tensor,
     args: tuple,
     kwargs: dict,
-    *,
     stamp: int,
 ) -> None:
     """One loader call of a draft's load: `native(parameter, loaded, *args, **kwargs)`.
@@ -44,21 +43,16 @@ def note_draft_write(
     name, parameter = target.name, target.parameter
     check_dtype(target, name, loaded)
     check_shape(target, name, loaded, args, kwargs)
-
-    def run(stand_in: torch.Tensor) -> None:
-        native(stand_in, loaded, *args, **kwargs)
-
     nothing = ModelMemory(torch.nn.Module(), ())
-    observer = Observer(SourceIndex(), nothing, lambda *_: None, {}, stores=True)
-    found = observer.writes_of(run, make_stand_in(parameter, loaded.dtype), parameter)
+    found = Observer(SourceIndex(), nothing, lambda *_: None, {}, stores=True).writes_of(
+        lambda one: native(one, loaded, *args, **kwargs),
+        make_stand_in(parameter, loaded.dtype),
+        parameter,
+    )
     if target.is_fp8 or found.other:
-        raise RefitError(
-            name,
-            f"written by a draft model's load, {found.other or 'and served in FP8'}",
-            _RULE,
-            "Send the update with selector='target', or add the module to ignored_layers.",
-        )
-    parts = [
-        (one.source, one.destination(parameter)) for one in found.writes if one.source is not None
-    ]
-    report.sent_twice.note(name, parts, stamp=stamp, rule=_RULE)
+        value = f"written by a draft model's load, {found.other or 'and served in FP8'}"
+        remedy = "Send the update with selector='target', or add the module to ignored_layers."
+        raise RefitError(name, value, _RULE, remedy)
+    copies = [one for one in found.writes if one.source is not None]
+    parts = ((one.source, one.destination(parameter)) for one in copies)
+    report.sent_twice.note(name, parts, stamp, _RULE)  # type: ignore[arg-type]

@@ -137,10 +137,9 @@ class FullExtent:
         self, targets: Sequence[Target], coverage: CoverageTable, names: NameTable
     ) -> None:
         self._targets, self._coverage, self._names = targets, coverage, names
-        self._is_sent = np.array([_is_sent(target) for target in targets], bool)
         self._known = -1  # names that the arrays below are of
         self._elements = np.zeros(0, np.int64)
-        self._is_reached = self._was_never = np.zeros(0, bool)
+        self._is_reached = self._was_never = self._are_no_biases = np.zeros(0, bool)
         self._made_into: list[str] = []
 
     def lacking(self, since: int, reached_at: np.ndarray) -> np.ndarray:
@@ -152,6 +151,7 @@ class FullExtent:
         self._count()
         written, has_come = self._coverage.new_elements(since), reached_at >= since
         is_whole = (written >= self._elements) | (self._was_never & has_come & (written == 0))
+        is_whole |= self._are_no_biases & (reached_at == NEVER)
         return ~is_whole | (self._is_reached & ~has_come)
 
     def names_without_boxes(self) -> list[str]:
@@ -195,12 +195,25 @@ class FullExtent:
         counted = np.bincount(index, numel, len(sizes)).astype(np.int64)
         self._is_reached = np.zeros(len(sizes), bool)
         self._is_reached[[one.target.index for one in landings]] = True
-        # What no name of the start reached is lacking until a write reaches all of it.
-        self._was_never = self._is_sent & ~self._is_reached
-        self._elements = np.where(self._was_never, sizes, np.minimum(counted, sizes))
+        # What the start did not write is lacking until an update writes it.
+        is_sent = np.array([_is_sent(one) for one in self._targets], bool)
+        self._was_never = is_sent & ~self._is_reached
+        self._are_no_biases = np.zeros(len(sizes), bool)
+        never = np.flatnonzero(self._was_never).tolist()
+        self._are_no_biases[never] = [_is_no_bias(self._targets[at]) for at in never]
+        written, is_fused = self._coverage.new_elements(0), [one.is_fused for one in self._targets]
+        is_part_of = np.array(is_fused, bool) & (written > 0) & (written < sizes)
+        elements = np.minimum(counted, sizes)
+        self._elements = np.where(self._was_never | is_part_of, sizes, elements)
 
 
 def _is_sent(target: Target) -> bool:
-    """Whether checkpoints bring it, as far as its kind tells: buffers are computed, scales come of their weight."""
-    is_scale = target.name.endswith(SCALE_SUFFIXES)
-    return isinstance(target.parameter, torch.nn.Parameter) and not is_scale
+    """Whether checkpoints bring it: buffers and positions are computed, a scale comes of its weight."""
+    is_computed = target.name.endswith((*SCALE_SUFFIXES, "position_ids"))
+    return isinstance(target.parameter, torch.nn.Parameter) and not is_computed
+
+
+def _is_no_bias(target: Target) -> bool:
+    """Whether it is a bias of zeros: SGLang's vision attention has one where its model has none."""
+    parameter = target.parameter
+    return target.name.endswith(".bias") and not (parameter.is_meta or bool(parameter.any()))
