@@ -75,8 +75,12 @@ def note_of(rid: Any) -> RefitNote | None:
 
 def with_version(rid: str | None, version: str) -> str:
     """A `rid` that says, beside a note that it has, what the weights of this request are to be called."""
-    note = json.loads(rid)[KEY] if rid is not None and note_of(rid) is not None else None
-    return json.dumps({_VERSION: version} | ({} if note is None else {KEY: note}))
+    try:
+        note = note_of(rid)
+    except RefitError:
+        return str(rid)  # it is refused where it is read
+    content = {} if note is None else json.loads(note.to_text())
+    return json.dumps({_VERSION: version} | content)
 
 
 def version_of(rid: Any) -> str | None:
