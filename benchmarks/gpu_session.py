@@ -75,7 +75,7 @@ PARTS = {
         ),
     ),
 }
-Call = Enum("Call", {name: name for name in PARTS}, type=str)  # type: ignore[misc]
+Call = Enum("Call", {name: name for name in PARTS}, type=str)
 
 
 def main(

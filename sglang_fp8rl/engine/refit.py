@@ -32,6 +32,7 @@ from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
 from .native.call import Call, Calls, StreamLane
 from .native.checks import of_known_sizes
+from .native.draft_writes import note_draft_write
 from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
@@ -89,7 +90,13 @@ class ModelRefit:
         native = getattr(parameter, "weight_loader", None) or default_weight_loader
 
         def weight_loader(_: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            self._loaders.load(self.calls.running, target, native, loaded_weight, args, kwargs)
+            call, update = self.calls.running, self.calls.update
+            given = target, native, loaded_weight, args, kwargs
+            if call is None and update.origin.is_serving:
+                stamp = self.report.log.stamp + (not update.calls)
+                note_draft_write(self.report, *given, stamp)
+            else:
+                self._loaders.load(call, *given)
 
         set_loader(parameter, weight_loader)
 

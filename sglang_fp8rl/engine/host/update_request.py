@@ -14,7 +14,7 @@ import torch
 from ...errors import Fp8RlError, HostError, RefitError, as_text
 from ...wire import stages
 from ...wire.layout_text import from_text
-from ...wire.refit_note import note_of
+from ...wire.refit_note import note_of, version_of
 from ...wire.staging import BUFFER, FLAT, NBYTES, OPEN_BUFFERS
 from ...wire.verl_deltas import LOADER, deltas_refused
 from ..arrival.bucket import FlatBucket
@@ -96,6 +96,8 @@ class _UpdateRequest:
         """All that may refuse the request or raise before SGLang, whose ranks wait for each other."""
         manager, request, refit, update = self._manager, self._request, self._refit, self._update
         version = getattr(request, "weight_version", None)
+        if version is None:
+            version = version_of(getattr(request, "rid", None))
         update.version = None if version is None else as_text(version)
         update.in_session = getattr(manager, "_session", None) is not None
         # A client without sessions marks its last bucket by asking for the cache flush.

@@ -24,7 +24,7 @@ from ..modules.built import experts_may_move
 from ..modules.method import DecidedMethod
 from .held_tensors import held_tensors
 
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 
 @dataclass
@@ -57,6 +57,14 @@ class Target:
     @property
     def is_fp8(self) -> bool:
         return self.scale is not None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is a weight that several tensors may fill to its last element."""
+        from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+
+        kinds = (MergedColumnParallelLinear, QKVParallelLinear)
+        return isinstance(self.module, kinds) and self.name.endswith(".weight")
 
     @cached_property
     def shares_scale(self) -> ScaleGranularity:
@@ -152,7 +160,7 @@ def targets_of(model: torch.nn.Module) -> dict[int, Target]:
                     name, parameter, Granularity.HIGH_PRECISION, module, index=len(targets)
                 )
                 targets[id(parameter)] = target
-            scales = [owned.get(leaf + suffix) for suffix in _SCALE_SUFFIXES] if is_fp8 else []
+            scales = [owned.get(leaf + suffix) for suffix in SCALE_SUFFIXES] if is_fp8 else []
             scale = next((one for one in scales if one is not None), None)
             if scale is not None:  # whichever module held it first, this one serves it
                 target.module, target.scale = module, scale

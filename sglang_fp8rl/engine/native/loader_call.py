@@ -278,7 +278,6 @@ class LoaderCalls:
                 write = replace(write, source=torch.full(write.shape, write.fill))
             for cast, codes, scales, bad in quantize_write(target, name, write, self.options):
                 call.not_finite.append((name, bad))
-                self.report.refit.noise.add(target.granularity, cast, codes, scales)
                 done.append((cast, codes, scales))
         elif source is None:
             # The padding of a vocabulary: no checkpoint has it, and it is no older than the rest.
