@@ -75,11 +75,11 @@ PARTS = {
         ),
     ),
 }
-Call = Enum("Call", {name: name for name in PARTS}, type=str)
+Call = Enum("Call", {name: name for name in PARTS}, type=str)  # type: ignore[misc]
 
 
 def main(
-    call: Annotated[Call, typer.Argument(help="which of the two")],  # type: ignore[valid-type]
+    call: Annotated[Call, typer.Argument(help="which of the two")],
     total_s: Annotated[float, typer.Option(min=1, help="no part starts behind this")] = TOTAL_S,
 ) -> None:
     """Run one of the two calls of a session on a GPU."""
