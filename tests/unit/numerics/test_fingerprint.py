@@ -16,8 +16,8 @@ from sglang_fp8rl.numerics import quantize_blockwise
 from sglang_fp8rl.numerics.fingerprint import (
     COLUMN_SEED,
     MASK,
+    Box,
     _column_keys,
-    box_number,
     by_torch,
     keys,
     numbers_of,
@@ -30,6 +30,10 @@ from sglang_fp8rl.wire.fingerprint import Fingerprint, Number, compare
 
 SEED = seed_of("model.layers.0.mlp.down_proj.weight")
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+
+
+def box_number(*box):
+    return numbers_of([[Box(*box)]])[0]
 
 
 def random_bytes(shape, dtype, seed=0):
