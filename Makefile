@@ -18,7 +18,7 @@ PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-re
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real served-gap verl verl-short census census-oldest offline-bundle
+.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real served-gap verl verl-short census census-oldest offline-bundle
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -100,10 +100,10 @@ census-oldest: .venv-oldest/.ready  ## the same on the oldest supported SGLang
 offline-bundle: .venv/.ready  ## one archive for a GPU host without network, into dist/ (docs/offline.md)
 	@.venv/bin/python -m tools.offline_bundle $(ARGS)
 
-bench: .venv/.ready  ## what needs no GPU: C1-C4, refit time and memory, bytes on the wire; minutes
+bench: .venv/.ready  ## what needs no GPU: C1-C4, C6, refit time and memory, bytes on the wire; minutes
 	.venv/bin/python benchmarks/run.py
 
-bench-guard: .venv/.ready  ## bytes, memory and instruction counts of C1-C4 and the refit, for CI; times are shown
+bench-guard: .venv/.ready  ## bytes, memory, instruction and request counts of C1-C4, C6 and the refit, for CI; times are shown
 	.venv/bin/python benchmarks/run.py --guard
 
 proof: .venv/.ready  ## the GPU's arithmetic in every case there is, on a CPU: half a minute
@@ -120,21 +120,13 @@ soak: .venv/.ready  ## 1,000 refits under load and with faults: does anything gr
 # is installed.
 GPU_PYTHON ?= $(if $(filter command%,$(origin PYTHON)),$(PYTHON),.venv/bin/python)
 ON_GPU_READY := $(if $(filter .venv/bin/python,$(GPU_PYTHON)),.venv/.ready)
-ON_GPU := PYTHONPATH=$(CURDIR) timeout 420 $(GPU_PYTHON)
-gpu-session: gpu-session-1 gpu-session-2 gpu-session-3 gpu-session-4  ## all that needs a GPU (docs/gpu.md)
+ON_GPU := PYTHONPATH=$(CURDIR) timeout 400 $(GPU_PYTHON)
+gpu-session: gpu-session-1 gpu-session-2  ## all that needs a GPU, in two calls of six minutes (docs/gpu.md)
 
-gpu-session-1:
-	$(ON_GPU) -m pytest -m gpu tests/unit/numerics
-	$(ON_GPU) benchmarks/bench_gpu.py --json $(RESULTS)/cast_gpu.jsonl
-	$(ON_GPU) benchmarks/bench_fingerprint.py --device cuda | tee $(RESULTS)/fingerprint_gpu.jsonl
-gpu-session-2:
-	$(ON_GPU) benchmarks/bench_sass.py --json $(RESULTS)/sass.jsonl
-	$(ON_GPU) benchmarks/bench_linear_gpu.py --json $(RESULTS)/linear_gpu.jsonl
-gpu-session-3:
-	-$(ON_GPU) -c "from sglang_fp8rl.cli import app; app()" doctor
-	$(ON_GPU) benchmarks/bench_gpu_server.py --model qwen3-0.6b --budget-s 380 --json $(RESULTS)/server_gpu.jsonl
-gpu-session-4:
-	$(ON_GPU) benchmarks/bench_gpu_server.py --model qwen3-8b --budget-s 380 --json $(RESULTS)/server_gpu.jsonl
+gpu-session-1: $(ON_GPU_READY)
+	$(ON_GPU) benchmarks/gpu_session.py laws
+gpu-session-2: $(ON_GPU_READY)
+	$(ON_GPU) benchmarks/gpu_session.py speed
 
 # Most important first; the servers get what the cast leaves of 520 s, and skip what does not fit.
 bench-gpu: $(ON_GPU_READY)  ## G1-G9, G11, G12 on a GPU, under 9 minutes (ARGS go to the servers' part)

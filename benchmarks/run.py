@@ -22,6 +22,7 @@ BENCHMARKS = {
     "cast": ("bench_cast_cpu.py", "--json", "cast_cpu.jsonl"),
     "replay": ("bench_replay.py", "--json", "replay_cpu.jsonl"),
     "refit": ("bench_refit.py", "--json", "refit_cpu.jsonl"),
+    "request": ("bench_request.py", "--json", "request_cpu.jsonl"),
     "wire": ("bench_wire.py",),
     "sass": ("bench_sass.py", "--json", "sass.jsonl"),
 }
@@ -30,6 +31,7 @@ GUARDS = {
     "cast": ("bench_cast_cpu.py", "--repetitions", "5"),
     "replay": ("bench_replay.py", "--layers", "6", "--repetitions", "5"),
     "refit": ("bench_refit.py", "--repetitions", "5"),
+    "request": ("bench_request.py", "--repetitions", "5"),
     "sass": ("bench_sass.py", "--guard"),
 }
 OUTCOMES = {0: "ok", 1: "missed a bound", SLOWER: "slower than wanted"}

@@ -47,64 +47,61 @@ def release_of(version: str | None) -> Version | None:
 
 def host_version() -> Version | None:
     """The release that the installed SGLang counts as; None if there is none, or it can't be told."""
-    found = installed("sglang")
-    if found is None or _variable_problems():
-        return None
-    return release_of(os.environ.get(HOST_VERSION_VARIABLE) or found)
+    found, said = installed("sglang"), os.environ.get(HOST_VERSION_VARIABLE)
+    return None if found is None or _wrong_variable(found, said) else release_of(said or found)
 
 
 def host_named() -> str:
-    """The installed SGLang as a message names it: `sglang 0.5.23rc1 (counts as 0.5.23)`."""
-    by = f" by {HOST_VERSION_VARIABLE}" if os.environ.get(HOST_VERSION_VARIABLE) else ""
-    return _named("sglang", host_version(), by)
+    """The installed SGLang, for a message: `sglang 0.5.23rc1 (counts as 0.5.23)`."""
+    return _named("sglang", host_version())
 
 
 def check_host() -> list[str]:
     """Why this SGLang can't be served with; empty if it can. Cheap: imports no SGLang."""
-    remedy = "install one of these, or a sglang-fp8rl that supports yours"
-    if installed("sglang") is not None and not _is_release(installed("sglang")):
+    found, remedy = (
+        installed("sglang"),
+        "install one of these, or a sglang-fp8rl that supports yours",
+    )
+    if found is not None and not _is_release(found):
         remedy += f"; or set {HOST_VERSION_VARIABLE} to the release that this build was made from"
-    problems = _outside(host_named(), host_version(), OLDEST, NEWEST_EXCLUDED, remedy)
-    return _variable_problems() or problems
+    wrong = _wrong_variable(found, os.environ.get(HOST_VERSION_VARIABLE))
+    return wrong or _outside("sglang", host_version(), OLDEST, NEWEST_EXCLUDED, remedy)
 
 
 def check_version(package: str, oldest: Version, end: Version, remedy: str) -> list[str]:
     """Why the installed version of a package is not supported; empty if it is. Imports nothing of it."""
-    release = release_of(installed(package))
-    return _outside(_named(package, release), release, oldest, end, remedy)
+    return _outside(package, release_of(installed(package)), oldest, end, remedy)
 
 
 def _outside(
-    named: str, release: Version | None, oldest: Version, end: Version, remedy: str
+    package: str, release: Version | None, oldest: Version, end: Version, remedy: str
 ) -> list[str]:
     if release is not None and oldest <= release < end:
         return []
-    found = named if release is None else f"{named} is outside the range"
+    found = _named(package, release) + (" is outside the range" if release else "")
     return [f"{found}; supported is >={oldest},<{end}: {remedy}"]
 
 
-def _named(package: str, release: Version | None, by: str = "") -> str:
+def _named(package: str, release: Version | None) -> str:
     found = installed(package)
-    if found is None:
-        return f"{package} is not installed"
-    if release is None:
-        return f"{package} {found!r} says no release"
+    if found is None or release is None:
+        return (
+            f"{package} is not installed" if found is None else f"{package} {found!r} is no version"
+        )
+    by = "" if release == release_of(found) else f" by {HOST_VERSION_VARIABLE}"
     return f"{package} {found}" + ("" if str(release) == found else f" (counts as {release}{by})")
 
 
-def _is_release(version: str | None) -> bool:
-    return release_of(version) is not None and not Version(version or "").is_prerelease
+def _is_release(version: str) -> bool:
+    return release_of(version) is not None and not Version(version).is_prerelease
 
 
-def _variable_problems() -> list[str]:
+def _wrong_variable(found: str | None, said: str | None) -> list[str]:
     """What is wrong with the variable, if it is set."""
-    found, said = installed("sglang"), os.environ.get(HOST_VERSION_VARIABLE)
-    if not said:
-        return []
     release = release_of(said)
-    if release is None or release != Version(said):
+    if said and (release is None or release != Version(said)):
         rule = "it is the release that your build was made from, such as 0.5.23"
-    elif _is_release(found) and release != release_of(found):
+    elif said and found and _is_release(found) and release != release_of(found):
         rule = f"sglang {found} is a release, which counts as itself"
     else:
         return []

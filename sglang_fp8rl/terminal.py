@@ -1,25 +1,21 @@
-"""What the commands share: exit statuses, consoles, errors on stderr, and options."""
+"""What the commands share: exit statuses, consoles and errors on stderr."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from .errors import ConfigError, Fp8RlError
+from .errors import Fp8RlError
 
 # FOUND_WRONG: it ran, and an output differs, a host is unsupported, a model is worse, …
 # BAD_INPUT: the input is bad, or a server failed. INTERRUPTED: Ctrl-C, as shells count it.
 FINE, FOUND_WRONG, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
-OptionsText = Annotated[
-    str, typer.Option(help='As in quantization_config, e.g. \'{"misaligned": "bf16"}\'.')
-]
 
 
 def console(*, stderr: bool = False, width: int = 120) -> Console:
@@ -51,14 +47,3 @@ def errors_told(*more_lines: str, interrupted: str | None = None) -> Iterator[No
         if interrupted is not None:
             console(stderr=True).out(interrupted, highlight=False)
         raise typer.Exit(INTERRUPTED) from error
-
-
-def parsed_options(text: str) -> dict[str, Any]:
-    """The value of `--options`. Raises `ConfigError` if it is no JSON object."""
-    try:
-        parsed = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError("--options", repr(text), f"it is JSON: {error}", "Correct it.") from error
-    if not isinstance(parsed, dict):
-        raise ConfigError("--options", repr(text), "it is a JSON object", 'Write {"key": value}.')
-    return parsed

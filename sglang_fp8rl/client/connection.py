@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from http import HTTPStatus
 from typing import Any
 
@@ -14,6 +15,9 @@ SERVER_INFO_PATH = "/server_info"
 # SGLang takes the api key here. At whatever changes a server, and at the fingerprint, it takes the admin key
 # where it has one, and no other.
 _FOR_THE_API_KEY = ("/generate", SERVER_INFO_PATH, PLAN_PATH, STATUS_PATH)
+_IDLE_SECONDS = (
+    2  # SGLang closes what is idle for 5: a request that comes just then would get no answer
+)
 _DIRECT = {"no_proxy": "*"}  # weights are sent to this machine, whatever HTTP_PROXY says
 _KEYS = (
     "RefitClient(api_key=…, admin_api_key=…): SGLang wants the admin key for updates and sessions where "
@@ -36,6 +40,7 @@ class Connection:
 
     Attributes:
         seconds_waited: for answers, since the start.
+        info: what `server_info` was answered; None where it is to be asked.
     """
 
     def __init__(
@@ -46,7 +51,8 @@ class Connection:
         admin_api_key: str | None = None,
     ) -> None:
         self.url, self._timeout = url.rstrip("/"), timeout
-        self.seconds_waited = 0.0
+        self.seconds_waited, self._used = 0.0, time.monotonic()
+        self.forget()
         self._http = requests.Session()
         self._api_key, self._admin_key = api_key, admin_api_key or api_key
 
@@ -58,13 +64,26 @@ class Connection:
         """As `get`."""
         return _content(self._ask("POST", path, json=body))
 
+    def forget(self) -> None:
+        """What the server can do is to be asked again: something failed, and it may be another one by now."""
+        self.info: Any = None
+        self._unknown: set[str] = set()
+
+    def server_info(self) -> Any:
+        """`GET /server_info`, asked once."""
+        self.info = self.info or self.get(SERVER_INFO_PATH)
+        return self.info
+
     def post_if_known(self, path: str, body: dict[str, Any]) -> bool:
-        """As `post`; False if the server has no such endpoint."""
+        """As `post`; False if the server has no such endpoint, which it is asked once."""
+        if path in self._unknown:
+            return False
         answer = self._ask("POST", path, json=body)
         if answer.status_code == HTTPStatus.UNAUTHORIZED:
             # SGLang asks for the api key where it knows no such endpoint, before it says so.
             answer = self._ask("POST", path, takes_api_key=True, json=body)
         if answer.status_code == HTTPStatus.NOT_FOUND:
+            self._unknown.add(path)
             return False
         _content(answer)
         return True
@@ -89,11 +108,14 @@ class Connection:
         key = self._api_key if is_for_api_key else self._admin_key
         sent = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
         url, seconds = self.url + path, self._timeout + patience
+        if time.monotonic() - self._used > _IDLE_SECONDS:
+            self._http.close()  # the next request opens a connection of its own
         try:
             answer = self._http.request(
                 method, url, json=json, headers=sent, timeout=seconds, proxies=dict(_DIRECT)
             )
         except requests.RequestException as error:
+            self.forget()
             raise NoAnswerError(
                 url,
                 f"no answer: {error}",
@@ -102,6 +124,7 @@ class Connection:
                 "has this update's version and outcome ok, send the update again, whole. A trainer that "
                 "can't start a server again (veRL can't) goes on from its last checkpoint.",
             ) from error
+        self._used = time.monotonic()
         self.seconds_waited += answer.elapsed.total_seconds()
         return answer
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 from uuid import uuid4
+
+import torch
 
 from ..errors import RefitError
 from ..wire.bucket import NamedTensor
 from ..wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Verification, compare
 from ..wire.plan import PLAN_PATH, STATUS_PATH, RefitPlan
 from ..wire.refit_note import ALL, PARTIAL, RefitNote
+from ..wire.stages import seconds_by_stage
 from .connection import SERVER_INFO_PATH, Connection
 from .tensor_update import Progress, TensorUpdate
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,10 @@ class UpdateResult:
         cache_flushed: whether the server let go of what the old weights had computed. False where
             requests kept it busy: the weights are stored, and `/flush_cache` is still to be called.
         unproven: names that `verify` could not compare, each with the reason; empty without it.
+        bucket_bytes: the size that buckets were cut by.
+        stages: where the `seconds` went: `taking_tensors` (from the iterable), `session` (asking the server what it
+            can do, opening and closing), `filling` a bucket, `making_handles`, `waiting` for answers
+            with the next bucket at hand, `proving`, and `finishing` (version, flush).
     """
 
     tensors: int
@@ -36,6 +45,8 @@ class UpdateResult:
     server_seconds: float
     cache_flushed: bool = True
     unproven: Mapping[str, str] = field(default_factory=dict)
+    bucket_bytes: int = 0
+    stages: Mapping[str, float] = field(default_factory=dict)
 
 
 class RefitClient:
@@ -65,7 +76,7 @@ class RefitClient:
         self,
         named_tensors: Iterable[NamedTensor],
         *,
-        bucket_bytes: int = 512 << 20,
+        bucket_bytes: int | None = None,
         on_bucket: Progress | None = None,
         plan: RefitPlan | None = None,
         verify: bool = False,
@@ -77,7 +88,8 @@ class RefitClient:
 
         Args:
             named_tensors: consumed lazily; two buckets of them are held at a time.
-            bucket_bytes: a bucket ends before the tensor that would pass this size.
+            bucket_bytes: a bucket ends before the tensor that would pass this size; by default an eighth of the
+                memory that is free where the first tensor lies (`/dev/shm` for one on the CPU), up to 2 GiB.
             on_bucket: called after each bucket with the tensors and bytes sent so far.
             plan: that `named_tensors` were quantized by; compared with the server's first.
             verify: prove afterwards that the server holds what was sent, byte for byte. Each tensor is
@@ -102,23 +114,32 @@ class RefitClient:
             named_tensors = numbers.watch(named_tensors)
         note = RefitNote(uuid4().hex, weight_version, PARTIAL if partial else ALL)
         refit = TensorUpdate(self._connection, note)
-        began, waited_before = perf_counter(), self._connection.seconds_waited
+        waited_before = self._connection.seconds_waited
         refit.send(named_tensors, bucket_bytes, on_bucket)
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()  # the server has let go of the buffers
+        refit.mark("proving")
         unproven: Mapping[str, str] = {}
         if numbers is not None:
             found = compare(self.fingerprint(), numbers.fingerprint("the trainer"), partial=True)
             found.check(f"what {self.url} serves")
             unproven = found.unproven
+        refit.mark("finishing")
         is_flushed = refit.finish(flush_timeout)
-        return UpdateResult(
+        refit.mark("answered")
+        result = UpdateResult(
             refit.tensors,
             refit.nbytes,
             refit.buckets,
-            perf_counter() - began,
+            refit.marks[-1][1] - refit.marks[0][1],
             self._connection.seconds_waited - waited_before,
             is_flushed,
             unproven,
+            refit.bucket_bytes,
+            seconds_by_stage(refit.marks),
         )
+        logger.debug("fp8rl: %s was updated: %s", self.url, result)
+        return result
 
     def plan(self) -> RefitPlan:
         """The server's plan: how each tensor is stored, and how it may be sent."""

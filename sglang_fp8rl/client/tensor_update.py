@@ -6,21 +6,23 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
 from typing import Any
 
 from ..errors import NoAnswerError, RefitError
 from ..wire import layout_text
-from ..wire.bucket import NamedTensor, Payload, StagingBuffers, buckets_of, payload_of
+from ..wire.bucket import NamedTensor, Payload, buckets_of, payload_of
 from ..wire.plan import STATUS_PATH
 from ..wire.refit_note import RefitNote
-from .connection import SERVER_INFO_PATH, Connection
+from ..wire.stages import Mark
+from ..wire.staging import StagingBuffers, default_bucket_bytes
+from .connection import Connection
 
 Progress = Callable[[int, int], None]
 
 
 def is_ours(server_info: Mapping[str, Any]) -> bool:
-    """Whether it is a server of this package: it reads layouts as text, and notes, and has read all of a
-    bucket when it answers."""
+    """Whether it is a server of this package, with the same way of sending."""
     section = (server_info.get("internal_states") or [{}])[0].get("fp8rl") or {}
     return section.get("flat_layout") == layout_text.VERSION
 
@@ -35,14 +37,22 @@ class TensorUpdate:
     Attributes:
         is_ours: as the function; known within `session`.
         tensors, nbytes, buckets: that the server has answered for in `send`.
+        bucket_bytes: a bucket ends before the tensor that would pass this size; known within `send`.
+        marks: when each stage began.
     """
 
     is_ours: bool
+    bucket_bytes: int
 
     def __init__(self, connection: Connection, note: RefitNote) -> None:
         self._connection, self._note = connection, note
         self._is_flush_refused = False
         self.tensors = self.nbytes = self.buckets = 0
+        self.marks: list[Mark] = []
+
+    def mark(self, stage: str) -> None:
+        """From now on the time is that stage's."""
+        self.marks.append((stage, perf_counter()))
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -51,36 +61,46 @@ class TensorUpdate:
         Raises:
             RefitError: it was refused; or SGLang updates no such server from tensors.
         """
-        info = self._connection.get(SERVER_INFO_PATH)
+        info = self._connection.server_info()
         _check_replicas(info)
         self._tp_size, self.is_ours = int(info["tp_size"]), is_ours(info)
         self._said = {"rid": self._note.to_text()} if self.is_ours else {}
-        if not self._connection.post_if_known("/begin_weight_update", self._said):
-            yield
-            return
-        self._said = {}  # the session has it
+        if not self.is_ours:
+            self._connection.info = None  # it may be of ours by the next update
+        is_open = False
         try:
+            is_open = self._connection.post_if_known("/begin_weight_update", self._said)
+            if is_open:
+                self._said = {}  # the session has it
             yield
         except BaseException:
+            self._connection.forget()
             # The reason why it failed is worth more than a second failure to close.
             with contextlib.suppress(RefitError):
-                self._connection.post("/end_weight_update", {})
+                self._close(is_open)
             raise
-        self._connection.post("/end_weight_update", {})
+        self._close(is_open)
+
+    def _close(self, is_open: bool) -> None:
+        if is_open:
+            self._connection.post("/end_weight_update", {})
 
     def send(
         self,
         named_tensors: Iterable[NamedTensor],
-        bucket_bytes: int,
+        bucket_bytes: int | None = None,
         on_bucket: Progress | None = None,
     ) -> None:
         """Send all of them in a session, a bucket being made while the server has the one before; args as
         `RefitClient.update`. Raises `RefitError` where the server refuses, or there is nothing to send."""
-        buckets = buckets_of(named_tensors, bucket_bytes)
-        first = next(buckets, None)
-        if first is None:  # no session is opened for nothing
+        self.mark("taking_tensors")
+        tensors = iter(named_tensors)
+        head = list(itertools.islice(tensors, 1))
+        if not head:  # no session is opened for nothing
             rule = "it names at least one tensor"
             raise RefitError("an update", "an empty iterable", rule, "Check the source.")
+        self.bucket_bytes = bucket_bytes or default_bucket_bytes(head[0][1].device)
+        buckets = buckets_of(itertools.chain(head, tensors), self.bucket_bytes)
 
         def post(payload: Payload, is_last: bool) -> None:
             self.post(payload.texts, is_last)
@@ -89,17 +109,33 @@ class TensorUpdate:
             if on_bucket is not None:
                 on_bucket(self.tensors, self.nbytes)
 
+        del head  # no tensor is kept behind its bucket
+        self.mark("session")
         with self.session(), ThreadPoolExecutor(1) as poster:
             staging = StagingBuffers() if self.is_ours else None
             answer: Any = None
-            for bucket, is_last in itertools.chain([first], buckets):
+            self.mark("taking_tensors")
+            for bucket, is_last in buckets:
+                self.mark("filling")
                 if staging is not None:
-                    staging.least = 0 if is_last else bucket_bytes
-                payload = payload_of(bucket, self._tp_size, self.is_ours, staging)
+                    staging.least = 0 if is_last else self.bucket_bytes
+                payload = payload_of(
+                    bucket,
+                    self._tp_size,
+                    self.is_ours,
+                    staging,
+                    on_filled=lambda: self.mark("making_handles"),
+                )
+                del bucket  # the tensors of the next one take its place
+                self.mark("waiting")
                 if answer is not None:
                     answer.result()
-                answer = poster.submit(post, payload, is_last)
-            answer.result()
+                if is_last:  # nothing is made meanwhile
+                    post(payload, is_last)
+                else:
+                    answer = poster.submit(post, payload, is_last)
+                self.mark("taking_tensors")
+            self.mark("session")
 
     def post(self, texts: list[str], is_last: bool) -> None:
         """One bucket, in the session; the last one asks for the flush. Raises `RefitError` if it was refused;

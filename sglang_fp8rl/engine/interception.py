@@ -129,6 +129,11 @@ class Region(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index the box by these."""
+        return tuple(slice(at, at + n) for at, n in zip(self.start, self.shape, strict=True))
+
     def overlaps(self, other: Region) -> bool:
         return all(
             a < b + m and b < a + n

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,22 +21,18 @@ from ..errors import Fp8RlError, HostError, RefitError
 from ..numerics.fingerprint import MASK
 from ..scheme import Scheme
 from ..wire.plan import RefitPlan
+from ..wire.stages import ANSWERING, LOADING
 from .arrival.bucket import Bucket, apart, bucket_of, check_bucket
 from .arrival.update import Origin, Update
 from .extension import extensions
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
-from .model.parameters import (
-    ModelMemory,
-    Target,
-    refusing_writes,
-    set_loader,
-    targets_of,
-)
+from .model.parameters import ModelMemory, Target, set_loader, targets_of
 from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
 from .native.call import Call, Calls, StreamLane
 from .native.checks import of_known_sizes
+from .native.draft_writes import note_draft_write
 from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
@@ -93,14 +90,15 @@ class ModelRefit:
         native = getattr(parameter, "weight_loader", None) or default_weight_loader
 
         def weight_loader(_: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            self._loaders.load(self.calls.running, target, native, loaded_weight, args, kwargs)
+            call, update = self.calls.running, self.calls.update
+            given = target, native, loaded_weight, args, kwargs
+            if call is None and update.origin.is_serving:
+                stamp = self.report.log.stamp + (not update.calls)
+                note_draft_write(self.report, *given, stamp)
+            else:
+                self._loaders.load(call, *given)
 
         set_loader(parameter, weight_loader)
-
-    def only_through_load_weights(self) -> AbstractContextManager[Any]:
-        """In here, nothing else writes into the model: a loader of the client's choice runs."""
-        memory = ModelMemory(self.model, self.targets.values())
-        return refusing_writes(memory, lambda: self.calls.running is not None)
 
     def memory_number(self) -> int:
         """One number for all that updates write: the same as long as no byte of it changes."""
@@ -116,14 +114,6 @@ class ModelRefit:
         for device in self._devices:
             if device.type not in ("cpu", "meta"):
                 torch.get_device_module(device).synchronize(device)
-
-    @contextmanager
-    def _all_read(self) -> Iterator[None]:
-        """Behind it nothing that was queued (FP8 pairs, halves that wait) reads what the sender fills again."""
-        try:
-            yield
-        finally:
-            self.wait_for_device()
 
     def note_loaded(self) -> None:
         """SGLang has loaded and processed the model; nothing has run on it yet."""
@@ -158,8 +148,11 @@ class ModelRefit:
             RefitError: something that was sent was not stored. What was stored stays stored, and
                 the status section says so.
         """
-        with self.unfolded(), self._all_read(), self.calls.one() as call:
-            origin = call.update.origin
+        with self.unfolded(), ExitStack() as behind, self.calls.one() as call:
+            # What is queued at its end (halves that are kept) reads memory that the sender fills again.
+            behind.callback(self.wait_for_device)
+            origin, marks = call.update.origin, call.update.marks
+            marks.append((LOADING, perf_counter()))
             may_replay = origin.may_replay and self.options.replay and not (args or kw)
             bucket, recipe = self._arrived(weights, may_replay=may_replay)
             self.calls.expect(call, bucket, recipe.brings if recipe is not None else None)
@@ -180,6 +173,7 @@ class ModelRefit:
                 self.derived.refresh(bucket.names)
         if call.recording is not None:
             learn(self.recipes, call.recording, self.report, call, self.options)
+        marks.append((ANSWERING, perf_counter()))
         return result
 
     def _arrived(self, weights: Any, *, may_replay: bool) -> tuple[Bucket | None, Recipe | None]:

@@ -7,22 +7,25 @@ import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .. import __version__
+from ..errors import ConfigError
 from ..terminal import (
     FOUND_WRONG,
     INTERRUPTED,
     JsonFlag,
-    OptionsText,
     console,
     errors_told,
-    parsed_options,
 )
 from .eval.aime import eval_aime
 from .eval.mismatch import check_plot_path, mismatch
+
+OptionsText = Annotated[
+    str, typer.Option(help='As in quantization_config, e.g. \'{"misaligned": "bf16"}\'.')
+]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -249,3 +252,14 @@ def sensitivity(
         print_finding(finding, console())
     if not finding.holds:
         raise typer.Exit(FOUND_WRONG)
+
+
+def parsed_options(text: str) -> dict[str, Any]:
+    """The value of `--options`. Raises `ConfigError` if it is no JSON object."""
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError("--options", repr(text), f"it is JSON: {error}", "Correct it.") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError("--options", repr(text), "it is a JSON object", 'Write {"key": value}.')
+    return parsed

@@ -19,7 +19,7 @@ SINCE = {
     f"sglang.srt.managers.io_struct.{edge}WeightUpdateReq{way}": SESSIONS_SINCE
     for edge in ("Begin", "End")
     for way in ("Input", "Output")
-}
+} | {"sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update": SESSIONS_SINCE}
 _PATH = re.compile(r"sglang\.srt(\.\w+)+")
 
 

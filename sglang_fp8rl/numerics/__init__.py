@@ -10,7 +10,6 @@ from .cast import (
 )
 from .grid import BlockGrid, Blockwise, PerChannel
 from .reference import FP8_DTYPE, FP8_MAX, dequantize
-from .sqnr import sqnr_db
 
 __all__ = [
     "FP8_DTYPE",
@@ -24,6 +23,5 @@ __all__ = [
     "quantize",
     "quantize_blockwise",
     "quantize_per_channel",
-    "sqnr_db",
     "through_fp8",
 ]

@@ -123,23 +123,31 @@ class Fingerprinter:
     def fingerprint(self, source: str) -> Fingerprint:
         """What was added so far; waits for each GPU once. The number of a part of a tensor says so in its `numel`.
 
+        A tensor that the server's model ties to another one is held against that one's number.
+
         Raises:
             RefitError: as `count`.
             QuantizationError: NaN or Inf in what was added on a GPU.
         """
         for device in list(self._started):
             self._finish(device)
-        numbers = {}
-        for name, number in self._numbers.items():
-            is_whole = number.numel == math.prod(self.plan.of(name).shape or ())
-            numbers[name] = replace(number, numel=None) if is_whole else number
-        return Fingerprint(source, numbers)
+        numbers, differing = dict[str, Number](), dict[str, str]()
+        for name in sorted(self._numbers, key=lambda name: bool(self.plan.tied_to(name))):
+            number, other = self._numbers[name], self.plan.tied_to(name)
+            if number.numel == math.prod(self.plan.of(other or name).shape or ()):
+                number = replace(number, numel=None)
+            if not other or number.numel is not None:
+                numbers[name] = number
+            elif numbers.setdefault(other, number) != number:
+                differing[name] = f"not the same as {other}, to which the server's model ties it"
+        return Fingerprint(source, numbers, differing)
 
     def _add(self, name: str, tensor: Any) -> None:
         weight = self._weight_of_scale(name)
-        if weight is None and self.plan.why_not_needed(name):
+        other = self.plan.tied_to(name)
+        if weight is None and not other and self.plan.why_not_needed(name):
             return
-        entry = self.plan.of(weight or name)
+        entry = self.plan.of(weight or other or name)
         if entry.scheme == UNUSED:
             return
         shard = shard_of(name, tensor)

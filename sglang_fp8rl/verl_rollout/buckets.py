@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 from sglang.srt.weight_sync.utils import _preprocess_tensor_for_update_weights
 from verl.utils.device import get_device_id
 from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
@@ -26,8 +25,6 @@ async def flat_buckets(
         bucket_bytes: a bucket ends before the tensor that would pass this size.
         layout_as_text: as `payload_of`.
     """
-    # What SGLang does before it pickles: handles of CUDA memory name the GPU, not its number.
-    monkey_patch_torch_reductions()
     buckets = get_named_tensor_buckets(weights, bucket_bytes)
     bucket = await anext(buckets, None)
     while bucket is not None:

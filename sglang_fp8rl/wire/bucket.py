@@ -1,8 +1,8 @@
 """What goes over the wire: buckets of tensors as handles of shared memory.
 
 It is what SGLang's own `MultiprocessingSerializer` reads: a `ForkingPickler` stream in base64 that
-holds handles, not the weights. Server and client therefore run on one machine, and for CUDA tensors
-both have to number the GPUs alike (`CUDA_VISIBLE_DEVICES`).
+holds handles, not the weights. Server and client therefore run on one machine. A handle of CUDA memory
+names its GPU by UUID: each process may number the GPUs as it likes, and see others.
 
 A server of this package reads the layout of a flattened bucket as one string (`layout_text`). Any
 other reads SGLang's metadata by attribute, so sglang is not imported.
@@ -11,16 +11,9 @@ other reads SGLang's metadata by attribute, so sglang is not imported.
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
-import os
-import struct
-import weakref
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,50 +22,12 @@ import torch.multiprocessing
 
 from ..errors import RefitError
 from . import layout_text
+from .handles import HandlePickler
+from .shared_memory import allocate, shared_by_file_name
+from .staging import FLAT, StagingBuffers
 
 NamedTensor = tuple[str, torch.Tensor]
-COUNT = 2  # buffers that a sender fills in turn
 _ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
-
-# A file of shared memory as torch makes it (`MapInfo`, `map_alloc_alignment` in ATen/MapAllocator.cpp): int32
-# readers, padding up to 64 bytes, the tensors.
-FILES = Path("/dev/shm")  # where Linux keeps what `shm_open` names
-HEADER = 64
-READERS = struct.Struct("=i")
-# Replicas of a server read what was counted for one, bucket after bucket in the same memory.
-_NEVER_THE_LAST_READER = READERS.pack(1 << 30)
-
-
-def file_of(handle: bytes) -> Path:
-    """The file that a handle (`/torch_PID_…`) names."""
-    return FILES / os.fsdecode(handle).removeprefix("/")
-
-
-class StagingBuffers:
-    """`COUNT` buffers for each device that buckets come from: one is filled while the server reads the other.
-
-    The pages of a fresh one are made and zeroed while it is filled, which takes a CPU longer than filling it. A
-    sender makes the next bucket while one is on its way, and no more, so the buffer that it takes is that of a
-    bucket which was answered for.
-
-    Attributes:
-        least: bytes of a new buffer at least, so that buckets of about one size fit in what is there.
-    """
-
-    def __init__(self, least: int = 0) -> None:
-        self.least = least
-        self._buffers: defaultdict[torch.device, deque[torch.Tensor | None]]
-        self._buffers = defaultdict(lambda: deque([None] * COUNT))
-
-    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """uint8 [nbytes] of the buffer that was taken longest ago, made anew where that is too small."""
-        buffers = self._buffers[device]
-        memory = buffers.popleft()
-        if memory is None or memory.numel() < nbytes:
-            memory = None  # the old one goes before the new one comes
-            memory = allocate(max(nbytes, self.least), device)
-        buffers.append(memory)
-        return memory[:nbytes]
 
 
 def flatten(
@@ -95,35 +50,12 @@ def flatten(
     return flat, metadata
 
 
-def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 memory that other processes can be given a handle of.
-
-    On a CPU its file is deleted with it, read or not. torch deletes a file when nobody reads it any more,
-    and aborts the process if it is gone by then; so more readers are counted than there will be.
-    """
-    if device.type != "cpu":
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    with _shared_by_file_name():
-        shared = torch.UntypedStorage._new_shared(nbytes, device="cpu")
-        handle = shared._share_filename_cpu_()[1]
-    file = file_of(handle)
-    with file.open("r+b") as header:
-        header.write(_NEVER_THE_LAST_READER)
-    weakref.finalize(shared, _delete, file, os.getpid())
-    return torch.empty(0, dtype=torch.uint8).set_(shared)
-
-
-def _delete(file: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a process that it forked ends too
-        file.unlink(missing_ok=True)
-
-
 def serialize(value: Any) -> str:
     """`value` as `MultiprocessingSerializer.serialize(..., output_str=True)` would, for a server
-    that did not start this process: CPU tensors are shared by file name."""
+    that did not start this process: CPU tensors are shared by file name, and a GPU is named by its UUID."""
     stream = io.BytesIO()
-    with _shared_by_file_name():
-        ForkingPickler(stream).dump(value)
+    with shared_by_file_name():
+        HandlePickler(stream).dump(value)
     return base64.b64encode(stream.getvalue()).decode("ascii")
 
 
@@ -148,33 +80,24 @@ def payload_of(
     ranks: int,
     layout_as_text: bool,
     staging: StagingBuffers | None = None,
+    on_filled: Callable[[], None] = lambda: None,
 ) -> Payload:
     """A bucket for all ranks of a server.
 
     Args:
         layout_as_text: whether the server reads a bucket's layout as text, see `layout_text`.
-        staging: where the bucket lies; only for a server that has read all of it when it answers, as
-            `is_staged` asks of it.
+        staging: where the bucket lies; only for a server of this package, which has read all of it when it answers.
+        on_filled: called when all is copied, before handles are made.
     """
     flat, metadata = flatten([(name, tensor.detach()) for name, tensor in bucket], staging)
+    on_filled()
     layout = layout_text.to_text(metadata) if layout_as_text else metadata
-    content: dict[str, Any] = {"flattened_tensor": flat, "metadata": layout}
-    if staging is not None:
-        content["is_staged"] = True
+    named = {FLAT: flat} if staging is None else staging.reference(len(flat))
+    content: dict[str, Any] = {**named, "metadata": layout}
+    # A handle is for one reader; without one all ranks read the same text.
+    texts = [serialize(content) for _ in range(ranks if FLAT in content else 1)]
     nbytes = sum(tensor.nbytes for _, tensor in bucket)
-    return Payload([serialize(content) for _ in range(ranks)], content, len(bucket), nbytes)
-
-
-@contextlib.contextmanager
-def _shared_by_file_name() -> Iterator[None]:
-    """torch's default (file descriptors) is refused between processes that did not start each
-    other: `AuthenticationError: digest sent was rejected`."""
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        yield
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
+    return Payload(texts * (ranks // len(texts)), content, len(bucket), nbytes)
 
 
 def buckets_of(

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import RefitError
 
-VERSION = 1
+VERSION = 2  # also of how a bucket names its buffer (`staging`)
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,

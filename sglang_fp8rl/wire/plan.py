@@ -149,10 +149,17 @@ class RefitPlan:
 
     def why_not_needed(self, name: str) -> str:
         """Why the engine does without that name (tied, computed); empty if it takes it."""
+        return self._left_out(name).get("reason", "")
+
+    def tied_to(self, name: str) -> str:
+        """The name under which the engine takes that tensor; empty if there is no other."""
+        return self._left_out(name).get("equals", "")
+
+    def _left_out(self, name: str) -> Mapping[str, str]:
         if name in self.tensors:
-            return ""
-        found = (row for row in self.document["left_out"] if re.search(row["pattern"], name))
-        return next(found, {"reason": ""})["reason"]
+            return {}
+        rows = self.document["left_out"]
+        return next((row for row in rows if re.search(row["pattern"], name)), {})
 
     @functools.cached_property
     def modules(self) -> Mapping[str, ModulePlan]:

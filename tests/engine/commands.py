@@ -127,6 +127,28 @@ def update_from_disk(scheduler: Any, path: str) -> tuple[bool, str]:
     return result.success, result.message
 
 
+def release_and_resume(scheduler: Any, tags: list[str] | None, is_paged: bool) -> None:
+    """The weights' memory as a memory saver takes it and gives it back; pages are CUDA's, so bytes stay."""
+    from sglang.srt.managers.io_struct import (
+        ReleaseMemoryOccupationReqInput,
+        ResumeMemoryOccupationReqInput,
+    )
+    from sglang.srt.utils.torch_memory_saver_adapter import _TorchMemorySaverAdapterNoop
+
+    class Paging(_TorchMemorySaverAdapterNoop):
+        enabled = True
+
+    updater = scheduler.weight_updater
+    adapter = updater.memory_saver_adapter
+    if is_paged:
+        updater.memory_saver_adapter = Paging()
+    try:
+        updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
+        updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+    finally:
+        updater.memory_saver_adapter = adapter
+
+
 def status(scheduler: Any) -> dict[str, Any]:
     """The section `fp8rl` of `GET /server_info`."""
     from sglang.srt.managers.io_struct import GetInternalStateReq

@@ -57,8 +57,8 @@ class ModelOfRefits:
     def end(self) -> bool:
         if not self.in_session:
             return False
-        has_failed = bool(self.halves) or (self._session_failed and not self.calls)
-        if self.halves:
+        has_failed = bool(self.halves) or (self._session_failed and not self._is_complete())
+        if has_failed:
             self.fail()
         self._end(self.calls)
         self.in_session = False
@@ -100,8 +100,6 @@ class ModelOfRefits:
             behind = [] if self.is_done else self.calls[again[-1] + 1 :]
             self._end(self.calls[: again[-1] + 1], was_said=False)
             self.calls = behind
-        if again or not self.calls:
-            self._session_failed = False
         self.calls.append(Came(names, set(halves), flush))
         self.is_done = False
         if is_refused or (halves and not self.in_session):

@@ -35,7 +35,6 @@ def test_the_demo_runs_through_and_every_output_is_equal(tmp_path):
     for refit in report["refits"]:
         assert refit["buckets"] > 1
         assert 0 < refit["engine_seconds"] <= refit["http_seconds"]
-        assert all(decibels > 25 for decibels in refit["sqnr_db"].values())
     assert not Path(report["directory"]).exists()
 
 

@@ -123,6 +123,57 @@ def test_flattened_buckets_by_dtype_as_an_fsdp_trainer_sends_them(case):
     assert case.client.generate(PROMPTS[0])["meta_info"]["weight_version"] == "4"
 
 
+def version_of(case: Served) -> str:
+    return case.client.generate(PROMPTS[0])["meta_info"]["weight_version"]
+
+
+@pytest.mark.parametrize("session", [False, True], ids=["no-session", "session"])
+def test_a_version_that_comes_with_every_bucket_moves_when_the_refit_is_whole(case, session):
+    if session and not HAS_SESSIONS:
+        pytest.skip("this SGLang has no sessions")
+
+    def send(part, version, *, is_refused=False):
+        payload = [serialized(part)]
+        body = {"serialized_named_tensors": payload, "weight_version": version}
+        status, answer = case.post("/update_weights_from_tensor", {**body, "flush_cache": False})
+        assert (status, answer["success"]) == ((400, False) if is_refused else (200, True)), answer
+
+    def begin():
+        if session:
+            post(case, "/begin_weight_update")
+
+    def end(*, fails=False):
+        if session:
+            _, answer = case.post("/end_weight_update", {})
+            assert answer["success"] is not fails, answer
+        flush(case)
+
+    tensors, before = weights("second"), version_of(case)
+    parts = tensors[:HALF], tensors[HALF:]
+    begin()
+    send(parts[0], "whole")
+    assert version_of(case) == before
+    send(parts[1], "whole")
+    assert (version_of(case) == before) is session
+    end()
+    assert version_of(case) == "whole"
+    begin()
+    send(parts[0], "half")
+    end()
+    assert version_of(case) == "whole"
+    begin()
+    send([("a name that nothing takes", torch.ones(1))], "failed", is_refused=True)
+    send(parts[0], "failed")
+    end(fails=True)
+    assert version_of(case) == "whole"
+    begin()
+    for part in (weights("first")[:HALF], weights("first")[HALF:]):
+        send(part, "first")
+    end()
+    assert version_of(case) == "first"
+    case.check("first")
+
+
 # -- a broadcast between pause and continue --------------------------------------------------------
 
 

@@ -74,7 +74,6 @@ def test_fp32_weights_in_buckets_equal_a_fresh_server(case, client, wire):
         case.check(which)
         last = case.client.status()["last_refit"]
         assert (last["tensors"], last["bytes"]) == (sent.tensors, sent.nbytes)
-        assert last["sqnr_db"]["blockwise"] > 20
 
 
 @pytest.mark.parametrize("session", [False, True], ids=["no-session", "session"])

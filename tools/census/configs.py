@@ -9,7 +9,10 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from .overrides import ARGUMENTS, BASES, KEYS, UNKNOWN
+import transformers
+
+from .layers import Layers, lost
+from .overrides import ARGUMENTS, BASES, KEYS, UNKNOWN, matching
 from .tiny import missing, shrink
 
 # A draft is served beside the model whose config it reads.
@@ -19,8 +22,11 @@ _KIND = re.compile(r"(For[A-Z]\w+|ModelForCausalLM|LMHeadModel|ChatModel|DraftMo
 
 def tiny_config(
     architecture: str, model_class: type, path: Path, lacks: list[str], refuses: list[str]
-) -> None:
+) -> list[str]:
     """Write the `config.json` of a small model of that class into the directory `path`.
+
+    Returns:
+        What the real model has and the small one lost (`layers.lost`).
 
     Args:
         lacks: keys that a model reads, here or in a part of it, and its config class does not have.
@@ -31,9 +37,11 @@ def tiny_config(
 
     config_class = config_class_of(architecture, model_class)
     if config_class is None:  # one of a model on the hub, in code of its own
-        config_class, content = _unknown(), dict(UNKNOWN)
+        config_class, real = _unknown(), UNKNOWN | matching(ARGUMENTS, architecture)
+        content = shrink(real)
     else:
-        content = shrink(config_class(**ARGUMENTS.get(architecture, {})).to_dict())
+        real = config_class(**matching(ARGUMENTS, architecture)).to_dict()
+        content = shrink(real)
     for part in (content, *(one for key, one in content.items() if key.endswith("_config"))):
         if not isinstance(part, dict):
             continue
@@ -42,7 +50,7 @@ def tiny_config(
                 part[key] = missing(key)
         for key in refuses:
             part.pop(key, None)
-    _apply(content, KEYS.get(architecture, {}))
+    _apply(content, matching(KEYS, architecture))
     model_type = content.get("model_type") or f"census_{architecture.lower()}"
     if model_type not in CONFIG_MAPPING:
         config_class.model_type = model_type  # type: ignore[attr-defined]
@@ -53,6 +61,7 @@ def tiny_config(
         "torch_dtype": "bfloat16",
     }
     (path / "config.json").write_text(json.dumps(content, default=str))
+    return lost(real, content)
 
 
 def _apply(content: dict[str, Any], keys: dict[str, Any]) -> None:
@@ -73,9 +82,9 @@ def _unknown() -> type:
         """Has what its file has; a part in it is a config too."""
 
         def __init__(self, **keys: Any) -> None:
-            parts = {key: one for key, one in keys.items() if key.endswith("_config")}
-            for key, one in parts.items():
-                keys[key] = UnknownConfig(**one) if isinstance(one, dict) else one
+            for key, one in keys.items():
+                if key.endswith("_config") and isinstance(one, dict) and Layers.of(one):
+                    keys[key] = UnknownConfig(**one)
             super().__init__(**keys)
 
     return UnknownConfig
@@ -83,8 +92,9 @@ def _unknown() -> type:
 
 def config_class_of(architecture: str, model_class: type) -> type | None:
     """From `transformers`, from the model's signature, by its name, or of the model that it drafts for."""
-    if architecture in BASES:
-        return _of_model_type(BASES[architecture])
+    base = BASES.get(architecture)
+    if base is not None:
+        return getattr(transformers, base, None) or _of_model_type(base)
     model_type = _model_types().get(architecture)
     if model_type is not None:
         return _of_model_type(model_type)

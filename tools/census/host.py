@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from . import preload
+from .no_cuda import OnCpu, name_the_cpu
 
 QUANTIZATION = "fp8_blockwise_online"
 
@@ -35,7 +35,7 @@ class Builder:
         if is_quantized:
             quant_config = loader._get_quantization_config(self._config, self._load_config)
         torch.manual_seed(0)  # for what a model draws itself
-        with set_default_torch_dtype(self._config.dtype), torch.device("cpu"):
+        with OnCpu(), set_default_torch_dtype(self._config.dtype), torch.device("cpu"):
             model = loader._initialize_model(self._config, self._load_config, quant_config)
         return model, refit_of(model)
 
@@ -48,17 +48,19 @@ class Builder:
         DefaultModelLoader.load_weights_and_postprocess(model, iter(weights), torch.device("cpu"))
 
 
-def start(path: Path, attention: str, judge: Callable[[Builder], None]) -> None:
-    """Start rank 0 of a server of the model in `path`, and judge it in place of loading it.
+def start(path: Path, attention: str, present: preload.AtStart) -> None:
+    """Start rank 0 of a server of the model in `path`, with somebody present, up to its first request.
 
     Side effects on the host: this process has a process group and SGLang's state, and ends afterwards.
     """
     from sglang_fp8rl.lab.plan_offline import _start_scheduler
 
-    preload.judges.append(lambda *parts: judge(Builder(*parts)))
+    preload.present.append(present)
+    name_the_cpu()
     argv = [f"--model-path={path}", f"--quantization={QUANTIZATION}", "--device=cpu"]
     argv += ["--load-format=dummy", "--skip-tokenizer-init", "--max-total-tokens=1024"]
     argv += ["--context-length=512", f"--attention-backend={attention}"]
+    argv += ["--max-running-requests=2", "--disable-radix-cache", "--disable-cuda-graph"]
     with contextlib.suppress(preload.Judged):
         _start_scheduler(argv)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,16 +24,38 @@ class Sent(NamedTuple):
 
 Shapes = dict[str, Sent]
 
+# Architectures whose checkpoints call their tensors as another's does.
+_SAME_NAMES = {"KimiK3LinearForCausalLM": "KimiLinearForCausalLM"}
+
 
 def of_transformers(architecture: str, path: str) -> Shapes:
     """As `save_pretrained` names them; empty if `transformers` has no such class."""
     import transformers
-    from transformers.core_model_loading import revert_weight_conversion
 
+    architecture = _SAME_NAMES.get(architecture, architecture)
     model_class = getattr(transformers, architecture, None)
     if model_class is None or not isinstance(model_class, type):
-        return {}
+        return _of_text_part(path)
     config = model_class.config_class.from_pretrained(path)  # SGLang's parser changes some
+    return _saved(model_class, config)
+
+
+def _of_text_part(path: str) -> Shapes:
+    """Of the text model in one that `transformers` does not have."""
+    import transformers
+
+    part = json.loads((Path(path) / "config.json").read_text()).get("text_config") or {}
+    for one in part.get("architectures") or ():
+        model_class = getattr(transformers, one, None)
+        if model_class is not None:
+            found = _saved(model_class, model_class.config_class(**part))
+            return {f"language_model.{name}": sent for name, sent in found.items()}
+    return {}
+
+
+def _saved(model_class: Any, config: Any) -> Shapes:
+    from transformers.core_model_loading import revert_weight_conversion
+
     with torch.device("meta"):
         model = model_class(config)
     state = revert_weight_conversion(model, model.state_dict())
@@ -43,16 +67,19 @@ def _sent(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else dtype
 
 
-def of_loader(model: Any) -> Shapes:
-    """The model's own names, with what its loader fuses taken apart."""
+def of_loader(model: Any, *, is_whole: bool = False) -> Shapes:
+    """The model's own names, with what its loader fuses taken apart, but for a whole one."""
     found: Shapes = {}
     modules = dict(model.named_modules())
-    stacked = _stacked(type(model))
+    stacked = _stacked(model)
     for name, parameter in [*model.named_parameters(), *_stored(model)]:
         prefix, _, leaf = name.rpartition(".")
         module = modules[prefix]
         if "_scale" in leaf and hasattr(module, leaf.split("_scale")[0]):
             continue  # of an FP8 weight, which is sent unquantized
+        if is_whole:
+            found[name] = Sent(tuple(parameter.shape), _sent(parameter.dtype), name)
+            continue
         for part, shape in _parts(module, name, tuple(parameter.shape), stacked):
             found.setdefault(part, Sent(shape, _sent(parameter.dtype), name))
     return dict(sorted(found.items()))
@@ -112,12 +139,18 @@ def _expert_parts(
             yield f"{prefix}.{expert}.{names[shard]}.weight", size
 
 
-def _stacked(model_class: type) -> dict[str, dict[Any, str]]:
+def _stacked(model: Any) -> dict[str, dict[Any, str]]:
     """Fused name to the names of its parts by shard, as constants in the sources of its loaders."""
     found: dict[str, dict[Any, str]] = {}
-    for base in reversed(model_class.__mro__):
-        if base.__module__.startswith("sglang."):
-            for fused, shard, part in _mappings(base.__module__):
+    sources = dict.fromkeys(
+        base.__module__
+        for module in model.modules()
+        if hasattr(module, "load_weights")
+        for base in type(module).__mro__
+    )
+    for source in reversed(sources):  # the model's own last: it wins
+        if source.startswith("sglang."):
+            for fused, shard, part in _mappings(source):
                 found.setdefault(fused, {})[shard] = part
     return found
 

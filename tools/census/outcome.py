@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from sglang_fp8rl.errors import Fp8RlError
+
 OUT_OF_TIME = "not done after"
-KINDS = ("replayed", "native", "refused", "not built")
+KINDS = ("replayed", "native", "draft", "broken", "refused", "not started", "not built")
 
 
 @dataclass
@@ -19,10 +24,16 @@ class Row:
         architecture: its name in SGLang's registry.
         kind: one of `KINDS`.
         names: tensors that were sent.
-        reasons: why it is native, refused or not built.
+        reasons: why it is native, broken, refused, not started or not built.
         silent: places whose bytes differ from those of a fresh load, without a reason given.
         named_by: where the names of its checkpoint come from.
-        reached, held: parameters and buffers that the names reached, of all that the model holds.
+        reached, held: parameters that the names reached, of all that the model holds.
+        unreached: the others.
+        lost: kinds of layers of the real model that the small one has not.
+        relies_on: what it needs beside copies of its loaders.
+        unproven: places that appeared at its first forward pass, which updates leave as they are.
+        not_started: why SGLang's start failed behind the load, here on the CPU.
+        not_run: why no token of it was compared; empty if its outputs are those of a fresh model.
     """
 
     architecture: str
@@ -33,7 +44,18 @@ class Row:
     named_by: str = ""
     reached: int = 0
     held: int = 0
+    unreached: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    relies_on: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
+    not_started: str = ""
+    not_run: str = ""
     seconds: float = 0.0
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether a token of it was compared with a fresh model's."""
+        return self.kind in ("replayed", "native") and not self.not_run and not self.silent
 
     @property
     def is_cut_short(self) -> bool:
@@ -49,4 +71,28 @@ def summary(rows: Sequence[Row]) -> str:
     """The last line of the command."""
     counts = Counter(row.kind for row in rows)
     kinds = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
-    return f"{len(rows)} classes: {kinds}; {sum(bool(row.silent) for row in rows)} silent"
+    proven = sum(row.is_proven for row in rows)
+    silent = sum(bool(row.silent) for row in rows)
+    return f"{len(rows)} classes: {kinds}; {proven} proven by a token; {silent} silent"
+
+
+def line_of(error: BaseException) -> str:
+    """With the function that raised it, where nothing else says what is wrong."""
+    traceback.print_exception(error)  # into the log
+    if _NO_DRIVER in str(error):
+        return f"needs a GPU for the Triton kernel of {_place_of(error)}"
+    text = re.sub(r"https?://[^\s']+", "…", " ".join(str(error).split()))
+    if isinstance(error, Fp8RlError):
+        return text[:400]
+    place = "" if text else f" in {_place_of(error)}"
+    return f"{type(error).__name__}: {text}"[:400] + place
+
+
+_NO_DRIVER = "active drivers"  # Triton's word for a machine without a GPU
+
+
+def _place_of(error: BaseException) -> str:
+    """Function and file that raised it: of SGLang, where one of those did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [frame for frame in frames if "/sglang/" in frame.filename] or list(frames)
+    return f"{found[-1].name} in {Path(found[-1].filename).name}"

@@ -1,13 +1,15 @@
-"""A config class made small: the same structure, with sizes that fit in a few MB."""
+"""A config class made small: every kind of layer once, with sizes that fit in a few MB."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+from .layers import LEAST as LAYERS
+from .layers import Layers
 from .overrides import DEFAULTS, ROUTING, UNKNOWN
 
-HIDDEN, HEADS, KV_HEADS, LAYERS, EXPERTS, VOCABULARY = 256, 4, 2, 2, 4, 512
+HIDDEN, HEADS, KV_HEADS, EXPERTS, VOCABULARY = 256, 4, 2, 4, 512
 
 # Keys, as whole words, to small sizes: the first that matches. All parts of a model get the same width, so
 # that a projector between two fits both.
@@ -34,15 +36,16 @@ _SIZES: tuple[tuple[str, int], ...] = (
         r"n_group|topk_group|num_expert_groups?|n_shared_experts|num_shared_experts|moe_num_shared_experts",
         1,
     ),
-    (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
     (
         r"(.*_)?(intermediate|ffn|mlp|ff|feed_forward)_(size|dim|hidden_size)|.*_ffn_dim|n_inner|d_ff|mlp_hidden_size",
         2 * HIDDEN,
     ),
     (r"q_lora_rank|kv_lora_rank|o_lora_rank|lora_rank", 128),
-    (r"qk_head_dim", 128),
+    (r"qk_head_dim|index_head_dim|sparse_index_dim", 128),
+    (r"linear_num_key_heads", 2),
+    (r"linear_num_value_heads", 4),
     (
-        r"(qk_nope|qk_rope|v|global|attention|local|swa|index|indexer)?_?head_dim|kv_channels|d_kv|swa_v_head_dim",
+        r"(qk_nope|qk_rope|v|global|attention|local|swa|indexer)?_?head_dim|kv_channels|d_kv|swa_v_head_dim",
         64,
     ),
     (
@@ -54,55 +57,40 @@ _SIZES: tuple[tuple[str, int], ...] = (
         1024,
     ),
 )
-_YARN = {
-    "type": "yarn",
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 512,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
 _COMPILED = [(re.compile(pattern), size) for pattern, size in _SIZES]
 _FLAG = re.compile(r"(use|is|has|enable|tie|with|add|apply)_.*|.*_bias|.*_norm")
 _TOKEN = re.compile(r".*(_token_id|_token_ids|_token_index|_token|_id)s?")
 
 
-def shrink(config: dict[str, Any]) -> dict[str, Any]:
-    """`config.to_dict()` of a config class's defaults, small; its parts too."""
-    layers = _layers_of(config)
-    small = {key: _shrunk(key, value, layers) for key, value in config.items()}
-    if "kv_lora_rank" in small:  # as the hub has it for all of DeepSeek's line
-        for key in ("rope_scaling", "rope_parameters"):
-            if not (small.get(key) or {}).get("factor"):
-                small[key] = dict(_YARN)
-    return small
+def shrink(config: dict[str, Any], layers: Layers | None = None) -> dict[str, Any]:
+    """`config.to_dict()` of a config class's defaults, small; its parts too.
+
+    Args:
+        layers: that are kept, of the part around it.
+    """
+    layers = Layers.of(config) or layers
+    return {key: _shrunk(key, value, layers) for key, value in config.items()}
 
 
-def _layers_of(config: dict[str, Any]) -> set[int]:
-    """How many layers it has now; a list as long says something of each."""
-    pattern = _COMPILED[1][0]
-    return {
-        v
-        for k, v in config.items()
-        if type(k) is str and pattern.fullmatch(k) and type(v) is int and v > LAYERS
-    }
-
-
-def _shrunk(key: Any, value: Any, layers: set[int]) -> Any:
+def _shrunk(key: Any, value: Any, layers: Layers | None) -> Any:
     if value is None:
         return DEFAULTS[key] if key in ROUTING else None
-    if isinstance(value, dict) and value and all(str(one).isdigit() for one in value):
-        first = next(iter(value.values()))  # by layer: of the last one
-        return {str(LAYERS - 1): shrink(first) if isinstance(first, dict) else first}
+    if type(key) is str and layers is not None:
+        if layers.is_count(key, value):
+            return len(layers.kept)
+        if layers.describes(key, value):
+            value = layers.small(key, value)
+            if isinstance(value, list):
+                return [_small_number(key, one) for one in value]
+            return shrink(value, layers) if isinstance(value, dict) else value
     if isinstance(value, dict):
-        return shrink(value)
+        return shrink(value, layers)
     if isinstance(value, list):
-        if len(value) in layers:
-            return value[-LAYERS:]
         return [shrink(one) if isinstance(one, dict) else one for one in value]
+    return _small_number(key, value)
+
+
+def _small_number(key: Any, value: Any) -> Any:
     if type(value) is not int or type(key) is not str:
         return value
     if _TOKEN.fullmatch(key):

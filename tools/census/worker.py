@@ -42,7 +42,7 @@ def row_of(architecture: str, limit: float, save_to: Path | None = None) -> Row:
     """
     lacks: list[str] = []
     refuses: list[str] = []
-    attention = "triton"  # some models ask for one of SGLang's GPU backends by name; none runs here
+    attention = CPU_ATTENTION
     while True:
         run = functools.partial(
             judge, lacks=lacks, refuses=refuses, attention=attention, save_to=save_to
@@ -54,8 +54,10 @@ def row_of(architecture: str, limit: float, save_to: Path | None = None) -> Row:
             lacks.append(lacked[1])
         elif refused and refused[1] not in refuses:
             refuses.append(refused[1])
-        elif "not support triton attention" in why and attention == "triton":
-            attention = "torch_native"
+        elif _ATTENTION.search(why) and attention == CPU_ATTENTION:
+            attention = (
+                "triton"  # some models ask for one of SGLang's GPU backends by name; none runs here
+            )
         else:
             return row
 
@@ -63,6 +65,8 @@ def row_of(architecture: str, limit: float, save_to: Path | None = None) -> Row:
 _LACKS = re.compile(
     r"(?:'\w*Config\w*' object has no attribute|error for field) '(\w+)'(?!.*got (?!None))"
 )
+_ATTENTION = re.compile(r"only supports? .*attention|attention.* backend")
+CPU_ATTENTION = "torch_native"
 _REFUSES = re.compile(r"property '(\w+)' of '\w+' object has no setter")
 
 
@@ -79,23 +83,21 @@ def judge(
 
     from .classes import why_missing
     from .configs import tiny_config
-    from .judge import judged, saved
+    from .judge import Judge, Saver
+
+    def answer(row: Row) -> None:
+        (directory / "row.json").write_text(json.dumps(row.__dict__))
 
     model_class = ModelRegistry.models.get(architecture)
     if model_class is None:
-        row = Row(architecture, "not built", reasons=[why_missing(architecture)])
-        (directory / "row.json").write_text(json.dumps(row.__dict__))
+        answer(Row(architecture, "not built", reasons=[why_missing(architecture)]))
         return
-    tiny_config(architecture, model_class, directory, lacks, refuses)
-
-    def write(builder: object) -> None:
-        if save_to is None:
-            row = judged(architecture, builder)  # type: ignore[arg-type]
-        else:
-            row = saved(architecture, builder, save_to)  # type: ignore[arg-type]
-        (directory / "row.json").write_text(json.dumps(row.__dict__))
-
-    start(directory, attention, write)
+    lost = tiny_config(architecture, model_class, directory, lacks, refuses)
+    present = Judge(architecture, answer)
+    if save_to is not None:
+        present = Saver(architecture, answer, save_to)
+    present.row.lost = lost
+    start(directory, attention, present)
 
 
 def run_forked(architecture: str, judge: Callable[[str, Path], None], limit: float) -> Row:

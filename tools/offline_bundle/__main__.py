@@ -33,6 +33,9 @@ def main(
     ] = REPOSITORY / ".uv/bin/uv",
     max_mib: Annotated[float, typer.Option(help="The largest archive that passes.")] = 60,
     level: Annotated[int, typer.Option(min=0, max=9, help="Of xz; less is faster.")] = 6,
+    check: Annotated[
+        bool, typer.Option(help="Install it beside torch, SciPy and the like, and import it.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:
     """Build one archive with SGLang 0.5.16 and this plugin for a host without network."""
@@ -40,9 +43,8 @@ def main(
     signal.signal(signal.SIGTERM, _terminate)  # so that the scratch folder goes
     try:
         with tempfile.TemporaryDirectory(prefix="sglang-offline-") as scratch:
-            options = BuildOptions(
-                uv, Path(sys.executable), Path(scratch), output, max_mib=max_mib, level=level
-            )
+            programs = uv, Path(sys.executable)
+            options = BuildOptions(*programs, Path(scratch), output, max_mib, level, check)
             built = build(options, Screen(console))
     except BundleError as error:
         console.print(f"error: {error}", markup=False, highlight=False)

@@ -10,6 +10,7 @@ from sglang_fp8rl.lab.demo.show import Screen
 
 from . import archive, elf, recipe, staging
 from .errors import BundleError
+from .host_check import check_on_a_host
 from .pins import read_pins
 from .records import DROPPED_METADATA, shrink_record
 from .selection import Drop, select, undecided
@@ -24,7 +25,7 @@ MIB = 1 << 20
 
 @dataclass
 class Built:
-    """What was built. Sizes in bytes; `taken` per distribution, `dropped` per rule of the recipe."""
+    """What was built. Sizes in bytes; `taken` per distribution, `dropped` per rule of the recipe; `imported` on a host."""
 
     archive: Path
     nbytes: int
@@ -34,11 +35,13 @@ class Built:
     stripped: int = 0
     parts: dict[str, int] = field(default_factory=dict)
     files: int = 0
+    imported: int = 0
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """`uv`, `python`: programs to stage with. `scratch`: an empty folder. `output`: for the archive."""
+    """`uv`, `python`: programs to stage with. `scratch`: an empty folder. `output`: for the archive.
+    `is_checked`: whether it is installed into an environment like a host, and imported there."""
 
     uv: Path
     python: Path
@@ -46,6 +49,7 @@ class BuildOptions:
     output: Path
     max_mib: float
     level: int
+    is_checked: bool = True
 
 
 def build(options: BuildOptions, screen: Screen) -> Built:
@@ -53,7 +57,7 @@ def build(options: BuildOptions, screen: Screen) -> Built:
 
     Raises:
         BundleError: the recipe does not fit the pins, a wheel is not for the host, or the archive
-            is over its limit (it stays in `output` for a look).
+            is over its limit, or does not start on a host (it stays in `output` for a look).
     """
     pins = read_pins(CONSTRAINTS) | recipe.UNCONSTRAINED
     if open_questions := undecided(pins, recipe.TAKEN, recipe.LEFT_OUT):
@@ -72,6 +76,7 @@ def build(options: BuildOptions, screen: Screen) -> Built:
         raise BundleError("staging", missing, "not unpacked", "Stage it again.")
 
     kept, dropped = _select(found, site)
+    staging.apply_edits(recipe.EDITS, site)
     stand_ins = staging.copy_stand_ins(HERE / "stand_ins", site)
     paths = [*(path for files in kept.values() for path in files), *stand_ins]
     native = [path for path in paths if elf.is_elf(site / path)]
@@ -101,6 +106,9 @@ def build(options: BuildOptions, screen: Screen) -> Built:
             f"at most {options.max_mib:g} MiB",
             "Leave out more in recipe.py.",
         )
+    if options.is_checked:
+        with screen.step("importing all of it on a host (torch from the index: minutes)"):
+            built.imported = len(check_on_a_host(options.uv, output, pins, options.scratch))
     return built
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .selection import Drop
+from .staging import Edit
 
 SGLANG = "0.5.16"
 
@@ -142,7 +143,6 @@ DROPS: tuple[Drop, ...] = (
     Drop("torchao", "torchao/*.so", "kernels that no benchmark calls"),
     Drop("verl", "verl/*", "a trainer; its cast is one file, which needs none of the rest"),
     Drop("numpy", "numpy/*/tests/*", "tests"),
-    Drop("numpy", "numpy/f2py/*", "Fortran wrappers"),
     Drop("*", "bin/*", "commands: the host's interpreter starts modules instead"),
     Drop("*", "*/__pycache__/*", "bytecode: made where it is unpacked"),
     Drop("*", "*.pyi", "type stubs"),
@@ -150,6 +150,17 @@ DROPS: tuple[Drop, ...] = (
     Drop("*", "*.pxd", "sources of what is compiled"),
     Drop("*", "*.a", "static libraries"),
     Drop("*", "share/man/*", "manual pages"),
+)
+
+# Without FlashInfer's sources its norms and samplers can't be compiled. Where they can't be imported, sgl_kernel
+# launches its own, which it ships; of an import that works it takes them without asking SGLang's switch.
+EDITS: tuple[Edit, ...] = tuple(
+    Edit(
+        f"sgl_kernel/{file}.py",
+        f"import flashinfer.{module} as _flashinfer_{module}",
+        'raise ImportError("the sources of its kernels are not in this bundle")',
+    )
+    for file, module in (("elementwise", "norm"), ("sampling", "sampling"))
 )
 
 # What no rule may drop, by distribution: without these nothing starts.

@@ -41,6 +41,8 @@ def print_report(built: Built, console: Console) -> None:
     parts = ", ".join(f"{name} {_mib(size)} MiB" for name, size in built.parts.items())
     console.print(f"{built.archive.name}: {_mib(built.nbytes)} MiB, {built.files} files ({parts})")
     console.print(f"sha256 {built.sha256}", highlight=False)
+    if built.imported:
+        console.print(f"{built.imported} of {built.imported} modules imported on a host")
 
 
 def _mib(nbytes: int) -> str:

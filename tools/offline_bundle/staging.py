@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import BundleError
@@ -64,6 +65,32 @@ def copy_stand_ins(source: Path, target: Path) -> list[str]:
             raise BundleError("stand-in", name, "its package was unpacked too", "Leave one out.")
         shutil.copy2(source / name, target / name)
     return names
+
+
+@dataclass(frozen=True)
+class Edit:
+    """In the file `path` of a distribution, `old` is replaced by `new`."""
+
+    path: str
+    old: str
+    new: str
+
+
+def apply_edits(edits: Iterable[Edit], target: Path) -> None:
+    """Write each edited file anew: what is unpacked may be linked to a cache.
+
+    Raises:
+        BundleError: the text is not there exactly once: the edit was written for another version.
+    """
+    for edit in edits:
+        path = target / edit.path
+        text = path.read_text()
+        if text.count(edit.old) != 1:
+            raise BundleError(
+                edit.path, edit.old, "an edit's text stands there once", "Adapt the recipe."
+            )
+        path.unlink()
+        path.write_text(text.replace(edit.old, edit.new))
 
 
 def distributions(target: Path) -> dict[str, Path]:

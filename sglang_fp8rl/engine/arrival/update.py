@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
 
 from ...wire.refit_note import RefitNote
+from ...wire.stages import Mark
 
 
 class Origin(Enum):
@@ -49,6 +50,7 @@ class Update:
         calls: of `load_weights` that belong to it, so far.
         refit: that its last call belongs to.
         cache_flushed: whether SGLang flushed its cache; None if it was not asked to.
+        marks: when it came to which of the stages.
     """
 
     origin: Origin
@@ -61,6 +63,7 @@ class Update:
     calls: int = 0
     refit: Any = None
     cache_flushed: bool | None = None
+    marks: list[Mark] = field(default_factory=list)
 
     @property
     def keeps_halves(self) -> bool:
@@ -71,6 +74,6 @@ class Update:
 
 def wait_for_reads(flat: torch.Tensor) -> None:
     """Until everything that was asked of the device has been read from this memory, which the sender fills
-    again once it is answered (`is_staged`)."""
+    again once it is answered (`StagingBuffers`)."""
     if flat.device.type != "cpu":
         torch.get_device_module(flat.device).synchronize(flat.device)

@@ -13,15 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 from ...checkpoint import meta_tensors
+from ...compat import SESSIONS_SINCE, host_version
 from ...config import QUANTIZATION_METHOD
 from ...declared_hooks import Hook, register_hooks
 from ...errors import ConfigError
+from ..model.draft import Draft
 from ..modules.config import Fp8BlockwiseOnlineConfig
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 from ..refit import ModelRefit, refit_of
+from .flush import RefitFlushWrapper, after_flush
 from .status import add_routes, add_status
 from .update_request import flattened_bucket
-from .updater import RefitUpdater, after_flush
+from .updater import RefitUpdater
+from .weight_version import with_whole_version
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ def build_model(
     finally:
         model_config.quantization = QUANTIZATION_METHOD
     if is_draft:
+        Draft(model)
         logger.info("fp8rl: the draft model stays in high precision")
     else:
         attached(model, model_config, quant_config)
@@ -147,6 +152,13 @@ HOOKS = (
         "SGLang tells the model that the cache is empty",
     ),
     Hook(
+        "sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper",
+        "REPLACE",
+        RefitFlushWrapper,
+        "a flush with a timeout is done or given up by each rank's own clock; ranks that part wait for ever",
+        "SGLang decides it on one rank",
+    ),
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         "AFTER",
         add_status,
@@ -160,6 +172,31 @@ HOOKS = (
         "made in every process that serves HTTP, when SGLang's app is there and not yet serving: "
         "it gets the routes GET /fp8rl/plan, /fp8rl/status and /fp8rl/fingerprint",
         "SGLang lets plugins add routes",
+    ),
+    *(
+        Hook(
+            target,
+            "AROUND",
+            with_whole_version,
+            "the version moves when the refit is whole; SGLang takes that of any call that succeeds",
+            "SGLang takes a version at the end of a session alone",
+        )
+        for target in (
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_tensor",
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_distributed",
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_ipc",
+        )
+    ),
+)
+# SGLang has sessions since `SESSIONS_SINCE`.
+SESSION_HOOKS = (
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update",
+        "AROUND",
+        with_whole_version,
+        "as above: the refit of a session is whole at its end",
+        "as above",
     ),
 )
 
@@ -176,6 +213,8 @@ def register_method() -> None:
 
     # First: SGLang logs what a plugin raises and goes on, and there is no method without its hooks.
     register_hooks(HOOKS)
+    if (host_version() or SESSIONS_SINCE) >= SESSIONS_SINCE:
+        register_hooks(SESSION_HOOKS)
     if QUANTIZATION_METHOD in QUANTIZATION_METHODS:
         return
     add_quantization_method_choices([QUANTIZATION_METHOD])

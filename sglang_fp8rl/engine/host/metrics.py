@@ -65,7 +65,6 @@ class RefitMetrics:
         text = "Calls of update_weights_from_*, by source and outcome (ok or failed)."
         self._calls = made(Counter, "update_calls", text, "source", "outcome")
         self._refits = made(Counter, "refits", "Refits begun.")
-        self._sqnr = gauge("sqnr_db", "SQNR of the last refit's samples, in dB.", "scheme")
         described = dict(_GAUGES)
         for kind in extensions():
             described |= kind.gauges
@@ -92,9 +91,6 @@ class RefitMetrics:
             found["replayed_share"] = replay["calls"] / calls
         if refit is not None:
             found |= {"refit_seconds": refit["seconds"], "refit_bytes": refit["bytes"]}
-            for scheme, decibels in refit["sqnr_db"].items():
-                if decibels is not None:
-                    self._sqnr.labels(**labels, scheme=scheme).set(decibels)
         for kind in extensions():
             found |= kind.measured(status)
         for name, value in found.items():

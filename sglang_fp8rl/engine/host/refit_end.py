@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from ...errors import RefitError, listed
+from ...wire.stages import BETWEEN_REQUESTS, Mark
 from ..arrival.update import Origin, Update
 from ..refit import ModelRefit
 from ..report.refit_record import Outcome, Refit, Verdict
 from .boundary import Boundary
+from .flush import clear_stored_cache
 
 _NOTHING_SEEN = RefitError(
     "the update",
@@ -64,7 +67,10 @@ def end_request(
         own = replace(own, error=own.error or " | ".join(boundary.errors))
     ranks = boundary.gathered(own)
     boundary.errors.clear()  # what is raised from here on, `fail_behind` reports
-    return boundary.step(_end_together, boundary, manager, refit, update, ranks, result)
+    ended = boundary.step(_end_together, boundary, manager, refit, update, ranks, result)
+    if refit.report.log.running is None and (update.ends_session or not update.in_session):
+        refit.report.sent_twice.forget()
+    return ended
 
 
 def _said(refit: ModelRefit, update: Update, result: Any, is_asked: bool) -> _Said:
@@ -78,12 +84,14 @@ def _said(refit: ModelRefit, update: Update, result: Any, is_asked: bool) -> _Sa
     elif is_asked and not update.calls and update.touches_target:
         error = result.message = str(_NOTHING_SEEN)
         result.success = False
-    if error is not None:
-        error = " | ".join((error, *missing))
     verdict = None
     if report.log.current is not None and (update.calls or update.ends_session):
         verdict = report.verdict(update)
         verdict = replace(verdict, failures=(*missing, *verdict.failures))
+    elif update.ends_session or not update.in_session:  # a draft alone was written
+        missing += report.sent_twice.differing(report.log.stamp + 1)
+    if error is not None or (missing and verdict is None):
+        error = " | ".join(filter(None, (error, *missing)))
     return _Said(error, verdict, update.cache_flushed)
 
 
@@ -109,6 +117,16 @@ def _end_together(
         ended = log.end_request(Verdict.of_all(verdicts), update)
     if ended is None and update.ends_session:
         ended = refit.report.end_session()
+    if ended is not None and ended.has_taken:
+        clear_stored_cache(manager)
+    if log.moved_to is not None and hasattr(manager.scheduler, "record_weight_version_change"):
+        manager.scheduler.record_weight_version_change(new_version=log.moved_to)
+    _tell(ended, update, result)
+    return ended
+
+
+def _tell(ended: Refit | None, update: Update, result: Any) -> None:
+    """The answer says how the refit ended, if it did, and what of it was stored otherwise than it is served."""
     if ended is not None and ended.outcome is Outcome.FAILED:
         text = f"{ended.describe()} failed: {' | '.join(ended.errors)}"
         result.message = text if result.success else f"{result.message} | {text}"
@@ -119,10 +137,14 @@ def _end_together(
     told = ended or update.refit
     if told is not None and (names := told.narrowed):
         result.message += (
-            f" {len(names)} tensor(s) came in a dtype with fewer bits than they are served with, and were "
-            f"stored: {listed(names)}"
+            f" Stored, though it came with fewer bits than it is served with: {listed(names)}"
         )
-    return ended
+
+
+def end_stages(refit: Refit | None, marks: list[Mark]) -> None:
+    """Behind a request: its seconds are of its refit, and what follows waits for the next request."""
+    if refit is not None:
+        refit.add_stages([*marks, (BETWEEN_REQUESTS, perf_counter())])
 
 
 def fail_behind(
@@ -147,7 +169,7 @@ def fail_behind(
     if ended is not None:
         boundary.step(log.failed, ended, errors)
     if ended is None or len(boundary.errors) > before:
-        log.failures = [*log.failures, *errors]
+        log.add_failures(errors)
     return errors
 
 

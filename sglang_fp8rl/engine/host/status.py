@@ -18,9 +18,11 @@ import numpy as np
 from starlette.responses import JSONResponse, Response
 
 from ... import __version__
+from ...errors import listed
 from ...wire.layout_text import VERSION as FLAT_LAYOUT_VERSION
 from ...wire.plan import PLAN_PATH, STATUS_PATH
 from ..extension import extensions
+from ..model.draft import lost_of_drafts
 from ..model.plan_document import module_rows
 from ..refit import ModelRefit, refit_of
 from ..report.law import MAX_LISTED
@@ -29,7 +31,7 @@ from ..report.report import RefitReport
 from .boundary import Boundary
 
 SERVER_MODULE = "sglang.srt.entrypoints.http_server"
-PLAN_MARK = "fp8rl-plan:"
+PLAN_MARK, VERSION_MARK = "fp8rl-plan:", "fp8rl-version"
 _MAX_TEXT = 500
 _UNLOADED = "weights that were never loaded (dummy weights, or memory that was released?): no complete refit has come since"
 
@@ -74,11 +76,17 @@ def problems(report: RefitReport) -> list[str]:
     if log.state is State.WHOLE:
         return []
     found = [_UNLOADED] if log.is_unloaded else []
+    lost = lost_of_drafts()
+    if lost:
+        found.append(
+            f"the draft model's memory was released, and {listed(lost)} have not come since"
+        )
     found += [text[:_MAX_TEXT] for text in log.failures]
     found += [f"{refit.describe()} is mixed: {refit.left_out()}" for refit in log.left_out]
     if log.running is not None:
-        found.append(f"{log.running.describe()} has not ended: {report.lacking().sum()} of "
-                     f"{len(report.targets)} parameters have not come in it")  # fmt: skip
+        verdict = report.verdict()
+        found.append(f"{log.running.describe()} has not ended: {verdict.lacking} of {len(report.targets)} "
+                     f"parameters have not come in it: {listed(verdict.names)}")  # fmt: skip
     shown = log.running or log.last
     return found + (_partly_new(report, shown.since) if shown is not None else [])
 
@@ -133,11 +141,11 @@ def last_refit(report: RefitReport) -> dict[str, Any] | None:
         "narrowed": refit.narrowed[:MAX_LISTED],
         "cache_flushed": refit.cache_flushed,
         "seconds": round(seconds, 6),
+        "stages": {stage: round(found, 6) for stage, found in refit.stages.items()},
         "bytes": nbytes,
         "gb_per_s": round(nbytes / seconds / 1e9, 3) if seconds else None,
         "tensors": refit.tensors,
         "calls": len(refit.parts),
-        **refit.noise.as_dict(),
     }
 
 
@@ -196,15 +204,17 @@ async def serve_plan(request: Any) -> Response:
     return Response(state["fp8rl_plan"], media_type="application/json", headers=tag)
 
 
-async def internal_states(mark: str | None = None) -> list[dict[str, Any]]:
+async def internal_states(mark: str | None = None, manager: Any = None) -> list[dict[str, Any]]:
     """The internal state of each data-parallel replica's scheduler, as in `/server_info`.
 
     Args:
         mark: travels as the request's `rid`, for an answer of another kind.
+        manager: SGLang's tokenizer manager; that of its HTTP server if None.
     """
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
-    manager: Any = sys.modules[SERVER_MODULE].get_global_state().tokenizer_manager
+    if manager is None:
+        manager = sys.modules[SERVER_MODULE].get_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
     answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=mark))
     return [answer.internal_state for answer in answers]
@@ -230,6 +240,10 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
     if refit is None:
         return result
     mark = getattr(recv_req, "rid", None) or ""
+    if mark == VERSION_MARK:
+        log = refit.report.log
+        result.internal_state, log.moved_to = {"fp8rl_version": log.moved_to}, None
+        return result
     for kind in extensions():
         if mark == kind.mark:
             result.internal_state = kind.answer(refit, scheduler)

@@ -6,20 +6,23 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from ...errors import Fp8RlError, HostError, RefitError, as_text
+from ...wire import stages
 from ...wire.layout_text import from_text
-from ...wire.refit_note import note_of
+from ...wire.refit_note import note_of, version_of
+from ...wire.staging import BUFFER, FLAT, NBYTES, OPEN_BUFFERS
 from ...wire.verl_deltas import LOADER, deltas_refused
 from ..arrival.bucket import FlatBucket
 from ..arrival.update import Origin, Update, wait_for_reads
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
-from .refit_end import end_request, fail_behind
+from .refit_end import end_request, end_stages, fail_behind
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ def answer_update(origin: Origin, host: Any, manager: Any, request: Any) -> Any:
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None:
         return getattr(host, f"update_weights_from_{origin.value}")(request)
-    update = Update(origin)
+    update = Update(origin, marks=[(stages.ANSWERING, perf_counter())])
     with refit.during(update), collector_paused():
         return _UpdateRequest(update, host, manager, request, refit).answer()
 
@@ -83,6 +86,9 @@ class _UpdateRequest:
                 boundary.step(extension.end_request, was_flushed=bool(update.cache_flushed))
         call, success = update.origin.value, result.success
         boundary.step(observe_refit, manager, refit, call=call, success=success)
+        if update.is_last_call or not success:
+            boundary.step(OPEN_BUFFERS.close)  # a refit that goes on brings its handles anew
+        boundary.step(end_stages, update.refit, update.marks)
         fail_behind(boundary, refit, update.refit, result)
         return result
 
@@ -90,6 +96,8 @@ class _UpdateRequest:
         """All that may refuse the request or raise before SGLang, whose ranks wait for each other."""
         manager, request, refit, update = self._manager, self._request, self._refit, self._update
         version = getattr(request, "weight_version", None)
+        if version is None:
+            version = version_of(getattr(request, "rid", None))
         update.version = None if version is None else as_text(version)
         update.in_session = getattr(manager, "_session", None) is not None
         # A client without sessions marks its last bucket by asking for the cache flush.
@@ -101,10 +109,6 @@ class _UpdateRequest:
         around, dtype = self._around, torch.get_default_dtype()
         # A reload from disk that fails leaves the model's (0.5.16), and later forward passes compute with it.
         around.callback(lambda: torch.set_default_dtype(dtype))
-        load_format = getattr(request, "load_format", None)
-        if update.origin is Origin.TENSOR and load_format not in (None, "flattened_bucket"):
-            # It may name any function of the server's: that may load, and write by itself.
-            around.enter_context(refit.only_through_load_weights())
         around.enter_context(_flush_watched(manager, update))
         if update.origin in _PROCESS_AFTER_LOADING:
             around.enter_context(refit.derived.in_place())
@@ -126,18 +130,12 @@ class _UpdateRequest:
                 return None
             if update.cache_flushed is False:
                 return _failed(update.origin, str(_FLUSH_REFUSED))
-            foreign = RefitError(
-                subject,
-                f"{type(error).__name__}: {error}",
-                "what is sent is read as SGLang's serializer writes it, a checkpoint as safetensors does",
-                "Send with RefitClient or SGLang's MultiprocessingSerializer; nothing of this call is known "
-                "to be stored.",
-            )
-            errors.append(str(foreign))
+            errors.append(str(_foreign(subject, error)))
             return None
 
     def _ask(self) -> Any:
         origin = self._update.origin
+        self._update.marks.append((stages.OPENING_HANDLES, perf_counter()))
         return self._boundary.asked(
             getattr(self._host, f"update_weights_from_{origin.value}"),
             self._request,
@@ -173,6 +171,30 @@ class _UpdateRequest:
             manager._session = None
 
 
+def _foreign(subject: str, error: Exception) -> RefitError:
+    """What SGLang or torch raised, with a remedy."""
+    _, is_unseen, uuid = str(error).partition("Invalid device_uuid=")
+    if is_unseen:
+        seen = [
+            str(torch.cuda.get_device_properties(at).uuid)
+            for at in range(torch.cuda.device_count())
+        ]
+        return RefitError(
+            f"a handle of memory on GPU {uuid}",
+            f"this rank of the server sees {', '.join(seen) or 'no GPU'}",
+            "a server reads memory of the GPUs that it sees",
+            "Run the trainer's rank on one of these, add the GPU to the server's CUDA_VISIBLE_DEVICES, or "
+            "send tensors on the CPU; nothing of this call was stored.",
+        )
+    return RefitError(
+        subject,
+        f"{type(error).__name__}: {error}",
+        "what is sent is read as SGLang's serializer writes it, a checkpoint as safetensors does",
+        "Send with RefitClient or SGLang's MultiprocessingSerializer; nothing of this call is known "
+        "to be stored.",
+    )
+
+
 def _failed(origin: Origin, message: str) -> Any:
     """An answer in place of SGLang's."""
     from sglang.srt.managers import io_struct
@@ -188,25 +210,31 @@ def _failed(origin: Origin, message: str) -> Any:
 def check_request(manager: Any, request: Any) -> None:
     """Raises `RefitError` for a request that can't be served as it is meant."""
     check_weights_are_there(manager, "an update writes them")
-    load_format = getattr(request, "load_format", None)
-    if load_format == "direct":
-        raise RefitError(
-            "load_format",
-            "'direct'",
-            "it copies into parameters and would leave FP8 scales behind",
-            "Leave load_format out, or use 'flattened_bucket'.",
-        )
-    if load_format == LOADER:
-        raise deltas_refused(f"load_format {LOADER}")
     check_selector(manager, request)
     payloads = getattr(request, "serialized_named_tensors", None)
+    if payloads is None:
+        return
+    _check_load_format(getattr(request, "load_format", None))
     size = torch.distributed.get_world_size(manager.tp_cpu_group)
-    if payloads is not None and len(payloads) != size:
+    if len(payloads) != size:
         raise RefitError(
             "serialized_named_tensors",
             f"{len(payloads)} payload(s)",
             f"there is one for each of the {size} tensor-parallel rank(s)",
             "Send as many as the server's tp_size; RefitClient asks for it.",
+        )
+
+
+def _check_load_format(load_format: str | None) -> None:
+    """Refuse what would not come through `load_weights`: SGLang copies by itself, or runs a function of that name."""
+    if load_format == LOADER:
+        raise deltas_refused(f"load_format {LOADER}")
+    if load_format not in (None, "flattened_bucket"):
+        raise RefitError(
+            "load_format",
+            repr(load_format),
+            "what writes weights past model.load_weights would leave FP8 scales behind",
+            "Leave load_format out, or use 'flattened_bucket'.",
         )
 
 
@@ -247,7 +275,10 @@ def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **k
     payload = args[0] if args else kw["flattened_tensor_bucket_dict"]
     model = updater.get_model()
     refit = refit_of(model)
-    flat = payload["flattened_tensor"]
+    is_staged = NBYTES in payload
+    if BUFFER in payload:
+        OPEN_BUFFERS.put_memory_into(payload)
+    flat = payload[FLAT]
     is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
     if refit is None and isinstance(payload["metadata"], str):  # of a draft model
         payload = {**payload, "metadata": from_text(payload["metadata"])}
@@ -257,8 +288,11 @@ def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **k
         model.load_weights(FlatBucket(flat, payload["metadata"]))
         return True, "Success"
     finally:
-        if payload.get("is_staged"):
+        if is_staged:
+            marks = [] if refit is None else refit.calls.update.marks
+            marks.append((stages.WAITING_FOR_READS, perf_counter()))
             wait_for_reads(flat)
+            marks.append((stages.ANSWERING, perf_counter()))
 
 
 @contextmanager
@@ -282,7 +316,9 @@ def _flush_watched(manager: Any, update: Update) -> Iterator[None]:
     flush = manager.flush_cache
 
     def flush_cache(*args: Any, **kwargs: Any) -> bool:
+        update.marks.append((stages.FLUSHING, perf_counter()))
         update.cache_flushed = bool(flush(*args, **kwargs))
+        update.marks.append((stages.ANSWERING, perf_counter()))
         return update.cache_flushed
 
     manager.flush_cache = flush_cache

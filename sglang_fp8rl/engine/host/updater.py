@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from time import perf_counter
 from typing import Any
 
 from sglang.srt.managers import io_struct
@@ -15,11 +16,14 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from ...compat import SESSIONS_SINCE, host_version
 from ...errors import RefitError
 from ...wire.refit_note import note_of
+from ...wire.stages import ANSWERING
+from ...wire.staging import OPEN_BUFFERS
 from ..arrival.update import Origin, Update
+from ..model.draft import lose_drafts
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
-from .refit_end import end_request, fail_behind
+from .refit_end import end_request, end_stages, fail_behind
 from .update_request import (
     answer_update,
     are_weights_released,
@@ -112,6 +116,7 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None or manager._session is None:
         return original(request)
+    began = (ANSWERING, perf_counter())
     boundary, around = Boundary(manager.tp_cpu_group), ExitStack()
     boundary.step(_prepare_end, manager, refit, around)
     errors = boundary.failures()
@@ -129,6 +134,8 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     for extension in refit.extensions:
         boundary.step(extension.end_session, manager)
     boundary.step(observe_refit, manager, refit)
+    boundary.step(OPEN_BUFFERS.close)
+    boundary.step(end_stages, ended, [began])
     fail_behind(boundary, refit, ended, result)
     return result
 
@@ -139,17 +146,6 @@ def _prepare_end(manager: Any, refit: ModelRefit, around: ExitStack) -> None:
 
 
 # -- beside updates --------------------------------------------------------------------------------
-
-
-def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
-    """`Scheduler.flush_cache`: what it did, on every rank alike."""
-    refit = refit_of(scheduler.tp_worker.model_runner.model)
-    if not is_empty or refit is None or refit.calls.update.origin.is_serving:
-        return is_empty  # within a request of an update, which says so itself
-    refit.report.flushed()  # behind a session's end there is no refit that this could divide
-    for extension in refit.extensions:
-        is_empty = extension.cache_is_empty(scheduler.weight_updater) and is_empty
-    return is_empty
 
 
 def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -167,6 +163,8 @@ def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> 
     boundary.step(refit.derived.before_release)
     result = original(request)
     boundary.step(refit.report.weights_lost)
+    if not get_server_args().enable_draft_weights_cpu_backup:
+        boundary.step(lose_drafts)
     # SGLang's answer to this request has no room for an error.
     fail_behind(boundary, refit, None)
     return result
@@ -177,17 +175,21 @@ def read_unfolded(original: Callable[..., Any], manager: Any, request: Any) -> A
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None:
         return original(request)
-    boundary, around = Boundary(manager.tp_cpu_group), ExitStack()
-    boundary.step(check_weights_are_there, manager, "this request reads them")
-    errors, result = boundary.failures(), None
+    group, around = manager.tp_cpu_group, ExitStack()
+    reading, changing = (
+        Boundary(group),
+        Boundary(group),
+    )  # what fails leaves the weights as they were, or not
+    reading.step(check_weights_are_there, manager, "this request reads them")
+    errors, result = reading.failures(), None
     if not errors:
-        boundary.step(around.enter_context, refit.unfolded())
-        if boundary.is_fine():
-            result = boundary.step(original, request)
-        boundary.step(around.close)
+        changing.step(around.enter_context, refit.unfolded())
+        if changing.is_fine():
+            result = reading.step(original, request)
+        changing.step(around.close)
         if getattr(request, "action", "") == "reset_tensors":
-            boundary.step(refit.report.weights_lost)
-        errors = fail_behind(boundary, refit, None)
+            changing.step(refit.report.weights_lost)
+        errors = [*reading.failures(), *fail_behind(changing, refit, None)]
     return _not_read(request, errors) if errors else result
 
 

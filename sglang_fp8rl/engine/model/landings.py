@@ -107,13 +107,19 @@ def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 _ROTARY_TABLES = r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
 
 
-def left_out(model: Any) -> list[dict[str, str]]:
-    """Patterns of names that every rank of this model does without, each with its reason."""
+def left_out(model: Any, names: NameTable) -> list[dict[str, str]]:
+    """Patterns of names that every rank of this model does without, each with its reason.
+
+    What is tied is the same tensor under another name, which `equals` has where it is known.
+    """
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", config)
     rows = [{"pattern": _ROTARY_TABLES, "reason": "a rotary table: the engine computes it"}]
     if getattr(config, "tie_word_embeddings", False):
-        rows.append({"pattern": r"(^|\.)lm_head\.weight$", "reason": "tied to the embedding"})
+        row = {"pattern": r"(^|\.)lm_head\.weight$", "reason": "tied to the embedding"}
+        shape = getattr(config, "vocab_size", 0), getattr(config, "hidden_size", 0)
+        embeddings = _embeddings(names, shape)
+        rows.append(row | ({"equals": embeddings[0]} if len(embeddings) == 1 else {}))
     # Layers behind the last one are an embedded draft: the draft model takes them, if any.
     first = getattr(config, "num_hidden_layers", 0)
     count = getattr(config, "num_nextn_predict_layers", None) or 0
@@ -123,6 +129,18 @@ def left_out(model: Any) -> list[dict[str, str]]:
     return rows
 
 
-def is_left_out(name: str, model: Any) -> bool:
-    """Whether this model does without a tensor of that name, by design."""
-    return any(re.search(row["pattern"], name) for row in left_out(model))
+def _embeddings(names: NameTable, shape: tuple[int, int]) -> list[str]:
+    """Names of vocabulary embeddings of that shape."""
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    return [
+        name
+        for name, known in names.known.items()
+        if known.shape == shape
+        and all(isinstance(one.target.module, VocabParallelEmbedding) for one in known.landings)
+    ]
+
+
+def why_left_out(name: str, rows: Iterable[Mapping[str, str]]) -> Mapping[str, str]:
+    """The row of `left_out` for that name; empty if the model takes it."""
+    return next((row for row in rows if re.search(row["pattern"], name)), {})

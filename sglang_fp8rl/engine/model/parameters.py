@@ -18,16 +18,13 @@ from ..interception import (
     Region,
     Write,
     extent_of,
-    kind_of,
     storage_of,
-    tensors_in,
-    watched,
 )
 from ..modules.built import experts_may_move
 from ..modules.method import DecidedMethod
 from .held_tensors import held_tensors
 
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 
 @dataclass
@@ -60,6 +57,14 @@ class Target:
     @property
     def is_fp8(self) -> bool:
         return self.scale is not None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is a weight that several tensors may fill to its last element."""
+        from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+
+        kinds = (MergedColumnParallelLinear, QKVParallelLinear)
+        return isinstance(self.module, kinds) and self.name.endswith(".weight")
 
     @cached_property
     def shares_scale(self) -> ScaleGranularity:
@@ -155,7 +160,7 @@ def targets_of(model: torch.nn.Module) -> dict[int, Target]:
                     name, parameter, Granularity.HIGH_PRECISION, module, index=len(targets)
                 )
                 targets[id(parameter)] = target
-            scales = [owned.get(leaf + suffix) for suffix in _SCALE_SUFFIXES] if is_fp8 else []
+            scales = [owned.get(leaf + suffix) for suffix in SCALE_SUFFIXES] if is_fp8 else []
             scale = next((one for one in scales if one is not None), None)
             if scale is not None:  # whichever module held it first, this one serves it
                 target.module, target.scale = module, scale
@@ -203,26 +208,3 @@ class ModelMemory:
             if first <= start and end <= last and whole.dtype == view.dtype:
                 return target
         return None
-
-
-def refusing_writes(memory: ModelMemory, is_expected: Callable[[], bool]) -> watched:
-    """A context in which nothing writes into the model, unless it is expected to.
-
-    Raises, in there:
-        RefitError: something does; it is not done.
-    """
-
-    def see(func: Any, args: tuple, kwargs: dict) -> Any:
-        if not is_expected():
-            for tensor in tensors_in(kind_of(func).written_of(args, kwargs)):
-                place = memory.place_of(tensor)
-                if place:
-                    raise RefitError(
-                        place,
-                        f"written by {func}, past model.load_weights",
-                        "a weight is quantized, recorded and proven on its way through load_weights",
-                        "Use a load_format whose loader calls model.load_weights, or leave it out.",
-                    )
-        return func(*args, **kwargs)
-
-    return watched(see)

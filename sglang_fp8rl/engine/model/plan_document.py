@@ -63,7 +63,7 @@ def plan_document(
         "modules": module_rows(schemes),
         "fp8_bytes": sum(target.parameter.numel() for target in targets.values() if target.is_fp8),
         "tensors": dict(sorted({**tensors, **dict.fromkeys(names.unused, unused)}.items())),
-        "left_out": left_out(model),
+        "left_out": left_out(model, names),
         **more,
     }
     document["digest"] = digest_of(document)

@@ -19,7 +19,7 @@ from ..arrival.sent_tensors import SourceIndex, weight_name_of
 from ..arrival.update import Origin, Update
 from ..extension import Extension
 from ..model.derived_weights import DerivedWeights
-from ..model.landings import is_left_out
+from ..model.landings import Known, left_out, why_left_out
 from ..report.report import Arrived, RefitReport
 from .checks import foreign_error, not_finite_errors, not_taken_errors
 from .observer import Observer
@@ -44,6 +44,7 @@ class Call:
         not_finite: per write, the name and a bool tensor of blocks that kept their old bytes.
         narrowed: names of what came with fewer bits than it is served with.
         kv_scales: names of scales that were read, and are to be read again when the bucket comes again.
+        tied: position and the other name of tensors that are the same as others, to be looked at again as well.
         observer: of what happens besides.
         lane: what the loaders do is done in it, whichever thread they run in.
     """
@@ -57,6 +58,7 @@ class Call:
     not_finite: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     narrowed: dict[str, None] = field(default_factory=dict)
     kv_scales: list[str] = field(default_factory=list)
+    tied: dict[int, str] = field(default_factory=dict)
     lane: Callable[[], AbstractContextManager[None]] = nullcontext
     observer: Observer = field(init=False)
 
@@ -116,6 +118,7 @@ class Calls:
         self._report, self._derived, self._extensions = report, derived, extensions
         self.update = Update(Origin.STARTUP)
         self.running: Call | None = None
+        self._rows: tuple[int, list[dict[str, str]]] | None = None
 
     @contextmanager
     def during(self, update: Update) -> Iterator[Update]:
@@ -175,6 +178,7 @@ class Calls:
         call.errors.update(not_finite_errors(call.not_finite))
         call.errors |= dict(call.raised.values())
         passed = self._received(call)
+        self._note_tied(call)
         unknown = [name for name in self._without_reason(call) if name not in passed]
         if not call.update.origin.is_serving:
             # A checkpoint may hold more than the model takes: SGLang loads it, so it may pass later.
@@ -265,12 +269,52 @@ class Calls:
 
     def _without_reason(self, call: Call) -> list[str]:
         """Names that went by and reached no parameter, without a reason. A scale has its weight's."""
+        rows = self._left_out
         return [
             name
             for name in call.sources.unused()
             if weight_name_of(name) not in self._report.names.unused
-            and not is_left_out(name, self._model)
+            and not why_left_out(name, rows)
         ]
+
+    @property
+    def _left_out(self) -> list[dict[str, str]]:
+        """The rows of `left_out`, made anew where more names are known."""
+        known = len(self._report.names.known)
+        if self._rows is None or self._rows[0] != known:
+            self._rows = known, left_out(self._model, self._report.names)
+        return self._rows[1]
+
+    def _note_tied(self, call: Call) -> None:
+        """What a model ties to another tensor of it is not stored: it has to be the same in the end."""
+        if call.bucket is None:
+            return
+        names = self._report.names
+        rows = [row for row in self._left_out if "equals" in row]
+        for one in call.sources.left() if rows else ():
+            row = why_left_out(one.name, rows)
+            if row:
+                call.tied[one.position] = row["equals"]
+        for position, other in call.tied.items():
+            name, tensor = call.bucket.names[position], call.bucket.tensor(position)
+            rule = f"this model ties it to {other}, and computes with that one"
+            known = names.known[other]
+            if tuple(tensor.shape) != known.shape:
+                call.errors[name] = (
+                    f"{name}: shape {tuple(tensor.shape)}; {rule}, of shape {known.shape}. Leave it out"
+                )
+                continue
+            stamp, parts = self._report.log.stamp, _parts(tensor, known)
+            self._report.sent_twice.note(name, parts, stamp, rule)
+
+
+def _parts(tensor: torch.Tensor, known: Known) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What this rank holds of a tensor that is sent like a known one, each with where it lies."""
+    for landing in known.landings:
+        for box, region in zip(landing.boxes, landing.regions, strict=True):
+            if box is not None and region is not None:
+                served = landing.target.parameter.data[region.slices]
+                yield tensor[box.slices], served.reshape(box.shape)
 
 
 class StreamLane:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import RefitError, is_of_an_adapter, listed, remedy_for_unknown
+from ..arrival.sent_tensors import Source
 from ..model.landings import Known
 from ..model.parameters import Target
 
@@ -39,30 +40,24 @@ def check_integers(target: Target, name: str, source: torch.Tensor) -> None:
     dtype = target.parameter.dtype
     if dtype not in _INTEGER_DTYPES or source.dtype == dtype:
         return
-    limits, value, is_held = torch.iinfo(dtype), f"dtype {source.dtype}", None
-    if source.dtype in (torch.float32, torch.float64):
-        wide = source.double()
-        is_held = (wide == wide.trunc()) & (wide >= limits.min) & (wide < limits.max + 1.0)
-    elif source.dtype in _INTEGER_DTYPES:
-        wide = source.long()
-        is_held = (wide >= limits.min) & (wide <= limits.max)
-    if is_held is not None:
-        if bool(is_held.all()):
-            return
-        value = f"a value of {wide[~is_held][0].item()!r}"
-    raise RefitError(
-        name,
-        value,
-        f"{target.name} holds integers from {limits.min} to {limits.max} ({dtype}); they come in any integer "
-        "dtype, or as whole numbers in FP32 or FP64",
-        "Send the integers as the trainer has them; the old values were kept.",
-    )
+    limits, wide = torch.iinfo(dtype), source.double()
+    is_held = (wide == wide.trunc()) & (wide >= limits.min) & (wide < limits.max + 1.0)
+    bad = wide[~is_held]
+    if len(bad) or source.dtype not in (*_INTEGER_DTYPES, torch.float32, torch.float64):
+        raise RefitError(
+            name,
+            f"{source.dtype}" + (f" with a value of {bad[0].item()!r}" if len(bad) else ""),
+            f"{target.name} holds {dtype}, which come in any integer dtype or as whole numbers in FP32 or FP64",
+            "Send the integers as the trainer has them; the old values were kept.",
+        )
 
 
-def has_fewer_bits(sent: torch.dtype, served: torch.dtype) -> bool:
-    """Whether numbers that differ as they are served may have come as one: of an FP32 router's bias in BF16."""
-    are_floats = sent.is_floating_point and served.is_floating_point
-    return are_floats and torch.finfo(sent).eps > torch.finfo(served).eps
+def has_fewer_bits(sent: Source, target: Target) -> bool:
+    """Whether numbers that differ as they are served may have come as one: an FP32 router's bias in BF16."""
+    dtypes = sent.dtype, target.parameter.dtype
+    if not all(dtype.is_floating_point for dtype in dtypes):
+        return False
+    return torch.finfo(dtypes[0]).eps > torch.finfo(dtypes[1]).eps
 
 
 def check_takes_scale(target: Target, name: str) -> None:
@@ -91,16 +86,10 @@ def check_shape(target: Target, name: str, loaded: torch.Tensor, args: tuple, kw
 
 
 def of_known_sizes(weights: Iterable[Sent], known: Mapping[str, Known]) -> Iterator[Sent]:
-    """Pass on what is sent; a dimension of 1 more or less makes no difference.
+    """Pass on what is sent; raises `RefitError` for a tensor of other sizes than the one of its name at the start.
 
-    Most loaders read a rank's part of whatever they are given, so one of more elements would be cut in
-    silence, whoever wrote its loader.
-
-    Args:
-        known: names that were there at the start, with their shapes.
-
-    Raises:
-        RefitError: a tensor does not have the sizes that it had at the start.
+    Most loaders read a rank's part of whatever they are given, and some fill up what is missing: in silence.
+    A dimension of 1 more or less makes no difference.
     """
     for name, tensor in weights:
         expected = known[name].shape if name in known else tensor.shape

@@ -192,9 +192,9 @@ class LoaderCalls:
                 call.observer.leave_native(one.sources, _MADE if one.sources else _NOT_SENT)
         for sources, theirs in groups.items():
             call.sources.consume(sources)
-            for source in sources:
-                if has_fewer_bits(source.dtype, given.target.parameter.dtype):
-                    call.narrowed[source.name] = None
+            call.narrowed |= {
+                one.name: None for one in sources if has_fewer_bits(one, given.target)
+            }
             if not call.update.origin.is_serving:
                 self.report.names.landed(sources, given.target, given.part, theirs)
 
@@ -244,26 +244,20 @@ class LoaderCalls:
         call, parameter, known = given.call, given.target.parameter, len(given.call.not_finite)
         with unwatched():
             before = parameter.data.clone()
-        try:
-            with call.observer.watching_thread():
-                run(parameter)
-        except Exception:
-            with unwatched():
-                parameter.data.copy_(before)
-            raise
+        with call.observer.watching_thread():
+            run(parameter)
         with unwatched():
-            bad = [flags.any() for name, flags in call.not_finite[known:] if name == given.name]
-            if bad:
-                kept = torch.where(torch.stack(bad).any(), before, parameter.data)
-                parameter.data.copy_(kept)
+            for name, bad in call.not_finite[known:]:
+                if name == given.name:
+                    parameter.data.copy_(torch.where(bad.any(), before, parameter.data))
 
     def _store_half(self, given: _Given, half: Half, *, is_scale: bool) -> None:
         """Half of an FP8 weight came; with the other one it is stored."""
         target, recording = given.target, given.call.recording
         with unwatched():
-            # What a stream sends may lie where its next tensor will: what waits for the other half is copied.
-            is_lent = given.call.bucket is None
-            pair = self.pairs.add(target, given.part, half, is_scale=is_scale, is_lent=is_lent)
+            if given.call.bucket is None:  # a stream, whose next tensor may get this one's memory
+                half.keep()
+            pair = self.pairs.add(target, given.part, half, is_scale=is_scale)
             if pair is None:
                 return
             copies = store_pair(pair)
@@ -284,7 +278,6 @@ class LoaderCalls:
                 write = replace(write, source=torch.full(write.shape, write.fill))
             for cast, codes, scales, bad in quantize_write(target, name, write, self.options):
                 call.not_finite.append((name, bad))
-                self.report.refit.noise.add(target.granularity, cast, codes, scales)
                 done.append((cast, codes, scales))
         elif source is None:
             # The padding of a vocabulary: no checkpoint has it, and it is no older than the rest.

@@ -151,13 +151,13 @@ class Observer:
         if kind.is_view or self._is_over:
             return func(*args, **kwargs)
         loader = self._thread.loader
-        if loader is not None:
-            if any(map(loader.is_parameter, tensors_in((args, kwargs)))):
-                # It has not yet what the loader wrote (Gemma's norms keep `weight + 1` beside it).
-                loader.stop(f"{func} with the parameter itself")
-            if any(map(loader.has, tensors_in((_read_by(func, args), kwargs)))):
-                # Nor has the stand-in: it holds no values (Mamba's `A` is made of the `A_log` in it).
-                loader.stop(str(func))
+        if loader is not None and (
+            any(map(loader.is_parameter, tensors_in((args, kwargs))))
+            or any(map(loader.has, tensors_in((_read_by(func, args), kwargs))))
+        ):
+            # Neither it nor the stand-in has what the loader wrote: Gemma's norms keep `weight + 1` beside
+            # them, and Mamba's `A` is made of the `A_log` that was copied into it.
+            loader.stop(f"{func} with the parameter itself")
         if func is aten.copy_.default and self._write(args[0], args[1].expand(args[0].shape)):
             return args[0]
         if func in _FILLS and self._filled(*args):

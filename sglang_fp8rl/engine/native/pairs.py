@@ -79,19 +79,11 @@ class PairTable:
         """A call begins whose refit has been running since that stamp: what waits from before is of another."""
         self.halves = {key: half for key, half in self.halves.items() if half.stamp >= since}
 
-    def add(
-        self, target: Target, key: tuple, half: Half, *, is_scale: bool, is_lent: bool = False
-    ) -> Pair | None:
-        """Take a half; `target` is the weight's. Returns the pair when this completed it.
-
-        Args:
-            is_lent: its memory is its sender's before the other half comes: one that waits is copied.
-        """
+    def add(self, target: Target, key: tuple, half: Half, *, is_scale: bool) -> Pair | None:
+        """Take a half; `target` is the weight's. Returns the pair when this completed it."""
         with self._lock:
             other = self.halves.pop((id(target), key, not is_scale), None)
             if other is None:
-                if is_lent:
-                    half.keep()
                 self.halves[id(target), key, is_scale] = half
                 return None
         return Pair(target, other, half) if is_scale else Pair(target, half, other)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ import torch
 from ...numerics.cast import as_matrix
 from ...numerics.grid import ceil_div
 from ...numerics.write_table import LONGEST_ROW, ROW_FIELDS, Kind, Piece
-from ...scheme import Granularity
 from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source
 from ..interception import Write
@@ -26,27 +24,6 @@ Done = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 APART = "half of an FP8 pair, the other is in another bucket"
 
 
-class Sample(NamedTuple):
-    """A write to measure the SQNR on.
-
-    Attributes:
-        position: of a tensor of the bucket, and `offset`, `shape`, `stride` of a matrix in it, in elements.
-        codes, scales: what was made of that.
-    """
-
-    position: int
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    codes: torch.Tensor
-    scales: torch.Tensor
-
-    def source_in(self, bucket: Bucket) -> torch.Tensor:
-        """The matrix, of a bucket of that layout."""
-        sent = bucket.tensor(self.position)
-        return sent.as_strided(self.shape, self.stride, sent.storage_offset() + self.offset)
-
-
 class Recording:
     """What the native loaders did with each tensor of a bucket; filled from several threads.
 
@@ -54,7 +31,6 @@ class Recording:
         sent: its tensors as the loaders get them (`apart`).
 
     Attributes:
-        samples: one of each granularity.
         fills: writes of no sent tensor (the padding of a vocabulary).
         exponents: positions of scales that have to be powers of two.
         refused: reasons why buckets like this one are left to the native loaders.
@@ -62,7 +38,6 @@ class Recording:
 
     def __init__(self, bucket: Bucket, sent: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.bucket, self._storages = bucket, [one.untyped_storage() for _, one in sent]
-        self.samples: dict[Granularity, Sample] = {}
         self.exponents: list[int] = []
         self.fills: list[tuple[Target, Write]] = []
         self.refused: set[str] = set()
@@ -107,10 +82,6 @@ class Recording:
         for view, destination, scales in done:
             block = (1, 1) if scales is None else target.shares_scale.block(view.shape)
             pieces.append(self._piece(source, view, destination, scales, block))
-            offset = source.offset_of(view)
-            if scales is not None and offset is not None:
-                place = source.position, offset, tuple(view.shape), view.stride()
-                self.samples.setdefault(target.granularity, Sample(*place, destination, scales))
         self._take(target, pieces, [source], [box])
 
     def add_pair(self, pair: Pair, copies: Sequence[PairCopy], boxes: Iterable[int]) -> None:

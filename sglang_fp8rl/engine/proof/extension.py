@@ -166,8 +166,7 @@ def _memory_of(
     name: str, shape: tuple[int, ...], target: Target, box: Region, region: Region
 ) -> tuple[str, list[Box]]:
     """The form of a box that is served, and the bytes that are its number's."""
-    here = (slice(at, at + n) for at, n in zip(region.start, region.shape, strict=True))
-    served = target.parameter.data[tuple(here)].reshape(box.shape)
+    served = target.parameter.data[region.slices].reshape(box.shape)
     if not target.is_fp8:
         form = form_of(str(served.dtype).removeprefix("torch."))
         return form, [Box(served, shape, box.start, seed_of(name))]

@@ -19,14 +19,13 @@ import torch
 from ...config import Options
 from ...numerics.backends import TableRunner, make_runner
 from ...numerics.write_table import BAD_SCALE, NAN_CODE, CastTable, Kind
-from ...scheme import Granularity
 from ..arrival.bucket import Bucket, FlatBucket, overlapping
 from ..interception import Write
 from ..model.parameters import Target
 from ..modules.method import are_no_exponents
 from ..native.call import Call
 from ..native.pairs import bad_scale_error, check_exponents, nan_code_error
-from ..native.recording import Recording, Sample
+from ..native.recording import Recording
 from ..report.report import Arrived, RefitReport
 
 # Tensors of all recipes together: a table row of 136 bytes each, its name and its layout. Four times
@@ -45,8 +44,8 @@ class Recipe:
         positions: per row of the table, the tensor it is from.
         fills: of targets, which no sent tensor has.
         kv_scales: positions of scales of the KV cache, which are read each time.
+        tied: as of the call that it was recorded from.
         regions, targets: numbers of the boxes that are written, indices of the parameters.
-        samples: of each granularity, a write to measure the SQNR on.
         owners: parameters and scales that are written, and where they were.
         exponents: positions of scales that have to be powers of two.
         metadata: of a flattened bucket.
@@ -58,9 +57,9 @@ class Recipe:
     runner: TableRunner
     fills: list[tuple[Target, Write]]
     kv_scales: list[int]
+    tied: dict[int, str]
     regions: np.ndarray
     targets: np.ndarray
-    samples: dict[Granularity, Sample]
     owners: list[tuple[torch.Tensor, int]]
     exponents: tuple[int, ...]
     metadata: Sequence[Any]
@@ -205,9 +204,9 @@ def _recipe_of(
         runner=runner,
         fills=recording.fills,
         kv_scales=[at for at, name in enumerate(bucket.names) if name in aside] if aside else [],
+        tied=call.tied,
         regions=recording.boxes[:, 1].copy(),
         targets=targets,
-        samples=recording.samples,
         owners=[(one, one.data_ptr()) for one in memory],
         exponents=tuple(recording.exponents),
         metadata=bucket.metadata if isinstance(bucket, FlatBucket) else (),
@@ -229,9 +228,8 @@ def replay(
     if flags.any():
         _note_bad_pieces(call, recipe, bucket, flags)
     report.written_again(recipe.targets, recipe.regions)
-    for granularity, one in recipe.samples.items():
-        report.refit.noise.add(granularity, one.source_in(bucket), one.codes, one.scales)
     recipes.count_replayed(recipe)
+    call.tied = recipe.tied
     call.sources.set_aside = {bucket.names[at]: bucket.tensor(at) for at in recipe.kv_scales}
 
 

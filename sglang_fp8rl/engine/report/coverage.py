@@ -8,10 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from ..interception import Region
 from ..model.landings import NameTable
-from ..model.parameters import Target
+from ..model.parameters import SCALE_SUFFIXES, Target
 
 NEVER = -1
 
@@ -138,7 +139,7 @@ class FullExtent:
         self._targets, self._coverage, self._names = targets, coverage, names
         self._known = -1  # names that the arrays below are of
         self._elements = np.zeros(0, np.int64)
-        self._is_reached = np.zeros(0, bool)
+        self._is_reached = self._was_never = self._are_no_biases = np.zeros(0, bool)
         self._made_into: list[str] = []
 
     def lacking(self, since: int, reached_at: np.ndarray) -> np.ndarray:
@@ -148,8 +149,10 @@ class FullExtent:
             reached_at: per parameter, the stamp of the call that wrote it last.
         """
         self._count()
-        written = self._coverage.new_elements(since)
-        return (written < self._elements) | (self._is_reached & (reached_at < since))
+        written, has_come = self._coverage.new_elements(since), reached_at >= since
+        is_whole = (written >= self._elements) | (self._was_never & has_come & (written == 0))
+        is_whole |= self._are_no_biases & (reached_at == NEVER)
+        return ~is_whole | (self._is_reached & ~has_come)
 
     def names_without_boxes(self) -> list[str]:
         """What SGLang computes with instead of copying it: no box of a parameter says whether it was stored."""
@@ -186,11 +189,31 @@ class FullExtent:
         boxes = {
             (one.target.index, box) for one in landings for box in one.regions if box is not None
         }
-        sizes, is_fp8 = self._coverage.sizes, [target.is_fp8 for target in self._targets]
+        sizes = self._coverage.sizes
         index = np.fromiter((index for index, _ in boxes), np.int64, len(boxes))
         numel = np.fromiter((box.numel for _, box in boxes), np.float64, len(boxes))
         counted = np.bincount(index, numel, len(sizes)).astype(np.int64)
         self._is_reached = np.zeros(len(sizes), bool)
         self._is_reached[[one.target.index for one in landings]] = True
-        is_missing = np.array(is_fp8, bool) & (counted == 0)  # an FP8 weight is never optional
-        self._elements = np.where(is_missing, sizes, np.minimum(counted, sizes))
+        # What the start did not write is lacking until an update writes it.
+        is_sent = np.array([_is_sent(one) for one in self._targets], bool)
+        self._was_never = is_sent & ~self._is_reached
+        self._are_no_biases = np.zeros(len(sizes), bool)
+        never = np.flatnonzero(self._was_never).tolist()
+        self._are_no_biases[never] = [_is_no_bias(self._targets[at]) for at in never]
+        written, is_fused = self._coverage.new_elements(0), [one.is_fused for one in self._targets]
+        is_part_of = np.array(is_fused, bool) & (written > 0) & (written < sizes)
+        elements = np.minimum(counted, sizes)
+        self._elements = np.where(self._was_never | is_part_of, sizes, elements)
+
+
+def _is_sent(target: Target) -> bool:
+    """Whether checkpoints bring it: buffers and positions are computed, a scale comes of its weight."""
+    is_computed = target.name.endswith((*SCALE_SUFFIXES, "position_ids"))
+    return isinstance(target.parameter, torch.nn.Parameter) and not is_computed
+
+
+def _is_no_bias(target: Target) -> bool:
+    """Whether it is a bias of zeros: SGLang's vision attention has one where its model has none."""
+    parameter = target.parameter
+    return target.name.endswith(".bias") and not (parameter.is_meta or bool(parameter.any()))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ...wire.refit_note import RefitNote
 from ..arrival.update import Update
+from ..model.draft import lost_of_drafts
 from .refit_record import Outcome, Part, Refit, Session, State, Verdict
 
 MAX_LISTED = 16
@@ -29,8 +31,10 @@ class RefitLog:
         complete: the last complete one.
         failures: of refits since then.
         left_out: the last refits since then that ended `mixed`.
-        is_unloaded: no complete one since the start, or since the memory was released.
+        is_unloaded: no complete one since the start, or since the memory was released; drafts say so themselves.
         session: whether one is open.
+        moved_to: the version of the refit that ended last, where what is served is of one piece since, until it was
+            asked for.
         is_in_step: whether the calls of clients that open no session and name nothing are known to begin
             with the first call of an update.
     """
@@ -44,6 +48,7 @@ class RefitLog:
         self.left_out: deque[Refit] = deque(maxlen=MAX_LISTED)
         self.is_unloaded = True
         self.session: Session | None = None
+        self.moved_to: str | None = None
         self.is_in_step = True
         self._count = 0
         self._begun: list[Refit] = []
@@ -52,7 +57,7 @@ class RefitLog:
     def state(self) -> State:
         if self.failures:
             return State.FAILED
-        if self.is_unloaded:
+        if self.is_unloaded or lost_of_drafts():
             return State.UNLOADED
         running = self.running
         if self.left_out or (running is not None and running.outcome is Outcome.MIXED):
@@ -95,10 +100,11 @@ class RefitLog:
             parts: its calls before this one.
         """
         refit = self.current = self._new(update, since)
+        self.moved_to = None
         refit.parts = list(parts)
         self._begun.append(refit)
         if refit.session is not None:
-            refit.session.failed, refit.session.has_begun = None, True
+            refit.session.has_begun = True
         return refit
 
     def refuse(self, update: Update, texts: Iterable[str]) -> Refit:
@@ -147,6 +153,8 @@ class RefitLog:
         """
         current = self.current
         assert current is not None
+        if update.ends_session and current.session is not None and not verdict.is_complete:
+            verdict = replace(verdict, failures=(*verdict.failures, *current.session.failure()))
         if self.is_over(update, verdict):
             ended = self.conclude(verdict)
             is_flushed = update.is_last_call and current.has_waited
@@ -185,19 +193,25 @@ class RefitLog:
                 self.complete = refit
                 self.failures, self.is_unloaded, self.is_in_step = [], False, True
                 self.left_out.clear()
+            if not (self.failures or self.is_unloaded or self.left_out):
+                self.moved_to = refit.version
         return refit
 
     def failed(self, refit: Refit, texts: Sequence[str]) -> None:
         """It ended, and these things are wrong with it."""
         refit.outcome = Outcome.FAILED
         refit.errors += [text for text in dict.fromkeys(texts) if text not in refit.errors]
-        said = [f"{refit.describe()} failed: {text}" for text in refit.errors]
-        new = [line for line in said if line not in self.failures]
-        self.failures = (self.failures + new)[-MAX_LISTED:]
-        if self.session is not None:
-            self.session.failed = refit
+        self.add_failures(f"{refit.describe()} failed: {text}" for text in refit.errors)
+        if refit.session is not None:
+            refit.session.failed = refit
         if refit.is_bare:
             self.is_in_step = False
+
+    def add_failures(self, lines: Iterable[str]) -> None:
+        """Weights are not what they should be, as these lines say; the last ones are kept."""
+        new = [line for line in lines if line not in self.failures]
+        self.failures = (self.failures + new)[-MAX_LISTED:]
+        self.moved_to = None
 
     def unload(self) -> None:
         """The memory of the weights is gone."""

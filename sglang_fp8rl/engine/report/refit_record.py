@@ -1,60 +1,15 @@
-"""One refit: what came, how it ended, what its cast cost, and the words for it."""
+"""One refit: what came, how it ended, and the words for it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
-import torch
-
-from ...numerics import dequantize
-from ...numerics.sqnr import SignalAndNoise
-from ...scheme import Granularity
 from ...wire.refit_note import RefitNote
+from ...wire.stages import BETWEEN_REQUESTS, Mark, seconds_by_stage
 from ..arrival.update import Origin
-
-_SAMPLES_PER_REFIT = 4
-
-
-@dataclass
-class Noise:
-    """SQNR of the cast, measured on a few samples of each granularity; loaders in several threads may add one more."""
-
-    _samples: dict[Granularity, list[SignalAndNoise]] = field(default_factory=dict)
-
-    def add(
-        self,
-        granularity: Granularity,
-        source: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-    ) -> None:
-        """Measure the cast on one corner block of a write, unless there are samples enough."""
-        samples, sample = self._samples.setdefault(granularity, []), SignalAndNoise()
-        if len(samples) >= _SAMPLES_PER_REFIT:
-            return
-        samples.append(sample)
-        rows, columns, scale = 128, 128, scales[:1, :1]
-        if granularity is Granularity.PER_CHANNEL:
-            rows, columns, scale = 8, source.shape[1], scales[:8]
-        exact = source[:rows, :columns].to(torch.bfloat16).float()
-        served = dequantize(codes[:rows, :columns], scale, dtype=torch.float32)
-        if bool(torch.isfinite(exact - served).all()):
-            sample.add(exact, served)
-
-    def as_dict(self) -> dict[str, dict[str, Any]]:
-        """For the status section."""
-        decibels, samples = {}, {}
-        for granularity, found in self._samples.items():
-            power = SignalAndNoise(
-                sum(one.signal for one in found), sum(one.noise for one in found)
-            )
-            is_known = power.signal and power.noise
-            decibels[granularity.value] = round(power.db, 2) if is_known else None
-            samples[granularity.value] = len(found)
-        return {"sqnr_db": decibels, "sqnr_samples": samples}
 
 
 class Outcome(str, Enum):
@@ -128,13 +83,22 @@ class Session:
         note: that came with it.
         number: of the model's memory when it was opened; None where a note says what is to come.
         has_begun: whether a refit has.
-        failed: the refit in it that failed and had no successor.
+        failed: the last refit in it that failed.
     """
 
     note: RefitNote | None = None
     number: int | None = None
     has_begun: bool = False
     failed: Refit | None = None
+
+    def failure(self) -> list[str]:
+        """Say why it fails unless all parameters came behind the refit that failed; nothing if none did."""
+        if self.failed is None:
+            return []
+        return [
+            f"{self.failed.describe()} of this session failed, and not everything came again behind it. "
+            "Send the update again, whole"
+        ]
 
 
 @dataclass(frozen=True)
@@ -171,6 +135,8 @@ class Refit:
         found: what all ranks said behind its last request; None before.
         given_up: why it ended, if nobody ended it.
         cache_flushed: whether SGLang flushed its cache behind it; None if it was not asked to.
+        stages: seconds of each, from its first request to its last answer.
+        answered_at: when that was.
     """
 
     id: int
@@ -184,8 +150,16 @@ class Refit:
     outcome: Outcome = Outcome.OPEN
     errors: list[str] = field(default_factory=list)
     given_up: str = ""
-    noise: Noise = field(default_factory=Noise)
     cache_flushed: bool | None = None
+    stages: Counter[str] = field(default_factory=Counter)
+    answered_at: float | None = None
+
+    def add_stages(self, marks: list[Mark]) -> None:
+        """One more of its requests, from its arrival to its answer, and the wait before it."""
+        if self.answered_at is not None:
+            marks = [(BETWEEN_REQUESTS, self.answered_at), *marks]
+        self.stages.update(seconds_by_stage(marks))
+        self.answered_at = marks[-1][1]
 
     @property
     def is_complete(self) -> bool:

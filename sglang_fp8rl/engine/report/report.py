@@ -19,6 +19,7 @@ from ..model.parameters import Target
 from .coverage import NEVER, CoverageTable, FullExtent, longer
 from .law import MAX_LISTED, RefitLog
 from .refit_record import Outcome, Part, Refit, Session, Verdict
+from .sent_twice import SentTwice
 
 
 class Arrived(NamedTuple):
@@ -48,6 +49,7 @@ class RefitReport:
         log: which refits there were.
         brought, coverage: when each name, and each part of a parameter, came last.
         reached_at: per parameter, the stamp of the call that reached it last.
+        sent_twice: what came for a parameter that another tensor writes.
         unknown_because: why it is not known what a full refit writes; empty if it is.
     """
 
@@ -56,6 +58,7 @@ class RefitReport:
         self.coverage = CoverageTable([tuple(target.parameter.shape) for target in self.targets])
         self.brought = NamesBrought()
         self.log = RefitLog()
+        self.sent_twice = SentTwice()
         self._extent = FullExtent(self.targets, self.coverage, names)
         self.reached_at = np.full(len(self.targets), NEVER)
         self._started = 0.0
@@ -162,12 +165,16 @@ class RefitReport:
         count = int(lacking.sum()) + len(others)
         failures = (self.unknown_because,) if self.unknown_because else ()
         found = Verdict(count, (), failures, refit.has_taken)
-        if not count or not (update is None or self.log.is_over(update, found)):
+        if update is not None:
+            if not self.log.is_over(update, found):
+                return found
+            found = replace(found, failures=failures + self.sent_twice.differing(refit.since))
+        if not count:
             return found
         names = others + self._extent.names_of(lacking, not_brought)
         found = replace(found, names=tuple(names[:MAX_LISTED]))
         if refit.note is not None and refit.note.wants_all:
-            found = replace(found, failures=(*failures, found.left_out()))
+            found = replace(found, failures=(*found.failures, found.left_out()))
         return found
 
     def flushed(self) -> None:
@@ -192,7 +199,7 @@ class RefitReport:
         self.log.session = Session(note, number)
 
     def end_session(self) -> Refit | None:
-        """Returns the refit in it that failed, if none came behind that."""
+        """Returns the last refit in it that failed, if any."""
         session, self.log.session = self.log.session, None
         return session.failed if session is not None else None
 

@@ -130,7 +130,6 @@ class _Refitting:
                 buckets=sent.buckets,
                 http_seconds=round(sent.server_seconds, 4),
                 engine_seconds=last["seconds"],
-                sqnr_db=last["sqnr_db"],
             )
         )
 

@@ -58,7 +58,6 @@ class RefitFigures:
     buckets: int
     http_seconds: float
     engine_seconds: float
-    sqnr_db: dict[str, float | None]
 
     def gb_per_s(self, seconds: float) -> float:
         return self.nbytes / seconds / 1e9 if seconds else 0.0
@@ -112,9 +111,6 @@ def print_report(report: DemoReport, console: Console) -> None:
         )
     console.print(refits)
     facts = Table(show_header=False, box=None)
-    for scheme, decibels in report.refits[-1].sqnr_db.items():
-        text = f"{decibels:.1f} dB (sampled)" if decibels is not None else "not measured here"
-        facts.add_row(f"SQNR {scheme}", text)
     saved = report.fp8_bytes / report.bf16_bytes_replaced if report.bf16_bytes_replaced else 1
     facts.add_row(
         "served in FP8",

@@ -1,4 +1,4 @@
-"""What writes past `model.load_weights` is refused where it runs, and told where it can't be seen."""
+"""What would write past `model.load_weights` is refused, and told where it can't be seen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from commands import begin, digests, end, model_of, send, status, update
+from commands import begin, digests, end, model_of, status, update
 from contract import HOST
 from packaging.version import Version
 from pool import engine_key, on
@@ -18,38 +18,44 @@ pytestmark = pytest.mark.engine
 NEWER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 MODULE = NEWER if importlib.util.find_spec(NEWER) else "sglang.srt.model_executor.model_runner"
 DIRECT = f"{MODULE}._model_load_weights_direct"
-THROUGH, PAST = "foreign_loaders.through", "foreign_loaders.past_every_operation"
 NORM, MATRIX = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
 
-with_loaders = on(
-    engine_key("qwen3", args=("--custom-weight-loader", DIRECT, THROUGH, PAST), label="loaders")
-)
 has_sessions = pytest.mark.skipif(Version("0.5.21") > HOST, reason="this SGLang has no sessions")
 
 
-@with_loaders
-@pytest.mark.parametrize("name", [NORM, MATRIX])
-def test_a_loader_that_writes_by_itself_is_stopped_before_it_writes(host, name):
-    """SGLang's own test of custom loaders names the function behind the refused `direct`."""
-    before = host.call(digests)
-    ok, message = host.call(update, [(name, host.model.second[name])], DIRECT)
-    assert not ok
-    assert "past model.load_weights" in message
-    assert host.call(digests) == before
-    assert host.call(status)["state"] == "failed"
+@on(
+    engine_key(
+        "qwen3", "tp2", args=("--custom-weight-loader", DIRECT, "loader.of.mine"), label="loaders"
+    )
+)
+@pytest.mark.parametrize("load_format", [DIRECT, "loader.of.mine", "direct", "upside_down"])
+def test_a_loader_of_the_client_s_choice_is_refused_on_every_rank(host, load_format):
+    """Also one that the server was started with: SGLang's own test names the function behind `direct`."""
+    before = host.call_all(digests)
+    for ok, message in host.call_all(update, [(MATRIX, host.model.second[MATRIX])], load_format):
+        assert not ok
+        for words in (
+            f"load_format: {load_format!r}",
+            "leave FP8 scales behind",
+            "Leave load_format out",
+        ):
+            assert words in message
+    assert host.call_all(digests) == before
+    assert all(rank["state"] == "failed" for rank in host.call_all(status))
 
 
-@with_loaders
-def test_a_loader_that_calls_load_weights_is_served(host):
-    host.send(list(host.model.second.items()), THROUGH)
-    assert host.call(digests) == host.fresh("second").digests[0]
-    assert host.call(status)["state"] == "whole"
+def update_that_loads_nothing(scheduler, tensors):
+    model = model_of(scheduler)
+    load_weights, model.load_weights = model.load_weights, lambda *_: None
+    try:
+        return update(scheduler, tensors)
+    finally:
+        model.load_weights = load_weights
 
 
-@with_loaders
+@on("qwen3-tp1")
 def test_a_request_that_loads_nothing_and_says_it_did_is_a_failed_one(host):
-    """numpy's writes are no operations of torch."""
-    ok, message = host.call(update, [(NORM, host.model.second[NORM])], PAST)
+    ok, message = host.call(update_that_loads_nothing, [(NORM, host.model.second[NORM])])
     assert not ok
     assert "no call of model.load_weights" in message
     found = host.call(status)
@@ -112,12 +118,3 @@ def check_weights(scheduler, action):
     with torch.no_grad():
         result = scheduler.weight_updater.check_weights(CheckWeightsReqInput(action=action))
     assert result.success, result.message
-
-
-@with_loaders
-def test_an_empty_payload_is_refused_whoever_loads_it(host):
-    for load_format in (None, THROUGH):
-        ok, message = host.call(update, [], load_format)
-        assert not ok
-        assert "empty list" in message
-    assert host.call(send, [b"no pickle"], THROUGH)[0] is False

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.wire.bucket import serialize
+from sglang_fp8rl.wire.bucket import payload_of, serialize
+from sglang_fp8rl.wire.staging import StagingBuffers
 
 from .fault import Group
 from .trainer import DOWN, UP, Answer, Trainer, encoded
@@ -124,12 +125,33 @@ def shared_memory_that_was_cut_to_a_page(trainer: Trainer) -> Answer:
     return trainer.payload([encoded(content)])
 
 
+def staged(trainer: Trainer) -> dict[str, Any]:
+    """What `RefitClient` sends first, in buffers of its own."""
+    payload = payload_of([trainer.fresh(DOWN)], 1, True, StagingBuffers())
+    trainer.memory.append(payload)
+    return payload.content
+
+
+@row("buffer", "not open here")
+def a_buffer_whose_handle_never_came(trainer: Trainer) -> Answer:
+    content = staged(trainer)
+    del content["flattened_tensor"]
+    return trainer.pickled(content, "flattened_bucket")
+
+
+@row("buffer", "its handle came before", "opened once", serves=[DOWN])
+def a_handle_that_comes_twice(trainer: Trainer) -> Answer:
+    content = staged(trainer)
+    trainer.pickled(content, "flattened_bucket", flush=False)
+    return trainer.pickled(content, "flattened_bucket", flush=False)
+
+
 @row("direct", "leave FP8 scales behind")
 def load_format_direct(trainer: Trainer) -> Answer:
     return trainer.pickled([trainer.fresh(DOWN)], "direct")
 
 
-@row("load_format", "upside_down", host=True)
+@row("load_format", "upside_down")
 def a_load_format_that_nobody_knows(trainer: Trainer) -> Answer:
     return trainer.pickled([trainer.fresh(DOWN)], "upside_down")
 

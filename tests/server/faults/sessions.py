@@ -70,8 +70,8 @@ def halves_of_a_pair_in_two_sessions(trainer: Trainer) -> Answer:
     return trainer.end()
 
 
-@row(code=200, then=Then.FAILED, serves=[UP], needs_sessions=True)
-def a_session_that_ends_well_after_a_refused_call(trainer: Trainer) -> Answer:
+@row("of this session failed", then=Then.FAILED, serves=[UP], needs_sessions=True)
+def a_session_that_goes_on_after_a_refused_call(trainer: Trainer) -> Answer:
     assert trainer.begin().code == 200
     assert trainer.send(trainer.broken(DOWN, slice(None), float("nan")), flush=False).code == 400
     assert trainer.send(trainer.fresh(UP), flush=False).code == 200

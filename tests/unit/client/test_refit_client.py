@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import io
 import json
+import logging
 import pickle
+import shutil
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from types import SimpleNamespace
@@ -15,9 +18,11 @@ import pytest
 import torch
 
 from sglang_fp8rl.client import RefitClient
-from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.errors import NoAnswerError, RefitError
 from sglang_fp8rl.wire import layout_text
 from sglang_fp8rl.wire.bucket import flatten, serialize
+from sglang_fp8rl.wire.shared_memory import FILES
+from sglang_fp8rl.wire.staging import BUFFER, OpenBuffers, default_bucket_bytes
 
 TENSORS = [
     ("a", torch.arange(6, dtype=torch.float32).reshape(2, 3)),
@@ -43,11 +48,13 @@ class FakeServer(ThreadingHTTPServer):
         self.is_ours, self.tp_size = True, 2
         self.notes: list[dict] = []
         self.calls: list[str] = []
+        self.asked: list[str] = []
         self.updates: list[dict] = []
         self.versions: list[str] = []
         self.keys: dict[str, str | None] = {}
         self.key_for_unknown: str | None = None
         self.received: dict[str, torch.Tensor] = {}
+        self.buffers = OpenBuffers()
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
@@ -74,6 +81,9 @@ class FakeServer(ThreadingHTTPServer):
         self.updates.append(body)
         payload = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
         assert body["load_format"] == "flattened_bucket"
+        assert (BUFFER in payload) == self.is_ours
+        if self.is_ours:
+            self.buffers.put_memory_into(payload)
         flat, layout = payload["flattened_tensor"], payload["metadata"]
         assert isinstance(layout, str) == self.is_ours
         for meta in layout_text.from_text(layout) if self.is_ours else layout:
@@ -94,6 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: FakeServer
 
     def do_GET(self) -> None:
+        self.server.asked.append(self.path)
         self.server.keys[self.path] = self.headers.get("authorization")
         status = self.server.status
         if self.path == "/fp8rl/status":
@@ -165,6 +176,114 @@ def test_a_session_is_opened_where_the_server_knows_them(server):
     closes = [call for call in server.calls if call == "/end_weight_update"]
     assert server.calls[0] == "/begin_weight_update"
     assert len(closes) == int(server.sessions)
+
+
+def test_what_a_server_can_do_is_asked_once(server):
+    client = RefitClient(server.url)
+    for _ in range(3):
+        client.update(TENSORS, bucket_bytes=1 << 20)
+    assert server.asked == ["/server_info"]
+    begins = [call for call in server.calls if call == "/begin_weight_update"]
+    assert len(begins) == (3 if server.sessions else 1)  # 404 once
+    assert len(server.calls) == (9 if server.sessions else 4)
+
+
+def test_a_server_that_was_not_of_ours_is_looked_at_again(server):
+    """Nothing would be announced to it else."""
+    server.is_ours = False
+    client = RefitClient(server.url)
+    client.update(TENSORS)
+    assert not server.notes
+    server.is_ours = True
+    client.update(TENSORS)
+    assert {note["extent"] for note in server.notes} == {"all"}
+
+
+def test_it_is_asked_again_behind_what_failed():
+    server = FakeServer(sessions=False, fail_at=1)
+    client = RefitClient(server.url)
+    client.update(TENSORS)
+    with pytest.raises(RefitError):
+        client.update(TENSORS)
+    server.fail_at, server.sessions, server.tp_size = None, True, 4
+    client.update(TENSORS)
+    assert server.asked == ["/server_info", "/fp8rl/status", "/server_info"]
+    assert len(server.updates[-1]["serialized_named_tensors"]) == 4
+    assert server.calls[-1] == "/end_weight_update"
+    server.shutdown()
+
+
+def test_it_is_asked_again_where_no_answer_came():
+    server = FakeServer(sessions=True)
+    client = RefitClient(server.url, timeout=0.2)
+    client.update(TENSORS)
+    port = server.server_port
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(NoAnswerError):
+        client._connection.post("/begin_weight_update", {})  # the answer to no update
+    assert client._connection.info is None
+    assert client.url.endswith(f":{port}")
+
+
+def test_a_connection_that_was_idle_is_not_used_again(server, monkeypatch):
+    """The server may be about to close it, and a request that meets that would get no answer."""
+    client, closed = RefitClient(server.url), []
+    monkeypatch.setattr(client._connection._http, "close", lambda: closed.append(True))
+    monkeypatch.setattr("sglang_fp8rl.client.connection._IDLE_SECONDS", 1e6)
+    for idle in (0, 0, 2e6):
+        client._connection._used -= idle
+        client.update(TENSORS)
+    assert closed == [True]
+
+
+def test_another_server_s_session_is_not_closed_by_a_client_that_was_refused_one():
+    server = FakeServer(sessions=True)
+    client = RefitClient(server.url)
+    client.update(TENSORS)
+    server.answer = lambda path, body: (
+        server.calls.append(path) or (400, {"success": False, "message": "is open"})
+    )
+    with pytest.raises(RefitError, match="is open"):
+        client.update(TENSORS)
+    assert server.calls[-1] == "/begin_weight_update"
+    server.shutdown()
+
+
+def test_the_seconds_of_a_refit_are_those_of_its_stages(server, caplog):
+    caplog.set_level(logging.DEBUG, logger="sglang_fp8rl.client")
+
+    def slowly():
+        for one in TENSORS:
+            time.sleep(0.01)
+            yield one
+
+    result = RefitClient(server.url).update(slowly(), bucket_bytes=30)
+    assert sum(result.stages.values()) == pytest.approx(result.seconds)
+    assert result.stages["taking_tensors"] >= 0.01 * len(TENSORS)
+    assert set(result.stages) == {
+        "taking_tensors", "session", "filling", "making_handles", "waiting", "proving", "finishing",
+    }  # fmt: skip
+    assert "making_handles" in caplog.text
+
+
+def test_the_default_size_of_a_bucket_goes_by_what_is_free(server, monkeypatch):
+    monkeypatch.setattr("sglang_fp8rl.wire.staging.free_bytes", lambda device: 240)
+    result = RefitClient(server.url).update(TENSORS)
+    assert (result.bucket_bytes, result.buckets) == (30, 2)
+    monkeypatch.setattr("sglang_fp8rl.wire.staging.free_bytes", lambda device: 1 << 40)
+    assert default_bucket_bytes(torch.device("cpu")) == 2 << 30
+    monkeypatch.setattr("sglang_fp8rl.wire.staging.free_bytes", lambda device: None)
+    assert default_bucket_bytes(torch.device("cpu")) == 512 << 20
+
+
+def test_a_bucket_that_finds_no_room_is_refused_by_its_size(server):
+    nbytes = shutil.disk_usage(FILES).free + (1 << 30)
+    tensor = torch.empty(1, dtype=torch.uint8).expand(nbytes)  # takes no memory itself
+    words = rf"a bucket of {nbytes} bytes: \d+ bytes are free in /dev/shm.*bucket_bytes"
+    with pytest.raises(RefitError, match=words):
+        RefitClient(server.url).update([("large", tensor)])
+    RefitClient(server.url).update(TENSORS)
 
 
 @pytest.mark.parametrize("sessions", [True, False])

@@ -4,6 +4,7 @@ is a failed one, and the next full update mends what it left. The model is a toy
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,11 @@ from threads_as_ranks import Ranks
 pytest.importorskip("sglang")
 
 from sglang_fp8rl.engine.arrival.update import Origin
+from sglang_fp8rl.engine.extension import Extension
 from sglang_fp8rl.engine.host.status import add_status
 from sglang_fp8rl.engine.host.update_request import answer_update
 from sglang_fp8rl.engine.host.updater import begin_session, end_session, read_unfolded
+from sglang_fp8rl.engine.report.law import MAX_LISTED
 
 io_struct = pytest.importorskip("sglang.srt.managers.io_struct")
 pytestmark = pytest.mark.skipif(
@@ -61,6 +64,8 @@ class Host:
 
     def check_weights(self, request):
         self.barrier()
+        if request.action == "compare":
+            raise RuntimeError("no snapshot was taken")
         return io_struct.CheckWeightsReqOutput(success=True, message="")
 
 
@@ -73,7 +78,7 @@ class Manager(Host):
         refit.extensions.clear()  # as after the start of a server whose cache is not in FP8
         runner = SimpleNamespace(model=refit.model, token_to_kv_pool=None)
         self.tp_worker = SimpleNamespace(model_runner=runner)
-        self.draft_worker = self.metrics_collector = self._session = None
+        self.draft_worker = self.metrics_collector = self._session = self.scheduler = None
         self.offload_tags = set()
         self.weight_updater, self.ps = self, SimpleNamespace(dp_rank=0)
         self.flush_cache = lambda **_: True
@@ -151,6 +156,19 @@ def check(manager):
     return manager.check_weights(io_struct.CheckWeightsReqInput(action="checksum"))
 
 
+def compare(manager):
+    return manager.check_weights(io_struct.CheckWeightsReqInput(action="compare"))
+
+
+class Folding(Extension):
+    """Can't fold the weights again."""
+
+    @contextmanager
+    def unfolded(self):
+        yield
+        raise RuntimeError("left unfolded")
+
+
 def asked(mark):
     def act(manager):
         state = manager.state(mark)
@@ -217,6 +235,27 @@ def wrong(server, request, name, at):
     if act is end and any(manager.state()["state"] == "whole" for manager in server.managers):
         return "whole"
     return mended(server)
+
+
+def test_a_read_that_fails_leaves_the_weights_what_they_were(monkeypatch):
+    server = Server(monkeypatch)
+    for _ in range(MAX_LISTED + 2):
+        answers = server.call(compare)
+        assert not any(one.success for one in answers)
+        assert all("no snapshot" in one.message for one in answers)
+    assert [one.state()["state"] for one in server.managers] == ["whole"] * SIZE
+
+
+def test_a_read_behind_which_weights_are_left_otherwise_fails_them(monkeypatch):
+    server = Server(monkeypatch)
+    server.managers[1].refit.extensions.append(Folding(server.managers[1].refit))
+    for _ in range(MAX_LISTED + 2):
+        assert not any(one.success for one in server.call(check))
+    for manager in server.managers:
+        assert manager.state()["state"] == "failed"
+        assert len(manager.refit.report.log.failures) <= MAX_LISTED
+    server.managers[1].refit.extensions.clear()
+    assert mended(server) == ""
 
 
 def spread(names, count):

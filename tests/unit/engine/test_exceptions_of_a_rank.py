@@ -105,10 +105,32 @@ def test_a_draft_model_s_copies_are_waited_for_too(monkeypatch, fails):
             broken()
 
     updater = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
-    payload = {"flattened_tensor": torch.zeros(4), "metadata": "[]", "is_staged": True}
+    payload = {"flattened_tensor": torch.zeros(4), "metadata": "[]", "nbytes": 4}
     monkeypatch.setattr(update_request, "from_text", lambda text: [])
     try:
         update_request.flattened_bucket(original, updater, payload)
     except KeyError:
         assert fails
     assert events == ["copied", "waited"]
+
+
+def test_a_draft_model_reads_the_buffer_that_its_target_opened():
+    """SGLang hands both one payload; a handle is opened once."""
+    from sglang_fp8rl.engine.host import update_request
+    from sglang_fp8rl.wire.bucket import payload_of
+    from sglang_fp8rl.wire.staging import OPEN_BUFFERS, StagingBuffers
+
+    read = []
+    updater = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
+    payload = payload_of([("w", torch.ones(4))], 1, True, StagingBuffers()).content
+    for _ in ("target", "draft"):
+        update_request.flattened_bucket(
+            lambda _, payload: read.append(
+                payload["flattened_tensor"].view(torch.float32).tolist()
+            ),
+            updater,
+            payload,
+        )
+    assert read == [[1.0] * 4] * 2
+    assert len(OPEN_BUFFERS) == 1
+    OPEN_BUFFERS.close()

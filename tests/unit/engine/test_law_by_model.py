@@ -32,15 +32,8 @@ class Both:
             self.server.report.begin_session(None)
 
     def end(self) -> None:
-        report = self.server.report
-        if not self.model.in_session:
-            return
-        succeeds = self.model.end()
-        failed = report.end_session()
-        is_running = report.log.running is not None
-        if is_running:
-            report.log.conclude(report.verdict())
-        assert (is_running or failed is None) == succeeds
+        if self.model.in_session:
+            assert self.server.end_session() == self.model.end()
 
     def flush(self) -> None:
         self.server.report.flushed()

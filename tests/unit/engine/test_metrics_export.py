@@ -9,7 +9,7 @@ LABELS = {"model_name": "m", "tp_rank": "0"}
 
 
 def status(refit_id, *, consistent=True, replayed=0, native=1, seconds=0.5, nbytes=100):
-    refit = {"id": refit_id, "seconds": seconds, "bytes": nbytes, "sqnr_db": {"blockwise": 31.5}}
+    refit = {"id": refit_id, "seconds": seconds, "bytes": nbytes}
     return {
         "consistent": consistent,
         "replay": {"calls": replayed, "native_calls": native},
@@ -53,7 +53,6 @@ def test_gauges_say_what_the_status_says(exported):
     assert value("replayed_share") == 0.75
     assert value("refit_seconds") == 0.5
     assert value("refit_bytes") == 100
-    assert value("sqnr_db", scheme="blockwise") == 31.5
     metrics.observe(LABELS, status(1))
     assert value("consistent") == 1
 

@@ -63,6 +63,15 @@ class Server:
         """Refits that the parameters come from."""
         return [row["refit"] for row in served(self.report)]
 
+    def end_session(self):
+        """As `refit_end.end_request`; returns whether the client is told that it succeeded."""
+        report, log = self.report, self.log
+        update = Update(Origin.TENSOR, in_session=True, ends_session=True)
+        is_running = log.current is not None
+        ended = log.end_request(report.verdict(update), update) if is_running else None
+        failed = report.end_session()
+        return (ended or failed) is None or (ended or failed).outcome is not Outcome.FAILED
+
     def full(self):
         self.call(*HALVES[0])
         return self.call(*HALVES[1], flush=True)
@@ -235,6 +244,28 @@ def test_a_tensor_that_comes_again_leaves_what_came_behind_it(server):
     assert server.report.end_session() is None
     assert server.log.state is State.WHOLE
     assert server.log.last.tensors == len(NAMES)
+
+
+BEHIND_A_FAILURE = {
+    "nothing": ([], False),
+    "the rest": ([HALVES[1]], False),
+    "what failed": ([HALVES[0]], False),
+    "the rest, and then all": ([HALVES[1], *HALVES], True),
+    "all": ([*HALVES], True),
+}
+
+
+@pytest.mark.parametrize(("calls", "succeeds"), BEHIND_A_FAILURE.values(), ids=BEHIND_A_FAILURE)
+def test_a_session_with_a_refused_bucket_ends_well_only_behind_all_tensors(server, calls, succeeds):
+    server.report.begin_session(None)
+    server.call(*HALVES[0], in_session=True, failed=True)
+    for names in calls:
+        server.call(*names, in_session=True)
+    assert server.end_session() == succeeds
+    assert server.log.state is (State.WHOLE if succeeds else State.FAILED)
+    assert server.log.last.outcome is (Outcome.OK if succeeds else Outcome.FAILED)
+    server.report.begin_session(None)
+    assert server.end_session()  # the next one is not blamed
 
 
 def test_a_name_given_up_with_its_half_is_no_part_of_the_refit_before_it(server):

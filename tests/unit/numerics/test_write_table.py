@@ -1,5 +1,6 @@
 """A table of casts and copies writes what one call per tensor would have written."""
 
+import math
 import random
 
 import numpy as np
@@ -235,6 +236,9 @@ def every_number(dtype, to):
     if dtype != torch.float32:
         return every.view(dtype)[:, None].clone()
     held = every.view(torch.bfloat16 if to == torch.float32 else to).double()
+    held[held.isinf()] = 2 * 2.0 ** math.floor(
+        math.log2(torch.finfo(to).max)
+    )  # what Inf begins halfway to
     ties = (held + held.roll(1)) / 2
     around = [
         where.float().view(torch.int32) + step for where in (held, ties) for step in (-1, 0, 1)

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ pytest.importorskip("sglang")
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from sglang_fp8rl.config import Options
-from sglang_fp8rl.engine.refit import ModelRefit
-from tools.census import page, results
+from sglang_fp8rl.engine.refit import ModelRefit, refit_of
+from sglang_fp8rl.errors import ConfigError, RefitError
+from tools.census import forward, judge, page, results
 from tools.census.configs import config_class_of, tiny_config
-from tools.census.judge import judged
+from tools.census.judge import Judge, judged
+from tools.census.layers import lost
 from tools.census.outcome import OUT_OF_TIME, Row, summary
 from tools.census.tiny import shrink
 from tools.census.worker import run_forked
@@ -125,6 +128,148 @@ def test_with_the_observer_off_a_class_that_computes_is_silent(monkeypatch):
     assert "twice" in judged("Computes", Builder(Computes)).silent
 
 
+class Fussy(Plain):
+    """Takes no `a.bias` by itself; the rest is well over three quarters of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "bcde":
+            self.register_parameter(name, nn.Parameter(torch.zeros(3), requires_grad=False))
+
+    def load_weights(self, weights):
+        weights = dict(weights)
+        self.take(weights)
+        super().load_weights(iter(weights.items()))
+
+    def take(self, weights):
+        if "a.bias" in weights:
+            raise KeyError("a.bias")
+
+
+class Refused(Fussy):
+    def take(self, weights):
+        if "a.bias" in weights and refit_of(self) is not None:
+            raise RefitError("a.bias", "wrong", "it has to be right", "Mend it.")
+
+
+def test_a_name_that_sglang_does_not_take_is_laid_aside_and_said():
+    row = judged("Fussy", Builder(Fussy))
+    assert (row.kind, row.names, row.unreached) == ("replayed", 5, ["a.bias"])
+
+
+def test_a_name_that_sglang_takes_and_the_method_refuses_makes_the_class_refused():
+    row = judged("Refused", Builder(Refused))
+    assert row.kind == "refused"
+    assert "it has to be right" in row.reasons[0]
+
+
+class Runs(Plain):
+    def forward(self):
+        return self.a(torch.ones(4))
+
+
+class Transposes(Runs):
+    """Keeps a transposed weight from its first forward pass on, which no update renews."""
+
+    def forward(self):
+        if not hasattr(self, "turned"):
+            self.turned = self.a.weight.t().contiguous()
+        return torch.ones(4) @ self.turned
+
+
+class Breaks(Runs):
+    """Can't run with this method."""
+
+    def forward(self):
+        if refit_of(self) is not None:
+            raise NotImplementedError("not implemented for 'Float8_e4m3fn'")
+        return super().forward()
+
+
+class NeedsKernel(Runs):
+    def forward(self):
+        raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+
+class Counts(Runs):
+    def forward(self):
+        return torch.ones(3)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Judges a class that SGLang has started: a forward pass of it can be asked for."""
+    monkeypatch.setattr(forward, "outputs", lambda runner: [runner.model().clone()])
+    monkeypatch.setattr(
+        judge, "start_model", lambda _, runner: refit_of(runner.model).note_loaded()
+    )
+
+    def judge_started(kind):
+        one = Judge(kind.__name__)
+        assert one.loads(Builder(kind))
+        refit_of(one._loaded.model).note_loaded()
+        one.started(SimpleNamespace(model=None))
+        return one.row
+
+    return judge_started
+
+
+def test_a_class_is_proven_by_outputs_that_are_those_of_a_fresh_model(started):
+    row = started(Runs)
+    assert row.is_proven
+    assert "; 1 proven by a token; 0 silent" in summary([row])
+
+
+def test_a_class_whose_outputs_stay_behind_is_silent(started):
+    row = started(Transposes)
+    assert "outputs" in row.silent
+    assert not row.is_proven
+
+
+def test_a_class_that_runs_without_the_method_only_is_broken(started):
+    row = started(Breaks)
+    assert row.kind == "broken"
+    assert "Float8" in row.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(NeedsKernel, "Triton kernel"), (Counts, "the same with other weights")],
+)
+def test_what_proves_nothing_is_said(started, kind, reason):
+    row = started(kind)
+    assert (row.kind, row.is_proven) == ("replayed", False)
+    assert reason in row.not_run
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(ConfigError("--x", "set", "y", "z"), "refused"), (RuntimeError("no pool"), "not started")],
+)
+def test_a_start_that_fails_is_no_replayed_class(error, kind):
+    one = Judge("Plain")
+    assert one.loads(Builder(Plain))
+    one.failed(error)
+    assert one.row.kind == kind
+    assert str(error)[:7] in one.row.reasons[0]
+
+
+def test_a_draft_is_judged_as_sglang_serves_it():
+    row = judged("PlainMTP", Builder(Plain))
+    assert (row.kind, row.names, row.reasons) == ("draft", 2, [])
+
+
+def test_what_a_class_relies_on_is_told_by_the_methods_own_objects(started):
+    class Converts(Runs):
+        def forward(self):
+            if not hasattr(self.a, "kept"):
+                self.a.kept = self.a.weight.double()
+            return torch.ones(4, dtype=torch.float64) @ self.a.kept.t()
+
+    assert started(Runs).relies_on == []
+    assert started(Converts).relies_on == ["kept copies"]
+
+
 def test_a_class_that_needs_a_package_is_a_row():
     row = judged("Impossible", Builder(Impossible))
     assert row.kind == "not built"
@@ -178,17 +323,72 @@ def test_a_config_is_shrunk_with_all_of_its_parts():
     assert found["eos_token_id"] < 512
 
 
+LISTED = {
+    "num_hidden_layers": 12,
+    "layer_types": ["sliding", "sliding", "sliding", "full"] * 3,
+    "first_k_dense_replace": 2,
+    "linear_attn_config": {"kda_layers": [0, 1, 2, 4, 5, 6, 8, 9, 10]},
+    "per_layer_config": {"03": {"head_dim": 512}, "07": {"head_dim": 512}},
+}
+
+
+def test_a_small_model_has_every_kind_of_layer():
+    small = shrink(LISTED)
+    assert lost(LISTED, small) == []
+    assert small["layer_types"] == ["sliding", "sliding", "full", "full"]
+    assert small["first_k_dense_replace"] == 1
+    assert small["linear_attn_config"] == {"kda_layers": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"layer_types": ["sliding", "sliding", "sliding"]}, "layer_types: full"),
+        ({"first_k_dense_replace": 4}, "first_k_dense_replace: False"),
+        ({"linear_attn_config": None}, "linear_attn_config"),
+    ],
+)
+def test_a_kind_that_a_small_model_lost_is_told(change, told):
+    assert told in lost(LISTED, shrink(LISTED) | change)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "Qwen3NextForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+        "Gemma3nForCausalLM",
+        "MiMoV2FlashForCausalLM",
+        "KimiK3ForConditionalGeneration",
+        "Step3p5ForCausalLM",
+        "DeepseekV3ForCausalLM",
+    ],
+)
+def test_small_models_of_real_config_classes_lose_no_kind(architecture, tmp_path):
+    from sglang.srt.models.registry import ModelRegistry
+
+    model_class = ModelRegistry.models[architecture]
+    assert tiny_config(architecture, model_class, tmp_path, [], []) == []
+
+
 def test_an_outcome_that_is_not_on_file_is_a_change(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(page, "FOLDER", tmp_path)
-    rows = [Row("A", "replayed", names=3), Row("B", "native", names=2, reasons=["x|y"])]
+    rows = [
+        Row("A", "replayed", names=3),
+        Row("B", "native", names=2, reasons=["x|y"], relies_on=["kept copies"]),
+        Row("C", "replayed", names=4, not_run="needs a GPU", lost=["layer_types: full"]),
+    ]
     path = results.write(rows)
     assert results.changed(rows) == []
     assert results.changed([Row("A", "refused"), rows[1]]) == ["A: refused, on file replayed"]
-    assert results.changed([Row("C", "native")]) == ["C: native, on file nothing"]
+    assert results.changed([Row("D", "native")]) == ["D: native, on file nothing"]
     assert results.changed([Row("A", "not built", reasons=[f"{OUT_OF_TIME} 90 s"])]) == []
     text = page.section()
     assert results.provenance()["commit"] in text
-    assert "A (3)" in text
+    assert "A token of each is a fresh model's: A (3)." in text
     assert "| B (2) | x\\|y |" in text
+    assert "| C (4) | needs a GPU |" in text
+    assert "| C | no layer_types: full |" in text
+    assert "| kept copies | 1: B |" in text
     assert path.parent == tmp_path

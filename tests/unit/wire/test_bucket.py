@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from sglang_fp8rl.engine.arrival.bucket import FlatBucket
-from sglang_fp8rl.wire.bucket import allocate, flatten, payload_of
+from sglang_fp8rl.wire.bucket import flatten, payload_of
+from sglang_fp8rl.wire.shared_memory import allocate
 
 CPU = torch.device("cpu")
 

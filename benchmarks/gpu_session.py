@@ -1,0 +1,122 @@
+"""All that needs a GPU, in two calls of at most six minutes each; needs nothing beyond the offline bundle.
+
+    python benchmarks/gpu_session.py laws      # bytes, kernels' times, then pairs of servers
+    python benchmarks/gpu_session.py speed     # an 8B model: refit, decode; a large MoE where time is left
+
+Each part is a process of its own with a share of the time, writes its results as they come, and may fail: the others run.
+Exit status: 0; 1 if a part failed or ran out of its time; 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import measured
+import typer
+from bench_gpu import device_of
+from rich.console import Console
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+TOTAL_S = 345.0  # of one call; a started part has its own limit
+# What DeepGEMM would compile for every M is not waited for, in servers and out of them.
+ENVIRONMENT = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A benchmark with its arguments.
+
+    Attributes:
+        seconds: that it may take at most.
+        json: the results file; None where it writes none.
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    seconds: float = 60
+    json: str | None = None
+
+    def command(self) -> list[str]:
+        more = [] if self.json is None else ["--json", str(RESULTS / self.json)]
+        return [sys.executable, str(HERE / self.script), *self.args, *more]
+
+
+PARTS = {
+    "laws": (
+        Part("gpu_bytes.py", (), 60, "bytes_gpu.jsonl"),
+        Part("bench_gpu_pairs.py", (), 200, "servers_gpu.jsonl"),
+        Part("bench_gpu.py", ("--repetitions", "20"), 60, "cast_gpu.jsonl"),
+        Part("bench_fingerprint.py", ("--device", "cuda"), 40, "fingerprint_gpu.jsonl"),
+        Part("bench_linear_gpu.py", (), 60, "linear_gpu.jsonl"),
+    ),
+    "speed": (
+        Part(
+            "bench_gpu_server.py",
+            (
+                *("--model", "qwen3-8b", "--budget-s", "300"),
+                *("--decode-repetitions", "5", "--repetitions", "10"),
+            ),
+            330,
+            "server_gpu.jsonl",
+        ),
+        Part(
+            "bench_gpu_server.py",
+            ("--model", "qwen3-30b-a3b", "--budget-s", "150", "--max-batch", "1"),
+            200,
+            "server_gpu.jsonl",
+        ),
+    ),
+}
+Call = Enum("Call", {name: name for name in PARTS}, type=str)
+
+
+def main(
+    call: Annotated[Call, typer.Argument(help="which of the two")],  # type: ignore[valid-type]
+    total_s: Annotated[float, typer.Option(min=1, help="no part starts behind this")] = TOTAL_S,
+) -> None:
+    """Run one of the two calls of a session on a GPU."""
+    console = Console()
+    device_of(console, smoke=False)
+    began = time.monotonic()
+    table = measured.table(f"session: {call.value}", ("part", "how it ended", "seconds"), words=2)
+    failed = False
+    for part in PARTS[call.value]:
+        left = total_s - (time.monotonic() - began)
+        if left < part.seconds / 4:
+            table.add_row(part.script, f"not started: {left:.0f} s were left", "")
+            continue
+        console.rule(" ".join((part.script, *part.args)))
+        started = time.monotonic()
+        how = run(part, min(part.seconds, left))
+        failed = failed or how != "ok"
+        table.add_row(part.script, how, f"{time.monotonic() - started:.0f}")
+    console.print(table)
+    raise typer.Exit(1 if failed else 0)
+
+
+def run(part: Part, seconds: float) -> str:
+    """How a part ended, in words. It is told to stop first (it ends its servers then), and killed 15 s later."""
+    child = subprocess.Popen(part.command(), env={**os.environ, **ENVIRONMENT}, cwd=HERE.parent)
+    try:
+        status = child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        child.terminate()
+        try:
+            child.wait(15)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        return f"stopped after {seconds:.0f} s"
+    return "ok" if status == 0 else f"exit status {status}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,79 @@
+"""The caches that old weights filled: emptied on every rank alike, those in HiCache's storage too."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper
+
+from ...errors import HostError
+from ..refit import refit_of
+from .boundary import Boundary
+
+
+class RefitFlushWrapper(SchedulerFlushWrapper):
+    """A flush that waits for an idle server is done, or given up, by all ranks at once: each has its own clock."""
+
+    _pending: tuple[Any, float] | None
+
+    def __init__(self, *, flush_cache: Callable[..., bool], **others: Any) -> None:
+        self._scheduler: Any = getattr(flush_cache, "__self__", None)
+        is_idle = others.pop("is_fully_idle")
+        super().__init__(
+            flush_cache=flush_cache,
+            is_fully_idle=lambda: _on_every_rank(self._scheduler, is_idle()),
+            **others,
+        )
+
+    def check_pending(self) -> None:
+        if self._pending is None:
+            return
+        request, deadline = self._pending
+        may_wait = _on_every_rank(self._scheduler, time.monotonic() < deadline)
+        self._pending = request, math.inf if may_wait else -math.inf
+        super().check_pending()
+        if self._pending is not None:
+            self._pending = request, deadline
+
+
+def _on_every_rank(scheduler: Any, holds: bool) -> bool:
+    """Whether it holds on every rank of a model that is served by this method. A collective."""
+    if refit_of(scheduler.tp_worker.model_runner.model) is None:
+        return holds
+    return Boundary(scheduler.weight_updater.tp_cpu_group).on_every_rank(holds)
+
+
+def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
+    """`Scheduler.flush_cache`: what it did, on every rank alike."""
+    refit = refit_of(scheduler.tp_worker.model_runner.model)
+    if refit is None or refit.calls.update.origin.is_serving:
+        return is_empty  # within a request of an update, which says so itself
+    is_empty = Boundary(scheduler.weight_updater.tp_cpu_group).on_every_rank(is_empty)
+    if not is_empty:
+        return False
+    refit.report.flushed()  # behind a session's end there is no refit that this could divide
+    for extension in refit.extensions:
+        is_empty = extension.cache_is_empty(scheduler.weight_updater) and is_empty
+    return is_empty
+
+
+def clear_stored_cache(manager: Any) -> None:
+    """Clear what HiCache's storage backend or LMCache keeps: no flush reaches it, and it is of the old weights.
+
+    Raises:
+        HostError: it can't be cleared.
+    """
+    scheduler = manager.scheduler
+    kinds = ("enable_hicache_storage", "enable_lmcache")
+    if not any(getattr(scheduler, kind, False) for kind in kinds):
+        return
+    if not scheduler.tree_cache.clear_storage_backend():
+        raise HostError(
+            "the KV cache's storage backend",
+            "not cleared, or unable to",
+            "it keeps what the old weights computed, and prompts would go on with that",
+            "Detach it, or use one that can be cleared; then send the update again.",
+        )

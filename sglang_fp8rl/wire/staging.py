@@ -1,0 +1,169 @@
+"""Buffers that a sender fills in turn, and a server opens once.
+
+A buffer gets a name when its memory is allocated, and another one when that is made anew: a name never means
+other memory than before. The first bucket in it brings the handle, later ones say the name alone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from ..errors import RefitError
+from .shared_memory import allocate, free_bytes
+
+FLAT = "flattened_tensor"  # what SGLang calls a bucket's memory
+BUFFER, NBYTES = (
+    "buffer",
+    "nbytes",
+)  # of a payload: the buffer's name, and how much of it the bucket takes
+COUNT = 2  # buffers that a sender fills in turn
+MOST_OPEN = 32  # that a server keeps: two for each device that a sender's tensors lie on
+LARGEST_DEFAULT = 2 << 30
+_UNKNOWN_DEVICE_DEFAULT = 512 << 20
+_PARTS = 8  # of what is free: two buffers, the tensors of the next one, and more for others
+
+
+def default_bucket_bytes(device: torch.device) -> int:
+    """A bucket's size by what is free where it lies, up to 2 GiB."""
+    free = free_bytes(device)
+    return _UNKNOWN_DEVICE_DEFAULT if free is None else min(LARGEST_DEFAULT, free // _PARTS)
+
+
+@dataclass
+class _Buffer:
+    memory: torch.Tensor
+    name: str = field(default_factory=lambda: uuid4().hex)
+    is_told: bool = False
+
+
+class StagingBuffers:
+    """`COUNT` buffers for each device that buckets come from: one is filled while the server reads the other.
+
+    The pages of a fresh one are made and zeroed while it is filled, which takes a CPU longer than filling it. A
+    sender makes the next bucket while one is on its way, and no more, so the buffer that it takes is that of a
+    bucket which was answered for.
+
+    Attributes:
+        least: bytes of a new buffer at least, so that buckets of about one size fit in what is there.
+    """
+
+    def __init__(self, least: int = 0) -> None:
+        self.least = least
+        self._buffers: defaultdict[torch.device, deque[_Buffer | None]]
+        self._buffers = defaultdict(lambda: deque([None] * COUNT))
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """uint8 [nbytes] of the buffer that was taken longest ago, made anew where that is too small."""
+        buffers = self._buffers[device]
+        buffer = buffers.popleft()
+        if buffer is None or buffer.memory.numel() < nbytes:
+            buffer = None  # the old one goes before the new one comes
+            buffer = _Buffer(allocate(max(nbytes, self.least), device))
+        buffers.append(buffer)
+        self._taken = buffer
+        return buffer.memory[:nbytes]
+
+    def reference(self, nbytes: int) -> dict[str, Any]:
+        """What a bucket says of the buffer that was taken last; its memory too, for the first time."""
+        buffer, buffers = self._taken, self._buffers.values()
+        said: dict[str, Any] = {
+            BUFFER: buffer.name,
+            NBYTES: nbytes,
+            "buffers": [one.name for two in buffers for one in two if one is not None],
+            "owner": _process(os.getpid()),
+        }
+        if not buffer.is_told:
+            said[FLAT], buffer.is_told = buffer.memory, True
+        return said
+
+
+class OpenBuffers:
+    """The buffers of one sender that this process has open. What the sender does not name any more is let go."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+        self._watched = ""
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    def put_memory_into(self, payload: dict[str, Any]) -> None:
+        """Give a bucket that names a buffer its memory, in place: a draft model is handed the same payload.
+
+        Raises:
+            RefitError: its buffer is not open, was opened before, or is shorter.
+        """
+        name, brought = payload.pop(BUFFER), payload.get(FLAT)
+        kept = payload["buffers"][:MOST_OPEN]
+        self._memory = {one: memory for one, memory in self._memory.items() if one in kept}
+        memory = self._memory.get(name)
+        if brought is not None:
+            if memory is not None:
+                raise _misused(name, "its handle came before", "a handle is opened once")
+            memory = self._memory[name] = brought
+            self._let_go_behind(payload["owner"])
+        if memory is None:
+            raise _misused(
+                name,
+                "not open here",
+                "the first bucket in a buffer brings its handle, in each refit",
+            )
+        nbytes = payload[NBYTES]
+        if type(nbytes) is not int or not 0 <= nbytes <= len(memory):
+            raise _misused(
+                name, f"{nbytes!r} bytes of {len(memory)}", "a bucket lies in its buffer"
+            )
+        payload[FLAT] = memory[:nbytes]
+
+    def close(self) -> None:
+        """Let go of all, so that the sender's memory is free when it lets go too."""
+        if self._memory:
+            self._memory = {}
+            if torch.cuda.is_initialized():
+                torch.cuda.ipc_collect()
+
+    def _let_go_behind(self, owner: str) -> None:
+        """When the sender ends its memory is to be free, though no request comes any more."""
+        pid = int(owner.rpartition(":")[2])
+        if owner == self._watched or owner != _process(pid):
+            return  # of another container: the next sender's first bucket lets go
+        try:
+            process = os.pidfd_open(pid)
+        except OSError:
+            return
+        self._watched = owner
+        threading.Thread(target=self._wait, args=(process, owner), daemon=True).start()
+
+    def _wait(self, process: int, owner: str) -> None:
+        waits = select.poll()
+        waits.register(process, select.POLLIN)
+        waits.poll()
+        os.close(process)
+        if self._watched == owner:
+            self._watched = ""
+            self.close()
+
+
+def _process(pid: int) -> str:
+    """A process's number, and among which processes it counts: containers have numbers of their own."""
+    return f"{os.readlink('/proc/self/ns/pid')}:{pid}"
+
+
+def _misused(name: Any, value: str, rule: str) -> RefitError:
+    return RefitError(
+        f"buffer {str(name)[:40]!r}",
+        value,
+        rule,
+        "Send the update again, whole, with RefitClient; nothing of this bucket was read.",
+    )
+
+
+OPEN_BUFFERS = OpenBuffers()  # of this process, whose handles they are

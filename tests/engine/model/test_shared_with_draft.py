@@ -1,0 +1,161 @@
+"""A draft model that shares the target's embedding and head (SGLang's MiMo MTP): updates reach both, as a fresh start's
+loads do, and what of it was lost with its memory is missing until it came.
+
+SGLang's own update path and draft model; only the worker that would speculate is not there, which needs a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from commands import begin, digests, end, model_of, release_and_resume, status, update
+from engine_host import EngineHost
+from models import Model
+from packaging.version import Version
+from pool import runs_on
+
+from sglang_fp8rl.compat import SESSIONS_SINCE, host_version
+from sglang_fp8rl.lab.testing.checkpoints import perturbed, save_checkpoint
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        (host_version() or Version("0")) < SESSIONS_SINCE,
+        reason="its update path asks the speculating worker itself",
+    ),
+]
+
+MIMO = Model("mimo-mtp", "qwen2", (("num_nextn_predict_layers", 1),))
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def state(which: str) -> dict[str, torch.Tensor]:
+    """Of target and draft, as MiMo's checkpoints have them."""
+    target = getattr(MIMO, which)
+    hidden = MIMO.config.hidden_size
+    layer = {
+        name.replace("layers.1.", "mtp_layers.0."): weight
+        for name, weight in MIMO.first.items()
+        if ".layers.1." in name
+    }
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    layer |= {f"model.mtp_layers.0.{norm}.weight": torch.ones(hidden) for norm in norms}
+    layer["model.mtp_layers.0.input_proj.weight"] = 0.05 * torch.ones(hidden, 2 * hidden)
+    return {**target, **perturbed(layer, {"first": 3, "second": 4}[which])}
+
+
+def start_draft(scheduler):
+    """SGLang's own draft model and what its worker does with it: it shares embedding and head, and is updated."""
+    from dataclasses import replace
+
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader import get_model
+
+    args = scheduler.server_args
+    config = ModelConfig.from_server_args(args, model_path=args.model_path, is_draft_model=True)
+    config.quantization = scheduler.model_config.quantization
+    draft = get_model(
+        model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu")
+    )
+    draft.set_embed_and_head(*model_of(scheduler).get_embed_and_head())
+    target = scheduler.tp_worker.model_runner.weight_updater
+    runner = SimpleNamespace(weight_updater=replace(target, get_model=lambda: draft))
+    scheduler.weight_updater.draft_worker = SimpleNamespace(
+        weight_update_runners=lambda: [("draft", runner)]
+    )
+    scheduler.test_draft = draft
+    return type(draft).__name__
+
+
+def draft_values(scheduler):
+    return {name: one.detach().clone() for name, one in scheduler.test_draft.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("mimo")
+    found = {which: directory / which for which in ("first", "second")}
+    for which, path in found.items():
+        save_checkpoint(path, MIMO.config, state(which))
+        config = json.loads((path / "config.json").read_text())
+        config["architectures"] = ["MiMoForCausalLM"]  # of Qwen2's fields
+        (path / "config.json").write_text(json.dumps(config))
+    return found
+
+
+@pytest.fixture(scope="module")
+def fresh(paths):
+    with EngineHost(paths["second"]) as host:
+        host.call(start_draft)
+        return host.call(digests), host.call(draft_values)
+
+
+@pytest.fixture
+def host(paths):
+    with EngineHost(paths["first"]) as host:
+        assert host.call(start_draft) == "MiMoMTP"
+        yield host
+
+
+def buckets(items, count=3):
+    return [items[at::count] for at in range(count)]
+
+
+@runs_on("mimo-mtp")
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+def test_updates_reach_target_and_draft_as_a_fresh_start_does(host, fresh, load_format):
+    for which in ("second", "first", "second"):
+        for bucket in buckets(list(state(which).items())):
+            ok, message = host.call(update, bucket, load_format)
+            assert ok, message
+        assert host.call(status)["state"] == "whole", host.call(status)["problems"]
+    assert host.call(status)["replay"]["calls"] > 0
+    assert host.call(digests) == fresh[0]
+    found = host.call(draft_values)
+    assert found.keys() == fresh[1].keys()
+    assert all(torch.equal(found[name], fresh[1][name]) for name in found)
+
+
+@runs_on("mimo-mtp")
+def test_a_draft_s_embedding_is_the_target_s_and_another_one_is_refused(host):
+    before = host.call(digests)
+    served, other = state("first")[EMBEDDING], state("second")[EMBEDDING]
+    assert host.call(update, [(EMBEDDING, served)], selector="draft")[0]
+    assert host.call(status)["state"] == "whole"
+    ok, message = host.call(update, [(EMBEDDING, other)], selector="draft")
+    assert not ok
+    assert EMBEDDING in message
+    assert "draft" in message
+    assert host.call(status)["state"] == "failed"
+    assert host.call(digests) == before
+    # In one session the target's may come behind it.
+    assert host.call(begin)[0]
+    assert host.call(update, [(EMBEDDING, other)], selector="draft")[0]
+    assert host.call(update, list(state("second").items()), selector="target")[0]
+    ok, message = host.call(end)
+    assert ok, message
+    assert host.call(status)["state"] == "whole"
+    # And another refit of the target alone is not held against it.
+    assert host.call(update, list(state("first").items()), selector="target")[0]
+    assert host.call(status)["state"] == "whole"
+
+
+@runs_on("mimo-mtp")
+def test_a_draft_whose_memory_was_released_is_missing_until_it_came(host):
+    items = list(state("first").items())
+    host.call(release_and_resume, ["weights"], True)
+    assert host.call(update, items, selector="target")[0]
+    found = host.call(status)
+    assert found["state"] == "unloaded"
+    assert "draft" in found["problems"][0]
+    assert "model.input_proj.weight" in found["problems"][0]
+    half = [item for item in items if "k_proj" not in item[0]]
+    assert host.call(update, half, selector="draft")[0]
+    assert host.call(status)["state"] == "unloaded"
+    assert host.call(update, items, selector="draft")[0]
+    assert host.call(status)["state"] == "whole", host.call(status)["problems"]

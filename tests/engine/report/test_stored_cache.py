@@ -1,0 +1,56 @@
+"""What a HiCache storage backend keeps was computed with the old weights: a refit clears it, or fails."""
+
+from __future__ import annotations
+
+import pytest
+from commands import status, update
+from models import MODELS
+from pool import on
+
+pytestmark = pytest.mark.engine
+
+ITEMS = list(MODELS["qwen3"].first.items())
+
+
+def store(scheduler, can_clear):
+    """A backend under SGLang's own cache; attaching a real one wants pinned memory."""
+    scheduler.enable_hicache_storage, scheduler.test_cleared = can_clear is not None, []
+    tree = scheduler.tree_cache
+    if not hasattr(scheduler, "test_tree_clears"):
+        scheduler.test_tree_clears = (
+            tree.clear_storage_backend if hasattr(tree, "clear_storage_backend") else None
+        )
+
+    def clear_storage_backend():
+        scheduler.test_cleared.append(1)
+        return can_clear
+
+    tree.clear_storage_backend = clear_storage_backend
+
+
+def cleared(scheduler):
+    return len(scheduler.test_cleared)
+
+
+@on("qwen3-tp1")
+def test_a_refit_clears_what_is_stored_once_it_ends(host):
+    host.in_doubt = True
+    host.call(store, True)
+    assert host.call(update, ITEMS[:5], None, False)[0]
+    assert host.call(cleared) == 0
+    assert host.call(update, ITEMS[5:], None, True)[0]
+    assert host.call(cleared) == 1
+    assert host.call(status)["state"] == "whole"
+
+
+@on("qwen3-tp1")
+def test_a_refit_whose_stored_cache_can_t_be_cleared_fails_by_name(host):
+    host.in_doubt = True
+    host.call(store, False)
+    ok, message = host.call(update, ITEMS)
+    assert not ok
+    assert "storage backend" in message
+    assert host.call(status)["state"] == "failed"
+    host.call(store, None)
+    assert host.call(update, ITEMS)[0]
+    assert host.call(status)["state"] == "whole"

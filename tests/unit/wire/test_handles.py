@@ -1,0 +1,97 @@
+"""A handle of CUDA memory names its GPU by UUID, so sender and server may number GPUs differently."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.multiprocessing import reductions
+
+from sglang_fp8rl.wire import handles
+from sglang_fp8rl.wire.handles import DEVICE, by_uuid
+
+patch_torch = pytest.importorskip("sglang.srt.utils.patch_torch")
+
+TRAINER, SERVER = ("uuid-b",), ("uuid-a", "uuid-b")  # GPUs that each process sees, in its own order
+
+
+def reduced(number):
+    """As torch makes one."""
+    names = inspect.signature(reductions.rebuild_cuda_tensor).parameters
+    arguments = {name: name for name in names} | {"storage_device": number}
+    return reductions.rebuild_cuda_tensor, tuple(arguments.values())
+
+
+def test_the_number_is_where_torch_has_it():
+    parameters = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert parameters[DEVICE] == "storage_device"
+    assert DEVICE == patch_torch._REDUCE_TENSOR_ARG_DEVICE_INDEX
+    # `_share_cuda_` gives it first, and `reduce_tensor` hands it on.
+    assert "device,\n            handle," in inspect.getsource(reductions.reduce_tensor)
+
+
+def test_the_trainer_s_number_becomes_the_server_s(monkeypatch):
+    rebuild, arguments = by_uuid(reduced(0), TRAINER.__getitem__)
+    assert rebuild is reductions.rebuild_cuda_tensor
+    assert arguments[DEVICE] == "uuid-b"
+    opened = []
+    properties = lambda at: SimpleNamespace(uuid=SERVER[at])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(SERVER))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(
+        reductions, "_rebuild_cuda_tensor_original", lambda *a: opened.append(a), raising=False
+    )
+    patch_torch._rebuild_cuda_tensor_modified(*arguments)
+    (opened,) = opened
+    assert opened[DEVICE] == 1
+    assert [one for at, one in enumerate(opened) if at != DEVICE] == [
+        one for at, one in enumerate(arguments) if at != DEVICE
+    ]
+    assert handles.uuid_of(1) == "uuid-b"
+
+
+def test_a_handle_that_sglang_s_own_patch_made_stays_as_it_is():
+    assert by_uuid(reduced("uuid-b"), TRAINER.__getitem__) == reduced("uuid-b")
+
+
+def test_only_cuda_tensors_are_pickled_otherwise():
+    data = pickle.dumps(1)
+    assert pickle.loads(data) == 1
+    assert handles.HandlePickler.reducer_override(None, torch.ones(2)) is NotImplemented
+    assert handles.HandlePickler.reducer_override(None, "a") is NotImplemented
+
+
+@pytest.mark.gpu
+def test_a_process_that_numbers_the_gpus_otherwise_reads_the_same_memory(tmp_path):
+    """`CUDA_VISIBLE_DEVICES` by UUID, which on one GPU is the same number; on two, the other one."""
+    import base64
+    import subprocess
+    import sys
+
+    from sglang_fp8rl.wire.bucket import serialize
+
+    last = torch.cuda.device_count() - 1
+    tensor = torch.arange(1000, device=f"cuda:{last}")
+    text = serialize(tensor)
+    assert handles.uuid_of(last).encode() in base64.b64decode(text)
+    code = (
+        "import sys, base64, pickle, torch\n"
+        "from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions\n"
+        "monkey_patch_torch_reductions()\n"
+        "one = pickle.loads(base64.b64decode(sys.stdin.read()))\n"
+        "print(one.device.index, int(one.sum()))\n"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": f"GPU-{handles.uuid_of(last)}"}
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        input=text,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.split() == ["0", str(999 * 500)]
