@@ -1,10 +1,16 @@
-"""The fingerprint's throughput, beside a copy of the same bytes, in one process.
+"""Fingerprints, and the cast and back to BF16, beside a copy of the same memory, in one process.
 
     python benchmarks/bench_fingerprint.py                # on a CPU, one thread and all
-    python benchmarks/bench_fingerprint.py --device cuda
+    python benchmarks/bench_fingerprint.py --device cuda --json FILE
 
-The number is compared with the definition in torch first; if they differ, it exits 1 without
-a number of its own. Runs are interleaved; GB/s of bytes read, median with p10 and p90.
+The number is compared with the definition in torch first, and `through_fp8` with the reference; if one differs, it exits 1
+without a number of its own. Runs are interleaved; GB/s of bytes read (of a copy and of the cast and back: read, not
+written), median with p10 and p90.
+
+- *fingerprint*: of one tensor, *experts*: of the same memory as matrices of 768 rows, each with a number of its own.
+  Both with the wait, and all of the host's part.
+- *verify*: what `update(verify=True)` adds in the trainer: the cast of BF16, and the number of its codes and scales.
+- *through*: `through_fp8` of BF16, blocks of 128×128.
 """
 
 from __future__ import annotations
@@ -12,13 +18,23 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import measured
 import torch
 import typer
 
-from sglang_fp8rl.numerics.fingerprint import _column_keys, by_torch, seed_of, tensor_number
+from sglang_fp8rl.numerics import Blockwise, cast_into, through_fp8
+from sglang_fp8rl.numerics.fingerprint import (
+    _column_keys,
+    by_torch,
+    numbers_of,
+    scaled_boxes,
+    seed_of,
+    tensor_number,
+    whole,
+)
 
 SEED = seed_of("benchmark")
 
@@ -27,25 +43,53 @@ def main(
     mib: Annotated[int, typer.Option(help="Size of the tensor.")] = 256,
     device: str = "cpu",
     runs: int = 9,
+    json_path: Annotated[Path | None, typer.Option("--json", help="append JSON lines")] = None,
 ) -> None:
     """One JSON line for each dtype and number of threads."""
     generator = torch.Generator().manual_seed(0)
     data = torch.randint(0, 256, (mib << 8, 4096), dtype=torch.uint8, generator=generator)
     data = data.to(device)
     other = torch.empty_like(data)
-    sample = data[:64]
+    weight = torch.randn(mib << 8, 2048, generator=generator).to(device, torch.bfloat16)
+    sample, part = data[:64], weight[:200, :1000]
     # The definition by bytes, on a CPU; what is timed reads words.
     if tensor_number(sample, SEED) != by_torch(sample.cpu(), 0, 0, SEED, _column_keys(4096)):
         raise SystemExit(1)
+    expected = through_fp8(part.cpu(), Blockwise(), backend="reference")
+    if not torch.equal(through_fp8(part, Blockwise()).cpu(), expected):
+        raise SystemExit(1)
+    rows = []
     for threads in (1, torch.get_num_threads()) if device == "cpu" else (1,):
         torch.set_num_threads(threads)
+        tasks: dict[str, Callable[[], object]]
         for dtype in (torch.float8_e4m3fn, torch.bfloat16):
             tensor = data.view(dtype)
-            tasks: dict[str, Callable[[], object]] = {
+            experts = [[whole(one, SEED)] for one in tensor.split(768)]
+            tasks = {
                 "fingerprint": functools.partial(tensor_number, tensor, SEED),
+                "experts": functools.partial(numbers_of, experts),
                 "copy": functools.partial(other.copy_, data),
             }
-            print(json.dumps(_row(tasks, data.nbytes, device, runs, threads, str(dtype))))
+            rows.append(_row(tasks, data.nbytes, device, runs, threads, str(dtype)))
+        copy = torch.empty_like(weight)
+        tasks = {
+            "verify": functools.partial(_verified, weight),
+            "through": functools.partial(through_fp8, weight, Blockwise()),
+            "copy": functools.partial(copy.copy_, weight),
+        }
+        rows.append(_row(tasks, weight.nbytes, device, runs, threads, "cast of torch.bfloat16"))
+    for row in rows:
+        print(json.dumps(row))
+    measured.append(json_path, rows)
+
+
+def _verified(weight: torch.Tensor) -> int:
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = weight.new_empty(Blockwise().grid(weight.shape).scale_shape, dtype=torch.float32)
+    cast_into(weight, codes, scales, Blockwise())
+    return numbers_of(
+        [scaled_boxes("w", codes, [scales], tuple(weight.shape), (0, 0), (128, 128))]
+    )[0]
 
 
 def _row(

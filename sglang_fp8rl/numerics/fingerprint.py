@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -114,31 +113,17 @@ def start_numbers(of: Sequence[Sequence[Box]]) -> torch.Tensor:
 
 
 def numbers_of(of: Sequence[Sequence[Box]]) -> list[int]:
-    """As `start_numbers`, of tensors on any devices: 0 to 2^64 - 1 each. Waits for each GPU once."""
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for number, boxes in enumerate(of):
-        for device in {box.tensor.device for box in boxes}:
-            by_device[device].append(number)
-    totals = [0] * len(of)
-    started = []
-    for device, numbers in by_device.items():
-        here = [[box for box in of[number] if box.tensor.device == device] for number in numbers]
-        started.append((numbers, start_numbers(here)))
-    for numbers, found in started:
-        for number, value in zip(numbers, found.tolist(), strict=True):
-            totals[number] += value
-    return [total & MASK for total in totals]
-
-
-def box_number(
-    box: torch.Tensor, full_shape: tuple[int, ...], start: tuple[int, ...], seed: int
-) -> int:
-    """The number of one `Box`, to be added (mod 2^64) to those of the others. Waits for a GPU."""
-    return numbers_of([[Box(box, full_shape, start, seed)]])[0]
+    """As `start_numbers`, of boxes on any devices: 0 to 2^64 - 1 each. Waits for each GPU once."""
+    devices = {box.tensor.device for boxes in of for box in boxes} or {torch.device("cpu")}
+    started = [
+        start_numbers([[box for box in boxes if box.tensor.device == device] for boxes in of])
+        for device in devices
+    ]
+    return [sum(parts) & MASK for parts in zip(*(one.tolist() for one in started), strict=True)]
 
 
 def tensor_number(tensor: torch.Tensor, seed: int) -> int:
-    """`box_number` of all of a tensor."""
+    """The number of all of a tensor. Waits for a GPU."""
     return numbers_of([[whole(tensor, seed)]])[0]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from ...errors import RefitError
-from ...numerics.fingerprint import MASK, box_number
+from ...numerics.fingerprint import MASK, Box, numbers_of
 
 _CHUNK_ELEMENTS = 1 << 21  # this much is converted at a time
 _REMEDY = (
@@ -50,5 +50,8 @@ def _number(matrix: torch.Tensor, dtype: torch.dtype) -> int:
     """Number the bytes of a matrix in that dtype."""
     step = max(1, _CHUNK_ELEMENTS // max(1, matrix[:1].numel()))
     rest, shape = (0,) * (matrix.dim() - 1), tuple(matrix.shape)
-    chunks = ((at, matrix[at : at + step].to(dtype)) for at in range(0, len(matrix), step))
-    return sum(box_number(chunk, shape, (at, *rest), 0) for at, chunk in chunks) & MASK
+    boxes = (
+        Box(matrix[at : at + step].to(dtype), shape, (at, *rest), 0)
+        for at in range(0, len(matrix), step)
+    )
+    return sum(numbers_of([[box]])[0] for box in boxes) & MASK

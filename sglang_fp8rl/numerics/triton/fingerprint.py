@@ -19,10 +19,10 @@ from ..grid import ceil_div
 
 # A `Matrix` as numbers, stride and width in bytes; then the number that it is a part of, and its first program.
 _FIELDS = ("address", "stride", "rows", "width", "row", "first_byte", "seed", "number", "first")
-_AT = {name: tl.constexpr(_FIELDS.index(name)) for name in _FIELDS}
-_ADDRESS, _STRIDE, _ROWS, _WIDTH = (_AT[name] for name in ("address", "stride", "rows", "width"))
-_ROW, _BYTE, _SEED = _AT["row"], _AT["first_byte"], _AT["seed"]
-_NUMBER, _FIRST, _COUNT = _AT["number"], _AT["first"], tl.constexpr(len(_FIELDS))
+_ADDRESS, _STRIDE, _ROWS, _WIDTH, _ROW, _BYTE, _SEED, _NUMBER, _FIRST = map(
+    tl.constexpr, range(len(_FIELDS))
+)
+_COUNT = tl.constexpr(len(_FIELDS))
 _STEP, _MIX1, _MIX2 = tl.constexpr(int(STEP)), tl.constexpr(int(MIX1)), tl.constexpr(int(MIX2))
 _COLUMN_SEED = tl.constexpr(COLUMN_SEED)
 
@@ -43,13 +43,8 @@ def keys_of(seed, first, offset):
 
 @triton.jit
 def numbers_kernel(
-    matrices,
-    owners,
-    numbers,
-    ALIGN: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    matrices, owners, numbers, ALIGN: tl.constexpr, HEIGHT: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
     """One tile of a matrix per program, columns fastest: `HEIGHT` rows of `LANES * ALIGN` bytes.
 
     Args:

@@ -83,20 +83,10 @@ def served_bits(x, scale, finite, KIND: tl.constexpr, ROUND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "cols"])
 def through_kernel(
-    source,
-    out,
-    rows,
-    cols,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ALIGN: tl.constexpr,
-    RAGGED: tl.constexpr,
-    KIND: tl.constexpr,
-    POW2: tl.constexpr,
-    ROUND: tl.constexpr,
-    PACKED: tl.constexpr,
-    FAR: tl.constexpr,
-):
+    source, out, rows, cols, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr, RAGGED: tl.constexpr, FAR: tl.constexpr,
+    KIND: tl.constexpr, POW2: tl.constexpr, ROUND: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     """One block of a contiguous matrix per program, columns fastest: 128×128, or a row in one of that width.
 
     Args:
@@ -132,18 +122,12 @@ def tile_of(source: torch.Tensor, is_row: bool) -> dict[str, Any]:
     """Sizes and launch options of `through_kernel` for a contiguous matrix."""
     (rows, cols), address = source.shape, source.data_ptr()
     divides = cols | _WIDEST | (address // source.element_size() if address % 16 else 0)
-    height, width, warps = BLOCK, BLOCK, _TILE_WARPS
-    if is_row:
-        height, width = 1, max(_SHORTEST, triton.next_power_of_2(cols))
-        warps = row_warps(width)
-    return {
-        "HEIGHT": height,
-        "WIDTH": width,
-        "ALIGN": divides & -divides,
-        "RAGGED": rows % height != 0 or cols % width != 0,
-        "FAR": cols >= _FAR,
-        "num_warps": warps,
-    }
+    width = max(_SHORTEST, triton.next_power_of_2(cols))
+    tile = {"HEIGHT": 1, "WIDTH": width, "num_warps": row_warps(width)}
+    if not is_row:
+        tile = {"HEIGHT": BLOCK, "WIDTH": BLOCK, "num_warps": _TILE_WARPS}
+    is_ragged = bool(rows % tile["HEIGHT"] or cols % tile["WIDTH"])
+    return {**tile, "ALIGN": divides & -divides, "RAGGED": is_ragged, "FAR": cols >= _FAR}
 
 
 def through(

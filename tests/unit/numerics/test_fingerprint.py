@@ -11,25 +11,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 
-from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.errors import QuantizationError, RefitError
 from sglang_fp8rl.numerics import quantize_blockwise
 from sglang_fp8rl.numerics.fingerprint import (
     COLUMN_SEED,
     MASK,
+    Box,
     _column_keys,
-    box_number,
     by_torch,
     keys,
     numbers_of,
     scaled_boxes,
     seed_of,
     tensor_number,
+    whole,
 )
 from sglang_fp8rl.trainer import LocalShard, added_up, fingerprint_of, quantize_for_refit
+from sglang_fp8rl.trainer.fingerprint import Fingerprinter
 from sglang_fp8rl.wire.fingerprint import Fingerprint, Number, compare
 
 SEED = seed_of("model.layers.0.mlp.down_proj.weight")
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+
+
+def box_number(*box):
+    return numbers_of([[Box(*box)]])[0]
 
 
 def random_bytes(shape, dtype, seed=0):
@@ -218,6 +224,35 @@ def test_shards_of_trainer_ranks_add_up():
     whole = fingerprint_of(weights().items(), PLAN)
     assert added_up(ranks, PLAN).numbers == whole.numbers
     assert compare(whole, ranks[0]).unproven.keys() == SHAPES.keys()
+
+
+def test_what_is_counted_later_is_counted_alike_and_a_nan_named_then(monkeypatch):
+    """As on a GPU, which is waited for once: nothing is read while tensors go by, and they may change then."""
+    finish = Fingerprinter._finish
+    monkeypatch.setattr(Fingerprinter, "_finish", lambda self, device: None)
+    numbers, sent = Fingerprinter(PLAN), weights()
+    for name, tensor in numbers.watch(sent.items()):
+        tensor.zero_()
+        assert name not in numbers._numbers
+    spoiled, nan = Fingerprinter(PLAN), weights()
+    nan["a.weight"][200, 300] = torch.nan
+    for name, tensor in nan.items():
+        spoiled.add(name, tensor)
+    monkeypatch.setattr(Fingerprinter, "_finish", finish)
+    expected = fingerprint_of(weights().items(), PLAN).numbers
+    assert numbers.fingerprint("").numbers == expected
+    with pytest.raises(QuantizationError, match=r"a\.weight: NaN or Inf in block \(1, 2\)"):
+        spoiled.fingerprint("")
+
+
+def test_boxes_of_many_tensors_have_their_own_numbers():
+    tensors = [random_bytes((3 + n, 40), torch.uint8, n) for n in range(5)]
+    of = [[whole(one, n)] for n, one in enumerate(tensors)]
+    found = numbers_of([*of, [], of[0] + of[1]])
+    assert found[:5] == [tensor_number(one, n) for n, one in enumerate(tensors)]
+    assert found[5] == 0
+    assert found[6] == (found[0] + found[1]) & MASK
+    assert numbers_of([]) == []
 
 
 def test_a_comparison_names_what_differs_what_is_missing_and_what_it_cannot_tell():
