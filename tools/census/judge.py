@@ -103,6 +103,7 @@ class Judge:
             for seed in (1, LAST):
                 with refit.during(Update(Origin.TENSOR)):
                     model.load_weights(list(weights(shapes, seed).items()))
+                refit.derived.end_of_update()
         except Fp8RlError as error:
             row.kind, row.reasons = "refused", [line_of(error)]
             return

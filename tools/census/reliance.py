@@ -27,10 +27,11 @@ class Reliance:
 
     def found(self, native_reasons: Sequence[str]) -> list[str]:
         """Those of `ALL` that it needed."""
+        derived = self._refit.derived
         needed = {
             PAST_LOADERS: self._past_loaders,
-            DERIVED: self._refit.derived.is_needed,
-            KEPT: bool(self._refit.derived.kept_copies.found),
+            DERIVED: any(deriver.is_used for deriver in derived._derivers),
+            KEPT: bool(derived.kept_copies._copies),
             SCALARS: any("reads its value" in reason for reason in native_reasons),
         }
         return [what for what in ALL if needed[what]]
