@@ -33,17 +33,19 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
 
     On a CPU its file is deleted with it, read or not. torch deletes a file when nobody reads it any more,
     and aborts the process if it is gone by then; so more readers are counted than there will be.
+
+    Raises `RefitError` where there is no room.
     """
-    if device.type != "cpu":
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            raise _too_large(nbytes, free_bytes(device), device) from error
     free = free_bytes(device)
-    if (
-        free is not None and nbytes > free
-    ):  # else the process would be killed when it fills the file
-        raise _too_large(nbytes, free, device)
+    if free is not None and nbytes > free:  # filling such a file would kill the process
+        raise RefitError(
+            f"a bucket of {nbytes} bytes",
+            f"{free} bytes are free {f'in {FILES}' if device.type == 'cpu' else f'on {device}'}",
+            "a bucket lies in shared memory until the server has read it, and the next one beside it",
+            "Send smaller buckets, update(bucket_bytes=…), or make room; a tensor is not divided.",
+        )
+    if device.type != "cpu":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
     with shared_by_file_name():
         shared = torch.UntypedStorage._new_shared(nbytes, device="cpu")
         handle = shared._share_filename_cpu_()[1]
@@ -63,15 +65,6 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
-
-
-def _too_large(nbytes: int, free: int | None, device: torch.device) -> RefitError:
-    return RefitError(
-        f"a bucket of {nbytes} bytes",
-        f"{free} bytes are free {f'in {FILES}' if device.type == 'cpu' else f'on {device}'}",
-        "a bucket lies in shared memory until the server has read it, and the next one beside it",
-        "Send smaller buckets, update(bucket_bytes=…), or make room; a tensor is not divided.",
-    )
 
 
 def _delete(file: Path, owner: int) -> None:
