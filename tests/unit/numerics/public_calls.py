@@ -71,17 +71,6 @@ class _Model(nn.Module):
             self.add_module(name.removesuffix(".weight"), leaf)
 
 
-class _Server:
-    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
-        self.weights = weights
-
-    def plan(self) -> Any:
-        return PLAN
-
-    def fingerprint(self) -> Any:
-        return trainer.fingerprint_of(self.weights.items(), PLAN)
-
-
 class Calls:
     """The calls, by the function's name; each returns tensors and numbers."""
 
@@ -164,15 +153,22 @@ class Calls:
         for source in (*self.sources, self.codes):
             yield fingerprints.tensor_number(source, 3)
 
-    def call_box_number(self) -> Iterator[Any]:
-        yield fingerprints.box_number(self.codes[5:, 3:], self.codes.shape, (5, 3), 3)
+    def call_numbers_of(self) -> Iterator[Any]:
+        box = fingerprints.Box(self.codes[5:, 3:], tuple(self.codes.shape), (5, 3), 3)
+        whole = fingerprints.whole(self.scales, 4)
+        yield fingerprints.numbers_of([[box], [whole, box]])
 
-    def call_plain_number(self) -> Iterator[Any]:
-        yield fingerprints.plain_number("w", self.codes, tuple(self.codes.shape), (0, 0))
+    def call_start_numbers(self) -> Iterator[Any]:
+        yield fingerprints.start_numbers([[fingerprints.whole(self.codes, 3)]])
 
-    def call_scaled_number(self) -> Iterator[Any]:
+    def call_whole(self) -> Iterator[Any]:
+        yield fingerprints.whole(self.codes, 3).full_shape
+
+    def call_scaled_boxes(self) -> Iterator[Any]:
         box = (tuple(self.codes.shape), (0, 0), (128, 128))
-        yield fingerprints.scaled_number("w", self.codes, self.scales, *box)
+        yield fingerprints.numbers_of(
+            [fingerprints.scaled_boxes("w", self.codes, [self.scales], *box)]
+        )
 
     def call_by_torch(self) -> Iterator[Any]:
         yield fingerprints.by_torch(self.codes, 2, 0, 3, fingerprints.keys(1, 0, 200))
@@ -222,11 +218,6 @@ class Calls:
         model = _Model(self.weights)
         served_weights.compute_as_served(model, PLAN)
         yield served_weights.fingerprint_of_served(model).numbers
-
-    def call_check_as_served(self) -> Iterator[Any]:
-        model = _Model(self.weights)
-        served_weights.compute_as_served(model, PLAN)
-        yield not served_weights.check_as_served(model, _Server(self.weights)).differing
 
     def call_served(self) -> Iterator[Any]:
         for name in ("a.weight", "b.weight"):

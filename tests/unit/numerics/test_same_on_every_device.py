@@ -23,11 +23,17 @@ from sglang_fp8rl.trainer import served_weights
 # What computes nothing with tensors, is compared elsewhere, or is on its way in these.
 NO_NUMBERS = {
     "as_matrix", "ceil_div", "exact_range", "is_per_channel", "is_there", "kernels", "keys", "seed_of",
-    "smallest_exponent", "added_up", "full_tensors", "like", "shard_of", "check_compute_dtype", "is_below",
+    "refuse_not_finite", "smallest_exponent", "added_up", "full_tensors", "like", "shard_of", "check_compute_dtype", "is_below",
     "lent_weight", "plain_name", "rules_of", "compute_as_served", "compute_as_stored", "plan_of",
     "served_modules",
 }  # fmt: skip
-COMPARED_ELSEWHERE = {"linear": "test_linear_triton.py", "make_runner": "test_triton_table.py"}
+# Those with matrix products in them, whose last digits are a device's, and tables of kernels.
+COMPARED_ELSEWHERE = {
+    "linear": "test_linear_triton.py",
+    "make_runner": "test_triton_table.py",
+    "check_as_served": "test_served_weights_run.py",
+    "check_run": "test_served_weights_run.py",
+}
 DIVISIONS = {"div", "div_", "divide", "divide_", "true_divide", "true_divide_"}
 # Rounded otherwise, or multiplied with a reciprocal, somewhere.
 REFUSED = {
