@@ -71,7 +71,8 @@ class ModelRefit:
         self.extensions = [kind(self) for kind in extensions()]
         self.calls = Calls(model, options, self.pairs, self.report, self.derived, self.extensions)
         self.during = self.calls.during
-        self.has_run: Callable[[], bool] = lambda: True
+        self.runner: Any = None  # SGLang's, which counts forward passes
+        self._looked_behind: bool | None = None
         self._loaders = LoaderCalls(options, self.pairs, self.report)
         self._load_weights = load_parts_singly(model)  # before its loaders are wrapped
 
@@ -157,7 +158,7 @@ class ModelRefit:
             bucket, recipe = self._arrived(weights, may_replay=may_replay)
             self.calls.expect(call, bucket, recipe.brings if recipe is not None else None)
             if origin.is_serving:
-                self.derived.kept_copies.check(has_run=self.has_run())
+                self._check_copies()
             if self._device is not None and self._device.type != "meta":
                 call.lane = StreamLane(self._device).entered
             result: Any = None
@@ -175,6 +176,15 @@ class ModelRefit:
             learn(self.recipes, call.recording, self.report, call, self.options)
         marks.append((ANSWERING, perf_counter()))
         return result
+
+    def _check_copies(self) -> None:
+        """Look before the first update, and the first behind a forward pass; raises what any look refused."""
+        has_run = self.runner is None or self.runner.forward_pass_id > 0
+        if self._looked_behind is not has_run:
+            self.derived.kept_copies.look()
+            self._looked_behind = has_run
+        if self.derived.kept_copies.refusal is not None:
+            raise self.derived.kept_copies.refusal
 
     def _arrived(self, weights: Any, *, may_replay: bool) -> tuple[Bucket | None, Recipe | None]:
         """What arrived, and how it is written without loaders."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.engine.model.held_tensors import held_tensors
+from sglang_fp8rl.engine.model.parameters import held_tensors
 
 
 def differences(model: Any, fresh: Any) -> Iterator[str]:

@@ -93,7 +93,7 @@ def start_model(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
     if refit is not None:
         check_control(get_server_args())
         refit.note_loaded()
-        refit.has_run = lambda: runner.forward_pass_id > 0
+        refit.runner = runner
         refit.extensions[:] = [one for one in refit.extensions if one.start(runner)]
     return result
 

@@ -26,9 +26,8 @@ from ...errors import RefitError
 from ...numerics.fingerprint import numbers_of, whole
 from ..interception import storage_of, unwatched
 from ..modules.method import DecidedMethod, ServedWithPackedScales
-from .held_tensors import held_tensors
 from .kept_copies import KeptCopies
-from .parameters import Target
+from .parameters import Target, held_tensors
 
 # Methods that write what they compute from weights: behind the loading, or at the first forward pass
 # (Gemma 4's router folds its scale into a norm).

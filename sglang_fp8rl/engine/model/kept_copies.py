@@ -14,8 +14,7 @@ import torch
 
 from ...errors import HostError
 from ..interception import storage_of
-from .held_tensors import HeldTensor, held_tensors
-from .parameters import Target
+from .parameters import HeldTensor, Target, held_tensors
 
 
 class KeptCopies:
@@ -35,8 +34,7 @@ class KeptCopies:
     ) -> None:
         self._modules, self._weights, self._is_derived = modules, weights, is_derived
         self._copies: dict[str, tuple[torch.Tensor, Target]] = {}
-        self._refusal: HostError | None = None
-        self._looked_behind: bool | None = None
+        self.refusal: HostError | None = None
         self.unproven: dict[str, str] = {}
         # With a number as loaded, until a look compared it.
         self._known = {one.memory: one.number() for one in self.others()}
@@ -49,23 +47,15 @@ class KeptCopies:
             if not (is_weight or self._is_derived(one.place)):
                 yield one
 
-    def check(self, *, has_run: bool) -> None:
-        """Look before the first update, and the first behind a forward pass; raises what a look refused, always."""
-        if self._looked_behind is not has_run:
-            self.look()
-            self._looked_behind = has_run
-        if self._refusal is not None:
-            raise self._refusal
-
     def look(self) -> None:
-        """Find what was made since the last look of the weights, which are still the same."""
+        """Find what was made since the last look of the weights, which are still the same; a `refusal` stays."""
         known, self._known = self._known, {}
         for one in self.others():
             self._known[one.memory] = None
             if one.memory not in known:
                 self._explain(one)
             elif (number := known[one.memory]) is not None and number != one.number():
-                self._refusal = HostError(
+                self.refusal = HostError(
                     one.place,
                     "changed by a forward pass",
                     "what SGLang computes from weights at their first use, it never computes again",
@@ -77,7 +67,7 @@ class KeptCopies:
         weights = [target for target in self._weights if id(target.parameter) in beside]
         equal = [target for target in weights if _is_copy(one.tensor, target.parameter.data)]
         if len(equal) > 1:
-            self._refusal = HostError(
+            self.refusal = HostError(
                 one.place,
                 f"a copy of {' or of '.join(target.name for target in equal)}",
                 "these have the same values, so it is not known which one it has to follow",

@@ -226,11 +226,11 @@ def test_what_is_no_copy_and_stands_beside_no_weight_is_not_spoken_of():
 
 def test_what_is_made_behind_the_first_update_is_found_before_a_second():
     """A server may be updated before anything has run on it."""
-    module, runs = Held(1.0, 2.0), []
+    module, runner = Held(1.0, 2.0), SimpleNamespace(forward_pass_id=0)
     refit = served(module, lambda _: None)
-    refit.has_run = lambda: bool(runs)
+    refit.runner = runner
     update(refit)
-    runs.append(True)
+    runner.forward_pass_id = 1
     module.kept = module.a.detach().to(torch.bfloat16)
     for _ in range(2):
         update(refit)
