@@ -137,7 +137,7 @@ def offsets_that_are_missing(trainer: Trainer) -> Answer:
     return twice(trainer, replaced(0, start_idx=None))
 
 
-@row("layout of version 1")
+@row("layout of version 2")
 def a_layout_of_another_version(trainer: Trainer) -> Answer:
     return trainer.flat([trainer.fresh(DOWN)], lambda metadata: json.dumps({"version": 99}))
 

@@ -72,15 +72,15 @@ def test_what_is_no_number_is_refused_by_name(wrong):
 
 UNREADABLE = {
     "{": "it is JSON",
-    "[]": "of version 1",
-    '{"version":2}': "of version 1",
-    '{"version":1,"names":["a"],"shapes":[[1]],"dtypes":["float32"],"starts":[0]}': "an end",
-    '{"version":1,"names":["a"],"shapes":[],"dtypes":[],"starts":[],"ends":[]}': "an end",
-    '{"version":1,"names":[1],"shapes":[[1]],"dtypes":["float32"],"starts":[0],"ends":[4]}': "text",
-    '{"version":1,"names":["a"],"shapes":[1],"dtypes":["float32"],"starts":[0],"ends":[4]}': "lists",
-    '{"version":1,"names":["a"],"shapes":[[1]],"dtypes":["f"],"starts":[0],"ends":[4]}': "known",
-    '{"version":1,"names":["a"],"shapes":[[1]],"dtypes":["uint8"],"starts":["0"],"ends":[1]}': "whole",
-    '{"version":1,"names":["a"],"shapes":[["1"]],"dtypes":["uint8"],"starts":[0],"ends":[1]}': "whole",
+    "[]": "of version 2",
+    '{"version":3}': "of version 2",
+    '{"version":2,"names":["a"],"shapes":[[1]],"dtypes":["float32"],"starts":[0]}': "an end",
+    '{"version":2,"names":["a"],"shapes":[],"dtypes":[],"starts":[],"ends":[]}': "an end",
+    '{"version":2,"names":[1],"shapes":[[1]],"dtypes":["float32"],"starts":[0],"ends":[4]}': "text",
+    '{"version":2,"names":["a"],"shapes":[1],"dtypes":["float32"],"starts":[0],"ends":[4]}': "lists",
+    '{"version":2,"names":["a"],"shapes":[[1]],"dtypes":["f"],"starts":[0],"ends":[4]}': "known",
+    '{"version":2,"names":["a"],"shapes":[[1]],"dtypes":["uint8"],"starts":["0"],"ends":[1]}': "whole",
+    '{"version":2,"names":["a"],"shapes":[["1"]],"dtypes":["uint8"],"starts":[0],"ends":[1]}': "whole",
 }
 
 
