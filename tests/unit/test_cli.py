@@ -242,7 +242,7 @@ def test_demo_leaves_with_1_and_keeps_its_files_if_an_output_differs(monkeypatch
     from sglang_fp8rl.lab.demo import run as demo_run
     from sglang_fp8rl.lab.demo.show import RefitFigures
 
-    refit = RefitFigures("update", 1, 4, 1, 1.0, 0.5, {"blockwise": 31.6})
+    refit = RefitFigures("update", 1, 4, 1, 1.0, 0.5)
 
     def run_demo(model, directory, screen):
         return DemoReport(

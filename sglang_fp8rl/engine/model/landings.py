@@ -47,6 +47,12 @@ class Known:
     landings: list[Landing] = field(default_factory=list)
     reason: str = ""
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether the boxes that it lands in say whether it came."""
+        boxes = [box for one in self.landings for box in one.regions]
+        return bool(self.landings) and not self.reason and None not in boxes
+
 
 class NameTable:
     """Filled by one load or probe, complete from then on."""

@@ -155,7 +155,7 @@ class FullExtent:
         return ~is_whole | (self._is_reached & ~has_come)
 
     def names_without_boxes(self) -> list[str]:
-        """What SGLang computes with instead of copying it: no box of a parameter says whether it was stored."""
+        """What SGLang does more with than copy boxes of it: no box of a parameter says whether all of it was stored."""
         self._count()
         return self._made_into
 
@@ -184,7 +184,7 @@ class FullExtent:
         if self._known == len(self._names.known):
             return
         self._known = len(self._names.known)
-        self._made_into = [n for n, known in self._names.known.items() if not known.landings]
+        self._made_into = [name for name, one in self._names.known.items() if not one.is_counted]
         landings = [one for known in self._names.known.values() for one in known.landings]
         boxes = {
             (one.target.index, box) for one in landings for box in one.regions if box is not None

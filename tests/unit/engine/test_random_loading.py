@@ -165,7 +165,7 @@ class Run:
         with torch.no_grad():
             for one in (*self.served.parameters(), *self.served.buffers(), self.served.plain):
                 one.view(-1).view(torch.uint8).fill_(0x45)
-        self.refit.weights_lost()
+        self.refit.report.weights_lost()
         assert self.state is not State.WHOLE
         self.is_tainted = True
 
@@ -182,6 +182,9 @@ class Run:
         self.is_tainted = True
         if error:
             assert self.state is not State.WHOLE, self._text(f"refused and whole: {error}")
+            again = self._send(tensors)
+            assert again or event == "is partial", self._text(f"refused, then accepted: {error}")
+            self.outcomes["refused again"] += bool(again)
         elif "z" in tensors:
             with suppress(KeyError):
                 loaded(self.seed, self.left_out, self.order, tensors, 0.0)
@@ -314,7 +317,7 @@ def test_every_update_leaves_what_it_determines_whatever_went_before(first):
     found = [run(seed) for seed in range(first, first + 50)]
     outcomes = sum((one.outcomes for one in found), Counter[str]())
     # Else it says nothing.
-    assert outcomes["whole"] > 40
+    assert outcomes["whole"] > 25
     assert outcomes["refused again"] > 5
     assert any(one.refit.recipes.counts.calls for one in found)
     assert any(one.refit.recipes.counts.native_reasons for one in found)

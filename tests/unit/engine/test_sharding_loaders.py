@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -189,7 +190,9 @@ def test_a_refit_is_what_sglang_makes_of_the_same_tensors(part, rank):
         with torch.no_grad():
             alone.load_weights(weights(part, seed).items())
         check_same(bytes_of(refit.model), bytes_of(alone))
-        assert refit.report.verdict().is_complete
+        lacking = np.flatnonzero(refit.report.lacking()).tolist()
+        sent = {f"part.{place}" for _, place, *_ in refit.model.named.values()}
+        assert not sent & {refit.report.targets[at].name for at in lacking}
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
