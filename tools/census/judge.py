@@ -134,6 +134,8 @@ class Judge:
         row.silent += [
             f"{one} (of SGLang's own)" for one in sorted(differences_of_plain(refit, self._plain))
         ]
+        has_run = self._runner is not None and not row.not_run
+        row.is_proven = has_run and not row.silent
 
     def _outputs(self, model: Any, *, is_new: bool = False) -> list[torch.Tensor]:
         """Of a forward pass; none where it can't run, and the row says why."""

@@ -33,7 +33,8 @@ class Row:
         relies_on: what it needs beside copies of its loaders.
         unproven: places that appeared at its first forward pass, which updates leave as they are.
         not_started: why SGLang's start failed behind the load, here on the CPU.
-        not_run: why no token of it was compared; empty if its outputs are those of a fresh model.
+        not_run: why no token of it was compared.
+        is_proven: whether one was, and is a fresh model's.
     """
 
     architecture: str
@@ -50,12 +51,8 @@ class Row:
     unproven: list[str] = field(default_factory=list)
     not_started: str = ""
     not_run: str = ""
+    is_proven: bool = False
     seconds: float = 0.0
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether a token of it was compared with a fresh model's."""
-        return self.kind in ("replayed", "native") and not self.not_run and not self.silent
 
     @property
     def is_cut_short(self) -> bool:

@@ -101,6 +101,7 @@ def any_algorithm():
 def test_copies_are_replayed_and_not_silent():
     row = judged("Plain", Builder(Plain))
     assert (row.kind, row.names, row.silent, row.reasons) == ("replayed", 2, [], [])
+    assert not row.is_proven  # by bytes alone
 
 
 @pytest.mark.parametrize(("kind", "place"), [(First, ".first"), (Unseen, "table")])
@@ -375,7 +376,7 @@ def test_an_outcome_that_is_not_on_file_is_a_change(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(page, "FOLDER", tmp_path)
     rows = [
-        Row("A", "replayed", names=3),
+        Row("A", "replayed", names=3, is_proven=True),
         Row("B", "native", names=2, reasons=["x|y"], relies_on=["kept copies"]),
         Row("C", "replayed", names=4, not_run="needs a GPU", lost=["layer_types: full"]),
     ]
