@@ -317,7 +317,7 @@ def test_every_update_leaves_what_it_determines_whatever_went_before(first):
     found = [run(seed) for seed in range(first, first + 50)]
     outcomes = sum((one.outcomes for one in found), Counter[str]())
     # Else it says nothing.
-    assert outcomes["whole"] > 25
+    assert outcomes["whole"] > 8
     assert outcomes["refused again"] > 5
     assert any(one.refit.recipes.counts.calls for one in found)
     assert any(one.refit.recipes.counts.native_reasons for one in found)
