@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ...wire.sent_names import kv_scale_name
-from ..interception import offset_within, span_of, storage_of
+from ..interception import offset_within, span_of, storage_of, unwatched
 
 # SGLang's mark of a checkpoint's tensor whose memory the next one gets (`runai_streamer`).
 _REUSED = "_sglang_runai_streamer_tensor"
@@ -133,7 +133,7 @@ class SourceIndex:
                 self.names.append(name)
                 self.nbytes += tensor.nbytes
                 if name.endswith("_scale") and kv_scale_name(name) is not None:
-                    self.set_aside[name] = tensor if self._keeps_tensors else tensor.clone()
+                    self.set_aside[name] = tensor if self._keeps_tensors else _copied(tensor)
                     continue
                 source = Source(name, tensor, weight_name_of(name), position)
                 self._remember(source, tensor)
@@ -143,7 +143,7 @@ class SourceIndex:
                     if source.name in self.consumed or len(source.shape) != 3:
                         source.tensor = None
                     elif getattr(tensor, _REUSED, False):
-                        source.tensor = tensor.clone()
+                        source.tensor = _copied(tensor)
             del tensor
 
     def _remember(self, source: Source, tensor: torch.Tensor) -> None:
@@ -222,3 +222,9 @@ class SourceIndex:
             one.tensor = None
         self._starts, self._sources = [], []
         self._on_meta, self._derived, self.set_aside = {}, {}, {}
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Clone it past the observer, which would ask the index what it is made of, and wait for its lock."""
+    with unwatched():
+        return tensor.clone()
