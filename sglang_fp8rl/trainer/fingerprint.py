@@ -158,7 +158,7 @@ class Fingerprinter:
         else:
             shard.check_shape(name, entry.shape)
             boxes, numel = self._boxes(entry, shard, started), local.numel()
-        started.names.append((entry.name, _form_of(entry), numel))
+        started.names.append((weight or name, _form_of(entry), numel))
         started.numbers.append(start_numbers([boxes]).to(local.device))
         if not local.is_cuda:
             self._finish(local.device)
