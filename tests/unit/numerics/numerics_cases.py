@@ -10,7 +10,7 @@ POISON_SCALE = -7.0
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Integers of the same size, so that -0.0, NaN payloads and FP8 compare bit by bit."""
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor if tensor.dtype == torch.bool else tensor.view(sizes[tensor.element_size()])
 
 
