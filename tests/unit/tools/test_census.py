@@ -368,7 +368,9 @@ def test_a_kind_that_a_small_model_lost_is_told(change, told):
 def test_small_models_of_real_config_classes_lose_no_kind(architecture, tmp_path):
     from sglang.srt.models.registry import ModelRegistry
 
-    model_class = ModelRegistry.models[architecture]
+    model_class = ModelRegistry.models.get(architecture)
+    if model_class is None:
+        pytest.skip("this SGLang has no such class")
     assert tiny_config(architecture, model_class, tmp_path, [], []) == []
 
 
