@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import measured
+import torch
 import typer
 from bench_gpu import conditions, device_of
 from bench_gpu_server import _terminate
@@ -97,6 +98,8 @@ def main(
     if wanted - names:
         console.print(f"no configuration {sorted(wanted - names)}; there are {sorted(names)}")
         raise typer.Exit(2)
+    if smoke:  # handles of a CPU's tensors, by SGLang's own client
+        torch.multiprocessing.set_sharing_strategy("file_system")
     journal = Journal(json_path, {} if smoke else conditions(device))
     directory = Path(tempfile.mkdtemp(prefix="bench-gpu-pairs-"))
     chosen = [one for one in CONFIGURATIONS if one.name in wanted]
