@@ -171,11 +171,8 @@ class Fingerprinter:
             return [Box(served, shard.full_shape, shard.start, seed_of(name))]
         granularity = Blockwise.of(block)
         shard.check_on_blocks(name, granularity.grid(shard.full_shape))
-        grid, codes, scales = (
-            granularity.grid(local.shape),
-            local.new_empty(local.shape, dtype=FP8_DTYPE),
-            [],
-        )
+        grid, scales = granularity.grid(local.shape), list[torch.Tensor]()
+        codes = local.new_empty(local.shape, dtype=FP8_DTYPE)
         matrices = (local, codes) if local.dim() == 3 else (local[None], codes[None])
         for matrix, into in zip(*matrices, strict=True) if local.numel() else ():
             scales.append(local.new_empty(grid.scale_shape, dtype=torch.float32))

@@ -175,11 +175,9 @@ def read_unfolded(original: Callable[..., Any], manager: Any, request: Any) -> A
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None:
         return original(request)
-    group, around = manager.tp_cpu_group, ExitStack()
-    reading, changing = (
-        Boundary(group),
-        Boundary(group),
-    )  # what fails leaves the weights as they were, or not
+    around = ExitStack()
+    # What fails in the first leaves the weights as they were; in the second it may not.
+    reading, changing = Boundary(manager.tp_cpu_group), Boundary(manager.tp_cpu_group)
     reading.step(check_weights_are_there, manager, "this request reads them")
     errors, result = reading.failures(), None
     if not errors:
