@@ -49,7 +49,6 @@ class Program(nn.Module):
 
     Args:
         is_fp8: whether the matrices `w` (a scale a row) and `x` (blocks, of two sent parts) are served in FP8.
-        held: what every element has before anything is loaded.
 
     Attributes:
         log: its operations so far.
@@ -61,17 +60,16 @@ class Program(nn.Module):
         left_out: frozenset[str] = frozenset(),
         *,
         is_fp8: bool = False,
-        held: float = 0.0,
     ) -> None:
         super().__init__()
         self.seed, self.left_out, self.log = seed, left_out, []
         for name, shape in HELD.items():
-            setattr(self, name, nn.Parameter(torch.full(shape, held), requires_grad=False))
-        self.linear = _layer(torch.full((6, 4), held), is_fp8=is_fp8)
-        self.blocks = _layer(torch.full((256, 64), held), is_fp8=is_fp8)
+            setattr(self, name, nn.Parameter(torch.zeros(shape), requires_grad=False))
+        self.linear = _layer(torch.zeros(6, 4), is_fp8=is_fp8)
+        self.blocks = _layer(torch.zeros(256, 64), is_fp8=is_fp8)
         self.x.weight_loader = _load_part  # type: ignore[attr-defined]
-        self.register_buffer("table", torch.full((6, 4), held))
-        self.plain = torch.full((6, 4), held)
+        self.register_buffer("table", torch.zeros(6, 4))
+        self.plain = torch.zeros(6, 4)
         self.kept: dict[str, Any] = {}
         self.wildness = Random(seed).choice([0.0, 0.02, 0.05, 0.1, 0.5])
 

@@ -1,8 +1,8 @@
 """As `test_observed_loading.py`, of models that nobody thought of (`random_programs.py`).
 
-Judges, which know nothing of this package: the same model without it; and what two of these agree about that held
-other things before, for that is what an update determines, whatever went before: refused and failed updates, half
-ones, memory that was lost.
+Judges, which know nothing of this package: the same model without it; and what several of these agree about that
+held and had loaded other things before, for that is what an update determines, whatever went before: refused and
+failed updates, half ones, memory that was lost.
 """
 
 from __future__ import annotations
@@ -67,12 +67,17 @@ def buckets_of(order: int, tensors: Tensors) -> Iterator[Tensors]:
             yield dict(some)
 
 
-def loaded(seed: int, left_out: frozenset[str], order: int, tensors: Tensors, before: float) -> Any:
-    """The model alone, which held `before` everywhere, behind one load."""
-    alone = Program(seed, left_out, held=before)
+def loaded(
+    seed: int, left_out: frozenset[str], order: int, *loads: Tensors, before: float = 0.0
+) -> Any:
+    """The model alone behind these loads; before each of them it held `before` everywhere."""
+    alone = Program(seed, left_out)
     with torch.no_grad():
-        for bucket in buckets_of(order, tensors):
-            alone.load_weights([(name, one.clone()) for name, one in bucket.items()])
+        for tensors in loads:
+            for one in (*alone.parameters(), *alone.buffers(), alone.plain):
+                one.fill_(before)
+            for bucket in buckets_of(order, tensors):
+                alone.load_weights([(name, one.clone()) for name, one in bucket.items()])
     return alone
 
 
@@ -81,12 +86,24 @@ def determined(
 ) -> tuple[Tensors, Tensors]:
     """What a load leaves whatever was there before: the bytes, and for which elements that holds.
 
+    Before may be anything in memory, and other loads: a program may remember a tensor, or count them.
+
     Raises:
         QuantizationError: the model computes what is not finite.
         KeyError: it has no such name.
     """
-    one, other = (kept_apart(loaded(seed, left_out, order, tensors, at)) for at in (0.0, 777.0))
-    masks = {name: one[name] == other[name] for name in one}
+    earlier = weights(Random(order))
+    models = (
+        loaded(seed, left_out, order, tensors),
+        loaded(seed, left_out, order, tensors, before=777.0),
+        loaded(seed, left_out, order, earlier, tensors),
+        loaded(seed, left_out, order, earlier, earlier, tensors, before=777.0),
+    )
+    one, *others = map(kept_apart, models)
+    masks = {
+        name: torch.stack([tensor == other[name] for other in others]).all(0)
+        for name, tensor in one.items()
+    }
     for layer, leaf, rows in (("linear", "weight_scale", 1), ("blocks", "weight_scale_inv", 128)):
         # Codes say nothing without their scale.
         same = masks[f"{layer}.{leaf}"].repeat_interleave(rows, 0)[: len(masks[f"{layer}.weight"])]
@@ -187,7 +204,7 @@ class Run:
             self.outcomes["refused again"] += bool(again)
         elif "z" in tensors:
             with suppress(KeyError):
-                loaded(self.seed, self.left_out, self.order, tensors, 0.0)
+                loaded(self.seed, self.left_out, self.order, tensors)
                 return  # a model that takes any name
             raise AssertionError(self._text("a name that the model has not was accepted"))
         elif event == "is partial":
@@ -251,7 +268,7 @@ class Run:
         tensors = weights(Random(0))
         try:
             one, other = (
-                kept_apart(loaded(self.seed, self.left_out, at, tensors, 0.0))
+                kept_apart(loaded(self.seed, self.left_out, at, tensors))
                 for at in (self.order, order)
             )
         except QuantizationError:
