@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Whose functions lie between an operation and who sees it.
-_BETWEEN = ("torch.", __name__.partition(".")[0] + ".")
 _MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 
 
@@ -65,14 +63,6 @@ def each_new_thread(enter: Callable[[], object]) -> Iterator[None]:
 def unwatched() -> AbstractContextManager[None]:
     """In this context operations are ours, and cost what they always do."""
     return torch._C._ExcludeDispatchKeyGuard(_MODES)
-
-
-def asked_by() -> tuple[str, str]:
-    """Module and name of the function that asked for the operation that is being seen."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(_BETWEEN):
-        frame = frame.f_back
-    return frame.f_globals["__name__"], frame.f_code.co_name
 
 
 class OperationKind(NamedTuple):

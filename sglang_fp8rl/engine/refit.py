@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..config import Options
-from ..errors import Fp8RlError, HostError, RefitError
+from ..errors import Fp8RlError, HostError
 from ..numerics.fingerprint import MASK
 from ..scheme import Scheme
 from ..wire.plan import RefitPlan
@@ -27,7 +27,14 @@ from .arrival.update import Origin, Update
 from .extension import extensions
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
-from .model.parameters import ModelMemory, Target, set_loader, targets_of
+from .model.parameters import (
+    ModelMemory,
+    Target,
+    loader_of,
+    made_anew_error,
+    set_loader,
+    targets_of,
+)
 from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
 from .native.call import Call, Calls, StreamLane
@@ -78,17 +85,13 @@ class ModelRefit:
 
     def attach(self) -> None:
         for target in self.targets.values():
-            if isinstance(target.parameter, torch.nn.Parameter):
-                self._wrap_loader(target)
+            self._wrap_loader(target)
         self.derived.attach()
         self.model.load_weights = self.load_weights  # type: ignore[assignment]
         self.model.fp8rl_refit = self  # type: ignore[assignment]
 
     def _wrap_loader(self, target: Target) -> None:
-        from sglang.srt.model_loader.weight_utils import default_weight_loader
-
-        parameter: Any = target.parameter
-        native = getattr(parameter, "weight_loader", None) or default_weight_loader
+        parameter, native = target.parameter, loader_of(target.parameter)
 
         def weight_loader(_: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             call, update = self.calls.running, self.calls.update
@@ -220,12 +223,7 @@ class ModelRefit:
         quantized = {one.name for one in self.targets.values() if one.is_fp8} if moved else ()
         for place, made_anew in moved:
             if place in quantized:
-                raise RefitError(
-                    place,
-                    "made anew while SGLang loads it",
-                    "what is served in FP8 is written by copies, which are cast with their scales",
-                    "Add the module to ignored_layers.",
-                )
+                raise made_anew_error(place)
             sources = call.sources.made_of(made_anew).sources
             observer.leave_native(sources, f"SGLang makes {place} anew while loading")
             call.sources.consume(sources)

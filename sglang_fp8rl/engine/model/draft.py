@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .parameters import part_of, set_loader
+from .parameters import loader_of, part_of, set_loader
 
 _drafts: weakref.WeakSet[Draft] = weakref.WeakSet()  # of this process, which serves one model
 
@@ -34,9 +34,7 @@ class Draft:
         _drafts.add(self)
 
     def _followed(self, name: str, parameter: Any) -> Any:
-        from sglang.srt.model_loader.weight_utils import default_weight_loader
-
-        native = getattr(parameter, "weight_loader", None) or default_weight_loader
+        native = loader_of(parameter)
 
         def weight_loader(given: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             native(given, loaded, *args, **kwargs)

@@ -11,7 +11,7 @@ import torch
 
 from ...config import Options
 from ...errors import QuantizationError, RefitError
-from ...numerics.cast import cast_into
+from ...numerics.cast import FP8_DTYPE, cast_into
 from ...numerics.fingerprint import tensor_number
 from ...numerics.grid import Blockwise, PerChannel, ScaleGranularity
 from ...scheme import Granularity
@@ -134,6 +134,8 @@ def quantize_write(target: Target, name: str, write: Write, options: Options) ->
             "Send the tensor as the checkpoint has it.",
         )
     codes = write.destination(target.parameter)
+    if codes.dtype != FP8_DTYPE:
+        raise made_anew_error(target.name)
     rounding: Any = {
         "pow2_scale": options.use_weight_pow2_scale,
         "round_to_bf16": options.round_to_bf16,
@@ -142,6 +144,16 @@ def quantize_write(target: Target, name: str, write: Write, options: Options) ->
     for one_source, one_codes, part in zip(matrices(source), matrices(codes), scales, strict=True):
         arguments = (one_source.to(codes.device), one_codes, part)
         yield (*arguments, cast_into(*arguments, target.shares_scale, name=name, **rounding))
+
+
+def made_anew_error(place: str) -> RefitError:
+    """Return the error for FP8 codes in whose place the model put another tensor."""
+    return RefitError(
+        place,
+        "made anew while SGLang loads it",
+        "what is served in FP8 is written by copies, which are cast with their scales",
+        "Add the module to ignored_layers.",
+    )
 
 
 def targets_of(model: torch.nn.Module) -> dict[int, Target]:
@@ -166,6 +178,21 @@ def targets_of(model: torch.nn.Module) -> dict[int, Target]:
                 target.module, target.scale = module, scale
                 target.granularity = method.fp8rl_scheme.granularity
     return targets
+
+
+def loader_of(parameter: Any) -> Callable[..., Any]:
+    """SGLang's loader of a parameter or buffer.
+
+    The default one fills what has one element with a value that Python reads; here that is a copy, as of all others.
+    """
+    from sglang.srt.model_loader.weight_utils import default_weight_loader
+
+    loader = getattr(parameter, "weight_loader", None) or default_weight_loader
+    return _copy_one if loader is default_weight_loader and parameter.numel() == 1 else loader
+
+
+def _copy_one(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(loaded.reshape(parameter.shape))
 
 
 def set_loader(parameter: Any, loader: Callable[..., Any]) -> None:

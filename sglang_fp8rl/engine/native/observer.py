@@ -23,7 +23,6 @@ from ..arrival.sent_tensors import Source, SourceIndex
 from ..interception import (
     OperationKind,
     Write,
-    asked_by,
     each_new_thread,
     kind_of,
     storage_of,
@@ -178,16 +177,9 @@ class Observer:
         return on_stand_in or tensor.device.type == "meta"
 
     def _filled(self, destination: torch.Tensor, value: Any = 0.0) -> bool:
-        read, self._thread.read = self._thread.read, None
         if isinstance(value, torch.Tensor) and self._made_of(value):
             return self._write(destination, value.expand(destination.shape))
-        if read is None:
-            return self._write(destination, None, float(value))
-        source = read.as_strided(destination.shape, [0] * destination.dim())
-        is_written = self._write(destination, source)
-        if not is_written:
-            self._note_read(self._sources.made_of(read).sources)
-        return is_written
+        return self._write(destination, None, float(value))
 
     def _write(
         self, destination: torch.Tensor, source: torch.Tensor | None, fill: float = 0.0
@@ -206,21 +198,12 @@ class Observer:
         return True
 
     def _read(self, func: Any, tensor: torch.Tensor) -> Any:
-        """Python asks for a value. What it makes of that is not known, except in SGLang's default loader.
-
-        That one loads one-element parameters by `fill_(loaded.item())`, which is a copy.
-        """
+        """Python asks for a value. What it makes of that is not known."""
         sources = self._made_of(tensor)
-        if sources and asked_by() == _DEFAULT_LOADER:
-            self._thread.read = tensor
-        else:
-            self._note_read(sources)
-        return _NO_VALUE if tensor.device.type == "meta" else func(tensor)
-
-    def _note_read(self, sources: tuple[Source, ...]) -> None:
         what = "its value" if sources else "a value that was not sent"
         self.leave_native(sources, f"SGLang reads {what} while loading")
         self._sources.consume(sources)
+        return _NO_VALUE if tensor.device.type == "meta" else func(tensor)
 
     def _computed(self, func: Any, kind: OperationKind, args: tuple, kwargs: dict) -> Any:
         """Any other operation: what of the model does it write, and of what are its results made?"""
@@ -293,16 +276,13 @@ class _Thread(threading.local):
     Attributes:
         is_watched: whether its mode is on.
         loader: what the loader that it is in has done.
-        read: the sent tensor whose value SGLang's default loader read, and fills in next.
     """
 
     def __init__(self) -> None:
         self.is_watched = False
         self.loader: LoaderWrites | None = None
-        self.read: torch.Tensor | None = None
 
 
 # What Python reads of a tensor without values, in a probe: a number that loaders can divide by.
 _NO_VALUE = 1
-_DEFAULT_LOADER = "sglang.srt.model_loader.weight_utils", "default_weight_loader"
 _FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
