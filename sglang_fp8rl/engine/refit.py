@@ -8,9 +8,8 @@ IPC, disk, custom loaders) go through both.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -23,8 +22,10 @@ from ..scheme import Scheme
 from ..wire.plan import RefitPlan
 from ..wire.stages import ANSWERING, LOADING
 from .arrival.bucket import Bucket, apart, bucket_of, check_bucket
+from .arrival.sent_tensors import SourceIndex
 from .arrival.update import Origin, Update
 from .extension import extensions
+from .interception import Write
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
 from .model.parameters import (
@@ -37,15 +38,16 @@ from .model.parameters import (
 )
 from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
-from .native.call import Call, Calls, StreamLane
+from .native.call import Call, StreamLane
+from .native.calls import Calls
 from .native.checks import of_known_sizes
-from .native.draft_writes import note_draft_write
 from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
 from .native.recording import Recording
+from .native.tied import note_draft_write
 from .replay.recipes import Recipe, RecipeStore, learn, replay
-from .report.report import RefitReport
+from .report.report import NOTHING, RefitReport
 
 
 class ModelRefit:
@@ -152,32 +154,34 @@ class ModelRefit:
             RefitError: something that was sent was not stored. What was stored stays stored, and
                 the status section says so.
         """
-        with self.unfolded(), ExitStack() as behind, self.calls.one() as call:
+        update, result = self.calls.update, None
+        may_replay = update.origin.may_replay and self.options.replay and not (args or kw)
+        with self.unfolded(), ExitStack() as behind:
             # What is queued at its end (halves that are kept) reads memory that the sender fills again.
             behind.callback(self.wait_for_device)
-            origin, marks = call.update.origin, call.update.marks
-            marks.append((LOADING, perf_counter()))
-            may_replay = origin.may_replay and self.options.replay and not (args or kw)
-            bucket, recipe = self._arrived(weights, may_replay=may_replay)
-            self.calls.expect(call, bucket, recipe.brings if recipe is not None else None)
-            if origin.is_serving:
-                self._check_copies()
-            if self._device is not None and self._device.type != "meta":
-                call.lane = StreamLane(self._device).entered
-            result: Any = None
-            if bucket is None:
-                result = self._load_natively(call, weights, *args, **kw)
-            elif recipe is None:
-                sent = apart(bucket)  # before anything is watched
-                call.recording = Recording(bucket, sent) if may_replay else None
-                result = self._load_natively(call, sent, *args, **kw)
-                del sent
-            else:
-                replay(call, bucket, recipe, self.recipes, self.report)
-                self.derived.refresh(bucket.names)
+            update.marks.append((LOADING, perf_counter()))
+            with self.calls.arriving():
+                bucket, recipe = self._arrived(weights, may_replay=may_replay)
+                if recipe is not None:
+                    call = Call(update, SourceIndex(), bucket, recipe.brings)
+                else:
+                    weights = weights if bucket is None else apart(bucket)
+                    call = self._watched(update, bucket)
+                    if bucket is not None and may_replay:
+                        call.recording = Recording(bucket, weights, call.sources)
+                self.calls.begin(call)
+            with self.calls.open(call):
+                if update.origin.is_serving:
+                    self._check_copies()
+                if bucket is not None and recipe is not None:
+                    replay(call, bucket, recipe, self.recipes, self.report)
+                    self.derived.refresh(bucket.names)
+                else:
+                    result = self._load_natively(call, weights, *args, **kw)
+                    del weights  # or it would be kept
         if call.recording is not None:
             learn(self.recipes, call.recording, self.report, call, self.options)
-        marks.append((ANSWERING, perf_counter()))
+        update.marks.append((ANSWERING, perf_counter()))
         return result
 
     def _check_copies(self) -> None:
@@ -201,20 +205,30 @@ class ModelRefit:
             check_bucket(bucket)
         return bucket, recipe
 
+    def _watched(self, update: Update, bucket: Bucket | None = None) -> Call:
+        """A call whose tensors go through SGLang's loaders."""
+        sources = SourceIndex(keeps_tensors=not update.origin.is_alone)
+        brings = NOTHING if bucket is None else self.calls.brings(bucket)
+        device = self._device
+        lane: Any = nullcontext
+        if device is not None and device.type != "meta":
+            lane = StreamLane(device).entered
+        raised: dict[tuple, tuple[str, str]] = {}
+        memory = ModelMemory(self.model, self.targets.values())
+        observer = Observer(sources, memory, self._store, raised, stores=update.origin.stores)
+        return Call(update, sources, bucket, brings, observer, lane=lane, raised=raised)
+
+    def _store(self, target: Target, write: Write) -> None:
+        """A write that SGLang makes without a loader, in the call that runs."""
+        assert self.calls.running is not None
+        self._loaders.store(self.calls.running, target, write)
+
     def _load_natively(self, call: Call, weights: Any, *args: Any, **kw: Any) -> Any:
         """SGLang's own `load_weights`, and whatever it does watched; returns what that returns."""
-        call.observer = observer = Observer(
-            call.sources,
-            ModelMemory(self.model, self.targets.values()),
-            functools.partial(
-                self._loaders.store, weakref.proxy(call)
-            ),  # no circle: it holds the bucket
-            call.raised,
-            stores=call.update.origin.stores,
-        )
+        assert call.observer is not None
         with (
             self.derived.in_place(from_now_on=call.update.origin.is_serving) as moved,
-            observer.watching(),
+            call.observer.watching(),
         ):
             if call.update.origin.is_serving:
                 weights = of_known_sizes(weights, self.names.known)
@@ -225,10 +239,10 @@ class ModelRefit:
             if place in quantized:
                 raise made_anew_error(place)
             sources = call.sources.made_of(made_anew).sources
-            observer.leave_native(sources, f"SGLang makes {place} anew while loading")
+            call.sources.leave_native(sources, f"SGLang makes {place} anew while loading")
             call.sources.consume(sources)
         if not call.update.origin.is_serving:
-            self.names.made_into(observer.native, call.sources.consumed)
+            self.names.made_into(call.sources.native, call.sources.consumed)
         return result
 
     # -- the plan ----------------------------------------------------------------------------------
@@ -254,11 +268,11 @@ class ModelRefit:
         return self.names
 
     def _probe(self) -> None:
-        call = Call(Update(Origin.PROBE))
+        call = self._watched(Update(Origin.PROBE))
         try:
             with torch.no_grad(), self.derived.held_back(), self.calls.probing(call):
                 self._load_natively(call, self._probe_names())
-            self.calls.note_names(call)
+            self.calls.untaken.note(call)
         except Exception as error:
             # SGLang's loaders, on tensors without values: half of the names would be worse than none.
             self.names.forget()

@@ -101,6 +101,8 @@ class SourceIndex:
     Attributes:
         consumed: names that reached the model.
         set_aside: scales of the KV cache, by name: no model is given them.
+        native: sent tensors of which more than copies was made, and what.
+        unsourced: reasons why the call as a whole is more than copies of what was sent.
     """
 
     def __init__(self, keeps_tensors: bool = True) -> None:
@@ -109,6 +111,8 @@ class SourceIndex:
         self.nbytes = 0
         self.consumed: set[str] = set()
         self.set_aside: dict[str, torch.Tensor] = {}
+        self.native: dict[Source, str] = {}
+        self.unsourced: dict[str, None] = {}
         self._starts: list[int] = []
         self._sources: list[Source] = []
         # A tensor on `meta` has no address, but a storage (and this keeps it alive).
@@ -201,6 +205,14 @@ class SourceIndex:
         """These reached the model."""
         with self._lock:
             self.consumed.update(source.name for source in sources)
+
+    def leave_native(self, sources: Iterable[Source], reason: str) -> None:
+        """More than copies was made of these; of tensors that are not known, if there are none."""
+        sources = tuple(sources)
+        for source in sources:
+            self.native.setdefault(source, reason)
+        if not sources:
+            self.unsourced.setdefault(reason)
 
     @property
     def latest_name(self) -> str:

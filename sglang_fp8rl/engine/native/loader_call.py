@@ -189,7 +189,7 @@ class LoaderCalls:
         for one, write in zip(of_each, writes, strict=True):
             groups.setdefault(one.sources, []).append(write)
             if not one.is_view:
-                call.observer.leave_native(one.sources, _MADE if one.sources else _NOT_SENT)
+                call.sources.leave_native(one.sources, _MADE if one.sources else _NOT_SENT)
         for sources, theirs in groups.items():
             call.sources.consume(sources)
             call.narrowed |= {
@@ -221,6 +221,7 @@ class LoaderCalls:
             RefitError: it does, and that is quantized.
         """
         target, observer = given.target, given.call.observer
+        assert observer is not None
         with self._lock:
             if dtype not in target.stand_ins:
                 target.stand_ins[dtype] = make_stand_in(target.parameter, dtype)
@@ -242,6 +243,7 @@ class LoaderCalls:
     def _run_on_parameter(self, given: _Given, run: Callable[[torch.Tensor], None]) -> None:
         """Run a loader that does more than copy. With a NaN or Inf on the way, nothing of it stays."""
         call, parameter, known = given.call, given.target.parameter, len(given.call.not_finite)
+        assert call.observer is not None
         with unwatched():
             before = parameter.data.clone()
         with call.observer.watching_thread():

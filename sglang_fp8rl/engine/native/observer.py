@@ -71,10 +71,6 @@ class Observer:
         store: does a write into a target that no loader was called for.
         raised: as `Call.raised`.
         stores: False for a probe on `meta`, which writes nothing.
-
-    Attributes:
-        native: sent tensors of which more than copies was made, and what.
-        unsourced: reasons why the call as a whole is more than copies of what was sent.
     """
 
     def __init__(
@@ -88,8 +84,6 @@ class Observer:
     ) -> None:
         self._sources, self._memory, self._store, self._stores = sources, memory, store, stores
         self._raised = raised
-        self.native: dict[Source, str] = {}
-        self.unsourced: dict[str, None] = {}
         self._thread = _Thread()
         self._is_over = False
 
@@ -134,13 +128,6 @@ class Observer:
         finally:
             self._thread.loader = outer
         return found
-
-    def leave_native(self, sources: tuple[Source, ...], reason: str) -> None:
-        """More than copies was made of these; of tensors that are not known, if there are none."""
-        for source in sources:
-            self.native.setdefault(source, reason)
-        if not sources:
-            self.unsourced.setdefault(reason)
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -201,7 +188,7 @@ class Observer:
         """Python asks for a value. What it makes of that is not known."""
         sources = self._made_of(tensor)
         what = "its value" if sources else "a value that was not sent"
-        self.leave_native(sources, f"SGLang reads {what} while loading")
+        self._sources.leave_native(sources, f"SGLang reads {what} while loading")
         self._sources.consume(sources)
         return _NO_VALUE if tensor.device.type == "meta" else func(tensor)
 
@@ -211,7 +198,7 @@ class Observer:
         used = {one: None for tensor in read for one in self._made_of(tensor)}
         sources = tuple(used)
         if sources:
-            self.leave_native(sources, f"SGLang computes with it while loading ({func})")
+            self._sources.leave_native(sources, f"SGLang computes with it while loading ({func})")
         written = kind.written_of(args, kwargs)
         may_write = [self._may_write(tensor, func, sources) for tensor in tensors_in(written)]
         if not all(may_write):
@@ -236,7 +223,9 @@ class Observer:
             made = self._sources.made_of(tensor)
             if made.is_view:
                 # gpt-oss zeroes a sent bias: a copy of it is no copy of what comes next time.
-                self.leave_native(made.sources, f"SGLang writes into it while loading ({func})")
+                self._sources.leave_native(
+                    made.sources, f"SGLang writes into it while loading ({func})"
+                )
             self._sources.derive(tensor, sources, adds=True)
             return True
         if self._memory.is_quantized(tensor):
@@ -248,7 +237,7 @@ class Observer:
             )
             self._raised[(place,)] = error.subject, str(error)
             raise error
-        self.leave_native(sources, f"SGLang writes {place} by itself ({func})")
+        self._sources.leave_native(sources, f"SGLang writes {place} by itself ({func})")
         self._sources.consume(sources)
         return self._stores
 
@@ -257,7 +246,7 @@ class Observer:
         sources = self._sources.made_of(tensor).sources
         place = "" if sources else self._memory.place_of(tensor)
         if place:
-            self.leave_native((), f"SGLang reads {place} while loading")
+            self._sources.leave_native((), f"SGLang reads {place} while loading")
         return sources
 
 

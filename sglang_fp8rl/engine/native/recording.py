@@ -13,7 +13,7 @@ from ...numerics.cast import as_matrix
 from ...numerics.grid import ceil_div
 from ...numerics.write_table import LONGEST_ROW, ROW_FIELDS, Kind, Piece
 from ..arrival.bucket import Bucket
-from ..arrival.sent_tensors import Source
+from ..arrival.sent_tensors import Source, SourceIndex
 from ..interception import Write
 from ..model.parameters import Target
 from .pairs import Pair, PairCopy
@@ -29,18 +29,20 @@ class Recording:
 
     Args:
         sent: its tensors as the loaders get them (`apart`).
+        sources: are told why buckets like this one are left to the native loaders.
 
     Attributes:
         fills: writes of no sent tensor (the padding of a vocabulary).
         exponents: positions of scales that have to be powers of two.
-        refused: reasons why buckets like this one are left to the native loaders.
     """
 
-    def __init__(self, bucket: Bucket, sent: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self, bucket: Bucket, sent: Iterable[tuple[str, torch.Tensor]], sources: SourceIndex
+    ) -> None:
         self.bucket, self._storages = bucket, [one.untyped_storage() for _, one in sent]
         self.exponents: list[int] = []
         self.fills: list[tuple[Target, Write]] = []
-        self.refused: set[str] = set()
+        self._sources = sources
         # Flat, so that 18,000 of each become an array at once.
         self._rows, self._of_rows, self._boxes = array("q"), array("q"), array("q")
         self._lock = threading.Lock()
@@ -76,7 +78,7 @@ class Recording:
         if write.source is None:
             self.fills.append((target, write))
         if box is None:
-            self.refused.add("it writes what is no box")
+            self._sources.leave_native((), "it writes what is no box")
             return
         pieces = []
         for view, destination, scales in done:
@@ -88,7 +90,7 @@ class Recording:
         """Both halves of an FP8 weight came, and this is what was copied."""
         target, weight, scale = pair.target, pair.weight.source, pair.scale.source
         if weight is None or scale is None:
-            self.refused.add(APART)
+            self._sources.leave_native((), APART)
             return
         if target.takes_packed_scales:
             self.exponents.append(scale.position)
@@ -110,10 +112,10 @@ class Recording:
         """Args: `sources`: of the pieces, in turn."""
         fitting = [piece for piece in pieces if piece is not None]
         if len(fitting) < len(pieces):
-            self.refused.add("the kernels don't know how to write it")
+            self._sources.leave_native((), "the kernels don't know how to write it")
             return
         if not target.is_repeatable:
-            self.refused.add("experts may move to other ranks while serving")
+            self._sources.leave_native((), "experts may move to other ranks while serving")
         with self._lock:
             for at, piece in enumerate(fitting):
                 self._rows.extend(piece.row())

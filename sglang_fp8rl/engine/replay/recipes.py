@@ -137,7 +137,7 @@ def learn(
     counts.native_calls += 1
     targets = np.unique(recording.boxes[:, 0])
     owners = [report.targets[at] for at in targets.tolist()]
-    reasons = {*recording.refused, *_why_native(recording, report, call, owners)}
+    reasons = set(_why_native(recording, report, call, owners))
     if reasons == {_KEPT}:
         gc.collect()  # what the model forgot in a circle
         reasons = {_KEPT} if recording.is_kept() else set()
@@ -159,8 +159,8 @@ def _why_native(
     All or nothing: what a model does with one tensor may depend on whether others came, and Python does not
     show that.
     """
-    yield from call.observer.native.values()
-    yield from call.observer.unsourced
+    yield from call.sources.native.values()
+    yield from call.sources.unsourced
     if recording.is_kept():
         yield _KEPT
     if report.coverage.overlap(recording.boxes[:, 1]):
@@ -195,11 +195,10 @@ def _recipe_of(
     )
     if runner is None:
         return None
-    assert call.brings is not None
     aside = set(call.kv_scales)
     return Recipe(
         layout=bucket.layout,
-        brings=call.outcome_of(call.brings),
+        brings=call.brought,
         positions=recording.of_rows,
         runner=runner,
         fills=recording.fills,

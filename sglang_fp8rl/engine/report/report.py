@@ -38,6 +38,9 @@ class Arrived(NamedTuple):
     narrowed: tuple[str, ...] = ()
 
 
+NOTHING = Arrived(np.empty(0, np.int64), 0, has_taken=False)
+
+
 class RefitReport:
     """Bookkeeping of one model: cheap on the way, read by the status section.
 

@@ -1,0 +1,177 @@
+"""Opens and closes the calls of a model: what each left out is found, and written down in its refit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ...config import Options
+from ...errors import Fp8RlError, listed
+from ..arrival.bucket import Bucket
+from ..arrival.sent_tensors import weight_name_of
+from ..arrival.update import Origin, Update
+from ..extension import Extension
+from ..model.derived_weights import DerivedWeights
+from ..report.report import Arrived, RefitReport
+from .call import Call
+from .checks import foreign_error, not_finite_errors
+from .pairs import PairTable
+from .recording import APART
+from .untaken import UntakenNames
+
+
+class Calls:
+    """The calls of a model, each of one of the report's refits.
+
+    Args:
+        derived: renewed where an error ended a call.
+        extensions: may take what no parameter takes.
+
+    Attributes:
+        update: the request that is being served; the load at startup where there is none.
+        running: the call that runs now.
+        untaken: what no parameter took.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        options: Options,
+        pairs: PairTable,
+        report: RefitReport,
+        derived: DerivedWeights,
+        extensions: Sequence[Extension],
+    ) -> None:
+        self._pairs, self._report, self._derived = pairs, report, derived
+        self.untaken = UntakenNames(model, options, report, extensions)
+        self.update = Update(Origin.STARTUP)
+        self.running: Call | None = None
+
+    @contextmanager
+    def during(self, update: Update) -> Iterator[Update]:
+        """Calls in here belong to that request."""
+        before, self.update = self.update, update
+        try:
+            yield update
+        finally:
+            self.update = before
+
+    @contextmanager
+    def probing(self, call: Call) -> Iterator[None]:
+        """`call` runs inside whatever else does; it stores nothing and is not written down."""
+        before, self.running = self.running, call
+        try:
+            yield
+        finally:
+            self.running = before
+
+    def brings(self, bucket: Bucket) -> Arrived:
+        """What is known of a bucket before it is read."""
+        numbers = self._report.brought.numbers_of(bucket.names)
+        return Arrived(numbers, bucket.nbytes, has_taken=False)
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """What is raised in here refuses the call, of which nothing was looked at; it is written down."""
+        self.update.calls += 1
+        try:
+            yield
+        except Exception as error:
+            told = self._told(error, "")
+            self.update.refit = self._report.fail([str(told)], self.update)
+            if self._report.log.running is None:  # else it was another client's, who goes on
+                self._pairs.drop()
+            if told is error:
+                raise
+            raise told from error
+
+    def begin(self, call: Call) -> None:
+        """It is of the running refit, or of a new one."""
+        since = self._report.start_call(call.update, call.brings.numbers)
+        if self._pairs.halves:
+            self._pairs.drop_before(since)
+        call.update.refit = self._report.refit
+
+    @contextmanager
+    def open(self, call: Call) -> Iterator[None]:
+        """One call that has begun: what it left out is found and written down, also where an error stopped it.
+
+        Raises:
+            RefitError: something that was sent was not stored; names all of it.
+        """
+        self.running = call
+        try:
+            with torch.no_grad():
+                yield
+        except Exception as error:
+            told = self._told(error, call.sources.latest_name)
+            self._stop(call, told)
+            if list(call.errors.values()) != [str(told)]:
+                told = call.error
+            if told is error:
+                raise
+            raise told from error
+        else:
+            self._finish(call)
+            if call.errors:
+                raise call.error
+        finally:
+            call.sources.forget_tensors()
+            self.running = None
+
+    def _told(self, error: Exception, name: str) -> Fp8RlError:
+        """The error to tell the client; `name` went by last."""
+        if isinstance(error, Fp8RlError):
+            return error
+        return foreign_error(name, error, self._report.names.known)
+
+    def _finish(self, call: Call) -> None:
+        """A call came to its end: NaN, unknown names, open halves, nothing at all."""
+        call.errors.update(not_finite_errors(call.not_finite))
+        call.errors |= dict(call.raised.values())
+        self.untaken.settle(call)
+        if call.update.keeps_halves and not call.errors:
+            if self._pairs.detach():
+                call.sources.leave_native((), APART)
+        else:
+            call.errors.update(self._pairs.give_up())
+        if not call.size:
+            call.errors[""] = (
+                "an update with an empty list of tensors; an update names at least one. "
+                "Check what the trainer's iterator yields"
+            )
+        self._close(call)
+
+    def _stop(self, call: Call, told: Fp8RlError) -> None:
+        """An error ended the call: what was found before it counts, and so does what never had its turn."""
+        call.errors |= dict(call.raised.values())
+        if str(told) not in call.errors.values():
+            before = filter(None, [call.errors.get(told.subject)])
+            call.errors[told.subject] = " | ".join([*before, str(told)])
+        self._derived.refresh(call.sources.consumed)
+        call.errors = {**not_finite_errors(call.not_finite), **call.errors}
+        for name, text in self._pairs.give_up().items():
+            call.errors.setdefault(name, text)
+        sent = () if call.bucket is None else call.bucket.names
+        left = [
+            name
+            for name in sent
+            if weight_name_of(name) not in self._report.names.unused
+            and name not in call.sources.consumed
+            and name not in call.errors
+        ]
+        if left:
+            text = f"{listed(left)}: not reached, an error ended the call before; send again"
+            call.errors.update(dict.fromkeys(left, text))
+        self._close(call)
+
+    def _close(self, call: Call) -> None:
+        brought = call.brought
+        if call.bucket is None:  # a stream: it is known by now
+            numbers = self._report.brought.numbers_of(call.sources.names)
+            brought = brought._replace(numbers=numbers)
+        self._report.end_call(brought, call.errors, call.update)
+        if call.errors:
+            self._pairs.drop()

@@ -1,0 +1,96 @@
+"""Tensors for a parameter that another one writes: a head that is tied to the embedding, a draft model's copy.
+
+They are looked at and not stored: in the end they have to be what is served (`report/sent_twice.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import RefitError
+from ..arrival.sent_tensors import SourceIndex
+from ..interception import make_stand_in
+from ..model.landings import Known, why_left_out
+from ..model.parameters import ModelMemory, Target
+from ..report.report import RefitReport
+from .call import Call
+from .checks import check_dtype, check_shape
+from .observer import Observer
+
+_OF_A_DRAFT = (
+    "a draft model shares this parameter, and the served model's own tensor is what is stored in it"
+)
+
+
+def note_tied(report: RefitReport, call: Call, rows: Sequence[Mapping[str, str]]) -> None:
+    """Note the tensors of a call that the model ties to others.
+
+    Args:
+        rows: of `left_out`, with the name that it computes with as `equals`.
+    """
+    if call.bucket is None:
+        return
+    for one in call.sources.left() if rows else ():
+        row = why_left_out(one.name, rows)
+        if row:
+            call.tied[one.position] = row["equals"]
+    for position, other in call.tied.items():
+        name, tensor = call.bucket.names[position], call.bucket.tensor(position)
+        rule = f"this model ties it to {other}, and computes with that one"
+        known = report.names.known[other]
+        if tuple(tensor.shape) != known.shape:
+            call.errors[name] = (
+                f"{name}: shape {tuple(tensor.shape)}; {rule}, of shape {known.shape}. Leave it out"
+            )
+        else:
+            report.sent_twice.note(name, _parts(tensor, known), report.log.stamp, rule)
+
+
+def _parts(tensor: torch.Tensor, known: Known) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What this rank holds of a tensor that is sent like a known one, each with where it lies."""
+    for landing in known.landings:
+        for box, region in zip(landing.boxes, landing.regions, strict=True):
+            if box is not None and region is not None:
+                served = landing.target.parameter.data[region.slices]
+                yield tensor[box.slices], served.reshape(box.shape)
+
+
+def note_draft_write(
+    report: RefitReport,
+    target: Target,
+    native: Any,
+    loaded: torch.Tensor,
+    args: tuple,
+    kwargs: dict,
+    stamp: int,
+) -> None:
+    """Note a loader call of a draft model: `native(parameter, loaded, *args, **kwargs)`, of a shared parameter.
+
+    SGLang hands the same tensors to both models' loads (`set_embed_and_head`), in an order of its version's.
+
+    Args:
+        stamp: of the served model's own call of the same request, which may be still to come.
+
+    Raises:
+        RefitError: it can't be compared with what is served.
+    """
+    name, parameter = target.name, target.parameter
+    check_dtype(target, name, loaded)
+    check_shape(target, name, loaded, args, kwargs)
+    nothing = ModelMemory(torch.nn.Module(), ())
+    found = Observer(SourceIndex(), nothing, lambda *_: None, {}, stores=True).writes_of(
+        lambda one: native(one, loaded, *args, **kwargs),
+        make_stand_in(parameter, loaded.dtype),
+        parameter,
+    )
+    if target.is_fp8 or found.other:
+        value = f"written by a draft model's load, {found.other or 'and served in FP8'}"
+        remedy = "Send the update with selector='target', or add the module to ignored_layers."
+        raise RefitError(name, value, _OF_A_DRAFT, remedy)
+    parts = [
+        (one.source, one.destination(parameter)) for one in found.writes if one.source is not None
+    ]
+    report.sent_twice.note(name, parts, stamp, _OF_A_DRAFT)
