@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...config import Options
 from ...errors import QuantizationError, RefitError
-from ...numerics.cast import FP8_DTYPE, cast_into
 from ...numerics.fingerprint import tensor_number
 from ...numerics.grid import Blockwise, PerChannel, ScaleGranularity
 from ...scheme import Granularity
 from ..interception import (
     Region,
-    Write,
     extent_of,
     storage_of,
 )
@@ -111,39 +108,6 @@ def part_of(args: tuple, kwargs: dict) -> tuple:
         value.removesuffix("_inv").removesuffix("_scale") if isinstance(value, str) else value
         for value in given
     )
-
-
-# (source, codes, scales) of one matrix, and a bool tensor of its blocks that kept their old bytes: not finite.
-Cast = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def quantize_write(target: Target, name: str, write: Write, options: Options) -> Iterator[Cast]:
-    """Cast FP32, BF16 or FP16 to FP8, straight into the served bytes, matrix by matrix (a 3-D source holds
-    experts).
-
-    Raises:
-        RefitError: the write does not consist of whole blocks (or rows) of a matrix.
-    """
-    region, source = write.region, write.source
-    assert source is not None
-    if region is None or source.shape[-2:] != region.shape[-2:]:
-        raise RefitError(
-            name,
-            f"a write of shape {write.shape}, strides {write.stride} into {target.name}",
-            "a quantized write covers whole rows and columns of one matrix",
-            "Send the tensor as the checkpoint has it.",
-        )
-    codes = write.destination(target.parameter)
-    if codes.dtype != FP8_DTYPE:
-        raise made_anew_error(target.name)
-    rounding: Any = {
-        "pow2_scale": options.use_weight_pow2_scale,
-        "round_to_bf16": options.round_to_bf16,
-    }
-    scales = target.scales_of(name, region)
-    for one_source, one_codes, part in zip(matrices(source), matrices(codes), scales, strict=True):
-        arguments = (one_source.to(codes.device), one_codes, part)
-        yield (*arguments, cast_into(*arguments, target.shares_scale, name=name, **rounding))
 
 
 def made_anew_error(place: str) -> RefitError:

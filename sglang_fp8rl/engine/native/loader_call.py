@@ -5,17 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...config import Options
 from ...errors import Fp8RlError, RefitError
-from ...numerics.cast import copy_finite_into
 from ..arrival.sent_tensors import UNKNOWN, Made, Source
 from ..interception import Write, make_stand_in, unwatched
-from ..model.parameters import Target, part_of, quantize_write
+from ..model.parameters import Target, part_of
 from ..report.report import RefitReport
 from .call import Call
 from .checks import (
@@ -25,8 +24,8 @@ from .checks import (
     check_takes_scale,
     has_fewer_bits,
 )
+from .matrix_write import MatrixWrite, matrix_writes
 from .pairs import Half, PairTable, blocks_of, store_pair
-from .recording import Done
 
 _FP8 = torch.float8_e4m3fn
 _MADE = "its loader makes a tensor of its own"
@@ -205,9 +204,16 @@ class LoaderCalls:
                 if write.source is not None:
                     check_integers(given.target, given.name, write.source)
             for one, write in zip(of_each, writes, strict=True):
-                done, box = self._apply(given, write)
-                if recording is not None and one.is_view:
-                    recording.add(one.sources[0], given.target, write, done, box)
+                done = self._store(given, write)
+                box = self.report.written(given.target, write.region)
+                if recording is None or not one.is_view:
+                    continue
+                if box is None:
+                    given.call.sources.leave_native((), "it writes what is no box")
+                    continue
+                if write.source is None:
+                    recording.fills.append((given.target, write))
+                recording.add(given.target, [(one.sources[0], matrix) for matrix in done], [box])
 
     def _writes(
         self, given: _Given, dtype: torch.dtype, run: Callable[[torch.Tensor], None]
@@ -262,34 +268,24 @@ class LoaderCalls:
             pair = self.pairs.add(target, given.part, half, is_scale=is_scale)
             if pair is None:
                 return
-            copies = store_pair(pair)
+            copies = store_pair(pair, self.options)
         boxes = [self.report.written(target, block.region) for block in pair.weight.blocks]
         if recording is not None:
-            recording.add_pair(pair, copies, [box for box in boxes if box is not None])
+            if target.takes_packed_scales and pair.scale.source is not None:
+                recording.exponents.append(pair.scale.source.position)
+            done = [(half.source, one) for half, one in copies]
+            recording.add(target, done, [box for box in boxes if box is not None])
 
-    def _apply(self, given: _Given, write: Write) -> tuple[list[Done], int | None]:
-        """Do one write; a block or row that is not finite is noted, not stored.
-
-        Returns:
-            what was done, matrix by matrix (nothing for a fill), and the number of the box that was written.
-        """
-        call, target, name = given.call, given.target, given.name
-        source, done = write.source, list[Done]()
-        if target.is_fp8:
-            if source is None:
-                write = replace(write, source=torch.full(write.shape, write.fill))
-            for cast, codes, scales, bad in quantize_write(target, name, write, self.options):
-                call.not_finite.append((name, bad))
-                done.append((cast, codes, scales))
-        elif source is None:
+    def _store(self, given: _Given, write: Write) -> list[MatrixWrite]:
+        """Do one write; a block or row that is not finite is noted, not stored. Returns what was done."""
+        target, name = given.target, given.name
+        if write.source is None and not target.is_fp8:
             # The padding of a vocabulary: no checkpoint has it, and it is no older than the rest.
             write.destination(target.parameter).fill_(write.fill)
-        else:
-            destination = write.destination(target.parameter)
-            done.append((source, destination, None))
-            if source.is_floating_point() and destination.is_floating_point():
-                bad = copy_finite_into(source.to(destination.device), destination)
-                call.not_finite.append((name, bad))
-            else:
-                destination.copy_(source)
-        return done, self.report.written(target, write.region)
+            return []
+        done = matrix_writes(target, name, write)
+        for one in done:
+            bad = one.store(target, name, self.options)
+            if bad is not None:
+                given.call.not_finite.append((name, bad))
+        return done

@@ -9,13 +9,16 @@ from typing import NamedTuple
 
 import torch
 
+from ...config import Options
 from ...errors import RefitError
 from ...numerics.cast import has_nan_code
 from ...numerics.grid import PerChannel
+from ...numerics.write_table import Kind
 from ..arrival.sent_tensors import Source
 from ..interception import Region, Write, offset_within, span_of
 from ..model.parameters import Target
 from ..modules.method import are_no_exponents
+from .matrix_write import MatrixWrite
 
 
 class Block(NamedTuple):
@@ -118,27 +121,11 @@ class PairTable:
         return bool(came)
 
 
-class PairCopy(NamedTuple):
-    """One block of an FP8 weight, and the scales that belong to it.
-
-    Attributes:
-        codes, destination: [rows, columns]; a view of what was sent, and of the parameter.
-        scales, scale_destination: FP32 [row blocks, column blocks].
-        block_n: rows of codes per row of scales.
-    """
-
-    codes: torch.Tensor
-    destination: torch.Tensor
-    scales: torch.Tensor
-    scale_destination: torch.Tensor
-    block_n: int
-
-
-def store_pair(pair: Pair) -> list[PairCopy]:
+def store_pair(pair: Pair, options: Options) -> list[tuple[Half, MatrixWrite]]:
     """Copy the codes, and the block scales (or row scales) that belong to this rank's part.
 
     Returns:
-        what was copied.
+        what was copied, scales before their codes.
 
     Raises:
         RefitError: the scale has the wrong shape or a value that is no scale (or no power of two,
@@ -146,13 +133,12 @@ def store_pair(pair: Pair) -> list[PairCopy]:
         QuantizationError: this rank's part starts inside a block.
     """
     copies = _copies_of(pair)
-    for copy in copies:
-        copy.destination.view(torch.uint8).copy_(copy.codes.view(torch.uint8))
-        copy.scale_destination.copy_(copy.scales)
+    for half, copy in copies:
+        copy.store(pair.target, half.name, options)
     return copies
 
 
-def _copies_of(pair: Pair) -> list[PairCopy]:
+def _copies_of(pair: Pair) -> list[tuple[Half, MatrixWrite]]:
     """What to copy, once both halves were looked at. Waits for a GPU."""
     target, weight, scale = pair
     granularity = target.shares_scale
@@ -183,7 +169,11 @@ def _copies_of(pair: Pair) -> list[PairCopy]:
         codes = weight.tensor[row : row + rows, column : column + columns]
         part = sent.scales_of((row, column), (rows, columns), name=weight.name)
         (scale_destination,) = target.scales_of(weight.name, region)
-        copies.append(PairCopy(codes, destination, scales[part], scale_destination, sent.block[0]))
+        of_rows = (sent.block[0], 1)
+        copies += [
+            (scale, MatrixWrite(scales[part], scale_destination, kind=Kind.SCALES)),
+            (weight, MatrixWrite(codes, destination, block=of_rows, kind=Kind.CODES)),
+        ]
     return copies
 
 

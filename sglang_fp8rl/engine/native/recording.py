@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
-from ...numerics.cast import as_matrix
-from ...numerics.grid import ceil_div
-from ...numerics.write_table import LONGEST_ROW, ROW_FIELDS, Kind, Piece
+from ...numerics.write_table import ROW_FIELDS, Piece
 from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source, SourceIndex
 from ..interception import Write
 from ..model.parameters import Target
-from .pairs import Pair, PairCopy
-
-# What was done with one matrix: its source, the codes or values, and the scales if it was cast.
-Done = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+from .matrix_write import MatrixWrite
 
 APART = "half of an FP8 pair, the other is in another bucket"
 
@@ -67,88 +62,40 @@ class Recording:
         return any(torch._C._storage_Use_Count(one._cdata) > 1 for one in self._storages)
 
     def add(
-        self, source: Source, target: Target, write: Write, done: Sequence[Done], box: int | None
-    ) -> None:
-        """One write of a sent tensor, as it was done.
-
-        Args:
-            done: nothing for a fill.
-            box: its number; None for a write that is no box.
-        """
-        if write.source is None:
-            self.fills.append((target, write))
-        if box is None:
-            self._sources.leave_native((), "it writes what is no box")
-            return
-        pieces = []
-        for view, destination, scales in done:
-            block = (1, 1) if scales is None else target.shares_scale.block(view.shape)
-            pieces.append(self._piece(source, view, destination, scales, block))
-        self._take(target, pieces, [source], [box])
-
-    def add_pair(self, pair: Pair, copies: Sequence[PairCopy], boxes: Iterable[int]) -> None:
-        """Both halves of an FP8 weight came, and this is what was copied."""
-        target, weight, scale = pair.target, pair.weight.source, pair.scale.source
-        if weight is None or scale is None:
-            self._sources.leave_native((), APART)
-            return
-        if target.takes_packed_scales:
-            self.exponents.append(scale.position)
-        pieces = []
-        for codes, destination, scales, scale_destination, block_n in copies:
-            pieces += [
-                self._piece(scale, scales, scale_destination, kind=Kind.SCALES),
-                self._piece(weight, codes, destination, None, (block_n, 1), Kind.CODES),
-            ]
-        self._take(target, pieces, [scale, weight], boxes)
-
-    def _take(
         self,
         target: Target,
-        pieces: Sequence[Piece | None],
-        sources: Sequence[Source],
+        done: Iterable[tuple[Source | None, MatrixWrite]],
         boxes: Iterable[int],
     ) -> None:
-        """Args: `sources`: of the pieces, in turn."""
-        fitting = [piece for piece in pieces if piece is not None]
-        if len(fitting) < len(pieces):
-            self._sources.leave_native((), "the kernels don't know how to write it")
-            return
+        """Writes into a target, as they were done.
+
+        Args:
+            done: each with the sent tensor that it is a view of; None if that came in another call.
+            boxes: numbers of what was written.
+        """
+        rows, positions = [], []
+        for source, one in done:
+            if source is None:
+                self._sources.leave_native((), APART)
+                return
+            piece = self._piece(source, one)
+            if piece is None:
+                self._sources.leave_native((), "the kernels don't know how to write it")
+                return
+            rows.append(piece.row())
+            positions.append(source.position)
         if not target.is_repeatable:
             self._sources.leave_native((), "experts may move to other ranks while serving")
         with self._lock:
-            for at, piece in enumerate(fitting):
-                self._rows.extend(piece.row())
-                self._of_rows.append(sources[at % len(sources)].position)
+            for row in rows:
+                self._rows.extend(row)
+            self._of_rows.extend(positions)
             for box in boxes:
                 self._boxes.extend((target.index, box))
 
-    def _piece(
-        self,
-        source: Source,
-        view: torch.Tensor,
-        destination: torch.Tensor,
-        scales: torch.Tensor | None = None,
-        block: tuple[int, int] = (1, 1),
-        kind: Kind | None = None,
-    ) -> Piece | None:
-        """What was done with a view of a sent tensor; None where the kernels don't know how to. Args as of `Piece`."""
-        offset, rows, out = source.offset_of(view), as_matrix(view), as_matrix(destination)
-        if offset is None or rows is None or out is None or view.device != destination.device:
+    def _piece(self, source: Source, one: MatrixWrite) -> Piece | None:
+        offset = source.offset_of(one.source)
+        if offset is None:
             return None
-        if kind is None and scales is None and view.is_contiguous() and destination.is_contiguous():
-            rows, out = _in_short_rows(rows), _in_short_rows(out)
         memory, start = self.bucket.place(source.position)
-        place = memory, start + offset * view.element_size()
-        piece = Piece(place, rows, out, scales, block, kind)
-        return piece if piece.fits() else None
-
-
-def _in_short_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """A contiguous matrix, its rows cut in equal parts that kernels take (Mllama's embeddings have longer ones)."""
-    columns = matrix.shape[1]
-    if columns <= LONGEST_ROW:
-        return matrix
-    least = ceil_div(columns, LONGEST_ROW)
-    parts = next(at for at in range(least, columns + 1) if columns % at == 0)
-    return matrix.reshape(-1, columns // parts)
+        return one.piece((memory, start + offset * one.source.element_size()))

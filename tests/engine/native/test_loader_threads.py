@@ -21,7 +21,7 @@ def streams_of_casts(scheduler, named_tensors):
         current = "default"
 
     streams, seen, here = Streams(), [], threading.get_ident()
-    quantize_write = loader_call.quantize_write
+    matrix_writes = loader_call.matrix_writes
 
     class stream:
         def __init__(self, one):
@@ -35,12 +35,12 @@ def streams_of_casts(scheduler, named_tensors):
 
     def noted(*args):
         seen.append((streams.current, threading.get_ident()))
-        return quantize_write(*args)
+        return matrix_writes(*args)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.cpu, "current_stream", lambda device=None: streams.current)
         patched.setattr(torch.cpu, "stream", stream)
-        patched.setattr(loader_call, "quantize_write", noted)
+        patched.setattr(loader_call, "matrix_writes", noted)
         with torch.cpu.stream("the scheduler's"):
             assert update(scheduler, named_tensors)[0]
     return {one for one, _ in seen}, len({thread for _, thread in seen} - {here})
