@@ -13,7 +13,7 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -164,6 +164,23 @@ def region_of(
         sizes[dim] = size
     fits = all(a + n <= full for a, n, full in zip(start, sizes, parameter_shape, strict=True))
     return Region(tuple(start), tuple(sizes)) if fits else None
+
+
+def box_of(offset: int | None, view: torch.Tensor, shape: tuple[int, ...]) -> Region | None:
+    """The box of a contiguous tensor that a view covers in the same order; None if it turns, or is no box.
+
+    Args:
+        offset: elements from the tensor's start to the view's; None if it is no view of it.
+        shape: of the tensor.
+    """
+    if offset is None or not is_row_major(view.shape, view.stride()):
+        return None
+    return region_of(offset, tuple(view.shape), view.stride(), shape)
+
+
+def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    steps = [step for size, step in zip(shape, stride, strict=True) if size != 1]
+    return steps == sorted(steps, reverse=True)
 
 
 @dataclass(frozen=True)

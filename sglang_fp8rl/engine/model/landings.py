@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..arrival.sent_tensors import Source
-from ..interception import Region, Write, region_of
+from ..interception import Region, Write, box_of, is_row_major
 from .parameters import Target
 
 
@@ -97,16 +97,9 @@ def _box(sent: Source, write: Write) -> Region | None:
     """Which box of what was sent a write takes; None for a tensor that the loader made, or turned."""
     view = write.source
     assert view is not None
-    offset, shape, stride = sent.offset_of(view), tuple(view.shape), tuple(view.stride())
-    is_straight = _is_row_major(write.shape, write.stride) and _is_row_major(shape, stride)
-    if offset is None or not is_straight:
+    if not is_row_major(write.shape, write.stride):
         return None
-    return region_of(offset, shape, stride, sent.shape)
-
-
-def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    steps = [step for size, step in zip(shape, stride, strict=True) if size != 1]
-    return steps == sorted(steps, reverse=True)
+    return box_of(sent.offset_of(view), view, sent.shape)
 
 
 # Some trainers keep them as buffers.

@@ -269,7 +269,7 @@ class LoaderCalls:
             if pair is None:
                 return
             copies = store_pair(pair, self.options)
-        boxes = [self.report.written(target, block.region) for block in pair.weight.blocks]
+        boxes = [self.report.written(target, write.region) for _, write in pair.weight.blocks]
         if recording is not None:
             if target.takes_packed_scales and pair.scale.source is not None:
                 recording.exponents.append(pair.scale.source.position)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,24 +15,10 @@ from ...numerics.cast import has_nan_code
 from ...numerics.grid import PerChannel
 from ...numerics.write_table import Kind
 from ..arrival.sent_tensors import Source
-from ..interception import Region, Write, offset_within, span_of
+from ..interception import Region, Write, box_of, offset_within, span_of
 from ..model.parameters import Target
 from ..modules.method import are_no_exponents
 from .matrix_write import MatrixWrite
-
-
-class Block(NamedTuple):
-    """Codes that a loader takes of what was sent.
-
-    Attributes:
-        start: their first row and column there.
-        write: of [rows, columns] into `region`, a box of the parameter. Where that is by then is asked when
-            they are stored.
-    """
-
-    start: tuple[int, int]
-    write: Write
-    region: Region
 
 
 @dataclass
@@ -42,14 +28,15 @@ class Half:
     Attributes:
         source: where it came from; None once it was kept for another call.
         stamp: of the call that it came in.
-        blocks: of the codes.
+        blocks: boxes of the codes, and the writes of [rows, columns] that took them. Where those land by then is
+            asked when they are stored.
     """
 
     name: str
     tensor: torch.Tensor
     source: Source | None
     stamp: int
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[tuple[Region, Write]] = field(default_factory=list)
 
     def keep(self) -> None:
         """Copy it: the sender takes its memory back."""
@@ -163,12 +150,11 @@ def _copies_of(pair: Pair) -> list[tuple[Half, MatrixWrite]]:
     if target.takes_packed_scales:
         check_exponents(scale.name, scales)
     copies = []
-    for (row, column), write, region in weight.blocks:
-        rows, columns = write.shape
-        destination = write.destination(target.parameter)
-        codes = weight.tensor[row : row + rows, column : column + columns]
-        part = sent.scales_of((row, column), (rows, columns), name=weight.name)
-        (scale_destination,) = target.scales_of(weight.name, region)
+    for box, write in weight.blocks:
+        assert write.region is not None
+        destination, codes = write.destination(target.parameter), weight.tensor[box.slices]
+        part = sent.scales_of(box.start, box.shape, name=weight.name)
+        (scale_destination,) = target.scales_of(weight.name, write.region)
         of_rows = (sent.block[0], 1)
         copies += [
             (scale, MatrixWrite(scales[part], scale_destination, kind=Kind.SCALES)),
@@ -211,35 +197,27 @@ def nan_code_error(name: str) -> RefitError:
     )
 
 
-def blocks_of(name: str, weight: torch.Tensor, writes: Sequence[Write]) -> list[Block]:
-    """What each write that is not empty takes of a contiguous `weight`.
+def blocks_of(
+    name: str, weight: torch.Tensor, writes: Iterable[Write]
+) -> list[tuple[Region, Write]]:
+    """Each write that is not empty, and what it takes of a contiguous `weight`.
 
     Raises:
         RefitError: one takes no plain block of it, or writes no box: the loader turned or copied it.
     """
-    writes = [write for write in writes if 0 not in write.shape]
-    blocks = [block for write in writes if (block := _block_of(weight, write)) is not None]
-    if len(blocks) < len(writes):
-        raise RefitError(
-            name,
-            "a write that is not a plain block of the tensor that was sent",
-            "the scales of an FP8 tensor can only be split along with its rows and columns",
-            "Send this tensor in BF16 or FP32.",
-        )
+    blocks = []
+    for write in writes:
+        if 0 in write.shape:
+            continue
+        source, region, box = write.source, write.region, None
+        if source is not None and source.dtype == weight.dtype and weight.dim() == 2:
+            box = box_of(offset_within(span_of(weight), source), source, tuple(weight.shape))
+        if box is None or region is None or not box.shape == write.shape == region.shape[-2:]:
+            raise RefitError(
+                name,
+                "a write that is not a plain block of the tensor that was sent",
+                "the scales of an FP8 tensor can only be split along with its rows and columns",
+                "Send this tensor in BF16 or FP32.",
+            )
+        blocks.append((box, write))
     return blocks
-
-
-def _block_of(weight: torch.Tensor, write: Write) -> Block | None:
-    source, region, shape = write.source, write.region, write.shape
-    if source is None or source.dtype != weight.dtype or region is None or weight.dim() != 2:
-        return None
-    offset = offset_within(span_of(weight), source)
-    if offset is None or not (region.shape[-2:] == shape == tuple(source.shape)):
-        return None
-    columns = weight.shape[1]
-    row, column = divmod(offset, columns)
-    steps = zip(shape, source.stride(), (columns, 1), strict=True)
-    is_block = all(size == 1 or step == full for size, step, full in steps)
-    if not is_block or column > columns - shape[1]:
-        return None
-    return Block((row, column), write, region)
