@@ -24,8 +24,8 @@ from .checks import (
     check_takes_scale,
     has_fewer_bits,
 )
-from .matrix_write import MatrixWrite, matrix_writes
 from .pairs import Half, PairTable, blocks_of, store_pair
+from .recording import MatrixWrite, matrix_writes
 
 _FP8 = torch.float8_e4m3fn
 _MADE = "its loader makes a tensor of its own"
