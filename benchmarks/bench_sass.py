@@ -60,8 +60,8 @@ LATENCY = 4 * ACCESS  # three numbers from the table one after the other, then t
 CACHE_BYTES_PER_CYCLE = 5120
 # Rows and columns of Qwen3-8B's layers: gate and up, down, QKV, output.
 LAYERS = ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096))
-TOKENS = (1, 16, 64)
-LINEAR_LIMITS = {1: 4.5, 16: 4.5, 64: 6.0}  # instructions for each code
+TOKENS = (1, 16)
+LINEAR_LIMIT = 4.5  # instructions for each code
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def programs_at_once(code: MachineCode, warps: int) -> int:
 
 def linear_row(m: int, n: int, k: int) -> dict[str, Any]:
     """The product of `m` tokens with a layer of `[n, k]` codes, see this module's docstring."""
-    code, tile = compiled(m, n, 90), tile_for(m, n)
+    code, tile = compiled(n, 90), tile_for(n)
     programs = -(-m // tile.tokens) * -(-n // tile.rows)
     busiest, steps = -(-programs // MULTIPROCESSORS), -(-k // tile.columns)
     issued = len(code.loop) * steps + len(code.executed) - len(code.loop)
@@ -292,7 +292,7 @@ def main(
     missed += [
         f"{row['tokens']} tokens × {row['layer']}"
         for row in products
-        if row["instructions_per_code"] > LINEAR_LIMITS[row["tokens"]] or row["spilled_bytes"]
+        if row["instructions_per_code"] > LINEAR_LIMIT or row["spilled_bytes"]
     ]
     if missed:
         console.print(f"[red]above the limits: {', '.join(missed)}[/red]")
