@@ -42,14 +42,14 @@ class Tile:
 
 
 def tile_for(n: int) -> Tile:
-    tile = tile_of(n, MULTIPROCESSORS)
+    tile = tile_of(n)
     return Tile(tile["TOKENS"], tile["ROWS"], tile["COLUMNS"] * tile["PARTS"], tile["num_warps"])
 
 
 @cache
 def compiled(n: int, gpu: int, *, blockwise: bool = True, whole: bool = True) -> MachineCode:
     """For BF16 activations, and rows of a multiple of 16 columns."""
-    tile = dict(tile_of(n, MULTIPROCESSORS))
+    tile = dict(tile_of(n))
     options = {name: tile.pop(name) for name in ("num_warps", "maxnreg")}
     types = {"x": "*bf16", "codes": "*i8", "weight_scale": "*fp32"}
     types |= {"output": "*bf16", **dict.fromkeys(_SIZES, "i32")}

@@ -113,11 +113,10 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
             scale = layer.weight_scale_inv if self.block_quant else layer.weight_scale
             output = linear(rows, layer.weight, scale)
         else:
-            group = BLOCK[1] if self.block_quant else rows.shape[1]
-            # Packed scales go with activations' in powers of two.
-            pow2 = (
-                self.block_quant and options.use_activation_pow2_scale
-            ) or self.served is not None
+            group, pow2 = rows.shape[1], False
+            if self.block_quant:  # packed scales go with activations' in powers of two
+                pow2 = options.use_activation_pow2_scale or self.served is not None
+                group = BLOCK[1]
             first, rest = self._with_quantized(layer, doubled(rows, group, pow2), None).chunk(2)
             output = first + rest
         output = output.view(*x.shape[:-1], output.shape[1])
@@ -130,10 +129,9 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
         if self.block_quant:
             return super().apply(self.served or layer, x, bias)
         return apply_fp8_linear(
-            input=x,
-            weight=layer.weight.t(),
-            weight_scale=layer.weight_scale,
-            input_scale=None,
+            x,
+            layer.weight.t(),
+            layer.weight_scale,
             bias=bias,
             cutlass_fp8_supported=self.cutlass_fp8_supported,
             use_per_token_if_dynamic=True,

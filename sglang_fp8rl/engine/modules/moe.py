@@ -18,6 +18,8 @@ from .built import experts_may_move
 from .experts import DoubledExperts, unmade
 from .method import DecidedMethod, takes_packed_scales
 
+_KEPT = "activations in BF16"
+
 
 class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
     """Experts whose FP8 weights are written by quantizing what their loader loads.
@@ -100,8 +102,8 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
         """SGLang's choice of a runner; called after `create_weights`.
 
         Raises:
-            ConfigError: it can't read the scheme, or not of experts on several ranks, or of those that move; or not
-                leave activations in BF16.
+            ConfigError: it can't read the scheme, or not of experts on several ranks, of those that move, or
+                with activations in BF16.
         """
         super().create_moe_runner(layer, moe_runner_config)
         # Of `fp8`, SGLang refuses this by its name.
@@ -122,20 +124,18 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
         runner = getattr(self, "runner", None)  # CUTLASS is called without one
         backend = get_moe_runner_backend() if runner is None else runner.runner_backend
         is_triton = runner is not None and backend.is_triton()
-        wanted = [] if self.block_quant else [f"one scale a row ({self.fp8rl_scheme.reason})"]
+        by = "" if is_triton else f"the MoE runner {backend.value!r}"
+        if by and not self.block_quant:
+            raise self._refused(f"one scale a row ({self.fp8rl_scheme.reason})", by)
         if self.fp8rl_scheme.keeps_activations:
-            wanted.append("activations in BF16")
-        if wanted and not is_triton:
-            raise self._refused(wanted, f"the MoE runner {backend.value!r}")
-        if self.fp8rl_scheme.keeps_activations:
-            if asked := unmade(moe_runner_config):
-                raise self._refused(wanted, asked)
+            if by := by or unmade(moe_runner_config):
+                raise self._refused(_KEPT, by)
             self._doubled = DoubledExperts(moe_runner_config)
 
-    def _refused(self, wanted: list[str], by: str) -> ConfigError:
+    def _refused(self, wanted: str, by: str) -> ConfigError:
         return ConfigError(
             self.prefix,
-            f"experts with {' and '.join(wanted)}, and {by}",
+            f"experts with {wanted}, and {by}",
             "only SGLang's Triton runner reads one scale a row, and only its steps can be called one by one: "
             "for SiLU and GELU, and without adapters",
             "Start with --moe-runner-backend triton (and an --moe-a2a-backend that it runs with) and no "
@@ -166,20 +166,17 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
         if not self.fp8rl_scheme.keeps_activations:
             return super().apply(self.served or layer, dispatch_output)
         x, topk = dispatch_output.hidden_states, dispatch_output.topk_output
-        return StandardCombineInput(self._doubled.run(x, topk, self._quant_info(layer)))
+        info = self.get_triton_quant_info(layer, doubled=True)
+        return StandardCombineInput(self._doubled.run(x, topk, info))
 
-    def get_triton_quant_info(self, layer: Any) -> TritonMoeQuantInfo:
-        """What SGLang's Triton runner needs.
+    def get_triton_quant_info(self, layer: Any, *, doubled: bool = False) -> TritonMoeQuantInfo:
+        """What SGLang's Triton runner needs; per channel as its channel-wise checkpoints ask.
 
         Raises:
-            ConfigError: that runner would quantize activations that stay in BF16; LoRA of experts asks.
+            ConfigError: its runner would quantize activations that stay in BF16, as LoRA of experts does.
         """
-        if self.fp8rl_scheme.keeps_activations:
-            raise self._refused(["activations in BF16"], "an adapter (LoRA)")
-        return self._quant_info(layer)
-
-    def _quant_info(self, layer: Any) -> TritonMoeQuantInfo:
-        """Per channel as SGLang's channel-wise checkpoints ask."""
+        if self.fp8rl_scheme.keeps_activations and not doubled:
+            raise self._refused(_KEPT, "an adapter (LoRA)")
         if self.block_quant:
             return super().get_triton_quant_info(layer)
         return TritonMoeQuantInfo(

@@ -20,6 +20,7 @@ from .arithmetic import BF16, amax_to_scale_inv, fp32_bits, lifted_quotient, rou
 
 TOKENS = 16  # of a tile: the short side of a tensor core
 _COLUMNS = 64  # of a warp at a time
+_MANY_ROWS = 64 * 132  # a tile of 64 for each multiprocessor of an H100 or H200
 _ELEMENTS = 2048  # of a program that doubles rows, where they are shorter
 
 
@@ -77,13 +78,13 @@ def linear_kernel(
     tl.store(where, total.to(output.dtype.element_ty), mask=is_row[:, None] & is_token[None, :])
 
 
-def tile_of(n: int, multiprocessors: int) -> dict[str, int]:
+def tile_of(n: int) -> dict[str, int]:
     """Sizes and launch options of `linear_kernel` for `n` rows.
 
     The more rows in a tile, the less often the tokens are read; but every multiprocessor has to have
     a tile, and warps enough to hide the memory's latency: of one program, or of four.
     """
-    rows, parts = (64, 4) if n >= 64 * multiprocessors else (32, 8)
+    rows, parts = (64, 4) if n >= _MANY_ROWS else (32, 8)
     tile = {"TOKENS": TOKENS, "ROWS": rows, "COLUMNS": _COLUMNS, "PARTS": parts}
     return {**tile, "num_warps": parts, "maxnreg": 128}  # for four such programs at once
 
@@ -96,7 +97,7 @@ def linear(
     (m, k), n = x.shape, codes.shape[0]
     output = x.new_empty(m, n)
     if m:
-        tile = tile_of(n, _multiprocessors(x.device))
+        tile = tile_of(n)
         programs = triton.cdiv(m, TOKENS) * triton.cdiv(n, tile["ROWS"])
         with torch.cuda.device_of(x):  # on which Triton launches
             linear_kernel[(programs,)](
@@ -156,8 +157,3 @@ def doubled(x: torch.Tensor, group: int, pow2: bool) -> torch.Tensor:
                 KIND=int(DTYPES[x.dtype]), POW2=pow2, **tile,
             )  # fmt: skip
     return out
-
-
-def _multiprocessors(device: torch.device) -> int:
-    is_gpu = device.type == "cuda"  # on a CPU only the interpreter runs
-    return torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1

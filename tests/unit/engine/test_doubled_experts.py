@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("sglang")
 from sglang.kernels.ops.moe import fused_moe_triton_kernels
+from sglang.srt.layers import activation
 from sglang.srt.layers.moe.moe_runner import triton as triton_runner
 from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
@@ -32,6 +33,8 @@ CONFIG = MoeRunnerConfig(num_experts=EXPERTS, num_local_experts=EXPERTS, activat
 def sglangs_kernels_in_torch(monkeypatch):
     monkeypatch.setattr(fused_moe_triton_kernels, "invoke_fused_moe_kernel", grouped_product)
     monkeypatch.setattr(triton_runner, "pre_permute_standard_to_triton", sorted_by_expert)
+    on_policy = SimpleNamespace(rl_on_policy_target=None)
+    monkeypatch.setattr(activation, "get_server_args", lambda: on_policy, raising=False)  # 0.5.16
     for name in ("SiluAndMul", "GeluAndMul"):
         host = getattr(experts, name)
         monkeypatch.setattr(host, "forward", host.forward_native, raising=False)

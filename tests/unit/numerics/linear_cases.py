@@ -19,6 +19,8 @@ SHAPES = [
     (31, 40, 576, None),
     (40, 70, 333, None),
     (65, 33, 20, None),
+    (2, 64 * 132 + 5, 256, BLOCK),  # the larger tile
+    (1, 64 * 132, 20, None),
 ]
 
 
