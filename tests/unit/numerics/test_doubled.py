@@ -91,3 +91,15 @@ def test_hardware_gives_the_definition_s_bytes():
     for x, *options in JOBS:
         found = doubled(x.cuda(), *options).cpu()
         assert torch.equal(found.view(torch.int16), doubled(x, *options).view(torch.int16))
+
+
+@pytest.mark.gpu
+def test_a_captured_split_reads_the_rows_that_are_there_when_it_is_replayed():
+    x = activations(40, 512, torch.bfloat16).cuda()
+    doubled(x, 128)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = doubled(x, 128)
+    x.copy_(x.flip(0))
+    graph.replay()
+    assert torch.equal(output, doubled(x, 128))
