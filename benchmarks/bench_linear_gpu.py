@@ -26,13 +26,14 @@ from rich.progress import Progress
 
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import exact_linear
 from sglang_fp8rl.numerics import Blockwise, quantize
-from sglang_fp8rl.numerics.linear import linear
+from sglang_fp8rl.numerics.linear import doubled, linear
 from sglang_fp8rl.numerics.sqnr import sqnr_db
 
 # Rows and columns of Qwen3-8B's layers: gate and up, down, QKV, output.
 LAYERS = ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096))
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 LEAST_SQNR_DB = 50.0  # rounding the output to BF16 leaves 54 and more
+LEAST_DOUBLED_DB = 47.0  # and that of two halves 3 less
 _CACHES = 4
 Linear = Callable[..., torch.Tensor]
 
@@ -47,7 +48,18 @@ def w8a8() -> dict[str, Linear]:
         "W8A8 DeepGEMM": "deepgemm_w8a8_block_fp8_linear_with_fallback",
         "W8A8 Triton": "triton_w8a8_block_fp8_linear",
     }
-    return {what: getattr(fp8_utils, name) for what, name in names.items()}
+    found = {what: getattr(fp8_utils, name) for what, name in names.items()}
+    return found | {f"{what}, doubled": on_doubled_rows(one) for what, one in found.items()}
+
+
+def on_doubled_rows(product: Linear) -> Linear:
+    """With activations in BF16 all the same, as `engine/modules/linear.py` calls it."""
+
+    def run(x: torch.Tensor, *weight: Any) -> torch.Tensor:
+        first, rest = product(doubled(x, 128), *weight).chunk(2)
+        return first + rest
+
+    return run
 
 
 def gate(device: torch.device) -> None:
@@ -59,6 +71,11 @@ def gate(device: torch.device) -> None:
         near = sqnr_db(exact_linear(x.float(), codes, scale), found.float())
         if not near > LEAST_SQNR_DB:
             raise SystemExit(f"{near:.1f} dB from the definition at {m} tokens; no numbers")
+        for what, product in (w8a8() if device.type == "cuda" else {}).items():
+            found = product(x.to(device), codes.to(device), [128, 128], scale.to(device)).cpu()
+            near = sqnr_db(exact_linear(x.float(), codes, scale), found.float())
+            if "doubled" in what and not near > LEAST_DOUBLED_DB:
+                raise SystemExit(f"{what}: {near:.1f} dB at {m} tokens; no numbers")
 
 
 def layer_rows(clock: Clock, m: int, n: int, k: int, repeat: int) -> list[dict[str, Any]]:

@@ -1,16 +1,23 @@
-"""The kernel of `numerics.linear` as machine code, for a batch and a layer as they are served."""
+"""The kernels of `numerics.linear` as machine code, for a layer as it is served."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
+import torch
 from sass import MachineCode, compile_kernel
 
-from sglang_fp8rl.numerics.triton.linear import linear_kernel, tile_of
+from sglang_fp8rl.numerics.triton.linear import (
+    doubled_kernel,
+    doubled_tile,
+    linear_kernel,
+    tile_of,
+)
+from sglang_fp8rl.numerics.write_table import DTYPES
 
 MULTIPROCESSORS = 132  # of an H100 and an H200
+DOUBLED_LIMIT = 40  # instructions for each element
 HOPPER_SHARED = 227 * 1024  # bytes for programs of one multiprocessor
 _SIZES = ("m", "n", "k", "x_stride", "codes_stride", "scale_stride")
 
@@ -23,7 +30,7 @@ class Tile:
     rows: int
     columns: int
     warps: int
-    stages: int
+    stages: int = 3
 
     @property
     def codes_per_thread(self) -> int:
@@ -34,28 +41,42 @@ class Tile:
         return 2 * self.tokens * self.columns // (32 * self.warps)
 
 
-def tile_for(m: int, n: int) -> Tile:
-    tile = tile_of(m, n, MULTIPROCESSORS)
-    columns = tile["COLUMNS"] * tile["PARTS"]
-    return Tile(tile["TOKENS"], tile["ROWS"], columns, tile["num_warps"], tile["STAGES"])
+def tile_for(n: int) -> Tile:
+    tile = tile_of(n)
+    return Tile(tile["TOKENS"], tile["ROWS"], tile["COLUMNS"] * tile["PARTS"], tile["num_warps"])
 
 
 @cache
-def compiled(
-    m: int, n: int, gpu: int, *, blockwise: bool = True, whole: bool = True, bias: bool = False
-) -> MachineCode:
+def compiled(n: int, gpu: int, *, blockwise: bool = True, whole: bool = True) -> MachineCode:
     """For BF16 activations, and rows of a multiple of 16 columns."""
-    tile = dict(tile_of(m, n, MULTIPROCESSORS))
-    constants: dict[str, Any] = {"BLOCKWISE": blockwise, "WHOLE": whole, "BIAS": bias}
-    constants["PACKED"] = 2 if tile["PARTS"] == 1 and gpu == 90 else 4
-    options = {"num_warps": tile.pop("num_warps")}
-    types = {"x": "*bf16", "codes": "*i8", "weight_scale": "*fp32", "bias": "*bf16"}
+    tile = dict(tile_of(n))
+    options = {name: tile.pop(name) for name in ("num_warps", "maxnreg")}
+    types = {"x": "*bf16", "codes": "*i8", "weight_scale": "*fp32"}
     types |= {"output": "*bf16", **dict.fromkeys(_SIZES, "i32")}
     return compile_kernel(
         linear_kernel,
-        constants | tile,
+        {"BLOCKWISE": blockwise, "WHOLE": whole, **tile},
         gpu,
         types=types,
         divisible=("n", "k", "x_stride", "codes_stride"),
         **options,
     )
+
+
+@cache
+def compiled_doubled(
+    group: int, gpu: int, *, dtype: torch.dtype = torch.bfloat16, pow2: bool = False
+) -> tuple[MachineCode, int]:
+    """For rows of a multiple of 16 columns; and how many elements a thread has."""
+    tile = doubled_tile(group)
+    warps = tile.pop("num_warps")
+    types = {"x": "*i16", "out": "*i16", "m": "i32", "k": "i32", "x_stride": "i32"}
+    code = compile_kernel(
+        doubled_kernel,
+        {"KIND": int(DTYPES[dtype]), "POW2": pow2, **tile},
+        gpu,
+        types=types,
+        divisible=("k", "x_stride"),
+        num_warps=warps,
+    )
+    return code, tile["HEIGHT"] * tile["WIDTH"] // (32 * warps)

@@ -61,6 +61,7 @@ class Options(BaseModel):
     misaligned: Literal["per_channel", "bf16", "error"] = "per_channel"
     activations: Literal["fp8", "bf16"] = "fp8"  # nothing that is stored depends on it
     bf16_activations: _Patterns = ()  # modules that keep theirs while the others' are quantized
+    exact_product_tokens: NonNegativeInt = 16  # of a batch; a larger one has doubled rows
     num_first_layers_in_bf16: NonNegativeInt = 0
     num_last_layers_in_bf16: NonNegativeInt = 0
     use_weight_pow2_scale: bool = False

@@ -35,8 +35,14 @@ from .trainer_side import check_memory
 
 # Of a BF16 server. The part of a plain FP8 server's gap that may be left, and how far above BF16's.
 PART_LEFT, ABOVE_BF16 = 0.5, 1.2
-WEIGHTS_ONLY = "fp8_weights_only"
-SERVERS: tuple[str, ...] = (DEFAULT, WEIGHTS_ONLY, BASELINE)
+WEIGHTS_ONLY = "fp8_weights_only"  # of so many answers at once, rows are doubled
+_EXACT = Arm(
+    "fp8_exact",
+    "activations stay BF16, and our own product has all batches",
+    options={"activations": "bf16", "exact_product_tokens": 1_000_000},
+)
+KNOWN = {**ARMS, _EXACT.name: _EXACT}
+SERVERS: tuple[str, ...] = (DEFAULT, WEIGHTS_ONLY, _EXACT.name, BASELINE)
 TRAINERS: tuple[str, ...] = (PLAIN, SERVED)
 ALL_SERVERS, ALL_TRAINERS = (*SERVERS, "fp8_kv_cache"), (*TRAINERS, QUANTIZED)
 _COPIES = 3.0
@@ -87,7 +93,7 @@ def measure(
     kept = answers_folder(name)
     kept.mkdir(parents=True, exist_ok=True)
     with Progress(console=console) as progress:
-        for arm in (ARMS[server] for server in servers):
+        for arm in (KNOWN[server] for server in servers):
             task = progress.add_task(f"{arm.name}: answering", total=answers * answer_tokens)
             with ArmServer(arm, folder, threads, seed, kept / f"{arm.name}.log") as server:
                 sampled = server.sample(

@@ -1,10 +1,13 @@
-"""The product of a linear layer with stored codes: `y = x · (q · scale)ᵀ`, activations as they are.
+"""Products of a linear layer with stored codes, `y = x · (q · scale)ᵀ`, whose activations stay in BF16.
 
-The weight is read as it is served: e4m3 codes with FP32 scales, of 128×128 blocks or of rows. Each block's
-product is added up, times its scale, in FP32; a row's scale is applied behind the whole sum.
+The weight is read as it is served: e4m3 codes with FP32 scales, of 128×128 blocks or of rows.
 
-`linear` is an operator of torch, so that CUDA graphs and `torch.compile` take it as one step. Triton's
-kernel is registered for CUDA; whoever serves on another device registers one of its own, as the lab's CPU
+`linear` multiplies as it is: each block's product is added up, times its scale, in FP32; a row's scale is applied
+behind the whole sum. `doubled` is for kernels that multiply FP8 with FP8: a BF16 number has 8 significant bits, an
+e4m3 number 4, so two hold it. The products of a row and of what its quantization leaves of it are added.
+
+Both are operators of torch, so that CUDA graphs and `torch.compile` take them as one step. Triton's
+kernels are registered for CUDA; whoever serves on another device registers others, as the lab's CPU
 platform does with `exact_linear`.
 """
 
@@ -16,42 +19,51 @@ from ..errors import QuantizationError
 
 
 @torch.library.custom_op("sglang_fp8rl::linear", mutates_args=(), device_types="cuda")
-def linear(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`[..., K]` to `[..., N]`, in the dtype of `x`.
+def linear(x: torch.Tensor, codes: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+    """`[M, K]` to `[M, N]`, in the dtype of `x`.
 
     Args:
-        x: `[..., K]` BF16 or FP16.
+        x: BF16 or FP16.
         codes: `[N, K]` e4m3; rows are contiguous, and may lie apart.
         weight_scale: FP32 multipliers that dequantize: `[ceil(N / 128), ceil(K / 128)]` of blocks, or
             `[N, 1]` of rows.
-        bias: `[N]`. Added where SGLang's W8A8 kernels add it: beside block scales after the sum was
-            rounded to the output's dtype, beside row scales before.
 
     Raises:
         QuantizationError: activations in FP32, of which tensor cores read TF32.
     """
+    from .triton.linear import linear as on_cuda
+
+    _check(x)
+    return on_cuda(x, codes, weight_scale, blockwise=not is_per_channel(codes, weight_scale))
+
+
+@linear.register_fake
+def _(x: torch.Tensor, codes: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], codes.shape[0])
+
+
+@torch.library.custom_op("sglang_fp8rl::doubled", mutates_args=(), device_types="cuda")
+def doubled(x: torch.Tensor, group: int, pow2: bool = False) -> torch.Tensor:
+    """`[M, K]` BF16 or FP16 to `[2M, K]`: the rows, and below them what is left of each by its quantization.
+
+    That is to e4m3 with a scale, an `amax / 448`, for every `group` columns: a power of two with `pow2`, rounded up.
+    """
+    from .triton.linear import doubled as on_cuda
+
+    _check(x)
+    return on_cuda(x, group, pow2)
+
+
+@doubled.register_fake
+def _(x: torch.Tensor, group: int, pow2: bool = False) -> torch.Tensor:
+    return x.new_empty(2 * x.shape[0], x.shape[1])
+
+
+def _check(x: torch.Tensor) -> None:
     if x.dtype not in (torch.bfloat16, torch.float16):
         raise QuantizationError(
             "x", str(x.dtype), "activations are BF16 or FP16", "Serve the model in BF16."
         )
-    from .triton.linear import linear as on_cuda
-
-    return on_cuda(x, codes, weight_scale, bias, blockwise=not is_per_channel(codes, weight_scale))
-
-
-@linear.register_fake
-def _(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
 def is_per_channel(codes: torch.Tensor, weight_scale: torch.Tensor) -> bool:

@@ -46,6 +46,8 @@ def test_an_unknown_key_is_refused_with_the_known_ones_and_a_guess():
         ("num_last_layers_in_bf16", True),
         ("activations", "bfloat16"),
         ("bf16_activations", ["re:("]),
+        ("exact_product_tokens", -1),
+        ("exact_product_tokens", 16.5),
         ("use_weight_pow2_scale", 1),
         ("round_to_bf16", "no"),
         ("granularity", None),

@@ -14,9 +14,9 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from torch.nn import Parameter
 
 from ...errors import HostError
-from ...numerics.linear import linear
+from ...numerics.linear import doubled, linear
 from ...scheme import misalignment
-from .method import DecidedMethod, takes_packed_scales
+from .method import BLOCK, DecidedMethod, takes_packed_scales
 
 
 class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
@@ -24,7 +24,7 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
 
     Blockwise layers are allocated, post-processed and run by SGLang's own code; per-channel layers
     keep the loader's `[N, K]` layout and hand the kernel a transposed view, so no pointer moves.
-    Where activations stay in BF16, the kernel is ours, for both.
+    Where activations stay in BF16, few tokens get our own kernel, more of them SGLang's with doubled rows.
     """
 
     weight_leaves = ("weight",)
@@ -94,32 +94,44 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
         """Idempotent: SGLang calls it after the first load and at the end of every session."""
         if self.reads_packed_scales(layer):
             self.derive(layer)
-        elif self._runs_sglangs_blocks:
+        elif self.block_quant:
             super().process_weights_after_loading(layer)
-
-    @property
-    def _runs_sglangs_blocks(self) -> bool:
-        return self.block_quant and not self.fp8rl_scheme.keeps_activations
 
     def reads_packed_scales(self, layer: Any) -> bool:
         runner: Any = self.w8a8_block_fp8_linear
         runner = getattr(runner, "func", runner)
         if runner is not deepgemm_w8a8_block_fp8_linear_with_fallback:
             return False
-        return self._runs_sglangs_blocks and takes_packed_scales(layer, layer.weight, is_moe=False)
+        return self.block_quant and takes_packed_scales(layer, layer.weight, is_moe=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x [..., K]` in `params_dtype` to `[..., N]`, by the kernel for the scheme."""
-        if self.fp8rl_scheme.keeps_activations:
+        if not self.fp8rl_scheme.keeps_activations:
+            return self._with_quantized(layer, x, bias)
+        options, rows = self.quant_config.options, x.reshape(-1, x.shape[-1])
+        if rows.shape[0] <= options.exact_product_tokens:
             scale = layer.weight_scale_inv if self.block_quant else layer.weight_scale
-            return linear(x, layer.weight, scale, bias)
+            output = linear(rows, layer.weight, scale)
+        else:
+            group, pow2 = rows.shape[1], False
+            if self.block_quant:  # packed scales go with activations' in powers of two
+                pow2 = options.use_activation_pow2_scale or self.served is not None
+                group = BLOCK[1]
+            first, rest = self._with_quantized(layer, doubled(rows, group, pow2), None).chunk(2)
+            output = first + rest
+        output = output.view(*x.shape[:-1], output.shape[1])
+        return output if bias is None else output + bias
+
+    def _with_quantized(
+        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """SGLang's product, which quantizes `x`."""
         if self.block_quant:
             return super().apply(self.served or layer, x, bias)
         return apply_fp8_linear(
-            input=x,
-            weight=layer.weight.t(),
-            weight_scale=layer.weight_scale,
-            input_scale=None,
+            x,
+            layer.weight.t(),
+            layer.weight_scale,
             bias=bias,
             cutlass_fp8_supported=self.cutlass_fp8_supported,
             use_per_token_if_dynamic=True,

@@ -22,7 +22,7 @@ import torch
 from ...errors import ConfigError, HostError
 from ...scheme import Cause, Granularity, Scheme, decide_scheme
 
-_BLOCK = [128, 128]
+BLOCK = [128, 128]
 
 
 class DecidedMethod:
@@ -92,7 +92,7 @@ def takes_packed_scales(layer: Any, weight: torch.Tensor, *, is_moe: bool) -> bo
     }
     if "grouped_moe" in inspect.signature(should_deepgemm_weight_requant_ue8m0).parameters:
         options["grouped_moe"] = is_moe
-    return should_deepgemm_weight_requant_ue8m0(_BLOCK, **options)
+    return should_deepgemm_weight_requant_ue8m0(BLOCK, **options)
 
 
 class ServedWithPackedScales:

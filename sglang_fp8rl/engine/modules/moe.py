@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoeWeightScaleSupported
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.moe.utils import get_moe_runner_backend
 from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
 from sglang.srt.utils import set_weight_attrs
@@ -15,7 +15,10 @@ from sglang.srt.utils import set_weight_attrs
 from ...errors import ConfigError
 from ...scheme import expert_misalignment
 from .built import experts_may_move
+from .experts import DoubledExperts, unmade
 from .method import DecidedMethod, takes_packed_scales
+
+_KEPT = "activations in BF16"
 
 
 class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
@@ -61,7 +64,6 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
         self.decide(reason)
         if self.prefix in self.quant_config.refused:
             raise self.quant_config.refused[self.prefix]
-        self._check_activations()
         sizes = (num_experts, hidden_size, intermediate_size_per_partition)
         if self.block_quant:
             super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
@@ -71,20 +73,6 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
             if "_weight_scale" in name:
                 # A scale that was never written has to be seen, not multiplied with.
                 parameter.data.fill_(float("nan"))
-
-    def _check_activations(self) -> None:
-        """Refuse BF16 activations where SGLang's kernels would run: none of them has FP8 weights beside."""
-        from sglang.srt.runtime_context import get_server_args
-
-        device = get_server_args().device if self.fp8rl_scheme.keeps_activations else "cpu"
-        if device != "cpu":
-            raise ConfigError(
-                self.prefix,
-                f"experts in FP8 with activations in BF16 on {device!r}",
-                "SGLang's fused experts multiply FP8 weights with FP8 activations only",
-                "Leave activations='bf16' out and name modules that are no experts in "
-                "bf16_activations, or add the experts to ignored_layers.",
-            )
 
     def _create_per_channel(
         self,
@@ -114,7 +102,8 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
         """SGLang's choice of a runner; called after `create_weights`.
 
         Raises:
-            ConfigError: it can't read the scheme, or not of experts on several ranks, or of those that move.
+            ConfigError: it can't read the scheme, or not of experts on several ranks, of those that move, or
+                with activations in BF16.
         """
         super().create_moe_runner(layer, moe_runner_config)
         # Of `fp8`, SGLang refuses this by its name.
@@ -134,16 +123,24 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
             )
         runner = getattr(self, "runner", None)  # CUTLASS is called without one
         backend = get_moe_runner_backend() if runner is None else runner.runner_backend
-        if self.block_quant or (runner is not None and backend.is_triton()):
-            return
-        raise ConfigError(
+        is_triton = runner is not None and backend.is_triton()
+        by = "" if is_triton else f"the MoE runner {backend.value!r}"
+        if by and not self.block_quant:
+            raise self._refused(f"one scale a row ({self.fp8rl_scheme.reason})", by)
+        if self.fp8rl_scheme.keeps_activations:
+            if by := by or unmade(moe_runner_config):
+                raise self._refused(_KEPT, by)
+            self._doubled = DoubledExperts(moe_runner_config)
+
+    def _refused(self, wanted: str, by: str) -> ConfigError:
+        return ConfigError(
             self.prefix,
-            f"experts with one scale a row ({self.fp8rl_scheme.reason}) and the MoE runner "
-            f"{backend.value!r}",
-            "only SGLang's Triton runner reads one scale a row; the others would take them for one an "
-            "expert, or for blocks",
-            "Start with --moe-runner-backend triton (and an --moe-a2a-backend that it runs with), "
-            "or use another tensor-parallel or expert-parallel size.",
+            f"experts with {wanted}, and {by}",
+            "only SGLang's Triton runner reads one scale a row, and only its steps can be called one by one: "
+            "for SiLU and GELU, and without adapters",
+            "Start with --moe-runner-backend triton (and an --moe-a2a-backend that it runs with) and no "
+            "adapters of experts, or use another tensor-parallel or expert-parallel size, or leave "
+            "activations='bf16' out and name modules that are no experts in bf16_activations.",
         )
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -166,21 +163,27 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
         )
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        return super().apply(self.served or layer, dispatch_output)
+        if not self.fp8rl_scheme.keeps_activations:
+            return super().apply(self.served or layer, dispatch_output)
+        x, topk = dispatch_output.hidden_states, dispatch_output.topk_output
+        info = self.get_triton_quant_info(layer, doubled=True)
+        return StandardCombineInput(self._doubled.run(x, topk, info))
 
-    def get_triton_quant_info(self, layer: Any) -> TritonMoeQuantInfo:
+    def get_triton_quant_info(self, layer: Any, *, doubled: bool = False) -> TritonMoeQuantInfo:
         """What SGLang's Triton runner needs; per channel as its channel-wise checkpoints ask.
 
-        The CPU platform knows what it means without `use_fp8_w8a8`: activations stay as they are.
+        Raises:
+            ConfigError: its runner would quantize activations that stay in BF16, as LoRA of experts does.
         """
+        if self.fp8rl_scheme.keeps_activations and not doubled:
+            raise self._refused(_KEPT, "an adapter (LoRA)")
         if self.block_quant:
-            info = super().get_triton_quant_info(layer)
-        else:
-            info = TritonMoeQuantInfo(
-                w13_weight=layer.w13_weight,
-                w2_weight=layer.w2_weight,
-                per_channel_quant=True,
-                w13_scale=layer.w13_weight_scale,
-                w2_scale=layer.w2_weight_scale,
-            )
-        return replace(info, use_fp8_w8a8=not self.fp8rl_scheme.keeps_activations)
+            return super().get_triton_quant_info(layer)
+        return TritonMoeQuantInfo(
+            w13_weight=layer.w13_weight,
+            w2_weight=layer.w2_weight,
+            use_fp8_w8a8=True,
+            per_channel_quant=True,
+            w13_scale=layer.w13_weight_scale,
+            w2_scale=layer.w2_weight_scale,
+        )

@@ -18,7 +18,7 @@ import torch
 
 from ...declared_hooks import Hook, register_hooks
 from .cpu_linear import apply_fp8_linear, block_fp8_linear
-from .cpu_moe import fused_experts, moe_forward_native
+from .cpu_moe import fused_experts, grouped_product, moe_forward_native, sorted_by_expert
 
 
 def _dispatch_w8a8_block_fp8_linear(
@@ -102,6 +102,20 @@ CPU_HOOKS: tuple[Hook, ...] = (
         fused_experts,
         reason="Fp8MoEMethod runs its experts with the Triton runner, whatever the device",
         until="an out-of-tree platform can name its MoE runner on every supported version",
+    ),
+    Hook(
+        "sglang.srt.layers.moe.moe_runner.triton.pre_permute_standard_to_triton",
+        "REPLACE",
+        sorted_by_expert,
+        reason="sorts by expert with a CUDA kernel",
+        until="as above",
+    ),
+    Hook(
+        "sglang.kernels.ops.moe.fused_moe_triton_kernels.invoke_fused_moe_kernel",
+        "REPLACE",
+        grouped_product,
+        reason="is a Triton kernel; experts with activations in BF16 call it twice",
+        until="as above",
     ),
     Hook(
         "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",

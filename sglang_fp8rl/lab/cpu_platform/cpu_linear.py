@@ -19,7 +19,7 @@ import torch
 
 from ...errors import ConfigError
 from ...numerics.grid import ceil_div
-from ...numerics.linear import is_per_channel, linear
+from ...numerics.linear import doubled, is_per_channel, linear
 
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-10  # SGLang's kernels use the same: a group of zeros gets 1e-10 / 448, not 0
@@ -38,27 +38,29 @@ def sum_dtype() -> torch.dtype:
 
 @linear.register_kernel("cpu")
 def linear_as_it_is(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: torch.Tensor, codes: torch.Tensor, weight_scale: torch.Tensor
 ) -> torch.Tensor:
-    return exact_linear(x, codes, weight_scale, bias, sums=sum_dtype())
+    return exact_linear(x, codes, weight_scale, sums=sum_dtype())
+
+
+@doubled.register_kernel("cpu")
+def doubled_in_torch(x: torch.Tensor, group: int, pow2: bool = False) -> torch.Tensor:
+    q, scale = quantize_per_token_group(x, group, pow2_scale=pow2)
+    # As Triton's kernel: with 20 bits of the scale, its product with a code is exact.
+    scale = (scale.view(torch.int32) & -16).view(torch.float32)
+    held = q.float() * scale.repeat_interleave(group, dim=1)[:, : x.shape[1]]
+    return torch.cat([x, (x.float() - held).to(x.dtype)])
 
 
 def exact_linear(
     x: torch.Tensor,
     codes: torch.Tensor,
     weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
     *,
     sums: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """The definition of `numerics.linear` in plain torch, for any floating-point `x`."""
-    rows = x.reshape(-1, x.shape[-1])
-    output = exact_product(rows, codes, weight_scale, sums=sums)
-    output = with_bias(output, bias, x.dtype, before_rounding=is_per_channel(codes, weight_scale))
-    return output.view(*x.shape[:-1], codes.shape[0])
+    return exact_product(x, codes, weight_scale, sums=sums).to(x.dtype)
 
 
 def with_bias(
@@ -144,7 +146,7 @@ def quantize_per_token_group(
     if pow2_scale:
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
     q = (grouped / scale[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return q.view(rows, -1)[:, :columns], scale
+    return q.view(rows, groups * group_size)[:, :columns], scale
 
 
 def block_fp8_linear(

@@ -35,6 +35,7 @@ def kept(host) -> set[str]:
 
 ENGINES = (
     with_all("qwen3"),
+    with_all("qwen3", exact_product_tokens=0),
     with_all("qwen2-bias", granularity="per_channel"),
     with_all("qwen3-moe"),
     with_all("llama-misaligned", "tp2"),

@@ -3,50 +3,109 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("sglang")
+from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.modules import built, linear
 from sglang_fp8rl.engine.modules.linear import Fp8BlockwiseOnlineLinearMethod
+from sglang_fp8rl.lab.cpu_platform.cpu_linear import apply_fp8_linear, block_fp8_linear
+from sglang_fp8rl.numerics import Blockwise, PerChannel, dequantize, quantize
+from sglang_fp8rl.numerics.sqnr import sqnr_db
 from sglang_fp8rl.scheme import decide_scheme
 
 SCALES = {"blockwise": "weight_scale_inv", "per_channel": "weight_scale"}
 
 
-def method_of(granularity: str, *, keeps_activations: bool) -> Fp8BlockwiseOnlineLinearMethod:
+def method_of(
+    granularity: str, *, keeps_activations: bool, **options
+) -> Fp8BlockwiseOnlineLinearMethod:
     """As `decide` leaves it."""
     method = object.__new__(Fp8BlockwiseOnlineLinearMethod)
     scheme = decide_scheme("", "per_channel", granularity)
     method.fp8rl_scheme = replace(scheme, keeps_activations=keeps_activations)
     method.block_quant, method.served = granularity == "blockwise", None
+    method.quant_config = SimpleNamespace(options=Options(**options))
     method.w8a8_block_fp8_linear = linear.deepgemm_w8a8_block_fp8_linear_with_fallback
     return method
 
 
+def layer_of(
+    granularity: str, rows: int = 256, columns: int = 384
+) -> tuple[SimpleNamespace, torch.Tensor]:
+    """A layer, and the values of its weight."""
+    kind = Blockwise() if granularity == "blockwise" else PerChannel()
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+    codes, scale = quantize(0.1 * weight, kind)
+    held = dequantize(codes, scale, kind.block(codes.shape), torch.float32).double()
+    scale = scale if granularity == "blockwise" else scale.view(rows, 1)
+    return SimpleNamespace(weight=codes, **{SCALES[granularity]: scale}), held
+
+
+@pytest.mark.parametrize("most", [16, 3])
 @pytest.mark.parametrize("granularity", SCALES)
-def test_with_activations_in_bf16_the_kernel_gets_the_stored_codes_and_scales(
-    monkeypatch, granularity
+def test_few_tokens_get_our_product_and_more_of_them_sglang_s(monkeypatch, granularity, most):
+    seen = []
+    monkeypatch.setattr(linear, "linear", lambda x, *_: seen.append("ours") or x)
+    method = method_of(granularity, keeps_activations=True, exact_product_tokens=most)
+    monkeypatch.setattr(
+        method, "_with_quantized", lambda layer, x, bias: seen.append((len(x), bias)) or x
+    )
+    layer, _ = layer_of(granularity)
+    for tokens in (0, 1, most, most + 1):
+        x = torch.randn(tokens, 1, 384).bfloat16()
+        assert method.apply(layer, x).shape == x.shape
+    assert seen == ["ours", "ours", "ours", (2 * (most + 1), None)]
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("granularity", SCALES)
+def test_doubled_rows_are_as_near_as_bf16_s_and_a_bias_is_added_once(
+    monkeypatch, granularity, pow2
 ):
-    monkeypatch.setattr(linear, "linear", lambda *arguments: arguments)
-    weights = {name: object() for name in ("weight", SCALES[granularity])}
-    layer, x, bias = SimpleNamespace(**weights), object(), object()
-    method = method_of(granularity, keeps_activations=True)
-    assert method.apply(layer, x, bias) == (x, *weights.values(), bias)
+    options = {"exact_product_tokens": 0, "use_activation_pow2_scale": pow2}
+    method = method_of(granularity, keeps_activations=True, **options)
+    host = partial(block_fp8_linear, act_scale_ue8m0=pow2)
+    monkeypatch.setattr(
+        method, "_with_quantized", lambda layer, x, bias: (
+            host(x, layer.weight, [128, 128], layer.weight_scale_inv, None, bias)
+            if method.block_quant
+            else apply_fp8_linear(x, layer.weight.t(), layer.weight_scale, bias=bias)
+        ),
+    )  # fmt: skip
+    layer, held = layer_of(granularity)
+    x = torch.randn(5, 8, 384, generator=torch.Generator().manual_seed(2)).bfloat16()
+    bias = torch.randn(256, generator=torch.Generator().manual_seed(3)).bfloat16()
+    exact = x.double() @ held.t() + bias.double()
+    found = method.apply(layer, x, bias)
+    assert (found.shape, found.dtype) == (exact.shape, torch.bfloat16)
+    assert sqnr_db(exact, found.double()) > 50
+    assert sqnr_db(exact, method._with_quantized(layer, x, bias).double()) < 35
 
 
 @pytest.mark.parametrize("keeps_activations", [False, True])
-def test_scales_are_packed_for_fp8_activations_only(monkeypatch, keeps_activations):
+def test_scales_are_packed_for_doubled_rows_too_which_are_then_split_by_powers_of_two(
+    monkeypatch, keeps_activations
+):
     """And SGLang, which would requantize the weight for its own kernel, is not asked."""
     monkeypatch.setattr(linear, "takes_packed_scales", lambda *_, **__: True)
-    method = method_of("blockwise", keeps_activations=keeps_activations)
+    method = method_of("blockwise", keeps_activations=keeps_activations, exact_product_tokens=0)
     layer = SimpleNamespace(weight=torch.zeros(128, 128))
-    assert method.reads_packed_scales(layer) is not keeps_activations
-    if keeps_activations:
-        method.process_weights_after_loading(layer)
-        assert method.served is None
+    assert method.reads_packed_scales(layer)
+    packed = SimpleNamespace(derive=lambda: None)
+    method.served = packed
+    method.process_weights_after_loading(layer)
+    seen = []
+    monkeypatch.setattr(linear, "doubled", lambda x, *how: seen.append(how) or torch.cat([x, x]))
+    monkeypatch.setattr(linear.Fp8LinearMethod, "apply", lambda _, given, x, bias: (
+        seen.append(given) or x
+    ))  # fmt: skip
+    method.apply(layer, torch.zeros(2, 128).bfloat16())
+    assert seen == ([(128, True), packed] if keeps_activations else [packed])
 
 
 @pytest.mark.parametrize("is_ours", [False, True])

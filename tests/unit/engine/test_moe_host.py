@@ -140,21 +140,43 @@ def test_packed_scales_of_experts_that_move_are_refused(monkeypatch, option, pac
         method.create_moe_runner(layer, layer.moe_runner_config)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("keeps_activations", [False, True])
-def test_experts_with_bf16_activations_are_refused_where_sglangs_kernels_would_run(
-    monkeypatch, device, keeps_activations
-):
-    method, layer = experts(monkeypatch, "per_channel", MoeRunnerBackend.TRITON)
-    method.fp8rl_scheme = replace(method.fp8rl_scheme, keeps_activations=keeps_activations)
-    server = SimpleNamespace(device=device)
-    monkeypatch.setattr(runtime_context, "get_server_args", lambda: server)
-    if not keeps_activations or device == "cpu":
-        method._check_activations()
-        assert method.get_triton_quant_info(layer).use_fp8_w8a8 is not keeps_activations
-        return
-    with pytest.raises(ConfigError, match=r"layers\.0\.experts.*'cuda'.*bf16_activations"):
-        method._check_activations()
+def with_bf16_activations(monkeypatch, scheme: str, backend: MoeRunnerBackend, **config):
+    method, layer = experts(monkeypatch, scheme, backend)
+    method.fp8rl_scheme = replace(method.fp8rl_scheme, keeps_activations=True)
+    layer.moe_runner_config = SimpleNamespace(**{"is_gated": True, "activation": "silu", **config})
+    monkeypatch.setattr(fp8, "MoeRunner", lambda chosen, _: SimpleNamespace(runner_backend=chosen))
+    return method, layer
+
+
+@pytest.mark.parametrize("name", ["DEEP_GEMM", "FLASHINFER_TRTLLM", "CUTLASS"])
+def test_a_runner_whose_steps_can_t_be_called_one_by_one_is_refused_by_name(monkeypatch, name):
+    backend = MoeRunnerBackend[name]
+    start = MoeRunnerBackend.TRITON if name == "CUTLASS" else backend
+    method, layer = with_bf16_activations(monkeypatch, "blockwise", start)
+    for module in (fp8, moe):
+        monkeypatch.setattr(module, "get_moe_runner_backend", lambda: backend)
+    words = rf"layers\.0\.experts.*BF16.*{backend.value}.*one by one.*--moe-runner-backend triton"
+    with pytest.raises(ConfigError, match=words):
+        method.create_moe_runner(layer, layer.moe_runner_config)
+
+
+@pytest.mark.parametrize("asked", [{"activation": "relu2"}, {"swiglu_limit": 10.0}])
+def test_a_nonlinearity_that_is_not_made_is_refused_by_name(monkeypatch, asked):
+    method, layer = with_bf16_activations(
+        monkeypatch, "blockwise", MoeRunnerBackend.TRITON, **asked
+    )
+    ((name, value),) = asked.items()
+    with pytest.raises(ConfigError, match=rf"experts.*{name}={value}.*bf16_activations"):
+        method.create_moe_runner(layer, layer.moe_runner_config)
+
+
+def test_an_adapter_of_experts_with_bf16_activations_is_refused(monkeypatch):
+    """SGLang's LoRA layer asks for this, and would run its own runner with it, which quantizes."""
+    method, layer = with_bf16_activations(monkeypatch, "per_channel", MoeRunnerBackend.TRITON)
+    with pytest.raises(ConfigError, match=r"layers\.0\.experts.*LoRA.*adapters of experts"):
+        method.get_triton_quant_info(layer)
+    method.fp8rl_scheme = replace(method.fp8rl_scheme, keeps_activations=False)
+    assert method.get_triton_quant_info(layer).use_fp8_w8a8
 
 
 SWIGLU = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"

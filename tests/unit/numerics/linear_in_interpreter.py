@@ -12,7 +12,7 @@ from sglang_fp8rl.numerics.triton.linear import linear
 
 
 def run(jobs: list[tuple]) -> list[torch.Tensor]:
-    """Each job is `x`, codes, their scales, and a bias or None."""
+    """Each job is `x`, codes, and their scales."""
     return [linear(*job, blockwise=not is_per_channel(*job[1:3])) for job in jobs]
 
 

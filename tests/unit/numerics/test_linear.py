@@ -9,7 +9,7 @@ from linear_cases import BLOCK, case
 from sglang_fp8rl.errors import QuantizationError
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import exact_linear
 from sglang_fp8rl.numerics import FP8_DTYPE, PerChannel, dequantize
-from sglang_fp8rl.numerics.linear import is_per_channel, linear
+from sglang_fp8rl.numerics.linear import doubled, is_per_channel, linear
 
 SHAPES = [(1, 128, 128), (5, 200, 384), (3, 130, 256)]
 
@@ -17,37 +17,26 @@ SHAPES = [(1, 128, 128), (5, 200, 384), (3, 130, 256)]
 @pytest.mark.parametrize("block", [BLOCK, None], ids=["blocks", "rows"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_is_the_product_with_the_dequantized_weight(shape, block):
-    x, codes, scale, bias = case(*shape, block, dtype=torch.float32, with_bias=True)
+    x, codes, scale = case(*shape, block, dtype=torch.float32)
     assert is_per_channel(codes, scale) is (block is None)
     held = block or PerChannel().block(codes.shape)
     weight = dequantize(codes, scale, held, torch.float32).double()
     exact = x.double() @ weight.t()
-    bound = 1e-6 * (x.double().abs() @ weight.abs().t() + bias.double().abs())
-    found = exact_linear(x, codes, scale, bias).double()
-    assert ((found - exact - bias.double()).abs() <= bound).all()
+    bound = 1e-6 * (x.double().abs() @ weight.abs().t())
+    found = exact_linear(x, codes, scale).double()
+    assert ((found - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("block", [BLOCK, None], ids=["blocks", "rows"])
 def test_a_row_does_not_depend_on_its_batch(block):
-    x, codes, scale, _ = case(40, 70, 256, block)
+    x, codes, scale = case(40, 70, 256, block)
     whole = exact_linear(x, codes, scale)
     for rows in (slice(0, 1), slice(3, 20), slice(39, 40)):
         assert torch.equal(exact_linear(x[rows], codes, scale), whole[rows])
 
 
-def test_a_bias_is_added_after_rounding_beside_blocks_and_before_beside_rows():
-    """As SGLang's two W8A8 paths do, so that quantizing activations is all that differs."""
-    x, one = torch.ones(1, 128).bfloat16(), torch.ones(1, 1)
-    codes = torch.ones(2, 128).to(FP8_DTYPE)
-    codes[:, 0], bias = 3.0, torch.tensor([0.5, 0.25]).bfloat16()
-    # 130 + 0.25 and 130 + 0.5: BF16 has even numbers here, so both are 130 again.
-    assert exact_linear(x, codes, one, bias).tolist() == [[130.0, 130.0]]
-    row_scale = torch.tensor([[1 + 2**-8], [1.0]])  # 130.5078, and 130
-    assert exact_linear(x, codes, row_scale, bias).tolist() == [[131.0, 130.0]]
-
-
 def test_a_nan_code_and_a_scale_that_was_never_written_are_seen():
-    x, codes, scale, _ = case(2, 256, 256, BLOCK)
+    x, codes, scale = case(2, 256, 256, BLOCK)
     codes.view(torch.uint8)[5, 7] = 0x7F
     scale[1, 0] = float("nan")
     found = exact_linear(x, codes, scale)
@@ -58,23 +47,24 @@ def test_a_nan_code_and_a_scale_that_was_never_written_are_seen():
 
 def test_the_operator_says_a_shape_and_a_dtype_without_running():
     with torch.device("meta"):
-        x = torch.empty(2, 3, 128, dtype=torch.bfloat16)
+        x = torch.empty(3, 128, dtype=torch.bfloat16)
         codes, scale = torch.empty(96, 128, dtype=FP8_DTYPE), torch.empty(1, 1)
     found = linear(x, codes, scale)
-    assert (found.shape, found.dtype) == ((2, 3, 96), torch.bfloat16)
+    assert (found.shape, found.dtype) == ((3, 96), torch.bfloat16)
 
 
 def test_the_operator_is_one_that_torch_can_trace():
-    x, codes, scale, bias = case(3, 130, 256, BLOCK, with_bias=True)
+    x, codes, scale = case(3, 130, 256, BLOCK)
     # "test_schema" multiplies the codes, which no CPU can.
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(linear, (x, codes, scale, bias), test_utils=checks)
-    assert torch.equal(linear(x, codes, scale, bias), exact_linear(x, codes, scale, bias))
+    torch.library.opcheck(linear, (x, codes, scale), test_utils=checks)
+    assert torch.equal(linear(x, codes, scale), exact_linear(x, codes, scale))
 
 
 @pytest.mark.gpu
 def test_fp32_activations_are_refused():
     """Tensor cores would round them to TF32."""
-    x, codes, scale = (one.cuda() for one in case(1, 128, 128, BLOCK)[:3])
-    with pytest.raises(QuantizationError, match=r"x: torch\.float32"):
-        linear(x.float(), codes, scale)
+    x, codes, scale = (one.cuda() for one in case(1, 128, 128, BLOCK))
+    for product in (lambda: linear(x.float(), codes, scale), lambda: doubled(x.float(), 128)):
+        with pytest.raises(QuantizationError, match=r"x: torch\.float32"):
+            product()

@@ -22,7 +22,7 @@ from sglang_fp8rl.numerics.sqnr import sqnr_db
 pytest.importorskip("triton")
 
 
-def scattered(x, codes, scale, bias):
+def scattered(x, codes, scale):
     """The same values with rows that lie apart, as slices of larger buffers."""
     wide_x = torch.full((x.shape[0], x.shape[1] + 16), float("nan"), dtype=x.dtype)
     wide_codes = torch.full((codes.shape[0], codes.shape[1] + 32), 0x7F, dtype=torch.uint8)
@@ -31,16 +31,16 @@ def scattered(x, codes, scale, bias):
     views = [one[:, : like.shape[1]] for one, like in zip(held, (x, codes, scale), strict=True)]
     for view, values in zip(views, (x, codes, scale), strict=True):
         view.copy_(values)
-    return (*views, bias)
+    return views
 
 
 X, *WEIGHT = case(16, 96, 640, BLOCK, dtype=torch.float32)
-NEAR = [case(*shape, dtype=torch.float32, with_bias=bias) for shape in SHAPES for bias in (0, 1)]
+NEAR = [case(*shape, dtype=torch.float32) for shape in SHAPES]
 JOBS = {
-    "near": NEAR + [scattered(*job) for job in NEAR[::5]],
+    "near": NEAR + [scattered(*job) for job in NEAR[::2]],
     "exact": [exact_case(*shape, torch.float32) for shape in SHAPES],
-    "every code": [every_code(BLOCK), every_code(None)],
-    "tokens": [(part, *WEIGHT) for part in (X, X[3:9], X[15:], X.view(2, 8, 640), X[:0])],
+    "every code": [(x.float(), *rest) for x, *rest in map(every_code, (BLOCK, None))],
+    "tokens": [(part, *WEIGHT) for part in (X, X[3:9], X[15:], X[:0])],
 }
 
 
@@ -74,10 +74,9 @@ def test_exact_sums_are_exact_whatever_the_tile(interpreted, name):
 
 
 def test_tokens_of_a_tile_do_not_see_each_other(interpreted):
-    whole, few, one, deep, none = interpreted["tokens"]
+    whole, few, one, none = interpreted["tokens"]
     assert torch.equal(whole[3:9], few)
     assert torch.equal(whole[15:], one)
-    assert torch.equal(whole.view(2, 8, 96), deep)
     assert none.shape == (0, 96)
 
 
@@ -85,28 +84,21 @@ def test_tokens_of_a_tile_do_not_see_each_other(interpreted):
 
 
 def on_gpu(job):
-    return [one if one is None else one.cuda() for one in job]
+    return [one.cuda() for one in job]
 
 
-LARGE = [
-    (m, n, 4096, block)
-    for m in (1, 16, 32, 64, 512)
-    for n in (4096, 24576)
-    for block in (BLOCK, None)
-]
+LARGE = [(m, n, 4096, block) for m in (1, 16, 64) for n in (4096, 24576) for block in (BLOCK, None)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_hardware_rounds_once_and_adds_in_fp32(dtype):
     for shape in SHAPES + LARGE:
-        for with_bias in (False, True):
-            job = case(*shape, dtype=dtype, with_bias=with_bias)
-            found = linear(*on_gpu(job)).cpu()
-            wide = (job[0].float(), *job[1:3], None if job[3] is None else job[3].float())
-            assert found.dtype == dtype
-            # Rounding alone leaves BF16 54 to 57 dB in these cases, and FP16 69 and more.
-            assert sqnr_db(exact_linear(*wide), found) > 50, (shape, with_bias)
+        job = case(*shape, dtype=dtype)
+        found = linear(*on_gpu(job)).cpu()
+        assert found.dtype == dtype
+        # Rounding alone leaves BF16 54 to 57 dB in these cases, and FP16 69 and more.
+        assert sqnr_db(exact_linear(job[0].float(), *job[1:]), found) > 50, shape
 
 
 @pytest.mark.gpu
@@ -118,9 +110,9 @@ def test_hardware_gives_exact_sums_exactly():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 32, 64, 200])
+@pytest.mark.parametrize("m", [1, 16, 40])
 def test_a_captured_product_reads_the_codes_that_are_there_when_it_is_replayed(m):
-    x, codes, scale, _ = on_gpu(case(m, 512, 1024, BLOCK))
+    x, codes, scale = on_gpu(case(m, 512, 1024, BLOCK))
     linear(x, codes, scale)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -29,6 +29,7 @@ NO_NUMBERS = {
 }  # fmt: skip
 # Those with matrix products in them, whose last digits are a device's, and tables of kernels.
 COMPARED_ELSEWHERE = {
+    "doubled": "test_doubled.py",
     "linear": "test_linear_triton.py",
     "make_runner": "test_triton_table.py",
     "check_as_served": "test_served_weights_run.py",
