@@ -1,5 +1,5 @@
-# Everything a fresh clone needs: `make demo`, `make test`. Environments live in .venv, .venv-oldest and
-# .venv-312.
+# Everything a fresh clone needs: `make demo`, `make test`. Environments live in .venv (the newest SGLang),
+# .venv-312 (the same on Python 3.12), and .venv-NAME, with the versions of constraints/NAME.txt.
 # A version manager's shim may be on the path for a version that is not there, so each is tried.
 runs = $(shell for one in $(1); do "$$one" -c "import ensurepip, venv" 2>/dev/null && echo "$$one" && break; done)
 ifndef PYTHON
@@ -29,20 +29,23 @@ $(UV):
 
 define environment
 	$(UV) venv --quiet --clear --python $(1) $(@D)
-	$(UV) pip install --quiet --python $(@D)/bin/python -c $(2) -r constraints/requirements.txt
+	$(UV) pip install --quiet --python $(@D)/bin/python -c $(2) --override constraints/overrides.txt \
+	    -r constraints/requirements.txt
 	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps verl==0.9.1 areal==1.0.4
 	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation -e .
 	@touch $@
 endef
 
-.venv/.ready: $(UV) constraints/newest.txt constraints/requirements.txt pyproject.toml
-	$(call environment,$(PYTHON),constraints/newest.txt)
+INSTALLED := $(UV) constraints/requirements.txt constraints/overrides.txt pyproject.toml
 
-.venv-oldest/.ready: $(UV) constraints/oldest.txt constraints/requirements.txt pyproject.toml
-	$(call environment,$(PYTHON),constraints/oldest.txt)
+.venv/.ready: constraints/newest.txt $(INSTALLED)
+	$(call environment,$(PYTHON),$<)
 
-.venv-312/.ready: $(UV) constraints/newest.txt constraints/requirements.txt pyproject.toml
-	$(call environment,python3.12,constraints/newest.txt)
+.venv-312/.ready: constraints/newest.txt $(INSTALLED)
+	$(call environment,python3.12,$<)
+
+.venv-%/.ready: constraints/%.txt $(INSTALLED)
+	$(call environment,$(PYTHON),$<)
 
 demo: .venv/.ready  ## serve, refit and check a small model on real parts (ARGS="--model PATH" for yours)
 	.venv/bin/sglang-fp8rl demo $(ARGS)
@@ -141,4 +144,4 @@ lint: .venv/.ready  ## ruff, mypy and the layers (import-linter)
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
 
 clean:  ## remove the environments and caches
-	rm -rf .venv .venv-oldest .venv-312 .uv .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-* .uv .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
