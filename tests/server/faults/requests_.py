@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import requests
 
 from sglang_fp8rl.client import RefitClient
+from sglang_fp8rl.compat import SESSIONS_SINCE, host_version
 from sglang_fp8rl.errors import NoAnswerError, RefitError
 from sglang_fp8rl.wire.bucket import serialize
 
@@ -22,6 +23,8 @@ from .trainer import DOWN, NORM, QUERY, UP, Answer, ServerTrainer
 GROUP = Group("Requests and connections", needs_server=True)
 row = GROUP.row
 UPDATE = "/update_weights_from_tensor"
+# Nobody tells a SGLang without sessions that a refit was given up.
+GIVEN_UP = Then.OPEN if host_version() < SESSIONS_SINCE else None
 
 
 @row(host=True, then=Then.WHOLE)
@@ -177,7 +180,7 @@ def generating(trainer: ServerTrainer, tokens: int) -> Iterator[Iterator[bytes]]
         yield answer.iter_lines()
 
 
-@row("no answer", "not known", code=0, serves=None, then_without_sessions=Then.OPEN)
+@row("no answer", "not known", code=0, serves=None, then_here=GIVEN_UP)
 def a_network_that_loses_the_answer(trainer: ServerTrainer) -> Answer:
     """The first bucket is stored; nobody hears of it."""
     with network_that_loses_answers(trainer.url, UPDATE) as url:
@@ -188,7 +191,7 @@ def a_network_that_loses_the_answer(trainer: ServerTrainer) -> Answer:
     return Answer(200, "")
 
 
-@row("the iterator broke", code=0, serves=None, then_without_sessions=Then.OPEN)
+@row("the iterator broke", code=0, serves=None, then_here=GIVEN_UP)
 def a_trainer_whose_iterator_raises(trainer: ServerTrainer) -> Answer:
     def weights():
         for number, item in enumerate(trainer.new.items()):
