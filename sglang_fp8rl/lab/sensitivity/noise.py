@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ...numerics.sqnr import SignalAndNoise
 from ...wire.plan import RefitPlan
+from ..sqnr import SignalAndNoise
 from .quantized_products import has_pow2_activations, served_activation, served_weight
 from .served_modules import ServedModule
 
