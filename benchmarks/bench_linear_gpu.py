@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import exact_linear
-from sglang_fp8rl.lab.sqnr import sqnr_db
+from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
 from sglang_fp8rl.numerics import Blockwise, quantize
 from sglang_fp8rl.numerics.linear import linear
 

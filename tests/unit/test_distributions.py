@@ -31,8 +31,9 @@ WITHOUT = """
 import sys
 sys.modules.update(dict.fromkeys({missing}))
 import sglang_fp8rl, sglang_fp8rl.trainer.served_weights, sglang_fp8rl.client
-from sglang_fp8rl.cli import app
-app(["--version"])
+from importlib.metadata import entry_points
+(command,) = entry_points(group="console_scripts", name="sglang-fp8rl")
+command.load()(["--version"])
 """
 
 

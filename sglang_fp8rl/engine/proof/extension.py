@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -33,30 +33,37 @@ class HeldBox:
 
     Attributes:
         form: of the name's number (`wire.fingerprint.form_of`).
-        shape: of the full tensor.
-        box: of it.
+        box: of the full tensor.
         place: the parameter it lies in.
         value: its part of the number, once it was read.
     """
 
     form: str
-    shape: tuple[int, ...]
     box: Region
     place: str
     value: int = 0
 
 
 @dataclass
-class Rank:
-    """What one rank holds of each name, derived weights that were stale, and why what has no number."""
+class Held:
+    """What one rank holds of one name; `reason` is why a part of it has no number."""
 
-    held: dict[str, list[HeldBox]]
-    stale: list[str]
-    unproven: dict[str, str]
+    shape: tuple[int, ...]
+    boxes: list[HeldBox] = field(default_factory=list)
+    reason: str = ""
+
+
+@dataclass
+class Rank:
+    """What one rank brings: of each name what it holds, derived weights that were stale, and what can't be explained."""
+
+    held: dict[str, Held] = field(default_factory=dict)
+    stale: list[str] = field(default_factory=list)
+    unproven: dict[str, str] = field(default_factory=dict)
 
 
 def rank_of(refit: ModelRefit) -> Rank:
-    """Return what this rank holds.
+    """What this rank holds.
 
     Weights that SGLang derived from others are derived again and compared; what was stale is put
     right by that.
@@ -64,72 +71,76 @@ def rank_of(refit: ModelRefit) -> Rank:
     known = refit.learned_names().known
     # Derived from the weights as they are served, which those of the trainer are not.
     stale = refit.derived.renewed(list(known))
-    held, unproven, to_read = {}, dict(refit.derived.kept_copies.unproven), []
+    held, to_read = {}, []
     with refit.unfolded():
         for name, one in known.items():
-            found, reason = _boxes_of(name, one)
-            held[name] = [box for box, _ in found]
-            to_read += [memory for _, memory in found]
-            if reason:
-                unproven[name] = reason
+            held[name], memory = _held(name, one)
+            to_read += memory
         values = iter(numbers_of(to_read))  # of all at once: a GPU is waited for once
-    for box in (box for boxes in held.values() for box in boxes):
+    for box in (box for name in held for box in held[name].boxes):
         box.value = next(values)
-    return Rank(held, stale, unproven)
+    return Rank(held, stale, refit.derived.kept_copies.unproven)
 
 
 def fingerprint_of_ranks(ranks: Sequence[Rank]) -> Fingerprint:
-    """Return the fingerprint of a model over all its ranks: every box once, its replicas compared."""
+    """The fingerprint of a model over all its ranks: every box once, its replicas compared."""
     numbers: dict[str, Number] = {}
     differing: dict[str, str] = {}
     unproven: dict[str, str] = {}
-    for at, rank in enumerate(ranks):
-        for name, why in rank.unproven.items():
-            unproven.setdefault(name, f"tp_rank {at}: {why}")
-        for place in rank.stale:
-            differing[place] = (
-                f"on tp_rank {at} it was not what SGLang derives from the weights that are served; "
-                "it has been derived again"
-            )
-    for name in dict.fromkeys(name for rank in ranks for name in rank.held if name not in unproven):
-        boxes, difference = _distinct([rank.held.get(name, []) for rank in ranks])
-        if reason := _why_unproven(boxes):
+    for name in dict.fromkeys(name for rank in ranks for name in rank.held):
+        held = {at: rank.held[name] for at, rank in enumerate(ranks) if name in rank.held}
+        boxes, difference = _distinct(held)
+        reason = _why_unproven(held, boxes)
+        if reason:
             unproven[name] = reason
             continue
         numbers[name] = Number(boxes[0].form, sum(one.value for one in boxes) & MASK)
         if difference:
             differing[name] = difference
+    for at, rank in enumerate(ranks):
+        unproven |= {place: f"tp_rank {at}: {why}" for place, why in rank.unproven.items()}
+        for place in rank.stale:
+            differing.setdefault(
+                place,
+                f"on tp_rank {at} it was not what SGLang derives from the weights that are served; "
+                "it has been derived again",
+            )
     return Fingerprint("server", numbers, differing, unproven)
 
 
-def _distinct(held: Sequence[Sequence[HeldBox]]) -> tuple[list[HeldBox], str]:
-    """Return every box that the ranks hold once, and in words where a replica of one is not like the first."""
+def _distinct(held: dict[int, Held]) -> tuple[list[HeldBox], str]:
+    """Every box once, and in words where a replica of one is not like the first."""
     boxes: dict[tuple[str, Region], tuple[int, HeldBox]] = {}
     differences = []
-    for rank, box in ((rank, box) for rank, boxes in enumerate(held) for box in boxes):
-        holder, first = boxes.setdefault((box.form, box.box), (rank, box))
-        if first.value != box.value:
-            differences.append(
-                f"tp_rank {rank} ({box.place}) and tp_rank {holder} ({first.place}) hold other "
-                f"bytes of {box.box}"
-            )
+    for rank, one in held.items():
+        for box in one.boxes:
+            holder, first = boxes.setdefault((box.form, box.box), (rank, box))
+            if first.value != box.value:
+                differences.append(
+                    f"tp_rank {rank} ({box.place}) and tp_rank {holder} ({first.place}) hold other "
+                    f"bytes of {box.box}"
+                )
     return [box for _, box in boxes.values()], "; ".join(differences)
 
 
-def _why_unproven(boxes: Sequence[HeldBox]) -> str:
-    """Say why these boxes make no number of their tensor; nothing where they do."""
+def _why_unproven(held: dict[int, Held], boxes: list[HeldBox]) -> str:
+    """Why these boxes make no number of the tensor; empty where they do."""
+    for rank, one in held.items():
+        if one.reason:
+            return f"tp_rank {rank}: {one.reason}"
     forms = {one.form for one in boxes}
     if len(forms) > 1:
         return f"served in several forms: {', '.join(sorted(forms))}"
     count = sum(one.box.numel for one in boxes)
-    if not boxes or count != math.prod(boxes[0].shape):
-        return f"ranks hold {count} of its values"
+    total = math.prod(next(iter(held.values())).shape)
+    if count != total:
+        return f"the parts that ranks hold have {count} values, the tensor has {total}"
     return ""
 
 
-def _boxes_of(name: str, known: Known) -> tuple[list[tuple[HeldBox, list[Box]]], str]:
-    """Return the boxes that this rank holds of a name, each with what to read; or why one has no number."""
-    found = []
+def _held(name: str, known: Known) -> tuple[Held, list[list[Box]]]:
+    """What this rank holds of a name, and of each `HeldBox` where to read it."""
+    held, memory = Held(known.shape, reason="" if known.landings else known.reason), []
     places = {
         (id(landing.target), box, region): landing.target
         for landing in known.landings
@@ -137,15 +148,18 @@ def _boxes_of(name: str, known: Known) -> tuple[list[tuple[HeldBox, list[Box]]],
     }
     for (_, box, region), target in places.items():
         if box is None or region is None or _without_ones(box.shape) != _without_ones(region.shape):
-            return [], "its loader does more than copy boxes of it"
-        if not target.is_repeatable:
-            return [], "SGLang may move its experts while it serves"
-        try:
-            form, memory = _memory_of(name, known.shape, target, box, region)
-        except Fp8RlError as error:  # of what no cast would write either
-            return [], error.rule
-        found.append((HeldBox(form, known.shape, box, target.name), memory))
-    return found, "" if found else known.reason
+            held.reason = "its loader does more than copy boxes of it"
+        elif not target.is_repeatable:
+            held.reason = "SGLang may move its experts while it serves"
+        else:
+            try:
+                form, boxes = _memory_of(name, known.shape, target, box, region)
+            except Fp8RlError as error:  # of what no cast would write either
+                held.reason = error.rule
+            else:
+                held.boxes.append(HeldBox(form, box, target.name))
+                memory.append(boxes)
+    return held, memory
 
 
 def _memory_of(
