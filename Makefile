@@ -56,7 +56,7 @@ demo: .venv/.ready  ## serve, refit and check a small model on real parts (ARGS=
 test: .venv/.ready  ## the suite on the newest supported SGLang; 8 to 12 minutes on two slow cores
 	.venv/bin/python $(PYTEST) $(PYTEST_ARGS)
 
-test-all: .venv/.ready $(BETWEEN:%=.venv-%/.ready)  ## every case of it: all models and layouts of the contract, DAPO, large shapes; and `test` on the versions between: two hours
+test-all: .venv/.ready $(BETWEEN:%=.venv-%/.ready)  ## every case of it: all models and layouts of the contract, DAPO, large shapes; and `test` on the versions between; an hour and a half
 	.venv/bin/python -m tools.census
 	.venv/bin/python $(PYTEST) --all $(PYTEST_ARGS)
 	set -e; for host in $(BETWEEN); do .venv-$$host/bin/python $(PYTEST) $(PYTEST_ARGS); done
@@ -67,7 +67,7 @@ test-oldest: .venv-oldest/.ready  ## as `test`, on the oldest supported SGLang
 # What a release between the oldest and the newest may break.
 HOST_TESTS := $(addprefix tests/, engine/test_laws.py $(addprefix server/, test_server_updates.py test_faults.py \
     test_verl_client.py test_verl_ranks.py test_server_flag.py))
-test-host: .venv-$(HOST)/.ready  ## laws, updates, faults and veRL on SGLang HOST=0.5.20 or 0.5.19; two minutes
+test-host: .venv-$(HOST)/.ready  ## laws, updates, faults and veRL on SGLang HOST=0.5.20 or 0.5.19
 	.venv-$(HOST)/bin/python $(PYTEST) $(HOST_TESTS) $(PYTEST_ARGS)
 
 unit: .venv/.ready  ## what needs no server: five minutes on two slow cores
