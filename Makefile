@@ -1,5 +1,5 @@
-# Everything a fresh clone needs: `make demo`, `make test`. Environments live in .venv, .venv-oldest and
-# .venv-312.
+# Everything a fresh clone needs: `make demo`, `make test`. Environments live in .venv (the newest SGLang),
+# .venv-312 (the same on Python 3.12), and .venv-NAME, with the versions of constraints/NAME.txt.
 # A version manager's shim may be on the path for a version that is not there, so each is tried.
 runs = $(shell for one in $(1); do "$$one" -c "import ensurepip, venv" 2>/dev/null && echo "$$one" && break; done)
 ifndef PYTHON
@@ -11,6 +11,9 @@ export UV_LINK_MODE ?= hardlink
 export UV_PYTHON_DOWNLOADS ?= never
 PYTEST_ARGS ?=
 RESULTS := benchmarks/results
+# SGLang's releases that trainers pin, between the oldest and the newest.
+BETWEEN := 0.5.20 0.5.19
+HOST ?= $(firstword $(BETWEEN))
 # Two workers; tests that share an engine or a server stay on one (tests/conftest.py). If one dies, the run
 # ends with its summary: xdist waits for ever for the group of a worker that it replaced.
 PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart=0 --all-packages -m "not gpu"
@@ -18,7 +21,7 @@ PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-re
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real served-gap verl verl-short census census-oldest offline-bundle
+.PHONY: help demo test test-all test-oldest test-host unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real served-gap verl verl-short census census-oldest offline-bundle
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,20 +32,23 @@ $(UV):
 
 define environment
 	$(UV) venv --quiet --clear --python $(1) $(@D)
-	$(UV) pip install --quiet --python $(@D)/bin/python -c $(2) -r constraints/requirements.txt
+	$(UV) pip install --quiet --python $(@D)/bin/python -c $(2) --override constraints/overrides.txt \
+	    -r constraints/requirements.txt
 	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps verl==0.9.1 areal==1.0.4
 	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation -e .
 	@touch $@
 endef
 
-.venv/.ready: $(UV) constraints/newest.txt constraints/requirements.txt pyproject.toml
-	$(call environment,$(PYTHON),constraints/newest.txt)
+INSTALLED := $(UV) constraints/requirements.txt constraints/overrides.txt pyproject.toml
 
-.venv-oldest/.ready: $(UV) constraints/oldest.txt constraints/requirements.txt pyproject.toml
-	$(call environment,$(PYTHON),constraints/oldest.txt)
+.venv/.ready: constraints/newest.txt $(INSTALLED)
+	$(call environment,$(PYTHON),$<)
 
-.venv-312/.ready: $(UV) constraints/newest.txt constraints/requirements.txt pyproject.toml
-	$(call environment,python3.12,constraints/newest.txt)
+.venv-312/.ready: constraints/newest.txt $(INSTALLED)
+	$(call environment,python3.12,$<)
+
+.venv-%/.ready: constraints/%.txt $(INSTALLED)
+	$(call environment,$(PYTHON),$<)
 
 demo: .venv/.ready  ## serve, refit and check a small model on real parts (ARGS="--model PATH" for yours)
 	.venv/bin/sglang-fp8rl demo $(ARGS)
@@ -50,12 +56,19 @@ demo: .venv/.ready  ## serve, refit and check a small model on real parts (ARGS=
 test: .venv/.ready  ## the suite on the newest supported SGLang; 8 to 12 minutes on two slow cores
 	.venv/bin/python $(PYTEST) $(PYTEST_ARGS)
 
-test-all: .venv/.ready  ## every case of it: all models and layouts of the contract, DAPO, large shapes; an hour
+test-all: .venv/.ready $(BETWEEN:%=.venv-%/.ready)  ## every case of it: all models and layouts of the contract, DAPO, large shapes; and `test` on the versions between; an hour and a half
 	.venv/bin/python -m tools.census
 	.venv/bin/python $(PYTEST) --all $(PYTEST_ARGS)
+	set -e; for host in $(BETWEEN); do .venv-$$host/bin/python $(PYTEST) $(PYTEST_ARGS); done
 
 test-oldest: .venv-oldest/.ready  ## as `test`, on the oldest supported SGLang
 	.venv-oldest/bin/python $(PYTEST) $(PYTEST_ARGS)
+
+# What a release between the oldest and the newest may break.
+HOST_TESTS := $(addprefix tests/, engine/test_laws.py $(addprefix server/, test_server_updates.py test_faults.py \
+    test_verl_client.py test_verl_ranks.py test_server_flag.py))
+test-host: .venv-$(HOST)/.ready  ## laws, updates, faults and veRL on SGLang HOST=0.5.20 or 0.5.19
+	.venv-$(HOST)/bin/python $(PYTEST) $(HOST_TESTS) $(PYTEST_ARGS)
 
 unit: .venv/.ready  ## what needs no server: five minutes on two slow cores
 	.venv/bin/python $(PYTEST) tests/unit $(PYTEST_ARGS)
@@ -141,4 +154,4 @@ lint: .venv/.ready  ## ruff, mypy and the layers (import-linter)
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
 
 clean:  ## remove the environments and caches
-	rm -rf .venv .venv-oldest .venv-312 .uv .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-* .uv .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

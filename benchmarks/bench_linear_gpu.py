@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import exact_linear
+from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
 from sglang_fp8rl.numerics import Blockwise, quantize
 from sglang_fp8rl.numerics.linear import doubled, linear
-from sglang_fp8rl.numerics.sqnr import sqnr_db
 
 # Rows and columns of Qwen3-8B's layers: gate and up, down, QKV, output.
 LAYERS = ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096))

@@ -10,7 +10,7 @@ from packaging.version import InvalidVersion, Version
 from .errors import HostError
 
 OLDEST, NEWEST_EXCLUDED = Version("0.5.16"), Version("0.5.24")
-TESTED = ("0.5.16", "0.5.23")
+TESTED = ("0.5.16", "0.5.19", "0.5.20", "0.5.23")
 SESSIONS_SINCE = Version("0.5.21")
 
 # Says which release a build of SGLang counts as that is none: a nightly, an image from a shallow clone.

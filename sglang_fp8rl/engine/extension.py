@@ -80,8 +80,8 @@ class Extension:
         """SGLang has just flushed its cache, on every rank, outside of updates; returns whether it may say so."""
         return True
 
-    def status(self, manager: Any) -> dict[str, Any] | None:
-        """The `section`; `manager` is None where nothing is to be read off the device."""
+    def status(self) -> dict[str, Any] | None:
+        """Return the `section`, without reading anything off the device."""
         return None
 
     @staticmethod

@@ -105,7 +105,7 @@ def test_a_fault_is_told_survived_and_mended(case, fault):
     assert len(case.client.generate([1, 2, 3])["meta_info"]["output_token_logprobs"]) == 4
     check_status(case, fault)
     changed = case.differing(case.which)
-    is_half_stored = not HAS_SESSIONS and fault.then_without_sessions is not None
+    is_half_stored = fault.then_here is not None
     if fault.serves is None or is_half_stored:
         assert changed
         assert case.differing(case.other)
@@ -124,7 +124,7 @@ def missing_words(fault: Fault, text: str) -> list[str]:
 
 def check_status(case: Case, fault: Fault) -> None:
     status = case.client.status()
-    then = fault.then if HAS_SESSIONS else fault.then_without_sessions or fault.then
+    then = fault.then_here or fault.then
     assert status["state"] == then.value, status["problems"]
     assert status["consistent"] == (then is Then.WHOLE), status["problems"]
     assert bool(status["problems"]) != status["consistent"]

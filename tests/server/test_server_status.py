@@ -58,17 +58,15 @@ def test_an_update_with_both_keys_a_version_and_metrics(guarded):
     with pytest.raises(Exception, match="401"):  # it makes derived weights anew
         Client(guarded.url, api_key="key").fingerprint()
     assert client.fingerprint().numbers
-    seen: list[tuple[float, float | None]] = []
+    seen: list[float] = []
 
     def look(*_: int) -> None:
-        text = metrics_of(guarded)
-        seen.append((metric(text, "kv_certified"), sample(text, "kv_saturated_share")))
+        seen.append(metric(metrics_of(guarded), "kv_certified"))
 
     second = weights("second")
     client.update(second, bucket_bytes=1 << 16, on_bucket=look, weight_version="step-2")
     assert len(seen) > 6
-    # The cache is sampled when a refit has ended. Buckets are told of while the next is on its way.
-    assert set(seen[:-2]) == {(0.0, None)}
+    assert set(seen[:-2]) == {0.0}  # buckets are told of while the next is on its way
     client.update(weights("first"), weight_version="step-3")
     assert version_of(client) == "step-3"
     section = client.server_info()["internal_states"][0]["fp8rl"]
@@ -78,7 +76,6 @@ def test_an_update_with_both_keys_a_version_and_metrics(guarded):
     assert metric(text, "consistent") == 1
     assert metric(text, "refit_bytes") == section["last_refit"]["bytes"]
     assert metric(text, "kv_certified") == 1
-    assert metric(text, "kv_saturated_share") == 0
 
 
 def test_verify_takes_the_key_of_a_guarded_server(guarded):

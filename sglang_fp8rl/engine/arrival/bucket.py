@@ -25,7 +25,7 @@ from ...wire.layout_text import from_text
 from ..interception import span_of
 
 _SHAPE, _DTYPE, _NAME = attrgetter("shape"), attrgetter("dtype"), attrgetter("name")
-_DEVICE = attrgetter("device")
+_DEVICE, _LAYOUT = attrgetter("device"), attrgetter("layout")
 _METADATA = attrgetter("name", "shape", "dtype", "start_idx", "end_idx")
 # Of a bucket, and of a tensor in a copy: recipes and kernels read by address, some of them 16 bytes at once.
 _ALIGNMENT = 16
@@ -59,7 +59,8 @@ class TensorBucket:
         """Everything a recipe depends on."""
         tensors = self._tensors
         devices = list(map(Tensor.get_device, tensors))
-        return self.names, list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors)), devices
+        kinds = list(set(map(_LAYOUT, tensors)))  # sparse ones are of no layout that was recorded
+        return self.names, list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors)), devices, kinds
 
     @property
     def nbytes(self) -> int:

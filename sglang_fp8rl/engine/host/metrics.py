@@ -36,10 +36,7 @@ def observe_refit(
     if collector is None:
         return
     metrics = _metrics(tuple(collector.labels))
-    # Extensions may run kernels and transfer: once a refit, behind its last call.
-    log = refit.report.log
-    has_ended = log.running is None and log.session is None
-    status = status_section(refit, manager=manager if has_ended else None)
+    status = status_section(refit)
     if call is not None:
         metrics.count(collector.labels, status, call, success)
     metrics.observe(collector.labels, status)

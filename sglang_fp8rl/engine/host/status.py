@@ -41,7 +41,7 @@ def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) 
 
     Args:
         replica: data-parallel rank of the scheduler that says it.
-        manager: SGLang's weight updater; None if nothing is to be read off the device, nor of a session.
+        manager: SGLang's weight updater; None if nothing is to be said of a session.
     """
     report, log = refit.report, refit.report.log
     found = [*problems(report), *refit.pairs.open_halves().values()]
@@ -66,7 +66,7 @@ def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) 
         "unproven": dict(list(refit.derived.kept_copies.unproven.items())[:MAX_LISTED]),
         "plan": module_rows(refit.schemes),
     }
-    ours = {extension.section: extension.status(manager) for extension in refit.extensions}
+    ours = {extension.section: extension.status() for extension in refit.extensions}
     return section | {kind.section: ours.get(kind.section) for kind in extensions() if kind.section}
 
 

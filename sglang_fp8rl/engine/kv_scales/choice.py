@@ -1,7 +1,4 @@
-"""Exponents from what has to fit into e4m3, within what weights can be moved by: the same on every rank.
-
-And what the status says of them, layer by layer, and of the codes that lie in the cache.
-"""
+"""Exponents from what has to fit into e4m3, within what weights can be moved by: the same on every rank."""
 
 from __future__ import annotations
 
@@ -22,9 +19,6 @@ from .attention_layers import AttentionLayer
 # Calibrated: a binade, as other text, and later positions, may have larger values.
 ROOM = {"certified": None, "sent": 1.0, "calibrated": 2.0}
 
-_SAMPLED_SLOTS = 512  # SGLang hands out the lowest free slots
-_SMALLEST_NORMAL = 2.0**-6
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -43,6 +37,11 @@ class Choice:
     @property
     def is_certified(self) -> bool:
         return all(side["certified"] for side in self.sides)
+
+    def by_layer(self, layers: Sequence[AttentionLayer]) -> list[dict[str, Any]]:
+        """Return the sides as the status has them, by the name of their module."""
+        sides = zip(layers, self.sides[::2], self.sides[1::2], strict=True)
+        return [{"module": one.name, "keys": keys, "values": values} for one, keys, values in sides]
 
 
 def chosen(group: Any, read: Callable[[], torch.Tensor], room: float | None) -> Choice:
@@ -117,59 +116,3 @@ def _rows_of(layer: AttentionLayer) -> torch.Tensor:
     moved[:, 0].neg_()
     down, up = moved.view(2, 2, 2)
     return torch.cat([bounds, bounds, down, up], 1)
-
-
-def by_layer(
-    layers: Sequence[AttentionLayer], sides: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """For the status section; of keys and of values in turn."""
-    return [
-        {"module": layer.name, "keys": keys, "values": values}
-        for layer, keys, values in zip(layers, sides[::2], sides[1::2], strict=True)
-    ]
-
-
-def stored_codes(layers: Sequence[AttentionLayer], manager: Any) -> list[dict[str, Any]] | None:
-    """Per layer, of keys and of values: `sampled` codes that are not zero, and of these the `saturated`
-    share (448 or NaN), the `subnormal` share, and `unused` binades between the largest and 448.
-
-    Reads a few slots of SGLang's pool: small kernels and one transfer, at a request for the status. None
-    without a `manager`, and while the cache's memory is released, when nothing of it may be read.
-    """
-    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
-
-    if manager is None or GPU_MEMORY_TYPE_KV_CACHE in manager.offload_tags:
-        return None
-    pool = manager.tp_worker.model_runner.token_to_kv_pool
-    counts = [
-        _counts(buffer(layer.layer_id)[:_SAMPLED_SLOTS])
-        for layer in layers
-        for buffer in (pool.get_key_buffer, pool.get_value_buffer)
-    ]
-    return by_layer(layers, [_described(*one) for one in torch.stack(counts).tolist()])
-
-
-def _counts(codes: torch.Tensor) -> torch.Tensor:
-    magnitude = codes.view(torch.float8_e4m3fn).double().abs()
-    is_subnormal = (magnitude > 0) & (magnitude < _SMALLEST_NORMAL)
-    counted = (magnitude != 0, ~(magnitude < FP8_MAX), is_subnormal)
-    return torch.stack([*(one.sum().double() for one in counted), magnitude.amax()])
-
-
-def _described(
-    written: float, saturated: float, subnormal: float, largest: float
-) -> dict[str, Any]:
-    return {
-        "sampled": int(written),
-        "saturated": saturated / written if written else None,
-        "subnormal": subnormal / written if written else None,
-        "unused": round(math.log2(FP8_MAX / largest), 2) if largest > 0 else None,
-    }
-
-
-def saturated_share(stored: Sequence[dict[str, Any]] | None) -> float | None:
-    """Of all sampled codes in `stored_codes`; None where there are none."""
-    sides = [layer[side] for layer in stored or () for side in ("keys", "values")]
-    sampled = sum(side["sampled"] for side in sides)
-    saturated = sum(side["sampled"] * (side["saturated"] or 0.0) for side in sides)
-    return saturated / sampled if sampled else None

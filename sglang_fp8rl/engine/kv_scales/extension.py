@@ -20,7 +20,7 @@ from ..host.refit_end import fail_behind
 from ..host.update_request import are_weights_released
 from .attention_layers import Fold, attention_layers, refused
 from .calibration import Calibration, calibration_of
-from .choice import ROOM, Choice, by_layer, chosen, saturated_share, stored_codes, table_of
+from .choice import ROOM, Choice, chosen, table_of
 from .sent_scales import SentScales
 
 # Server argument to why scales can't follow there; refused where it is set.
@@ -53,8 +53,6 @@ class KvScaling(Extension):
     gauges = {  # noqa: RUF012
         "kv_certified": "1 if no value of the FP8 KV cache can saturate, else 0.",
         "kv_scale_moves": "Updates that moved a scale of the FP8 KV cache.",
-        "kv_saturated_share": "Share of sampled codes in the FP8 KV cache that are as large as can be, at the "
-        "end of the last refit.",
     }
 
     def __init__(self, refit: Any) -> None:
@@ -171,10 +169,9 @@ class KvScaling(Extension):
                 found["refused"] = str(error)
         return {"kv_scales": found}
 
-    def status(self, manager: Any) -> dict[str, Any] | None:
+    def status(self) -> dict[str, Any] | None:
         if self.choice is None:
             return None
-        layers = self.fold.layers
         reason = f"kv_scales is {self.mode!r}: this server chooses scales itself"
         ignored = {"ignored": len(self._ignored), "reason": reason} if self._ignored else None
         return {
@@ -184,9 +181,8 @@ class KvScaling(Extension):
             "frozen": self.is_frozen,
             "moves": self.moves,
             "calibration": None if self.calibration is None else self.calibration.as_dict(),
-            "sent": ignored if self.sent is None else self.sent.as_dict(layers),
-            "layers": by_layer(layers, self.choice.sides),
-            "stored": stored_codes(layers, manager),
+            "sent": ignored if self.sent is None else self.sent.as_dict(self.fold.layers),
+            "layers": self.choice.by_layer(self.fold.layers),
         }
 
     @staticmethod
@@ -194,9 +190,7 @@ class KvScaling(Extension):
         section = status["kv_scales"]
         if section is None:
             return {}
-        share = saturated_share(section["stored"])
-        found = {"kv_certified": int(section["certified"]), "kv_scale_moves": section["moves"]}
-        return found if share is None else {**found, "kv_saturated_share": share}
+        return {"kv_certified": int(section["certified"]), "kv_scale_moves": section["moves"]}
 
 
 def check_arguments(args: Any, mode: str) -> None:

@@ -79,14 +79,14 @@ def _numbers(sent: Mapping[str, torch.Tensor]) -> tuple[dict[str, float], dict[s
     good = {name: value for name, value in values.items() if 0 < value < math.inf}
     errors = {}
     for name in [one for one in sent if one not in good]:  # in one order on every rank
-        found = f"{sent[name].dtype} of shape {tuple(sent[name].shape)}"
-        rule = "a scale of the KV cache is one floating-point number for a layer"
-        if name in values:
-            found, rule = (
-                str(values[name]),
-                "a scale of the KV cache is finite and larger than zero",
+        described = f"{sent[name].dtype} of shape {tuple(sent[name].shape)}"
+        errors[name] = str(
+            RefitError(
+                name,
+                str(values.get(name, described)),
+                "a scale of the KV cache is one number for a layer, finite and larger than zero",
+                "The layer keeps its last scale. Calibrate again (amax / 448), or leave the name out and "
+                "set kv_scales to 'certified'.",
             )
-        remedy = "The layer keeps its last scale. Calibrate again (amax / 448), or leave the name out and "
-        remedy += "set kv_scales to 'certified'."
-        errors[name] = str(RefitError(name, found, rule, remedy))
+        )
     return good, errors

@@ -17,10 +17,11 @@ from torch import nn
 from ...numerics import Blockwise, dequantize, quantize
 from ...wire.fingerprint import Fingerprint, Verification, compare
 from ..fingerprint import Fingerprinter
+from ..shards import full_tensors
 from .modules import served
 from .rules import ServedWeightsError, WeightRule, is_below, plain_name
 from .run import check_run
-from .swap import NOT_SERVED, plan_of, served_modules
+from .swap import NOT_SERVED, plan_of, served_rules
 
 
 def check_as_served(
@@ -73,14 +74,9 @@ def check_as_served(
 def fingerprint_of_served(model: nn.Module, *, source: str = "the trainer") -> Fingerprint:
     """Of what swapped modules compute with, comparable with the server's. Raises as `check_as_served`."""
     numbers = Fingerprinter(plan_of(model))
-    not_served = getattr(model, NOT_SERVED)
-    rules = {rule.name: rule for weights, _ in served_modules(model) for rule in weights.values()}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        name = plain_name(name)
-        if is_below(name, not_served):
-            continue
-        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        full = full.detach()
+    not_served, rules = getattr(model, NOT_SERVED), served_rules(model)
+    held = ((plain_name(name), tensor) for name, tensor in model.state_dict().items())
+    for name, full in full_tensors(one for one in held if not is_below(one[0], not_served)):
         if name in rules:
             _check_computed_with(full, rules[name])
         numbers.add(name, full)

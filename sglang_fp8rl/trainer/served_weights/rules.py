@@ -68,7 +68,7 @@ def rules_of(
             not the plan's, or FP8 weights that the model has not.
     """
     found = []
-    seen: set[str] = set()
+    taken: set[str] = set()
     modules = {plain_name(prefix): module for prefix, module in model.named_modules()}
     for name in not_served:
         if name not in modules:
@@ -79,21 +79,25 @@ def rules_of(
                 near_matches(name, modules) + "Name it as model.named_modules() does.",
             )
     for prefix, module in modules.items():
-        if is_below(prefix, not_served):
-            continue
         weights = {}
         for leaf, parameter in module._parameters.items():
-            if parameter is None:
+            if parameter is None or is_below(prefix, not_served):
                 continue
-            name = f"{prefix}.{leaf}" if prefix else leaf
+            name = f"{prefix}.{leaf}".lstrip(".")
             entries = list(_entries(name, parameter, plan))
-            seen.update(entry.name for entry in entries)
             rule = _rule(name, parameter, entries, plan)
             if rule is not None:
                 weights[leaf] = rule
+                taken.update(entry.name for entry in entries)
         if weights:
             found.append((prefix, module, weights))
-    _check_all_found(plan, seen)
+    for name in (name for name in plan.tensors if plan.of(name).block_size and name not in taken):
+        raise ServedWeightsError(
+            name,
+            "served in FP8 and not in the model",
+            "the model has every weight that the plan's server holds in FP8",
+            "Hand over the whole model, and the plan of the server that samples for it.",
+        )
     return found
 
 
@@ -135,21 +139,5 @@ def _rule(
         )
     (block,) = blocks
     assert block is not None
-    per_expert = 1 if len(entries) == 1 else len(entries) // parameter.shape[0]
     experts = parameter.shape[0] if parameter.dim() == 3 else 1
-    return WeightRule(name, experts * per_expert, block, **plan.rounding)
-
-
-def _check_all_found(plan: RefitPlan, seen: Collection[str]) -> None:
-    missing = [
-        name
-        for name, entry in plan.tensors.items()
-        if entry.block_size is not None and entry.scheme != UNUSED and name not in seen
-    ]
-    if missing:
-        raise ServedWeightsError(
-            missing[0],
-            f"served in FP8 and not in the model, as {len(missing) - 1} more",
-            "the model has every weight that the plan's server holds in FP8",
-            "Hand over the whole model, and the plan of the server that samples for it.",
-        )
+    return WeightRule(name, max(experts, len(entries)), block, **plan.rounding)

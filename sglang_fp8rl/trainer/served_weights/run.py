@@ -1,13 +1,12 @@
-"""What a model computes with, seen while it runs: by whom its modules are called, and what reads its parameters.
+"""What a model computes with, seen while it runs.
 
-A swapped module computes as served when it is called through its class. A forward that was set on it, or a
-parent that reads its weight, goes past that; nothing of it shows before the model runs.
+A parameter that is served in FP8 is read by the cast and by nothing else, and each of them is. A forward that was
+set on a module, or a parent that reads its weight, goes past the cast; nothing of it shows before the model runs.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -17,34 +16,31 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...numerics.sqnr import sqnr_db
 from ...wire.sent_names import one_by_one
-from .modules import served
 from .rules import ServedWeightsError, plain_name
-from .swap import plan_of, served_modules
+from .swap import plan_of, served_rules
 
 _TOKENS = range(3, 35)
-# Weights in FP8 leave about 31 dB between stored and served; another order of sums in BF16, more than 50.
-_SAME_DB = 42.0
 
 
 def check_run(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> dict[str, str]:
     """Run the model, and return what is not FP8 and computed with in more digits than are served, and how.
 
     Args:
-        run: calls the model so that all of its served modules compute; by itself it is given `input_ids`.
+        run: calls the model so that all that is served in FP8 computes; by itself it is given `input_ids`.
 
     Raises:
-        ServedWeightsError: a module or parameter that is computed with otherwise than as served, or not at all.
+        ServedWeightsError: a parameter that is computed with otherwise than as served, or not at all.
     """
-    seen = _Seen(model)
+    reads = _Reads(model)
     devices = {one.device for one in model.parameters() if one.is_cuda}
     as_it_is = torch.no_grad(), torch.random.fork_rng(devices)
     with ExitStack() as stack:
-        for context in (*as_it_is, torch.compiler.set_stance("force_eager"), *seen.hooks(), seen):
+        for context in (*as_it_is, torch.compiler.set_stance("force_eager"), *reads.hooks(), reads):
             stack.enter_context(context)
         (run or _run)(model)
-    for name, text in (seen.wrong | dict.fromkeys(sorted(seen.left), "it was not called")).items():
+    left = dict.fromkeys(sorted(reads.left), "the cast did not read it")
+    for name, text in (reads.wrong or left).items():
         raise ServedWeightsError(
             name,
             text,
@@ -52,7 +48,7 @@ def check_run(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> dict[
             "Call compute_as_served before a forward is set on a module (accelerate's hooks), have no other module "
             "read its weight, and hand over run= where the model does not call all of its modules by itself.",
         )
-    return seen.unrounded
+    return reads.unrounded
 
 
 def _run(model: nn.Module) -> None:
@@ -66,12 +62,12 @@ def _run(model: nn.Module) -> None:
     model(input_ids=torch.tensor([list(_TOKENS)], device=next(model.parameters()).device))
 
 
-class _Seen(TorchDispatchMode):
-    """Watches a model that runs.
+class _Reads(TorchDispatchMode):
+    """Notes which operations read the parameters of a model that runs.
 
     Attributes:
-        wrong: FP8 parameters that something reads as they are stored, and modules that give something else.
-        left: modules that did not compute yet.
+        wrong: parameters served in FP8 that something else than the cast reads.
+        left: those that the cast has not read yet.
         unrounded: other parameters that are read with more digits than are served.
     """
 
@@ -83,8 +79,8 @@ class _Seen(TorchDispatchMode):
         self.unrounded: dict[str, str] = {}
         self._plan = plan_of(model)
         self._names = {module: plain_name(name) for name, module in model.named_modules()}
-        self._rules = {module: weights for weights, module in served_modules(model)}
-        self.left = {self._names[module] for module in self._rules}
+        self._served = served_rules(model).keys()
+        self.left = set(self._served)
         self._by_memory: dict[int, tuple[nn.Module, str]] = {}
         self._running: list[str] = []
 
@@ -93,10 +89,6 @@ class _Seen(TorchDispatchMode):
         for module in self._names:
             yield module.register_forward_pre_hook(self._begins)
             yield module.register_forward_hook(lambda *_: self._running.pop() and None)
-        for (
-            module
-        ) in self._rules:  # before FSDP lets go of what it gathered, and casts what comes out
-            yield module.register_forward_hook(self._compare, prepend=True, with_kwargs=True)
 
     def _begins(self, module: nn.Module, args: Any) -> None:
         self._running.append(self._names[module] or "the model")
@@ -105,39 +97,28 @@ class _Seen(TorchDispatchMode):
                 if parameter is not None and not hasattr(parameter, "to_local"):
                     self._by_memory[parameter.untyped_storage()._cdata] = (below, leaf)
 
-    def _compare(self, module: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """With what the module's own class gives on the served weight."""
-        name, stored = self._names[module], dict(module._parameters)
-        for leaf, rule in self._rules[module].items():
-            module._parameters[leaf] = served(stored[leaf], rule).to(stored[leaf].dtype)
-        try:
-            expected, found = (
-                _flat(module.stored_class.forward(module, *args, **kwargs)),
-                _flat(out),
-            )
-        finally:
-            module._parameters.update(stored)
-        same = sqnr_db(expected, found) if expected.shape == found.shape else -math.inf
-        if same < _SAME_DB:
-            self.wrong[name] = f"what it returns has {same:.1f} dB of what its own class gives"
-        self.left.discard(name)
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        for one in _read_by(func, args, kwargs or {}):
+        options = kwargs or {}
+        for one in () if getattr(func, "is_view", False) else tree_leaves((args, options)):
             if isinstance(one, torch.Tensor) and not hasattr(one, "to_local"):
                 memory = one.untyped_storage()._cdata
                 module, leaf = self._by_memory.get(memory, (None, ""))
                 parameter: Any = module and module._parameters[leaf]
                 if module is not None and parameter.untyped_storage()._cdata == memory:
-                    self._is_read(module, leaf, func, kwargs or {})
-        return func(*args, **kwargs or {})
+                    name = f"{self._names[module]}.{leaf}".lstrip(".")
+                    self._is_read(name, parameter, func, options)
+        return func(*args, **options)
 
-    def _is_read(self, module: nn.Module, leaf: str, func: Any, options: Mapping[str, Any]) -> None:
-        name, parameter = f"{self._names[module]}.{leaf}".lstrip("."), module._parameters[leaf]
+    def _is_read(
+        self, name: str, parameter: torch.Tensor, func: Any, options: Mapping[str, Any]
+    ) -> None:
         how = f"{func} in {self._running[-1] if self._running else 'no module'}"
-        if leaf in self._rules.get(module, {}):
+        if func is torch.ops.sglang_fp8rl.served.default:
+            self.left.discard(name)
+            return
+        if name in self._served:
             self.wrong.setdefault(name, f"{how} reads it as it is stored")
             return
         for one, part in one_by_one(name, parameter, self._plan):
@@ -148,21 +129,3 @@ class _Seen(TorchDispatchMode):
                 continue
             if not torch.equal(part.to(dtype).to(part.dtype), part):
                 self.unrounded[one] = f"read in {part.dtype} ({how}), served in {dtype}"
-
-
-def _read_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """What an operation computes with: all that it is given but what it writes to, or makes a view of."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return tree_leaves((args, kwargs))
-    if func is torch.ops.sglang_fp8rl.served.default or func.is_view:
-        return []
-    arguments = func._schema.arguments
-    written = {one.name for one in arguments if one.alias_info and one.alias_info.is_write}
-    given = {**dict(zip((one.name for one in arguments), args, strict=False)), **kwargs}
-    return tree_leaves([value for name, value in given.items() if name not in written])
-
-
-def _flat(result: Any) -> torch.Tensor:
-    """All tensors of a result in one row, FP32, without NaN."""
-    tensors = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-    return torch.cat([one.float().flatten() for one in tensors]).nan_to_num()

@@ -38,11 +38,10 @@ def compute_as_served(
         ServedWeightsError: it computes so already; the plan is of another model; or a forward was set on a
             module. Nothing is changed then.
     """
-    if hasattr(model, _PLAN) or any(True for _ in served_modules(model)):
-        by = f"the plan {plan_of(model).digest[:15]}…" if hasattr(model, _PLAN) else "a plan"
+    if hasattr(model, _PLAN) or served_rules(model):
         raise ServedWeightsError(
             type(model).__name__,
-            f"it computes by {by} already, and is given {plan.digest[:15]}…",
+            f"it computes as served already, and is given the plan {plan.digest[:15]}…",
             "a model computes by one plan",
             "Call compute_as_stored first (on the model that was swapped), then again with the new plan.",
         )
@@ -110,6 +109,11 @@ def served_modules(model: nn.Module) -> Iterator[tuple[dict[str, WeightRule], nn
     for module in model.modules():
         if isinstance(module, (ServedLinear, ServedExperts)):
             yield module.served_rules, module
+
+
+def served_rules(model: nn.Module) -> dict[str, WeightRule]:
+    """The rules of all parameters that are computed with as served, by name."""
+    return {rule.name: rule for rules, _ in served_modules(model) for rule in rules.values()}
 
 
 @functools.cache

@@ -12,10 +12,8 @@ from generation import finish
 from kv_commands import (
     FP8_CACHE,
     adversarial_codes,
-    clear_pool,
     exponents,
     flush,
-    poison,
     start_request,
     unfold,
     unfolded_digests,
@@ -166,32 +164,12 @@ def test_the_server_arguments_that_are_refused_exist():
 
 
 @on(with_fp8_cache("qwen3"))
-def test_the_status_shows_what_lies_in_the_cache(host):
-    host.call(flush)
-    host.call(clear_pool)
-    assert {one["keys"]["sampled"] for one in kv_status(host)["stored"]} == {0}
-    host.say()
-    for stored in kv_status(host)["stored"]:
-        for side in (stored["keys"], stored["values"]):
-            assert side["sampled"] > 0
-            assert side["saturated"] == 0
-            assert side["subnormal"] < 0.05
-            assert 0 < side["unused"] < 8
-    host.call(poison)
-    assert kv_status(host)["stored"][0]["keys"]["saturated"] == 1
-    host.call(clear_pool)
-
-
-@on(with_fp8_cache("qwen3"))
 def test_nothing_of_a_cache_is_read_while_its_memory_is_released(host):
     host.say()
-    assert kv_status(host)["stored"][0]["keys"]["sampled"] > 0
     host.call(_release_cache)
-    assert kv_status(host)["stored"] is None
     host.send(list(drifted(host.model.second).items()))
     assert kv_status(host)["follows_weights"]
     host.call(_resume_cache)
-    assert kv_status(host)["stored"] is not None
 
 
 def _release_cache(scheduler):

@@ -36,8 +36,7 @@ class Fault:
         host: whose answer it is, where it is not this package's: the wording may change with SGLang.
         needs_server: it is about HTTP, processes or connections, so no engine can run it.
         needs_sessions: there is nothing to do on a SGLang without them.
-        then_without_sessions: what the status says on a SGLang without them, where it is something
-            else: nobody told it that the refit was given up, or what the index of a checkpoint has.
+        then_here: what the status says on the installed SGLang, where it is something else.
     """
 
     act: Act
@@ -49,7 +48,7 @@ class Fault:
     host: bool = False
     needs_server: bool = False
     needs_sessions: bool = False
-    then_without_sessions: Then | None = None
+    then_here: Then | None = None
 
     @property
     def name(self) -> str:

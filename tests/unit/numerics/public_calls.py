@@ -17,7 +17,7 @@ from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 from torch import nn
 
 from sglang_fp8rl import numerics, trainer
-from sglang_fp8rl.numerics import Blockwise, PerChannel, backends, kv_bounds, powers_of_two, sqnr
+from sglang_fp8rl.numerics import Blockwise, PerChannel, backends, kv_bounds, powers_of_two
 from sglang_fp8rl.numerics import cast as casts
 from sglang_fp8rl.numerics import fingerprint as fingerprints
 from sglang_fp8rl.numerics import reference as definition
@@ -198,11 +198,6 @@ class Calls:
         tensors = [self.weights["a.weight"].clone(), self.weights["b.weight"].bfloat16()]
         powers_of_two.multiply_by_powers(tensors, [5, -7])
         yield from tensors
-
-    def call_sqnr_db(self) -> Iterator[Any]:
-        # Whole numbers, whose sums are exact: otherwise their order is the device's, and so is the last digit.
-        value = (self.weights["a.weight"] * 100).round()
-        yield sqnr.sqnr_db(value, value + 1)
 
     def call_quantize_for_refit(self) -> Iterator[Any]:
         for _, tensor in trainer.quantize_for_refit(self.weights.items(), PLAN):

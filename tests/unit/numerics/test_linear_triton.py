@@ -16,8 +16,8 @@ import torch
 from linear_cases import BLOCK, SHAPES, case, every_code, exact_case
 
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import exact_linear
+from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
 from sglang_fp8rl.numerics.linear import linear
-from sglang_fp8rl.numerics.sqnr import sqnr_db
 
 pytest.importorskip("triton")
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from numerics_cases import CASES, bits, same_bits
 
 from sglang_fp8rl.errors import QuantizationError
+from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
 from sglang_fp8rl.numerics import (
     FP8_DTYPE,
     Blockwise,
     cast_into,
     dequantize,
 )
-from sglang_fp8rl.numerics.sqnr import sqnr_db
 
 
 def _float32(pattern: int) -> float:

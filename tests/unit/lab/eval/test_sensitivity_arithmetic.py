@@ -23,7 +23,7 @@ from sglang_fp8rl.lab.sensitivity.quantized_products import (
 from sglang_fp8rl.lab.sensitivity.reference import reference_of
 from sglang_fp8rl.lab.sensitivity.samples import Sample, batches, sample_answers
 from sglang_fp8rl.lab.sensitivity.served_modules import served_modules
-from sglang_fp8rl.numerics.sqnr import sqnr_db
+from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
 
 CPU = torch.device("cpu")
 SAMPLES = [Sample(tuple(prompt)) for prompt in PROMPTS]
