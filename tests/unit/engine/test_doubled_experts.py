@@ -22,8 +22,8 @@ from sglang_fp8rl.lab.cpu_platform.cpu_moe import (
     grouped_product,
     sorted_by_expert,
 )
+from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
 from sglang_fp8rl.numerics import Blockwise, PerChannel, dequantize, quantize
-from sglang_fp8rl.numerics.sqnr import sqnr_db
 
 EXPERTS, TOP_K, HIDDEN, INNER = 5, 2, 256, 128
 CONFIG = MoeRunnerConfig(num_experts=EXPERTS, num_local_experts=EXPERTS, activation="silu")

@@ -14,8 +14,8 @@ from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.modules import built, linear
 from sglang_fp8rl.engine.modules.linear import Fp8BlockwiseOnlineLinearMethod
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import apply_fp8_linear, block_fp8_linear
+from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
 from sglang_fp8rl.numerics import Blockwise, PerChannel, dequantize, quantize
-from sglang_fp8rl.numerics.sqnr import sqnr_db
 from sglang_fp8rl.scheme import decide_scheme
 
 SCALES = {"blockwise": "weight_scale_inv", "per_channel": "weight_scale"}

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import quantize_per_token_group
+from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
 from sglang_fp8rl.numerics.linear import doubled
-from sglang_fp8rl.numerics.sqnr import sqnr_db
 
 GROUPS = {"blocks": 128, "rows": None}
 
