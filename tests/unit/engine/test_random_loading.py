@@ -321,3 +321,12 @@ def test_every_update_leaves_what_it_determines_whatever_went_before(first):
     assert outcomes["refused again"] > 5
     assert any(one.refit.recipes.counts.calls for one in found)
     assert any(one.refit.recipes.counts.native_reasons for one in found)
+
+
+def test_a_fingerprint_answers_where_a_scalar_lands_in_an_fp8_matrix():
+    one = run(1005)
+    held = rank_of(one.refit).held
+    assert any(
+        len(known.shape) < 2 and "fewer than two dimensions" in held[name].reason
+        for name, known in one.refit.names.known.items()
+    )

@@ -170,6 +170,20 @@ def test_shards_on_block_boundaries_sum_to_the_whole_with_their_scales(down, acr
     assert total & MASK == whole
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (4,)])
+def test_codes_of_what_is_no_matrix_are_refused_by_name(shape):
+    codes = torch.zeros(shape).to(torch.float8_e4m3fn)
+    with pytest.raises(QuantizationError, match="a_scalar: shape"):
+        scaled_boxes("a_scalar", codes, [torch.ones(1, 1)], shape, (0,) * len(shape), (2, 2))
+
+
+def test_scales_of_other_blocks_than_those_of_the_box_are_refused():
+    """A column that a loader stores as a row."""
+    codes = torch.zeros(4, 1).to(torch.float8_e4m3fn)
+    with pytest.raises(QuantizationError, match=r"a_column: .*\[2, 1\] blocks"):
+        scaled_boxes("a_column", codes, [torch.ones(1, 2)], (4, 1), (0, 0), (2, 2))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_single_bit_changes_the_number(dtype):
     tensor = random_bytes((5, 33), dtype)

@@ -96,9 +96,8 @@ def test_the_interpreter_gives_the_numbers_of_a_cpu(tmp_path):
     assert done.returncode == 0, done.stderr
     expected = numbers_of(list(cases.values()))
     assert len(set(expected)) > len(cases) - len(DTYPES)  # all but those of nothing differ
-    assert dict(zip(cases, torch.load(tmp_path / "numbers.pt"), strict=True)) == dict(
-        zip(cases, expected, strict=True)
-    )
+    for found in torch.load(tmp_path / "numbers.pt"):
+        assert dict(zip(cases, found, strict=True)) == dict(zip(cases, expected, strict=True))
 
 
 @pytest.mark.gpu
