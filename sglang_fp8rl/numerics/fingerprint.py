@@ -113,9 +113,9 @@ class NumberTable:
         self._count = len(of)
         parts = defaultdict[torch.device, list[tuple[int, Matrix]]](list)
         for number, boxes in enumerate(of):
-            for tensor, *where in boxes:
+            for tensor, full_shape, start, seed in boxes:
                 if tensor.numel():
-                    matrices = _matrices(tensor.detach(), *where)
+                    matrices = _matrices(tensor.detach(), full_shape, start, seed)
                     parts[tensor.device] += [(number, one) for one in matrices]
         self._started = [_counter(some, len(of)) for some in parts.values()]
 

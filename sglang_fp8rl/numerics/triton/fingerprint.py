@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ..fingerprint import COLUMN_SEED, MIX1, MIX2, STEP, Matrix
 from ..grid import ceil_div
+from .arithmetic import on_device
 
 Part = tuple[int, Matrix]
 # A `Matrix` as numbers, stride and width in bytes; then the number that it is a part of, and its first program.
@@ -143,9 +144,3 @@ def _fields(number: int, matrix: Matrix) -> tuple[int, ...]:
     stride = matrix.rows.stride(0) * size if rows > 1 else 0
     where = (matrix.rows.data_ptr(), stride, rows, columns * size)
     return (*where, matrix.row, matrix.first_byte, matrix.seed, number, 0)
-
-
-def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy that nothing waits for."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

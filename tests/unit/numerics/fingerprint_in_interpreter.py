@@ -23,9 +23,7 @@ def run(tensors: Boxes) -> list[list[int]]:
         for matrix in fingerprint._matrices(*box)
     ]
     laid_out = on_gpu.LaidOut(parts, len(tensors))
-    return [
-        [value & fingerprint.MASK for value in laid_out.start().tolist()] for _ in range(2)
-    ]
+    return [[value & fingerprint.MASK for value in laid_out.start().tolist()] for _ in range(2)]
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from sglang_fp8rl.numerics.fingerprint import (
     COLUMN_SEED,
     MASK,
     Box,
+    NumberTable,
     _column_keys,
     by_torch,
     keys,
@@ -267,6 +268,19 @@ def test_boxes_of_many_tensors_have_their_own_numbers():
     assert found[5] == 0
     assert found[6] == (found[0] + found[1]) & MASK
     assert numbers_of([]) == []
+
+
+def test_a_table_counts_what_lies_there_now_whatever_its_strides():
+    tensors = [random_bytes((8, 40), dtype) for dtype in DTYPES]
+    cut = [t for one in tensors for t in (one, one.t(), one[::2], one[:, 3], one[1:3, 5:6])]
+    of = [[whole(one, n)] for n, one in enumerate(cut)]
+    table = NumberTable(of)
+    before = table.numbers()
+    for one in tensors:
+        one.view(torch.uint8).bitwise_not_()
+    after = table.numbers()
+    assert after == numbers_of(of)
+    assert not set(before) & set(after)
 
 
 def test_a_comparison_names_what_differs_what_is_missing_and_what_it_cannot_tell():
