@@ -26,9 +26,10 @@ from rich.progress import Progress
 from shapes import MISALIGNED, MODELS
 
 from sglang_fp8rl import numerics
+from sglang_fp8rl.lab.testing.cast_tables import table_of
 from sglang_fp8rl.numerics import Blockwise, PerChannel
 from sglang_fp8rl.numerics.backends import make_runner
-from sglang_fp8rl.numerics.write_table import CastTable, Piece
+from sglang_fp8rl.numerics.write_table import Piece
 
 BLOCK = (128, 128)
 Run = Callable[[], Any]
@@ -90,7 +91,7 @@ def gate(device: torch.device) -> None:
                 sources.append(x.to(device))
                 place = (len(pieces), 0)
                 pieces.append(Piece(place, sources[-1], own_codes, own_scales, block))
-    runner = make_runner(CastTable.of(pieces), device, pow2_scale=False, round_to_bf16=True)
+    runner = make_runner(table_of(pieces), device, pow2_scale=False, round_to_bf16=True)
     if runner is None:
         raise SystemExit(f"no kernels for {device}")
     runner.run([x.data_ptr() for x in sources])
@@ -191,7 +192,7 @@ def whole_model(clock: Clock, name: str, dtype: torch.dtype, repeat: int) -> Ite
             offset += rows * cols
             total += rows * cols
     began = time.perf_counter()
-    runner = make_runner(CastTable.of(pieces), device, pow2_scale=False, round_to_bf16=True)
+    runner = make_runner(table_of(pieces), device, pow2_scale=False, round_to_bf16=True)
     build = time.perf_counter() - began
     assert runner is not None
     addresses = [bucket.data_ptr()]

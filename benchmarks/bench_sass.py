@@ -31,22 +31,16 @@ from rich.table import Table
 from sass import MachineCode, compile_kernel
 
 from sglang_fp8rl.numerics.triton.fingerprint import HEIGHT, LANES, WARPS, numbers_kernel
-from sglang_fp8rl.numerics.triton.linear import doubled_kernel, doubled_tile
-from sglang_fp8rl.numerics.triton.matrix import (
+from sglang_fp8rl.numerics.triton.kernels import (
+    matrix_cast_kernel,
     matrix_copy_kernel,
-    matrix_row_kernel,
-    matrix_tile_kernel,
-    row_warps,
-    tile_options,
-)
-from sglang_fp8rl.numerics.triton.table_kernels import (
+    table_cast_kernel,
     table_codes_kernel,
     table_copy_kernel,
-    table_row_kernel,
-    table_tile_kernel,
 )
-from sglang_fp8rl.numerics.triton.through import through_kernel, tile_of
-from sglang_fp8rl.numerics.write_table import DTYPES, Dtype
+from sglang_fp8rl.numerics.triton.linear import doubled_kernel, doubled_tile
+from sglang_fp8rl.numerics.triton.matrix import cast_options, constants_of, row_warps
+from sglang_fp8rl.numerics.write_table import Dtype
 
 FP32, BF16, FP16 = map(int, (Dtype.FP32, Dtype.BF16, Dtype.FP16))
 # What a guard allows, per element: the limits that the design was made for.
@@ -91,7 +85,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    found = []
+    found = list[Case]()
     for kind, label in ((BF16, "BF16"), (FP16, "FP16"), (FP32, "FP32")):
         size, rounding = (2, 4)[kind == FP32], {"POW2": False, "ROUND": True, "PACKED": True}
         for ragged, source_align, align, limit in (
@@ -101,27 +95,16 @@ def cases() -> list[Case]:
             (True, 4, 4, None),
             (True, size, 1, None),
         ):
-            constants = {"RAGGED": ragged, "SOURCE_ALIGN": source_align, "TARGET_ALIGN": align}
+            constants = {"SOURCE_ALIGN": source_align, "TARGET_ALIGN": align}
             constants |= {"KIND": kind, **rounding}
             name = f"tile {label}{' ragged' if ragged else ''}, {source_align} → {align} bytes"
-            options = tile_options(align)
-            found.append(Case(name, table_tile_kernel, constants, options, 16384, size + 1, limit))
-            if align == WIDEST:
-                name = f"one matrix: {name}"
-                found.append(
-                    Case(name, matrix_tile_kernel, constants, options, 16384, size + 1, limit)
-                )
+            sizes = cast_options(0, ragged, align)
+            found += casts(name, constants, sizes, size + 1, limit, of_matrix=align == WIDEST)
         aligned = {"SOURCE_ALIGN": 16, "TARGET_ALIGN": 16}
         for chunk in (2048, 8192, 16384):
-            constants = {**aligned, "CHUNK": chunk, "KIND": kind, **rounding}
-            options = {"num_warps": row_warps(chunk)}
+            constants, sizes = {**aligned, "KIND": kind, **rounding}, cast_options(chunk, True, 16)
             name = f"channel {label}, {chunk} columns"
-            found.append(Case(name, table_row_kernel, constants, options, chunk, size + 1, 13.0))
-            if chunk == 8192:
-                name = f"one matrix: {name}"
-                found.append(
-                    Case(name, matrix_row_kernel, constants, options, chunk, size + 1, 13.0)
-                )
+            found += casts(name, constants, sizes, size + 1, 13.0, of_matrix=chunk == 8192)
         constants = {
             **aligned,
             "CHUNK": 4096,
@@ -145,28 +128,51 @@ def cases() -> list[Case]:
     return [*found, *through_cases(), *fingerprint_cases(), *doubled_cases()]
 
 
+def casts(
+    name: str,
+    constants: dict[str, Any],
+    sizes: dict[str, Any],
+    moved: int,
+    limit: float | None,
+    *,
+    of_matrix: bool,
+) -> Iterator[Case]:
+    """The cast of a table's pieces, and of one matrix; `sizes` with the options of the launch."""
+    constants, options = parted({**constants, **sizes})
+    elements = constants["HEIGHT"] * constants["WIDTH"]
+    yield Case(name, table_cast_kernel, constants, options, elements, moved, limit)
+    if of_matrix:
+        constants = {**constants, "THROUGH": False}
+        name = f"one matrix: {name}"
+        yield Case(name, matrix_cast_kernel, constants, options, elements, moved, limit)
+
+
+def parted(constants: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A kernel's constants, and the options of its launch."""
+    of_kernel = {name: one for name, one in constants.items() if name.isupper()}
+    return of_kernel, {name: one for name, one in constants.items() if not name.isupper()}
+
+
 def through_cases() -> Iterator[Case]:
-    """The cast and back to BF16."""
-    for dtype, label in (
-        (torch.bfloat16, "BF16"),
-        (torch.float16, "FP16"),
-        (torch.float32, "FP32"),
+    """The cast and back to BF16. From FP32 a program less fits on a multiprocessor; memory is the limit still."""
+    for dtype, label, aligned in (
+        (torch.bfloat16, "BF16", MAX_REGISTERS),
+        (torch.float16, "FP16", MAX_REGISTERS),
+        (torch.float32, "FP32", 72),
     ):
         for name, shape, is_row, limit, registers in (
-            ("whole tiles", (256, 384), False, 14.0, MAX_REGISTERS),
-            ("ragged tiles, 16 bytes", (200, 328), False, 14.0, MAX_REGISTERS),
+            ("whole tiles", (256, 384), False, 14.0, aligned),
+            ("ragged tiles, 16 bytes", (200, 328), False, 14.0, aligned),
             ("ragged tiles, odd rows", (200, 329), False, 28.0, 255),
             ("rows, 4096 columns", (8, 4096), True, 28.0, MAX_REGISTERS),
             ("rows, 5001 columns", (8, 5001), True, 28.0, 255),
         ):
-            constants = tile_of(torch.empty(shape, dtype=dtype), is_row)
-            options = {"num_warps": constants.pop("num_warps")}
-            constants |= {"KIND": int(DTYPES[dtype]), "POW2": False, "ROUND": True, "PACKED": True}
-            bits = f"*i{8 * dtype.itemsize}"
-            types = {"source": bits, "out": "*i16", "rows": "i32", "cols": "i32"}
+            source, target = torch.empty(shape, dtype=dtype), torch.empty(shape).bfloat16()
+            found = constants_of(source, target, is_row, {"POW2": False, "ROUND": True})
+            constants, options = parted({**found, "PACKED": True})
             elements = constants["HEIGHT"] * constants["WIDTH"]
-            yield Case(f"through FP8, {label}, {name}", through_kernel, constants, options,
-                       elements, dtype.itemsize + 2, limit, types, registers)  # fmt: skip
+            yield Case(f"through FP8, {label}, {name}", matrix_cast_kernel, constants, options,
+                       elements, dtype.itemsize + 2, limit, None, registers)  # fmt: skip
 
 
 def fingerprint_cases() -> Iterator[Case]:

@@ -78,6 +78,7 @@ class ModelRefit:
         self.recipes = RecipeStore()
         self._probe_names = probe_names
         self.extensions = [kind(self) for kind in extensions()]
+        self.laid_out_for_proof: Any = None  # of `proof/extension.py`, for its next fingerprint
         self.calls = Calls(model, options, self.pairs, self.report, self.derived, self.extensions)
         self.during = self.calls.during
         self.runner: Any = None  # SGLang's, which counts forward passes

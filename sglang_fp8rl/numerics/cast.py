@@ -275,19 +275,14 @@ def copy_finite_into(
         bad = torch.empty(len(rows), dtype=torch.bool, device=source.device)
         module.copy_into(rows, outs, bad)
         return bad
-    flags = []
+    bad = torch.empty(len(rows), dtype=torch.bool, device=source.device)
     step = max(1, _CHUNK_ELEMENTS // max(1, rows.shape[1]))
-    for start in range(0, rows.shape[0], step):
-        chunk, out = rows[start : start + step], outs[start : start + step]
-        # The extremes see everything: NaN spreads, Inf is one, and what rounds to Inf is the largest.
-        low, high = (extreme.to(out.dtype) for extreme in torch.aminmax(chunk, dim=1))
-        bad = ~(torch.isfinite(low) & torch.isfinite(high))
-        flags.append(bad)
-        if chunk.device.type == "cpu" and not bool(bad.any()):
-            out.copy_(chunk)
-        else:
-            out.copy_(torch.where(bad.unsqueeze(1), out, chunk.to(out.dtype)))
-    return torch.cat(flags) if flags else torch.zeros(0, dtype=torch.bool, device=source.device)
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        rounded = rows[part].to(outs.dtype)
+        bad[part] = ~torch.isfinite(rounded).all(1)
+        outs[part] = torch.where(bad[part, None], outs[part], rounded)
+    return bad
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor | None:

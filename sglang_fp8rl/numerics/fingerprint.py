@@ -24,14 +24,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ..errors import QuantizationError
 from .backends import kernels
-from .grid import BlockGrid
+from .grid import BlockGrid, sides_of
 
 MASK = (1 << 64) - 1
 STEP, MIX1, MIX2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -75,7 +77,7 @@ class Matrix(NamedTuple):
     """A box, or a part of one, whose rows follow each other in the full tensor.
 
     Attributes:
-        rows: contiguous each.
+        rows: as they lie in memory; `in_rows` of it has contiguous ones.
         row, first_byte: where it starts in the full tensor.
     """
 
@@ -84,42 +86,76 @@ class Matrix(NamedTuple):
     first_byte: int
     seed: int
 
+    @property
+    def lies_in_rows(self) -> bool:
+        """Whether every row is contiguous, and none overlaps the next."""
+        return self.rows.stride(1) == 1 and self.rows.stride(0) >= self.rows.shape[1]
 
-def start_numbers(of: Sequence[Sequence[Box]]) -> torch.Tensor:
-    """The number of each of some tensors, the sum (mod 2^64) of those of its boxes.
+    def in_rows(self) -> Matrix:
+        """Itself, or what is copied there now."""
+        if self.lies_in_rows:
+            return self
+        # Not `contiguous`, which leaves a side of one element the step that it had.
+        return self._replace(rows=self.rows.clone(memory_format=torch.contiguous_format))
+
+
+class NumberTable:
+    """Tensors laid out once, whose numbers are asked for again and again. It keeps their memory alive.
+
+    Each call reads the bytes that lie there then. On a GPU with Triton it costs a few launches and no
+    Python for a tensor, but for those that do not lie in rows.
 
     Args:
-        of: the boxes of each tensor, all on one device.
-
-    Returns:
-        int64 `[tensors]` on that device, the bits of 0 to 2^64 - 1. With Triton on a GPU nothing waits for it.
+        of: the boxes of each tensor, on any devices.
     """
-    parts = [
-        (number, matrix)
-        for number, boxes in enumerate(of)
-        for box in boxes
-        if box.tensor.numel()
-        for matrix in _matrices(box.tensor.detach(), box.full_shape, box.start, box.seed)
-    ]
-    device = parts[0][1].rows.device if parts else torch.device("cpu")
+
+    def __init__(self, of: Sequence[Sequence[Box]]) -> None:
+        self._count = len(of)
+        parts = defaultdict[torch.device, list[tuple[int, Matrix]]](list)
+        for number, boxes in enumerate(of):
+            for tensor, full_shape, start, seed in boxes:
+                if tensor.numel():
+                    matrices = _matrices(tensor.detach(), full_shape, start, seed)
+                    parts[tensor.device] += [(number, one) for one in matrices]
+        self._started = [_counter(some, len(of)) for some in parts.values()]
+
+    def start(self) -> list[torch.Tensor]:
+        """Of each device int64 `[tensors]`, the sums (mod 2^64) of the boxes there. With Triton on a GPU nothing
+        waits."""
+        return [start() for start in self._started]
+
+    def numbers(self) -> list[int]:
+        """Of each tensor the sum over all devices, 0 to 2^64 - 1. Waits for each GPU once."""
+        found = [one.tolist() for one in self.start()]
+        return [sum(parts) & MASK for parts in zip([0] * self._count, *found, strict=True)]
+
+
+def _counter(parts: list[tuple[int, Matrix]], count: int) -> Callable[[], torch.Tensor]:
+    """What gives `NumberTable.start` its tensor, of one device's matrices, each with its tensor's position."""
+    device = parts[0][1].rows.device
     kernel: Any = kernels("fingerprint", device.type) if device.type == "cuda" else None
     if kernel is not None:
-        return kernel.start_numbers(parts, len(of))
-    totals = [0] * len(of)
-    for number, matrix in parts:
-        totals[number] += _matrix_number(matrix)
-    bits = np.array([total & MASK for total in totals], np.uint64).view(np.int64)
-    return torch.from_numpy(bits).to(device)
+        return kernel.LaidOut(parts, count).start
+
+    def start() -> torch.Tensor:
+        totals = [0] * count
+        for number, matrix in parts:
+            totals[number] += _matrix_number(matrix.in_rows())
+        bits = np.array([total & MASK for total in totals], np.uint64).view(np.int64)
+        return torch.from_numpy(bits).to(device)
+
+    return start
+
+
+def start_numbers(of: Sequence[Sequence[Box]]) -> torch.Tensor:
+    """As `NumberTable.start`, of boxes on one device."""
+    started = NumberTable(of).start()
+    return started[0] if started else torch.zeros(len(of), dtype=torch.int64)
 
 
 def numbers_of(of: Sequence[Sequence[Box]]) -> list[int]:
-    """As `start_numbers`, of boxes on any devices: 0 to 2^64 - 1 each. Waits for each GPU once."""
-    devices = {box.tensor.device for boxes in of for box in boxes} or {torch.device("cpu")}
-    started = [
-        start_numbers([[box for box in boxes if box.tensor.device == device] for boxes in of])
-        for device in devices
-    ]
-    return [sum(parts) & MASK for parts in zip(*(one.tolist() for one in started), strict=True)]
+    """As `NumberTable.numbers`, of what is asked for once."""
+    return NumberTable(of).numbers()
 
 
 def tensor_number(tensor: torch.Tensor, seed: int) -> int:
@@ -139,7 +175,7 @@ def _matrices(
     seed: int,
     above: int = 0,
 ) -> Iterator[Matrix]:
-    """Of a box, matrices of contiguous rows; `above` are rows of the full tensor before this part of it."""
+    """The matrices of a box; `above` are rows of the full tensor before this part of it."""
     inner = math.prod(full_shape[1:-1])  # rows for one step along the first dimension
     if box.dim() < 2:
         yield _matrix(box.reshape(1, -1), above, start[0] if start else 0, seed)
@@ -155,9 +191,6 @@ def _matrices(
 def _matrix(rows: torch.Tensor, row: int, column: int, seed: int) -> Matrix:
     if len(rows) == 1:
         rows = rows.flatten()[None]  # whatever the step to the next row was
-    if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
-        # Not `contiguous`, which leaves a side of one element the step that it had.
-        rows = rows.clone(memory_format=torch.contiguous_format)
     return Matrix(rows, row, column * rows.element_size(), seed)
 
 
@@ -236,10 +269,19 @@ def scaled_boxes(
             rows have scales of their own, and rank r's is column r of the tensor's scales.
 
     Raises:
-        QuantizationError: the box starts or ends inside a block.
+        QuantizationError: the tensor is no matrix, the box starts or ends inside a block, or its scales are not
+            those of its blocks.
     """
-    grid = BlockGrid((full_shape[-2], full_shape[-1]), block)
+    grid = BlockGrid(sides_of(full_shape, name), block)
     rows, columns = grid.scales_of(start[-2:], codes.shape[-2:], name=name)
+    blocks = (rows.stop - rows.start, columns.stop - columns.start)
+    if any(one.shape != blocks for one in scales):
+        raise QuantizationError(
+            name,
+            f"scales {[list(one.shape) for one in scales]} of a box with {list(blocks)} blocks",
+            "it is served in other blocks than it is sent in",
+            "Send the tensor in the shape that its weight has",
+        )
     full_scales, seed = (*full_shape[:-2], *grid.scale_shape), seed_of(name, "scale")
     experts = (1,) * (len(start) - 2)
     boxes = [

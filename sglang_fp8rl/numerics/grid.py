@@ -21,6 +21,18 @@ def ceil_div(whole: Count, part: Count | int) -> Count:
     return -(-whole // part)
 
 
+def sides_of(shape: Sequence[int], name: str = "weight") -> Pair:
+    """`[N, K]` of a matrix, or of each matrix of a stack; raises `QuantizationError` of what has no rows."""
+    if len(shape) < 2:
+        raise QuantizationError(
+            name,
+            f"shape {list(shape)}",
+            "scales belong to blocks of a matrix [N, K], and it has fewer than two dimensions",
+            "Send the matrix, or what is served of it in high precision",
+        )
+    return shape[-2], shape[-1]
+
+
 @dataclass(frozen=True)
 class BlockGrid:
     """One matrix cut into blocks that have a scale each; the last of either side may be smaller.
@@ -112,8 +124,9 @@ class ScaleGranularity(ABC):
         """`[block_n, block_k]` for a matrix of `shape`, or each matrix of a stack `[E, N, K]`."""
 
     def grid(self, shape: Sequence[int]) -> BlockGrid:
-        """The blocks of a matrix of `shape`, or of each matrix of a stack `[E, N, K]`."""
-        return BlockGrid((shape[-2], shape[-1]), self.block(shape))
+        """The blocks of a matrix of `shape`, or of each matrix of a stack `[E, N, K]`. Raises as `sides_of`."""
+        sides = sides_of(shape)
+        return BlockGrid(sides, self.block(sides))
 
 
 @dataclass(frozen=True)

@@ -142,17 +142,6 @@ class CastTable:
     owners: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, pieces: list[Piece]) -> CastTable:
-        """Lay out pieces that all `fits()`."""
-        owners: dict[int, torch.Tensor] = {}
-        for piece in pieces:
-            for tensor in (piece.destination, piece.scales):
-                if tensor is not None:
-                    owners[tensor.untyped_storage()._cdata] = tensor
-        rows = np.array([piece.row() for piece in pieces], np.int64).reshape(-1, ROW_FIELDS)
-        return cls.of_rows(rows, tuple(owners.values()))
-
-    @classmethod
     def of_rows(cls, rows: np.ndarray, owners: tuple[torch.Tensor, ...]) -> CastTable:
         """Lay out pieces that are numbers already.
 

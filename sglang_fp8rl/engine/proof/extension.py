@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import Fp8RlError
-from ...numerics.fingerprint import MASK, Box, numbers_of, scaled_boxes, seed_of
+from ...numerics.fingerprint import MASK, Box, NumberTable, scaled_boxes, seed_of
 from ...wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Number, compare, form_of
 from ...wire.plan import FP8
 from ..extension import Extension
@@ -27,8 +27,7 @@ from ..model.parameters import Target
 from ..refit import ModelRefit
 
 
-@dataclass
-class HeldBox:
+class HeldBox(NamedTuple):
     """One box of a checkpoint tensor on one rank.
 
     Attributes:
@@ -71,15 +70,45 @@ def rank_of(refit: ModelRefit) -> Rank:
     known = refit.learned_names().known
     # Derived from the weights as they are served, which those of the trainer are not.
     stale = refit.derived.renewed(list(known))
-    held, to_read = {}, []
     with refit.unfolded():
+        laid_out = _laid_out(refit, known)
+        values = iter(laid_out.table.numbers())  # of all at once: a GPU is waited for once
+    held = {
+        name: replace(one, boxes=[box._replace(value=next(values)) for box in one.boxes])
+        for name, one in laid_out.held.items()
+    }
+    return Rank(held, stale, refit.derived.kept_copies.unproven)
+
+
+@dataclass(frozen=True)
+class _LaidOut:
+    """What one rank holds of every name, without values, and where they are read.
+
+    Attributes:
+        valid_for: what that depends on. Where it is still so, the next request reads the same places.
+        table: a number for each box, in the order of `held`.
+    """
+
+    valid_for: tuple[Any, ...]
+    held: dict[str, Held]
+    table: NumberTable
+
+
+def _laid_out(refit: ModelRefit, known: Mapping[str, Known]) -> _LaidOut:
+    """Made once, for as long as memory stays where it is."""
+    places = [
+        (one.parameter.data_ptr(), one.scale.data_ptr() if one.scale is not None else 0, one.is_repeatable)
+        for one in refit.targets.values()
+    ]  # fmt: skip
+    valid_for = (known, sum(len(one.landings) for one in known.values()), places)
+    kept: _LaidOut | None = refit.laid_out_for_proof
+    if kept is None or kept.valid_for != valid_for:
+        held, to_read = dict[str, Held](), list[list[Box]]()
         for name, one in known.items():
             held[name], memory = _held(name, one)
             to_read += memory
-        values = iter(numbers_of(to_read))  # of all at once: a GPU is waited for once
-    for box in (box for name in held for box in held[name].boxes):
-        box.value = next(values)
-    return Rank(held, stale, refit.derived.kept_copies.unproven)
+        refit.laid_out_for_proof = kept = _LaidOut(valid_for, held, NumberTable(to_read))
+    return kept
 
 
 def fingerprint_of_ranks(ranks: Sequence[Rank]) -> Fingerprint:

@@ -19,6 +19,27 @@ _BLOCK = 128
 _NAMED = 3  # outlier channels
 
 
+@dataclass
+class SignalAndNoise:
+    """Energies of values and of what is wrong with their approximations, added up in FP64."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def add(self, value: torch.Tensor, approximate: torch.Tensor) -> None:
+        wide = value.double()
+        self.signal += float(wide.square().sum())
+        self.noise += float((wide - approximate.double()).square().sum())
+
+    @property
+    def db(self) -> float:
+        """`10 · log10(signal / noise)`; `inf` without noise, `-inf` without a signal."""
+        if self.noise == 0:
+            return math.inf
+        ratio = self.signal / self.noise
+        return 10 * math.log10(ratio) if ratio else -math.inf
+
+
 @dataclass(frozen=True)
 class Fit:
     """What quantization does to one module's operands, whatever the output makes of it: SQNR in dB.

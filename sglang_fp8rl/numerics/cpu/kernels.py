@@ -6,7 +6,7 @@ one page, so that the second finds it in the cache:
 
 - `amax` is an integer maximum over the magnitude bits. Rounding is monotonic, so only the amax is
   rounded to BF16, and NaN and Inf sort above every number, so they are seen for free.
-- Codes are those of an IEEE quotient, mostly without the division, see `_reciprocal` and `_encode`.
+- Codes are those of an IEEE quotient, without the division where values are BF16, see `_reciprocal`.
 - While a strip is encoded, which is arithmetic, the next one is read for its amax, and the row
   below is fetched.
 
@@ -24,17 +24,6 @@ from numba.extending import overload
 from ..reference import FP8_DTYPE
 from .jit import array_at, fma, jit, prefetch
 
-# Below it a remainder may have no exact FP32 number.
-SMALLEST_FMA_SCALE = np.float32(2.0**-92)
-# Of the 128 mantissas of an amax (7 bits): where a product gives the code of the quotient only with
-# the reciprocal's next number up or down, and where with neither. Why: `_reciprocal`; that it is so
-# in every case: `test_cpu_quotient.py`.
-RECIPROCAL_UP = (4, 25, 39, 42, 46, 49, 50, 63, 67, 70, 77, 85, 120, 122, 123)
-RECIPROCAL_DOWN = (10, 24, 35, 107)
-NO_RECIPROCAL = (38, 54, 56, 68, 76, 80, 82)
-CORRECTED = np.int8(2)
-_HOW = np.zeros(128, np.int8)  # ulps to add to the reciprocal, or CORRECTED
-_HOW[list(RECIPROCAL_UP)], _HOW[list(RECIPROCAL_DOWN)], _HOW[list(NO_RECIPROCAL)] = 1, -1, CORRECTED
 CACHE_LINE = 64
 # Of each row, between the two passes. Times 128 rows it has to stay in the L2 cache.
 STRIP_BYTES = 4096
@@ -86,9 +75,7 @@ def _overload_narrowed(bits, like):
 def _fp32_to_half(bits):
     """The bits of FP16 that `_half_to_fp32` takes, from 65520 down: rounded by the FPU, as `_code` is."""
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    smallest = np.uint32(
-        113 << 23
-    )  # 2**-14, the smallest normal FP16; below, ulps are those of 2**-14
+    smallest = np.uint32(113 << 23)  # 2**-14, the smallest normal; below, ulps are those of it
     exponent = max(np.uint32(magnitude & np.uint32(0x7F800000)), smallest)
     lift = np.uint32(exponent + np.uint32(13 << 23))
     ulps = np.uint32(_bits(_float(magnitude) + _float(lift)) - lift)
@@ -182,41 +169,27 @@ def _as_it_is(x, out):
 
 
 @jit
-def _reciprocal(amax, scale, step, pow2_scale):
-    """What `_encode` multiplies by instead of dividing by `scale`, or 0 where it has to divide.
+def _reciprocal(scale, step):
+    """`(near, rest)` as `triton.arithmetic.reciprocal`: a BF16 value times both gives the code of its quotient.
 
-    Negative: the product is corrected once by its own remainder.
-
-    A source has 8 significant bits and so has amax = 448 * scale. Unless such a quotient is a tie
-    between two codes but for the rounding of `scale`, it is at least 2**-13 of itself away from one:
-    an error of 2**-23 changes no code. In a tie, the side depends on two roundings, which have to
-    fall as those of the quotient do; so it depends on the mantissa of amax and nothing else.
+    `near` is 0 where a source is not rounded to BF16: it has to be divided.
     """
-    if step[2] != np.uint32(0xFFFF0000) or scale < SMALLEST_FMA_SCALE:
-        return np.float32(0.0)
-    reciprocal = np.float32(1.0) / scale
-    if pow2_scale:
-        return reciprocal  # exact
-    how = _HOW[(amax >> np.uint32(16)) & np.uint32(0x7F)]
-    if how == CORRECTED:
-        return -reciprocal
-    return _float(np.uint32(np.int64(_bits(reciprocal)) + how))
+    if step[2] != np.uint32(0xFFFF0000):
+        return np.float32(0.0), np.float32(0.0)
+    one, near = np.float32(1.0), np.float32(np.float32(1.0) / scale)
+    if fma(np.float32(-scale), near, one) < np.float32(0.0):
+        near = _float(np.uint32(_bits(near) - np.uint32(1)))
+    return near, np.float32(fma(np.float32(-scale), near, one) * near)
 
 
 @jit
 def _encode(x, out, scale, reciprocal, step):
     """A row of one block: codes of `x / scale`, IEEE, or their values."""
-    is_code = out.itemsize == 1
-    if reciprocal > np.float32(0.0):
+    is_code, (near, rest) = out.itemsize == 1, reciprocal
+    if near > np.float32(0.0):
         for c in range(x.size):
             value = _magnitude(x[c], step)
-            out[c] = _stored(np.float32(value * reciprocal), scale, x[c], is_code)
-    elif reciprocal < np.float32(0.0):
-        for c in range(x.size):
-            value = _magnitude(x[c], step)
-            quotient = np.float32(value * -reciprocal)
-            remainder = fma(np.float32(-quotient), scale, value)
-            out[c] = _stored(fma(remainder, -reciprocal, quotient), scale, x[c], is_code)
+            out[c] = _stored(fma(value, near, np.float32(value * rest)), scale, x[c], is_code)
     else:
         for c in range(x.size):
             value = _magnitude(x[c], step)
@@ -263,7 +236,7 @@ def cast_region(
     strip = (blocks + across - 1) // across  # of about the same width each
     strips = across * ((row_stop - row_start + block_n - 1) // block_n)
     amaxes = np.zeros((2, strip), np.uint32)  # of this strip and of the next
-    scale_of, reciprocal_of = np.empty(strip, np.float32), np.empty(strip, np.float32)
+    scale_of, reciprocal_of = np.empty(strip, np.float32), np.empty((strip, 2), np.float32)
     row, first, height, count = row_start, 0, 0, 0
     for s in range(-1, strips):
         now, after = amaxes[s & 1], amaxes[(s + 1) & 1]
@@ -276,7 +249,7 @@ def cast_region(
             scale_of[i] = np.float32(0.0)
             if finite:
                 scale_of[i] = _scale(amax, pow2_scale)
-                reciprocal_of[i] = _reciprocal(amax, scale_of[i], step, pow2_scale)
+                reciprocal_of[i] = _reciprocal(scale_of[i], step)
                 at = row // block_n * scales_stride0 + (first + i) * scales_stride1
                 out_scales[at] = scale_of[i]
 
@@ -300,7 +273,13 @@ def cast_region(
                     start, begin = (row + r) * source_stride + col, (row + r) * target_stride + col
                     values, to = x[start : start + width], out[begin : begin + width]
                     if scale_of[i] != np.float32(0.0):
-                        _encode(values, to, scale_of[i], reciprocal_of[i], step)
+                        _encode(
+                            values,
+                            to,
+                            scale_of[i],
+                            (reciprocal_of[i, 0], reciprocal_of[i, 1]),
+                            step,
+                        )
                     elif out.itemsize > 1:  # codes stay; what is computed with shows it
                         _as_it_is(values, to)
         row, first, height, count = next_row, next_first, next_height, next_count

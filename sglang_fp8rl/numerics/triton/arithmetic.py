@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +36,12 @@ def has_packed_kernels(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= _CONVERTS_TO_E4M3
+
+
+def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy that nothing waits for."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @triton.jit
@@ -72,23 +79,17 @@ def amax_to_scale_inv(amax, POW2: tl.constexpr, ROUND: tl.constexpr):
 
 
 @triton.jit
-def lifted_quotient(bits, scale):
-    """|FP32 `bits` / `scale`|, 448 at most, plus 2**(e+20) of its exponent e; and the bits of the latter.
+def encode_e4m3(bits, scale):
+    """Codes (int8) of finite FP32 `bits` over `scale`: nearest even, saturating at 448.
 
-    The sum has no bit below the e4m3 ulp, as in `cpu.kernels._code`.
+    Of a quotient with exponent e, the sum with 2**(e+20) has no bit below the e4m3 ulp, as in `cpu.kernels._code`.
     """
     y = tl.math.div_rn(bits.to(tl.float32, bitcast=True), scale).to(tl.int32, bitcast=True)
     a = tl.minimum(y & 0x7FFFFFFF, 0x43E00000)  # 448.0
-    lift = tl.maximum(a & 0x7F800000, 0x3C800000) + (20 << 23)  # e is at least -6
-    return a.to(tl.float32, bitcast=True) + lift.to(tl.float32, bitcast=True), lift
-
-
-@triton.jit
-def encode_e4m3(bits, scale):
-    """Codes (int8) of finite FP32 `bits` over `scale`: nearest even, saturating at 448."""
-    lifted, lift = lifted_quotient(bits, scale)
-    ulps = lifted.to(tl.int32, bitcast=True) - lift
-    code = ulps + ((lift - (0x3C800000 + (20 << 23))) >> 20)
+    exponent = tl.maximum(a & 0x7F800000, 0x3C800000)  # e is at least -6
+    lift = exponent + (20 << 23)
+    lifted = a.to(tl.float32, bitcast=True) + lift.to(tl.float32, bitcast=True)
+    code = lifted.to(tl.int32, bitcast=True) - lift + ((exponent - 0x3C800000) >> 20)
     return (code | ((bits >> 24) & 0x80)).to(tl.int8)
 
 
@@ -151,41 +152,42 @@ def reciprocal(scale):
     return near, tl.fma(-scale, near, 1.0) * near
 
 
-@triton.jit
-def packed_encode_e4m3(x, scale):
-    """Codes (int8) of BF16 bits over `scale`, four at a time.
-
-    The quotient is `x * near + x * rest`, but for one rounding.
-    """
-    near, rest = reciprocal(scale)
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c, d, r;
-        .reg .b16 low, high;
-        shl.b32 a, $1, 16;
-        and.b32 b, $1, 0xffff0000;
-        shl.b32 c, $2, 16;
-        and.b32 d, $2, 0xffff0000;
-        mul.rn.f32 r, a, $7;
-        fma.rn.f32 a, a, $3, r;
-        mul.rn.f32 r, b, $7;
-        fma.rn.f32 b, b, $3, r;
-        mul.rn.f32 r, c, $7;
-        fma.rn.f32 c, c, $3, r;
-        mul.rn.f32 r, d, $7;
-        fma.rn.f32 d, d, $3, r;
-        cvt.rn.satfinite.e4m3x2.f32 low, b, a;
-        cvt.rn.satfinite.e4m3x2.f32 high, d, c;
-        mov.b32 $0, {low, high};
-        }
-        """,
-        "=r,r,r,r,r,r,r,r,r,r,r",
-        [x, near, rest],
-        dtype=tl.int8,
-        is_pure=True,
-        pack=4,
-    )
+# Of a word of two BF16, the quotients: `x * near + x * rest`, but for one rounding.
+_QUOTIENTS = """
+    shl.b32 {first}, {word}, 16;
+    and.b32 {second}, {word}, 0xffff0000;
+    mul.rn.f32 r, {first}, {rest};
+    fma.rn.f32 {first}, {first}, {near}, r;
+    mul.rn.f32 r, {second}, {rest};
+    fma.rn.f32 {second}, {second}, {near}, r;
+"""
+FOUR_CODES = tl.constexpr(
+    "{ .reg .b32 a, b, c, d, r; .reg .b16 low, high;"
+    + _QUOTIENTS.format(word="$1", first="a", second="b", near="$3", rest="$7")
+    + _QUOTIENTS.format(word="$2", first="c", second="d", near="$3", rest="$7")
+    + """
+    cvt.rn.satfinite.e4m3x2.f32 low, b, a;
+    cvt.rn.satfinite.e4m3x2.f32 high, d, c;
+    mov.b32 $0, {low, high};
+    }"""
+)
+# Through FP16, which has every value of e4m3; a source that is not finite stays as it is.
+TWO_SERVED = tl.constexpr(
+    "{ .reg .b32 a, b, r; .reg .b16 codes, low, high; .reg .pred finite;"
+    + _QUOTIENTS.format(word="$1", first="a", second="b", near="$2", rest="$4")
+    + """
+    cvt.rn.satfinite.e4m3x2.f32 codes, b, a;
+    cvt.rn.f16x2.e4m3x2 r, codes;
+    mov.b32 {low, high}, r;
+    cvt.f32.f16 a, low;
+    cvt.f32.f16 b, high;
+    mul.rn.f32 a, a, $6;
+    mul.rn.f32 b, b, $6;
+    cvt.rn.bf16x2.f32 r, b, a;
+    setp.ne.b32 finite, $8, 0;
+    selp.b32 $0, r, $1, finite;
+    }"""
+)
 
 
 @triton.jit
@@ -202,10 +204,33 @@ def scale_of(x, KIND: tl.constexpr, POW2: tl.constexpr, ROUND: tl.constexpr, PAC
 def codes_of(x, scale, KIND: tl.constexpr, ROUND: tl.constexpr, PACKED: tl.constexpr):
     """Codes (int8) of what `scale_of` was given."""
     if PACKED:
-        codes = packed_encode_e4m3(x, scale)
+        near, rest = reciprocal(scale)
+        codes = tl.inline_asm_elementwise(
+            FOUR_CODES, "=r" + ",r" * 10, [x, near, rest], dtype=tl.int8, is_pure=True, pack=4
+        )
     else:
         bits = fp32_bits(x, KIND)
-        if ROUND:
-            bits = round_bits_to_bf16(bits)
-        codes = encode_e4m3(bits, scale)
+        codes = encode_e4m3(round_bits_to_bf16(bits) if ROUND else bits, scale)
     return codes
+
+
+@triton.jit
+def served_of(x, scale, finite, KIND: tl.constexpr, ROUND: tl.constexpr, PACKED: tl.constexpr):
+    """BF16 bits of codes times their scale, of what `scale_of` was given; where that is not finite, of itself."""
+    if PACKED:
+        near, rest = reciprocal(scale)
+        arguments = [x, near, rest, scale, finite.to(tl.int32)]
+        served = tl.inline_asm_elementwise(
+            TWO_SERVED, "=r" + ",r" * 9, arguments, dtype=tl.int16, is_pure=True, pack=2
+        )
+    else:
+        codes = codes_of(x, scale, KIND, ROUND, False).to(tl.int16)
+        # The bits behind the sign, moved up by seven, are FP16's of the value over 256: an exact step either way.
+        half = ((codes & 0x7F) << 7) | (codes & -32768)
+        product = half.to(tl.float16, bitcast=True).to(tl.float32) * (scale * 256.0)
+        served = round_bits_to_bf16(product.to(tl.int32, bitcast=True))
+        bits = fp32_bits(x, KIND)
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        as_it_is = tl.where(is_nan, bits | 0x00400000, round_bits_to_bf16(bits))
+        served = (tl.where(finite, served, as_it_is) >> 16).to(tl.int16)
+    return served

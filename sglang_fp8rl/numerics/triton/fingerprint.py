@@ -16,7 +16,9 @@ import triton.language as tl
 
 from ..fingerprint import COLUMN_SEED, MIX1, MIX2, STEP, Matrix
 from ..grid import ceil_div
+from .arithmetic import on_device
 
+Part = tuple[int, Matrix]
 # A `Matrix` as numbers, stride and width in bytes; then the number that it is a part of, and its first program.
 _FIELDS = ("address", "stride", "rows", "width", "row", "first_byte", "seed", "number", "first")
 _ADDRESS, _STRIDE, _ROWS, _WIDTH, _ROW, _BYTE, _SEED, _NUMBER, _FIRST = map(
@@ -63,62 +65,78 @@ def numbers_kernel(
     EACH: tl.constexpr = ALIGN // UNIT
     bits: tl.constexpr = tl.int32 if UNIT == 4 else (tl.int16 if UNIT == 2 else tl.int8)
     n = tl.arange(0, HEIGHT)
-    k = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    k = tl.arange(0, LANES * EACH)
     is_row = n < tl.minimum(tl.load(row + _ROWS) - first_row, HEIGHT).to(tl.int32)
     units = tl.minimum((width - first_byte) // ALIGN, LANES).to(tl.int32) * EACH
     stride = tl.load(row + _STRIDE)
     address = tl.load(row + _ADDRESS) + first_byte + first_row * stride
     source = tl.multiple_of(address.to(tl.pointer_type(bits)), ALIGN)
-    source += n[:, None, None] * (stride // ALIGN * EACH)
-    x = tl.load(source + k[None], mask=is_row[:, None, None] & (k < units)[None], other=0)
+    source += n[:, None] * (stride // ALIGN * EACH)
+    x = tl.load(source + k[None, :], mask=is_row[:, None] & (k < units)[None, :], other=0)
     byte = tl.load(row + _BYTE) + first_byte
     if UNIT == 4:
         # Of x = a + b * 2^16 the words' a * first + b * second, without taking out a.
         first = keys_of(_COLUMN_SEED, byte // 2, k * 2)
         second = keys_of(_COLUMN_SEED, byte // 2 + 1, k * 2) - (first << 16)
         x = x.to(tl.uint32, bitcast=True)
-        found = x.to(tl.uint64) * first[None] + (x >> 16).to(tl.uint64) * second[None]
+        found = x.to(tl.uint64) * first[None, :] + (x >> 16).to(tl.uint64) * second[None, :]
     else:
         place = (byte % 2).to(tl.int32) + k * UNIT
         key = keys_of(_COLUMN_SEED, byte // 2, place // 2) << (place % 2 * 8).to(tl.uint64)
-        found = (x.to(tl.int32) & (0xFFFF if UNIT == 2 else 0xFF)).to(tl.uint64) * key[None]
+        found = (x.to(tl.int32) & (0xFFFF if UNIT == 2 else 0xFF)).to(tl.uint64) * key[None, :]
     down = keys_of(tl.load(row + _SEED).to(tl.uint64), tl.load(row + _ROW) + first_row, n)
+    # What a thread has of a row, times the row's key: fewer products, and no sum across threads but the last.
+    found = tl.reshape(found, [HEIGHT, LANES, EACH])
     total = tl.sum(found, axis=2) * down[:, None]
     total = tl.sum(tl.reshape(total, [HEIGHT * LANES]), axis=0)
     tl.atomic_add(numbers + tl.load(row + _NUMBER), total.to(tl.int64))
 
 
-def start_numbers(parts: Sequence[tuple[int, Matrix]], count: int) -> torch.Tensor:
-    """As `numerics.fingerprint.start_numbers`, of matrices each with the number that it is a part of.
+class LaidOut:
+    """Matrices of one GPU, each with the position of the tensor that it is a part of, as tables on that GPU.
 
-    A launch for those whose rows lie on 16 bytes, others for what lies on 4, 2 or 1.
+    Those that do not lie in rows are copied and laid out anew by each call.
+
+    Args:
+        count: of tensors.
     """
-    device = parts[0][1].rows.device
-    numbers = torch.zeros(count, dtype=torch.int64, device=device)
-    table = np.array([_fields(number, matrix) for number, matrix in parts], np.uint64).view(
-        np.int64
-    )
-    places = [_FIELDS.index(name) for name in ("address", "stride", "width", "first_byte")]
-    divides = np.bitwise_or.reduce(table[:, places], axis=1) | _WIDEST
-    aligns = divides & -divides
-    aligns[aligns == 8] = 4  # a launch less
-    with torch.cuda.device_of(numbers):  # on which Triton launches
+
+    def __init__(self, parts: Sequence[Part], count: int) -> None:
+        self._count, self._device = count, parts[0][1].rows.device
+        self._held = [part for part in parts if part[1].lies_in_rows]
+        self._turned = [part for part in parts if not part[1].lies_in_rows]
+        self._launches = self._laid_out(self._held)
+
+    def start(self) -> torch.Tensor:
+        """As `numerics.fingerprint.NumberTable.start`."""
+        numbers = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+        copies = [(number, matrix.in_rows()) for number, matrix in self._turned]
+        with torch.cuda.device_of(numbers):  # on which Triton launches
+            for align, table, owners in [*self._launches, *self._laid_out(copies)]:
+                sizes = {"ALIGN": align, "HEIGHT": HEIGHT, "LANES": LANES, "num_warps": WARPS}
+                numbers_kernel[(len(owners),)](table, owners, numbers, **sizes)
+        return numbers
+
+    def _laid_out(self, parts: Sequence[Part]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """A launch for those whose rows lie on 16 bytes, others for what lies on 4, 2 or 1: that, their table, and
+        of each program its matrix."""
+        fields = [_fields(number, matrix) for number, matrix in parts]
+        table = np.array(fields, np.uint64).reshape(-1, len(_FIELDS)).view(np.int64)
+        places = [_FIELDS.index(name) for name in ("address", "stride", "width", "first_byte")]
+        divides = np.bitwise_or.reduce(table[:, places], axis=1) | _WIDEST
+        aligns = divides & -divides
+        aligns[aligns == 8] = 4  # a launch less
+        launches = []
         for align in np.unique(aligns).tolist():
             matrices = table[aligns == align]
             rows, width = matrices[:, _FIELDS.index("rows")], matrices[:, _FIELDS.index("width")]
             tiles = ceil_div(rows, HEIGHT) * ceil_div(width, LANES * align)
             matrices[:, -1] = np.cumsum(tiles) - tiles
             owners = np.repeat(np.arange(len(matrices), dtype=np.int32), tiles)
-            numbers_kernel[(len(owners),)](
-                _on_device(matrices, device),
-                _on_device(owners, device),
-                numbers,
-                ALIGN=align,
-                HEIGHT=HEIGHT,
-                LANES=LANES,
-                num_warps=WARPS,
+            launches.append(
+                (align, on_device(matrices, self._device), on_device(owners, self._device))
             )
-    return numbers
+        return launches
 
 
 def _fields(number: int, matrix: Matrix) -> tuple[int, ...]:
@@ -126,9 +144,3 @@ def _fields(number: int, matrix: Matrix) -> tuple[int, ...]:
     stride = matrix.rows.stride(0) * size if rows > 1 else 0
     where = (matrix.rows.data_ptr(), stride, rows, columns * size)
     return (*where, matrix.row, matrix.first_byte, matrix.seed, number, 0)
-
-
-def _on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy that nothing waits for."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

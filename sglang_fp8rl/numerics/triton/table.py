@@ -6,10 +6,9 @@ are copied, rows of scales first.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,17 +16,10 @@ import torch
 from .. import reference
 from ..grid import ceil_div
 from ..write_table import DTYPES, LONGEST_ROW, CastTable, Kind
-from .arithmetic import has_packed_kernels
-from .matrix import BLOCK, CHUNKS, WIDEST, cast_matrix, row_warps, tile_options
+from .arithmetic import has_packed_kernels, on_device
+from .kernels import COLUMNS, table_cast_kernel, table_codes_kernel, table_copy_kernel
+from .matrix import BLOCK, CHUNKS, WIDEST, WIDEST_THROUGH, cast_matrix, cast_options, row_warps
 from .matrix import copy_into as copy_into  # of one matrix too, for `cast.py`
-from .pieces import COLUMNS
-from .table_kernels import (
-    table_codes_kernel,
-    table_copy_kernel,
-    table_row_kernel,
-    table_tile_kernel,
-)
-from .through import through
 
 _SIZES = np.array([dtype.itemsize for dtype in DTYPES])  # by `Dtype`
 _CHUNKS = np.array(CHUNKS)
@@ -47,12 +39,12 @@ def cast_into(
     A BF16 target gets neither scales nor flags. Blocks that no server has, and longer rows, are PyTorch's.
     """
     rounding = {"POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16)}
-    is_row = block == (1, source.shape[1]) and source.shape[1] <= LONGEST_ROW
-    if block != (BLOCK, BLOCK) and not is_row:
+    cols, is_through = source.shape[1], target.dtype == torch.bfloat16
+    is_row = block == (1, cols) and cols <= LONGEST_ROW
+    is_block = block == (BLOCK, BLOCK) and not (is_through and cols > WIDEST_THROUGH)
+    if not (is_row or is_block):
         outs = (target, weight_scale, nonfinite)
         reference.cast_into(source, *outs, block, pow2_scale, round_to_bf16)
-    elif target.dtype == torch.bfloat16:
-        through(source, target, is_row, rounding)
     else:
         cast_matrix(source, target, weight_scale, nonfinite, is_row, rounding)
 
@@ -98,7 +90,7 @@ class TritonTable:
         self.launches = [
             self._launch(group, pieces, rows) for group, pieces in _groups(table.pieces)
         ]
-        self._rows = self._on_device(rows)
+        self._rows = on_device(rows, device)
         self._flags = torch.zeros(max(1, table.flag_count), dtype=torch.int8, device=device)
         sources = 1 + int(table.pieces["source"].max(initial=-1))
         self._sent = torch.zeros(1 + sources, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -111,20 +103,13 @@ class TritonTable:
         held = [self._rows, self._flags, self._call]
         return sum(one.nbytes for one in [*held, *(launch.owners for launch in self.launches)])
 
-    def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        """A copy that nothing waits for."""
-        tensor = torch.from_numpy(array)
-        if self._device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
-
     def _launch(self, group: _Group, pieces: np.ndarray, rows: np.ndarray) -> Launch:
         table = self.table.pieces[pieces]
         programs = table["rows"]
         if group.is_block:
             programs = ceil_div(programs, BLOCK) * table["flag_cols"]
         rows[pieces, -1] = np.cumsum(programs) - programs
-        owners = self._on_device(np.repeat(pieces.astype(np.int32), programs))
+        owners = on_device(np.repeat(pieces.astype(np.int32), programs), self._device)
         kernel, constants = self._kernel(group)
         return Launch(kernel, owners, np.unique(table["source"]), group.source_align, constants)
 
@@ -132,12 +117,11 @@ class TritonTable:
         """The kernel of a group, and its constants and launch options."""
         constants: dict[str, int | bool] = {"TARGET_ALIGN": group.target_align}
         kind: dict[str, int | bool] = {"KIND": group.source_dtype}
-        if group.is_block:
-            constants |= {"RAGGED": bool(group.is_ragged), **tile_options(group.target_align)}
-            return table_tile_kernel, constants | kind | self._rounding
-        constants |= {"CHUNK": group.chunk, "num_warps": row_warps(group.chunk)}
         if group.kind == Kind.CAST:
-            return table_row_kernel, constants | kind | self._rounding
+            chunk = 0 if group.is_block else group.chunk
+            options = cast_options(chunk, bool(group.is_ragged), group.target_align)
+            return table_cast_kernel, constants | kind | options | self._rounding
+        constants |= {"CHUNK": group.chunk, "num_warps": row_warps(group.chunk)}
         if group.kind == Kind.CODES:
             return table_codes_kernel, constants
         constants |= {"TO": group.target_dtype, "PACKED": self._packed}
@@ -163,8 +147,7 @@ class TritonTable:
         return self._flags[: self.table.flag_count].cpu().numpy().view(np.uint8)
 
 
-@dataclass(frozen=True, order=True)
-class _Group:
+class _Group(NamedTuple):
     """What pieces of one launch have in common; codes sort behind their scales."""
 
     kind: int
@@ -191,17 +174,8 @@ def _groups(pieces: np.ndarray) -> list[tuple[_Group, np.ndarray]]:
         | WIDEST
     )
     chunks = _CHUNKS[np.searchsorted(_CHUNKS, np.where(is_block, 0, pieces["cols"]))]
-    columns = (
-        kind,
-        is_block,
-        is_ragged,
-        source & -source,
-        target & -target,
-        pieces["source_dtype"],
-        pieces["destination_dtype"],
-        chunks,
-    )
-    found = defaultdict(list)
-    for at, key in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        found[key].append(at)
-    return [(_Group(*key), np.array(found[key])) for key in sorted(found)]
+    dtypes = pieces["source_dtype"], pieces["destination_dtype"]
+    columns = (kind, is_block, is_ragged, source & -source, target & -target, *dtypes, chunks)
+    keys, group_of = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    groups = [_Group(*key) for key in keys.tolist()]
+    return [(group, np.flatnonzero(group_of.ravel() == i)) for i, group in enumerate(groups)]

@@ -6,7 +6,7 @@ columns too); they are told to Triton where they are used, because what is said 
 enters or leaves a function.
 
 Sources and targets are given by the address of the matrix, with the stride of its rows in elements. Every
-function returns whether all was finite; if not, nothing was written.
+function returns whether all was finite; if not, codes, copies and scales stay.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .arithmetic import (
     packed_largest_magnitude,
     round_bits_to_bf16,
     scale_of,
+    served_of,
 )
 
 
@@ -36,66 +37,55 @@ def known_multiple(x, OF: tl.constexpr):
 @triton.jit
 def cast_tile(
     source, source_stride, target, target_stride, scales, scales_n, scales_k, rows, cols, block_n, block_k,
-    SOURCE_ALIGN: tl.constexpr, TARGET_ALIGN: tl.constexpr, RAGGED: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
+    SOURCE_ALIGN: tl.constexpr, TARGET_ALIGN: tl.constexpr, THROUGH: tl.constexpr,
     KIND: tl.constexpr, POW2: tl.constexpr, ROUND: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Block (`block_n`, `block_k`) of a matrix of `rows` and `cols`, which count only if `RAGGED`."""
+    """Block (`block_n`, `block_k`) of `HEIGHT` rows and `WIDTH` columns, or a channel: one row in `WIDTH`.
+
+    `rows` and `cols` of the matrix count only if `RAGGED`. `THROUGH` writes what a server computes with, in BF16, of
+    a block that is not finite too, and no scale; both matrices are contiguous, of at most 2**24 columns.
+    """
     size: tl.constexpr = 4 if KIND == FP32 else 2
     bits: tl.constexpr = tl.int32 if KIND == FP32 else tl.int16
-    first_row, first_col = block_n.to(tl.int64) * 128, block_k.to(tl.int64) * 128
-    if RAGGED:
-        rows = (rows - first_row).to(tl.int32)
-        cols = (cols - first_col).to(tl.int32)
-    source += (first_row * source_stride + first_col) * size
-    source = tl.multiple_of(source.to(tl.pointer_type(bits)), SOURCE_ALIGN)
-    source_stride = known_multiple(source_stride, SOURCE_ALIGN // size)
-    target += first_row * target_stride + first_col
-    target = tl.multiple_of(target.to(tl.pointer_type(tl.int8)), TARGET_ALIGN)
-    target_stride = known_multiple(target_stride, TARGET_ALIGN)
-    n, k = tl.arange(0, 128), tl.arange(0, 128)
-    where = source + (n.to(tl.int64)[:, None] * source_stride + k[None, :])
-    if RAGGED:
-        inside = (n < rows)[:, None] & (k < known_multiple(cols, TARGET_ALIGN))[None, :]
-        x = tl.load(where, mask=inside, other=0)
+    target_size: tl.constexpr = 2 if THROUGH else 1
+    target_bits: tl.constexpr = tl.int16 if THROUGH else tl.int8
+    first_row, first_col = block_n * HEIGHT, block_k * WIDTH
+    n, k = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
+    if THROUGH:
+        # Both are contiguous, and offsets in a block fit 32 bits: registers are short.
+        target_stride = known_multiple(cols.to(tl.int32), TARGET_ALIGN // target_size)
+        source_stride = target_stride
     else:
-        x = tl.load(where)
-    if PACKED:
-        x = packed_bf16(x, KIND)
-    scale, finite = scale_of(x, KIND, POW2, ROUND, PACKED)
-    codes = codes_of(x, scale, KIND, ROUND, PACKED)
-    to = target + (n.to(tl.int64)[:, None] * target_stride + k[None, :])
-    if finite:
-        if RAGGED:
-            tl.store(to, codes, mask=inside)
-        else:
-            tl.store(to, codes)
-    at = block_n.to(tl.int64) * scales_n + block_k.to(tl.int64) * scales_k
-    tl.store(scales.to(tl.pointer_type(tl.float32)) + at, scale, mask=finite)
-    return finite
-
-
-@triton.jit
-def cast_row(
-    source, source_stride, target, target_stride, scales, scales_n, cols, n,
-    SOURCE_ALIGN: tl.constexpr, TARGET_ALIGN: tl.constexpr, CHUNK: tl.constexpr,
-    KIND: tl.constexpr, POW2: tl.constexpr, ROUND: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Row `n`, a channel, of at most `CHUNK` columns."""
-    size: tl.constexpr = 4 if KIND == FP32 else 2
-    bits: tl.constexpr = tl.int32 if KIND == FP32 else tl.int16
-    n = n.to(tl.int64)
-    source += n * source_stride * size
+        n = n.to(tl.int64)
+        source_stride = known_multiple(source_stride, SOURCE_ALIGN // size)
+        target_stride = known_multiple(target_stride, TARGET_ALIGN // target_size)
+    source += (first_row.to(tl.int64) * source_stride + first_col) * size
     source = tl.multiple_of(source.to(tl.pointer_type(bits)), SOURCE_ALIGN)
-    target += n * target_stride
-    target = tl.multiple_of(target.to(tl.pointer_type(tl.int8)), TARGET_ALIGN)
-    cols = known_multiple(cols.to(tl.int32), TARGET_ALIGN)
-    k = tl.arange(0, CHUNK)
-    x = tl.load(source + k, mask=k < cols, other=0)
+    target += (first_row.to(tl.int64) * target_stride + first_col) * target_size
+    target = tl.multiple_of(target.to(tl.pointer_type(target_bits)), TARGET_ALIGN)
+    rows, cols = (rows - first_row).to(tl.int32), (cols - first_col).to(tl.int32)
+    inside = k < known_multiple(cols, TARGET_ALIGN // target_size)
+    if RAGGED and THROUGH:
+        # Behind the last row it is read again, and written again with the same values: rows need no mask.
+        n = tl.minimum(n, rows - 1)
+    elif RAGGED and HEIGHT > 1:
+        inside = (n < rows) & inside
+    where = source + (n * source_stride + k)
+    x = tl.load(where, mask=inside, other=0) if RAGGED else tl.load(where)
     if PACKED:
         x = packed_bf16(x, KIND)
     scale, finite = scale_of(x, KIND, POW2, ROUND, PACKED)
-    tl.store(target + k, codes_of(x, scale, KIND, ROUND, PACKED), mask=(k < cols) & finite)
-    tl.store(scales.to(tl.pointer_type(tl.float32)) + n * scales_n, scale, mask=finite)
+    to = target + (n * target_stride + k)
+    if THROUGH:
+        served = served_of(x, scale, finite, KIND, ROUND, PACKED)
+        tl.store(to, served, mask=inside if RAGGED else None)
+    else:
+        codes = codes_of(x, scale, KIND, ROUND, PACKED)
+        if finite:
+            tl.store(to, codes, mask=inside if RAGGED else None)
+        at = block_n.to(tl.int64) * scales_n + block_k.to(tl.int64) * scales_k
+        tl.store(scales.to(tl.pointer_type(tl.float32)) + at, scale, mask=finite)
     return finite
 
 

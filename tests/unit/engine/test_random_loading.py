@@ -351,3 +351,14 @@ def test_every_update_leaves_what_it_determines_whatever_went_before(first):
     assert outcomes["refused again"] > 5
     assert any(one.refit.recipes.counts.calls for one in found)
     assert any(one.refit.recipes.counts.native_reasons for one in found)
+
+
+def test_a_fingerprint_answers_where_a_scalar_lands_in_fp8_and_again_from_the_same_places():
+    one = run(1005)
+    held, laid_out = rank_of(one.refit).held, one.refit.laid_out_for_proof
+    assert rank_of(one.refit).held == held
+    assert one.refit.laid_out_for_proof is laid_out  # the same places, read again
+    assert any(
+        len(known.shape) < 2 and "fewer than two dimensions" in held[name].reason
+        for name, known in one.refit.names.known.items()
+    )

@@ -51,7 +51,7 @@ def scale_inv(amax, pow2_scale):
 
 @numba.njit
 def reciprocal(scale):
-    """(near, rest), as `arithmetic.packed_encode_e4m3`."""
+    """(near, rest), as `arithmetic.reciprocal`."""
     one = np.float32(1.0)
     near = np.float32(one / scale)
     if fma(np.float32(-scale), near, one) < 0:

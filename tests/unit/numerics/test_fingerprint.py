@@ -17,6 +17,7 @@ from sglang_fp8rl.numerics.fingerprint import (
     COLUMN_SEED,
     MASK,
     Box,
+    NumberTable,
     _column_keys,
     by_torch,
     keys,
@@ -170,6 +171,20 @@ def test_shards_on_block_boundaries_sum_to_the_whole_with_their_scales(down, acr
     assert total & MASK == whole
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (4,)])
+def test_codes_of_what_is_no_matrix_are_refused_by_name(shape):
+    codes = torch.zeros(shape).to(torch.float8_e4m3fn)
+    with pytest.raises(QuantizationError, match="a_scalar: shape"):
+        scaled_boxes("a_scalar", codes, [torch.ones(1, 1)], shape, (0,) * len(shape), (2, 2))
+
+
+def test_scales_of_other_blocks_than_those_of_the_box_are_refused():
+    """A column that a loader stores as a row."""
+    codes = torch.zeros(4, 1).to(torch.float8_e4m3fn)
+    with pytest.raises(QuantizationError, match=r"a_column: .*\[2, 1\] blocks"):
+        scaled_boxes("a_column", codes, [torch.ones(1, 2)], (4, 1), (0, 0), (2, 2))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_single_bit_changes_the_number(dtype):
     tensor = random_bytes((5, 33), dtype)
@@ -253,6 +268,19 @@ def test_boxes_of_many_tensors_have_their_own_numbers():
     assert found[5] == 0
     assert found[6] == (found[0] + found[1]) & MASK
     assert numbers_of([]) == []
+
+
+def test_a_table_counts_what_lies_there_now_whatever_its_strides():
+    tensors = [random_bytes((8, 40), dtype) for dtype in DTYPES]
+    cut = [t for one in tensors for t in (one, one.t(), one[::2], one[:, 3], one[1:3, 5:6])]
+    of = [[whole(one, n)] for n, one in enumerate(cut)]
+    table = NumberTable(of)
+    before = table.numbers()
+    for one in tensors:
+        one.view(torch.uint8).bitwise_not_()
+    after = table.numbers()
+    assert after == numbers_of(of)
+    assert not set(before) & set(after)
 
 
 def test_a_comparison_names_what_differs_what_is_missing_and_what_it_cannot_tell():

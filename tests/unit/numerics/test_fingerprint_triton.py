@@ -13,17 +13,21 @@ import torch
 pytest.importorskip("triton")
 
 import fingerprint_in_interpreter
+from fake_gpu import fake_gpu
 
 from sglang_fp8rl.errors import QuantizationError
 from sglang_fp8rl.numerics import Blockwise, PerChannel, quantize
 from sglang_fp8rl.numerics.fingerprint import (
     Box,
+    Matrix,
+    NumberTable,
     numbers_of,
     scaled_boxes,
     seed_of,
     start_numbers,
     whole,
 )
+from sglang_fp8rl.numerics.triton import fingerprint as on_gpu
 
 DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32, torch.int64)
 
@@ -96,26 +100,44 @@ def test_the_interpreter_gives_the_numbers_of_a_cpu(tmp_path):
     assert done.returncode == 0, done.stderr
     expected = numbers_of(list(cases.values()))
     assert len(set(expected)) > len(cases) - len(DTYPES)  # all but those of nothing differ
-    assert dict(zip(cases, torch.load(tmp_path / "numbers.pt"), strict=True)) == dict(
-        zip(cases, expected, strict=True)
-    )
+    for found in torch.load(tmp_path / "numbers.pt"):
+        assert dict(zip(cases, found, strict=True)) == dict(zip(cases, expected, strict=True))
+
+
+def test_a_table_that_was_made_is_launched_again_without_a_look_at_its_tensors(monkeypatch):
+    """But for a tensor that has to be copied into rows, each time."""
+    looked_at = []
+    fields = on_gpu._fields
+    monkeypatch.setattr(on_gpu, "_fields", lambda *of: looked_at.append(of) or fields(*of))
+    experts = random_bytes(200, 6, 32).unbind(0)
+    parts = [(n, Matrix(one, 0, 0, n)) for n, one in enumerate([*experts, random_bytes(32, 6).t()])]
+    table = on_gpu.LaidOut(parts, len(parts))
+    assert len(looked_at) == len(experts)
+    for times in (1, 2):
+        with fake_gpu() as gpu:
+            table.start()
+        assert len(looked_at) == len(experts) + times
+        assert sorted(one.grid[0] for one in gpu.launches) == [1, len(experts)]
 
 
 @pytest.mark.gpu
 def test_hardware_gives_the_numbers_of_a_cpu_in_one_wait():
     cases = tensors() | {"large": [whole(random_bytes(4096, 4096, dtype=torch.bfloat16), 7)]}
     expected = numbers_of(list(cases.values()))
-    on_gpu = [
+    moved = [
         [box._replace(tensor=same_strides(box.tensor, "cuda")) for box in boxes]
         for boxes in cases.values()
     ]
-    start_numbers(on_gpu)  # compiles
+    table = NumberTable(moved)
+    table.start()  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        started = start_numbers(on_gpu)
+        (started,) = table.start()
+        once = start_numbers(moved)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(started, once)
     found = [value & (1 << 64) - 1 for value in started.tolist()]
     assert dict(zip(cases, found, strict=True)) == dict(zip(cases, expected, strict=True))
 

@@ -116,3 +116,10 @@ def test_refuses_a_block_that_is_none(block_size):
 def test_ceil_div_rounds_up_numbers_and_arrays():
     assert [ceil_div(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert ceil_div(np.array([0, 1, 4, 5]), np.array([4, 4, 4, 2])).tolist() == [0, 1, 1, 3]
+
+
+@pytest.mark.parametrize("granularity", [Blockwise(), PerChannel()], ids=str)
+@pytest.mark.parametrize("shape", [(), (5,)])
+def test_what_has_no_rows_has_no_grid(granularity, shape):
+    with pytest.raises(QuantizationError, match="fewer than two dimensions"):
+        granularity.grid(shape)

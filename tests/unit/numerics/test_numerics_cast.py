@@ -209,9 +209,9 @@ def test_without_numba_the_bytes_are_the_same():
         sys.modules["numba"] = None  # an import of it raises ImportError
         from sglang_fp8rl import numerics
         from sglang_fp8rl.numerics.backends import make_runner
-        from sglang_fp8rl.numerics.write_table import CastTable
+        from sglang_fp8rl.lab.testing.cast_tables import table_of
         cpu, rounding = torch.device("cpu"), {"pow2_scale": False, "round_to_bf16": True}
-        assert make_runner(CastTable.of([]), cpu, **rounding) is None
+        assert make_runner(table_of([]), cpu, **rounding) is None
         x = torch.randn(300, 500)
         expected, scale = numerics.quantize(x, numerics.Blockwise(), backend="reference")
         q, s = torch.empty_like(expected), torch.empty_like(scale)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -16,17 +13,11 @@ import packed_quotient
 import ptx
 
 from sglang_fp8rl.numerics import PerChannel, quantize, through_fp8
-from sglang_fp8rl.numerics.triton.arithmetic import packed_encode_e4m3
-from sglang_fp8rl.numerics.triton.through import packed_served
+from sglang_fp8rl.numerics.triton.arithmetic import FOUR_CODES, TWO_SERVED
 
 INF = 0x7F80
 # Of every binade, and of every mantissa; the smallest and the largest.
 AMAXES = [1, 5, 0x7F, 0x80, *range(0x100, INF, 0x1D3), *range(0x3F80, 0x4000, 7), INF - 1]
-
-
-def text_of(kernel) -> str:
-    (text,) = re.findall(r'"""\n(\s+\{.*?\})\s+"""', inspect.getsource(kernel.fn), flags=re.DOTALL)
-    return text
 
 
 def magnitudes_to(amax: int) -> np.ndarray:
@@ -53,7 +44,7 @@ def row_of(bits: np.ndarray) -> torch.Tensor:
 
 @pytest.mark.parametrize("finite", [1, 0])
 def test_what_is_served_is_codes_times_scales_and_else_the_source(finite):
-    text = text_of(packed_served)
+    text = TWO_SERVED.value
     for amax in AMAXES:
         bits = magnitudes_to(amax)
         bits = bits[: len(bits) // 2 * 2]
@@ -70,7 +61,7 @@ def test_what_is_served_is_codes_times_scales_and_else_the_source(finite):
 
 
 def test_codes_are_the_reference_s_four_to_a_word():
-    text = text_of(packed_encode_e4m3)
+    text = FOUR_CODES.value
     for amax in AMAXES:
         bits = magnitudes_to(amax)
         bits = bits[: len(bits) // 4 * 4]

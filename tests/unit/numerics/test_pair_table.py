@@ -4,9 +4,10 @@ import pytest
 import torch
 from by_definition import quantize_blockwise, quantize_per_channel
 
+from sglang_fp8rl.lab.testing.cast_tables import table_of
 from sglang_fp8rl.numerics.cast import has_nan_code
 from sglang_fp8rl.numerics.cpu.table import CpuTable
-from sglang_fp8rl.numerics.write_table import NAN_CODE, CastTable, Kind, Piece
+from sglang_fp8rl.numerics.write_table import NAN_CODE, Kind, Piece
 
 ROUNDING = {"pow2_scale": False, "round_to_bf16": True}
 
@@ -21,7 +22,7 @@ def made(shape, quantize, block_n):
         Piece((1, 0), codes, old_codes, None, (block_n, 1), Kind.CODES),
     ]
     assert all(piece.fits() for piece in pieces)
-    table = CastTable.of(pieces)
+    table = table_of(pieces)
     return codes, scales, old_codes, old_scales, table, CpuTable(table, **ROUNDING)
 
 
@@ -100,7 +101,7 @@ def test_scales_run_first_wherever_they_are():
         Piece((0, 0), scales, old_scales, kind=Kind.SCALES),
         Piece((1, 0), codes, old_codes, None, (128, 1), Kind.CODES),
     ]
-    runner = CpuTable(CastTable.of(pieces), **ROUNDING)
+    runner = CpuTable(table_of(pieces), **ROUNDING)
     assert runner._items[0].tolist() == [1, 0, 3]
     runner.run([scales.data_ptr(), codes.data_ptr(), plain.data_ptr()])
     assert torch.equal(out, plain)

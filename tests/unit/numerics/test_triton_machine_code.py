@@ -1,7 +1,5 @@
 """What the GPU kernels become: wide loads and stores, few instructions, IEEE arithmetic; no GPU."""
 
-from importlib.metadata import version
-
 import pytest
 import torch
 
@@ -9,10 +7,9 @@ pytest.importorskip("triton")
 
 from sass import compile_kernel
 
-from sglang_fp8rl.numerics.triton import fingerprint, matrix, table_kernels
-from sglang_fp8rl.numerics.triton.matrix import row_warps, tile_options
-from sglang_fp8rl.numerics.triton.through import through_kernel, tile_of
-from sglang_fp8rl.numerics.write_table import DTYPES, Dtype
+from sglang_fp8rl.numerics.triton import fingerprint, kernels
+from sglang_fp8rl.numerics.triton.matrix import cast_options, constants_of
+from sglang_fp8rl.numerics.write_table import Dtype
 
 FP32, BF16, FP16 = map(int, (Dtype.FP32, Dtype.BF16, Dtype.FP16))
 ALIGNED = {"SOURCE_ALIGN": 16, "TARGET_ALIGN": 16}
@@ -23,10 +20,17 @@ ELEMENTS = 64  # of a tile, per thread
 KINDS = [(BF16, 10), (FP16, 12), (FP32, 12)]
 
 
-def tile(kind, ragged, capability=90, kernel=table_kernels.table_tile_kernel, **constants):
-    constants = {**ALIGNED, **PACKED, "KIND": kind, "RAGGED": ragged, **constants}
-    options = tile_options(constants["TARGET_ALIGN"])
+def cast(kernel, chunk, constants, capability=90, *, ragged=False):
+    options = cast_options(chunk, ragged, constants["TARGET_ALIGN"])
+    constants = {**constants, **{name: options.pop(name) for name in [*options] if name.isupper()}}
+    if kernel is kernels.matrix_cast_kernel:
+        constants["THROUGH"] = False
     return compile_kernel(kernel, constants, capability, **options)
+
+
+def tile(kind, ragged, capability=90, kernel=kernels.table_cast_kernel, **constants):
+    constants = {**ALIGNED, **PACKED, "KIND": kind, **constants}
+    return cast(kernel, 0, constants, capability, ragged=ragged)
 
 
 def assert_ieee(code):
@@ -37,7 +41,7 @@ def assert_ieee(code):
 
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("kind", "limit"), KINDS)
-@pytest.mark.parametrize("kernel", [table_kernels.table_tile_kernel, matrix.matrix_tile_kernel])
+@pytest.mark.parametrize("kernel", [kernels.table_cast_kernel, kernels.matrix_cast_kernel])
 def test_a_tile_is_few_instructions_and_wide_accesses(kernel, kind, limit, ragged):
     code = tile(kind, ragged, kernel=kernel)
     assert len(code.executed) <= limit * ELEMENTS
@@ -74,17 +78,15 @@ def test_older_gpus_and_unrounded_sources_divide():
 @pytest.mark.parametrize(
     ("kernel", "chunk"),
     [
-        (table_kernels.table_row_kernel, 2048),
-        (table_kernels.table_row_kernel, 16384),
-        (matrix.matrix_row_kernel, 8192),
+        (kernels.table_cast_kernel, 2048),
+        (kernels.table_cast_kernel, 16384),
+        (kernels.matrix_cast_kernel, 8192),
     ],
 )
 def test_a_channel_is_read_once_in_wide_loads(kernel, chunk, kind):
-    constants = {**ALIGNED, **PACKED, "KIND": kind, "CHUNK": chunk}
-    options = {"num_warps": row_warps(chunk)}
-    code = compile_kernel(kernel, constants, **options)
+    code = cast(kernel, chunk, {**ALIGNED, **PACKED, "KIND": kind})
     assert code.registers <= 64
-    elements = chunk // (32 * row_warps(chunk))
+    elements = chunk // (32 * cast_options(chunk, True, 16)["num_warps"])
     assert code.widths("LDG")[16] == elements * 2 // 16
     assert code.widths("STG")[16] == elements // 16
     assert len(code.executed) <= 13 * elements
@@ -93,7 +95,7 @@ def test_a_channel_is_read_once_in_wide_loads(kernel, chunk, kind):
 @pytest.mark.parametrize("to", [FP32, BF16, FP16])
 def test_a_row_of_one_matrix_is_copied_in_wide_stores(to):
     constants = {**ALIGNED, "KIND": FP32, "TO": to, "PACKED": True, "CHUNK": 4096}
-    code = compile_kernel(matrix.matrix_copy_kernel, constants, num_warps=4)
+    code = compile_kernel(kernels.matrix_copy_kernel, constants, num_warps=4)
     assert code.widths("LDG")[16] == 8
     assert code.widths("STG")[16] == (8 if to == FP32 else 4)
     assert len(code.executed) <= 13 * 32
@@ -103,32 +105,26 @@ def test_a_row_of_one_matrix_is_copied_in_wide_stores(to):
 def test_a_copied_row_is_read_once_in_wide_loads():
     constants = {**ALIGNED, "KIND": BF16, "TO": BF16, "SCALES": False, "PACKED": True}
     constants["CHUNK"] = 4096
-    code = compile_kernel(table_kernels.table_copy_kernel, constants, num_warps=4)
+    code = compile_kernel(kernels.table_copy_kernel, constants, num_warps=4)
     assert code.widths("LDG")[16] == code.widths("STG")[16] == 4
 
 
 def test_codes_are_copied_sixteen_at_a_time():
     constants = {**ALIGNED, "CHUNK": 4096}
-    code = compile_kernel(table_kernels.table_codes_kernel, constants, num_warps=4)
+    code = compile_kernel(kernels.table_codes_kernel, constants, num_warps=4)
     assert code.widths("LDG")[16] == code.widths("STG")[16] == 2
     constants |= {"KIND": FP32, "TO": FP32, "SCALES": True, "PACKED": True, "CHUNK": 64}
-    assert compile_kernel(table_kernels.table_copy_kernel, constants, num_warps=1).executed
+    assert compile_kernel(kernels.table_copy_kernel, constants, num_warps=1).executed
 
 
 def through(source, *, per_row=False, capability=90, round_to_bf16=True):
     """`through_fp8` of a matrix, with an address of its own, and how many elements a thread has."""
-    kind = int(DTYPES[source.dtype])
-    tile = tile_of(source, per_row)
-    types = {
-        "source": f"*i{8 * source.itemsize}",
-        "out": "*i16",
-        "rows": "i32",
-        "cols": "i32",
-    }
-    constants = {**PACKED, "ROUND": round_to_bf16, "PACKED": round_to_bf16, "KIND": kind, **tile}
-    warps = constants.pop("num_warps")
-    code = compile_kernel(through_kernel, constants, capability, types=types, num_warps=warps)
-    return code, tile["HEIGHT"] * tile["WIDTH"] // (32 * warps)
+    target = torch.empty(source.shape, dtype=torch.bfloat16)
+    rounding = {"POW2": False, "ROUND": round_to_bf16}
+    constants = {**constants_of(source, target, per_row, rounding), "PACKED": round_to_bf16}
+    options = {name: constants.pop(name) for name in [*constants] if not name.isupper()}
+    code = compile_kernel(kernels.matrix_cast_kernel, constants, capability, **options)
+    return code, constants["HEIGHT"] * constants["WIDTH"] // (32 * options["num_warps"])
 
 
 @pytest.mark.parametrize("capability", [90, 100])
@@ -138,7 +134,7 @@ def test_the_cast_and_back_is_few_instructions_and_wide_accesses(dtype, shape, c
     code, elements = through(torch.empty(shape, dtype=dtype), capability=capability)
     assert elements == ELEMENTS
     assert len(code.executed) <= 14 * elements
-    assert code.registers <= 64
+    assert code.registers <= (72 if dtype == torch.float32 else 64)
     assert code.spilled == 0
     assert code.widths("LDG") == {16: elements * dtype.itemsize // 16}
     assert code.widths("STG") == {16: elements * 2 // 16}
@@ -186,11 +182,6 @@ def numbers(align, capability=90):
 ROWS = fingerprint.HEIGHT // fingerprint.WARPS  # that a thread reads
 
 
-@pytest.mark.xfail(
-    tuple(map(int, version("triton").split(".")[:2])) < (3, 8),
-    reason="Triton 3.6 gives it 255 registers and spills: three times the instructions",
-    strict=True,
-)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_a_fingerprint_is_at_most_twelve_instructions_an_element_in_wide_loads(capability):
     code = numbers(16, capability)

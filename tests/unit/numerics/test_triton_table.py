@@ -92,16 +92,16 @@ def pair_pieces(sent, shape, block_n, generator, device):
 
 def check(device, shapes):
     """The bytes of the CPU's table, from aligned memory, then from memory that is not, then again."""
+    from sglang_fp8rl.lab.testing.cast_tables import table_of
     from sglang_fp8rl.numerics.cpu.table import CpuTable
     from sglang_fp8rl.numerics.triton.table import TritonTable
-    from sglang_fp8rl.numerics.write_table import CastTable
 
     rounding = {"pow2_scale": False, "round_to_bf16": True}
     sent, pieces = pieces_on(torch.device("cpu"), shapes)
-    expected = CastTable.of(pieces)
+    expected = table_of(pieces)
     cpu_flags = CpuTable(expected, **rounding).run([t.data_ptr() for t in sent]).copy()
     gpu_sent, gpu_pieces = pieces_on(device, shapes)
-    table = TritonTable(CastTable.of(gpu_pieces), device, **rounding)
+    table = TritonTable(table_of(gpu_pieces), device, **rounding)
     ragged = [one.constants["RAGGED"] for one in table.launches if "RAGGED" in one.constants]
     assert set(ragged) == {True, False}
     for shift in (0, 8, 4):

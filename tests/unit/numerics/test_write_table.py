@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_fp8rl.lab.testing.cast_tables import table_of
 from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
 from sglang_fp8rl.numerics.cast import copy_finite_into
 from sglang_fp8rl.numerics.cpu import jit as cpu_jit
 from sglang_fp8rl.numerics.cpu import table as cpu_table
 from sglang_fp8rl.numerics.cpu.table import CpuTable
-from sglang_fp8rl.numerics.write_table import LONGEST_ROW, PIECE, CastTable, Kind, Piece
+from sglang_fp8rl.numerics.write_table import LONGEST_ROW, PIECE, Kind, Piece
 
 HIGH_PRECISION = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (128, 128), (127, 129), (300, 257), (5, 1000), (640, 384)]
@@ -64,7 +65,7 @@ class Case:
             offset = view.data_ptr() - self.sent[number].data_ptr()
             pieces.append(Piece((number, offset), view, out, scales, block))
         assert all(piece.fits() for piece in pieces)
-        table = CastTable.of(pieces)
+        table = table_of(pieces)
         defaults = {"pow2_scale": False, "round_to_bf16": True}
         runner = CpuTable(table, **{**defaults, **rounding})
         found = runner.run([sent.data_ptr() for sent in self.sent])
@@ -130,7 +131,7 @@ def test_a_table_is_run_again_on_other_memory_of_the_same_layout():
 def test_work_is_cut_into_items_that_cover_every_row_once():
     view = torch.zeros(5000, 600)
     out, scales = torch.zeros(5000, 600).to(torch.float8_e4m3fn), torch.zeros(40, 5)
-    table = CastTable.of([Piece((0, 0), view, out, scales, (128, 128))])
+    table = table_of([Piece((0, 0), view, out, scales, (128, 128))])
     items = CpuTable(table, pow2_scale=False, round_to_bf16=True)._items
     assert len(items) > 3
     assert (items[1:, 1] == items[:-1, 2]).all()
@@ -141,7 +142,7 @@ def test_work_is_cut_into_items_that_cover_every_row_once():
 
 def test_bad_pieces_are_found_from_their_flags():
     views = [torch.zeros(3, 2), torch.zeros(1, 2), torch.zeros(4, 2)]
-    table = CastTable.of([Piece((n, 0), v, v.clone()) for n, v in enumerate(views)])
+    table = table_of([Piece((n, 0), v, v.clone()) for n, v in enumerate(views)])
     flags = np.zeros(table.flag_count, np.uint8)
     assert table.bad_pieces(flags) == []
     flags[[0, 2, 7]] = 1
@@ -219,7 +220,7 @@ def test_a_number_that_rounds_to_infinity_is_not_stored(bits, is_kept):
     old = torch.full((3, 40), 5.0, dtype=torch.bfloat16)
     by_table, by_copy, wide = old.clone(), old.clone(), source.new_full((3, 40), 5.0)
     pieces = [Piece((0, 0), source, by_table), Piece((0, 0), source, wide)]
-    table = CastTable.of(pieces)
+    table = table_of(pieces)
     flags = CpuTable(table, pow2_scale=False, round_to_bf16=True).run([source.data_ptr()])
     expected = torch.where(torch.tensor([[False], [is_kept], [False]]), old, source.bfloat16())
     assert copy_finite_into(source, by_copy).tolist() == [False, is_kept, False]
