@@ -25,6 +25,7 @@ from ..wire.stages import ANSWERING, LOADING
 from .arrival.bucket import Bucket, apart, bucket_of, check_bucket
 from .arrival.update import Origin, Update
 from .extension import extensions
+from .model.constants import Constants
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
 from .model.parameters import ModelMemory, Target, set_loader, targets_of
@@ -65,6 +66,7 @@ class ModelRefit:
         self._device = next(iter(self._devices)) if len(self._devices) == 1 else None
         self.names, self.pairs = NameTable(), PairTable()
         self.derived = DerivedWeights(model)
+        self.constants = Constants(model, self.derived)
         self.report = RefitReport(self.targets.values(), self.names)
         self.recipes = RecipeStore()
         self._probe_names = probe_names

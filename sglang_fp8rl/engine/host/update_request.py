@@ -23,6 +23,7 @@ from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .metrics import observe_refit
 from .refit_end import end_request, end_stages, fail_behind
+from .weight_version import tell_version
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class _UpdateRequest:
             boundary.step(OPEN_BUFFERS.close)  # a refit that goes on brings its handles anew
         boundary.step(end_stages, update.refit, update.marks)
         fail_behind(boundary, refit, update.refit, result)
+        tell_version(refit.report.log, result)
         return result
 
     def _prepare(self) -> None:

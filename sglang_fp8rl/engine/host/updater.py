@@ -30,6 +30,7 @@ from .update_request import (
     check_selector,
     check_weights_are_there,
 )
+from .weight_version import tell_version
 
 
 class RefitUpdater(SchedulerWeightUpdaterManager):
@@ -59,11 +60,7 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
         return release_memory(super().release_memory_occupation, self, recv_req)
 
     def resume_memory_occupation(self, recv_req: Any) -> Any:
-        result = super().resume_memory_occupation(recv_req)
-        refit = refit_of(self.tp_worker.model_runner.model)
-        if refit is not None and not are_weights_released(self):
-            refit.derived.after_resume()
-        return result
+        return resume_memory(super().resume_memory_occupation, self, recv_req)
 
     # Who reads served weights gets them as they were sent.
 
@@ -137,6 +134,7 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     boundary.step(OPEN_BUFFERS.close)
     boundary.step(end_stages, ended, [began])
     fail_behind(boundary, refit, ended, result)
+    tell_version(refit.report.log, result)
     return result
 
 
@@ -160,13 +158,24 @@ def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> 
     if refit is None or is_kept or not (are_asked_for and is_paged):
         return original(request)
     boundary = Boundary(manager.tp_cpu_group)
-    boundary.step(refit.derived.before_release)
+    boundary.step(refit.constants.keep)
     result = original(request)
     boundary.step(refit.report.weights_lost)
     if not get_server_args().enable_draft_weights_cpu_backup:
         boundary.step(lose_drafts)
     # SGLang's answer to this request has no room for an error.
     fail_behind(boundary, refit, None)
+    return result
+
+
+def resume_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """`resume_memory_occupation`: what no update sends comes back with the memory of the weights."""
+    result = original(request)
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is not None and not are_weights_released(manager):
+        boundary = Boundary(manager.tp_cpu_group)
+        boundary.step(refit.constants.put_back)
+        fail_behind(boundary, refit, None)
     return result
 
 
