@@ -22,8 +22,8 @@ from ..modules.config import Fp8BlockwiseOnlineConfig
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 from ..refit import ModelRefit, refit_of
 from .flush import RefitFlushWrapper, after_flush
+from .payload import flattened_bucket
 from .status import add_routes, add_status
-from .update_request import flattened_bucket
 from .updater import RefitUpdater
 from .weight_version import with_whole_version
 
