@@ -23,6 +23,13 @@ from sglang_fp8rl.wire.bucket import serialize
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 
+WIRES = {
+    "one-tensor-per-call": {"bucket_bytes": 1},
+    "buckets": {"bucket_bytes": 1 << 20},
+    "one-bucket": {"bucket_bytes": 1 << 40},
+}
+SMALL_BUCKETS = {"bucket_bytes": 300_000}
+
 
 def shuffled(tensors):
     tensors = list(tensors)

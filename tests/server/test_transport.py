@@ -16,6 +16,10 @@ from sglang_fp8rl.wire.staging import COUNT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 
+STAGES = {
+    "opening_handles", "load_weights", "waiting_for_reads", "flushing", "answering", "between_requests",
+}  # fmt: skip
+
 
 def mapped(case: Served) -> int:
     """Most files of shared memory with tensors that one of the server's processes has mapped."""
