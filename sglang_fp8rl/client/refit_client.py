@@ -118,15 +118,15 @@ class RefitClient:
         refit.send(named_tensors, bucket_bytes, on_bucket)
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()  # the server has let go of the buffers
-        refit.mark("proving")
+        refit.marks.begin("proving")
         unproven: Mapping[str, str] = {}
         if numbers is not None:
             found = compare(self.fingerprint(), numbers.fingerprint("the trainer"), partial=True)
             found.check(f"what {self.url} serves")
             unproven = found.unproven
-        refit.mark("finishing")
+        refit.marks.begin("finishing")
         is_flushed = refit.finish(flush_timeout)
-        refit.mark("answered")
+        refit.marks.begin("answered")
         result = UpdateResult(
             refit.tensors,
             refit.nbytes,

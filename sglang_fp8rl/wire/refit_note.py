@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import RefitError
 
-KEY, _VERSION = "fp8rl_refit", "fp8rl_version"
+KEY = "fp8rl_refit"
 ALL, PARTIAL = "all", "partial"
 
 
@@ -71,21 +71,3 @@ def note_of(rid: Any) -> RefitNote | None:
             f"a note is {{{KEY!r}: {{'id': text, 'version': text, 'extent': 'all' or 'partial'}}}}",
             "docs/reliability.md has its format; nothing of this request was looked at.",
         ) from error
-
-
-def with_version(rid: str | None, version: str) -> str:
-    """A `rid` that says, beside a note that it has, what the weights of this request are to be called."""
-    try:
-        note = note_of(rid)
-    except RefitError:
-        return str(rid)  # it is refused where it is read
-    content = {} if note is None else json.loads(note.to_text())
-    return json.dumps({_VERSION: version} | content)
-
-
-def version_of(rid: Any) -> str | None:
-    """What `with_version` put there; None if it did not."""
-    if not isinstance(rid, str) or not rid.startswith("{") or _VERSION not in rid:
-        return None
-    version = json.loads(rid).get(_VERSION)
-    return version if isinstance(version, str) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -50,10 +49,10 @@ def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **k
         return True, "Success"
     finally:
         if is_staged:
-            marks = [] if refit is None else refit.calls.update.marks
-            marks.append((stages.WAITING_FOR_READS, perf_counter()))
+            marks = stages.Marks() if refit is None else refit.calls.update.marks
+            marks.begin(stages.WAITING_FOR_READS)
             wait_for_reads(flat)
-            marks.append((stages.ANSWERING, perf_counter()))
+            marks.begin(stages.ANSWERING)
 
 
 def not_read(subject: str, error: Exception) -> RefitError:

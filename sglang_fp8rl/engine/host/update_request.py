@@ -6,22 +6,19 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from ...errors import Fp8RlError, HostError, RefitError, as_text
 from ...wire import stages
-from ...wire.refit_note import note_of, version_of
-from ...wire.staging import OPEN_BUFFERS
+from ...wire.refit_note import note_of
 from ..arrival.update import Origin, Update
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
-from .metrics import observe_refit
 from .payload import check_load_format, not_read
-from .refit_end import end_request, end_stages, fail_behind
-from .weight_version import tell_version
+from .refit_end import finish
+from .weight_version import apart_from_versions
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +47,8 @@ def answer_update(origin: Origin, host: Any, manager: Any, request: Any) -> Any:
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None:
         return getattr(host, f"update_weights_from_{origin.value}")(request)
-    update = Update(origin, marks=[(stages.ANSWERING, perf_counter())])
+    update = Update(origin)
+    update.marks.begin(stages.ANSWERING)
     with refit.during(update), collector_paused():
         return _UpdateRequest(update, host, manager, request, refit).answer()
 
@@ -79,31 +77,19 @@ class _UpdateRequest:
         if boundary.errors or result is None:
             texts = [] if result is None or result.success else [result.message]
             result = _failed(update.origin, " | ".join([*texts, *boundary.errors]))
-        end_request(boundary, manager, refit, update, result, is_asked=is_asked)
-        if is_asked:
-            for extension in refit.extensions:
-                boundary.step(extension.end_request, was_flushed=bool(update.cache_flushed))
-        call, success = update.origin.value, result.success
-        boundary.step(observe_refit, manager, refit, call=call, success=success)
-        if update.is_last_call or not success:
-            boundary.step(OPEN_BUFFERS.close)  # a refit that goes on brings its handles anew
-        boundary.step(end_stages, update.refit, update.marks)
-        fail_behind(boundary, refit, update.refit, result)
-        tell_version(refit.report.log, result)
-        return result
+        return finish(boundary, manager, refit, update, result, is_asked=is_asked)
 
     def _prepare(self) -> None:
         """All that may refuse the request or raise before SGLang, whose ranks wait for each other."""
         manager, request, refit, update = self._manager, self._request, self._refit, self._update
-        version = getattr(request, "weight_version", None)
-        if version is None:
-            version = version_of(getattr(request, "rid", None))
+        rid, versions = apart_from_versions(getattr(request, "rid", None))
+        version = getattr(request, "weight_version", None) or next(iter(versions), None)
         update.version = None if version is None else as_text(version)
         update.in_session = getattr(manager, "_session", None) is not None
         # A client without sessions marks its last bucket by asking for the cache flush.
         update.is_last_call = getattr(request, "flush_cache", True)
         update.touches_target = getattr(request, "selector", "all") != "draft"
-        update.note = note_of(getattr(request, "rid", None))
+        update.note = note_of(rid)
         check_request(manager, request)
         refit.wait_for_device()
         around, dtype = self._around, torch.get_default_dtype()
@@ -135,7 +121,7 @@ class _UpdateRequest:
 
     def _ask(self) -> Any:
         origin = self._update.origin
-        self._update.marks.append((stages.OPENING_HANDLES, perf_counter()))
+        self._update.marks.begin(stages.OPENING_HANDLES)
         return self._boundary.asked(
             getattr(self._host, f"update_weights_from_{origin.value}"),
             self._request,
@@ -254,9 +240,9 @@ def _flush_watched(manager: Any, update: Update) -> Iterator[None]:
     flush = manager.flush_cache
 
     def flush_cache(*args: Any, **kwargs: Any) -> bool:
-        update.marks.append((stages.FLUSHING, perf_counter()))
+        update.marks.begin(stages.FLUSHING)
         update.cache_flushed = bool(flush(*args, **kwargs))
-        update.marks.append((stages.ANSWERING, perf_counter()))
+        update.marks.begin(stages.ANSWERING)
         return update.cache_flushed
 
     manager.flush_cache = flush_cache

@@ -7,30 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from time import perf_counter
 from typing import Any
 
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-from ...compat import SESSIONS_SINCE, host_version
+from ...compat import HAS_SESSIONS
 from ...errors import RefitError
 from ...wire.refit_note import note_of
 from ...wire.stages import ANSWERING
-from ...wire.staging import OPEN_BUFFERS
 from ..arrival.update import Origin, Update
 from ..model.draft import lose_drafts
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
-from .metrics import observe_refit
-from .refit_end import end_request, end_stages, fail_behind
+from .refit_end import fail_behind, finish
 from .update_request import (
     answer_update,
     are_weights_released,
     check_selector,
     check_weights_are_there,
 )
-from .weight_version import tell_version
 
 
 class RefitUpdater(SchedulerWeightUpdaterManager):
@@ -48,7 +44,7 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
     def update_weights_from_ipc(self, recv_req: Any) -> Any:
         return answer_update(Origin.IPC, super(), self, recv_req)
 
-    if (host_version() or SESSIONS_SINCE) >= SESSIONS_SINCE:
+    if HAS_SESSIONS:
 
         def begin_weight_update(self, recv_req: Any) -> Any:
             return begin_session(super().begin_weight_update, self, recv_req)
@@ -113,7 +109,8 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None or manager._session is None:
         return original(request)
-    began = (ANSWERING, perf_counter())
+    update = Update(Origin.TENSOR, in_session=True, ends_session=True)
+    update.marks.begin(ANSWERING)
     boundary, around = Boundary(manager.tp_cpu_group), ExitStack()
     boundary.step(_prepare_end, manager, refit, around)
     errors = boundary.failures()
@@ -125,17 +122,7 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     if result is None:
         text = " | ".join(boundary.errors)
         result = io_struct.EndWeightUpdateReqOutput(success=False, message=text)
-    update = Update(Origin.TENSOR, in_session=True, ends_session=True)
-    ended = end_request(boundary, manager, refit, update, result)
-    refit.report.log.session = None  # it is over, whatever was raised there
-    for extension in refit.extensions:
-        boundary.step(extension.end_session, manager)
-    boundary.step(observe_refit, manager, refit)
-    boundary.step(OPEN_BUFFERS.close)
-    boundary.step(end_stages, ended, [began])
-    fail_behind(boundary, refit, ended, result)
-    tell_version(refit.report.log, result)
-    return result
+    return finish(boundary, manager, refit, update, result)
 
 
 def _prepare_end(manager: Any, refit: ModelRefit, around: ExitStack) -> None:

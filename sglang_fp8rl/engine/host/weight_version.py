@@ -1,7 +1,7 @@
 """SGLang's `weight_version` moves when a refit is whole, not with its first bucket.
 
-SGLang takes the version of every call that succeeds. Here it goes to the scheduler out of SGLang's sight, in `rid`, and
-comes back at the end of the answer's message where the refit that it names was the last step to weights of one piece.
+SGLang takes the version of every call that succeeds. Here it goes to the scheduler out of SGLang's sight, behind `rid`,
+and comes back behind the answer's message where the refit that it names was the last step to weights of one piece.
 """
 
 from __future__ import annotations
@@ -12,17 +12,27 @@ from collections.abc import Callable
 from typing import Any
 
 from ...config import QUANTIZATION_METHOD
-from ...wire.refit_note import with_version
 from ..report.law import RefitLog
 
-_MOVED = re.compile("\x1ffp8rl-version:(.*?)\x1f")  # JSON has no such character within
+_SAID = re.compile("\x1ffp8rl-version:(.*?)\x1f")  # JSON has no such character within
+
+
+def with_version(text: str | None, version: str) -> str:
+    """A request's `rid`, or an answer's message, that says beside all else what weights are called."""
+    return f"{text or ''}\x1ffp8rl-version:{json.dumps(version)}\x1f"
+
+
+def apart_from_versions(text: Any) -> tuple[Any, list[str]]:
+    """Such a text as it was, and the versions that it says: of an answer, one of each replica that moved."""
+    if not isinstance(text, str):
+        return text, []
+    return _SAID.sub("", text), [json.loads(one) for one in _SAID.findall(text)]
 
 
 def tell_version(log: RefitLog, result: Any) -> None:
-    """In each scheduler, when nothing can fail any more: say once what the weights are called that are served now."""
+    """In each scheduler, at the end of a request: say once what the weights are called that are served now."""
     if log.moved_to is not None:
-        result.message += f"\x1ffp8rl-version:{json.dumps(log.moved_to)}\x1f"
-        log.moved_to = None
+        result.message, log.moved_to = with_version(result.message, log.moved_to), None
 
 
 async def with_whole_version(
@@ -35,10 +45,9 @@ async def with_whole_version(
     if version is not None:
         request.rid, request.weight_version = with_version(request.rid, version), None
     success, message, *more = await original(manager, request, *args, **kw)
-    moved, message = _MOVED.findall(message), _MOVED.sub("", message)
+    message, moved = apart_from_versions(message)
     # Replicas that differ are of no version; one that was left behind fails the answer of them all.
     if len(set(moved)) == 1 and (success or len(moved) == manager.server_args.dp_size):
-        version = json.loads(moved[0])
-        manager._update_weight_version_if_provided(version)
-        message += f" Weight version updated to {version}."
+        manager._update_weight_version_if_provided(moved[0])
+        message += f" Weight version updated to {moved[0]}."
     return (success, message, *more)

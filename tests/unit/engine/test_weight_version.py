@@ -10,8 +10,13 @@ import pytest
 pytest.importorskip("sglang")
 
 from sglang_fp8rl.config import QUANTIZATION_METHOD
-from sglang_fp8rl.engine.host.weight_version import tell_version, with_whole_version
-from sglang_fp8rl.wire.refit_note import version_of
+from sglang_fp8rl.engine.host.weight_version import (
+    apart_from_versions,
+    tell_version,
+    with_version,
+    with_whole_version,
+)
+from sglang_fp8rl.wire.refit_note import RefitNote, note_of
 
 
 class Manager:
@@ -52,7 +57,8 @@ def test_a_version_comes_back_as_it_was_sent_and_nothing_of_how_is_seen(version)
     )
     assert (manager.version, success, paused) == (version, True, 0)
     assert message == f"Success Weight version updated to {version}."
-    assert (version_of(request.rid), request.weight_version) == (version, None)
+    assert apart_from_versions(request.rid) == ("", [version])
+    assert request.weight_version is None
 
 
 def test_an_update_that_is_not_whole_leaves_the_version():
@@ -93,3 +99,18 @@ def test_replicas_that_agree_are_of_that_version():
         "Success | Success Weight version updated to 8.",
         [0, 0],
     )
+
+
+@pytest.mark.parametrize(
+    "rid", [None, "", "a request", "{", RefitNote("a", "step-1", "all").to_text()]
+)
+@pytest.mark.parametrize("version", ["7", "", 'a "version"'])
+def test_a_version_goes_beside_whatever_a_request_is_called(rid, version):
+    found, versions = apart_from_versions(with_version(rid, version))
+    assert (found, versions) == (rid or "", [version])
+    assert note_of(found) == note_of(rid)
+
+
+@pytest.mark.parametrize("rid", [None, "", '{"other": 1}', ["a", "b"]])
+def test_any_other_request_has_no_version(rid):
+    assert apart_from_versions(rid) == (rid, [])
