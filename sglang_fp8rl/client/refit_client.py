@@ -118,15 +118,15 @@ class RefitClient:
         refit.send(named_tensors, bucket_bytes, on_bucket)
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()  # the server has let go of the buffers
-        refit.marks.begin("proving")
+        refit.mark("proving")
         unproven: Mapping[str, str] = {}
         if numbers is not None:
             found = compare(self.fingerprint(), numbers.fingerprint("the trainer"), partial=True)
             found.check(f"what {self.url} serves")
             unproven = found.unproven
-        refit.marks.begin("finishing")
+        refit.mark("finishing")
         is_flushed = refit.finish(flush_timeout)
-        refit.marks.begin("answered")
+        refit.mark("answered")
         result = UpdateResult(
             refit.tensors,
             refit.nbytes,

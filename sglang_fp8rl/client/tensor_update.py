@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
 from typing import Any
 
 from ..errors import NoAnswerError, RefitError
@@ -13,7 +14,7 @@ from ..wire import layout_text
 from ..wire.bucket import NamedTensor, Payload, buckets_of, payload_of
 from ..wire.plan import STATUS_PATH
 from ..wire.refit_note import RefitNote
-from ..wire.stages import Marks
+from ..wire.stages import Mark
 from ..wire.staging import StagingBuffers, default_bucket_bytes
 from .connection import Connection
 
@@ -47,7 +48,11 @@ class TensorUpdate:
         self._connection, self._note = connection, note
         self._is_flush_refused = False
         self.tensors = self.nbytes = self.buckets = 0
-        self.marks = Marks()
+        self.marks: list[Mark] = []
+
+    def mark(self, stage: str) -> None:
+        """From now on the time is that stage's."""
+        self.marks.append((stage, perf_counter()))
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -88,7 +93,7 @@ class TensorUpdate:
     ) -> None:
         """Send all of them in a session, a bucket being made while the server has the one before; args as
         `RefitClient.update`. Raises `RefitError` where the server refuses, or there is nothing to send."""
-        self.marks.begin("taking_tensors")
+        self.mark("taking_tensors")
         tensors = iter(named_tensors)
         head = list(itertools.islice(tensors, 1))
         if not head:  # no session is opened for nothing
@@ -105,13 +110,13 @@ class TensorUpdate:
                 on_bucket(self.tensors, self.nbytes)
 
         del head  # no tensor is kept behind its bucket
-        self.marks.begin("session")
+        self.mark("session")
         with self.session(), ThreadPoolExecutor(1) as poster:
             staging = StagingBuffers() if self.is_ours else None
             answer: Any = None
-            self.marks.begin("taking_tensors")
+            self.mark("taking_tensors")
             for bucket, is_last in buckets:
-                self.marks.begin("filling")
+                self.mark("filling")
                 if staging is not None:
                     staging.least = 0 if is_last else self.bucket_bytes
                 payload = payload_of(
@@ -119,18 +124,18 @@ class TensorUpdate:
                     self._tp_size,
                     self.is_ours,
                     staging,
-                    on_filled=lambda: self.marks.begin("making_handles"),
+                    on_filled=lambda: self.mark("making_handles"),
                 )
                 del bucket  # the tensors of the next one take its place
-                self.marks.begin("waiting")
+                self.mark("waiting")
                 if answer is not None:
                     answer.result()
                 if is_last:  # nothing is made meanwhile
                     post(payload, is_last)
                 else:
                     answer = poster.submit(post, payload, is_last)
-                self.marks.begin("taking_tensors")
-            self.marks.begin("session")
+                self.mark("taking_tensors")
+            self.mark("session")
 
     def post(self, texts: list[str], is_last: bool) -> None:
         """One bucket, in the session; the last one asks for the flush. Raises `RefitError` if it was refused;

@@ -11,6 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ class ModelRefit:
             # What is queued at its end (halves that are kept) reads memory that the sender fills again.
             behind.callback(self.wait_for_device)
             origin, marks = call.update.origin, call.update.marks
-            marks.begin(LOADING)
+            marks.append((LOADING, perf_counter()))
             may_replay = origin.may_replay and self.options.replay and not (args or kw)
             bucket, recipe = self._arrived(weights, may_replay=may_replay)
             self.calls.expect(call, bucket, recipe.brings if recipe is not None else None)
@@ -175,7 +176,7 @@ class ModelRefit:
                 self.derived.refresh(bucket.names)
         if call.recording is not None:
             learn(self.recipes, call.recording, self.report, call, self.options)
-        marks.begin(ANSWERING)
+        marks.append((ANSWERING, perf_counter()))
         return result
 
     def _check_copies(self) -> None:

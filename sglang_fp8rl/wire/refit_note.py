@@ -7,12 +7,14 @@ needs no endpoint of its own. docs/reliability.md has the format.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import RefitError
 
 KEY = "fp8rl_refit"
+_SAID = re.compile("\x1ffp8rl-version:(.*?)\x1f")  # JSON has no such character within
 ALL, PARTIAL = "all", "partial"
 
 
@@ -71,3 +73,15 @@ def note_of(rid: Any) -> RefitNote | None:
             f"a note is {{{KEY!r}: {{'id': text, 'version': text, 'extent': 'all' or 'partial'}}}}",
             "docs/reliability.md has its format; nothing of this request was looked at.",
         ) from error
+
+
+def with_version(text: str | None, version: str) -> str:
+    """A request's `rid`, or an answer's message, that says beside all else what weights are called."""
+    return f"{text or ''}\x1ffp8rl-version:{json.dumps(version)}\x1f"
+
+
+def apart_from_versions(text: Any) -> tuple[Any, list[str]]:
+    """Such a text as it was, and the versions that it says: of an answer, one of each replica that moved."""
+    if not isinstance(text, str):
+        return text, []
+    return _SAID.sub("", text), [json.loads(one) for one in _SAID.findall(text)]

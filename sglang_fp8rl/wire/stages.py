@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
-from time import perf_counter
 
 Mark = tuple[str, float]  # a stage, and when it began: by `time.perf_counter`
 
@@ -15,14 +14,6 @@ WAITING_FOR_READS = "waiting_for_reads"
 FLUSHING = "flushing"
 ANSWERING = "answering"  # all else between a request and its answer
 BETWEEN_REQUESTS = "between_requests"
-
-
-class Marks(list[Mark]):
-    """When each stage of one request, or of a client's refit, began."""
-
-    def begin(self, stage: str) -> None:
-        """Count the time as that stage's from now on."""
-        self.append((stage, perf_counter()))
 
 
 def seconds_by_stage(marks: Iterable[Mark]) -> dict[str, float]:

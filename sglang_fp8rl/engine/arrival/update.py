@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...wire.refit_note import RefitNote
-from ...wire.stages import Marks
+from ...wire.stages import Mark
 
 
 class Origin(Enum):
@@ -63,7 +63,7 @@ class Update:
     calls: int = 0
     refit: Any = None
     cache_flushed: bool | None = None
-    marks: Marks = field(default_factory=Marks)
+    marks: list[Mark] = field(default_factory=list)
 
     @property
     def keeps_halves(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -49,10 +50,10 @@ def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **k
         return True, "Success"
     finally:
         if is_staged:
-            marks = stages.Marks() if refit is None else refit.calls.update.marks
-            marks.begin(stages.WAITING_FOR_READS)
+            marks = [] if refit is None else refit.calls.update.marks
+            marks.append((stages.WAITING_FOR_READS, perf_counter()))
             wait_for_reads(flat)
-            marks.begin(stages.ANSWERING)
+            marks.append((stages.ANSWERING, perf_counter()))
 
 
 def not_read(subject: str, error: Exception) -> RefitError:

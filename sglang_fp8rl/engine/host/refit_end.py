@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from ...errors import RefitError, listed
+from ...wire.refit_note import apart_from_versions
 from ...wire.stages import BETWEEN_REQUESTS
 from ...wire.staging import OPEN_BUFFERS
 from ..arrival.update import Origin, Update
@@ -21,7 +23,7 @@ from ..report.refit_record import Outcome, Refit, Verdict
 from .boundary import Boundary
 from .flush import clear_stored_cache
 from .metrics import observe_refit
-from .weight_version import apart_from_versions, tell_version
+from .weight_version import tell_version
 
 _NOTHING_SEEN = RefitError(
     "the update",
@@ -77,8 +79,8 @@ def finish(
     if update.is_last_call or not result.success:
         boundary.step(OPEN_BUFFERS.close)  # a refit that goes on brings its handles anew
     if ended is not None:
-        update.marks.begin(BETWEEN_REQUESTS)
-        boundary.step(ended.add_stages, update.marks)
+        marks = [*update.marks, (BETWEEN_REQUESTS, perf_counter())]
+        boundary.step(ended.add_stages, marks)
     boundary.step(tell_version, refit.report.log, result)
     fail_behind(boundary, refit, ended, result)
     return result

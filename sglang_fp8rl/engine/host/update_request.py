@@ -6,19 +6,19 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from ...errors import Fp8RlError, HostError, RefitError, as_text
 from ...wire import stages
-from ...wire.refit_note import note_of
+from ...wire.refit_note import apart_from_versions, note_of
 from ..arrival.update import Origin, Update
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .payload import check_load_format, not_read
 from .refit_end import finish
-from .weight_version import apart_from_versions
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,7 @@ def answer_update(origin: Origin, host: Any, manager: Any, request: Any) -> Any:
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None:
         return getattr(host, f"update_weights_from_{origin.value}")(request)
-    update = Update(origin)
-    update.marks.begin(stages.ANSWERING)
+    update = Update(origin, marks=[(stages.ANSWERING, perf_counter())])
     with refit.during(update), collector_paused():
         return _UpdateRequest(update, host, manager, request, refit).answer()
 
@@ -121,7 +120,7 @@ class _UpdateRequest:
 
     def _ask(self) -> Any:
         origin = self._update.origin
-        self._update.marks.begin(stages.OPENING_HANDLES)
+        self._update.marks.append((stages.OPENING_HANDLES, perf_counter()))
         return self._boundary.asked(
             getattr(self._host, f"update_weights_from_{origin.value}"),
             self._request,
@@ -240,9 +239,9 @@ def _flush_watched(manager: Any, update: Update) -> Iterator[None]:
     flush = manager.flush_cache
 
     def flush_cache(*args: Any, **kwargs: Any) -> bool:
-        update.marks.begin(stages.FLUSHING)
+        update.marks.append((stages.FLUSHING, perf_counter()))
         update.cache_flushed = bool(flush(*args, **kwargs))
-        update.marks.begin(stages.ANSWERING)
+        update.marks.append((stages.ANSWERING, perf_counter()))
         return update.cache_flushed
 
     manager.flush_cache = flush_cache

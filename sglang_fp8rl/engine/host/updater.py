@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from time import perf_counter
 from typing import Any
 
 from sglang.srt.managers import io_struct
@@ -109,8 +110,8 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None or manager._session is None:
         return original(request)
-    update = Update(Origin.TENSOR, in_session=True, ends_session=True)
-    update.marks.begin(ANSWERING)
+    marks = [(ANSWERING, perf_counter())]
+    update = Update(Origin.TENSOR, in_session=True, ends_session=True, marks=marks)
     boundary, around = Boundary(manager.tp_cpu_group), ExitStack()
     boundary.step(_prepare_end, manager, refit, around)
     errors = boundary.failures()

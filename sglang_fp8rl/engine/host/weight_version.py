@@ -6,27 +6,12 @@ and comes back behind the answer's message where the refit that it names was the
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from typing import Any
 
 from ...config import QUANTIZATION_METHOD
+from ...wire.refit_note import apart_from_versions, with_version
 from ..report.law import RefitLog
-
-_SAID = re.compile("\x1ffp8rl-version:(.*?)\x1f")  # JSON has no such character within
-
-
-def with_version(text: str | None, version: str) -> str:
-    """A request's `rid`, or an answer's message, that says beside all else what weights are called."""
-    return f"{text or ''}\x1ffp8rl-version:{json.dumps(version)}\x1f"
-
-
-def apart_from_versions(text: Any) -> tuple[Any, list[str]]:
-    """Such a text as it was, and the versions that it says: of an answer, one of each replica that moved."""
-    if not isinstance(text, str):
-        return text, []
-    return _SAID.sub("", text), [json.loads(one) for one in _SAID.findall(text)]
 
 
 def tell_version(log: RefitLog, result: Any) -> None:

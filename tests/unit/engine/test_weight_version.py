@@ -10,13 +10,8 @@ import pytest
 pytest.importorskip("sglang")
 
 from sglang_fp8rl.config import QUANTIZATION_METHOD
-from sglang_fp8rl.engine.host.weight_version import (
-    apart_from_versions,
-    tell_version,
-    with_version,
-    with_whole_version,
-)
-from sglang_fp8rl.wire.refit_note import RefitNote, note_of
+from sglang_fp8rl.engine.host.weight_version import tell_version, with_whole_version
+from sglang_fp8rl.wire.refit_note import RefitNote, apart_from_versions, note_of, with_version
 
 
 class Manager:
