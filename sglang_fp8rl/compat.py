@@ -58,24 +58,23 @@ def host_named() -> str:
 
 def check_host() -> list[str]:
     """Why this SGLang can't be served with; empty if it can. Cheap: imports no SGLang."""
-    found, remedy = (
-        installed("sglang"),
-        "install one of these, or a sglang-fp8rl that supports yours",
-    )
+    found = installed("sglang")
+    remedy = "install one of these, or a sglang-fp8rl that supports yours"
     if found is not None and not _is_release(found):
         remedy += f"; or set {HOST_VERSION_VARIABLE} to the release that this build was made from"
     wrong = _wrong_variable(found, os.environ.get(HOST_VERSION_VARIABLE))
-    return wrong or _outside("sglang", host_version(), OLDEST, NEWEST_EXCLUDED, remedy)
+    return wrong or check_version("sglang", OLDEST, NEWEST_EXCLUDED, remedy, host_version())
 
 
-def check_version(package: str, oldest: Version, end: Version, remedy: str) -> list[str]:
-    """Why the installed version of a package is not supported; empty if it is. Imports nothing of it."""
-    return _outside(package, release_of(installed(package)), oldest, end, remedy)
-
-
-def _outside(
-    package: str, release: Version | None, oldest: Version, end: Version, remedy: str
+def check_version(
+    package: str, oldest: Version, end: Version, remedy: str, release: Version | None = None
 ) -> list[str]:
+    """Why the installed version of a package is not supported; empty if it is. Imports nothing of it.
+
+    Args:
+        release: that it counts as; what it says itself if None.
+    """
+    release = release or release_of(installed(package))
     if release is not None and oldest <= release < end:
         return []
     found = _named(package, release) + (" is outside the range" if release else "")
@@ -106,3 +105,7 @@ def _wrong_variable(found: str | None, said: str | None) -> list[str]:
     else:
         return []
     return [str(HostError(HOST_VERSION_VARIABLE, repr(said), rule, "Correct it, or unset it."))]
+
+
+# Since then updates outside of `begin_weight_update` … `end_weight_update` are refused.
+HAS_SESSIONS = (host_version() or SESSIONS_SINCE) >= SESSIONS_SINCE

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sglang_fp8rl.terminal import FOUND_WRONG, console, errors_told
+from sglang_fp8rl.lab.terminal import FOUND_WRONG, console, errors_told
 
 from .arms import chosen
 from .fetch import fetch

@@ -157,7 +157,7 @@ def main(
             for name, flags in (("BF16", []), ("weights as served", ["--as-served"])):
                 recorder = Recorder(server.url)
                 url = f"http://127.0.0.1:{recorder.server_port}"
-                command = [sys.executable, "-c", "from sglang_fp8rl.cli import app; app()"]
+                command = [sys.executable, "-c", "from sglang_fp8rl.lab.cli import app; app()"]
                 command += ["mismatch", "--url", url, "--model", str(folder), "--json"]
                 command += ["--prompts", str(asked), "--max-new-tokens", str(answer_tokens), *flags]
                 said = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout

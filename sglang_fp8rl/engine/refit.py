@@ -26,6 +26,7 @@ from .arrival.sent_tensors import SourceIndex
 from .arrival.update import Origin, Update
 from .extension import extensions
 from .interception import Write
+from .model.constants import Constants
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
 from .model.parameters import (
@@ -74,6 +75,7 @@ class ModelRefit:
         self._device = next(iter(self._devices)) if len(self._devices) == 1 else None
         self.names, self.pairs = NameTable(), PairTable()
         self.derived = DerivedWeights(model)
+        self.constants = Constants(model, self.derived)
         self.report = RefitReport(self.targets.values(), self.names)
         self.recipes = RecipeStore()
         self._probe_names = probe_names

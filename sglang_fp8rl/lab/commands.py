@@ -13,15 +13,15 @@ import typer
 
 from .. import __version__
 from ..errors import ConfigError
-from ..terminal import (
+from .eval.aime import eval_aime
+from .eval.mismatch import check_plot_path, mismatch
+from .terminal import (
     FOUND_WRONG,
     INTERRUPTED,
     JsonFlag,
     console,
     errors_told,
 )
-from .eval.aime import eval_aime
-from .eval.mismatch import check_plot_path, mismatch
 
 OptionsText = Annotated[
     str, typer.Option(help='As in quantization_config, e.g. \'{"misaligned": "bf16"}\'.')

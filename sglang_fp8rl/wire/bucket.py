@@ -2,7 +2,8 @@
 
 It is what SGLang's own `MultiprocessingSerializer` reads: a `ForkingPickler` stream in base64 that
 holds handles, not the weights. Server and client therefore run on one machine. A handle of CUDA memory
-names its GPU by UUID: each process may number the GPUs as it likes, and see others.
+names its GPU by UUID, as SGLang's own clients write it: each process numbers the GPUs that it sees from 0, and a
+trainer's actor under Ray sees one of them.
 
 A server of this package reads the layout of a flattened bucket as one string (`layout_text`). Any
 other reads SGLang's metadata by attribute, so sglang is not imported.
@@ -14,19 +15,20 @@ import base64
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.multiprocessing
+from torch.multiprocessing import reductions
 
 from ..errors import RefitError
 from . import layout_text
-from .handles import HandlePickler
 from .shared_memory import allocate, shared_by_file_name
 from .staging import FLAT, StagingBuffers
 
 NamedTensor = tuple[str, torch.Tensor]
+DEVICE = 6  # which argument of `reductions.rebuild_cuda_tensor` is the GPU's number
 _ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
 
 
@@ -48,6 +50,29 @@ def flatten(
         # A receiver waits for the sender's stream where it opens a handle, and not where it has one open still.
         torch.get_device_module(device).current_stream(device).synchronize()
     return flat, metadata
+
+
+class HandlePickler(ForkingPickler):
+    """Pickles a CUDA tensor as a handle that any process of this machine can open that sees its GPU."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            return by_uuid(reductions.reduce_tensor(value), uuid_of)
+        return NotImplemented
+
+
+def by_uuid(
+    reduced: tuple[Callable[..., Any], tuple], uuid_of: Callable[[int], str]
+) -> tuple[Callable[..., Any], tuple]:
+    """What torch made of a CUDA tensor, with a UUID for the GPU's number; one that has it already stays."""
+    rebuild, arguments = reduced
+    number = arguments[DEVICE]
+    named = uuid_of(number) if isinstance(number, int) else number
+    return rebuild, (*arguments[:DEVICE], named, *arguments[DEVICE + 1 :])
+
+
+def uuid_of(number: int) -> str:
+    return str(torch.cuda.get_device_properties(number).uuid)
 
 
 def serialize(value: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from operator import index
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,39 +53,20 @@ def from_text(text: str) -> list[SimpleNamespace]:
     """The tensors of `to_text`; raises `RefitError` for any other text. Where they lie is not checked here."""
     try:
         table = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _unreadable(repr(text[:80]), f"it is JSON ({error})") from error
-    if not isinstance(table, dict) or table.get("version") != VERSION:
-        raise _unreadable(repr(text[:80]), f"this server reads a layout of version {VERSION}")
-    columns: list[Any] = [table.get(name) for name in _COLUMNS]
-    lengths = [len(column) if isinstance(column, list) else None for column in columns]
-    if None in lengths or len(set(lengths)) != 1:
-        found = ", ".join(f"{n} of {name}" for n, name in zip(lengths, _COLUMNS, strict=True))
-        raise _unreadable(found, "each tensor has a name, a shape, a dtype, a start and an end")
-    names, shapes, dtypes, starts, ends = columns
-    sides = [side for shape in shapes if type(shape) is list for side in shape]
-    if not (_are(str, names + dtypes) and _are(list, shapes) and _are(int, starts + ends + sides)):
-        raise _unreadable(
-            repr(text[:80]),
-            "names and dtypes are text, shapes are lists of whole numbers, so are starts and ends",
-        )
-    unknown = set(dtypes) - DTYPES.keys()
-    if unknown:
-        raise _unreadable(f"dtypes {sorted(unknown)}", f"known dtypes are {sorted(DTYPES)}")
-    return [
-        flat_tensor(name, torch.Size(shape), DTYPES[dtype], start, end)
-        for name, shape, dtype, start, end in zip(*columns, strict=True)
-    ]
-
-
-def _are(kind: type, values: list[Any]) -> bool:
-    return set(map(type, values)) <= {kind}
-
-
-def _unreadable(value: str, rule: str) -> RefitError:
-    return RefitError(
-        "the layout of a flattened bucket",
-        value,
-        rule,
-        "Make the bucket with RefitClient of the server's version; nothing of it was read.",
-    )
+        if table["version"] != VERSION:
+            raise ValueError(f"version {table['version']!r}")
+        "".join(table["names"])  # all of them are text
+        return [
+            flat_tensor(name, torch.Size(shape), DTYPES[dtype], index(start), index(end))
+            for name, shape, dtype, start, end in zip(
+                *(table[column] for column in _COLUMNS), strict=True
+            )
+        ]
+    except (ValueError, TypeError, KeyError) as error:
+        raise RefitError(
+            "the layout of a flattened bucket",
+            f"{text[:80]!r} ({type(error).__name__}: {error})",
+            f"it is JSON of version {VERSION}: for each tensor a name, a shape (a list of whole numbers), a known "
+            f"dtype ({', '.join(DTYPES)}), and as whole numbers a start and an end",
+            "Make the bucket with RefitClient of the server's version; nothing of it was read.",
+        ) from error

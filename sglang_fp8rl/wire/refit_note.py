@@ -7,12 +7,14 @@ needs no endpoint of its own. docs/reliability.md has the format.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import RefitError
 
-KEY, _VERSION = "fp8rl_refit", "fp8rl_version"
+KEY = "fp8rl_refit"
+_SAID = re.compile("\x1ffp8rl-version:(.*?)\x1f")  # JSON has no such character within
 ALL, PARTIAL = "all", "partial"
 
 
@@ -73,19 +75,13 @@ def note_of(rid: Any) -> RefitNote | None:
         ) from error
 
 
-def with_version(rid: str | None, version: str) -> str:
-    """A `rid` that says, beside a note that it has, what the weights of this request are to be called."""
-    try:
-        note = note_of(rid)
-    except RefitError:
-        return str(rid)  # it is refused where it is read
-    content = {} if note is None else json.loads(note.to_text())
-    return json.dumps({_VERSION: version} | content)
+def with_version(text: str | None, version: str) -> str:
+    """A request's `rid`, or an answer's message, that says beside all else what weights are called."""
+    return f"{text or ''}\x1ffp8rl-version:{json.dumps(version)}\x1f"
 
 
-def version_of(rid: Any) -> str | None:
-    """What `with_version` put there; None if it did not."""
-    if not isinstance(rid, str) or not rid.startswith("{") or _VERSION not in rid:
-        return None
-    version = json.loads(rid).get(_VERSION)
-    return version if isinstance(version, str) else None
+def apart_from_versions(text: Any) -> tuple[Any, list[str]]:
+    """Such a text as it was, and the versions that it says: of an answer, one of each replica that moved."""
+    if not isinstance(text, str):
+        return text, []
+    return _SAID.sub("", text), [json.loads(one) for one in _SAID.findall(text)]

@@ -16,7 +16,15 @@ _OURS = "sglang_fp8rl.engine."
 _NOT_IN, _NOT = "sglang_fp8rl.engine.host.boundary", "refit_of"
 # Who makes a boundary or asks it holds the collectives that all ranks enter; what it calls beside them is
 # seen by itself.
-_BOUNDARY = {"Boundary", "is_fine", "gathered", "failures", "asked", "end_weight_update"}
+_BOUNDARY = {
+    "Boundary",
+    "is_fine",
+    "gathered",
+    "failures",
+    "fail_behind",
+    "asked",
+    "end_weight_update",
+}
 
 
 class InjectedError(RuntimeError):

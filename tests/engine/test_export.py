@@ -16,8 +16,8 @@ from pool import on, runs_on
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from sglang_fp8rl.cli import app
 from sglang_fp8rl.errors import ConfigError, QuantizationError
+from sglang_fp8rl.lab.cli import app
 from sglang_fp8rl.lab.export import INDEX_NAME, export_checkpoint
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 from sglang_fp8rl.numerics import dequantize

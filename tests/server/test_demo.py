@@ -14,7 +14,7 @@ from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
-COMMAND = [sys.executable, "-c", "from sglang_fp8rl.cli import app; app()", "demo", "--json"]
+COMMAND = [sys.executable, "-c", "from sglang_fp8rl.lab.cli import app; app()", "demo", "--json"]
 
 
 def demo(directory: Path, *args: str) -> dict:

@@ -8,7 +8,7 @@ from forked_server import ForkedServer
 from inspect_ai.log import list_eval_logs, read_eval_log
 from typer.testing import CliRunner
 
-from sglang_fp8rl.cli import app
+from sglang_fp8rl.lab.cli import app
 from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]

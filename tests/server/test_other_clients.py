@@ -10,7 +10,7 @@ from itertools import groupby
 import pytest
 import torch
 from _distributed_trainer import DistributedTrainer
-from _served import HAS_SESSIONS, MODEL, PROMPTS, Served, served, weights
+from _served import HAS_SESSIONS, MODEL, PROMPTS, Served, weights
 from models import checkpoint
 
 from sglang_fp8rl.lab.testing.outputs import differences
@@ -19,11 +19,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_g
 
 NORM = "norm.weight"
 HALF = len(MODEL.first) // 2
-
-
-@pytest.fixture
-def case(server, checkpoint_dir) -> Served:
-    return served(server, checkpoint_dir)
 
 
 def post(case: Served, path: str, **body) -> dict:

@@ -11,10 +11,6 @@ from _served import (
     HAS_SESSIONS,
     MODEL,
     PROMPTS,
-    Client,
-    ClientWithoutSessions,
-    Served,
-    served,
     weights,
 )
 from block_fp8 import quantized
@@ -27,25 +23,12 @@ from sglang_fp8rl.wire.bucket import serialize
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 
-CLIENTS = {"session": Client, "no-session": ClientWithoutSessions}
 WIRES = {
     "one-tensor-per-call": {"bucket_bytes": 1},
     "buckets": {"bucket_bytes": 1 << 20},
     "one-bucket": {"bucket_bytes": 1 << 40},
 }
 SMALL_BUCKETS = {"bucket_bytes": 300_000}
-
-
-@pytest.fixture
-def case(server, checkpoint_dir) -> Served:
-    return served(server, checkpoint_dir)
-
-
-@pytest.fixture(params=CLIENTS)
-def client(request, case) -> Client:
-    if request.param == "session" and not HAS_SESSIONS:
-        pytest.skip("this SGLang has no sessions")
-    return CLIENTS[request.param](case.server.url)
 
 
 def shuffled(tensors):

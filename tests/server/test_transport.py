@@ -10,28 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-from _served import HAS_SESSIONS, Client, ClientWithoutSessions, Served, served, weights
+from _served import Served, weights
 
 from sglang_fp8rl.wire.staging import COUNT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 
-CLIENTS = {"session": Client, "no-session": ClientWithoutSessions}
 STAGES = {
     "opening_handles", "load_weights", "waiting_for_reads", "flushing", "answering", "between_requests",
 }  # fmt: skip
-
-
-@pytest.fixture
-def case(server, checkpoint_dir) -> Served:
-    return served(server, checkpoint_dir)
-
-
-@pytest.fixture(params=CLIENTS)
-def client(request, case) -> Client:
-    if request.param == "session" and not HAS_SESSIONS:
-        pytest.skip("this SGLang has no sessions")
-    return CLIENTS[request.param](case.server.url)
 
 
 def mapped(case: Served) -> int:

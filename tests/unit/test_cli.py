@@ -12,15 +12,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sglang_fp8rl import __version__, cli
+from sglang_fp8rl import __version__
 from sglang_fp8rl.errors import Fp8RlError
-from sglang_fp8rl.lab import doctor
+from sglang_fp8rl.lab import cli, doctor
 from sglang_fp8rl.lab.demo.show import DemoReport
 from sglang_fp8rl.lab.plan_table import grouped
+from sglang_fp8rl.lab.terminal import BAD_INPUT, INTERRUPTED, errors_told
 from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
 from sglang_fp8rl.lab.testing.outputs import Output, differences, make_prompts
 from sglang_fp8rl.lab.testing.weight_sets import Checkpoint, masters, updated, write_updated
-from sglang_fp8rl.terminal import BAD_INPUT, INTERRUPTED, errors_told
 
 RUNNER = CliRunner()
 
@@ -31,7 +31,7 @@ COMMANDS = {
     "doctor": ("sglang_fp8rl.lab.doctor.examine", []),
     "plan": ("sglang_fp8rl.lab.plan_offline.make_plan", ["model"]),
     "export": ("sglang_fp8rl.lab.export.export_checkpoint", ["model", "out"]),
-    "verify": ("sglang_fp8rl.cli.verify_servers", [URL]),
+    "verify": ("sglang_fp8rl.lab.cli.verify_servers", [URL]),
     "eval-aime": ("sglang_fp8rl.lab.eval.aime.run_eval", ["--url", URL, "--problems", "problems"]),
     "mismatch": ("sglang_fp8rl.lab.eval.gap.run_mismatch", ["--url", URL, "--model", "model"]),
     "sensitivity": ("sglang_fp8rl.lab.sensitivity.run.run_sensitivity", ["model"]),
@@ -120,7 +120,7 @@ def test_errors_that_nobody_raised_on_purpose_keep_their_traceback():
 @pytest.mark.parametrize("args", [["--help"], ["demo", "--help"], ["--version"]])
 def test_help_imports_neither_torch_nor_sglang(args):
     code = (
-        "import sys\nfrom sglang_fp8rl.cli import app\n"
+        "import sys\nfrom sglang_fp8rl.lab.cli import app\n"
         f"try: app({args!r})\n"
         "except SystemExit as end: assert not end.code, end.code\n"
         "heavy = {'torch', 'sglang', 'transformers', 'numpy'} & set(sys.modules)\n"

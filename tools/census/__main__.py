@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sglang_fp8rl.terminal import FOUND_WRONG, JsonFlag, console, errors_told
+from sglang_fp8rl.lab.terminal import FOUND_WRONG, JsonFlag, console, errors_told
 
 from . import results
 from .classes import architectures

@@ -25,7 +25,7 @@ MODULES = """
     sglang.srt.weight_sync.utils sglang.srt.utils.patch_torch torch_memory_saver
     sglang.benchmark.one_batch_server
     sglang_fp8rl.plugin sglang_fp8rl.engine.host.updater sglang_fp8rl.engine.modules.linear
-    sglang_fp8rl.engine.modules.moe sglang_fp8rl.numerics.triton.table sglang_fp8rl.cli
+    sglang_fp8rl.engine.modules.moe sglang_fp8rl.numerics.triton.table sglang_fp8rl.lab.cli
     sglang_fp8rl.client sglang_fp8rl.trainer verl.utils.kernel.fp8_kernel
     torchao.prototype.blockwise_fp8_training.kernels
 """

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...checkpoint import meta_tensors
-from ...compat import SESSIONS_SINCE, host_version
+from ...compat import HAS_SESSIONS
 from ...config import QUANTIZATION_METHOD
 from ...declared_hooks import Hook, register_hooks
 from ...errors import ConfigError
@@ -22,8 +22,8 @@ from ..modules.config import Fp8BlockwiseOnlineConfig
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 from ..refit import ModelRefit, refit_of
 from .flush import RefitFlushWrapper, after_flush
+from .payload import flattened_bucket
 from .status import add_routes, add_status
-from .update_request import flattened_bucket
 from .updater import RefitUpdater
 from .weight_version import with_whole_version
 
@@ -189,7 +189,7 @@ HOOKS = (
         )
     ),
 )
-# SGLang has sessions since `SESSIONS_SINCE`.
+# Registered where SGLang has sessions.
 SESSION_HOOKS = (
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update",
@@ -213,7 +213,7 @@ def register_method() -> None:
 
     # First: SGLang logs what a plugin raises and goes on, and there is no method without its hooks.
     register_hooks(HOOKS)
-    if (host_version() or SESSIONS_SINCE) >= SESSIONS_SINCE:
+    if HAS_SESSIONS:
         register_hooks(SESSION_HOOKS)
     if QUANTIZATION_METHOD in QUANTIZATION_METHODS:
         return

@@ -14,12 +14,16 @@ from typing import Any
 import torch
 
 from ...errors import RefitError, listed
-from ...wire.stages import BETWEEN_REQUESTS, Mark
+from ...wire.refit_note import apart_from_versions
+from ...wire.stages import BETWEEN_REQUESTS
+from ...wire.staging import OPEN_BUFFERS
 from ..arrival.update import Origin, Update
 from ..refit import ModelRefit
 from ..report.refit_record import Outcome, Refit, Verdict
 from .boundary import Boundary
 from .flush import clear_stored_cache
+from .metrics import observe_refit
+from .weight_version import tell_version
 
 _NOTHING_SEEN = RefitError(
     "the update",
@@ -44,7 +48,7 @@ class _Said:
     flushed: bool | None = None
 
 
-def end_request(
+def finish(
     boundary: Boundary,
     manager: Any,
     refit: ModelRefit,
@@ -52,16 +56,45 @@ def end_request(
     result: Any,
     *,
     is_asked: bool = True,
-) -> Refit | None:
-    """Behind an update request, or the end of a session: its refit goes on, or ends here. A collective.
+) -> Any:
+    """Behind an update request, or the end of a session. A collective.
 
     Args:
         result: of this rank; it tells the client of all ranks' failures afterwards.
         is_asked: whether SGLang was asked at all: where one rank refused, none was.
 
     Returns:
-        the refit of a session that ends.
+        the answer.
     """
+    ended = _end_request(boundary, manager, refit, update, result, is_asked) or update.refit
+    if update.ends_session:
+        refit.report.log.session = None  # it is over, whatever was raised there
+        for extension in refit.extensions:
+            boundary.step(extension.end_session, manager)
+    elif is_asked:
+        for extension in refit.extensions:
+            boundary.step(extension.end_request, was_flushed=bool(update.cache_flushed))
+    call = None if update.ends_session else update.origin.value
+    boundary.step(observe_refit, manager, refit, call=call, success=result.success)
+    if update.is_last_call or not result.success:
+        boundary.step(OPEN_BUFFERS.close)  # a refit that goes on brings its handles anew
+    if ended is not None:
+        marks = [*update.marks, (BETWEEN_REQUESTS, perf_counter())]
+        boundary.step(ended.add_stages, marks)
+    boundary.step(tell_version, refit.report.log, result)
+    fail_behind(boundary, refit, ended, result)
+    return result
+
+
+def _end_request(
+    boundary: Boundary,
+    manager: Any,
+    refit: ModelRefit,
+    update: Update,
+    result: Any,
+    is_asked: bool,
+) -> Refit | None:
+    """The refit of a request goes on, or ends here; returns what ended. A collective."""
     own = boundary.step(_said, refit, update, result, is_asked) or _Said()
     if boundary.errors:
         own = replace(own, error=own.error or " | ".join(boundary.errors))
@@ -141,12 +174,6 @@ def _tell(ended: Refit | None, update: Update, result: Any) -> None:
         )
 
 
-def end_stages(refit: Refit | None, marks: list[Mark]) -> None:
-    """Behind a request: its seconds are of its refit, and what follows waits for the next request."""
-    if refit is not None:
-        refit.add_stages([*marks, (BETWEEN_REQUESTS, perf_counter())])
-
-
 def fail_behind(
     boundary: Boundary, refit: ModelRefit, ended: Refit | None, result: Any = None
 ) -> list[str]:
@@ -163,7 +190,7 @@ def fail_behind(
     if not errors:
         return errors
     if result is not None:
-        told = [] if result.success else [result.message]
+        told = [] if result.success else [apart_from_versions(result.message)[0]]
         result.success, result.message = False, " | ".join([*told, *errors])
     log, before = refit.report.log, len(boundary.errors)
     if ended is not None:

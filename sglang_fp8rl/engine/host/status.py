@@ -31,7 +31,7 @@ from ..report.report import RefitReport
 from .boundary import Boundary
 
 SERVER_MODULE = "sglang.srt.entrypoints.http_server"
-PLAN_MARK, VERSION_MARK = "fp8rl-plan:", "fp8rl-version"
+PLAN_MARK = "fp8rl-plan:"
 _MAX_TEXT = 500
 _UNLOADED = "weights that were never loaded (dummy weights, or memory that was released?): no complete refit has come since"
 
@@ -204,17 +204,15 @@ async def serve_plan(request: Any) -> Response:
     return Response(state["fp8rl_plan"], media_type="application/json", headers=tag)
 
 
-async def internal_states(mark: str | None = None, manager: Any = None) -> list[dict[str, Any]]:
+async def internal_states(mark: str | None = None) -> list[dict[str, Any]]:
     """The internal state of each data-parallel replica's scheduler, as in `/server_info`.
 
     Args:
         mark: travels as the request's `rid`, for an answer of another kind.
-        manager: SGLang's tokenizer manager; that of its HTTP server if None.
     """
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
-    if manager is None:
-        manager = sys.modules[SERVER_MODULE].get_global_state().tokenizer_manager
+    manager = sys.modules[SERVER_MODULE].get_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
     answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=mark))
     return [answer.internal_state for answer in answers]
@@ -240,10 +238,6 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
     if refit is None:
         return result
     mark = getattr(recv_req, "rid", None) or ""
-    if mark == VERSION_MARK:
-        log = refit.report.log
-        result.internal_state, log.moved_to = {"fp8rl_version": log.moved_to}, None
-        return result
     for kind in extensions():
         if mark == kind.mark:
             result.internal_state = kind.answer(refit, scheduler)

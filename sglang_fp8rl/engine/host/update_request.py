@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
@@ -13,16 +13,12 @@ import torch
 
 from ...errors import Fp8RlError, HostError, RefitError, as_text
 from ...wire import stages
-from ...wire.layout_text import from_text
-from ...wire.refit_note import note_of, version_of
-from ...wire.staging import BUFFER, FLAT, NBYTES, OPEN_BUFFERS
-from ...wire.verl_deltas import LOADER, deltas_refused
-from ..arrival.bucket import FlatBucket
-from ..arrival.update import Origin, Update, wait_for_reads
+from ...wire.refit_note import apart_from_versions, note_of
+from ..arrival.update import Origin, Update
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
-from .metrics import observe_refit
-from .refit_end import end_request, end_stages, fail_behind
+from .payload import check_load_format, not_read
+from .refit_end import finish
 
 logger = logging.getLogger(__name__)
 
@@ -80,30 +76,19 @@ class _UpdateRequest:
         if boundary.errors or result is None:
             texts = [] if result is None or result.success else [result.message]
             result = _failed(update.origin, " | ".join([*texts, *boundary.errors]))
-        end_request(boundary, manager, refit, update, result, is_asked=is_asked)
-        if is_asked:
-            for extension in refit.extensions:
-                boundary.step(extension.end_request, was_flushed=bool(update.cache_flushed))
-        call, success = update.origin.value, result.success
-        boundary.step(observe_refit, manager, refit, call=call, success=success)
-        if update.is_last_call or not success:
-            boundary.step(OPEN_BUFFERS.close)  # a refit that goes on brings its handles anew
-        boundary.step(end_stages, update.refit, update.marks)
-        fail_behind(boundary, refit, update.refit, result)
-        return result
+        return finish(boundary, manager, refit, update, result, is_asked=is_asked)
 
     def _prepare(self) -> None:
         """All that may refuse the request or raise before SGLang, whose ranks wait for each other."""
         manager, request, refit, update = self._manager, self._request, self._refit, self._update
-        version = getattr(request, "weight_version", None)
-        if version is None:
-            version = version_of(getattr(request, "rid", None))
+        rid, versions = apart_from_versions(getattr(request, "rid", None))
+        version = getattr(request, "weight_version", None) or next(iter(versions), None)
         update.version = None if version is None else as_text(version)
         update.in_session = getattr(manager, "_session", None) is not None
         # A client without sessions marks its last bucket by asking for the cache flush.
         update.is_last_call = getattr(request, "flush_cache", True)
         update.touches_target = getattr(request, "selector", "all") != "draft"
-        update.note = note_of(getattr(request, "rid", None))
+        update.note = note_of(rid)
         check_request(manager, request)
         refit.wait_for_device()
         around, dtype = self._around, torch.get_default_dtype()
@@ -130,7 +115,7 @@ class _UpdateRequest:
                 return None
             if update.cache_flushed is False:
                 return _failed(update.origin, str(_FLUSH_REFUSED))
-            errors.append(str(_foreign(subject, error)))
+            errors.append(str(not_read(subject, error)))
             return None
 
     def _ask(self) -> Any:
@@ -171,30 +156,6 @@ class _UpdateRequest:
             manager._session = None
 
 
-def _foreign(subject: str, error: Exception) -> RefitError:
-    """What SGLang or torch raised, with a remedy."""
-    _, is_unseen, uuid = str(error).partition("Invalid device_uuid=")
-    if is_unseen:
-        seen = [
-            str(torch.cuda.get_device_properties(at).uuid)
-            for at in range(torch.cuda.device_count())
-        ]
-        return RefitError(
-            f"a handle of memory on GPU {uuid}",
-            f"this rank of the server sees {', '.join(seen) or 'no GPU'}",
-            "a server reads memory of the GPUs that it sees",
-            "Run the trainer's rank on one of these, add the GPU to the server's CUDA_VISIBLE_DEVICES, or "
-            "send tensors on the CPU; nothing of this call was stored.",
-        )
-    return RefitError(
-        subject,
-        f"{type(error).__name__}: {error}",
-        "what is sent is read as SGLang's serializer writes it, a checkpoint as safetensors does",
-        "Send with RefitClient or SGLang's MultiprocessingSerializer; nothing of this call is known "
-        "to be stored.",
-    )
-
-
 def _failed(origin: Origin, message: str) -> Any:
     """An answer in place of SGLang's."""
     from sglang.srt.managers import io_struct
@@ -214,7 +175,7 @@ def check_request(manager: Any, request: Any) -> None:
     payloads = getattr(request, "serialized_named_tensors", None)
     if payloads is None:
         return
-    _check_load_format(getattr(request, "load_format", None))
+    check_load_format(getattr(request, "load_format", None))
     size = torch.distributed.get_world_size(manager.tp_cpu_group)
     if len(payloads) != size:
         raise RefitError(
@@ -222,19 +183,6 @@ def check_request(manager: Any, request: Any) -> None:
             f"{len(payloads)} payload(s)",
             f"there is one for each of the {size} tensor-parallel rank(s)",
             "Send as many as the server's tp_size; RefitClient asks for it.",
-        )
-
-
-def _check_load_format(load_format: str | None) -> None:
-    """Refuse what would not come through `load_weights`: SGLang copies by itself, or runs a function of that name."""
-    if load_format == LOADER:
-        raise deltas_refused(f"load_format {LOADER}")
-    if load_format not in (None, "flattened_bucket"):
-        raise RefitError(
-            "load_format",
-            repr(load_format),
-            "what writes weights past model.load_weights would leave FP8 scales behind",
-            "Leave load_format out, or use 'flattened_bucket'.",
         )
 
 
@@ -268,31 +216,6 @@ def check_selector(manager: Any, request: Any) -> None:
 
 
 # -- what is otherwise while a request is served ---------------------------------------------------
-
-
-def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **kw: Any) -> Any:
-    """A flattened bucket goes to `load_weights` as it is: SGLang would take it apart first."""
-    payload = args[0] if args else kw["flattened_tensor_bucket_dict"]
-    model = updater.get_model()
-    refit = refit_of(model)
-    is_staged = NBYTES in payload
-    if BUFFER in payload:
-        OPEN_BUFFERS.put_memory_into(payload)
-    flat = payload[FLAT]
-    is_plain = flat.dtype == torch.uint8 and flat.dim() == 1 and flat.is_contiguous()
-    if refit is None and isinstance(payload["metadata"], str):  # of a draft model
-        payload = {**payload, "metadata": from_text(payload["metadata"])}
-    try:
-        if refit is None or not is_plain:
-            return original(updater, payload)
-        model.load_weights(FlatBucket(flat, payload["metadata"]))
-        return True, "Success"
-    finally:
-        if is_staged:
-            marks = [] if refit is None else refit.calls.update.marks
-            marks.append((stages.WAITING_FOR_READS, perf_counter()))
-            wait_for_reads(flat)
-            marks.append((stages.ANSWERING, perf_counter()))
 
 
 @contextmanager

@@ -13,17 +13,15 @@ from typing import Any
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-from ...compat import SESSIONS_SINCE, host_version
+from ...compat import HAS_SESSIONS
 from ...errors import RefitError
 from ...wire.refit_note import note_of
 from ...wire.stages import ANSWERING
-from ...wire.staging import OPEN_BUFFERS
 from ..arrival.update import Origin, Update
 from ..model.draft import lose_drafts
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
-from .metrics import observe_refit
-from .refit_end import end_request, end_stages, fail_behind
+from .refit_end import fail_behind, finish
 from .update_request import (
     answer_update,
     are_weights_released,
@@ -47,7 +45,7 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
     def update_weights_from_ipc(self, recv_req: Any) -> Any:
         return answer_update(Origin.IPC, super(), self, recv_req)
 
-    if (host_version() or SESSIONS_SINCE) >= SESSIONS_SINCE:
+    if HAS_SESSIONS:
 
         def begin_weight_update(self, recv_req: Any) -> Any:
             return begin_session(super().begin_weight_update, self, recv_req)
@@ -59,11 +57,7 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
         return release_memory(super().release_memory_occupation, self, recv_req)
 
     def resume_memory_occupation(self, recv_req: Any) -> Any:
-        result = super().resume_memory_occupation(recv_req)
-        refit = refit_of(self.tp_worker.model_runner.model)
-        if refit is not None and not are_weights_released(self):
-            refit.derived.after_resume()
-        return result
+        return resume_memory(super().resume_memory_occupation, self, recv_req)
 
     # Who reads served weights gets them as they were sent.
 
@@ -116,7 +110,8 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is None or manager._session is None:
         return original(request)
-    began = (ANSWERING, perf_counter())
+    marks = [(ANSWERING, perf_counter())]
+    update = Update(Origin.TENSOR, in_session=True, ends_session=True, marks=marks)
     boundary, around = Boundary(manager.tp_cpu_group), ExitStack()
     boundary.step(_prepare_end, manager, refit, around)
     errors = boundary.failures()
@@ -128,16 +123,7 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     if result is None:
         text = " | ".join(boundary.errors)
         result = io_struct.EndWeightUpdateReqOutput(success=False, message=text)
-    update = Update(Origin.TENSOR, in_session=True, ends_session=True)
-    ended = end_request(boundary, manager, refit, update, result)
-    refit.report.log.session = None  # it is over, whatever was raised there
-    for extension in refit.extensions:
-        boundary.step(extension.end_session, manager)
-    boundary.step(observe_refit, manager, refit)
-    boundary.step(OPEN_BUFFERS.close)
-    boundary.step(end_stages, ended, [began])
-    fail_behind(boundary, refit, ended, result)
-    return result
+    return finish(boundary, manager, refit, update, result)
 
 
 def _prepare_end(manager: Any, refit: ModelRefit, around: ExitStack) -> None:
@@ -160,13 +146,24 @@ def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> 
     if refit is None or is_kept or not (are_asked_for and is_paged):
         return original(request)
     boundary = Boundary(manager.tp_cpu_group)
-    boundary.step(refit.derived.before_release)
+    boundary.step(refit.constants.keep)
     result = original(request)
     boundary.step(refit.report.weights_lost)
     if not get_server_args().enable_draft_weights_cpu_backup:
         boundary.step(lose_drafts)
     # SGLang's answer to this request has no room for an error.
     fail_behind(boundary, refit, None)
+    return result
+
+
+def resume_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """`resume_memory_occupation`: what no update sends comes back with the memory of the weights."""
+    result = original(request)
+    refit = refit_of(manager.tp_worker.model_runner.model)
+    if refit is not None and not are_weights_released(manager):
+        boundary = Boundary(manager.tp_cpu_group)
+        boundary.step(refit.constants.put_back)
+        fail_behind(boundary, refit, None)
     return result
 
 

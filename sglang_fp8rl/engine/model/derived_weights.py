@@ -7,27 +7,25 @@ called too where that step is not reached: after a replayed bucket, and after a 
 Packed scales (`modules/method.py`) and copies that SGLang keeps of a weight (`kept_copies.py`) are made again
 at the end of every update call, session or not.
 
-CUDA graphs hold addresses. Some derivations bind a new tensor (`w_scale` of an FP8 `kv_b_proj` on every
-update), so what changed its place during an update is copied back into the old one.
+Some derivations bind a new tensor (`w_scale` of an FP8 `kv_b_proj` on every update): `placed.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
-from ...errors import RefitError
 from ...numerics.fingerprint import numbers_of, whole
-from ..interception import storage_of, unwatched
+from ..interception import unwatched
 from ..modules.method import DecidedMethod, ServedWithPackedScales
 from .kept_copies import KeptCopies
 from .parameters import Target, held_tensors
+from .placed import kept_in_place, names_of, owners_of
 
 # Methods that write what they compute from weights: behind the loading, or at the first forward pass
 # (Gemma 4's router folds its scale into a norm).
@@ -51,7 +49,6 @@ class DerivedWeights:
             if callable(getattr(module, method, None))
         ]
         self._made_anew: set[str] = set()
-        self._constants: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_held_back = self._is_deriving = self._are_placed = False
 
     def note_loaded(self, weights: Sequence[Target]) -> None:
@@ -104,8 +101,8 @@ class DerivedWeights:
     def held_back(self) -> Iterator[None]:
         """The model derives nothing in here, and keeps every tensor that it has: nothing is loaded."""
         self._is_held_back = True
-        before = self._bindings()
-        held = [(owner, dict(owner)) for one in self._modules.values() for owner in _owners(one)]
+        before = names_of(self._modules)
+        held = [(owner, dict(owner)) for one in self._modules.values() for owner in owners_of(one)]
         try:
             yield
         finally:
@@ -150,25 +147,6 @@ class DerivedWeights:
         on_device = ((place, one) for place, one in found if one.device.type != "meta")
         return {(one.data_ptr(), one.shape): (place, one) for place, one in on_device}.values()
 
-    def before_release(self) -> None:
-        """Memory is about to be given back: look while it is there, and keep what no update sends.
-
-        Buffers SGLang keeps itself; what plain objects hold was not made with the model.
-        """
-        self.kept_copies.look()
-        buffers = {storage_of(one) for one in self._model.buffers()}
-        self._constants = [
-            (one.tensor.detach(), one.tensor.detach().to("cpu", copy=True))
-            for one in self.kept_copies.others()
-            if isinstance(one.holder, torch.nn.Module) and storage_of(one.tensor) not in buffers
-        ]
-
-    def after_resume(self) -> None:
-        """Put back what `before_release` kept."""
-        for one, kept in self._constants:
-            one.copy_(kept)
-        self._constants = []
-
     def _with_packed_scales(self) -> Iterator[ServedWithPackedScales]:
         return (method.served for method in self._methods if method.served is not None)
 
@@ -186,84 +164,11 @@ class DerivedWeights:
             RefitError: the new value does not fit there.
         """
         outer, self._are_placed = self._are_placed, from_now_on
-        before = self._bindings()
-        moved: list[tuple[str, torch.Tensor]] = []
         try:
-            yield moved
-        except BaseException:
-            with suppress(RefitError):  # the first error is the one to tell
-                moved += self._moved(before, puts_back=from_now_on)
-            raise
-        else:
-            moved += self._moved(before, puts_back=from_now_on)
+            with kept_in_place(self._modules, puts_back=from_now_on) as moved:
+                yield moved
         finally:
             self._are_placed = outer
-
-    def _bindings(self) -> dict[tuple[int, str], _Binding]:
-        """Every tensor that a module has a name for, and the memory that it lies in."""
-        found = {}
-        for name, module in self._modules.items():
-            for owner in _owners(module):
-                for attribute, value in owner.items():
-                    if isinstance(value, torch.Tensor):
-                        place = f"{name}.{attribute}" if name else attribute
-                        one = _Binding(owner, attribute, place, value, value.data)
-                        found[id(owner), attribute] = one
-        return found
-
-    def _moved(
-        self, before: dict[tuple[int, str], _Binding], *, puts_back: bool
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        after = self._bindings()
-        moved = [
-            (before.get(key), new)
-            for key, new in after.items()
-            if key not in before or not before[key].lies_where(new)
-        ]
-        yield from ((new.place, new.data) for _, new in moved)
-        try:
-            gone = [old for key, old in before.items() if key not in after]
-            if gone and puts_back:
-                raise _changed(gone[0], "no tensor any more")
-            again = [(old, new) for old, new in moved if old is not None] if puts_back else []
-            if again:
-                _check_apart(before, after, again)
-            for old, new in again:
-                _put_back(old, new)
-        except RefitError:
-            for old in before.values():  # or the next update would find it as it is now
-                old.bind()
-            raise
-
-
-def _owners(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
-    """Where a module holds tensors by name."""
-    return vars(module), module._buffers, module._parameters
-
-
-def _check_apart(
-    before: Mapping[tuple[int, str], _Binding],
-    after: Mapping[tuple[int, str], _Binding],
-    again: Iterable[tuple[_Binding, _Binding]],
-) -> None:
-    """Check that a value which goes back into the memory it had overwrites no other name's.
-
-    Raises:
-        RefitError: it lies in a storage that a name had before, or that a new name has, which would keep it; or
-            it leaves a storage that not every name moved from by as much to the same other one.
-    """
-    is_new = {storage_of(one.data) for key, one in after.items() if key not in before}
-    moved_to: defaultdict[int, set[tuple[int, int] | None]] = defaultdict(set)
-    for key, one in before.items():
-        data = after[key].data if key in after else None
-        by = None if data is None else (storage_of(data), data.data_ptr() - one.data.data_ptr())
-        moved_to[storage_of(one.data)].add(by)
-    for old, new in again:
-        was, now = storage_of(old.data), storage_of(new.data)
-        if was == now and old.data.storage_offset() == new.data.storage_offset():
-            continue
-        if len(moved_to[was]) > 1 or now in moved_to or now in is_new:
-            raise _changed(old, "in memory that another name has, or had")
 
 
 class _Deriver:
@@ -281,49 +186,3 @@ class _Deriver:
         parameters = inspect.signature(self.native).parameters
         self.takes_names = not prefix and "weight_names" in parameters
         self.is_used = False
-
-
-class _Binding(NamedTuple):
-    """A name of a module, and what it stood for: the object, and the memory that it had."""
-
-    owner: dict[str, Any]
-    attribute: str
-    place: str
-    tensor: torch.Tensor
-    data: torch.Tensor
-
-    def bind(self) -> None:
-        """Have the name stand for that object in that memory again."""
-        mine = self.tensor
-        if (mine.data_ptr(), mine.shape) != (self.data.data_ptr(), self.data.shape):
-            mine.data = self.data
-        self.owner[self.attribute] = self.tensor
-
-    def lies_where(self, other: _Binding) -> bool:
-        """Whether it stands for the same object in the same memory."""
-        mine, its = self.data, other.data
-        is_same = self.tensor is other.tensor and storage_of(mine) == storage_of(its)
-        return is_same and int(mine.storage_offset()) == int(its.storage_offset())
-
-
-def _put_back(old: _Binding, new: _Binding) -> None:
-    """Copy the new value into the old memory, and bind that again."""
-    before, after = old.data, new.data
-    if (after.shape, after.dtype, after.device) != (before.shape, before.dtype, before.device):
-        raise _changed(
-            old,
-            f"{after.dtype} of shape {tuple(after.shape)} instead of "
-            f"{before.dtype} of shape {tuple(before.shape)}",
-        )
-    with torch.no_grad():
-        before.copy_(after)
-    old.bind()
-
-
-def _changed(old: _Binding, what: str) -> RefitError:
-    return RefitError(
-        old.place,
-        what,
-        "a derived weight keeps its shape, dtype and address, for captured graphs use it",
-        "Restart the server on these weights.",
-    )

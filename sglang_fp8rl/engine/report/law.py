@@ -34,7 +34,7 @@ class RefitLog:
         is_unloaded: no complete one since the start, or since the memory was released; drafts say so themselves.
         session: whether one is open.
         moved_to: the version of the refit that ended last, where what is served is of one piece since, until it was
-            asked for.
+            told.
         is_in_step: whether the calls of clients that open no session and name nothing are known to begin
             with the first call of an update.
     """

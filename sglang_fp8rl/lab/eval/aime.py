@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...terminal import FOUND_WRONG, JsonFlag, console, errors_told
+from ..terminal import FOUND_WRONG, JsonFlag, console, errors_told
 from .grading import Grader, require_packages
 from .options import PROMPT_TEMPLATE, EvalOptions
 from .problems import load_problems

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from ...errors import ConfigError
-from ...terminal import JsonFlag, console, errors_told
+from ..terminal import JsonFlag, console, errors_told
 
 if TYPE_CHECKING:
     from rich.console import Console

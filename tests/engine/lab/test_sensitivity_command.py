@@ -11,9 +11,9 @@ from forked import run_plan
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from sglang_fp8rl.cli import app
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.lab import plan_offline
+from sglang_fp8rl.lab.cli import app
 from sglang_fp8rl.lab.plan_offline import make_plan
 from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
 

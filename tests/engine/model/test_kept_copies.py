@@ -238,7 +238,7 @@ def test_what_is_made_behind_the_first_update_is_found_before_a_second():
 
 
 def test_a_proof_and_a_release_look_too():
-    for look in (lambda refit: refit.derived.renewed([]), lambda r: r.derived.before_release()):
+    for look in (lambda refit: refit.derived.renewed([]), lambda r: r.constants.keep()):
         module = Held(1.0, 2.0)
         refit = served(module, lambda _: None)
         update(refit)
@@ -256,10 +256,10 @@ def test_what_no_update_sends_is_kept_over_a_release():
     module.scale = [torch.rsqrt(torch.tensor(2.0))]  # Gemma 4 has two such
     module.register_buffer("table", torch.arange(3.0))  # SGLang's own handler keeps these
     refit = served(module, lambda _: None)
-    refit.derived.before_release()
+    refit.constants.keep()
     for one in (module.a, module.scale[0], module.table):
         one.data.fill_(7)
-    refit.derived.after_resume()
+    refit.constants.put_back()
     assert torch.equal(module.scale[0], torch.rsqrt(torch.tensor(2.0)))
     assert (module.a == 7).all()
     assert (module.table == 7).all()

@@ -16,6 +16,7 @@ from commands import (
     update,
     update_from_disk,
 )
+from injection import INJECTED, injected_in
 from kv_commands import FP8_CACHE
 from pool import engine_key, on
 
@@ -135,6 +136,18 @@ def test_constants_that_no_update_sends_come_back(host):
     host.call(give_a_constant)
     host.call_all(release_and_resume, None, True)
     assert host.call(constant) == 0.5
+
+
+@on("qwen3-tp2")
+def test_what_a_resume_raises_on_one_rank_every_rank_says(host):
+    """SGLang's answer to it has no room for an error, and its scheduler ends with what is raised."""
+    name = "model.constants:Constants.put_back"
+    host.call_all(injected_in, name, 1, release_and_resume, ["weights"], True)
+    for rank in host.call_all(status):
+        assert rank["state"] == "failed"
+        assert any(INJECTED in text for text in rank["problems"])
+    host.send(list(host.model.first.items()))
+    assert host.call(status)["state"] == "whole"
 
 
 def give_a_constant(scheduler):

@@ -137,7 +137,7 @@ def offsets_that_are_missing(trainer: Trainer) -> Answer:
     return twice(trainer, replaced(0, start_idx=None))
 
 
-@row("layout of version 2")
+@row("version 99", "JSON of version 2")
 def a_layout_of_another_version(trainer: Trainer) -> Answer:
     return trainer.flat([trainer.fresh(DOWN)], lambda metadata: json.dumps({"version": 99}))
 
@@ -147,7 +147,7 @@ def a_layout_that_is_no_json(trainer: Trainer) -> Answer:
     return trainer.flat([trainer.fresh(DOWN)], lambda metadata: "{")
 
 
-@row("None of ends")
+@row("KeyError: 'ends'")
 def a_layout_with_a_column_missing(trainer: Trainer) -> Answer:
     def change(metadata: list[SimpleNamespace]) -> str:
         table = json.loads(layout_text.to_text(metadata))
@@ -157,7 +157,7 @@ def a_layout_with_a_column_missing(trainer: Trainer) -> Answer:
     return trainer.flat([trainer.fresh(DOWN)], change)
 
 
-@row("2 of names, 1 of shapes")
+@row("is shorter")
 def a_layout_whose_columns_are_of_different_length(trainer: Trainer) -> Answer:
     def change(metadata: list[SimpleNamespace]) -> str:
         table = json.loads(layout_text.to_text(metadata))
@@ -167,7 +167,7 @@ def a_layout_whose_columns_are_of_different_length(trainer: Trainer) -> Answer:
     return trainer.flat([trainer.fresh(DOWN)], change)
 
 
-@row("dtypes", "float31", "known")
+@row("float31", "known dtype")
 def a_layout_with_a_dtype_that_nobody_has(trainer: Trainer) -> Answer:
     def change(metadata: list[SimpleNamespace]) -> str:
         return layout_text.to_text(metadata).replace("float32", "float31")

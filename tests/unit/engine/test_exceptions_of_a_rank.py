@@ -94,10 +94,10 @@ def test_the_sender_s_memory_is_waited_for_on_its_own_device(monkeypatch):
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_draft_model_s_copies_are_waited_for_too(monkeypatch, fails):
     """The client fills the buffer again when it is answered."""
-    from sglang_fp8rl.engine.host import update_request
+    from sglang_fp8rl.engine.host import payload as of_request
 
     events = []
-    monkeypatch.setattr(update_request, "wait_for_reads", lambda flat: events.append("waited"))
+    monkeypatch.setattr(of_request, "wait_for_reads", lambda flat: events.append("waited"))
 
     def original(updater, payload):
         events.append("copied")
@@ -106,9 +106,9 @@ def test_a_draft_model_s_copies_are_waited_for_too(monkeypatch, fails):
 
     updater = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
     payload = {"flattened_tensor": torch.zeros(4), "metadata": "[]", "nbytes": 4}
-    monkeypatch.setattr(update_request, "from_text", lambda text: [])
+    monkeypatch.setattr(of_request, "from_text", lambda text: [])
     try:
-        update_request.flattened_bucket(original, updater, payload)
+        of_request.flattened_bucket(original, updater, payload)
     except KeyError:
         assert fails
     assert events == ["copied", "waited"]
@@ -116,7 +116,7 @@ def test_a_draft_model_s_copies_are_waited_for_too(monkeypatch, fails):
 
 def test_a_draft_model_reads_the_buffer_that_its_target_opened():
     """SGLang hands both one payload; a handle is opened once."""
-    from sglang_fp8rl.engine.host import update_request
+    from sglang_fp8rl.engine.host import payload as of_request
     from sglang_fp8rl.wire.bucket import payload_of
     from sglang_fp8rl.wire.staging import OPEN_BUFFERS, StagingBuffers
 
@@ -124,7 +124,7 @@ def test_a_draft_model_reads_the_buffer_that_its_target_opened():
     updater = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
     payload = payload_of([("w", torch.ones(4))], 1, True, StagingBuffers()).content
     for _ in ("target", "draft"):
-        update_request.flattened_bucket(
+        of_request.flattened_bucket(
             lambda _, payload: read.append(
                 payload["flattened_tensor"].view(torch.float32).tolist()
             ),

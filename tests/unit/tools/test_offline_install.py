@@ -31,7 +31,7 @@ _MODULES = """
     sglang.srt.models.qwen2 sglang.srt.models.qwen3 sglang.srt.models.qwen3_moe
     sglang.srt.models.llama sglang.srt.models.mixtral sglang.srt.models.deepseek_v2
     sglang.srt.models.glm4_moe
-    sglang_fp8rl.plugin sglang_fp8rl.cli sglang_fp8rl.engine.refit sglang_fp8rl.engine.host.hooks
+    sglang_fp8rl.plugin sglang_fp8rl.lab.cli sglang_fp8rl.engine.refit sglang_fp8rl.engine.host.hooks
     sglang_fp8rl.numerics.triton.table verl.utils.kernel.fp8_kernel
 """
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from sglang_fp8rl.wire import handles
-from sglang_fp8rl.wire.handles import DEVICE, by_uuid
+from sglang_fp8rl.wire.bucket import DEVICE, HandlePickler, by_uuid, uuid_of
 
 patch_torch = pytest.importorskip("sglang.srt.utils.patch_torch")
 
@@ -51,7 +50,7 @@ def test_the_trainer_s_number_becomes_the_server_s(monkeypatch):
     assert [one for at, one in enumerate(opened) if at != DEVICE] == [
         one for at, one in enumerate(arguments) if at != DEVICE
     ]
-    assert handles.uuid_of(1) == "uuid-b"
+    assert uuid_of(1) == "uuid-b"
 
 
 def test_a_handle_that_sglang_s_own_patch_made_stays_as_it_is():
@@ -61,8 +60,8 @@ def test_a_handle_that_sglang_s_own_patch_made_stays_as_it_is():
 def test_only_cuda_tensors_are_pickled_otherwise():
     data = pickle.dumps(1)
     assert pickle.loads(data) == 1
-    assert handles.HandlePickler.reducer_override(None, torch.ones(2)) is NotImplemented
-    assert handles.HandlePickler.reducer_override(None, "a") is NotImplemented
+    assert HandlePickler.reducer_override(None, torch.ones(2)) is NotImplemented
+    assert HandlePickler.reducer_override(None, "a") is NotImplemented
 
 
 @pytest.mark.gpu
@@ -77,7 +76,7 @@ def test_a_process_that_numbers_the_gpus_otherwise_reads_the_same_memory(tmp_pat
     last = torch.cuda.device_count() - 1
     tensor = torch.arange(1000, device=f"cuda:{last}")
     text = serialize(tensor)
-    assert handles.uuid_of(last).encode() in base64.b64decode(text)
+    assert uuid_of(last).encode() in base64.b64decode(text)
     code = (
         "import sys, base64, pickle, torch\n"
         "from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions\n"
@@ -85,7 +84,7 @@ def test_a_process_that_numbers_the_gpus_otherwise_reads_the_same_memory(tmp_pat
         "one = pickle.loads(base64.b64decode(sys.stdin.read()))\n"
         "print(one.device.index, int(one.sum()))\n"
     )
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": f"GPU-{handles.uuid_of(last)}"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": f"GPU-{uuid_of(last)}"}
     said = subprocess.run(
         [sys.executable, "-c", code],
         input=text,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sglang_fp8rl.errors import RefitError
-from sglang_fp8rl.wire.refit_note import KEY, RefitNote, note_of, version_of, with_version
+from sglang_fp8rl.wire.refit_note import KEY, RefitNote, note_of
 
 NOTES = (
     RefitNote("a"),
@@ -18,24 +18,6 @@ NOTES = (
 @pytest.mark.parametrize("note", NOTES, ids=str)
 def test_a_note_is_read_as_it_was_written(note):
     assert note_of(note.to_text()) == note
-
-
-@pytest.mark.parametrize("version", ["7", "", 'a "version"'])
-@pytest.mark.parametrize("note", [None, *NOTES], ids=str)
-def test_a_version_goes_beside_a_note(note, version):
-    rid = with_version(note and note.to_text(), version)
-    assert version_of(rid) == version
-    assert note_of(rid) == note
-
-
-def test_a_note_that_cannot_be_read_is_left_to_who_reads_it():
-    rid = json.dumps({KEY: {}})
-    assert with_version(rid, "7") == rid
-
-
-@pytest.mark.parametrize("rid", [None, "", "a request", "{", '{"other": 1}', NOTES[1].to_text()])
-def test_any_other_rid_has_no_version(rid):
-    assert version_of(rid) is None
 
 
 @pytest.mark.parametrize("rid", [None, "", "some request", "{", '{"other": 1}', ["a", "b"]])

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .errors import Fp8RlError
+from ..errors import Fp8RlError
 
 # FOUND_WRONG: it ran, and an output differs, a host is unsupported, a model is worse, …
 # BAD_INPUT: the input is bad, or a server failed. INTERRUPTED: Ctrl-C, as shells count it.

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import __version__
-from .errors import ConfigError
-from .lab.commands import add_commands
+from .. import __version__
+from ..errors import ConfigError
+from .commands import add_commands
 from .terminal import FOUND_WRONG, JsonFlag, console, errors_told
 
 if TYPE_CHECKING:
-    from .wire.fingerprint import Verification
+    from ..wire.fingerprint import Verification
 
 app = typer.Typer(
     help="FP8 rollout for RL on SGLang: every weight update is re-quantized in place, exactly.",
@@ -102,10 +102,10 @@ def verify_servers(
         ConfigError: no such checkpoint (FP32, BF16, FP16 or block-FP8).
         RefitError: a server that does not answer, or serves otherwise; a checkpoint of another model.
     """
-    from .checkpoint import safetensors_files, tensors_in
-    from .client import RefitClient
-    from .trainer import fingerprint_of
-    from .wire.fingerprint import compare
+    from ..checkpoint import safetensors_files, tensors_in
+    from ..client import RefitClient
+    from ..trainer import fingerprint_of
+    from ..wire.fingerprint import compare
 
     files = safetensors_files(checkpoint) if checkpoint is not None else []
     if checkpoint is not None and not files:
