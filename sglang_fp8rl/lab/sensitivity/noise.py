@@ -13,7 +13,6 @@ import torch
 from ...wire.plan import RefitPlan
 from .quantized_products import has_pow2_activations, served_activation, served_weight
 from .served_modules import ServedModule
-from .sqnr import SignalAndNoise
 
 _BLOCK = 128
 _NAMED = 3  # outlier channels

@@ -79,17 +79,23 @@ def amax_to_scale_inv(amax, POW2: tl.constexpr, ROUND: tl.constexpr):
 
 
 @triton.jit
-def encode_e4m3(bits, scale):
-    """Codes (int8) of finite FP32 `bits` over `scale`: nearest even, saturating at 448.
+def lifted_quotient(bits, scale):
+    """|FP32 `bits` / `scale`|, 448 at most, plus 2**(e+20) of its exponent e; and the bits of the latter.
 
-    Of a quotient with exponent e, the sum with 2**(e+20) has no bit below the e4m3 ulp, as in `cpu.kernels._code`.
+    The sum has no bit below the e4m3 ulp, as in `cpu.kernels._code`.
     """
     y = tl.math.div_rn(bits.to(tl.float32, bitcast=True), scale).to(tl.int32, bitcast=True)
     a = tl.minimum(y & 0x7FFFFFFF, 0x43E00000)  # 448.0
-    exponent = tl.maximum(a & 0x7F800000, 0x3C800000)  # e is at least -6
-    lift = exponent + (20 << 23)
-    lifted = a.to(tl.float32, bitcast=True) + lift.to(tl.float32, bitcast=True)
-    code = lifted.to(tl.int32, bitcast=True) - lift + ((exponent - 0x3C800000) >> 20)
+    lift = tl.maximum(a & 0x7F800000, 0x3C800000) + (20 << 23)  # e is at least -6
+    return a.to(tl.float32, bitcast=True) + lift.to(tl.float32, bitcast=True), lift
+
+
+@triton.jit
+def encode_e4m3(bits, scale):
+    """Codes (int8) of finite FP32 `bits` over `scale`: nearest even, saturating at 448."""
+    lifted, lift = lifted_quotient(bits, scale)
+    ulps = lifted.to(tl.int32, bitcast=True) - lift
+    code = ulps + ((lift - (0x3C800000 + (20 << 23))) >> 20)
     return (code | ((bits >> 24) & 0x80)).to(tl.int8)
 
 
