@@ -207,6 +207,13 @@ class Write:
         data = parameter.data
         return data.as_strided(self.shape, self.stride, data.storage_offset() + self.offset)
 
+    def values(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What is written: the source, or the fill (FP32, FP64 of integers) on the parameter's device."""
+        if self.source is not None:
+            return self.source
+        dtype = torch.float32 if parameter.is_floating_point() else torch.float64
+        return torch.full(self.shape, self.fill, dtype=dtype, device=parameter.device)
+
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The first element of its storage that a tensor touches, and the one behind the last."""

@@ -46,7 +46,7 @@ from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
 from .native.recording import Recording
-from .native.tied import note_draft_write
+from .native.tied import note_draft_write, noted
 from .replay.recipes import Recipe, RecipeStore, learn, replay
 from .report.report import NOTHING, RefitReport
 
@@ -74,7 +74,8 @@ class ModelRefit:
         # None for a model that is spread over several: its loaders copy tensor by tensor.
         self._device = next(iter(self._devices)) if len(self._devices) == 1 else None
         self.names, self.pairs = NameTable(), PairTable()
-        self.derived = DerivedWeights(model)
+        self.runner: Any = None  # SGLang's, which counts forward passes
+        self.derived = DerivedWeights(model, self._has_run)
         self.constants = Constants(model, self.derived)
         self.report = RefitReport(self.targets.values(), self.names)
         self.recipes = RecipeStore()
@@ -83,8 +84,6 @@ class ModelRefit:
         self.laid_out_for_proof: Any = None  # of `proof/extension.py`, for its next fingerprint
         self.calls = Calls(model, options, self.pairs, self.report, self.derived, self.extensions)
         self.during = self.calls.during
-        self.runner: Any = None  # SGLang's, which counts forward passes
-        self._looked_behind: bool | None = None
         self._loaders = LoaderCalls(options, self.pairs, self.report)
         self._load_weights = load_parts_singly(model)  # before its loaders are wrapped
 
@@ -175,7 +174,7 @@ class ModelRefit:
                 self.calls.begin(call)
             with self.calls.open(call):
                 if update.origin.is_serving:
-                    self._check_copies()
+                    self.derived.kept_copies.check()
                 if bucket is not None and recipe is not None:
                     replay(call, bucket, recipe, self.recipes, self.report)
                     self.derived.refresh(bucket.names)
@@ -187,14 +186,8 @@ class ModelRefit:
         update.marks.append((ANSWERING, perf_counter()))
         return result
 
-    def _check_copies(self) -> None:
-        """Look before the first update, and the first behind a forward pass; raises what any look refused."""
-        has_run = self.runner is None or self.runner.forward_pass_id > 0
-        if self._looked_behind is not has_run:
-            self.derived.kept_copies.look()
-            self._looked_behind = has_run
-        if self.derived.kept_copies.refusal is not None:
-            raise self.derived.kept_copies.refusal
+    def _has_run(self) -> bool:
+        return self.runner is None or self.runner.forward_pass_id > 0
 
     def _arrived(self, weights: Any, *, may_replay: bool) -> tuple[Bucket | None, Recipe | None]:
         """What arrived, and how it is written without loaders."""
@@ -235,6 +228,8 @@ class ModelRefit:
         ):
             if call.update.origin.is_serving:
                 weights = of_known_sizes(weights, self.names.known)
+                if tied := self.calls.untaken.tied:
+                    weights = noted(weights, call, self.report, tied)
             result = self._load_weights(call.sources.watch(weights), *args, **kw)
             load_left_experts(self.model, call.sources.left(), self._load_weights)
         quantized = {one.name for one in self.targets.values() if one.is_fp8} if moved else ()
@@ -242,6 +237,9 @@ class ModelRefit:
             if place in quantized:
                 raise made_anew_error(place)
             sources = call.sources.made_of(made_anew).sources
+            if sources and not bool(torch.isfinite(made_anew).all()):
+                names = ", ".join(source.name for source in sources)
+                call.errors[place] = f"{names}: NaN or Inf in what SGLang makes of it for {place}"
             call.sources.leave_native(sources, f"SGLang makes {place} anew while loading")
             call.sources.consume(sources)
         if not call.update.origin.is_serving:

@@ -5,6 +5,7 @@ None of them opens a session, names its refit, or knows this package.
 
 from __future__ import annotations
 
+import time
 from itertools import groupby
 
 import pytest
@@ -29,9 +30,15 @@ def post(case: Served, path: str, **body) -> dict:
 
 
 def flush(case: Served) -> None:
+    """As SGLang's clients do: again as long as the last request has not left the scheduler."""
     import requests
 
-    assert requests.get(case.server.url + "/flush_cache", timeout=60).status_code == 200
+    for _ in range(100):
+        answer = requests.get(case.server.url + "/flush_cache", timeout=60)
+        if answer.status_code == 200:
+            return
+        time.sleep(0.1)
+    raise AssertionError(answer.text)
 
 
 def serialized(data) -> str:

@@ -10,8 +10,8 @@ from _served import MODEL, ONE_THREAD, QUANTIZED, Client, weights
 from models import checkpoint
 from typer.testing import CliRunner
 
-from sglang_fp8rl import cli
 from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.lab import cli
 from sglang_fp8rl.trainer import Fingerprinter, quantize_for_refit
 from sglang_fp8rl.wire.fingerprint import FINGERPRINT_PATH
 

@@ -11,8 +11,8 @@ from forked_server import ForkedServer
 from models import checkpoint
 from typer.testing import CliRunner
 
-from sglang_fp8rl import cli
 from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.lab import cli
 from sglang_fp8rl.lab.testing.server import ServerProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]

@@ -156,15 +156,19 @@ class SourceIndex:
         if source.is_meta:
             self._on_meta[storage] = source
             return
-        first = bisect.bisect_left(self._starts, source.address)
-        end = bisect.bisect_right(self._starts, source.address, lo=first)
-        if not self._keeps_tensors:
-            # Tensors come and go, and their memory is used again: who had any of it before is gone.
-            if first and self._sources[first - 1].end_address > source.address:
-                first -= 1
-            end = max(end, bisect.bisect_left(self._starts, source.end_address, lo=first))
+        first, end = self._who_had(source.address, source.end_address)
         self._starts[first:end] = [source.address]
         self._sources[first:end] = [source]
+
+    def _who_had(self, address: int, end_address: int) -> tuple[int, int]:
+        """Which sources are gone where this memory is another's now, first and behind the last of them."""
+        first = bisect.bisect_left(self._starts, address)
+        end = bisect.bisect_right(self._starts, address, lo=first)
+        if not self._keeps_tensors:  # they come and go, and their memory is used again
+            if first and self._sources[first - 1].end_address > address:
+                first -= 1
+            end = max(end, bisect.bisect_left(self._starts, end_address, lo=first))
+        return first, end
 
     def made_of(self, tensor: torch.Tensor) -> Made:
         """What `tensor` was made of."""
@@ -194,6 +198,9 @@ class SourceIndex:
         """
         storage = storage_of(made)
         with self._lock:
+            if not adds and not self._keeps_tensors and made.device.type != "meta":
+                first, end = self._who_had(*span_of(made))
+                del self._starts[first:end], self._sources[first:end]
             if adds and self._holder_of(made) is not None:  # in the sender's memory
                 return
             had = self._derived.pop(storage, ())

@@ -31,3 +31,4 @@ class Constants:
         for one, kept in self._kept:
             one.copy_(kept)
         self._kept = []
+        self._derived.kept_copies.number_again()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -34,10 +34,14 @@ _DERIVE = ("post_load_weights", _AT_FIRST_PASS)
 
 
 class DerivedWeights:
-    """The derived weights of one model."""
+    """The derived weights of one model.
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    Args:
+        has_run: whether it has computed anything since it was loaded.
+    """
+
+    def __init__(self, model: torch.nn.Module, has_run: Callable[[], bool] = lambda: True) -> None:
+        self._model, self._has_run = model, has_run
         self._modules = dict(model.named_modules())
         self.kept_copies = KeptCopies({}, (), self._is_derived)
         methods = (getattr(module, "quant_method", None) for module in self._modules.values())
@@ -53,7 +57,7 @@ class DerivedWeights:
 
     def note_loaded(self, weights: Sequence[Target]) -> None:
         """SGLang has loaded the model, nothing has run on it yet; `weights` are all that updates write."""
-        self.kept_copies = KeptCopies(self._modules, weights, self._is_derived)
+        self.kept_copies = KeptCopies(self._modules, weights, self._is_derived, self._has_run)
 
     def attach(self) -> None:
         """See which methods SGLang calls that derive weights, of the model or of any module in it.

@@ -24,6 +24,7 @@ class KeptCopies:
         modules: as SGLang built them, by name: what it wraps around them later (LoRA) is made of no weight.
         weights: all that updates write.
         is_derived: whether a place is written by something that every update calls again.
+        has_run: whether the model has computed anything since it was loaded.
     """
 
     def __init__(
@@ -31,12 +32,15 @@ class KeptCopies:
         modules: Mapping[str, torch.nn.Module],
         weights: Sequence[Target],
         is_derived: Callable[[str], bool],
+        has_run: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._modules, self._weights, self._is_derived = modules, weights, is_derived
+        self._modules, self._weights = modules, weights
+        self._is_derived, self._has_run = is_derived, has_run
         self._copies: dict[str, tuple[torch.Tensor, Target]] = {}
-        self.refusal: HostError | None = None
+        self._refused: tuple[str, str, str, str] | None = None
+        self._looked_behind: bool | None = None
         self.unproven: dict[str, str] = {}
-        # With a number as loaded, until a look compared it.
+        # With a number as loaded, until a look behind a forward pass compared it.
         self._known = {one.memory: one.number() for one in self.others()}
 
     def others(self) -> Iterator[HeldTensor]:
@@ -47,27 +51,48 @@ class KeptCopies:
             if not (is_weight or self._is_derived(one.place)):
                 yield one
 
+    def check(self) -> None:
+        """Look before the first update, and before the first behind a forward pass.
+
+        Raises:
+            HostError: any look found what no update may leave behind.
+        """
+        has_run = self._has_run()
+        if self._looked_behind is not has_run:
+            self.look()
+            self._looked_behind = has_run
+        if self._refused is not None:
+            raise HostError(*self._refused)  # a new one: what is raised keeps what its callers held
+
     def look(self) -> None:
-        """Find what was made since the last look of the weights, which are still the same; a `refusal` stays."""
+        """Find what was made since the last look of the weights, which are still the same; a refusal stays."""
         known, self._known = self._known, {}
+        has_run = self._has_run()
         for one in self.others():
-            self._known[one.memory] = None
+            number = known.get(one.memory)
+            self._known[one.memory] = None if has_run else number
             if one.memory not in known:
                 self._explain(one)
-            elif (number := known[one.memory]) is not None and number != one.number():
-                self.refusal = HostError(
+            elif number is not None and number != one.number():
+                self._refused = (
                     one.place,
                     "changed by a forward pass",
                     "what SGLang computes from weights at their first use, it never computes again",
                     "Serve this model without updates of its weights.",
                 )
 
+    def number_again(self) -> None:
+        """Weights changed, or came back from a release: as long as nothing has run, all is as it should be."""
+        for one in () if self._has_run() else self.others():
+            if self._known.get(one.memory) is not None:
+                self._known[one.memory] = one.number()
+
     def _explain(self, one: HeldTensor) -> None:
         beside = one.beside
         weights = [target for target in self._weights if id(target.parameter) in beside]
         equal = [target for target in weights if _is_copy(one.tensor, target.parameter.data)]
         if len(equal) > 1:
-            self.refusal = HostError(
+            self._refused = (
                 one.place,
                 f"a copy of {' or of '.join(target.name for target in equal)}",
                 "these have the same values, so it is not known which one it has to follow",
@@ -85,6 +110,7 @@ class KeptCopies:
         """Give every copy the values of its weight, where it lies."""
         for copy, target in self._copies.values():
             copy.copy_(target.parameter.data.reshape(copy.shape))
+        self.number_again()
 
 
 def _is_copy(made: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 
@@ -78,14 +79,15 @@ class Calls:
         self.update.calls += 1
         try:
             yield
-        except Exception as error:
-            told = self._told(error, "")
-            self.update.refit = self._report.fail([str(told)], self.update)
-            if self._report.log.running is None:  # else it was another client's, who goes on
-                self._pairs.drop()
-            if told is error:
-                raise
-            raise told from error
+        except Exception as error:  # noqa: BLE001 `_raise` raises it
+            _raise(self._refused(error), error)
+
+    def _refused(self, error: Exception) -> Fp8RlError:
+        told = self._told(error, "")
+        self.update.refit = self._report.fail([str(told)], self.update)
+        if self._report.log.running is None:  # else it was another client's, who goes on
+            self._pairs.drop()
+        return told
 
     def begin(self, call: Call) -> None:
         """It is of the running refit, or of a new one."""
@@ -105,14 +107,8 @@ class Calls:
         try:
             with torch.no_grad():
                 yield
-        except Exception as error:
-            told = self._told(error, call.sources.latest_name)
-            self._stop(call, told)
-            if list(call.errors.values()) != [str(told)]:
-                told = call.error
-            if told is error:
-                raise
-            raise told from error
+        except Exception as error:  # noqa: BLE001 `_raise` raises it
+            _raise(self._stop(call, error), error)
         else:
             self._finish(call)
             if call.errors:
@@ -144,8 +140,12 @@ class Calls:
             )
         self._close(call)
 
-    def _stop(self, call: Call, told: Fp8RlError) -> None:
-        """An error ended the call: what was found before it counts, and so does what never had its turn."""
+    def _stop(self, call: Call, error: Exception) -> Fp8RlError:
+        """An error ended the call: what was found before it counts, and so does what never had its turn.
+
+        Returns the error to tell the client.
+        """
+        told = self._told(error, call.sources.latest_name)
         call.errors |= dict(call.raised.values())
         if str(told) not in call.errors.values():
             before = filter(None, [call.errors.get(told.subject)])
@@ -166,6 +166,7 @@ class Calls:
             text = f"{listed(left)}: not reached, an error ended the call before; send again"
             call.errors.update(dict.fromkeys(left, text))
         self._close(call)
+        return told if list(call.errors.values()) == [str(told)] else call.error
 
     def _close(self, call: Call) -> None:
         brought = call.brought
@@ -175,3 +176,16 @@ class Calls:
         self._report.end_call(brought, call.errors, call.update)
         if call.errors:
             self._pairs.drop()
+
+
+def _raise(told: Fp8RlError, error: Exception) -> NoReturn:
+    """Raise it in the place of `error`.
+
+    With its traceback a name for it would be a circle, and the bucket in that would live until Python collects.
+    """
+    try:
+        if told is error:
+            raise error
+        raise told from error
+    finally:
+        del told, error

@@ -221,13 +221,17 @@ def _unknown_names_error(unknown: list[str], known: Iterable[str]) -> RefitError
 
 
 def not_finite_errors(found: list[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """One line per tensor with a NaN or Inf. Synchronizes with the device once."""
+    """One line per tensor with a NaN or Inf. Synchronizes with each device once."""
     if not found:
         return {}
-    any_bad = torch.stack([bad.any() for _, bad in found]).cpu().tolist()
-    lines = {}
-    for (name, bad), is_bad in zip(found, any_bad, strict=True):
-        if is_bad:
+    lines: dict[str, str] = {}
+    any_bad: dict[int, bool] = {}
+    for device in {bad.device for _, bad in found}:  # a model may lie on several
+        there = [(at, bad.any()) for at, (_, bad) in enumerate(found) if bad.device == device]
+        numbers, flags = zip(*there, strict=True)
+        any_bad |= zip(numbers, torch.stack(flags).cpu().tolist(), strict=True)
+    for at, (name, bad) in enumerate(found):
+        if any_bad[at]:
             count = int(bad.sum())
             first = bad.nonzero()[0].tolist()
             lines[name] = (

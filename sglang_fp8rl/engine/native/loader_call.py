@@ -39,6 +39,7 @@ class _Given:
     Attributes:
         name: what errors call it, and `made`: of what it was made.
         part: of the target that it is for, see `part_of`.
+        address: of what came, or where it goes: the same where a model tries again.
     """
 
     call: Call
@@ -46,11 +47,12 @@ class _Given:
     name: str
     made: Made
     part: tuple = ()
+    address: int = 0
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """What is raised in here fails the call, even if the model catches it, unless it tries again and succeeds."""
-        raised, key = self.call.raised, (self.name, self.target.index)
+        raised, key = self.call.raised, (self.name, self.target.index, self.address)
         try:
             with self.call.lane():
                 yield
@@ -104,7 +106,7 @@ class LoaderCalls:
             )
         made = call.sources.made_of(loaded)
         name = made.name or call.sources.latest_name or target.name
-        given = _Given(call, target, name, made, part_of(args, kwargs))
+        given = _Given(call, target, name, made, part_of(args, kwargs), loaded.data_ptr())
         with given.noted():
             try:
                 self._load(given, native, loaded, args, kwargs)
@@ -128,7 +130,7 @@ class LoaderCalls:
         source = write.source
         made = UNKNOWN if source is None else call.sources.made_of(source)
         name = made.name or target.name
-        given = _Given(call, target, name, made)
+        given = _Given(call, target, name, made, address=write.offset)
         with given.noted():
             if source is not None and (made.is_scale or source.dtype == _FP8):
                 raise RefitError(
@@ -201,8 +203,7 @@ class LoaderCalls:
         recording = given.call.recording
         with unwatched():
             for write in writes:
-                if write.source is not None:
-                    check_integers(given.target, given.name, write.source)
+                check_integers(given.target, given.name, write.values(given.target.parameter))
             for one, write in zip(of_each, writes, strict=True):
                 done = self._store(given, write)
                 box = self.report.written(given.target, write.region)
@@ -211,8 +212,10 @@ class LoaderCalls:
                 if box is None:
                     given.call.sources.leave_native((), "it writes what is no box")
                     continue
-                if write.source is None:
+                if write.source is None and not given.target.is_fp8:
+                    # The padding of a vocabulary: no checkpoint has it, and it is no older than the rest.
                     recording.fills.append((given.target, write))
+                    done = []
                 recording.add(given.target, [(one.sources[0], matrix) for matrix in done], [box])
 
     def _writes(
@@ -247,17 +250,26 @@ class LoaderCalls:
         return []
 
     def _run_on_parameter(self, given: _Given, run: Callable[[torch.Tensor], None]) -> None:
-        """Run a loader that does more than copy. With a NaN or Inf on the way, nothing of it stays."""
+        """Run a loader that does more than copy. Of one that raises, or makes a NaN or Inf, nothing stays."""
         call, parameter, known = given.call, given.target.parameter, len(given.call.not_finite)
         assert call.observer is not None
         with unwatched():
             before = parameter.data.clone()
-        with call.observer.watching_thread():
-            run(parameter)
+        try:
+            with call.observer.watching_thread():
+                run(parameter)
+        except Exception:
+            with unwatched():
+                parameter.data.copy_(before)
+            raise
         with unwatched():
-            for name, bad in call.not_finite[known:]:
-                if name == given.name:
-                    parameter.data.copy_(torch.where(bad.any(), before, parameter.data))
+            found = [bad.any() for name, bad in call.not_finite[known:] if name == given.name]
+            if parameter.is_floating_point():
+                was_finite = torch.isfinite(before).all()
+                found.append(was_finite & ~torch.isfinite(parameter.data).all())
+                call.not_finite.append((given.name, found[-1].reshape(1)))
+            for bad in found:
+                parameter.data.copy_(torch.where(bad, before, parameter.data))
 
     def _store_half(self, given: _Given, half: Half, *, is_scale: bool) -> None:
         """Half of an FP8 weight came; with the other one it is stored."""
@@ -279,10 +291,6 @@ class LoaderCalls:
     def _store(self, given: _Given, write: Write) -> list[MatrixWrite]:
         """Do one write; a block or row that is not finite is noted, not stored. Returns what was done."""
         target, name = given.target, given.name
-        if write.source is None and not target.is_fp8:
-            # The padding of a vocabulary: no checkpoint has it, and it is no older than the rest.
-            write.destination(target.parameter).fill_(write.fill)
-            return []
         done = matrix_writes(target, name, write)
         for one in done:
             bad = one.store(target, name, self.options)

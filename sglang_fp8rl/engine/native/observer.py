@@ -199,9 +199,10 @@ class Observer:
         sources = tuple(used)
         if sources:
             self._sources.leave_native(sources, f"SGLang computes with it while loading ({func})")
-        written = kind.written_of(args, kwargs)
-        may_write = [self._may_write(tensor, func, sources) for tensor in tensors_in(written)]
+        written = list(tensors_in(kind.written_of(args, kwargs)))
+        may_write = [self._may_write(tensor, func, sources) for tensor in written]
         if not all(may_write):
+            self._sources.consume(sources)
             return args[0]
         if not self._stores and any(
             one.device.type == "meta" for one in tensors_in((args, kwargs))
@@ -210,11 +211,38 @@ class Observer:
                 return args[0]
             to_meta = methodcaller("to", "meta")
             args, kwargs = tree_map_only(torch.Tensor, to_meta, (args, kwargs))
+        if written:
+            with self._noted(func, written, sources):
+                return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if not written:
-            for tensor in tensors_in(result):
-                self._sources.derive(tensor, sources)
+        for tensor in tensors_in(result):
+            self._sources.derive(tensor, sources)
         return result
+
+    @contextmanager
+    def _noted(
+        self, func: Any, written: list[torch.Tensor], sources: tuple[Source, ...]
+    ) -> Iterator[None]:
+        """In here `func` writes; where it fails, or makes what is not finite of `sources`, the model's place is named.
+
+        Models catch what their loading raises, and it has no bytes to go back to.
+        """
+        places = [(place, one) for one in written if (place := self._memory.place_of(one))]
+        try:
+            yield
+        except Exception as error:
+            for place, _ in places:
+                text = f"{place}: SGLang failed to write it while loading ({func}): {error}"
+                self._raised[(place,)] = place, text
+            raise
+        for place, one in places:
+            if sources and one.is_floating_point() and not bool(torch.isfinite(one).all()):
+                names = ", ".join(source.name for source in sources)
+                self._raised[(place,)] = (
+                    place,
+                    f"{names}: NaN or Inf in what SGLang makes of it for {place}",
+                )
+            self._sources.consume(sources)
 
     def _may_write(self, tensor: torch.Tensor, func: Any, sources: tuple[Source, ...]) -> bool:
         """Whether an operation that is no copy may write `tensor`; what follows from it is noted."""
@@ -238,7 +266,6 @@ class Observer:
             self._raised[(place,)] = error.subject, str(error)
             raise error
         self._sources.leave_native(sources, f"SGLang writes {place} by itself ({func})")
-        self._sources.consume(sources)
         return self._stores
 
     def _made_of(self, tensor: torch.Tensor) -> tuple[Source, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,15 @@ class Pair(NamedTuple):
     scale: Half
 
 
+def _sent_twice_error(name: str, other: str, target: str) -> RefitError:
+    return RefitError(
+        other,
+        f"came for the part of {target} that {name} is for",
+        "an FP8 weight comes once, and its scale under one name",
+        "Send one of the two.",
+    )
+
+
 class PairTable:
     """Joins FP8 weights with their scales, in whichever order they come.
 
@@ -70,10 +79,17 @@ class PairTable:
         self.halves = {key: half for key, half in self.halves.items() if half.stamp >= since}
 
     def add(self, target: Target, key: tuple, half: Half, *, is_scale: bool) -> Pair | None:
-        """Take a half; `target` is the weight's. Returns the pair when this completed it."""
+        """Take a half; `target` is the weight's. Returns the pair when this completed it.
+
+        Raises:
+            RefitError: another one of its kind waits, under another name.
+        """
         with self._lock:
             other = self.halves.pop((id(target), key, not is_scale), None)
             if other is None:
+                waiting = self.halves.setdefault((id(target), key, is_scale), half)
+                if waiting.name != half.name:
+                    raise _sent_twice_error(waiting.name, half.name, target.name)
                 self.halves[id(target), key, is_scale] = half
                 return None
         return Pair(target, other, half) if is_scale else Pair(target, half, other)
@@ -219,5 +235,5 @@ def blocks_of(
                 "the scales of an FP8 tensor can only be split along with its rows and columns",
                 "Send this tensor in BF16 or FP32.",
             )
-        blocks.append((box, write))
+        blocks.append((box, replace(write, source=None)))  # the sender's memory is not kept by it
     return blocks

@@ -83,9 +83,7 @@ def matrix_writes(target: Target, name: str, write: Write) -> list[MatrixWrite]:
     Raises:
         RefitError: it does not consist of whole blocks (or rows) of a matrix.
     """
-    source, destination = write.source, write.destination(target.parameter)
-    if source is None:
-        source = torch.full(write.shape, write.fill, dtype=torch.float32)
+    source, destination = write.values(target.parameter), write.destination(target.parameter)
     if not target.is_fp8:
         return [MatrixWrite(source, destination)]
     if destination.dtype != FP8_DTYPE:

@@ -5,7 +5,7 @@ They are looked at and not stored: in the end they have to be what is served (`r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,28 +25,35 @@ _OF_A_DRAFT = (
 )
 
 
-def note_tied(report: RefitReport, call: Call, rows: Sequence[Mapping[str, str]]) -> None:
-    """Note the tensors of a call that the model ties to others.
+def noted(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    call: Call,
+    report: RefitReport,
+    rows: Sequence[Mapping[str, str]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass on what is sent; what the model ties to another tensor is noted as it goes by.
 
     Args:
         rows: of `left_out`, with the name that it computes with as `equals`.
     """
-    if call.bucket is None:
-        return
-    for one in call.sources.left() if rows else ():
-        row = why_left_out(one.name, rows)
+    for position, (name, tensor) in enumerate(weights):
+        row = why_left_out(name, rows) if name not in report.names.known else {}
         if row:
-            call.tied[one.position] = row["equals"]
-    for position, other in call.tied.items():
-        name, tensor = call.bucket.names[position], call.bucket.tensor(position)
-        rule = f"this model ties it to {other}, and computes with that one"
-        known = report.names.known[other]
-        if tuple(tensor.shape) != known.shape:
-            call.errors[name] = (
-                f"{name}: shape {tuple(tensor.shape)}; {rule}, of shape {known.shape}. Leave it out"
-            )
-        else:
-            report.sent_twice.note(name, _parts(tensor, known), report.log.stamp, rule)
+            call.tied[position] = row["equals"]
+            note_tied(report, call, name, tensor, row["equals"])
+        yield name, tensor
+
+
+def note_tied(report: RefitReport, call: Call, name: str, tensor: torch.Tensor, other: str) -> None:
+    """A tensor came that is the same as the `other` one: it is held against what is served in the end."""
+    rule = f"this model ties it to {other}, and computes with that one"
+    known = report.names.known[other]
+    if tuple(tensor.shape) == known.shape:
+        report.sent_twice.note(name, _parts(tensor, known), report.log.stamp, rule)
+        return
+    call.errors[name] = (
+        f"{name}: shape {tuple(tensor.shape)}; {rule}, of shape {known.shape}. Leave it out"
+    )
 
 
 def _parts(tensor: torch.Tensor, known: Known) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -15,7 +15,6 @@ from ..model.landings import left_out, why_left_out
 from ..report.report import RefitReport
 from .call import Call
 from .checks import not_taken_errors
-from .tied import note_tied
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,6 @@ class UntakenNames:
     def settle(self, call: Call) -> None:
         """Find them behind a call; what has neither reason nor taker is one of its errors."""
         passed = self._received(call)
-        note_tied(self._report, call, [row for row in self._left_out if "equals" in row])
         unknown = [name for name in self._without_reason(call) if name not in passed]
         if not call.update.origin.is_serving:
             # A checkpoint may hold more than the model takes: SGLang loads it, so it may pass later.
@@ -78,6 +76,11 @@ class UntakenNames:
             if weight_name_of(name) not in self._report.names.unused
             and not why_left_out(name, rows)
         ]
+
+    @property
+    def tied(self) -> list[dict[str, str]]:
+        """The rows of names that are another tensor of the model."""
+        return [row for row in self._left_out if "equals" in row]
 
     @property
     def _left_out(self) -> list[dict[str, str]]:

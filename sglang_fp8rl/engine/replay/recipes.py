@@ -26,6 +26,7 @@ from ..modules.method import are_no_exponents
 from ..native.call import Call
 from ..native.pairs import bad_scale_error, check_exponents, nan_code_error
 from ..native.recording import Recording
+from ..native.tied import note_tied
 from ..report.report import Arrived, RefitReport
 
 # Tensors of all recipes together: a table row of 136 bytes each, its name and its layout. Four times
@@ -228,7 +229,8 @@ def replay(
         _note_bad_pieces(call, recipe, bucket, flags)
     report.written_again(recipe.targets, recipe.regions)
     recipes.count_replayed(recipe)
-    call.tied = recipe.tied
+    for position, other in recipe.tied.items():
+        note_tied(report, call, bucket.names[position], bucket.tensor(position), other)
     call.sources.set_aside = {bucket.names[at]: bucket.tensor(at) for at in recipe.kv_scales}
 
 

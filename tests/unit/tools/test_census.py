@@ -112,7 +112,7 @@ def test_what_differs_from_a_fresh_load_is_silent(kind, place):
 
 
 def test_with_the_observer_off_a_class_that_computes_is_silent(monkeypatch):
-    from sglang_fp8rl.engine.native.observer import Observer
+    from sglang_fp8rl.engine.arrival.sent_tensors import SourceIndex
 
     class Computes(Plain):
         def __init__(self) -> None:
@@ -125,7 +125,7 @@ def test_with_the_observer_off_a_class_that_computes_is_silent(monkeypatch):
             super().load_weights(iter(weights.items()))
 
     assert judged("Computes", Builder(Computes)).silent == []
-    monkeypatch.setattr(Observer, "leave_native", lambda *_: None)
+    monkeypatch.setattr(SourceIndex, "leave_native", lambda *_: None)
     assert "twice" in judged("Computes", Builder(Computes)).silent
 
 
