@@ -25,7 +25,7 @@ from .arrival.bucket import Bucket, apart, bucket_of, check_bucket
 from .arrival.sent_tensors import SourceIndex
 from .arrival.update import Origin, Update
 from .extension import extensions
-from .interception import Write
+from .interception import StreamLane, Write
 from .model.constants import Constants
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
@@ -39,7 +39,7 @@ from .model.parameters import (
 )
 from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
-from .native.call import Call, StreamLane
+from .native.call import Call
 from .native.calls import Calls
 from .native.checks import of_known_sizes
 from .native.loader_call import LoaderCalls
@@ -237,7 +237,7 @@ class ModelRefit:
             if place in quantized:
                 raise made_anew_error(place)
             sources = call.sources.made_of(made_anew).sources
-            if sources and not bool(torch.isfinite(made_anew).all()):
+            if sources and not (made_anew.is_meta or bool(torch.isfinite(made_anew).all())):
                 names = ", ".join(source.name for source in sources)
                 call.errors[place] = f"{names}: NaN or Inf in what SGLang makes of it for {place}"
             call.sources.leave_native(sources, f"SGLang makes {place} anew while loading")

@@ -81,8 +81,11 @@ def finish(
     if ended is not None:
         marks = [*update.marks, (BETWEEN_REQUESTS, perf_counter())]
         boundary.step(ended.add_stages, marks)
+    version = refit.report.log.moved_to
     boundary.step(tell_version, refit.report.log, result)
-    fail_behind(boundary, refit, ended, result)
+    is_told = not fail_behind(boundary, refit, ended, result)  # the same on every rank
+    if is_told and version and hasattr(manager.scheduler, "record_weight_version_change"):
+        manager.scheduler.record_weight_version_change(new_version=version)
     return result
 
 
@@ -152,8 +155,6 @@ def _end_together(
         ended = refit.report.end_session()
     if ended is not None and ended.has_taken:
         clear_stored_cache(manager)
-    if log.moved_to is not None and hasattr(manager.scheduler, "record_weight_version_change"):
-        manager.scheduler.record_weight_version_change(new_version=log.moved_to)
     _tell(ended, update, result)
     return ended
 

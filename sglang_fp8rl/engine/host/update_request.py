@@ -71,8 +71,7 @@ class _UpdateRequest:
             result = self._asked()
             # What was stored before an update failed is served too.
             boundary.step(refit.derived.end_of_update)
-        else:
-            boundary.step(self._around.close)
+        boundary.step(self._around.close)  # where SGLang was not asked, or the session did not open
         if boundary.errors or result is None:
             texts = [] if result is None or result.success else [result.message]
             result = _failed(update.origin, " | ".join([*texts, *boundary.errors]))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from sglang_fp8rl.engine.native.call import StreamLane
+from sglang_fp8rl.engine.interception import StreamLane
 
 DEVICE = torch.device("cpu")
 
