@@ -42,7 +42,7 @@ def cast_options(
     Args:
         chunk: 0 for blocks of 128×128.
         target_align: bytes that divide the target's rows.
-        is_through: what is written is BF16; from FP32 it takes some registers more.
+        is_through: what is written is BF16; from FP32 ragged blocks take some registers more.
     """
     if chunk:
         return {"HEIGHT": 1, "WIDTH": chunk, "RAGGED": True, "num_warps": row_warps(chunk)}

@@ -52,14 +52,12 @@ def cast_tile(
     target_bits: tl.constexpr = tl.int16 if THROUGH else tl.int8
     first_row, first_col = block_n * HEIGHT, block_k * WIDTH
     n, k = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
-    if THROUGH:
-        # Both are contiguous, and offsets in a block fit 32 bits: registers are short.
-        target_stride = known_multiple(cols.to(tl.int32), TARGET_ALIGN // target_size)
-        source_stride = target_stride
+    if THROUGH:  # offsets in a block fit 32 bits, and registers are short
+        source_stride, target_stride = source_stride.to(tl.int32), target_stride.to(tl.int32)
     else:
         n = n.to(tl.int64)
-        source_stride = known_multiple(source_stride, SOURCE_ALIGN // size)
-        target_stride = known_multiple(target_stride, TARGET_ALIGN // target_size)
+    source_stride = known_multiple(source_stride, SOURCE_ALIGN // size)
+    target_stride = known_multiple(target_stride, TARGET_ALIGN // target_size)
     source += (first_row.to(tl.int64) * source_stride + first_col) * size
     source = tl.multiple_of(source.to(tl.pointer_type(bits)), SOURCE_ALIGN)
     target += (first_row.to(tl.int64) * target_stride + first_col) * target_size
@@ -71,12 +69,12 @@ def cast_tile(
         n = tl.minimum(n, rows - 1)
     elif RAGGED and HEIGHT > 1:
         inside = (n < rows) & inside
-    where = source + (n * source_stride + k)
+    where = source + k + n * source_stride
     x = tl.load(where, mask=inside, other=0) if RAGGED else tl.load(where)
     if PACKED:
         x = packed_bf16(x, KIND)
     scale, finite = scale_of(x, KIND, POW2, ROUND, PACKED)
-    to = target + (n * target_stride + k)
+    to = target + k + n * target_stride
     if THROUGH:
         served = served_of(x, scale, finite, KIND, ROUND, PACKED)
         tl.store(to, served, mask=inside if RAGGED else None)

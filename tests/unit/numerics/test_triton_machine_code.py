@@ -134,7 +134,8 @@ def test_the_cast_and_back_is_few_instructions_and_wide_accesses(dtype, shape, c
     code, elements = through(torch.empty(shape, dtype=dtype), capability=capability)
     assert elements == ELEMENTS
     assert len(code.executed) <= 14 * elements
-    assert code.registers <= (72 if dtype == torch.float32 else 64)
+    is_ragged = shape[0] % 128 != 0
+    assert code.registers <= (72 if dtype == torch.float32 and is_ragged else 64)
     assert code.spilled == 0
     assert code.widths("LDG") == {16: elements * dtype.itemsize // 16}
     assert code.widths("STG") == {16: elements * 2 // 16}
