@@ -39,7 +39,7 @@ from small_dapo.plot import draw
 from small_dapo.settings import ARMS, Settings
 from small_dapo.summary import equal_rollouts, equal_to_full, summary
 
-from sglang_fp8rl import terminal
+from sglang_fp8rl.lab import terminal
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "dapo_small.jsonl"
