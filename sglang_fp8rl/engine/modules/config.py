@@ -112,6 +112,10 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         method = Fp8BlockwiseOnlineLinearMethod if is_linear else Fp8BlockwiseOnlineMoEMethod
         return method(self, prefix, keeps_activations)
 
+    def get_cache_scale(self, name: str) -> str | None:
+        """Some models ask every method under which name it keeps a scale of the KV cache: under none of its own."""
+        return None
+
     def settle(self, model: torch.nn.Module) -> None:
         """What can be said only when SGLang has built the model, before anything is loaded.
 
