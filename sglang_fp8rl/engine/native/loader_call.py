@@ -130,7 +130,8 @@ class LoaderCalls:
         source = write.source
         made = UNKNOWN if source is None else call.sources.made_of(source)
         name = made.name or target.name
-        given = _Given(call, target, name, made, address=write.offset)
+        address = write.offset if source is None else source.data_ptr()
+        given = _Given(call, target, name, made, address=address)
         with given.noted():
             if source is not None and (made.is_scale or source.dtype == _FP8):
                 raise RefitError(

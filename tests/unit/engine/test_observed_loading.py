@@ -416,6 +416,19 @@ class Retrying(Toy):
             self.b.weight.weight_loader(self.b.weight, tensor)
 
 
+class CopiedPastItsLoader(Retrying):
+    """Experts of Transformers' models: what their loader does not take is copied past it."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name != "b.weight":
+            super().load(name, tensor)
+            return
+        try:
+            self.b.weight.weight_loader(self.b.weight, tensor, "q")
+        except TypeError:
+            self.b.weight.data.copy_(tensor)
+
+
 class Negated(Toy):
     """Mamba2's A: what its loader copied it reads, computes with, and copies back."""
 
@@ -640,7 +653,7 @@ def check_same(refit: ModelRefit, fresh: ModelRefit) -> None:
 
 REPLAYED = (
     *(Toy, Scalar, Buffer, Slices, Beside, Wrapped, Threads, ThreadsOfSlices, Shared, Default),
-    *(Running, FilledTail, Warning, Retrying, NoneFirst, Cut),
+    *(Running, FilledTail, Warning, Retrying, CopiedPastItsLoader, NoneFirst, Cut),
 )
 NATIVE = (
     *(Refreshed, Joined, Broadcast, Computed, Added, Value, OfWhatWasSent, Rebound, Padded, Listed),
