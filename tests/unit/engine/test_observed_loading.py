@@ -413,20 +413,17 @@ class Retrying(Toy):
         try:
             self.b.weight.weight_loader(self.b.weight, tensor, "q")
         except TypeError:
-            self.b.weight.weight_loader(self.b.weight, tensor)
+            self.load_otherwise(tensor)
+
+    def load_otherwise(self, tensor: torch.Tensor) -> None:
+        self.b.weight.weight_loader(self.b.weight, tensor)
 
 
 class CopiedPastItsLoader(Retrying):
     """Experts of Transformers' models: what their loader does not take is copied past it."""
 
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        if name != "b.weight":
-            super().load(name, tensor)
-            return
-        try:
-            self.b.weight.weight_loader(self.b.weight, tensor, "q")
-        except TypeError:
-            self.b.weight.data.copy_(tensor)
+    def load_otherwise(self, tensor: torch.Tensor) -> None:
+        self.b.weight.data.copy_(tensor)
 
 
 class Negated(Toy):

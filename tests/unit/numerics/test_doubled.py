@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import doubled_in_interpreter
 import pytest
 import torch
+from interpreted import interpreted
 
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import quantize_per_token_group
 from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
@@ -38,17 +34,8 @@ JOBS.append((activations(5, 512, torch.bfloat16)[:, 128:384], 128, False))
 
 
 def test_the_interpreter_gives_the_definition_s_bytes(tmp_path):
-    torch.save(JOBS, tmp_path / "jobs.pt")
-    script = Path(doubled_in_interpreter.__file__)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "jobs.pt"), str(tmp_path / "results.pt")],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    for job, found in zip(JOBS, torch.load(tmp_path / "results.pt"), strict=True):
+    results = interpreted(doubled_in_interpreter, JOBS, tmp_path)
+    for job, found in zip(JOBS, results, strict=True):
         expected = doubled(*job)
         assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), job[0].shape
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,6 +9,7 @@ pytest.importorskip("triton")
 
 import fingerprint_in_interpreter
 from fake_gpu import fake_gpu
+from interpreted import interpreted
 
 from sglang_fp8rl.errors import QuantizationError
 from sglang_fp8rl.numerics import Blockwise, PerChannel, quantize
@@ -88,19 +84,9 @@ def same_strides(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 def test_the_interpreter_gives_the_numbers_of_a_cpu(tmp_path):
     cases = tensors()
-    torch.save(list(cases.values()), tmp_path / "tensors.pt")
-    script = Path(fingerprint_in_interpreter.__file__)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "tensors.pt"), str(tmp_path / "numbers.pt")],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
     expected = numbers_of(list(cases.values()))
     assert len(set(expected)) > len(cases) - len(DTYPES)  # all but those of nothing differ
-    for found in torch.load(tmp_path / "numbers.pt"):
+    for found in interpreted(fingerprint_in_interpreter, list(cases.values()), tmp_path):
         assert dict(zip(cases, found, strict=True)) == dict(zip(cases, expected, strict=True))
 
 

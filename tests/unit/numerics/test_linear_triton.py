@@ -5,14 +5,10 @@ In the interpreter activations and outputs are FP32: it truncates FP32 to BF16, 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import linear_in_interpreter
 import pytest
 import torch
+from interpreted import interpreted as run_interpreted
 from linear_cases import BLOCK, SHAPES, case, every_code, exact_case
 
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import exact_linear
@@ -48,17 +44,8 @@ JOBS = {
 def interpreted(tmp_path_factory):
     """What the interpreter makes of `JOBS`."""
     folder = tmp_path_factory.mktemp("linear")
-    torch.save([job for jobs in JOBS.values() for job in jobs], folder / "jobs.pt")
-    script = Path(linear_in_interpreter.__file__)
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder / "jobs.pt"), str(folder / "results.pt")],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    results = iter(torch.load(folder / "results.pt"))
+    jobs = [job for jobs in JOBS.values() for job in jobs]
+    results = iter(run_interpreted(linear_in_interpreter, jobs, folder, timeout=600))
     return {name: [next(results) for _ in jobs] for name, jobs in JOBS.items()}
 
 

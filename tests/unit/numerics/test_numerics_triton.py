@@ -1,15 +1,12 @@
 """The Triton casts: same bytes as the reference, in the interpreter here and on hardware there."""
 
 import itertools
-import os
-import pathlib
-import subprocess
-import sys
 
 import numerics_in_interpreter
 import pytest
 import torch
 from by_definition import quantize_blockwise, quantize_per_channel
+from interpreted import interpreted
 from numerics_cases import CASES, same_bits
 
 from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
@@ -98,17 +95,8 @@ def test_interpreter_gives_the_reference_bytes(tmp_path):
     cases = {f"not finite {d}": _not_finite(d) for d in dtypes}
     cases["a long row"] = torch.randn(1, 40000)
     jobs, copies = _jobs({**SMALL, **cases}, all_options=False), _copies()
-    torch.save([*jobs.values(), *copies.values()], tmp_path / "jobs.pt")
-    script = pathlib.Path(numerics_in_interpreter.__file__)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "jobs.pt"), str(tmp_path / "results.pt")],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    results = torch.load(tmp_path / "results.pt")
+    both = [*jobs.values(), *copies.values()]
+    results = interpreted(numerics_in_interpreter, both, tmp_path)
     _expect_the_reference(jobs, results[: len(jobs)])
     _expect_torch_s_copies(copies, results[len(jobs) :])
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import through_in_interpreter
 import torch
+from interpreted import interpreted
 from numerics_cases import CASES
 
 from sglang_fp8rl.numerics import Blockwise, PerChannel, through_fp8
@@ -48,17 +45,7 @@ def expect_the_reference(jobs: list[tuple], results: list[torch.Tensor]) -> None
 def test_the_interpreter_gives_the_reference_bytes(tmp_path):
     odd = {str(dtype): not_finite(dtype) for dtype in (torch.float32, torch.bfloat16)}
     jobs = jobs_of({**CASES, **odd}, rows=4)
-    torch.save(jobs, tmp_path / "jobs.pt")
-    script = Path(through_in_interpreter.__file__)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "jobs.pt"), str(tmp_path / "results.pt")],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    expect_the_reference(jobs, torch.load(tmp_path / "results.pt"))
+    expect_the_reference(jobs, interpreted(through_in_interpreter, jobs, tmp_path))
 
 
 @pytest.mark.gpu
