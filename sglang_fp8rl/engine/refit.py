@@ -41,7 +41,7 @@ from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
 from .native.call import Call
 from .native.calls import Calls
-from .native.checks import of_known_sizes
+from .native.checks import of_known_sizes, why_not_finite
 from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
@@ -237,9 +237,8 @@ class ModelRefit:
             if place in quantized:
                 raise made_anew_error(place)
             sources = call.sources.made_of(made_anew).sources
-            if sources and not (made_anew.is_meta or bool(torch.isfinite(made_anew).all())):
-                names = ", ".join(source.name for source in sources)
-                call.errors[place] = f"{names}: NaN or Inf in what SGLang makes of it for {place}"
+            if why := why_not_finite(place, made_anew, sources):
+                call.errors[place] = why
             call.sources.leave_native(sources, f"SGLang makes {place} anew while loading")
             call.sources.consume(sources)
         if not call.update.origin.is_serving:

@@ -43,7 +43,7 @@ class DerivedWeights:
     def __init__(self, model: torch.nn.Module, has_run: Callable[[], bool] = lambda: True) -> None:
         self._model, self._has_run = model, has_run
         self._modules = dict(model.named_modules())
-        self.kept_copies = KeptCopies({}, (), self._is_derived)
+        self.kept_copies = KeptCopies({}, (), self._is_derived, has_run)
         methods = (getattr(module, "quant_method", None) for module in self._modules.values())
         self._methods = [method for method in methods if isinstance(method, DecidedMethod)]
         self._derivers = [

@@ -32,7 +32,7 @@ class KeptCopies:
         modules: Mapping[str, torch.nn.Module],
         weights: Sequence[Target],
         is_derived: Callable[[str], bool],
-        has_run: Callable[[], bool] = lambda: True,
+        has_run: Callable[[], bool],
     ) -> None:
         self._modules, self._weights = modules, weights
         self._is_derived, self._has_run = is_derived, has_run

@@ -49,12 +49,14 @@ class DoubledExperts:
         from sglang.kernels.ops.moe.fused_moe_triton_kernels import invoke_fused_moe_kernel
         from sglang.srt.layers.moe.moe_runner.triton import pre_permute_standard_to_triton
 
-        def product(codes: torch.Tensor, scale: torch.Tensor, tile: Any, weighted: bool) -> Any:
+        def product(
+            rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, tile: Any, weighted: bool
+        ) -> torch.Tensor:
             output = x.new_empty(2 * ids.numel(), codes.shape[1], dtype=torch.float32)
             invoke_fused_moe_kernel(
-                both, codes, None, output, None, scale, None, given.topk_weights, given.topk_ids,
+                rows, codes, None, output, None, scale, None, given.topk_weights, given.topk_ids,
                 given.sorted_token_ids, given.expert_ids, given.num_tokens_post_padded, weighted,
-                output.shape[0] // max(both.shape[0], 1), tile, compute_type=tl.float32,
+                output.shape[0] // max(rows.shape[0], 1), tile, compute_type=tl.float32,
                 use_fp8_w8a8=True, use_int8_w8a8=False, use_int8_w8a16=False, use_int4_w4a16=False,
                 per_channel_quant=info.per_channel_quant, block_shape=info.block_shape,
             )  # fmt: skip
@@ -66,9 +68,9 @@ class DoubledExperts:
         topk = StandardTopKOutput(weights.repeat(2, 1), ids.repeat(2, 1), weights)
         sent = StandardDispatchOutput(both, None, topk)
         given = pre_permute_standard_to_triton(sent, info, config, state)  # sorts by expert, once
-        gate_up = product(info.w13_weight, info.w13_scale, state["config"], early).sum(0)
+        gate_up = product(both, info.w13_weight, info.w13_scale, state["config"], early).sum(0)
         inner = self._nonlinearity(gate_up.to(x.dtype)).flatten(0, 1)
-        both = doubled(inner, group or inner.shape[1])
+        inner = doubled(inner, group or inner.shape[1])
         tile = state["down_config"] or state["config"]
-        total = product(info.w2_weight, info.w2_scale, tile, not early).sum((0, 2))
+        total = product(inner, info.w2_weight, info.w2_scale, tile, not early).sum((0, 2))
         return (total * (config.routed_scaling_factor or 1.0)).to(x.dtype)

@@ -9,6 +9,7 @@ import torch
 
 from ...errors import RefitError, is_of_an_adapter, listed, remedy_for_unknown
 from ..arrival.sent_tensors import Source
+from ..interception import Write
 from ..model.landings import Known
 from ..model.parameters import Target
 
@@ -31,14 +32,17 @@ def check_dtype(target: Target, name: str, loaded: torch.Tensor) -> None:
     )
 
 
-def check_integers(target: Target, name: str, source: torch.Tensor) -> None:
+def check_integers(target: Target, name: str, write: Write) -> None:
     """Raises `RefitError` for what an integer parameter can't hold as it is. Waits for a GPU.
 
     A float of 16 bits is refused whatever its value: BF16 has no odd integers beyond 256, so what was an id
     there is another one by now.
     """
     dtype = target.parameter.dtype
-    if dtype not in _INTEGER_DTYPES or source.dtype == dtype:
+    if dtype not in _INTEGER_DTYPES:
+        return
+    source = write.values(target.parameter)
+    if source.dtype == dtype:
         return
     limits, wide = torch.iinfo(dtype), source.double()
     is_held = (wide == wide.trunc()) & (wide >= limits.min) & (wide < limits.max + 1.0)
@@ -218,6 +222,14 @@ def _unknown_names_error(unknown: list[str], known: Iterable[str]) -> RefitError
             "Set unknown_names='warn' in quantization_config to let them pass.",
         ),
     )
+
+
+def why_not_finite(place: str, made: torch.Tensor, sources: Sequence[Source]) -> str:
+    """What to say of a NaN or Inf in what SGLang made of these tensors; empty if there is none. Waits for a GPU."""
+    if not sources or made.is_meta or bool(torch.isfinite(made).all()):
+        return ""
+    names = ", ".join(source.name for source in sources)
+    return f"{names}: NaN or Inf in what SGLang makes of it for {place}"
 
 
 def not_finite_errors(found: list[tuple[str, torch.Tensor]]) -> dict[str, str]:

@@ -204,7 +204,7 @@ class LoaderCalls:
         recording = given.call.recording
         with unwatched():
             for write in writes:
-                check_integers(given.target, given.name, write.values(given.target.parameter))
+                check_integers(given.target, given.name, write)
             for one, write in zip(of_each, writes, strict=True):
                 done = self._store(given, write)
                 box = self.report.written(given.target, write.region)

@@ -31,6 +31,7 @@ from ..interception import (
     write_into,
 )
 from ..model.parameters import ModelMemory, Target
+from .checks import why_not_finite
 
 aten = torch.ops.aten
 
@@ -236,12 +237,8 @@ class Observer:
                 self._raised[(place,)] = place, text
             raise
         for place, one in places:
-            if sources and one.is_floating_point() and not bool(torch.isfinite(one).all()):
-                names = ", ".join(source.name for source in sources)
-                self._raised[(place,)] = (
-                    place,
-                    f"{names}: NaN or Inf in what SGLang makes of it for {place}",
-                )
+            if why := why_not_finite(place, one, sources):
+                self._raised[(place,)] = place, why
             self._sources.consume(sources)
 
     def _may_write(self, tensor: torch.Tensor, func: Any, sources: tuple[Source, ...]) -> bool:
