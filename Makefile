@@ -120,10 +120,10 @@ bench-guard: .venv/.ready  ## bytes, memory, instruction and request counts of C
 	.venv/bin/python benchmarks/run.py --guard
 
 proof: .venv/.ready  ## the GPU's arithmetic in every case there is, on a CPU: half a minute
-	.venv/bin/python tests/unit/numerics/packed_quotient.py
+	.venv/bin/python tests/support/numerics/packed_quotient.py
 
 fuzz: .venv/.ready  ## 10,000 random requests against a model of the bytes (ARGS="--steps N --seed N --layout tp2")
-	PYTHONPATH=tests/engine:tests/server .venv/bin/python tests/engine/fuzz.py $(ARGS)
+	PYTHONPATH=tests .venv/bin/python tests/engine/fuzz.py $(ARGS)
 
 soak: .venv/.ready  ## 1,000 refits under load and with faults: does anything grow? (ARGS="--refits N")
 	.venv/bin/python benchmarks/soak.py --json benchmarks/results/soak.jsonl --plot benchmarks/results/soak.png $(ARGS)

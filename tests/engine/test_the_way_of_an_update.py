@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import update
-from contract import HOST
-from pool import on
+from support.engine.commands import update
+from support.engine.contract import HOST
+from support.engine.pool import on
 
 from sglang_fp8rl.compat import SESSIONS_SINCE
 
