@@ -380,7 +380,7 @@ def test_an_outcome_that_is_not_on_file_is_a_change(tmp_path, monkeypatch):
     rows = [
         Row("A", "replayed", names=3, is_proven=True),
         Row("B", "native", names=2, reasons=["x|y"], relies_on=["kept copies"]),
-        Row("C", "replayed", names=4, not_run="needs a GPU", lost=["layer_types: full"]),
+        Row("C", "replayed", names=4, not_run="needs a GPU for it", lost=["layer_types: full"]),
     ]
     path = results.write(rows)
     assert results.changed(rows) == []
@@ -389,9 +389,30 @@ def test_an_outcome_that_is_not_on_file_is_a_change(tmp_path, monkeypatch):
     assert results.changed([Row("A", "not built", reasons=[f"{OUT_OF_TIME} 90 s"])]) == []
     text = page.section()
     assert results.provenance()["commit"] in text
-    assert "A token of each is a fresh model's: A (3)." in text
-    assert "| B (2) | x\\|y |" in text
-    assert "| C (4) | needs a GPU |" in text
-    assert "| C | no layer_types: full |" in text
+    assert "| replayed | token |  | A |" in text
+    assert "| native | bytes | x\\|y | B |" in text
+    assert "| replayed | bytes | its forward pass needs a GPU | C |" in text
+    assert "Their small model lacks a kind of layer: C." in text
     assert "| kept copies | 1: B |" in text
     assert path.parent == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "shown"),
+    [
+        ("native", "SGLang computes with it (aten.exp.default)", "SGLang computes with it"),
+        ("broken", "KeyError: 'a'. The same model runs", "KeyError: 'a'"),
+        ("not started", "long " * 30, f"{'long ' * 26}…"),
+        ("refused", f"{'long ' * 40}. Send it whole.", f"{'long ' * 40}. Send it whole."),
+        ("draft", "SGLang's own update leaves a", "SGLang's own update leaves a"),
+        ("not built", "TypeError: no such size", ""),
+    ],
+)
+def test_the_page_shortens_every_reason_but_that_of_a_refusal(
+    kind, reason, shown, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(page, "FOLDER", tmp_path)
+    results.write([Row("A", kind, reasons=[reason])])
+    proof = "bytes" if kind in ("native", "not started") else ""
+    assert f"| {kind} | {proof} | {shown} | A |" in page.section()
