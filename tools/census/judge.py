@@ -3,6 +3,7 @@ the outputs of both where the CPU can run it."""
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,7 @@ class Judge:
         self._plain: Any = None
         self._loaded: Any = None
         self._runner: Any = None
+        self._fresh: Any = None
         self._is_broken = False
 
     # -- as SGLang starts ----------------------------------------------------------------------
@@ -113,6 +115,7 @@ class Judge:
         row.relies_on = reliance.found(row.reasons)
         row.unproven = sorted(refit.derived.kept_copies.unproven)
         self._compare(before)
+        self._part()
         if self._is_broken:
             why = f"{row.not_run}; the same model without this method runs here"
             row.kind, row.reasons = "broken", [why, *row.reasons]
@@ -122,7 +125,7 @@ class Judge:
     def _compare(self, before: list[torch.Tensor]) -> None:
         row, (model, refit, shapes) = self.row, self._loaded
         served = self._outputs(model)
-        fresh, _ = self._builder.build()
+        fresh = self._fresh = self._builder.build()[0]
         self._builder.load(fresh, list(weights(shapes, LAST).items()))
         expected = self._outputs(fresh, is_new=True)
         if not row.not_run and self._runner is not None:
@@ -136,6 +139,22 @@ class Judge:
         ]
         has_run = self._runner is not None and not row.not_run
         row.is_proven = has_run and not row.silent
+
+    def _part(self) -> None:
+        """Two more updates, each tensor in a call of its own, in any order: what is fused or derived is parted."""
+        row, (model, refit, shapes) = self.row, self._loaded
+        for seed in (1, LAST):
+            items = list(weights(shapes, seed).items())
+            random.Random(seed).shuffle(items)
+            for item in items:
+                try:
+                    with refit.during(Update(Origin.TENSOR)):
+                        model.load_weights([item])
+                except Exception as error:  # noqa: BLE001  the row says it
+                    row.whole_only = f"{item[0]}: {line_of(error)}"
+                    return
+            refit.derived.end_of_update()
+        row.silent += [f"{one} (parted)" for one in sorted(differences(model, self._fresh))]
 
     def _outputs(self, model: Any, *, is_new: bool = False) -> list[torch.Tensor]:
         """Of a forward pass; none where it can't run, and the row says why."""
