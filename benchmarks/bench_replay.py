@@ -35,14 +35,14 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import commands
 import measured
-from engine_host import EngineHost
 from host_log import host_log
 from outcome import SLOWER
 from shapes import many_names
+from support.engine import commands
+from support.engine.engine_host import EngineHost
 
 from sglang_fp8rl.lab.testing.checkpoints import make_state_dict, save_checkpoint
 from sglang_fp8rl.wire import layout_text
@@ -152,23 +152,24 @@ def scan_only(scheduler: Any) -> float:
 
 def build_plan(scheduler: Any) -> float:
     """Seconds that making the recipe takes, of a load that is recorded."""
-    from sglang_fp8rl.engine import refit
+    from sglang_fp8rl.engine.replay import extension
     from sglang_fp8rl.engine.replay.recipes import RecipeStore
 
-    model_refit = commands.model_of(scheduler).fp8rl_refit
-    plans, model_refit.recipes = model_refit.recipes, RecipeStore()
-    learn, seconds = refit.learn, []
+    refit = commands.model_of(scheduler).fp8rl_refit
+    replay = next(one for one in refit.extensions if one.section == "replay")
+    plans, replay.recipes = replay.recipes, RecipeStore()
+    learn, seconds = extension.learn, []
 
     def timed(*arguments: Any) -> None:
         began = time.perf_counter()
         learn(*arguments)
         seconds.append(time.perf_counter() - began)
 
-    refit.learn = timed  # type: ignore[assignment]
+    extension.learn = timed  # type: ignore[assignment]
     try:
         load(scheduler)
     finally:
-        refit.learn, model_refit.recipes = learn, plans
+        extension.learn, replay.recipes = learn, plans
     return seconds[0]
 
 
