@@ -103,8 +103,7 @@ class Judge:
         before = self._outputs(model)
         try:
             for seed in (1, LAST):
-                with refit.during(Update(Origin.TENSOR)):
-                    model.load_weights(list(weights(shapes, seed).items()))
+                self._send(list(weights(shapes, seed).items()))
                 refit.derived.end_of_update()
         except Fp8RlError as error:
             row.kind, row.reasons = "refused", [line_of(error)]
@@ -141,20 +140,26 @@ class Judge:
         row.is_proven = has_run and not row.silent
 
     def _part(self) -> None:
-        """Two more updates, each tensor in a call of its own, in any order: what is fused or derived is parted."""
+        """From other weights, twice: each tensor in a call of its own, in any order; what is fused is parted."""
         row, (model, refit, shapes) = self.row, self._loaded
-        for seed in (1, LAST):
-            items = list(weights(shapes, seed).items())
-            random.Random(seed).shuffle(items)
+        items = list(weights(shapes, LAST).items())
+        for turn in range(2):
+            self._send(list(weights(shapes, 1).items()))
+            refit.derived.end_of_update()
+            random.Random(turn).shuffle(items)
             for item in items:
                 try:
-                    with refit.during(Update(Origin.TENSOR)):
-                        model.load_weights([item])
+                    self._send([item])
                 except Exception as error:  # noqa: BLE001  the row says it
                     row.whole_only = f"{item[0]}: {line_of(error)}"
                     return
             refit.derived.end_of_update()
         row.silent += [f"{one} (parted)" for one in sorted(differences(model, self._fresh))]
+
+    def _send(self, items: list[tuple[str, torch.Tensor]]) -> None:
+        model, refit, _ = self._loaded
+        with refit.during(Update(Origin.TENSOR)):
+            model.load_weights(items)
 
     def _outputs(self, model: Any, *, is_new: bool = False) -> list[torch.Tensor]:
         """Of a forward pass; none where it can't run, and the row says why."""
