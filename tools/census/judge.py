@@ -4,6 +4,7 @@ the outputs of both where the CPU can run it."""
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,7 @@ class Judge:
         row.unproven = sorted(refit.derived.kept_copies.unproven)
         self._compare(before)
         self._part()
+        self._rename()
         if self._is_broken:
             why = f"{row.not_run}; the same model without this method runs here"
             row.kind, row.reasons = "broken", [why, *row.reasons]
@@ -155,6 +157,36 @@ class Judge:
                     return
             refit.derived.end_of_update()
         row.silent += [f"{one} (parted)" for one in sorted(differences(model, self._fresh))]
+
+    def _rename(self) -> None:
+        """Once more under names with or without `language_model.`, where SGLang itself takes those like the others."""
+        row, (model, refit, shapes) = self.row, self._loaded
+        names = {name: name.replace("language_model.", "") for name in shapes}
+        if names.keys() == set(names.values()):
+            names = {name: re.sub(r"^model\.", "model.language_model.", name) for name in shapes}
+        if names.keys() == set(names.values()) or len(set(names.values())) < len(names):
+            return
+        row.other_names = self._takes_alike(names)
+        if not row.other_names:
+            return
+        for seed in (1, LAST):
+            self._send([(names[one], sent) for one, sent in weights(shapes, seed).items()])
+            refit.derived.end_of_update()
+        row.silent += [f"{one} (renamed)" for one in sorted(differences(model, self._fresh))]
+
+    def _takes_alike(self, names: dict[str, str]) -> bool:
+        """Whether SGLang without this method writes the same for other names."""
+        found = []
+        for known in (names, {name: name for name in names}):
+            sent = [(known[name], one) for name, one in weights(self._loaded.shapes, 1).items()]
+            self._plain.load_state_dict(self._builder.build(is_quantized=False)[0].state_dict())
+            try:
+                with torch.no_grad():
+                    self._plain.load_weights(iter(sent))
+            except Exception:  # noqa: BLE001  it does not take them
+                return False
+            found.append({key: one.clone() for key, one in self._plain.state_dict().items()})
+        return all(is_same(one, found[1][key]) for key, one in found[0].items())
 
     def _send(self, items: list[tuple[str, torch.Tensor]]) -> None:
         model, refit, _ = self._loaded

@@ -33,6 +33,7 @@ class Row:
         relies_on: what it needs beside copies of its loaders.
         unproven: places that appeared at its first forward pass, which updates leave as they are.
         whole_only: why it takes no update of one tensor to a call; empty if that leaves the same bytes.
+        other_names: whether it takes its names with and without `language_model.`.
         not_started: why SGLang's start failed behind the load, here on the CPU.
         not_run: why no token of it was compared.
         is_proven: whether one was, and is a fresh model's.
@@ -51,6 +52,7 @@ class Row:
     relies_on: list[str] = field(default_factory=list)
     unproven: list[str] = field(default_factory=list)
     whole_only: str = ""
+    other_names: bool = False
     not_started: str = ""
     not_run: str = ""
     is_proven: bool = False

@@ -146,6 +146,23 @@ def test_a_class_that_takes_its_tensors_only_together_is_told():
     assert judged("Plain", Builder(Plain)).whole_only == ""
 
 
+def test_names_with_and_without_language_model_leave_the_same_bytes():
+    class Nested(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.language_model = nn.Linear(4, 6)
+            self.language_model.requires_grad_(False)
+            del self.a
+
+        def load_weights(self, weights):
+            both = ((name.replace("language_model.", ""), one) for name, one in weights)
+            super().load_weights((f"language_model.{name}", one) for name, one in both)
+
+    row = judged("Nested", Builder(Nested))
+    assert (row.kind, row.other_names, row.silent) == ("replayed", True, [])
+    assert not judged("Plain", Builder(Plain)).other_names
+
+
 def test_with_the_observer_off_a_class_that_computes_is_silent(monkeypatch):
     from sglang_fp8rl.engine.arrival.sent_tensors import SourceIndex
 
