@@ -69,7 +69,7 @@ def _cells(row: Row | None) -> tuple[str, ...]:
     return (
         "no" if row.silent else "yes",
         "yes" if row.kind == "replayed" else "no",
-        _yes(not row.whole_only and not row.silent),
+        _yes(row.is_parted),
         "yes" if row.other_names else "",
         _yes(row.is_proven),
         _escaped("; ".join(filter(None, [*row.reasons, row.whole_only, row.not_run]))),

@@ -156,7 +156,9 @@ class Judge:
                     row.whole_only = f"{item[0]}: {line_of(error)}"
                     return
             refit.derived.end_of_update()
-        row.silent += [f"{one} (parted)" for one in sorted(differences(model, self._fresh))]
+        differing = sorted(differences(model, self._fresh))
+        row.silent += [f"{one} (parted)" for one in differing]
+        row.is_parted = not differing
 
     def _rename(self) -> None:
         """Once more under names with or without `language_model.`, where SGLang itself takes those like the others."""

@@ -130,6 +130,7 @@ class Pairs(Plain):
 def test_what_only_holds_for_tensors_of_one_call_is_silent_where_they_are_parted():
     row = judged("Pairs", Builder(Pairs))
     assert "product (parted)" in row.silent
+    assert not row.is_parted
 
 
 def test_a_class_that_takes_its_tensors_only_together_is_told():
@@ -143,7 +144,8 @@ def test_a_class_that_takes_its_tensors_only_together_is_told():
     row = judged("Whole", Builder(Whole))
     assert (row.kind, row.silent) == ("replayed", [])
     assert "some weights are missing" in row.whole_only
-    assert judged("Plain", Builder(Plain)).whole_only == ""
+    assert not row.is_parted
+    assert judged("Plain", Builder(Plain)).is_parted
 
 
 def test_names_with_and_without_language_model_leave_the_same_bytes():
