@@ -140,6 +140,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "init_tts": False,
         "audio_pool_step": 2,
     },
+    "MuseGlimmerAssistantModel": UNKNOWN,
     "MuseGlimmer(ForCausalLM|ForConditionalGeneration)": {
         "layer_types": [FULL, *[SLIDING] * 3] * 13,
         "no_rope_layers": [0, 1, 1, 1] * 13,

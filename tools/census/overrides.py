@@ -51,6 +51,12 @@ _FEW_KIMI_LAYERS = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }
 
+_OF_EVERY_CONFIG = (
+    *("_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "id2label", "label2id"),
+    *("is_encoder_decoder", "output_attentions", "output_hidden_states", "problem_type"),
+    *("return_dict", "transformers_version"),
+)
+
 # Architectures (a regular expression) to keys of the small `config.json`; None leaves a key out.
 KEYS: dict[str, dict[str, Any]] = {
     "DeepseekV4ForCausalLM": {"o_groups": 2},
@@ -71,7 +77,31 @@ KEYS: dict[str, dict[str, Any]] = {
     ".*NextN": {"num_nextn_predict_layers": 1},
     "Contriever": {"hidden_act": "gelu"},
     "Exaone4ForCausalLM": {"sliding_window_pattern": "LG"},
-    "DbrxForCausalLM": {"ffn_config": {"moe_normalize_expert_weights": 1.0}},
+    "DbrxForCausalLM": {
+        # It writes keys into its parts that these do not take.
+        "attn_config": dict.fromkeys(_OF_EVERY_CONFIG),
+        "ffn_config": {
+            **dict.fromkeys((*_OF_EVERY_CONFIG, "uniform_expert_assignment")),
+            "moe_normalize_expert_weights": 1.0,
+        },
+    },
+    "DSparkMiniMaxDraftModel": {
+        "block_size": 4,
+        "num_target_layers": 8,
+        "markov_rank": 32,
+        "markov_head_type": "vanilla",
+        "use_gemma_norm": True,
+        "dflash_config": {"target_layer_ids": [1, 2], "mask_token_id": 3},
+    },
+    "IQuestQ1ForCausalLM": {
+        "num_hidden_layers": 3,
+        "hybrid_layers_types_block": ["sliding_attention"],
+        "num_hybrid_layers_block": 1,
+        "last_layers_types": ["full_attention"],
+    },
+    "MuseSparkForConditionalGeneration": {"out_hidden_size": 1024},
+    "MuseGlimmerAssistantModel": {"num_target_layers": 8},
+    "NemotronHForCausalLMMTP": {"num_nextn_predict_layers": 1},
     "DFlash.*|LiLiCorr.*|LingDSpark.*|.*DSparkDraftModel|Qwen3DSparkModel|MiniMaxDFlash2.*": {
         "num_target_layers": 8,
         "markov_rank": 32,
