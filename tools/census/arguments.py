@@ -118,6 +118,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "text_config": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
     },
     "Ernie4_5_VLMoeForConditionalGeneration": ERNIE_VL,
+    "Grok1(Model)?ForCausalLM": {
+        "embedding_multiplier_scale": 78.38,
+        "output_multiplier_scale": 0.577,
+    },
     "JetNemotronForCausalLM": UNKNOWN | JET,
     "JetVLMForConditionalGeneration": {"text_config": UNKNOWN | JET},
     "K2HorizonForCausalLM": {

@@ -69,11 +69,16 @@ def _cells(row: Row | None) -> tuple[str, ...]:
     return (
         "no" if row.silent else "yes",
         "yes" if row.kind == "replayed" else "no",
-        _yes(row.is_parted),
+        _parted(row),
         "yes" if row.other_names else "",
         _yes(row.is_proven),
         _escaped("; ".join(filter(None, [*row.reasons, row.whole_only, row.not_run]))),
     )
+
+
+def _parted(row: Row) -> str:
+    is_known = row.is_parted or row.whole_only or row.silent
+    return _yes(row.is_parted) if is_known else "not run"
 
 
 def _yes(is_so: bool) -> str:

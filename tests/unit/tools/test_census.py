@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.refit import ModelRefit, refit_of
 from sglang_fp8rl.errors import ConfigError, RefitError
-from tools.census import forward, judge, page, results
+from tools.census import families, forward, judge, page, results
 from tools.census.configs import config_class_of, tiny_config
 from tools.census.judge import Judge, judged
 from tools.census.layers import lost
@@ -470,3 +470,18 @@ def test_an_outcome_that_is_not_on_file_is_a_change(tmp_path, monkeypatch):
     assert "| C | no layer_types: full |" in text
     assert "| kept copies | 1: B |" in text
     assert path.parent == tmp_path
+
+
+def test_a_family_is_shown_as_what_its_classes_were_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(families, "FOLDER", tmp_path)
+    monkeypatch.setattr(families, "FAMILIES", {"F": ("A", "B", "C", "D", "E")})
+    parted = Row("A", "replayed", names=3, is_parted=True, other_names=True, is_proven=True)
+    whole = Row("B", "native", names=2, reasons=["it computes"], whole_only="x: not alone")
+    results.write([parted, whole, Row("C", "refused", reasons=["no"]), Row("D", "draft", names=2)])
+    text = families.section()
+    assert "| F | A | yes | yes | yes | yes | yes |  |" in text
+    assert "| F | B | yes | no | no |  | no | it computes; x: not alone |" in text
+    assert "| F | C | refused |" in text
+    assert "| F | D | in high precision | no |" in text
+    assert "| F | E | not tried |" in text
