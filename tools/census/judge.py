@@ -181,14 +181,14 @@ class Judge:
         found = []
         for known in (names, {name: name for name in names}):
             sent = [(known[name], one) for name, one in weights(self._loaded.shapes, 1).items()]
-            self._plain.load_state_dict(self._builder.build(is_quantized=False)[0].state_dict())
+            plain, _ = self._builder.build(is_quantized=False)
             try:
                 with torch.no_grad():
-                    self._plain.load_weights(iter(sent))
+                    plain.load_weights(iter(sent))
             except Exception:  # noqa: BLE001  it does not take them
                 return False
-            found.append({key: one.clone() for key, one in self._plain.state_dict().items()})
-        return all(is_same(one, found[1][key]) for key, one in found[0].items())
+            found.append(plain)
+        return not any(differences(*found))
 
     def _send(self, items: list[tuple[str, torch.Tensor]]) -> None:
         model, refit, _ = self._loaded
