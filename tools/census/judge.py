@@ -144,10 +144,10 @@ class Judge:
     def _part(self) -> None:
         """From other weights, twice: each tensor in a call of its own, in any order; what is fused is parted."""
         row, (model, refit, shapes) = self.row, self._loaded
-        items = list(weights(shapes, LAST).items())
         for turn in range(2):
             self._send(list(weights(shapes, 1).items()))
             refit.derived.end_of_update()
+            items = list(weights(shapes, LAST).items())  # anew: some loaders write into them
             random.Random(turn).shuffle(items)
             for item in items:
                 try:
