@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from tools.census import page, results  # noqa: E402
+from tools.census import families, page, results  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "models.md"
 RESULTS = ROOT / "tests" / "engine" / "contract_results"
@@ -129,6 +129,7 @@ def document() -> str:
     files = sorted(RESULTS.glob("*.json"), reverse=True)
     shown = table([json.loads(path.read_text()) for path in files], contract_cases())
     text = _replaced(DOCUMENT.read_text(), "contract", shown)
+    text = _replaced(text, "families", families.section())
     return _replaced(text, "census", page.section())
 
 
