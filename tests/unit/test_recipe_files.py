@@ -106,7 +106,7 @@ def test_a_checkpoint_by_which_slime_and_miles_would_quantize_is_refused(tmp_pat
         slime_miles.check_checkpoint([])
 
 
-# As their train.py: SGLang's parser behind a prefix in the driver, and its `ServerArgs` in an actor of Ray's.
+# As their own programs: SGLang's parser behind a prefix in the driver, and its `ServerArgs` in an actor of Ray's.
 TRAIN = """
 import argparse, sys
 import ray
