@@ -13,8 +13,10 @@ from __future__ import annotations
 import os
 import sys
 
-import requests
 from needs import THIS_PACKAGE, need
+
+need("sglang_fp8rl", THIS_PACKAGE)
+import requests  # noqa: E402
 
 # The last two are what AReaL's own launcher sets for its broadcast group.
 ENVIRONMENT = {"AREAL_SPMD_MODE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -36,7 +38,6 @@ def main(arguments: list[str]) -> None:
     servers, between, *program = arguments if len(arguments) > 2 else ("", "")
     if between != "--":
         raise SystemExit("usage: areal_fp8.py HOST:PORT[,HOST:PORT …] -- YOUR TRAINING COMMAND")
-    need("sglang_fp8rl", THIS_PACKAGE)
     need("areal", "pip install --no-deps areal==1.0.4 (its own pins want an older SGLang)")
     for server in servers.split(","):
         check(server)

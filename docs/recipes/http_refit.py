@@ -15,11 +15,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import requests
-import torch
 from needs import THIS_PACKAGE, need
 
 need("sglang_fp8rl", THIS_PACKAGE)
+import requests  # noqa: E402
+import torch  # noqa: E402
+
 from sglang_fp8rl.checkpoint import safetensors_files, tensors_in  # noqa: E402
 from sglang_fp8rl.wire.bucket import buckets_of, payload_of  # noqa: E402
 

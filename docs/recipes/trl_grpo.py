@@ -15,11 +15,11 @@ import sys
 import tempfile
 from typing import Any
 
-import requests
 from needs import THIS_PACKAGE, need
 
 need("sglang_fp8rl", THIS_PACKAGE)
 need("transformers", "pip install transformers")
+import requests  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from sglang_fp8rl import RefitClient  # noqa: E402

@@ -69,7 +69,7 @@ def examine(on_check: Callable[[str], None] = lambda _: None) -> list[Finding]:
         on_check(name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what packages say while they are imported
-            findings += [Finding(name, state, detail) for state, detail in check()]
+            findings += [Finding(name, state, detail) for state, detail in _lines(check)]
     return findings
 
 
@@ -88,6 +88,15 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 Lines = list[tuple[str, str]]  # state and detail
+
+
+def _lines(check: Callable[[], Lines]) -> Lines:
+    """What a check found; where packages don't fit together, that they can't be imported."""
+    try:
+        return list(check())
+    except ImportError as error:
+        detail = f"can't be imported: {error}; a package is missing, or another overwrote its files: install it again"
+        return [(PROBLEM, detail)]
 
 
 def _problems(problems: list[str], otherwise: str) -> Lines:

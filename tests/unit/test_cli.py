@@ -187,6 +187,21 @@ def test_doctor_s_last_line_is_the_verdict_and_json_has_it(monkeypatch):
     assert json.loads(run("doctor", "--json").stdout)["verdict"] == line
 
 
+def test_an_sglang_that_can_t_be_imported_is_told_and_no_traceback(monkeypatch):
+    """As one whose files another package has overwritten."""
+
+    def broken():
+        raise ImportError("cannot import name 'one'")
+
+    monkeypatch.setattr(doctor, "_CHECKS", (("plugin", broken), ("casts", doctor._casts)))
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    first, *others = json.loads(result.stdout)["findings"]
+    assert (first["check"], first["state"]) == ("plugin", doctor.PROBLEM)
+    assert "cannot import name 'one'; " in first["detail"]
+    assert others
+
+
 @pytest.mark.parametrize(
     ("check", "subject"),
     [
