@@ -6,6 +6,9 @@
 AReaL's `sglang:` section knows no `quantization`, and its own way of starting SGLang builds on the internals of one
 version; so start one server for each replica (in any number: `HOST:PORT,HOST:PORT`). In your configuration leave
 `actor.weight_update_mode` as it is: both `xccl` (a broadcast, to any machine) and `disk` reach these servers.
+
+Tried: AReaL 1.0.4 with SGLang 0.5.23 on a CPU: the requests of its `SGLangBackend`, from disk and by a broadcast over
+gloo, leave a fresh server's outputs. Not tried: its trainer, which needs a GPU; NCCL; several servers.
 """
 
 from __future__ import annotations

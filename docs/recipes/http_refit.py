@@ -40,11 +40,16 @@ def refit(url: str, named_tensors: Iterable[tuple[str, torch.Tensor]], limit: in
     ranks = requests.get(url + "/server_info", timeout=60).json()["tp_size"]
     in_session = post(url, "/begin_weight_update")  # SGLang has them since 0.5.21
     buckets = 0
-    for bucket, is_last in buckets_of(named_tensors, limit):
-        payload = payload_of(bucket, ranks, layout_as_text=True)  # kept until the server answers
-        body = {"serialized_named_tensors": payload.texts, "load_format": "flattened_bucket"}
-        post(url, "/update_weights_from_tensor", **body, flush_cache=is_last)
-        buckets += 1
+    try:
+        for bucket, is_last in buckets_of(named_tensors, limit):
+            payload = payload_of(bucket, ranks, layout_as_text=True)  # kept until it is answered
+            body = {"serialized_named_tensors": payload.texts, "load_format": "flattened_bucket"}
+            post(url, "/update_weights_from_tensor", **body, flush_cache=is_last)
+            buckets += 1
+    except BaseException:
+        if in_session:  # or it is open still when the next one comes
+            requests.post(url + "/end_weight_update", json={}, timeout=600)
+        raise
     if in_session:
         post(url, "/end_weight_update")
     return buckets

@@ -11,6 +11,9 @@ workers. With `ray job submit` give that program as the job's entry point.
 No quantizer of the trainer's: both take theirs from `quantization_config` in `config.json` of `--hf-checkpoint`, so
 it has to have none. Options of the method go to the servers alone:
 `--sglang-json-model-override-args '{"quantization_config": {"misaligned": "bf16"}}'`.
+
+Tried with SGLang 0.5.23 on a CPU: this file with a program that parses as theirs do and asks an actor of Ray's; the
+parser and the sender of miles-rl 0.0.2. Not tried: slime and miles themselves, which need Megatron and a GPU.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ TRL itself knows vLLM only: `use_vllm`, in both of its modes, speaks to vLLM and
 then corrects nothing by importance sampling. This trains a toy task, lower-case letters; put your prompts and
 your reward in its place. One process: with FSDP or DeepSpeed the weights have to be gathered before they are
 sent (`sglang_fp8rl.trainer.full_tensors` for FSDP2).
+
+Tried: TRL 1.16.0 with SGLang 0.5.23 on a CPU: this file, three steps, each proven byte for byte. Not tried: on a GPU.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ def main(arguments: list[str]) -> None:
         raise SystemExit("usage: trl_grpo.py URL MODEL")
     need("trl", "pip install --no-deps trl==1.16.0 (--no-deps keeps the SGLang environment)")
     import datasets
+    import torch
     from trl import GRPOConfig, GRPOTrainer
 
     url, model = arguments
@@ -86,6 +89,8 @@ def main(arguments: list[str]) -> None:
         report_to=[],
         save_strategy="no",
         logging_steps=1,
+        bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
     )
     texts = [{"prompt": f"say {word}"} for word in ("yes", "no", "this", "that")]
     trainer = GRPOTrainer(

@@ -6,6 +6,9 @@
 What follows is veRL's own (`verl.trainer.main_ppo`); `verl_grpo.yaml` and `verl_dapo.yaml` beside this file are
 what it starts from. `--served` writes the plan of the rollout servers first, and names the actor that trains
 with the weights that they serve.
+
+Tried: veRL 0.9.1 with SGLang 0.5.23 on a CPU: its trainer, with either file, small sizes and two steps (README.md
+beside this). Not tried: these sizes, on a GPU; several servers.
 """
 
 from __future__ import annotations

@@ -52,12 +52,16 @@ def test_plain_http_without_sessions_in_small_buckets(case, monkeypatch):
         case.check(which)
 
 
-def test_plain_http_tells_a_refusal_in_the_server_s_words(case, tmp_path):
+def test_plain_http_tells_a_refusal_in_the_server_s_words_and_may_be_tried_again(
+    case, checkpoint_dir, tmp_path
+):
     from safetensors.torch import save_file
 
     save_file({"model.no_such.weight": torch.ones(4)}, tmp_path / "model.safetensors")
-    with first_weights_afterwards(case):
-        assert "model.no_such.weight" in run("http_refit.py", case.server.url, tmp_path).stderr
+    assert "model.no_such.weight" in run("http_refit.py", case.server.url, tmp_path).stderr
+    done = run("http_refit.py", case.server.url, checkpoint(checkpoint_dir, MODEL, "first"))
+    assert done.returncode == 0, done.stderr
+    case.check("first")
     said = run("http_refit.py", "http://127.0.0.1:9", tmp_path).stderr
     assert said.startswith("error: no server answers at http://127.0.0.1:9")
 
