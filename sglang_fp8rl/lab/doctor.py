@@ -74,7 +74,7 @@ def examine(on_check: Callable[[str], None] = lambda _: None) -> list[Finding]:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """One line: whether this machine, this SGLang and this trainer fit, and which they are, or why not."""
+    """One line: whether this machine, this SGLang and this trainer fit, and which they are, or why not, in two reasons."""
     of = {check: one for one, (named_by, more) in _SUBJECTS.items() for check in (named_by, *more)}
     said = []
     for subject, (named_by, _) in _SUBJECTS.items():
@@ -83,7 +83,8 @@ def verdict(findings: Sequence[Finding]) -> str:
         named = [one.detail for one in about if one.check == named_by]
         if about:
             how = "does not fit" if problems else "fits"
-            said.append(f"this {subject} {how} ({'; '.join(problems or named)})")
+            more = [f"{len(problems) - 2} more, above"] if len(problems) > 2 else []
+            said.append(f"this {subject} {how} ({'; '.join([*problems[:2], *more] or named)})")
     return ", ".join(said)
 
 

@@ -214,11 +214,13 @@ def test_an_sglang_that_can_t_be_imported_is_told_and_no_traceback(monkeypatch):
         ("trainer", "trainer"),
     ],
 )
-def test_what_does_not_fit_is_told_with_every_reason(check, subject):
-    more = [doctor.Finding(check, doctor.PROBLEM, text) for text in ("one", "two")]
-    said = doctor.verdict([*FITS, *more])
+def test_what_does_not_fit_is_told_with_its_first_reasons(check, subject):
+    problems = [doctor.Finding(check, doctor.PROBLEM, text) for text in ("one", "two", "three")]
+    said = doctor.verdict([*FITS, *problems[:2]])
     assert f"this {subject} does not fit (one; two)" in said
     assert said.count("does not fit") == 1
+    said = doctor.verdict([*FITS, *problems, *problems])
+    assert f"this {subject} does not fit (one; two; 4 more, above)" in said
 
 
 @pytest.mark.parametrize(
