@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import measured
 import torch
 import typer
-from real_model.fetch import fetch
+from studies.real_model.fetch import fetch
 from rich.console import Console
 
 from sglang_fp8rl.lab.plan_offline import make_plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from real_model.deployed import fold, held_out_sums
+from studies.real_model.deployed import fold, held_out_sums
 from safetensors.torch import load_file
 from support.by_definition import quantize_blockwise
 

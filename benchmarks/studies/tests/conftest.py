@@ -1,0 +1,3 @@
+"""As in `tests/conftest.py`: `--all-packages`."""
+
+pytest_plugins = ["support.missing_packages"]
