@@ -69,7 +69,8 @@ test-oldest: .venv-oldest/.ready  ## as `test`, on the oldest supported SGLang
 	.venv-oldest/bin/python $(PYTEST) $(PYTEST_ARGS)
 
 # What a release between the oldest and the newest may break.
-HOST_TESTS := $(addprefix tests/, engine/test_laws.py $(addprefix server/, test_server_updates.py test_faults.py \
+HOST_TESTS := $(addprefix tests/, engine/test_laws.py unit/engine/test_version_facts.py \
+    $(addprefix server/, test_server_updates.py test_faults.py \
     test_verl_client.py test_verl_ranks.py test_server_flag.py))
 test-host: .venv-$(HOST)/.ready  ## laws, updates, faults and veRL on SGLang HOST=0.5.20 or 0.5.19
 	.venv-$(HOST)/bin/python $(PYTEST) $(HOST_TESTS) $(PYTEST_ARGS)

@@ -22,13 +22,12 @@ from support.engine.options import log_of_a_failed_start
 from support.engine.pool import engine_key, on
 from test_fold_laws import drifted, exponents_of, with_fp8_cache
 
-from sglang_fp8rl.compat import SESSIONS_SINCE, host_version
 from sglang_fp8rl.engine.kv_scales.extension import check_arguments
 from sglang_fp8rl.errors import ConfigError
+from sglang_fp8rl.versions import HAS_SESSIONS
 
 pytestmark = pytest.mark.engine
 
-HAS_SESSIONS = host_version() >= SESSIONS_SINCE
 PROMPT = list(range(30, 50))
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from sglang_fp8rl.compat import SESSIONS_SINCE
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
+from sglang_fp8rl.versions import HAS_SESSIONS
 from support.engine.commands import status
-from support.engine.contract import HOST
 from support.engine.machine_commands import (
     FAULTS,
     FP8_NAMES,
@@ -29,8 +28,6 @@ from support.engine.machine_commands import (
 from support.engine.model_of_bytes import ModelOfBytes
 from support.engine.model_of_refits import ModelOfRefits
 from support.engine.pool import Engine
-
-HAS_SESSIONS = HOST >= SESSIONS_SINCE
 
 numbers = st.integers(0, VERSIONS - 1)
 forms = st.sampled_from(("list", "flat", "bf16", "pairs"))

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import requests
 
 from sglang_fp8rl.client import RefitClient
-from sglang_fp8rl.compat import SESSIONS_SINCE, host_version
 from sglang_fp8rl.errors import NoAnswerError, RefitError
+from sglang_fp8rl.versions import HAS_SESSIONS
 from sglang_fp8rl.wire.bucket import serialize
 
 from .bad_network import network_that_loses_answers
@@ -24,7 +24,7 @@ GROUP = Group("Requests and connections", needs_server=True)
 row = GROUP.row
 UPDATE = "/update_weights_from_tensor"
 # Nobody tells a SGLang without sessions that a refit was given up.
-GIVEN_UP = Then.OPEN if host_version() < SESSIONS_SINCE else None
+GIVEN_UP = None if HAS_SESSIONS else Then.OPEN
 
 
 @row(host=True, then=Then.WHOLE)

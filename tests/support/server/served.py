@@ -11,18 +11,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.version import Version
 
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.client.connection import Connection
-from sglang_fp8rl.compat import SESSIONS_SINCE
 from sglang_fp8rl.lab.testing.outputs import Output, ask, differences, make_prompts
 from sglang_fp8rl.lab.testing.server import ServerProcess, cpu_env
+from sglang_fp8rl.versions import HAS_SESSIONS as HAS_SESSIONS
 from support.engine.forked import WithoutPlugins, run_forked
 from support.engine.models import MODELS, Model, checkpoint
 from support.paths import python_path
@@ -32,7 +30,6 @@ PROMPTS = make_prompts(MODEL.config.vocab_size)[1::2]
 NEW_TOKENS = 4  # the log-probabilities of the prompt tokens say more, and come at once
 QUANTIZED = "--quantization=fp8_blockwise_online"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # the products are small; results don't depend on it
-HAS_SESSIONS = Version(version("sglang")) >= SESSIONS_SINCE
 
 Outputs = list[Output]
 
