@@ -21,7 +21,7 @@ PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-re
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all studies-test test-oldest test-host unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real served-gap verl verl-short census census-oldest offline-bundle
+.PHONY: help demo test test-all studies-test test-oldest test-host unit unit-312 lint clean bench bench-guard proof random-loading fuzz soak gpu-session gpu-session-1 gpu-session-2 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real served-gap verl verl-short census census-oldest offline-bundle
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -127,8 +127,11 @@ bench-guard: .venv/.ready  ## bytes, memory, instruction and request counts of C
 proof: .venv/.ready  ## the GPU's arithmetic in every case there is, on a CPU: half a minute
 	.venv/bin/python tests/support/numerics/packed_quotient.py
 
+random-loading: .venv/.ready  ## models that nobody thought of, by seed: what does an update leave? (ARGS="FIRST COUNT")
+	.venv/bin/python -m tools.random_loading $(or $(ARGS),400 5000)
+
 fuzz: .venv/.ready  ## 10,000 random requests against a model of the bytes (ARGS="--steps N --seed N --layout tp2")
-	PYTHONPATH=tests .venv/bin/python tests/engine/fuzz.py $(ARGS)
+	PYTHONPATH=tests .venv/bin/python -m tools.fuzz $(ARGS)
 
 soak: .venv/.ready  ## 1,000 refits under load and with faults: does anything grow? (ARGS="--refits N")
 	.venv/bin/python benchmarks/soak.py --json benchmarks/results/soak.jsonl --plot benchmarks/results/soak.png $(ARGS)

@@ -58,7 +58,9 @@ class ArmServer(RolloutServer):
             log_path=log_path,
             env={"PYTHONPATH": path, **arm.env},
         )
-        self.command[self.command.index("sglang_fp8rl.lab.testing.launch")] = "studies.real_model.launch"
+        self.command[self.command.index("sglang_fp8rl.lab.testing.launch")] = (
+            "studies.real_model.launch"
+        )
 
     def sample(
         self,

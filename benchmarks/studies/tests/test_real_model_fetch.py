@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from studies.real_model.fetch import (
     RECORD,
     FetchError,
@@ -19,7 +20,6 @@ from studies.real_model.fetch import (
     is_complete,
 )
 from studies.real_model.models import CACHE_VARIABLE, MODELS, PackagedModel, known
-from rich.console import Console
 
 from sglang_fp8rl.errors import ConfigError
 

@@ -9,18 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.random_programs import _layer
-from test_observed_loading import (
-    Added,
-    OfWhatWasSent,
-    Rebound,
-    Toy,
-    Value,
-    check_same,
-    loaded,
-    update,
-    weights,
-)
 from torch import nn
 
 from sglang_fp8rl.config import Options
@@ -31,6 +19,9 @@ from sglang_fp8rl.engine.report.refit_record import State
 from sglang_fp8rl.errors import Fp8RlError, HostError, RefitError
 from sglang_fp8rl.numerics import quantize_per_channel
 from sglang_fp8rl.wire.refit_note import RefitNote
+from tools.census.toys.more_than_copies import Added, OfWhatWasSent, Rebound, Value
+from tools.census.toys.toy import Toy, check_same, loaded, update, weights
+from tools.random_loading.programs import served_layer
 
 NAN = float("nan")
 
@@ -85,7 +76,7 @@ class Quantized(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = _layer(torch.zeros(6, 4), is_fp8=True)
+        self.linear = served_layer(torch.zeros(6, 4), is_fp8=True)
         self.bias = nn.Parameter(torch.zeros(4), requires_grad=False)
 
     def load_weights(self, weights) -> None:
