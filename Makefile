@@ -125,7 +125,7 @@ bench-guard: .venv/.ready  ## bytes, memory, instruction and request counts of C
 	.venv/bin/python benchmarks/run.py --guard
 
 proof: .venv/.ready  ## the GPU's arithmetic in every case there is, on a CPU: half a minute
-	.venv/bin/python tests/support/numerics/packed_quotient.py
+	.venv/bin/python tools/packed_quotient.py
 
 random-loading: .venv/.ready  ## models that nobody thought of, by seed: what does an update leave? (ARGS="FIRST COUNT")
 	.venv/bin/python -m tools.random_loading $(or $(ARGS),400 5000)

@@ -11,6 +11,8 @@ from support.engine.commands import begin, digests, end, model_of, status, updat
 from support.engine.models import MODELS
 from support.engine.pool import on
 
+from sglang_fp8rl.versions import HAS_SESSIONS
+
 pytestmark = [pytest.mark.engine, on("qwen3-tp1", "qwen3-tp2")]
 
 MODEL = MODELS["qwen3"]
@@ -63,10 +65,6 @@ def update_whose_session_breaks(scheduler, named_tensors):
         return update(scheduler, named_tensors)
 
 
-def has_sessions(scheduler):
-    return hasattr(scheduler.weight_updater, "begin_weight_update")
-
-
 def assert_failed(host, answer):
     success, message = answer
     assert not success
@@ -91,7 +89,7 @@ def test_a_bucket_in_the_middle_of_an_update_fails_it_with_its_reason(host):
 
 
 def test_a_session_whose_end_breaks_is_over_and_failed(host):
-    if not host.call(has_sessions):
+    if not HAS_SESSIONS:
         pytest.skip("this SGLang has no sessions")
     assert host.call(begin)[0]
     assert host.call(update, SECOND)[0]
@@ -103,14 +101,14 @@ def test_a_session_whose_end_breaks_is_over_and_failed(host):
 
 
 def test_an_empty_session_whose_end_breaks_is_failed_too(host):
-    if not host.call(has_sessions):
+    if not HAS_SESSIONS:
         pytest.skip("this SGLang has no sessions")
     assert host.call(begin)[0]
     assert_failed(host, host.call(end_that_breaks))
 
 
 def test_so_is_a_call_without_a_session_of_its_own(host):
-    if not host.call(has_sessions):
+    if not HAS_SESSIONS:
         pytest.skip("this SGLang has no sessions")
     assert_failed(host, host.call(update_whose_session_breaks, SECOND))
 
