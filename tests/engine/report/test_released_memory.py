@@ -18,7 +18,7 @@ from support.engine.commands import (
 )
 from support.engine.injection import INJECTED, injected_in
 from support.engine.kv_commands import FP8_CACHE
-from support.engine.pool import engine_key, on
+from support.engine.pool import engine_key, needs_sessions, on
 
 from sglang_fp8rl.versions import HAS_SESSIONS
 
@@ -210,9 +210,8 @@ def test_nothing_touches_weights_while_their_memory_is_released(host):
 
 
 @on("qwen3-tp2")
+@needs_sessions
 def test_a_session_can_be_ended_once_the_memory_is_back(host):
-    if not HAS_SESSIONS:
-        pytest.skip("this SGLang has no sessions")
     assert host.call(begin)[0]
     for success, message, _ in host.call_all(while_released, end):
         assert not success

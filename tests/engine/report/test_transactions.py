@@ -16,10 +16,9 @@ from support.engine.commands import (
     update_from_disk,
 )
 from support.engine.models import MODELS
-from support.engine.pool import on
+from support.engine.pool import needs_sessions, on
 
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
-from sglang_fp8rl.versions import HAS_SESSIONS
 from sglang_fp8rl.wire.refit_note import RefitNote
 
 pytestmark = [pytest.mark.engine, on("qwen3-tp1")]
@@ -115,8 +114,6 @@ def test_another_client_s_unreadable_request_leaves_waiting_halves_alone(host):
 
 
 # -- sessions --------------------------------------------------------------------------------------
-
-needs_sessions = pytest.mark.skipif(not HAS_SESSIONS, reason="this SGLang has no sessions")
 
 
 @needs_sessions
