@@ -12,7 +12,7 @@ from support.engine.commands import begin, digests, end, model_of, status, updat
 from support.engine.engine_host import EngineHost
 from support.engine.generation import finish, generate
 from support.engine.kv_cases import (
-    LONGER,
+    PROMPT,
     TOKENS,
     calibrated,
     drifted,
@@ -134,7 +134,7 @@ def _any_code(scheduler):
 @on(with_calibration("qwen3"))
 @pytest.mark.skipif(not HAS_SESSIONS, reason="a session's end measures by itself")
 def test_a_request_that_runs_says_the_same_while_a_session_s_end_measures(host):
-    host.call(start_request, LONGER[:20])
+    host.call(start_request, PROMPT)
     host.call(begin)
     assert host.call(update, list(drifted(host.model.first, 0).items()), None, False)[0]
     codes = host.call(_all_codes)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.engine.commands import begin, end, update
 from support.engine.generation import finish
-from support.engine.kv_cases import drifted, exponents_of, kv_status, with_fp8_cache
+from support.engine.kv_cases import PROMPT, drifted, exponents_of, kv_status, with_fp8_cache
 from support.engine.kv_commands import (
     FP8_CACHE,
     adversarial_codes,
@@ -27,8 +27,6 @@ from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.versions import HAS_SESSIONS
 
 pytestmark = pytest.mark.engine
-
-PROMPT = list(range(30, 50))
 
 
 @on(with_fp8_cache("qwen3"))

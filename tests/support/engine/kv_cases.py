@@ -10,6 +10,7 @@ from support.engine.options import overridden
 from support.engine.pool import engine_key
 
 LONGER = list(range(3, 43))  # a prompt that is cached
+PROMPT = list(range(30, 50))
 TOKENS = torch.randint(3, 512, (96,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
