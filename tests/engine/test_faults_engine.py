@@ -1,12 +1,8 @@
 """The bytes law for a sample of the fault table: after a fault and one full update, an engine has every
-byte of a fresh load, derived copies included. (On the server the fingerprint says so, for all rows.)
-
-Of what ranks hold in parts, every row on two ranks: one of them may see a fault that the one who answers does not.
-"""
+byte of a fresh load, derived copies included. (On the server the fingerprint says so, for all rows.)"""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +12,15 @@ from support.engine.commands import begin, digests, end, send, status, update_fr
 from support.engine.engine_host import EngineHost
 from support.engine.models import MODELS
 from support.engine.pool import on
-from support.faults import names, pairs, values
 from support.faults.fault import Fault
 from support.faults.table import FAULTS
 from support.faults.trainer import Answer, Trainer
 from support.server.served import HAS_SESSIONS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, on("qwen3-tp1", "qwen3-tp2")]
 
 MODEL = MODELS["qwen3"]
 EVERY = 9  # of the rows; all of them in `test-all`
-IN_PARTS = (names.GROUP, values.GROUP, pairs.GROUP)
-COUNTED = re.compile(r" in \d+ of \d+")  # a rank counts its own blocks
 
 
 @dataclass
@@ -75,7 +68,6 @@ def rows() -> list[object]:
     ]
 
 
-@on("qwen3-tp1", "qwen3-tp2")
 @pytest.mark.parametrize("fault", rows())
 def test_after_a_fault_one_full_update_gives_the_bytes_of_a_fresh_load(
     host, tmp_path, fault: Fault
@@ -83,28 +75,6 @@ def test_after_a_fault_one_full_update_gives_the_bytes_of_a_fresh_load(
     trainer = EngineTrainer(MODEL.first, MODEL.second, tmp_path, host=host)
     answer = fault.act(trainer)
     assert answer.code == fault.code, answer
-    mended(host, trainer)
-
-
-@on("qwen3-tp2")
-@pytest.mark.parametrize(
-    "fault", [pytest.param(one, id=one.id) for group in IN_PARTS for one in group.faults]
-)
-def test_what_ranks_hold_in_parts_is_told_and_what_is_refused_is_stored_on_none(
-    host, tmp_path, fault: Fault
-):
-    trainer = EngineTrainer(MODEL.first, MODEL.second, tmp_path, host=host)
-    before = host.call_all(digests)
-    answer = fault.act(trainer)
-    told = [word for word in fault.missing_words(answer.text) if not COUNTED.search(word)]
-    assert (answer.code, *told) == (fault.code,), answer
-    assert host.call(status)["state"] == (fault.then_here or fault.then).value
-    assert (host.call_all(digests) == before) == (fault.serves == ())
-    mended(host, trainer)
-
-
-def mended(host: EngineHost, trainer: EngineTrainer) -> None:
-    """End what is open, and take one full good update."""
     if any("session is open" in problem for problem in host.call(status)["problems"]):
         trainer.end()
     host.send(list(MODEL.second.items()))

@@ -38,6 +38,12 @@ def refused(host, answer, *words):
     assert host.call(status)["state"] == "failed"
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_there_is_one_payload_for_each_rank(host, count):
+    payload = serialize([(DOWN, MODEL.second[DOWN])])
+    refused(host, host.call(send, [payload] * count), f"{count} payload(s)", "each of the 1")
+
+
 def _knows_drafts(scheduler):
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
@@ -52,6 +58,15 @@ def test_a_draft_that_is_not_there_is_not_updated_in_silence(host):
     success, message = host.call(begin, selector="draft")
     assert not success
     assert "no draft model" in message
+
+
+def test_shared_memory_that_was_cut_is_refused_before_it_is_read(host):
+    tensor = MODEL.second[DOWN].clone()
+    payload = serialize([(DOWN, tensor)])
+    _, handle, _ = tensor.untyped_storage()._share_filename_cpu_()
+    file = Path("/dev/shm") / os.fsdecode(handle).lstrip("/")
+    os.truncate(file, os.sysconf("SC_PAGE_SIZE"))
+    refused(host, host.call(send, [payload]), file.name, "bytes", "served as zeros")
 
 
 def _sockets(scheduler):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
+
 import pytest
 import torch
 from support.by_definition import quantize_blockwise
-from support.engine.commands import digests, parameter, status, update
+from support.engine.commands import digests, parameter, send, status, update, update_from_disk
 from support.engine.models import MODELS
 from support.engine.pool import on
 
@@ -58,12 +61,40 @@ def test_a_name_of_an_adapter_is_not_taken_for_a_misspelt_weight(host, name):
     assert "unknown_names" not in said
 
 
+def test_a_misspelt_part_of_a_fused_module_is_told_by_the_name_that_was_sent(host):
+    """SGLang's loader raises a KeyError with a name of its own making."""
+    wrong = "model.layers.0.self_attn.v_proj.wieght"
+    tensor = MODEL.first[wrong.replace("wieght", "weight")]
+    refused(host, [(wrong, tensor)], wrong, "no parameter takes", "Near matches")
+
+
+def test_a_sparse_tensor_is_refused(host):
+    refused(host, [(DOWN, MODEL.first[DOWN].to_sparse())], DOWN, "all of its elements in memory")
+
+
 def test_rotary_tables_and_other_names_skipped_by_design_pass(host):
     tensors = [
         ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(32)),
         (DOWN, MODEL.first[DOWN]),
     ]
     assert all(ok for ok, _ in host.call_all(update, tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (DOWN, (256, 256)),
+        (DOWN, (256, 1024)),
+        ("model.layers.0.self_attn.k_proj.weight", (256, 256)),
+        ("model.layers.0.mlp.gate_proj.weight", (1024, 256)),
+        ("model.embed_tokens.weight", (100, 256)),
+        (NORM, (255,)),
+    ],
+)
+def test_a_wrong_shape_is_refused_even_where_sglang_would_cut_it(host, name, shape):
+    before = host.call_all(digests)
+    refused(host, [(name, torch.ones(shape))], name, str(shape))
+    assert host.call_all(digests) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e5m2])
@@ -86,6 +117,28 @@ def test_a_block_that_is_not_finite_keeps_its_old_bytes_and_is_named(host, value
     whole = torch.cat(after[1], 1)
     assert whole[1, 3] == torch.cat(before[1], 1)[1, 3]
     assert torch.equal(whole[0], scales[0])
+
+
+def test_a_norm_that_is_not_finite_is_not_stored(host):
+    before = host.call_all(digests)
+    weight = MODEL.second[NORM].clone()
+    weight[3] = float("nan")
+    refused(host, [(NORM, weight)], NORM, "NaN or Inf")
+    assert host.call_all(digests) == before
+
+
+def test_fp8_without_its_scale_is_refused_and_not_stored(host):
+    before = host.call_all(digests)
+    codes, _ = quantize_blockwise(MODEL.second[DOWN])
+    refused(host, [(DOWN, codes)], DOWN, "FP8 without its scale", "together")
+    assert host.call_all(digests) == before
+
+
+def test_a_scale_without_its_weight_is_refused_and_not_stored(host):
+    before = host.call_all(digests)
+    _, scales = quantize_blockwise(MODEL.second[DOWN])
+    refused(host, [(f"{DOWN}_scale_inv", scales)], "a scale without its FP8 weight")
+    assert host.call_all(digests) == before
 
 
 def test_a_scale_sent_beside_a_bf16_weight_is_refused(host):
@@ -114,6 +167,12 @@ def test_a_scale_of_the_wrong_shape_is_refused(host, shape):
     assert host.call_all(digests) == before
 
 
+def test_a_scale_that_is_not_positive_is_refused(host):
+    codes, scales = quantize_blockwise(MODEL.second[DOWN])
+    scales[1, 1] = 0
+    refused(host, [(DOWN, codes), (f"{DOWN}_scale_inv", scales)], "positive finite")
+
+
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_a_code_that_is_nan_is_refused(host, code):
     before = host.call_all(digests)
@@ -121,6 +180,40 @@ def test_a_code_that_is_nan_is_refused(host, code):
     codes.view(torch.uint8)[200, 7] = code
     refused(host, [(DOWN, codes), (f"{DOWN}_scale_inv", scales)], DOWN, "NaN", "0x7F or 0xFF")
     assert host.call_all(digests) == before
+
+
+def test_an_empty_list_is_refused(host):
+    refused(host, [], "empty list")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"not base64 at all",
+        base64.b64encode(b"not a pickle"),
+        base64.b64encode(pickle.dumps({"no": "tensors"})),
+    ],
+)
+def test_a_payload_that_cannot_be_read_fails_the_request_not_the_server(host, payload):
+    results = host.call_all(send, [payload.decode("latin1")] * host.tp_size)
+    assert not results[0][0]
+    assert "update_weights_from_tensor" in results[0][1]
+
+
+def test_too_few_payloads_for_the_ranks_fail_the_request(host):
+    results = host.call_all(send, [])
+    assert not results[0][0]
+
+
+def test_load_format_direct_is_refused_with_the_reason(host):
+    results = host.call_all(update, [(DOWN, MODEL.first[DOWN])], "direct")
+    assert not results[0][0]
+    assert "leave FP8 scales behind" in results[0][1]
+
+
+def test_a_directory_that_is_not_there_fails_the_request_not_the_server(host, tmp_path):
+    results = host.call_all(update_from_disk, str(tmp_path / "nothing"))
+    assert not results[0][0]
 
 
 def test_a_partial_update_of_a_fused_module_is_allowed_and_reported(host):

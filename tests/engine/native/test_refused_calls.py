@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.by_definition import quantize_blockwise
-from support.engine.commands import digests, send, status, update, update_from_disk
+from support.engine.commands import begin, digests, end, send, status, update, update_from_disk
 from support.engine.models import MODELS
 from support.engine.pool import on
 
@@ -55,6 +55,18 @@ def test_what_cannot_be_read_is_in_the_status_until_a_full_update(host):
     problems(host)  # nobody knows what it was, so a norm alone does not mend it
 
 
+def test_halves_of_a_refused_call_never_meet_the_next_one(host):
+    """The first call fails behind the codes of `UP`; the second brings its scale."""
+    (_, codes), scale = pair(UP)
+    wrong = (DOWN, torch.ones(3, 3))
+    text = refused(host, [(UP, codes), wrong], load_format=None, flush_cache=False)
+    assert DOWN in text
+    assert UP in text
+    before = host.call(digests)
+    assert "a scale without its FP8 weight" in refused(host, [scale])
+    assert host.call(digests) == before
+
+
 def test_one_error_hides_no_other(host):
     """A NaN before the tensor that stops the call, and all names behind it."""
     spoiled = MODEL.second[DOWN].clone()
@@ -67,6 +79,23 @@ def test_one_error_hides_no_other(host):
     mended = [(DOWN, MODEL.second[DOWN]), (UP, MODEL.second[UP])]
     assert host.call(update, mended)[0]
     assert "not reached" in problems(host)
+
+
+def test_a_session_that_ends_with_half_of_a_pair_is_in_the_status(host):
+    success, message = host.call(begin) if has_sessions(host) else (False, "")
+    if not success:
+        pytest.skip(f"this SGLang has no sessions {message}")
+    assert host.call(update, [pair(UP)[0]])[0]
+    assert not host.call(end)[0]
+    assert "FP8 without its scale" in problems(host)
+
+
+def has_sessions(host):
+    return host.call(_has_sessions)
+
+
+def _has_sessions(scheduler):
+    return hasattr(scheduler.weight_updater, "begin_weight_update")
 
 
 def test_a_disk_update_teaches_no_names(host, checkpoint_dir):

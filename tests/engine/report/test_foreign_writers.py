@@ -6,8 +6,10 @@ import importlib.util
 
 import pytest
 import torch
+from packaging.version import Version
 from support.engine.commands import begin, digests, end, model_of, status, update
-from support.engine.pool import engine_key, needs_sessions, on
+from support.engine.contract import HOST
+from support.engine.pool import engine_key, on
 
 from sglang_fp8rl.wire.refit_note import RefitNote
 
@@ -17,6 +19,8 @@ NEWER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 MODULE = NEWER if importlib.util.find_spec(NEWER) else "sglang.srt.model_executor.model_runner"
 DIRECT = f"{MODULE}._model_load_weights_direct"
 NORM, MATRIX = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
+
+has_sessions = pytest.mark.skipif(Version("0.5.21") > HOST, reason="this SGLang has no sessions")
 
 
 @on(
@@ -65,7 +69,7 @@ def write_behind(scheduler, name):
     parameter.view(torch.uint8).reshape(-1)[0] ^= 1
 
 
-@needs_sessions
+@has_sessions
 @on("qwen3-tp1", "qwen3-tp2")
 def test_what_is_written_in_a_session_past_every_call_is_told(host):
     assert all(ok for ok, _ in host.call_all(begin))
@@ -76,7 +80,15 @@ def test_what_is_written_in_a_session_past_every_call_is_told(host):
     assert all(rank["state"] == "failed" for rank in host.call_all(status))
 
 
-@needs_sessions
+@has_sessions
+@on("qwen3-tp1")
+def test_a_session_in_which_nothing_happens_leaves_the_weights_whole(host):
+    assert host.call(begin)[0]
+    assert host.call(end)[0]
+    assert host.call(status)["state"] == "whole"
+
+
+@has_sessions
 @on("qwen3-tp1")
 @pytest.mark.parametrize("partial", [False, True])
 def test_an_announced_refit_in_which_nothing_comes_fails(host, partial):

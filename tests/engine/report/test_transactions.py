@@ -16,7 +16,7 @@ from support.engine.commands import (
     update_from_disk,
 )
 from support.engine.models import MODELS
-from support.engine.pool import needs_sessions, on
+from support.engine.pool import on
 
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 from sglang_fp8rl.wire.refit_note import RefitNote
@@ -100,6 +100,15 @@ def test_a_partial_refit_keeps_what_is_served_whole(host):
     assert (state["last_refit"]["outcome"], state["last_refit"]["complete"]) == ("ok", False)
 
 
+def test_a_note_that_cannot_be_read_is_refused_and_nothing_is_stored(host):
+    before = host.call(digests)
+    success, message = host.call(update, SECOND, rid='{"fp8rl_refit": {"id": 3}}')
+    assert not success
+    assert "a note is" in message
+    assert host.call(digests) == before
+    assert host.call(status)["state"] == "failed"
+
+
 def test_another_client_s_unreadable_request_leaves_waiting_halves_alone(host):
     """Two halves of a pair under one name, and between them somebody's call that names a tensor twice."""
     mine = {"rid": note(extent="partial")}
@@ -116,7 +125,17 @@ def test_another_client_s_unreadable_request_leaves_waiting_halves_alone(host):
 # -- sessions --------------------------------------------------------------------------------------
 
 
-@needs_sessions
+def _has_sessions(scheduler):
+    return hasattr(scheduler.weight_updater, "begin_weight_update")
+
+
+@pytest.fixture
+def sessions(host):
+    if not host.call(_has_sessions):
+        pytest.skip("this SGLang has no sessions")
+
+
+@pytest.mark.usefixtures("sessions")
 def test_a_session_that_leaves_out_what_it_announced_fails_at_its_end(host):
     assert host.call(begin, rid=note(extent="all"))[0]
     assert host.call(update, without(NORM))[0]
@@ -129,7 +148,17 @@ def test_a_session_that_leaves_out_what_it_announced_fails_at_its_end(host):
     assert host.call(status)["state"] == "failed"
 
 
-@needs_sessions
+@pytest.mark.usefixtures("sessions")
+def test_a_session_that_announced_nothing_and_left_something_out_is_mixed(host):
+    assert host.call(begin)[0]
+    assert host.call(update, without(NORM))[0]
+    success, message = host.call(end)
+    assert success
+    assert NORM in message
+    assert host.call(status)["state"] == "mixed"
+
+
+@pytest.mark.usefixtures("sessions")
 def test_an_update_sent_again_in_its_session_is_whole(host):
     assert host.call(begin, rid=note(extent="all"))[0]
     assert not host.call(update, [*SECOND[:3], (DOWN, torch.ones(3, 3))])[0]
@@ -139,7 +168,16 @@ def test_an_update_sent_again_in_its_session_is_whole(host):
     assert host.call(status)["state"] == "whole"
 
 
-@needs_sessions
+@pytest.mark.usefixtures("sessions")
+def test_a_session_that_ends_behind_a_failure_says_so_once_more(host):
+    assert host.call(begin)[0]
+    assert not host.call(update, [(DOWN, torch.ones(3, 3))])[0]
+    success, message = host.call(end)
+    assert not success
+    assert DOWN in message
+
+
+@pytest.mark.usefixtures("sessions")
 def test_halves_that_were_left_behind_meet_no_half_of_the_next_refit(host):
     """A session outlived its sender; the scale of the next one would scale codes that are stale."""
     codes, _ = quantize_blockwise(MODEL.second[DOWN])
