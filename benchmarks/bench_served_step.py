@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import measured
 import torch
 import typer
-from real_model.fetch import fetch
 from rich.console import Console
+from studies.real_model.fetch import fetch
 
 from sglang_fp8rl.lab.plan_offline import make_plan
 from sglang_fp8rl.trainer.served_weights import (

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sglang_fp8rl.lab.testing.server import ServerProcess
 
-pytest_plugins = ["support.missing_packages", "pytester"]
+pytest_plugins = ["support.fixtures", "support.missing_packages", "pytester"]
 
 MAX_SERVERS = 2  # alive at a time; each takes about 1.5 GiB
 HERE = Path(__file__).parent
@@ -97,27 +97,6 @@ def host(request: pytest.FixtureRequest, engine_pool: EnginePool) -> Iterator[En
     """A shared engine on its first weights; `support.engine.pool.on` says which."""
     with engine_pool.lent(request.param) as engine:
         yield engine
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """So small a model is slower on several."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def plans_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are made in forks of the fork server instead of new interpreters."""
-    from support.engine.forked import run_plan
-
-    from sglang_fp8rl.lab import plan_offline
-
-    monkeypatch.setattr(plan_offline, "run_in_new_interpreter", run_plan)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from support.engine.pool import on
-from support.engine.refit_machine import machine_on
+
+from tools.fuzz.refit_machine import machine_on
 
 pytestmark = [pytest.mark.engine, on("qwen3-tp1")]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.engine.models import checkpoint
 from support.server.distributed_trainer import DistributedTrainer
-from support.server.served import HAS_SESSIONS, MODEL, PROMPTS, Served, weights
+from support.server.served import HAS_SESSIONS, MODEL, PROMPTS, Served, version_of, weights
 
 from sglang_fp8rl.lab.testing.outputs import differences
 
@@ -70,8 +70,7 @@ def test_from_disk_there_and_back_past_a_path_that_is_not_there(case, checkpoint
         if pause:
             case.server.post("/continue_generation", {})
         case.check(which)
-        info = case.client.generate(PROMPTS[0])["meta_info"]
-        assert info["weight_version"] == which
+        assert version_of(case.client) == which
 
 
 @pytest.mark.parametrize("way", ["disk", "tensor"])
@@ -122,11 +121,7 @@ def test_flattened_buckets_by_dtype_as_an_fsdp_trainer_sends_them(case):
         flush(case)
         case.server.post("/continue_generation", {})
         case.check(which)
-    assert case.client.generate(PROMPTS[0])["meta_info"]["weight_version"] == "4"
-
-
-def version_of(case: Served) -> str:
-    return case.client.generate(PROMPTS[0])["meta_info"]["weight_version"]
+    assert version_of(case.client) == "4"
 
 
 @pytest.mark.parametrize("session", [False, True], ids=["no-session", "session"])
@@ -150,29 +145,29 @@ def test_a_version_that_comes_with_every_bucket_moves_when_the_refit_is_whole(ca
             assert answer["success"] is not fails, answer
         flush(case)
 
-    tensors, before = weights("second"), version_of(case)
+    tensors, before = weights("second"), version_of(case.client)
     parts = tensors[:HALF], tensors[HALF:]
     begin()
     send(parts[0], "whole")
-    assert version_of(case) == before
+    assert version_of(case.client) == before
     send(parts[1], "whole")
-    assert (version_of(case) == before) is session
+    assert (version_of(case.client) == before) is session
     end()
-    assert version_of(case) == "whole"
+    assert version_of(case.client) == "whole"
     begin()
     send(parts[0], "half")
     end()
-    assert version_of(case) == "whole"
+    assert version_of(case.client) == "whole"
     begin()
     send([("a name that nothing takes", torch.ones(1))], "failed", is_refused=True)
     send(parts[0], "failed")
     end(fails=True)
-    assert version_of(case) == "whole"
+    assert version_of(case.client) == "whole"
     begin()
     for part in (weights("first")[:HALF], weights("first")[HALF:]):
         send(part, "first")
     end()
-    assert version_of(case) == "first"
+    assert version_of(case.client) == "first"
     case.check("first")
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from support.engine.pool import needs_sessions
 from support.server.served import (
-    HAS_SESSIONS,
     MODEL,
     PROMPTS,
     Client,
@@ -54,8 +54,6 @@ def test_one_bad_block_in_a_full_update_is_named_and_the_whole_update_again_mend
 
 
 # -- sessions that nobody closes -------------------------------------------------------------------
-
-needs_sessions = pytest.mark.skipif(not HAS_SESSIONS, reason="this SGLang has no sessions")
 
 
 def abandoned(case: Served) -> None:

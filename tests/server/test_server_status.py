@@ -8,7 +8,15 @@ import pytest
 import requests
 from support.engine.forked_server import ForkedServer
 from support.engine.models import checkpoint
-from support.server.served import HAS_SESSIONS, MODEL, ONE_THREAD, QUANTIZED, Client, weights
+from support.server.served import (
+    HAS_SESSIONS,
+    MODEL,
+    ONE_THREAD,
+    QUANTIZED,
+    Client,
+    version_of,
+    weights,
+)
 from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import RefitError
@@ -42,11 +50,6 @@ def metric(text: str, name: str) -> float:
     value = sample(text, name)
     assert value is not None, f"{name} is not in {text[-2000:]}"
     return value
-
-
-def version_of(client: Client) -> str:
-    """Which weights made a generated token."""
-    return client.generate([1, 2, 3])["meta_info"]["weight_version"]
 
 
 def test_an_update_with_both_keys_a_version_and_metrics(guarded):

@@ -18,6 +18,7 @@ from support.server.served import (
     Client,
     Served,
     served,
+    version_of,
     weights,
 )
 from support.server.verl_ranks import WORLD_SIZE, Trainer
@@ -92,11 +93,6 @@ def test_a_refit_by_this_package_s_adapter_equals_a_fresh_server(
         refit(trainer, case, checkpoint_dir, which, "float32", bucket_bytes, 1, **more)
         case.check(which)
     assert version_of(case.client) == "8"
-
-
-def version_of(client: Client) -> str:
-    """Which weights made a generated token."""
-    return client.generate([1, 2, 3])["meta_info"]["weight_version"]
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,16 @@ from byte_tokenizer import save_tokenizer
 from support.engine.commands import begin, digests, end, model_of, status, update
 from support.engine.engine_host import EngineHost
 from support.engine.generation import finish, generate
+from support.engine.kv_cases import (
+    PROMPT,
+    TOKENS,
+    calibrated,
+    drifted,
+    exponents_of,
+    kv_status,
+    with_calibration,
+)
 from support.engine.kv_commands import (
-    FP8_CACHE,
     clear_pool,
     exponents,
     flush,
@@ -22,25 +30,13 @@ from support.engine.kv_commands import (
     start_request,
 )
 from support.engine.models import MODELS, checkpoint
-from support.engine.options import log_of_a_failed_start, overridden
+from support.engine.options import log_of_a_failed_start
 from support.engine.pool import engine_key, on, runs_on
-from test_fold_laws import drifted, exponents_of, no_prefix_survives
-from test_when_exponents_move import HAS_SESSIONS, PROMPT, kv_status
 
 from sglang_fp8rl.engine.kv_scales.calibration import MAX_TOKENS
+from sglang_fp8rl.versions import HAS_SESSIONS
 
 pytestmark = pytest.mark.engine
-
-TOKENS = torch.randint(3, 512, (96,), generator=torch.Generator().manual_seed(3)).tolist()
-
-
-def calibrated(**options):
-    return (*FP8_CACHE, *overridden(kv_scales="calibrated", **options))
-
-
-def with_calibration(model, layout="tp1"):
-    args = calibrated(kv_calibration_tokens=TOKENS)
-    return engine_key(model, layout, args, "calibrated", radix_cache=True)
 
 
 def largest_of(found):
@@ -133,11 +129,6 @@ def _free(scheduler):
 
 def _any_code(scheduler):
     return any(bool(codes.any()) for pair in pool_codes(scheduler) for codes in pair)
-
-
-@on(with_calibration("qwen3"))
-def test_no_prefix_survives_a_change_of_exponents(host):
-    no_prefix_survives(host)
 
 
 @on(with_calibration("qwen3"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.engine.commands import digests, status
+from support.engine.kv_cases import LONGER, drifted, exponents_of, with_calibration, with_fp8_cache
 from support.engine.kv_commands import (
     FP8_CACHE,
     checksums,
@@ -28,12 +29,7 @@ from support.engine.pool import engine_key, on, runs_on
 pytestmark = pytest.mark.engine
 
 
-def with_fp8_cache(model: str, layout: str = "tp1"):
-    return engine_key(model, layout, FP8_CACHE, "fp8-cache", radix_cache=True)
-
-
 UNIT = engine_key("qwen3", "tp1", (*FP8_CACHE, *overridden(kv_scales="unit")), "unit")
-LONGER = list(range(3, 43))
 
 
 @on(
@@ -130,11 +126,6 @@ def test_the_fold_is_a_scale_around_attention_in_words_and_in_stored_rows(engine
         assert reference.call(stored_rows) == rows
 
 
-@on(with_fp8_cache("qwen3"))
-def test_no_prefix_survives_a_change_of_exponents(host):
-    no_prefix_survives(host)
-
-
 @runs_on("qwen3-one-kv-head")
 def test_one_rank_and_two_choose_the_same_exponents(engine_pool):
     keys = [with_fp8_cache("qwen3-one-kv-head", layout) for layout in ("tp1", "tp2")]
@@ -147,7 +138,8 @@ def test_one_rank_and_two_choose_the_same_exponents(engine_pool):
             assert one.call(exponents) == first == second
 
 
-def no_prefix_survives(host):
+@on(with_fp8_cache("qwen3"), with_calibration("qwen3"))
+def test_no_prefix_survives_a_change_of_exponents(host):
     """Exponents move there and back: what the pool held in between, poisoned, is never read."""
     first, hit = host.call(generate_cached, LONGER, 4)
     again, hit_again = host.call(generate_cached, LONGER, 4)
@@ -164,16 +156,3 @@ def no_prefix_survives(host):
     host.call(poison)
     assert host.call(generate_cached, LONGER, 4) == (first, 0)
     assert host.call(status)["kv_scales"]["moves"] >= 2
-
-
-def drifted(weights, binades: int = 6):
-    """Values of one layer that are `2**binades` as large: its exponent has to move."""
-    return {
-        name: tensor * 2.0**binades if "layers.0.self_attn.v_proj" in name else tensor
-        for name, tensor in weights.items()
-    }
-
-
-def exponents_of(one):
-    layers = one["kv_scales"]["layers"]
-    return [(layer["keys"]["exponent"], layer["values"]["exponent"]) for layer in layers]

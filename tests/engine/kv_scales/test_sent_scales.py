@@ -8,6 +8,7 @@ from functools import cached_property
 import pytest
 import torch
 from support.engine.commands import digests, status, update
+from support.engine.kv_cases import LONGER, exponents_of, kv_status, with_fp8_cache
 from support.engine.kv_commands import (
     FP8_CACHE,
     exponents,
@@ -19,7 +20,6 @@ from support.engine.kv_commands import (
 from support.engine.models import MODELS, Model
 from support.engine.options import overridden
 from support.engine.pool import engine_key, on, runs_on
-from test_fold_laws import LONGER, exponents_of, with_fp8_cache
 
 pytestmark = pytest.mark.engine
 
@@ -56,10 +56,6 @@ SCALED = Scaled("qwen3-scaled", "qwen3")
 
 def with_sent_scales(model, layout="tp1"):
     return engine_key(model, layout, SENT, "sent", radix_cache=True)
-
-
-def kv_status(host):
-    return host.call(status)["kv_scales"]
 
 
 def unknown_and_kept(host):

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.engine.commands import begin, end, status, update
+from support.engine.commands import begin, end, update
 from support.engine.generation import finish
+from support.engine.kv_cases import PROMPT, drifted, exponents_of, kv_status, with_fp8_cache
 from support.engine.kv_commands import (
     FP8_CACHE,
     adversarial_codes,
@@ -20,19 +21,12 @@ from support.engine.kv_commands import (
 from support.engine.models import MODELS, checkpoint
 from support.engine.options import log_of_a_failed_start
 from support.engine.pool import engine_key, on
-from test_fold_laws import drifted, exponents_of, with_fp8_cache
 
 from sglang_fp8rl.engine.kv_scales.extension import check_arguments
 from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.versions import HAS_SESSIONS
 
 pytestmark = pytest.mark.engine
-
-PROMPT = list(range(30, 50))
-
-
-def kv_status(host):
-    return host.call(status)["kv_scales"]
 
 
 @on(with_fp8_cache("qwen3"))

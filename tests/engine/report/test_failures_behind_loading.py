@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.engine.commands import begin, digests, end, model_of, status, update
 from support.engine.models import MODELS
-from support.engine.pool import on
+from support.engine.pool import needs_sessions, on
 
 pytestmark = [pytest.mark.engine, on("qwen3-tp1", "qwen3-tp2")]
 
@@ -63,10 +63,6 @@ def update_whose_session_breaks(scheduler, named_tensors):
         return update(scheduler, named_tensors)
 
 
-def has_sessions(scheduler):
-    return hasattr(scheduler.weight_updater, "begin_weight_update")
-
-
 def assert_failed(host, answer):
     success, message = answer
     assert not success
@@ -90,9 +86,8 @@ def test_a_bucket_in_the_middle_of_an_update_fails_it_with_its_reason(host):
     assert_failed(host, host.call(update_that_breaks_behind_it, SECOND[9:20], flush_cache=False))
 
 
+@needs_sessions
 def test_a_session_whose_end_breaks_is_over_and_failed(host):
-    if not host.call(has_sessions):
-        pytest.skip("this SGLang has no sessions")
     assert host.call(begin)[0]
     assert host.call(update, SECOND)[0]
     assert_failed(host, host.call(end_that_breaks))
@@ -102,16 +97,14 @@ def test_a_session_whose_end_breaks_is_over_and_failed(host):
     assert host.call(status)["state"] == "whole"
 
 
+@needs_sessions
 def test_an_empty_session_whose_end_breaks_is_failed_too(host):
-    if not host.call(has_sessions):
-        pytest.skip("this SGLang has no sessions")
     assert host.call(begin)[0]
     assert_failed(host, host.call(end_that_breaks))
 
 
+@needs_sessions
 def test_so_is_a_call_without_a_session_of_its_own(host):
-    if not host.call(has_sessions):
-        pytest.skip("this SGLang has no sessions")
     assert_failed(host, host.call(update_whose_session_breaks, SECOND))
 
 

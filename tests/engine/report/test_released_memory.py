@@ -18,7 +18,9 @@ from support.engine.commands import (
 )
 from support.engine.injection import INJECTED, injected_in
 from support.engine.kv_commands import FP8_CACHE
-from support.engine.pool import engine_key, on
+from support.engine.pool import engine_key, needs_sessions, on
+
+from sglang_fp8rl.versions import HAS_SESSIONS
 
 pytestmark = pytest.mark.engine
 
@@ -196,7 +198,7 @@ def while_released(scheduler, act, *args):
 def test_nothing_touches_weights_while_their_memory_is_released(host):
     before = host.call_all(digests)
     requests = [(update, list(host.model.second.items())), (update_from_disk, "anywhere")]
-    if host.call(has_sessions):
+    if HAS_SESSIONS:
         requests.append((begin,))
     for act, *args in requests:
         for success, message, reads in host.call_all(while_released, act, *args):
@@ -208,16 +210,11 @@ def test_nothing_touches_weights_while_their_memory_is_released(host):
 
 
 @on("qwen3-tp2")
+@needs_sessions
 def test_a_session_can_be_ended_once_the_memory_is_back(host):
-    if not host.call(has_sessions):
-        pytest.skip("this SGLang has no sessions")
     assert host.call(begin)[0]
     for success, message, _ in host.call_all(while_released, end):
         assert not success
         assert "memory is released" in message
     assert host.call(end)[0]
     assert host.call(status)["state"] == "whole"
-
-
-def has_sessions(scheduler):
-    return hasattr(scheduler.weight_updater, "begin_weight_update")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from sglang_fp8rl.versions import HAS_SESSIONS
 from support.engine.commands import digests, forget_buckets, status, update
 from support.engine.contract import LAYOUTS, Layout, no_forward_of
 from support.engine.engine_host import EngineHost
@@ -23,6 +24,8 @@ from support.engine.generation import NEW_TOKENS, PROMPT, generate
 from support.engine.models import MODELS, Model, checkpoint
 
 MAX_RANKS = 4  # alive at a time; each takes about 1 GiB
+
+needs_sessions = pytest.mark.skipif(not HAS_SESSIONS, reason="this SGLang has no sessions")
 
 # -- which engine a test runs on -------------------------------------------------------------------
 

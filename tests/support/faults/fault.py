@@ -58,6 +58,10 @@ class Fault:
     def id(self) -> str:
         return self.act.__name__.strip("_").replace("_", "-")
 
+    def missing_words(self, text: str) -> list[str]:
+        """Return what an answer had to say and doesn't."""
+        return [word for word in (*self.told, self.about) if word not in text]
+
 
 class Group:
     """Rows of one kind, in the order they are written."""

@@ -150,6 +150,11 @@ def served(server: Callable[..., ServerProcess], checkpoint_dir: Path) -> Served
     return Served(running, client, {"first": _first_outputs[running.url], "second": second})
 
 
+def version_of(client: Client | ClientWithoutSessions) -> str:
+    """Return the version of the weights that an answer names."""
+    return client.generate(PROMPTS[0])["meta_info"]["weight_version"]
+
+
 def weights(which: str, dtype: torch.dtype | None = None) -> list[tuple[str, torch.Tensor]]:
     """One weight set as a trainer sends it."""
     state = getattr(MODEL, which)

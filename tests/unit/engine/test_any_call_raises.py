@@ -12,7 +12,8 @@ import torch
 from support.engine.injection import INJECTED, injected, traced
 from support.replayed import recipes_of
 from support.threads_as_ranks import Ranks
-from test_observed_loading import Toy, check_same, loaded, weights
+
+from tools.census.toys.toy import Toy, check_same, loaded, weights
 
 pytest.importorskip("sglang")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.engine.model_of_refits import ModelOfRefits
 from test_refits import NAMES, Server
 
 from sglang_fp8rl.engine.arrival.update import Origin, Update
+from tools.fuzz.model_of_refits import ModelOfRefits
 
 
 class Both:

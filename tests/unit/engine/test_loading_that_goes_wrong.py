@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.random_programs import _layer
-from test_observed_loading import (
-    Added,
-    OfWhatWasSent,
-    Rebound,
-    Toy,
-    Value,
-    check_same,
-    loaded,
-    update,
-    weights,
-)
-from torch import nn
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
@@ -31,6 +17,17 @@ from sglang_fp8rl.engine.report.refit_record import State
 from sglang_fp8rl.errors import Fp8RlError, HostError, RefitError
 from sglang_fp8rl.numerics import quantize_per_channel
 from sglang_fp8rl.wire.refit_note import RefitNote
+from tools.census.toys.going_wrong import (
+    Adding,
+    FilledByItsValue,
+    InParts,
+    PaddedFromStream,
+    Quantized,
+    Raising,
+    tied,
+)
+from tools.census.toys.more_than_copies import Added, OfWhatWasSent, Rebound, Value
+from tools.census.toys.toy import Toy, check_same, loaded, update, weights
 
 NAN = float("nan")
 
@@ -80,21 +77,6 @@ def test_a_refused_bucket_is_let_go_of_at_once(without_collector, wrong):
         assert sent() is None
 
 
-class Quantized(nn.Module):
-    """A matrix in FP8, and a vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = _layer(torch.zeros(6, 4), is_fp8=True)
-        self.bias = nn.Parameter(torch.zeros(4), requires_grad=False)
-
-    def load_weights(self, weights) -> None:
-        for name, tensor in weights:
-            if name in ("linear.weight", "bias"):
-                parameter = self.get_parameter(name)
-                parameter.weight_loader(parameter, tensor)
-
-
 def quantized() -> ModelRefit:
     model = Quantized()
     refit = ModelRefit(model, Options(), {}, list)
@@ -132,20 +114,6 @@ def test_a_scale_under_two_names_is_refused(scales_first):
 
 
 # -- what was made of memory that is another's by now ----------------------------------------------
-
-
-class PaddedFromStream(Toy):
-    """`b.weight` is padded in memory that the tensor before it may have had."""
-
-    def shapes(self):
-        return {"a.weight": (6, 4), "b.weight": (5, 4)}
-
-    def load(self, name, tensor):
-        if name == "b.weight":
-            padded = torch.zeros(6, 4)
-            padded[:5] = tensor
-            tensor = padded
-        super().load(name, tensor)
 
 
 def streamed(tensors: dict[str, torch.Tensor]):
@@ -190,17 +158,6 @@ def test_what_the_first_pass_changes_is_refused_whatever_came_before_it(before):
 # -- what is not finite, or fails, where the write is no copy --------------------------------------
 
 
-class FilledByItsValue(Toy):
-    """An integer that a loader fills with what Python read."""
-
-    names = (*Toy.names, "count")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = nn.Parameter(torch.zeros(1, dtype=torch.int32), requires_grad=False)
-        self.count.weight_loader = lambda parameter, loaded: parameter.data.fill_(loaded.item())
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
     [
@@ -223,25 +180,6 @@ def test_no_way_of_writing_takes_what_can_t_be_served(kind, name, value):
     check_same(refit, loaded(kind, 4))
 
 
-class InParts(Toy):
-    """A tensor whose parts are loaded one by one; what is raised is forgotten."""
-
-    names = (*Toy.names, "ids")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ids = nn.Parameter(torch.zeros(2, 3, dtype=torch.int32), requires_grad=False)
-        self.ids.weight_loader = lambda parameter, loaded, at: parameter.data[at].copy_(loaded)
-
-    def load(self, name, tensor):
-        if name != "ids":
-            super().load(name, tensor)
-            return
-        for at in (0, 1):
-            with contextlib.suppress(RefitError):
-                self.ids.weight_loader(self.ids, tensor[at], at)
-
-
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_part_that_is_refused_is_told_though_the_next_one_is_stored(part):
     refit = loaded(InParts, 0)
@@ -251,38 +189,12 @@ def test_a_part_that_is_refused_is_told_though_the_next_one_is_stored(part):
     refused(refit, tensors, "ids: .*0.5")
 
 
-class Adding(Toy):
-    """It adds by itself, and forgets what that raises."""
-
-    def load(self, name, tensor):
-        if name != "b.weight":
-            super().load(name, tensor)
-            return
-        with contextlib.suppress(RuntimeError):
-            self.b.weight.data.zero_()
-            self.b.weight.data.add_(tensor[:, :3] if tensor[0, 0] > 100 else tensor)
-
-
 def test_an_operation_that_fails_in_the_model_s_memory_is_told_though_the_model_goes_on():
     refit = loaded(Adding, 0)
     update(refit, weights(refit.model, 1))
     tensors = weights(refit.model, 2)
     tensors["b.weight"][0, 0] = 101
     refused(refit, tensors, "failed to write it while loading")
-
-
-class Raising(Toy):
-    """A loader that does more than copy, and raises behind it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.b.weight.weight_loader = self._load_b
-
-    def _load_b(self, parameter, tensor):
-        parameter.data.zero_()
-        parameter.data.add_(tensor)
-        if tensor[0, 0] > 100:
-            raise ValueError("too large")
 
 
 def test_a_loader_that_raises_leaves_nothing_of_what_it_did():
@@ -303,34 +215,6 @@ def test_flags_of_several_devices_are_looked_at_together():
 
 
 # -- a tied head that comes in a stream ------------------------------------------------------------
-
-
-def tied() -> ModelRefit:
-    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    class Embedding(VocabParallelEmbedding):
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
-            self.weight = nn.Parameter(torch.zeros(6, 4), requires_grad=False)
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = Embedding()
-            self.config = SimpleNamespace(
-                tie_word_embeddings=True, vocab_size=6, hidden_size=4, num_hidden_layers=1
-            )
-
-        def load_weights(self, weights) -> None:
-            for name, tensor in weights:
-                if name != "lm_head.weight":
-                    parameter = self.get_parameter(name)
-                    parameter.weight_loader(parameter, tensor)
-
-    refit = ModelRefit(Tied(), Options(), {}, list)
-    refit.attach()
-    refit.model.load_weights(iter([("embed.weight", torch.ones(6, 4))]))
-    return refit
 
 
 @pytest.mark.parametrize("origin", [Origin.TENSOR, Origin.DISK])

@@ -173,13 +173,6 @@ def test_as_dict_holds_plain_numbers():
     assert {type(value) for value in values.values()} <= {int, float}
 
 
-def test_nan_is_named_with_its_place():
-    rollout, trainer, mask = batch(6)
-    trainer[0, 0] = float("nan")
-    with pytest.raises(MismatchInputError, match=r"trainer_logprobs\[0, 0\]: nan"):
-        mismatch_metrics(rollout, trainer, mask)
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
 def test_mask_dtype_does_not_matter(dtype):
     rollout, trainer, mask = batch(8)
@@ -194,7 +187,7 @@ NAN = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, float("nan"), -1.0]])
 @pytest.mark.parametrize(
     ("rollout", "trainer", "mask", "message"),
     [
-        (LOGPROBS[:, :2], LOGPROBS, MASK, r"rollout_logprobs: shape \(2, 2\)"),
+        (LOGPROBS[:, :2], LOGPROBS, MASK, r"rollout_logprobs: shape \(2, 2\).*same tokens"),
         (LOGPROBS, LOGPROBS[:1], MASK, r"trainer_logprobs: shape \(1, 3\)"),
         (LOGPROBS, LOGPROBS, MASK[:, :2], r"mask of \(2, 2\)"),
         (LOGPROBS[0], LOGPROBS[0], MASK[0], r"\(batch, seq\).*unsqueeze"),
@@ -212,11 +205,3 @@ NAN = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, float("nan"), -1.0]])
 def test_bad_input_is_named(rollout, trainer, mask, message):
     with pytest.raises(MismatchInputError, match=message):
         mismatch_metrics(rollout, trainer, mask)
-
-
-def test_empty_mask_and_unequal_shapes_are_refused():
-    rollout, trainer, mask = batch(7)
-    with pytest.raises(MismatchInputError, match="no token selected"):
-        mismatch_metrics(rollout, trainer, torch.zeros_like(mask))
-    with pytest.raises(MismatchInputError, match="same tokens"):
-        mismatch_metrics(rollout[:, 1:], trainer, mask)

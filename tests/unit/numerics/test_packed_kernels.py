@@ -9,10 +9,11 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("numba")
 
-from support.numerics import packed_quotient, ptx
+from support.numerics import ptx
 
 from sglang_fp8rl.numerics import PerChannel, quantize, through_fp8
 from sglang_fp8rl.numerics.triton.arithmetic import FOUR_CODES, TWO_SERVED
+from tools import packed_quotient
 
 INF = 0x7F80
 # Of every binade, and of every mantissa; the smallest and the largest.

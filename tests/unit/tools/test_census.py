@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +13,6 @@ import torch
 from torch import nn
 
 pytest.importorskip("sglang")
-sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.refit import ModelRefit, refit_of

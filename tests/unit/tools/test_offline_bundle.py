@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 REPOSITORY = Path(__file__).parents[3]
-sys.path.insert(0, str(REPOSITORY))
 
 from tools.offline_bundle import archive, elf, recipe, staging  # noqa: E402
 from tools.offline_bundle.elf import unloadable_segments  # noqa: E402

@@ -25,6 +25,7 @@ from sglang_fp8rl.lab.sensitivity.samples import Sample, batches, sample_answers
 from sglang_fp8rl.lab.sensitivity.served_modules import served_modules
 from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 SAMPLES = [Sample(tuple(prompt)) for prompt in PROMPTS]
 QKV = "model.layers.1.self_attn.qkv_proj"
@@ -44,15 +45,6 @@ class Small:
     def quantized(self, *names, operand=Operand.BOTH):
         arithmetic = ServedArithmetic(names, self.plan, operand=operand)
         return Products(self.reference.weights, arithmetic)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """So small a model is slower on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe"])

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from real_model import measures
-from real_model.report import read_lines, write_lines
+from studies.real_model import measures
+from studies.real_model.report import read_lines, write_lines
 
 from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.lab.metrics import mismatch_metrics

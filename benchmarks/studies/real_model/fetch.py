@@ -26,7 +26,7 @@ from .aligned import aligned_model
 from .models import PackagedModel, cache_folder, known, model_folder
 
 RECORD = "fetched.json"
-_OWN_UV = Path(__file__).parents[2] / ".uv" / "bin" / "uv"
+_OWN_UV = Path(__file__).parents[3] / ".uv" / "bin" / "uv"
 
 
 class FetchError(Fp8RlError):

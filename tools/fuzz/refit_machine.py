@@ -10,11 +10,12 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from support.engine.commands import status
+from support.engine.pool import Engine
 
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 from sglang_fp8rl.versions import HAS_SESSIONS
-from support.engine.commands import status
-from support.engine.machine_commands import (
+from tools.fuzz.machine_commands import (
     FAULTS,
     FP8_NAMES,
     MODEL,
@@ -25,9 +26,8 @@ from support.engine.machine_commands import (
     perform,
     version,
 )
-from support.engine.model_of_bytes import ModelOfBytes
-from support.engine.model_of_refits import ModelOfRefits
-from support.engine.pool import Engine
+from tools.fuzz.model_of_bytes import ModelOfBytes
+from tools.fuzz.model_of_refits import ModelOfRefits
 
 numbers = st.integers(0, VERSIONS - 1)
 forms = st.sampled_from(("list", "flat", "bf16", "pairs"))

@@ -4,7 +4,7 @@
 what the server answers. The same tokens are then scored here: `transformers` in BF16, with a cast to blocks
 and rows and back that is written from its definition, and, as a control, with casts that are not the server's.
 
-    PYTHONPATH=benchmarks python -m real_model.independent_gap --json benchmarks/results/independent_gap.jsonl
+    PYTHONPATH=benchmarks python -m studies.real_model.independent_gap --json benchmarks/results/independent_gap.jsonl
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from sglang_fp8rl.lab.testing.checkpoints import perturbed
-from sglang_fp8rl.wire import layout_text
-from sglang_fp8rl.wire.bucket import flatten, serialize
 from support.by_definition import quantize_blockwise
 from support.engine.commands import begin, end, send, serialized, status, update_from_disk
 from support.engine.fingerprint_commands import fingerprint
 from support.engine.models import MODELS
+
+from sglang_fp8rl.lab.testing.checkpoints import perturbed
+from sglang_fp8rl.wire import layout_text
+from sglang_fp8rl.wire.bucket import flatten, serialize
 
 MODEL = MODELS["qwen3"]
 NAMES = tuple(MODEL.first)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from real_model.rl_policy import trained_policy
-from real_model.sums import EXAMPLES, draw_sums, make_sum
+from studies.real_model.rl_policy import trained_policy
+from studies.real_model.sums import EXAMPLES, draw_sums, make_sum
 
 from sglang_fp8rl.lab.eval.gap import load_model, rescore
 from sglang_fp8rl.lab.eval.server import Rollout

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from real_model.gap_growth import PARTS, Gap, Served, gap_of, line_of, measure_growth
-from real_model.rl import RESPONSE_TOKENS
-from real_model.rl_policy import trained_policy
+from studies.real_model.gap_growth import PARTS, Gap, Served, gap_of, line_of, measure_growth
+from studies.real_model.rl import RESPONSE_TOKENS
+from studies.real_model.rl_policy import trained_policy
 
 from sglang_fp8rl.lab.plan_offline import make_plan
 from sglang_fp8rl.lab.sensitivity.samples import Sample

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from real_model.aligned import BLOCK, aligned_model
+from studies.real_model.aligned import BLOCK, aligned_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 

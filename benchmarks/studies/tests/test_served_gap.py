@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from real_model.independent_gap import as_the_server, other_block, other_rounding
-from real_model.kept_activations import GROUPS
-from real_model.served_gap import ALL_SERVERS, report
-from real_model.served_trainers import PLAIN, QUANTIZED, SERVED, trainer
 from rich.console import Console
+from studies.real_model.independent_gap import as_the_server, other_block, other_rounding
+from studies.real_model.kept_activations import GROUPS
+from studies.real_model.served_gap import ALL_SERVERS, report
+from studies.real_model.served_trainers import PLAIN, QUANTIZED, SERVED, trainer
 from support.trainer.served_models import TOKENS, toy_model, toy_plan
 from verl_trainer.trainer_run import PLAN_FILE, SERVED_ACTOR, Arm, environment, overrides
 

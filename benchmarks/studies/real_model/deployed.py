@@ -94,7 +94,7 @@ def answered(server: ArmServer, problems: Sequence[Sum], end: list[int]) -> dict
 def run_deployed(
     model: str, arm: str, seed: int, console: Console, *, threads: int, path: Path | None
 ) -> None:
-    """Serve what `python -m real_model rl --keep` left in every way, show it and append it to `path`.
+    """Serve what `python -m studies.real_model rl --keep` left in every way, show it and append it to `path`.
 
     Raises:
         ConfigError: it left nothing.

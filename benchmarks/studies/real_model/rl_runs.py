@@ -100,7 +100,7 @@ def kept_policy(model: str, arm: str, seed: int) -> Path:
             "--arm",
             f"{arm!r}, seed {seed}",
             "no trained policy was kept",
-            "Run `python -m real_model rl --keep` with this arm; a run that is whole is not run again.",
+            "Run `python -m studies.real_model rl --keep` with this arm; a run that is whole is not run again.",
         )
     return folder
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from real_model import texts
-from real_model.arms import ARMS, BASELINE, chosen
-from real_model.collect import Collector, Inputs, Sizes
-from real_model.kept import Kept, digest
-from real_model.models import CACHE_VARIABLE
-from real_model.serving import last_logprobs
-from real_model.trainer_side import check_memory
 from rich.progress import Progress
+from studies.real_model import texts
+from studies.real_model.arms import ARMS, BASELINE, chosen
+from studies.real_model.collect import Collector, Inputs, Sizes
+from studies.real_model.kept import Kept, digest
+from studies.real_model.models import CACHE_VARIABLE
+from studies.real_model.serving import last_logprobs
+from studies.real_model.trainer_side import check_memory
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.errors import ConfigError, EvaluationError, HostError

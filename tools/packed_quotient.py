@@ -1,6 +1,6 @@
 """The arithmetic of the packed GPU kernels, tried on a CPU: every amax, every value below it.
 
-    python tests/support/numerics/packed_quotient.py    # all of them: 2 × 532,701,119 pairs, half a minute
+    python tools/packed_quotient.py    # all of them: 2 × 532,701,119 pairs, half a minute
 
 What remains to be believed is that the hardware's conversion to e4m3 rounds to nearest even and
 saturates, as its manual says.

@@ -1,4 +1,4 @@
-"""`python -m real_model fetch|accuracy|…`: see `make real-model` and `make accuracy-real`."""
+"""`python -m studies.real_model fetch|accuracy|…`: see `make real-model` and `make accuracy-real`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .arms import chosen
 from .fetch import fetch
 from .models import DEFAULT, MODELS
 
-RL_RESULTS = Path(__file__).parents[1] / "results" / "real_model_rl.jsonl"
+RL_RESULTS = Path(__file__).parents[2] / "results" / "real_model_rl.jsonl"
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 IgnoredLayers = Annotated[
     str, typer.Option(help="one arm more, fp8_chosen, leaves these in BF16; separated by commas")

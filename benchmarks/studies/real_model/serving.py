@@ -16,7 +16,7 @@ from sglang_fp8rl.lab.eval.server import Rollout
 from .arms import Arm
 
 BATCH = 64  # requests at once
-_BENCHMARKS = Path(__file__).parents[1]
+_BENCHMARKS = Path(__file__).parents[2]
 Advance = Callable[[int], object]  # told the number of tokens that are done
 
 
@@ -58,7 +58,9 @@ class ArmServer(RolloutServer):
             log_path=log_path,
             env={"PYTHONPATH": path, **arm.env},
         )
-        self.command[self.command.index("sglang_fp8rl.lab.testing.launch")] = "real_model.launch"
+        self.command[self.command.index("sglang_fp8rl.lab.testing.launch")] = (
+            "studies.real_model.launch"
+        )
 
     def sample(
         self,

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Sequence
 
 import torch
+from support.by_definition import quantize_blockwise
 
 from sglang_fp8rl.numerics.fingerprint import numbers_of, scaled_boxes, seed_of, tensor_number
-from support.by_definition import quantize_blockwise
-from support.engine.machine_commands import FP8_NAMES, NAMES, Step, version
+from tools.fuzz.machine_commands import FP8_NAMES, NAMES, Step, version
 
 BLOCK = (128, 128)
 Stored = tuple[torch.Tensor, ...]  # codes and scales, or one tensor in BF16

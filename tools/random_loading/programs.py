@@ -1,6 +1,6 @@
 """Models that nobody thought of: their `load_weights` are random programs, by a seed.
 
-`test_random_loading.py` says what has to hold of them.
+`judge.py` says what has to hold of them.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Program(nn.Module):
         self.seed, self.left_out, self.log = seed, left_out, []
         for name, shape in HELD.items():
             setattr(self, name, nn.Parameter(torch.zeros(shape), requires_grad=False))
-        self.linear = _layer(torch.zeros(6, 4), is_fp8=is_fp8)
-        self.blocks = _layer(torch.zeros(256, 64), is_fp8=is_fp8)
+        self.linear = served_layer(torch.zeros(6, 4), is_fp8=is_fp8)
+        self.blocks = served_layer(torch.zeros(256, 64), is_fp8=is_fp8)
         self.x.weight_loader = _load_part  # type: ignore[attr-defined]
         self.register_buffer("table", torch.zeros(6, 4))
         self.plain = torch.zeros(6, 4)
@@ -150,7 +150,7 @@ class Program(nn.Module):
         return act
 
 
-def _layer(weight: torch.Tensor, *, is_fp8: bool) -> nn.Linear:
+def served_layer(weight: torch.Tensor, *, is_fp8: bool) -> nn.Linear:
     rows, columns = weight.shape
     layer = nn.Linear(columns, rows, bias=False)
     if not is_fp8:

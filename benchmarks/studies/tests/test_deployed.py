@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from real_model.deployed import fold, held_out_sums
 from safetensors.torch import load_file
+from studies.real_model.deployed import fold, held_out_sums
 from support.by_definition import quantize_blockwise
 
 from sglang_fp8rl.lab.plan_offline import make_plan

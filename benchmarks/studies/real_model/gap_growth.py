@@ -244,7 +244,7 @@ def run_growth(
     as_served: bool,
     path: Path | None,
 ) -> None:
-    """Measure, show, and append what `python -m real_model rl --keep` left.
+    """Measure, show, and append what `python -m studies.real_model rl --keep` left.
 
     Raises:
         ConfigError: it left nothing.

@@ -1,0 +1,1 @@
+"""Studies that are finished: the numbers are on their pages, the commands in README.md."""
