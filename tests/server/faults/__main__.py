@@ -1,4 +1,4 @@
-"""`python -m faults`: put the table into `docs/reliability.md`. The tests' folders are on the path."""
+"""`python -m faults`: write the faults into `docs/faults.md`. The tests' folders are on the path."""
 
 from __future__ import annotations
 
