@@ -13,7 +13,7 @@ import pytest
 from sglang_fp8rl.compat import TESTED, host_version
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "hosts_fp8_names.md"
-# A point of a list: why, in bold, and then its places (`file.py::what.is.in.it` (versions)).
+# A point of a list: why, in bold, and then its places: a file, what in it, and the versions that have it.
 _POINT = re.compile(r"^- \*\*.+?\.\*\*\s+(.+?)(?=\n- |\n\n|\Z)", re.MULTILINE | re.DOTALL)
 _PLACE = re.compile(r"`([\w/]+\.py)(?:::([\w.]+))?`(?: \(([\d.]+)(\+|–[\d.]+)?\))?")
 _MODULE = "(module)"
