@@ -120,3 +120,16 @@ def test_every_file_that_a_document_names_exists(page):
     assert {str(link) for link in links if not link.exists()} == set()
     named = set(re.findall(r"`((?:engine|numerics|wire|platforms|trainer)/[\w/]+\.py)`", text))
     assert {name for name in named if not (ROOT / "sglang_fp8rl" / name).exists()} == set()
+
+
+def test_every_file_of_the_ten_changes_exists():
+    changes = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Ten changes")[2]
+    lines = re.findall(r"^\d+\. (.+)$", changes, re.MULTILINE)
+    named = [re.findall(r"`([\w/.]+\.(?:py|md|toml|txt)|Makefile)`", line) for line in lines]
+    assert len(named) == 10
+    assert all(named)
+    places = (ROOT, ROOT / "sglang_fp8rl")
+    missing = [
+        one for names in named for one in names if not any((at / one).exists() for at in places)
+    ]
+    assert missing == []
