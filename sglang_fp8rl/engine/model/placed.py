@@ -11,6 +11,7 @@ import torch
 
 from ...errors import RefitError
 from ..interception import storage_of
+from .parameters import held_tensors
 
 Modules = Mapping[str, torch.nn.Module]
 Names = dict[tuple[int, str], "Name"]
@@ -109,7 +110,7 @@ def _moved(
             raise _changed(next(iter(gone.values())), "no tensor any more")
         again = [(old, new) for old, new in moved if old is not None]
         if again:
-            _check_apart(before, names_of(modules), again)
+            _check_apart(modules, before, names_of(modules), again)
         for old, new in again:
             old.put_back(new.data)
     except RefitError:
@@ -118,13 +119,19 @@ def _moved(
         raise
 
 
-def _check_apart(before: Names, after: Names, again: list[tuple[Name, Name]]) -> None:
+def _check_apart(
+    modules: Modules, before: Names, after: Names, again: list[tuple[Name, Name]]
+) -> None:
     """Check that a value which goes back into the memory it had overwrites no other name's.
 
     Raises:
         RefitError: it lies in a storage that a name had before, or that a new name has, which would keep it; or
-            it leaves a storage that not every name moved from by as much to the same other one.
+            it leaves a storage that not every name moved from by as much to the same other one, or that something
+            inside a container still has.
     """
+    named = {one.place for one in after.values()}
+    held = held_tensors(modules.items())
+    contained = {storage_of(one.tensor) for one in held if one.place not in named}
     is_new = {storage_of(one.data) for key, one in after.items() if key not in before}
     moved_to: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
     for key, one in before.items():
@@ -135,7 +142,7 @@ def _check_apart(before: Names, after: Names, again: list[tuple[Name, Name]]) ->
         was, now = storage_of(old.data), storage_of(new.data)
         if was == now and old.data.storage_offset() == new.data.storage_offset():
             continue
-        if len(moved_to[was]) > 1 or now in moved_to or now in is_new:
+        if len(moved_to[was]) > 1 or now in moved_to or now in is_new or was in contained:
             raise _changed(old, "in memory that another name has, or had")
 
 

@@ -74,19 +74,25 @@ class CoverageTable:
         self._neighbours[parameter, matrix].append(number)
         return number
 
-    def write(self, numbers: np.ndarray | list[int], stamp: int) -> None:
+    def write(self, numbers: np.ndarray, stamp: int) -> None:
         """These boxes were written by the call of that stamp, which is larger than any before.
 
         Boxes that merely overlap with one of them are forgotten, so that never more is called new
         than is.
         """
-        with self._lock:
-            if self._overlaps[numbers].any():
-                for number in np.asarray(numbers).tolist():
-                    self._stamps[self._overlapping.get(number, [])] = NEVER
-                    self._stamps[number] = stamp
-            else:
+        if self._overlaps[numbers].any():
+            for number in numbers.tolist():
+                self.write_one(number, stamp)
+        else:
+            with self._lock:
                 self._stamps[numbers] = stamp
+
+    def write_one(self, number: int, stamp: int) -> None:
+        """As `write`, of one box."""
+        with self._lock:
+            for other in self._overlapping.get(number, ()):
+                self._stamps[other] = NEVER
+            self._stamps[number] = stamp
 
     def forget(self) -> None:
         """No box is written any more."""

@@ -107,7 +107,7 @@ class RefitReport:
         stamp, number = self.log.stamp, None
         if region is not None:
             number = self.coverage.number_of(target.index, region)
-            self.coverage.write([number], stamp)
+            self.coverage.write_one(number, stamp)
         self.reached_at[target.index] = stamp
         return number
 

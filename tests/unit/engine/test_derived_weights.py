@@ -40,3 +40,19 @@ def test_views_of_the_same_memory_that_part_are_refused():
         DerivedWeights(model).in_place(),
     ):
         part()
+
+
+def test_memory_that_a_container_has_as_well_is_not_given_another_value():
+    model = torch.nn.Module()
+    model.a = torch.zeros(4)
+    model.kept = {"a": model.a}
+
+    def bind():
+        model.a = torch.ones(4)
+
+    with (
+        pytest.raises(RefitError, match="memory that another name has"),
+        DerivedWeights(model).in_place(),
+    ):
+        bind()
+    assert model.kept["a"].tolist() == [0, 0, 0, 0]
