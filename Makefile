@@ -65,7 +65,8 @@ test-oldest: .venv-oldest/.ready  ## as `test`, on the oldest supported SGLang
 	.venv-oldest/bin/python $(PYTEST) $(PYTEST_ARGS)
 
 # What a release between the oldest and the newest may break.
-HOST_TESTS := $(addprefix tests/, engine/test_laws.py $(addprefix server/, test_server_updates.py test_faults.py \
+HOST_TESTS := $(addprefix tests/, engine/test_laws.py unit/engine/test_version_facts.py \
+    $(addprefix server/, test_server_updates.py test_faults.py \
     test_verl_client.py test_verl_ranks.py test_server_flag.py))
 test-host: .venv-$(HOST)/.ready  ## laws, updates, faults and veRL on SGLang HOST=0.5.20 or 0.5.19
 	.venv-$(HOST)/bin/python $(PYTEST) $(HOST_TESTS) $(PYTEST_ARGS)
@@ -120,10 +121,10 @@ bench-guard: .venv/.ready  ## bytes, memory, instruction and request counts of C
 	.venv/bin/python benchmarks/run.py --guard
 
 proof: .venv/.ready  ## the GPU's arithmetic in every case there is, on a CPU: half a minute
-	.venv/bin/python tests/unit/numerics/packed_quotient.py
+	.venv/bin/python tests/support/numerics/packed_quotient.py
 
 fuzz: .venv/.ready  ## 10,000 random requests against a model of the bytes (ARGS="--steps N --seed N --layout tp2")
-	PYTHONPATH=tests/engine:tests/server .venv/bin/python tests/engine/fuzz.py $(ARGS)
+	PYTHONPATH=tests .venv/bin/python tests/engine/fuzz.py $(ARGS)
 
 soak: .venv/.ready  ## 1,000 refits under load and with faults: does anything grow? (ARGS="--refits N")
 	.venv/bin/python benchmarks/soak.py --json benchmarks/results/soak.jsonl --plot benchmarks/results/soak.png $(ARGS)

@@ -35,12 +35,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import kv_commands
 import measured
-from commands import update
-from engine_host import EngineHost
 from host_log import host_log
 from kv_cache.choice_time import measure_times
 from kv_cache.cpu_attention import ON
@@ -54,6 +51,9 @@ from kv_cache.in_engine import (
     scale_exactly,
     score,
 )
+from support.engine import kv_commands
+from support.engine.commands import update
+from support.engine.engine_host import EngineHost
 
 from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 

@@ -20,15 +20,15 @@ from typing import Annotated, Any
 import torch
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import kv_commands
 import measured
 from bench_kv_cache import LAYERS, VOCABULARY
-from engine_host import EngineHost
 from host_log import host_log
 from kv_cache.cpu_attention import ON
 from kv_cache.in_engine import around_attention, errors_of, score
+from support.engine import kv_commands
+from support.engine.engine_host import EngineHost
 
 from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint
 

@@ -26,13 +26,13 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import commands
 import measured
-from engine_host import EngineHost
 from host_log import host_log
 from outcome import SLOWER
+from support.engine import commands
+from support.engine.engine_host import EngineHost
 
 from sglang_fp8rl.lab.testing.checkpoints import (
     make_config,

@@ -41,7 +41,7 @@ from sglang_fp8rl.lab.testing.server import ServerProcess, cpu_env
 
 # Before SGLang and veRL are imported, which take the device from their platforms.
 os.environ.update(cpu_env() | CPU_PLATFORM)
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 MIN_RATIO = 5.0
 BUCKET_BYTES = 2048 << 20  # veRL's default
@@ -52,7 +52,7 @@ class Sender:
     """A trainer of one rank, and the seconds of its last refit by where they went."""
 
     def __init__(self, url_port: int, path: Path) -> None:
-        from _verl_trainer import NAMES, Adapter
+        from support.server.verl_trainer import NAMES, Adapter
         from torch.distributed.device_mesh import init_device_mesh
         from verl.workers.rollout.sglang_rollout import sglang_rollout as verls
 

@@ -19,13 +19,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import commands
 import measured
-import trainer_commands
-from engine_host import EngineHost
 from host_log import host_log
+from support.engine import commands, trainer_commands
+from support.engine.engine_host import EngineHost
 
 from sglang_fp8rl import RefitPlan
 from sglang_fp8rl.lab.testing.checkpoints import (

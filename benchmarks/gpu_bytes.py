@@ -22,11 +22,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 # The functions and their adversarial sources are those of the tests.
-_TESTS = Path(__file__).parents[1] / "tests" / "unit"
-sys.path[:0] = [str(_TESTS / "numerics"), str(_TESTS)]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from numerics_cases import bits  # noqa: E402
-from public_calls import Calls, default_backend  # noqa: E402
+from support.numerics.numerics_cases import bits
+from support.numerics.public_calls import Calls, default_backend
 
 BACKENDS = ("reference", "auto", "triton")
 

@@ -26,16 +26,15 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import measured
-from _served import HAS_SESSIONS, MODEL, QUANTIZED
-from models import checkpoint
 from soaking import verdict
 from soaking.generating import Generators
 from soaking.refitting import Refits
 from soaking.resources import Sample, Watch
+from support.engine.models import checkpoint
+from support.server.served import HAS_SESSIONS, MODEL, QUANTIZED
 
 from sglang_fp8rl.lab.testing.server import ServerProcess
 

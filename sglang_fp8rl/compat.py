@@ -11,7 +11,6 @@ from .errors import HostError
 
 OLDEST, NEWEST_EXCLUDED = Version("0.5.16"), Version("0.5.24")
 TESTED = ("0.5.16", "0.5.19", "0.5.20", "0.5.23")
-SESSIONS_SINCE = Version("0.5.21")
 
 # Says which release a build of SGLang counts as that is none: a nightly, an image from a shallow clone.
 HOST_VERSION_VARIABLE = "SGLANG_FP8RL_HOST_VERSION"
@@ -105,7 +104,3 @@ def _wrong_variable(found: str | None, said: str | None) -> list[str]:
     else:
         return []
     return [str(HostError(HOST_VERSION_VARIABLE, repr(said), rule, "Correct it, or unset it."))]
-
-
-# Since then updates outside of `begin_weight_update` … `end_weight_update` are refused.
-HAS_SESSIONS = (host_version() or SESSIONS_SINCE) >= SESSIONS_SINCE

@@ -15,11 +15,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 
 if TYPE_CHECKING:
-    from pool import Engine, EnginePool
+    from support.engine.pool import Engine, EnginePool
 
     from sglang_fp8rl.lab.testing.server import ServerProcess
 
-pytest_plugins = ["missing_packages", "pytester"]
+pytest_plugins = ["support.missing_packages", "pytester"]
 
 MAX_SERVERS = 2  # alive at a time; each takes about 1.5 GiB
 HERE = Path(__file__).parent
@@ -35,8 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--contract-results", default=None)
     if path is not None and not hasattr(config, "workerinput"):
-        from contract import HOST
-        from contract_table import Recorder
+        from support.engine.contract import HOST
+        from support.engine.contract_table import Recorder
 
         config.pluginmanager.register(Recorder(path, str(HOST)), "contract-results")
 
@@ -85,7 +85,7 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engine_pool(checkpoint_dir: Path) -> Iterator[EnginePool]:
     """The engines that the tests of this process share."""
-    from pool import EnginePool
+    from support.engine.pool import EnginePool
 
     pool = EnginePool(checkpoint_dir)
     yield pool
@@ -94,7 +94,7 @@ def engine_pool(checkpoint_dir: Path) -> Iterator[EnginePool]:
 
 @pytest.fixture
 def host(request: pytest.FixtureRequest, engine_pool: EnginePool) -> Iterator[Engine]:
-    """A shared engine on its first weights; `pool.on` says which."""
+    """A shared engine on its first weights; `support.engine.pool.on` says which."""
     with engine_pool.lent(request.param) as engine:
         yield engine
 
@@ -113,7 +113,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def plans_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made in forks of the fork server instead of new interpreters."""
-    from forked import run_plan
+    from support.engine.forked import run_plan
 
     from sglang_fp8rl.lab import plan_offline
 
@@ -135,7 +135,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., S
     A test that changes weights puts them back, or gives a flag of its own (`--random-seed=…`).
     The server longest unused is stopped when there would be more than `MAX_SERVERS`.
     """
-    from forked_server import ForkedServer
+    from support.engine.forked_server import ForkedServer
 
     alive: dict[tuple[str, ...], ServerProcess] = {}
     logs = tmp_path_factory.mktemp("servers")

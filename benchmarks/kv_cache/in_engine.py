@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import kv_commands
 import torch
-from commands import model_of
-from generation import finish, generate
+from support.engine import kv_commands
+from support.engine.commands import model_of
+from support.engine.generation import finish, generate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_fp8rl.engine.kv_scales.calibration import Calibration

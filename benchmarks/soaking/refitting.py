@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from faults.fault import Fault
-from faults.table import FAULTS
-from faults.trainer import Answer, ServerTrainer
+from support.faults.fault import Fault
+from support.faults.table import FAULTS
+from support.faults.trainer import Answer, ServerTrainer
 
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.trainer import quantize_for_refit

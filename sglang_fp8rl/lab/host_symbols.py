@@ -10,16 +10,23 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..compat import NEWEST_EXCLUDED, OLDEST, SESSIONS_SINCE, host_version
+from packaging.version import Version
+
+from ..compat import NEWEST_EXCLUDED, OLDEST, host_version
 from ..declared_hooks import find
+from ..versions import SESSIONS_SINCE
 
 PACKAGE = Path(__file__).parents[1]
 # What not every supported SGLang has, with the first one that does.
 SINCE = {
-    f"sglang.srt.managers.io_struct.{edge}WeightUpdateReq{way}": SESSIONS_SINCE
+    f"sglang.srt.managers.io_struct.{edge}WeightUpdateReq{way}": Version(SESSIONS_SINCE)
     for edge in ("Begin", "End")
     for way in ("Input", "Output")
-} | {"sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update": SESSIONS_SINCE}
+} | {
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update": Version(
+        SESSIONS_SINCE
+    )
+}
 _PATH = re.compile(r"sglang\.srt(\.\w+)+")
 
 

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from ..compat import CPU_PLATFORM
 from ..config import QUANTIZATION_METHOD
 from ..errors import Fp8RlError, HostError
+from ..versions import RANKS_ARE_GLOBAL
 from ..wire.plan import RefitPlan
 
 _TIMEOUT_SECONDS = 600
@@ -164,7 +165,7 @@ def _start_scheduler(argv: list[str]) -> None:
 
     server_args = prepare_server_args(argv)
     ranks: dict[str, Any] = {"gpu_id": 0, "tp_rank": 0, "pp_rank": 0, "dp_rank": None}
-    if "attn_cp_rank" in host.run_scheduler_process.__code__.co_varnames:  # 0.5.16
+    if not RANKS_ARE_GLOBAL:
         ranks |= {"attn_cp_rank": 0, "moe_dp_rank": 0, "moe_ep_rank": 0}
     host.run_scheduler_process(
         server_args, PortArgs.init_new(server_args), pipe_writer=None, **ranks

@@ -16,9 +16,9 @@ from typing import Annotated
 import typer
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
-from pool import EnginePool, engine_key
-from refit_machine import machine_on
 from rich.console import Console
+from support.engine.pool import EnginePool, engine_key
+from support.engine.refit_machine import machine_on
 
 RULES_A_RUN = 40
 STEPS_A_RUN = 35  # at least: a rule is one request, or up to six

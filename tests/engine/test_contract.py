@@ -10,8 +10,9 @@ import random
 import pytest
 import torch
 from block_fp8 import BLOCK_FP8_CONFIG
-from by_definition import quantize_blockwise, quantize_per_channel
-from commands import (
+from packaging.version import Version
+from support.by_definition import quantize_blockwise, quantize_per_channel
+from support.engine.commands import (
     addresses,
     begin,
     digests,
@@ -21,12 +22,11 @@ from commands import (
     status,
     update_from_disk,
 )
-from contract import CASES, DEFAULT, ENTRIES, HOST, case_id, no_forward_of
-from engine_host import EngineHost
-from generation import NEW_TOKENS, PROMPT, generate
-from models import checkpoint
-from packaging.version import Version
-from pool import as_param, engine_key
+from support.engine.contract import CASES, DEFAULT, ENTRIES, HOST, case_id, no_forward_of
+from support.engine.engine_host import EngineHost
+from support.engine.generation import NEW_TOKENS, PROMPT, generate
+from support.engine.models import checkpoint
+from support.engine.pool import as_param, engine_key
 
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 

@@ -7,13 +7,13 @@ import shutil
 
 import pytest
 import torch
-from by_definition import quantize_blockwise
-from commands import digests
-from engine_host import EngineHost
-from exported import exported
-from models import MODELS, checkpoint
-from pool import on, runs_on
 from safetensors.torch import load_file
+from support.by_definition import quantize_blockwise
+from support.engine.commands import digests
+from support.engine.engine_host import EngineHost
+from support.engine.exported import exported
+from support.engine.models import MODELS, checkpoint
+from support.engine.pool import on, runs_on
 from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import ConfigError, QuantizationError

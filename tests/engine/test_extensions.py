@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import small_contract
+from support.engine import small_contract
+from support.paths import python_path
 
 import sglang_fp8rl
 from sglang_fp8rl.engine import extension
@@ -40,10 +41,9 @@ def test_there_is_something_to_delete():
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_server_without_the_folder_serves_refits_and_replays(folder, tmp_path):
     copy = without(folder, tmp_path)
-    helpers = os.path.dirname(small_contract.__file__)
     answer = subprocess.run(
         [sys.executable, small_contract.__file__, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), helpers])},
+        env={**os.environ, "PYTHONPATH": python_path(tmp_path)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

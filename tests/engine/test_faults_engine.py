@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _served import HAS_SESSIONS
-from commands import begin, digests, end, send, status, update_from_disk
-from engine_host import EngineHost
-from faults.fault import Fault
-from faults.table import FAULTS
-from faults.trainer import Answer, Trainer
-from models import MODELS
-from pool import on
+from support.engine.commands import begin, digests, end, send, status, update_from_disk
+from support.engine.engine_host import EngineHost
+from support.engine.models import MODELS
+from support.engine.pool import on
+from support.faults.fault import Fault
+from support.faults.table import FAULTS
+from support.faults.trainer import Answer, Trainer
+from support.server.served import HAS_SESSIONS
 
 pytestmark = [pytest.mark.engine, on("qwen3-tp1", "qwen3-tp2")]
 

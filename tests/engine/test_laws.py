@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_definition import quantize_blockwise, quantize_per_channel
-from commands import digests, parameter, status, update
-from engine_host import EngineHost
-from models import MODELS, checkpoint
-from pool import engine_key, on, runs_on
+from support.by_definition import quantize_blockwise, quantize_per_channel
+from support.engine.commands import digests, parameter, status, update
+from support.engine.engine_host import EngineHost
+from support.engine.models import MODELS, checkpoint
+from support.engine.pool import engine_key, on, runs_on
 
 pytestmark = pytest.mark.engine
 

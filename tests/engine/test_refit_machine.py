@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from pool import on
-from refit_machine import machine_on
+from support.engine.pool import on
+from support.engine.refit_machine import machine_on
 
 pytestmark = [pytest.mark.engine, on("qwen3-tp1")]
 

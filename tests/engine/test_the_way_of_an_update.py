@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import update
-from contract import HOST
-from pool import on
+from support.engine.commands import update
+from support.engine.pool import on
 
-from sglang_fp8rl.compat import SESSIONS_SINCE
+from sglang_fp8rl.versions import HAS_SESSIONS
 
 pytestmark = pytest.mark.engine
 
@@ -55,7 +54,7 @@ def listed(heading: str) -> list[str]:
     return [found[1] for line in lines if (found := re.match(r"\d+\. `([^`]+\.py)`", line))]
 
 
-@pytest.mark.skipif(HOST < SESSIONS_SINCE, reason="the lists are of an SGLang that has sessions")
+@pytest.mark.skipif(not HAS_SESSIONS, reason="the lists are of an SGLang that has sessions")
 @on("qwen3-tp1")
 def test_the_files_are_those_that_are_listed(host):
     weight = next(name for name in host.model.second if name.endswith("k_proj.weight"))

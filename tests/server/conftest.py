@@ -7,8 +7,8 @@ import pytest
 
 @pytest.fixture
 def case(server, checkpoint_dir):
-    """One server on its first weights, as `_served.Served`."""
-    from _served import served
+    """One server on its first weights, as `support.server.served.Served`."""
+    from support.server.served import served
 
     return served(server, checkpoint_dir)
 
@@ -16,7 +16,7 @@ def case(server, checkpoint_dir):
 @pytest.fixture(params=["session", "no-session"])
 def client(request, case):
     """A `RefitClient` of that server, which opens sessions or knows none."""
-    from _served import HAS_SESSIONS, Client, ClientWithoutSessions
+    from support.server.served import HAS_SESSIONS, Client, ClientWithoutSessions
 
     if request.param == "session" and not HAS_SESSIONS:
         pytest.skip("this SGLang has no sessions")

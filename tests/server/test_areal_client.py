@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-from _served import MODEL, NEW_TOKENS, PROMPTS, run_script, served
-from models import checkpoint
+from support.engine.models import checkpoint
+from support.paths import SUPPORT
+from support.server.served import MODEL, NEW_TOKENS, PROMPTS, run_script, served
 
 from sglang_fp8rl.lab.testing.server import cpu_env
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def test_an_update_by_areal_equals_a_fresh_server(server, checkpoint_dir):
     pytest.importorskip("areal", reason="AReaL is not installed")
     case = served(server, checkpoint_dir)
-    script = str(Path(__file__).with_name("_areal_client.py"))
+    script = str(SUPPORT / "server" / "areal_client.py")
     for which in ("second", "first"):
         path = str(checkpoint(checkpoint_dir, MODEL, which))
         command = [script, case.server.url, path, json.dumps(PROMPTS[0]), str(NEW_TOKENS)]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 from byte_tokenizer import save_tokenizer
-from forked_server import ForkedServer
 from inspect_ai.log import list_eval_logs, read_eval_log
+from support.engine.forked_server import ForkedServer
 from typer.testing import CliRunner
 
 from sglang_fp8rl.lab.cli import app

@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from _served import HAS_SESSIONS, MODEL, ONE_THREAD, QUANTIZED, Client, ClientWithoutSessions
-from faults.fault import Fault, Then
-from faults.table import FAULTS
-from faults.trainer import ServerTrainer
-from models import checkpoint
+from support.engine.models import checkpoint
+from support.faults.fault import Fault, Then
+from support.faults.table import FAULTS
+from support.faults.trainer import ServerTrainer
+from support.server.served import (
+    HAS_SESSIONS,
+    MODEL,
+    ONE_THREAD,
+    QUANTIZED,
+    Client,
+    ClientWithoutSessions,
+)
 
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.trainer import fingerprint_of

@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from _served import run_script
-from forked import WithoutPlugins, run_forked
-from models import MODELS, checkpoint
+from support.engine.forked import WithoutPlugins, run_forked
+from support.engine.models import MODELS, checkpoint
+from support.server.served import run_script
 
 from sglang_fp8rl.lab.testing.server import cpu_env
 

@@ -10,9 +10,9 @@ from itertools import groupby
 
 import pytest
 import torch
-from _distributed_trainer import DistributedTrainer
-from _served import HAS_SESSIONS, MODEL, PROMPTS, Served, weights
-from models import checkpoint
+from support.engine.models import checkpoint
+from support.server.distributed_trainer import DistributedTrainer
+from support.server.served import HAS_SESSIONS, MODEL, PROMPTS, Served, weights
 
 from sglang_fp8rl.lab.testing.outputs import differences
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from _options import overridden
-from _served import QUANTIZED
 from block_fp8 import BLOCK_FP8_CONFIG, quantized, quantized_names
-from forked import WithoutPlugins, run_forked
+from support.engine.forked import WithoutPlugins, run_forked
+from support.engine.options import overridden
+from support.server.served import QUANTIZED
 
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.lab.testing.checkpoints import (

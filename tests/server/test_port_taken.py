@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 
 import pytest
-from _served import MODEL, ONE_THREAD, QUANTIZED
-from forked_server import ForkedServer
-from models import checkpoint
+from support.engine.forked_server import ForkedServer
+from support.engine.models import checkpoint
+from support.server.served import MODEL, ONE_THREAD, QUANTIZED
 
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.lab.testing.start_failure import cause_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from _served import (
+from support.server.served import (
     HAS_SESSIONS,
     MODEL,
     PROMPTS,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from _served import MODEL, ONE_THREAD, PROMPTS, Client, served
-from exported import exported
+from support.engine.exported import exported
+from support.server.served import MODEL, ONE_THREAD, PROMPTS, Client, served
 
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.lab.testing.outputs import ask, differences

@@ -6,8 +6,8 @@ import json
 
 import pytest
 import requests
-from _served import MODEL, ONE_THREAD, QUANTIZED, Client, weights
-from models import checkpoint
+from support.engine.models import checkpoint
+from support.server.served import MODEL, ONE_THREAD, QUANTIZED, Client, weights
 from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import RefitError

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
-from _served import (
+from packaging.version import Version
+from support.engine.forked import WithoutPlugins, run_forked
+from support.engine.models import checkpoint
+from support.paths import SUPPORT
+from support.server.served import (
     MODEL,
     ONE_THREAD,
     PROMPTS,
@@ -18,9 +21,6 @@ from _served import (
     run_script,
     served,
 )
-from forked import WithoutPlugins, run_forked
-from models import checkpoint
-from packaging.version import Version
 
 from sglang_fp8rl.lab.testing.outputs import differences
 from sglang_fp8rl.lab.testing.server import cpu_env
@@ -43,7 +43,7 @@ def test_the_python_engine_serves_and_refits(server, checkpoint_dir):
 @pytest.mark.slow
 def test_in_an_interpreter_of_its_own_that_imports_nothing_of_ours_it_is_the_same(checkpoint_dir):
     """And its workers are spawned, as a user's are."""
-    script = Path(__file__).with_name("_engine_script.py")
+    script = SUPPORT / "server" / "engine_script.py"
     env = {**cpu_env(), **ONE_THREAD}
     result = run_script([str(script), *engine_paths(checkpoint_dir)], env=env)
     assert result.returncode == 0, result.stderr[-4000:]

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import requests
-from _served import MODEL, Client, served, weights
-from models import checkpoint
+from support.engine.models import checkpoint
+from support.server.served import MODEL, Client, served, weights
 
 from sglang_fp8rl import RefitPlan, fetch_plan
 from sglang_fp8rl.errors import RefitError

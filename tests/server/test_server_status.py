@@ -6,9 +6,9 @@ import re
 
 import pytest
 import requests
-from _served import HAS_SESSIONS, MODEL, ONE_THREAD, QUANTIZED, Client, weights
-from forked_server import ForkedServer
-from models import checkpoint
+from support.engine.forked_server import ForkedServer
+from support.engine.models import checkpoint
+from support.server.served import HAS_SESSIONS, MODEL, ONE_THREAD, QUANTIZED, Client, weights
 from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import RefitError

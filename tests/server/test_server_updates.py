@@ -6,16 +6,16 @@ import random
 
 import pytest
 import torch
-from _distributed_trainer import DistributedTrainer
-from _served import (
+from block_fp8 import quantized
+from support.by_definition import quantize_blockwise
+from support.engine.models import checkpoint
+from support.server.distributed_trainer import DistributedTrainer
+from support.server.served import (
     HAS_SESSIONS,
     MODEL,
     PROMPTS,
     weights,
 )
-from block_fp8 import quantized
-from by_definition import quantize_blockwise
-from models import checkpoint
 
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.lab.testing.outputs import differences

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from _served import run_script
+from support.server.served import run_script
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from _served import Served, weights
+from support.server.served import Served, weights
 
 from sglang_fp8rl.wire.staging import COUNT
 
@@ -67,7 +67,7 @@ def test_the_seconds_of_a_refit_are_those_of_its_stages(case, client):
 def test_memory_of_a_trainer_that_was_killed_in_a_refit_is_let_go_of(case):
     code = (
         "import sys, time, torch\n"
-        "from _served import ClientWithoutSessions, weights\n"
+        "from support.server.served import ClientWithoutSessions, weights\n"
         "def wait(*_):\n"
         "    print('sent', flush=True)\n"
         "    time.sleep(600)\n"

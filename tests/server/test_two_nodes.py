@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from _served import MODEL, ONE_THREAD, PROMPTS, QUANTIZED, Client, weights
-from models import checkpoint
+from support.engine.models import checkpoint
+from support.server.served import MODEL, ONE_THREAD, PROMPTS, QUANTIZED, Client, weights
 
 from sglang_fp8rl.lab.testing.outputs import ask, differences
 from sglang_fp8rl.lab.testing.ports import free_port

@@ -9,7 +9,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from _served import (
+from support.engine.models import checkpoint
+from support.server.served import (
     MODEL,
     ONE_THREAD,
     PROMPTS,
@@ -19,8 +20,7 @@ from _served import (
     served,
     weights,
 )
-from _verl_ranks import WORLD_SIZE, Trainer
-from models import checkpoint
+from support.server.verl_ranks import WORLD_SIZE, Trainer
 
 from sglang_fp8rl.lab.testing.outputs import ask, differences
 from sglang_fp8rl.lab.testing.ports import free_port

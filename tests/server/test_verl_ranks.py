@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
-from _served import MODEL
-from _verl_ranks import WORLD_SIZE, Trainer
-from models import checkpoint
+from support.engine.models import checkpoint
+from support.server.served import MODEL
+from support.server.verl_ranks import WORLD_SIZE, Trainer
 
 from sglang_fp8rl.wire import layout_text
 from sglang_fp8rl.wire.refit_note import note_of

@@ -8,8 +8,8 @@ from __future__ import annotations
 from importlib.metadata import version
 
 import pytest
-from _served import MODEL, served, weights
 from packaging.version import Version
+from support.server.served import MODEL, served, weights
 
 pytestmark = [
     pytest.mark.engine,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from multiprocessing import Pipe
 
-import engine_host
 import pytest
-from engine_host import EngineError, EngineHost
+from support.engine import engine_host
+from support.engine.engine_host import EngineError, EngineHost
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from faults.table import DOCUMENT, FAULTS, document
+from support.faults.table import DOCUMENT, FAULTS, document
 
 
 def test_the_table_of_faults_is_generated_from_the_suite():
-    hint = "run `python -m faults` in tests/server, with tests/engine on PYTHONPATH"
+    hint = "run `python -m support.faults` in tests"
     assert DOCUMENT.read_text() == document(), hint
 
 

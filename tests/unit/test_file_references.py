@@ -51,7 +51,7 @@ def test_a_name_of_no_file_is_found(tmp_path):
     assert stale(page) == ["gone.py", "wire/no_such.py"]
 
 
-def test_no_two_modules_of_the_tests_share_a_name():
+def test_no_two_files_of_tests_share_a_name():
     """pytest imports them by their names alone; a process that a test starts finds the wrong one."""
-    names = [path.stem for path in (ROOT / "tests").rglob("*.py") if path.stem != "conftest"]
+    names = [path.stem for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted({name for name in names if names.count(name) > 1}) == []

@@ -17,7 +17,7 @@ FILES = {
 @pytest.mark.parametrize("is_required", [False, True], ids=["skipped", "required"])
 def test_a_missing_package(pytester, what, is_required):
     path = pytester.makepyfile(FILES[what])
-    options = ["-p", "missing_packages", "-q", *(["--all-packages"] if is_required else [])]
+    options = ["-p", "support.missing_packages", "-q", *(["--all-packages"] if is_required else [])]
     result = pytester.runpytest_inprocess(*options, path)
     fails = is_required and what in ("file", "test")
     expected = int(fails) if what != "file" else 2 if fails else 5  # 5: nothing was collected

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-import contract_table
+from support.engine import contract_table
 
 from sglang_fp8rl.compat import TESTED
 
@@ -18,7 +18,7 @@ NEWEST = TESTED[-1]
 def test_the_document_is_generated_from_the_results():
     expected = contract_table.document()
     assert contract_table.DOCUMENT.read_text() == expected, (
-        "run `python tests/engine/contract_table.py`"
+        "run `python tests/support/engine/contract_table.py`"
     )
 
 

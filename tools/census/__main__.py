@@ -75,8 +75,8 @@ def _judged(wanted: list[str], workers: int, limit: float) -> list[Row]:
 
 
 def _renew_page() -> None:
-    sys.path.insert(0, str(results.REPOSITORY / "tests" / "engine"))
-    import contract_table
+    sys.path.insert(0, str(results.REPOSITORY / "tests"))
+    from support.engine import contract_table
 
     contract_table.DOCUMENT.write_text(contract_table.document())
 

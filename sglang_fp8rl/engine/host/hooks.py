@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ...checkpoint import meta_tensors
-from ...compat import HAS_SESSIONS
 from ...config import QUANTIZATION_METHOD
 from ...declared_hooks import Hook, register_hooks
 from ...errors import ConfigError
+from ...versions import HAS_SESSIONS, TELLS_WHAT_DRAFTS_ASKED_FOR
 from ..model.draft import Draft
 from ..modules.config import Fp8BlockwiseOnlineConfig
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
@@ -39,13 +39,13 @@ def build_model(
     without.
 
     Raises:
-        ConfigError: `--speculative-draft-model-quantization` asks for this method; SGLang before 0.5.23
+        ConfigError: `--speculative-draft-model-quantization` asks for this method; SGLang before 0.5.18
             does not tell whether it did.
     """
     if not isinstance(quant_config, Fp8BlockwiseOnlineConfig):
         return original(model_config, load_config, quant_config)
     is_draft = getattr(model_config, "is_draft_model", False)
-    if is_draft and _draft_was_asked_for():
+    if is_draft and TELLS_WHAT_DRAFTS_ASKED_FOR and _draft_was_asked_for():
         raise ConfigError(
             "--speculative-draft-model-quantization",
             repr(QUANTIZATION_METHOD),
@@ -78,7 +78,7 @@ def attached(model: Any, model_config: Any, config: Fp8BlockwiseOnlineConfig) ->
 def _draft_was_asked_for() -> bool:
     from sglang.srt.runtime_context import get_server_args
 
-    return bool(getattr(get_server_args(), "_speculative_draft_quantization_explicitly_set", False))
+    return bool(get_server_args()._speculative_draft_quantization_explicitly_set)
 
 
 def start_model(result: Any, runner: Any, *_: Any, **__: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...errors import RefitError, listed
+from ...versions import RECORDS_WEIGHT_VERSIONS
 from ...wire.refit_note import apart_from_versions
 from ...wire.stages import BETWEEN_REQUESTS
 from ...wire.staging import OPEN_BUFFERS
@@ -84,7 +85,7 @@ def finish(
     version = refit.report.log.moved_to
     boundary.step(tell_version, refit.report.log, result)
     is_told = not fail_behind(boundary, refit, ended, result)  # the same on every rank
-    if is_told and version and hasattr(manager.scheduler, "record_weight_version_change"):
+    if is_told and version and RECORDS_WEIGHT_VERSIONS:
         boundary.step(manager.scheduler.record_weight_version_change, new_version=version)
     return result
 

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from ... import __version__
 from ...errors import listed
+from ...versions import RANKS_ARE_GLOBAL
 from ...wire.layout_text import VERSION as FLAT_LAYOUT_VERSION
 from ...wire.plan import PLAN_PATH, STATUS_PATH
 from ..extension import extensions
@@ -269,8 +270,7 @@ def replica_of(scheduler: Any) -> int:
     """Its data-parallel rank; 0 without data parallelism."""
     from sglang.srt.runtime_context import get_parallel
 
-    # SGLang before 0.5.23 may keep it in the scheduler's own `ps`.
-    parallel = getattr(scheduler, "ps", None) or get_parallel()
+    parallel = get_parallel() if RANKS_ARE_GLOBAL else scheduler.ps
     return parallel.dp_rank or 0
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-from ...compat import HAS_SESSIONS
 from ...errors import RefitError
+from ...versions import HAS_SESSIONS
 from ...wire.refit_note import note_of
 from ...wire.stages import ANSWERING
 from ..arrival.update import Origin, Update

@@ -22,6 +22,7 @@ import torch
 
 from ...errors import ConfigError, HostError
 from ...scheme import Cause, Granularity, Scheme
+from ...versions import DERIVES_FROM_ROW_SCALES
 from .linear import Fp8BlockwiseOnlineLinearMethod
 
 _TOWER = "not in a decoder layer of a multimodal model: a vision tower or its projector"
@@ -154,10 +155,8 @@ def _check_layout() -> None:
 
 def _check_derivable(model: torch.nn.Module) -> None:
     """Refuse row scales of a `kv_b_proj`, where this SGLang would read them as block scales."""
-    from sglang.srt.models.deepseek_common import deepseek_weight_loader
-
-    if hasattr(deepseek_weight_loader, "_resolve_layer_weight_block_size"):
-        return  # it asks the layer
+    if DERIVES_FROM_ROW_SCALES:
+        return
     for name, module in model.named_modules():
         method: Any = getattr(getattr(module, "kv_b_proj", None), "quant_method", None)
         scheme = getattr(method, "fp8rl_scheme", None)
@@ -166,7 +165,7 @@ def _check_derivable(model: torch.nn.Module) -> None:
                 f"{name}.kv_b_proj",
                 scheme.reason,
                 "this SGLang derives w_kc and w_vc from blocks only",
-                "Add kv_b_proj to ignored_layers, or use a newer SGLang (0.5.23 can).",
+                "Add kv_b_proj to ignored_layers, or use a newer SGLang (since 0.5.23).",
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from ...config import QUANTIZATION_METHOD, ModulePatterns, Options
 from ...declared_hooks import check_hooks_in_force
 from ...errors import ConfigError, HostError
 from ...scheme import Cause, Granularity, Scheme
+from ...versions import HAS_POW2_ACTIVATIONS
 from .built import check_and_complete
 from .linear import Fp8BlockwiseOnlineLinearMethod
 from .moe import Fp8BlockwiseOnlineMoEMethod
@@ -140,11 +140,11 @@ def _activation_arguments(options: Options) -> dict[str, str]:
     """How SGLang is asked for power-of-two activation scales; raises `HostError` where it can't be."""
     if not options.use_activation_pow2_scale:
         return {}
-    if "scale_fmt" not in inspect.signature(Fp8Config.__init__).parameters:
+    if not HAS_POW2_ACTIVATIONS:
         raise HostError(
             "use_activation_pow2_scale",
             "True",
             "this SGLang has no way to ask its kernels for power-of-two activation scales",
-            "Use a newer SGLang (0.5.23 has it), or leave the option out.",
+            "Use a newer SGLang (since 0.5.20), or leave the option out.",
         )
     return {"scale_fmt": "ue8m0"}

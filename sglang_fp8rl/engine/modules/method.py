@@ -13,7 +13,6 @@ packing functions on a CPU, and a second update derives anew. No kernel has read
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 
 from ...errors import ConfigError, HostError
 from ...scheme import Cause, Granularity, Scheme, decide_scheme
+from ...versions import PACKS_EXPERTS_APART
 
 BLOCK = [128, 128]
 
@@ -90,7 +90,7 @@ def takes_packed_scales(layer: Any, weight: torch.Tensor, *, is_moe: bool) -> bo
         "output_dtype": torch.bfloat16 if is_moe else getattr(layer, "orig_dtype", None),
         "weight_shape": weight.shape[-2:],
     }
-    if "grouped_moe" in inspect.signature(should_deepgemm_weight_requant_ue8m0).parameters:
+    if PACKS_EXPERTS_APART:
         options["grouped_moe"] = is_moe
     return should_deepgemm_weight_requant_ue8m0(BLOCK, **options)
 

@@ -17,6 +17,7 @@ from sglang.srt.platforms.device_mixin import DeviceCapability, PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 from ...errors import HostError
+from ...versions import PLATFORMS_NAME_POOLS
 from . import ATTENTION_VARIABLE
 
 # A reference server shares its host's memory with the trainer and the tests. SGLang's own default
@@ -119,7 +120,7 @@ class Fp8RlCpuPlatform(SRTPlatform):
         return LatentPool
 
     def get_paged_allocator_cls(self) -> type | None:
-        if hasattr(SRTPlatform, "get_kv_pool_cls"):
+        if PLATFORMS_NAME_POOLS:
             return None
         from .cpu_allocator import TokenAllocator
 

@@ -7,13 +7,13 @@ import random
 import jsonschema
 import pytest
 import torch
-from commands import digests, status
-from contract import DEFAULT, HOST, OLDEST
-from fused_experts import with_fused_experts
-from models import MODELS
-from plans import plan_schema
-from pool import as_param, on
-from trainer_commands import plan, stored
+from support.engine.commands import digests, status
+from support.engine.contract import DEFAULT, HOST, OLDEST
+from support.engine.models import MODELS
+from support.engine.pool import as_param, on
+from support.engine.trainer_commands import plan, stored
+from support.fused_experts import with_fused_experts
+from support.plans import plan_schema
 
 from sglang_fp8rl.trainer import WireStats, quantize_for_refit
 from sglang_fp8rl.wire.plan import RefitPlan

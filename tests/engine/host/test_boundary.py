@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from commands import (
+from packaging.version import Version
+from support.engine.commands import (
     begin,
     digests,
     end,
@@ -18,12 +19,11 @@ from commands import (
     update,
     update_from_disk,
 )
-from contract import HOST
-from engine_host import EngineError
-from injection import INJECTED, injected_in, traced_in
-from models import MODELS
-from packaging.version import Version
-from pool import on
+from support.engine.contract import HOST
+from support.engine.engine_host import EngineError
+from support.engine.injection import INJECTED, injected_in, traced_in
+from support.engine.models import MODELS
+from support.engine.pool import on
 
 pytestmark = pytest.mark.engine
 

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from _options import log_of_a_failed_start
-from commands import digests, model_of, status, update
-from engine_host import EngineHost, command_line
-from fingerprint_commands import fingerprint
-from forked import run_forked
-from models import MODELS, Model, checkpoint
 from packaging.version import Version
-from pool import engine_key, on, runs_on
 from safetensors.torch import save_file
+from support.engine.commands import digests, model_of, status, update
+from support.engine.engine_host import EngineHost, command_line
+from support.engine.fingerprint_commands import fingerprint
+from support.engine.forked import run_forked
+from support.engine.models import MODELS, Model, checkpoint
+from support.engine.options import log_of_a_failed_start
+from support.engine.pool import engine_key, on, runs_on
 
 from sglang_fp8rl.compat import host_version
 from sglang_fp8rl.errors import ConfigError

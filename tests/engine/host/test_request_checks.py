@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from by_definition import quantize_blockwise
-from commands import begin, digests, send, status, update
-from forked import CONTEXT
-from models import MODELS
-from pool import on
+from support.by_definition import quantize_blockwise
+from support.engine.commands import begin, digests, send, status, update
+from support.engine.forked import CONTEXT
+from support.engine.models import MODELS
+from support.engine.pool import on
 
 from sglang_fp8rl.wire.bucket import serialize
 from sglang_fp8rl.wire.refit_note import RefitNote

@@ -7,12 +7,11 @@ import shutil
 
 import pytest
 import torch
-from _options import log_of_a_failed_start, overridden
 from byte_tokenizer import save_tokenizer
-from commands import begin, digests, end, model_of, status, update
-from engine_host import EngineHost
-from generation import finish, generate
-from kv_commands import (
+from support.engine.commands import begin, digests, end, model_of, status, update
+from support.engine.engine_host import EngineHost
+from support.engine.generation import finish, generate
+from support.engine.kv_commands import (
     FP8_CACHE,
     clear_pool,
     exponents,
@@ -22,8 +21,9 @@ from kv_commands import (
     saturated,
     start_request,
 )
-from models import MODELS, checkpoint
-from pool import engine_key, on, runs_on
+from support.engine.models import MODELS, checkpoint
+from support.engine.options import log_of_a_failed_start, overridden
+from support.engine.pool import engine_key, on, runs_on
 from test_fold_laws import drifted, exponents_of, no_prefix_survives
 from test_when_exponents_move import HAS_SESSIONS, PROMPT, kv_status
 

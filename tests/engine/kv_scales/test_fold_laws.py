@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _options import overridden
-from commands import digests, status
-from kv_commands import (
+from support.engine.commands import digests, status
+from support.engine.kv_commands import (
     FP8_CACHE,
     checksums,
     clear_pool,
@@ -22,8 +21,9 @@ from kv_commands import (
     unfolded_digests,
     weights_by_name,
 )
-from models import MODELS
-from pool import engine_key, on, runs_on
+from support.engine.models import MODELS
+from support.engine.options import overridden
+from support.engine.pool import engine_key, on, runs_on
 
 pytestmark = pytest.mark.engine
 
@@ -98,7 +98,7 @@ def test_what_is_read_is_what_was_sent_whatever_happened_to_the_update(engine_po
             [(key, model.second[key]) for key in model.second if "norm" in key],
             list(spoiled.items()),
         ):
-            from commands import update
+            from support.engine.commands import update
 
             answers = [one.call_all(update, items) for one in (folded, plain)]
             assert answers[0] == answers[1]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from _options import overridden
-from engine_host import EngineHost
-from generation import generate
 from kv_cache.cpu_attention import ON
-from kv_commands import FP8_CACHE, exponents, scale_around_attention, stored_rows
-from models import MODELS, checkpoint
+from support.engine.engine_host import EngineHost
+from support.engine.generation import generate
+from support.engine.kv_commands import FP8_CACHE, exponents, scale_around_attention, stored_rows
+from support.engine.models import MODELS, checkpoint
+from support.engine.options import overridden
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engine qwen3")]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from commands import digests, status, update
-from kv_commands import exponents, generate_cached
-from pool import engine_key, on
+from support.engine.commands import digests, status, update
+from support.engine.kv_commands import exponents, generate_cached
+from support.engine.pool import engine_key, on
 from test_fold_laws import LONGER, drifted, with_fp8_cache
 
 pytestmark = pytest.mark.engine

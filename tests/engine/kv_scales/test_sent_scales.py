@@ -7,9 +7,8 @@ from functools import cached_property
 
 import pytest
 import torch
-from _options import overridden
-from commands import digests, status, update
-from kv_commands import (
+from support.engine.commands import digests, status, update
+from support.engine.kv_commands import (
     FP8_CACHE,
     exponents,
     flush,
@@ -17,8 +16,9 @@ from kv_commands import (
     kv_of,
     poison,
 )
-from models import MODELS, Model
-from pool import engine_key, on, runs_on
+from support.engine.models import MODELS, Model
+from support.engine.options import overridden
+from support.engine.pool import engine_key, on, runs_on
 from test_fold_laws import LONGER, exponents_of, with_fp8_cache
 
 pytestmark = pytest.mark.engine

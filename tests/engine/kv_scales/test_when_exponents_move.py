@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from _options import log_of_a_failed_start
-from commands import begin, end, status, update
-from generation import finish
-from kv_commands import (
+from support.engine.commands import begin, end, status, update
+from support.engine.generation import finish
+from support.engine.kv_commands import (
     FP8_CACHE,
     adversarial_codes,
     exponents,
@@ -18,17 +17,17 @@ from kv_commands import (
     unfold,
     unfolded_digests,
 )
-from models import MODELS, checkpoint
-from pool import engine_key, on
+from support.engine.models import MODELS, checkpoint
+from support.engine.options import log_of_a_failed_start
+from support.engine.pool import engine_key, on
 from test_fold_laws import drifted, exponents_of, with_fp8_cache
 
-from sglang_fp8rl.compat import SESSIONS_SINCE, host_version
 from sglang_fp8rl.engine.kv_scales.extension import check_arguments
 from sglang_fp8rl.errors import ConfigError
+from sglang_fp8rl.versions import HAS_SESSIONS
 
 pytestmark = pytest.mark.engine
 
-HAS_SESSIONS = host_version() >= SESSIONS_SINCE
 PROMPT = list(range(30, 50))
 
 

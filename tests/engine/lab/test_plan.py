@@ -6,10 +6,10 @@ import json
 import shutil
 from collections import Counter
 
-import commands
 import pytest
-from models import MODELS, checkpoint
-from pool import on
+from support.engine import commands
+from support.engine.models import MODELS, checkpoint
+from support.engine.pool import on
 
 from sglang_fp8rl.errors import HostError
 from sglang_fp8rl.lab.plan_offline import make_plan

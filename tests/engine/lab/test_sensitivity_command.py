@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from forked import run_plan
 from rich.progress import Progress
+from support.engine.forked import run_plan
 from typer.testing import CliRunner
 
 from sglang_fp8rl.client import RefitClient

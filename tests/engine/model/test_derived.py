@@ -6,13 +6,22 @@ import hashlib
 
 import pytest
 import torch
-from _options import log_of_a_failed_start
-from by_definition import quantize_blockwise
-from commands import addresses, begin, digests, end, model_of, parameter, status, update
-from contract import HOST
-from models import MODELS, checkpoint
 from packaging.version import Version
-from pool import on
+from support.by_definition import quantize_blockwise
+from support.engine.commands import (
+    addresses,
+    begin,
+    digests,
+    end,
+    model_of,
+    parameter,
+    status,
+    update,
+)
+from support.engine.contract import HOST
+from support.engine.models import MODELS, checkpoint
+from support.engine.options import log_of_a_failed_start
+from support.engine.pool import on
 
 pytestmark = pytest.mark.engine
 

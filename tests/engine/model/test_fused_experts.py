@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from commands import begin, digests, end, status, update, update_from_disk
-from contract import HOST
-from engine_host import EngineHost
-from fused_experts import with_fused_experts
 from packaging.version import Version
-from pool import on
+from support.engine.commands import begin, digests, end, status, update, update_from_disk
+from support.engine.contract import HOST
+from support.engine.engine_host import EngineHost
+from support.engine.pool import on
+from support.fused_experts import with_fused_experts
 
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 

@@ -6,12 +6,12 @@ import shutil
 
 import jsonschema
 import pytest
-from engine_host import EngineHost
-from fused_experts import with_fused_experts
-from models import MODELS, checkpoint
-from plans import plan_schema
-from pool import on, runs_on
-from trainer_commands import plan, stored
+from support.engine.engine_host import EngineHost
+from support.engine.models import MODELS, checkpoint
+from support.engine.pool import on, runs_on
+from support.engine.trainer_commands import plan, stored
+from support.fused_experts import with_fused_experts
+from support.plans import plan_schema
 
 from sglang_fp8rl.lab.plan_offline import make_plan
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint

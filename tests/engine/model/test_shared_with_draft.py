@@ -11,19 +11,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import begin, digests, end, model_of, release_and_resume, status, update
-from engine_host import EngineHost
-from models import Model
-from packaging.version import Version
-from pool import runs_on
+from support.engine.commands import (
+    begin,
+    digests,
+    end,
+    model_of,
+    release_and_resume,
+    status,
+    update,
+)
+from support.engine.engine_host import EngineHost
+from support.engine.models import Model
+from support.engine.pool import runs_on
 
-from sglang_fp8rl.compat import SESSIONS_SINCE, host_version
 from sglang_fp8rl.lab.testing.checkpoints import perturbed, save_checkpoint
+from sglang_fp8rl.versions import HAS_SESSIONS
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(
-        (host_version() or Version("0")) < SESSIONS_SINCE,
+        not HAS_SESSIONS,
         reason="its update path asks the speculating worker itself",
     ),
 ]

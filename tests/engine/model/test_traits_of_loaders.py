@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import begin, digests, end, forget_buckets, status, update
-from contract import HOST, OLDEST
-from engine_host import EngineHost
 from safetensors.torch import load_file
+from support.engine.commands import begin, digests, end, forget_buckets, status, update
+from support.engine.contract import HOST, OLDEST
+from support.engine.engine_host import EngineHost
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.xdist_group("traits")]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from _options import log_of_a_failed_start, overridden
-from commands import digests, status
-from fingerprint_commands import fingerprint
-from models import MODELS, checkpoint
-from pool import EngineKey, engine_key, on
+from support.engine.commands import digests, status
+from support.engine.fingerprint_commands import fingerprint
+from support.engine.models import MODELS, checkpoint
+from support.engine.options import log_of_a_failed_start, overridden
+from support.engine.pool import EngineKey, engine_key, on
 
 pytestmark = pytest.mark.engine
 
@@ -67,7 +67,7 @@ def test_a_replayed_refit_is_a_fresh_start(host):
 
 def plan_of(scheduler):
     """The plan's document, as JSON types."""
-    from commands import model_of
+    from support.engine.commands import model_of
 
     return model_of(scheduler).fp8rl_refit.plan.as_dict()
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _options import overridden
-from by_definition import quantize_blockwise
-from commands import digests, parameter, status
-from contract import HOST, OLDEST
-from models import Model
-from pool import engine_key, on
+from support.by_definition import quantize_blockwise
+from support.engine.commands import digests, parameter, status
+from support.engine.contract import HOST, OLDEST
+from support.engine.models import Model
+from support.engine.options import overridden
+from support.engine.pool import engine_key, on
 
 pytestmark = pytest.mark.engine
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from _options import log_of_a_failed_start, overridden
-from _served import QUANTIZED
-from commands import digests, status
-from engine_host import EngineHost
-from models import MODELS, checkpoint
-from pool import engine_key, on, runs_on
+from support.engine.commands import digests, status
+from support.engine.engine_host import EngineHost
+from support.engine.models import MODELS, checkpoint
+from support.engine.options import log_of_a_failed_start, overridden
+from support.engine.pool import engine_key, on, runs_on
+from support.server.served import QUANTIZED
 
 from sglang_fp8rl.errors import HostError
 from sglang_fp8rl.lab.testing.server import ServerProcess

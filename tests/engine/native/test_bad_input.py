@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 import torch
-from by_definition import quantize_blockwise
-from commands import digests, parameter, send, status, update, update_from_disk
-from models import MODELS
-from pool import on
+from support.by_definition import quantize_blockwise
+from support.engine.commands import digests, parameter, send, status, update, update_from_disk
+from support.engine.models import MODELS
+from support.engine.pool import on
 
 pytestmark = [pytest.mark.engine, on("qwen3-tp1", "qwen3-tp2")]
 

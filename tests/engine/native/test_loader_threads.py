@@ -4,8 +4,8 @@ import threading
 
 import pytest
 import torch
-from commands import update
-from pool import on
+from support.engine.commands import update
+from support.engine.pool import on
 
 pytestmark = pytest.mark.engine
 

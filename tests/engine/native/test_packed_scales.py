@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from _options import plain_experts
-from by_definition import quantize_blockwise
-from commands import begin, digests, end, model_of, status, update
-from contract import HOST
-from fingerprint_commands import fingerprint
-from kv_commands import fold_at_random, fold_of, unfold
 from packaging.version import Version
-from pool import on
+from support.by_definition import quantize_blockwise
+from support.engine.commands import begin, digests, end, model_of, status, update
+from support.engine.contract import HOST
+from support.engine.fingerprint_commands import fingerprint
+from support.engine.kv_commands import fold_at_random, fold_of, unfold
+from support.engine.options import plain_experts
+from support.engine.pool import on
 
 from sglang_fp8rl.engine.kv_scales.extension import KvScaling
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_definition import quantize_blockwise
-from commands import begin, digests, end, send, status, update, update_from_disk
-from models import MODELS
-from pool import on
+from support.by_definition import quantize_blockwise
+from support.engine.commands import begin, digests, end, send, status, update, update_from_disk
+from support.engine.models import MODELS
+from support.engine.pool import on
 
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 

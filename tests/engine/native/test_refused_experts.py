@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from _options import EXPERTS, plain_experts
-from commands import digests, status, update
-from fused_experts import with_fused_experts
-from pool import on
+from support.engine.commands import digests, status, update
+from support.engine.options import EXPERTS, plain_experts
+from support.engine.pool import on
+from support.fused_experts import with_fused_experts
 
 pytestmark = [
     pytest.mark.engine,

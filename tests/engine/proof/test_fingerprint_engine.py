@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
-from _options import overridden
-from commands import plan_document, update
-from engine_host import EngineHost
-from fingerprint_commands import fingerprint, fingerprint_after_flip, names_by_parameter
-from models import MODELS, checkpoint
-from pool import engine_key, on, runs_on
+from support.engine.commands import plan_document, update
+from support.engine.engine_host import EngineHost
+from support.engine.fingerprint_commands import (
+    fingerprint,
+    fingerprint_after_flip,
+    names_by_parameter,
+)
+from support.engine.models import MODELS, checkpoint
+from support.engine.options import overridden
+from support.engine.pool import engine_key, on, runs_on
 
 from sglang_fp8rl.trainer import fingerprint_of, quantize_for_refit
 from sglang_fp8rl.wire.fingerprint import compare

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import plan_document, update
-from fingerprint_commands import fingerprint, fingerprint_after_flip
-from fused_experts import with_fused_experts
-from generation import generate
-from pool import on
+from support.engine.commands import plan_document, update
+from support.engine.fingerprint_commands import fingerprint, fingerprint_after_flip
+from support.engine.generation import generate
+from support.engine.pool import on
+from support.fused_experts import with_fused_experts
 from transformers import AutoModelForCausalLM
 
 from sglang_fp8rl.errors import RefitError

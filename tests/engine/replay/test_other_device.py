@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from commands import digests, model_of, status
-from pool import on
+from support.engine.commands import digests, model_of, status
+from support.engine.pool import on
 
 pytestmark = pytest.mark.engine
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from commands import digests, parameter, set_longest_row, status, update
-from models import MODELS
-from pool import engine_key, on
+from support.engine.commands import digests, parameter, set_longest_row, status, update
+from support.engine.models import MODELS
+from support.engine.pool import engine_key, on
 
 pytestmark = pytest.mark.engine
 

@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch
-from by_definition import quantize_blockwise, quantize_per_channel
-from commands import digests, parameter, plan_document, status, update
-from models import MODELS
-from pool import on
+from support.by_definition import quantize_blockwise, quantize_per_channel
+from support.engine.commands import digests, parameter, plan_document, status, update
+from support.engine.models import MODELS
+from support.engine.pool import on
 
 from sglang_fp8rl.wire.refit_note import RefitNote
 

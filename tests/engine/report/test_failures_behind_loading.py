@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import begin, digests, end, model_of, status, update
-from models import MODELS
-from pool import on
+from support.engine.commands import begin, digests, end, model_of, status, update
+from support.engine.models import MODELS
+from support.engine.pool import on
 
 pytestmark = [pytest.mark.engine, on("qwen3-tp1", "qwen3-tp2")]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from commands import forget_buckets, parameter, status, update
-from models import MODELS
-from pool import on
+from support.engine.commands import forget_buckets, parameter, status, update
+from support.engine.models import MODELS
+from support.engine.pool import on
 
 pytestmark = [pytest.mark.engine, on("deepseek-v3-tp1")]
 

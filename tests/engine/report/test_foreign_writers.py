@@ -6,10 +6,10 @@ import importlib.util
 
 import pytest
 import torch
-from commands import begin, digests, end, model_of, status, update
-from contract import HOST
 from packaging.version import Version
-from pool import engine_key, on
+from support.engine.commands import begin, digests, end, model_of, status, update
+from support.engine.contract import HOST
+from support.engine.pool import engine_key, on
 
 from sglang_fp8rl.wire.refit_note import RefitNote
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from commands import status, update
-from engine_host import EngineHost
-from models import MODELS
-from pool import runs_on
+from support.engine.commands import status, update
+from support.engine.engine_host import EngineHost
+from support.engine.models import MODELS
+from support.engine.pool import runs_on
 
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 

@@ -1,9 +1,9 @@
 """Rows that SGLang adds to a vocabulary are in no checkpoint, and nothing old about them."""
 
 import pytest
-from commands import digests, status, update
-from engine_host import EngineHost
-from models import Model, checkpoint
+from support.engine.commands import digests, status, update
+from support.engine.engine_host import EngineHost
+from support.engine.models import Model, checkpoint
 
 pytestmark = pytest.mark.engine
 

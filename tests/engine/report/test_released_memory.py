@@ -6,7 +6,7 @@ the moment in which they would come back.
 
 import pytest
 import torch
-from commands import (
+from support.engine.commands import (
     begin,
     digests,
     end,
@@ -16,9 +16,9 @@ from commands import (
     update,
     update_from_disk,
 )
-from injection import INJECTED, injected_in
-from kv_commands import FP8_CACHE
-from pool import engine_key, on
+from support.engine.injection import INJECTED, injected_in
+from support.engine.kv_commands import FP8_CACHE
+from support.engine.pool import engine_key, on
 
 pytestmark = pytest.mark.engine
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from commands import status, update
-from models import MODELS
-from pool import on
+from support.engine.commands import status, update
+from support.engine.models import MODELS
+from support.engine.pool import on
 
 pytestmark = pytest.mark.engine
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from commands import digests, plan_document, status, update
-from models import MODELS
-from pool import on
+from support.engine.commands import digests, plan_document, status, update
+from support.engine.models import MODELS
+from support.engine.pool import on
 
 from sglang_fp8rl.trainer.fingerprint import fingerprint_of
 from sglang_fp8rl.wire.plan import RefitPlan

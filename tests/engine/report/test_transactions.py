@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_definition import quantize_blockwise
-from commands import (
+from support.by_definition import quantize_blockwise
+from support.engine.commands import (
     begin,
     digests,
     end,
@@ -15,8 +15,8 @@ from commands import (
     update,
     update_from_disk,
 )
-from models import MODELS
-from pool import on
+from support.engine.models import MODELS
+from support.engine.pool import on
 
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 from sglang_fp8rl.wire.refit_note import RefitNote

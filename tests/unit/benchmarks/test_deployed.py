@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_definition import quantize_blockwise
 from real_model.deployed import fold, held_out_sums
 from safetensors.torch import load_file
+from support.by_definition import quantize_blockwise
 
 from sglang_fp8rl.lab.plan_offline import make_plan
 from sglang_fp8rl.lab.testing.checkpoints import make_config, make_state_dict, save_checkpoint

@@ -9,7 +9,7 @@ from real_model.kept_activations import GROUPS
 from real_model.served_gap import ALL_SERVERS, report
 from real_model.served_trainers import PLAIN, QUANTIZED, SERVED, trainer
 from rich.console import Console
-from served_models import TOKENS, toy_model, toy_plan
+from support.trainer.served_models import TOKENS, toy_model, toy_plan
 from verl_trainer.trainer_run import PLAN_FILE, SERVED_ACTOR, Arm, environment, overrides
 
 from sglang_fp8rl.config import Options

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from injection import INJECTED, injected, traced
+from support.engine.injection import INJECTED, injected, traced
+from support.threads_as_ranks import Ranks
 from test_observed_loading import Toy, check_same, loaded, weights
-from threads_as_ranks import Ranks
 
 pytest.importorskip("sglang")
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from threads_as_ranks import Ranks
+from support.threads_as_ranks import Ranks
 
 from sglang_fp8rl.engine.arrival.update import wait_for_reads
 from sglang_fp8rl.engine.host.boundary import Boundary

@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from threads_as_ranks import Ranks
+from support.threads_as_ranks import Ranks
 
 pytest.importorskip("sglang")
 

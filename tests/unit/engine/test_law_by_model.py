@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from model_of_refits import ModelOfRefits
+from support.engine.model_of_refits import ModelOfRefits
 from test_refits import NAMES, Server
 
 from sglang_fp8rl.engine.arrival.update import Origin, Update

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from random_programs import _layer
+from support.random_programs import _layer
 from test_observed_loading import (
     Added,
     OfWhatWasSent,

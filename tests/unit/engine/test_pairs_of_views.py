@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 pytest.importorskip("sglang")
-from by_definition import quantize_blockwise
+from support.by_definition import quantize_blockwise
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update

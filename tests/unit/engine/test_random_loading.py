@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_programs import SENT, Program
+from support.random_programs import SENT, Program
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.bucket import FlatBucket

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_definition import quantize_blockwise
+from support.by_definition import quantize_blockwise
 
 from sglang_fp8rl.engine.modules.method import ServedWithPackedScales, pack
 from sglang_fp8rl.errors import HostError

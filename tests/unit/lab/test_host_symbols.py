@@ -50,7 +50,7 @@ def look(more: list[str]) -> None:
 def on_the_host(tmp_path_factory) -> list[list[str]]:
     """What a process on the CPU platform finds in the installed SGLang, asked for one thing too many."""
     pytest.importorskip("sglang")
-    from forked import run_forked
+    from support.engine.forked import run_forked
 
     log = tmp_path_factory.mktemp("symbols") / "log"
     more = ["sglang.srt.server_args.no_such_thing"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import doubled_in_interpreter
 import pytest
 import torch
-from interpreted import interpreted
+from support.numerics import doubled_in_interpreter
+from support.numerics.interpreted import interpreted
 
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import quantize_per_token_group
 from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db

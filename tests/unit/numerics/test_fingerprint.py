@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
+from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
 from sglang_fp8rl.numerics import quantize_blockwise

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-import fingerprint_in_interpreter
-from fake_gpu import fake_gpu
-from interpreted import interpreted
+from support.numerics import fingerprint_in_interpreter
+from support.numerics.fake_gpu import fake_gpu
+from support.numerics.interpreted import interpreted
 
 from sglang_fp8rl.errors import QuantizationError
 from sglang_fp8rl.numerics import Blockwise, PerChannel, quantize
@@ -130,7 +130,7 @@ def test_hardware_gives_the_numbers_of_a_cpu_in_one_wait():
 
 @pytest.mark.gpu
 def test_a_trainer_on_a_gpu_waits_once_and_names_what_is_not_finite():
-    from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
+    from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 
     from sglang_fp8rl.trainer.fingerprint import Fingerprinter, fingerprint_of
 

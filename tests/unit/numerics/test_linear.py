@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from linear_cases import BLOCK, case
+from support.numerics.linear_cases import BLOCK, case
 
 from sglang_fp8rl.errors import QuantizationError
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import exact_linear

@@ -5,11 +5,11 @@ In the interpreter activations and outputs are FP32: it truncates FP32 to BF16, 
 
 from __future__ import annotations
 
-import linear_in_interpreter
 import pytest
 import torch
-from interpreted import interpreted as run_interpreted
-from linear_cases import BLOCK, SHAPES, case, every_code, exact_case
+from support.numerics import linear_in_interpreter
+from support.numerics.interpreted import interpreted as run_interpreted
+from support.numerics.linear_cases import BLOCK, SHAPES, case, every_code, exact_case
 
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import exact_linear
 from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db

@@ -7,8 +7,8 @@ import textwrap
 
 import pytest
 import torch
-from by_definition import quantize_blockwise, quantize_per_channel
-from numerics_cases import (
+from support.by_definition import quantize_blockwise, quantize_per_channel
+from support.numerics.numerics_cases import (
     CASES,
     POISON_CODE,
     bits,

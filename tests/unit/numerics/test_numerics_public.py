@@ -2,10 +2,10 @@
 
 import itertools
 
-import by_definition
 import pytest
 import torch
-from numerics_cases import CASES, bits, same_bits
+from support import by_definition
+from support.numerics.numerics_cases import CASES, bits, same_bits
 
 import sglang_fp8rl
 from sglang_fp8rl import numerics

@@ -5,12 +5,12 @@ from fractions import Fraction
 
 import hypothesis.strategies as st
 import numpy
-import oracle_fp8
 import pytest
 import torch
-from by_definition import quantize_blockwise, quantize_per_channel
 from hypothesis import given, settings
-from numerics_cases import CASES, bits, same_bits
+from support.by_definition import quantize_blockwise, quantize_per_channel
+from support.numerics import oracle_fp8
+from support.numerics.numerics_cases import CASES, bits, same_bits
 
 from sglang_fp8rl.errors import QuantizationError
 from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db

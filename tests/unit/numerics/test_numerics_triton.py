@@ -2,12 +2,12 @@
 
 import itertools
 
-import numerics_in_interpreter
 import pytest
 import torch
-from by_definition import quantize_blockwise, quantize_per_channel
-from interpreted import interpreted
-from numerics_cases import CASES, same_bits
+from support.by_definition import quantize_blockwise, quantize_per_channel
+from support.numerics import numerics_in_interpreter
+from support.numerics.interpreted import interpreted
+from support.numerics.numerics_cases import CASES, same_bits
 
 from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
 from sglang_fp8rl.numerics.cast import copy_finite_into

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fake_gpu import Operations, fake_gpu
+from support.numerics.fake_gpu import Operations, fake_gpu
 
 from sglang_fp8rl.numerics import FP8_DTYPE, Blockwise, PerChannel, cast_into
 from sglang_fp8rl.numerics.cast import copy_finite_into

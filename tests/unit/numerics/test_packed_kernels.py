@@ -9,8 +9,7 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("numba")
 
-import packed_quotient
-import ptx
+from support.numerics import packed_quotient, ptx
 
 from sglang_fp8rl.numerics import PerChannel, quantize, through_fp8
 from sglang_fp8rl.numerics.triton.arithmetic import FOUR_CODES, TWO_SERVED

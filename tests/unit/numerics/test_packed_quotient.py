@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("numba")
 
-import packed_quotient
+from support.numerics import packed_quotient
 
 
 @pytest.mark.parametrize("pow2_scale", [False, True])

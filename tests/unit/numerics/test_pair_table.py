@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from by_definition import quantize_blockwise, quantize_per_channel
+from support.by_definition import quantize_blockwise, quantize_per_channel
 
 from sglang_fp8rl.lab.testing.cast_tables import table_of
 from sglang_fp8rl.numerics.cast import has_nan_code

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from numerics_cases import bits, same_bits
+from support.numerics.numerics_cases import bits, same_bits
 
 from sglang_fp8rl.numerics.powers_of_two import (
     exact_range,

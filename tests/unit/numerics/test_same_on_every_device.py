@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from numerics_cases import bits
-from public_calls import Calls
+from support.numerics.numerics_cases import bits
+from support.numerics.public_calls import Calls
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_fp8rl import numerics, trainer

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import through_in_interpreter
 import torch
-from interpreted import interpreted
-from numerics_cases import CASES
+from support.numerics import through_in_interpreter
+from support.numerics.interpreted import interpreted
+from support.numerics.numerics_cases import CASES
 
 from sglang_fp8rl.numerics import Blockwise, PerChannel, through_fp8
 

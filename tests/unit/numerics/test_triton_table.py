@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.paths import python_path
 
 pytest.importorskip("triton")
 
@@ -140,7 +141,11 @@ def _bytes(tensor):
 def test_the_interpreter_writes_the_bytes_of_the_cpu_table(shapes):
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, shapes],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)},
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": python_path(Path(__file__).parent),
+        },
         capture_output=True,
         text=True,
         timeout=300,

@@ -7,8 +7,8 @@ import gc
 
 import pytest
 import torch
-from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
-from served_models import step, toy_model, toy_plan, with_served_parameters
+from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
+from support.trainer.served_models import step, toy_model, toy_plan, with_served_parameters
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

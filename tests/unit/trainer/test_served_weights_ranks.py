@@ -6,19 +6,20 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+
+from support.paths import SUPPORT, python_path
 
 from sglang_fp8rl.lab.testing.ports import free_port
 
 
 def test_two_ranks_of_fsdp2_train_and_prove_as_one_process():
     """FP32 shards, gathered in BF16; swapped before and after, with checkpointing and without."""
-    script = Path(__file__).with_name("served_ranks.py")
+    script = SUPPORT / "trainer" / "served_ranks.py"
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": python_path(),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
+from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
-from served_models import TOKENS, step, toy_model, toy_plan
+from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
+from support.trainer.served_models import TOKENS, step, toy_model, toy_plan
 from torch import nn
 
 from sglang_fp8rl.trainer.served_weights import (

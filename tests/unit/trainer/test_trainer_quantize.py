@@ -8,13 +8,13 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import jsonschema
 import pytest
 import torch
-from by_definition import quantize_blockwise, quantize_per_channel
-from plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan, plan_schema
+from support.by_definition import quantize_blockwise, quantize_per_channel
+from support.paths import SUPPORT, python_path
+from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan, plan_schema
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
 from sglang_fp8rl.lab.testing.ports import free_port
@@ -198,12 +198,12 @@ def test_a_shard_outside_of_its_tensor_is_refused():
 
 def test_dtensors_of_two_ranks_make_the_bytes_of_the_whole():
     """Two real processes over gloo: shards, replicas, and the gather of FP8."""
-    script = Path(__file__).with_name("dtensor_ranks.py")
+    script = SUPPORT / "trainer" / "dtensor_ranks.py"
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": python_path(),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",

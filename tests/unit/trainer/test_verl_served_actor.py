@@ -6,29 +6,25 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support.paths import BENCHMARKS, SUPPORT, python_path
 from verl_trainer.names import CPU_PLATFORM
 
 from sglang_fp8rl.lab.testing.ports import free_port
 
 pytest.importorskip("verl")
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
 
 def test_verl_s_actor_computes_as_served_and_its_reference_does_not(tmp_path):
-    script = Path(__file__).with_name("verl_actor.py")
+    script = SUPPORT / "trainer" / "verl_actor.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)],
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join(
-                [str(script.parents[1]), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
-            ),
+            "PYTHONPATH": python_path(BENCHMARKS),
             **CPU_PLATFORM,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import CONTEXT
+from support.engine.forked import CONTEXT
 from torch.multiprocessing import reductions
 
 from sglang_fp8rl.errors import RefitError

@@ -13,8 +13,8 @@ import time
 
 import pytest
 import typer
-from eval_server import serving
 from inspect_ai.log import list_eval_logs, read_eval_log
+from support.eval.eval_server import serving
 from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import ConfigError, EvaluationError

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
-from eval_server import serving
+from support.eval.eval_server import serving
 from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import ConfigError, EvaluationError

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sensitivity_model import PROMPTS, small_model, small_plan, small_weights
+from support.eval.sensitivity_model import PROMPTS, small_model, small_plan, small_weights
 
 from sglang_fp8rl import dequantize, quantize_blockwise, quantize_per_channel
 from sglang_fp8rl.errors import EvaluationError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sensitivity_model import small_plan
+from support.eval.sensitivity_model import small_plan
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.errors import ConfigError

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sensitivity_model import PROMPTS, small_model, small_plan, small_weights
+from support.eval.sensitivity_model import PROMPTS, small_model, small_plan, small_weights
 
 from sglang_fp8rl.errors import EvaluationError
 from sglang_fp8rl.lab.sensitivity.finding import effects_of, finding_of

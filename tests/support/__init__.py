@@ -1,0 +1,1 @@
+"""What tests and benchmarks share, imported as `support.…` from `tests` on the path."""

@@ -1,0 +1,130 @@
+"""`python contract_table.py`: put the results of contract and census into `docs/models.md`.
+
+The contract's come from `pytest --all --contract-results FILE tests/engine/test_contract.py`, one file per
+host, kept in `contract_results/`; the census's from `make census ARGS=--write`. Both know the commit and the
+versions that they are from, and the page shows them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from tools.census import page, results  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "models.md"
+RESULTS = ROOT / "tests" / "engine" / "contract_results"
+NOT_RUN = "not run"
+
+# Test to column. The first one only shows that the others prove something.
+COLUMNS = {
+    "test_refit_equals_fresh_load_again_and_again": "fresh = refit",
+    "test_buckets_of_any_size_and_order_give_the_same_bytes": "buckets",
+    "test_a_session_of_buckets_equals_one_call": "sessions",
+    "test_update_from_disk_equals_fresh_load": "disk",
+    "test_the_engine_and_the_trainer_quantize_to_the_same_bytes": "who quantizes",
+    "test_bf16_and_fp16_sources_give_the_bytes_of_their_values": "16-bit sources",
+    "test_nothing_of_the_old_bytes_is_left": "nothing old left",
+    "test_addresses_stay": "addresses",
+    "test_the_scheme_is_decided_once": "scheme",
+    "test_quantized_offline_and_served_by_sglangs_own_fp8_gives_the_same_bytes": "SGLang's `fp8` agrees",
+    "test_a_refitted_engine_says_what_a_fresh_one_says": "generates",
+}
+
+
+class Recorder:
+    """A pytest plugin that writes what became of every case."""
+
+    def __init__(self, path: Path, host: str) -> None:
+        self._path, self._host = path, host
+        self._cases: dict[str, dict[str, str]] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if "test_contract.py::" not in report.nodeid or not (
+            report.when == "call" or report.outcome != "passed"
+        ):
+            return
+        if report.when == "teardown":
+            return
+        # With workers, "@" and the group stand behind it.
+        test, _, rest = report.nodeid.rpartition("::")[2].partition("[")
+        case = rest.rpartition("]")[0]
+        outcome = report.outcome
+        if outcome == "skipped":
+            outcome = report.longrepr[2].removeprefix("Skipped: ")
+        self._cases.setdefault(case, {})[test] = outcome
+
+    def pytest_sessionfinish(self) -> None:
+        known: dict[str, Any] = {}
+        if self._path.exists():  # a part of the suite renews its part of the results
+            known = json.loads(self._path.read_text())
+        origins = known.get("provenance", {}) | dict.fromkeys(self._cases, results.provenance())
+        found = {
+            "host": self._host,
+            "provenance": dict(sorted(origins.items())),
+            "cases": dict(sorted((known.get("cases", {}) | self._cases).items())),
+        }
+        self._path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def table(found: dict[str, Any], cases: list[str]) -> str:
+    """One host's table, with the reasons for what is not there below it."""
+    reasons: dict[str, int] = {}
+    lines = [f"### SGLang {found['host']}", "", _origins(found), ""]
+    lines += ["| model | layout | " + " | ".join(COLUMNS.values()) + " |"]
+    lines += ["|---|---|" + "---|" * len(COLUMNS)]
+    for case in cases:
+        model, _, layout = case.rpartition("-")
+        outcomes = found["cases"].get(case, {})
+        cells = [_cell(outcomes.get(test, NOT_RUN), reasons) for test in COLUMNS]
+        lines.append(f"| {model} | {layout} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(f"{number}. {text}" for text, number in reasons.items()), ""])
+
+
+def _origins(found: dict[str, Any]) -> str:
+    """Which cases are from which run."""
+    runs: dict[str, list[str]] = {}
+    for case in found["cases"]:
+        origin = results.described(found["provenance"][case])
+        runs.setdefault(origin, []).append(case)
+    if len(runs) == 1:
+        return next(iter(runs))
+    return " ".join(f"{', '.join(cases)}: {origin}" for origin, cases in runs.items())
+
+
+def _cell(outcome: str, reasons: dict[str, int]) -> str:
+    if outcome == "passed":
+        return "yes"
+    if outcome == NOT_RUN:
+        return NOT_RUN
+    return f"no ({reasons.setdefault(outcome, len(reasons) + 1)})"
+
+
+def contract_cases() -> list[str]:
+    """The suite's cases, in its order."""
+    from support.engine.contract import CASES, case_id
+
+    return [case_id(case) for case in CASES]
+
+
+def document() -> str:
+    """`docs/models.md` as it has to be."""
+    files = sorted(RESULTS.glob("*.json"), reverse=True)
+    tables = [table(json.loads(path.read_text()), contract_cases()) for path in files]
+    text = _replaced(DOCUMENT.read_text(), "contract", "\n".join(tables))
+    return _replaced(text, "census", page.section())
+
+
+def _replaced(text: str, part: str, content: str) -> str:
+    begin, end = f"<!-- {part} -->", f"<!-- /{part} -->"
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{content}{end}{rest.partition(end)[2]}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())

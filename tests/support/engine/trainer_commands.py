@@ -1,0 +1,24 @@
+"""What trainer-side tests run inside a scheduler (see `engine_host`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.engine.commands import model_of
+
+
+def plan(scheduler: Any) -> dict[str, Any]:
+    """The document of `GET /fp8rl/plan`."""
+    from sglang_fp8rl.engine.refit import refit_of
+
+    refit = refit_of(model_of(scheduler))
+    assert refit is not None
+    return refit.plan.as_dict()
+
+
+def stored(scheduler: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Parameter name to dtype and shape."""
+    return {
+        name: (str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
+        for name, parameter in model_of(scheduler).named_parameters()
+    }

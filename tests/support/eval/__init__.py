@@ -1,0 +1,1 @@
+"""A server of answers and a small model for the tests of `lab/eval`."""

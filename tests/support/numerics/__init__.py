@@ -1,0 +1,1 @@
+"""Cases, oracles and other backends for the casts."""

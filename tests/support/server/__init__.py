@@ -1,0 +1,1 @@
+"""Servers that tests share, and trainers that talk to them."""

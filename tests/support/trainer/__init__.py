@@ -1,0 +1,1 @@
+"""Models and processes of the trainer's side."""
