@@ -152,23 +152,24 @@ def scan_only(scheduler: Any) -> float:
 
 def build_plan(scheduler: Any) -> float:
     """Seconds that making the recipe takes, of a load that is recorded."""
-    from sglang_fp8rl.engine import refit
+    from sglang_fp8rl.engine.replay import extension
     from sglang_fp8rl.engine.replay.recipes import RecipeStore
 
-    model_refit = commands.model_of(scheduler).fp8rl_refit
-    plans, model_refit.recipes = model_refit.recipes, RecipeStore()
-    learn, seconds = refit.learn, []
+    refit = commands.model_of(scheduler).fp8rl_refit
+    replay = next(one for one in refit.extensions if one.section == "replay")
+    plans, replay.recipes = replay.recipes, RecipeStore()
+    learn, seconds = extension.learn, []
 
     def timed(*arguments: Any) -> None:
         began = time.perf_counter()
         learn(*arguments)
         seconds.append(time.perf_counter() - began)
 
-    refit.learn = timed  # type: ignore[assignment]
+    extension.learn = timed  # type: ignore[assignment]
     try:
         load(scheduler)
     finally:
-        refit.learn, model_refit.recipes = learn, plans
+        extension.learn, replay.recipes = learn, plans
     return seconds[0]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -126,3 +126,17 @@ def decide_scheme(
     elif not why_misaligned:
         stored, cause = Granularity.BLOCKWISE, Cause.ALIGNED
     return Scheme(stored, cause, reason, keeps_activations)
+
+
+def module_rows(schemes: Mapping[str, Scheme]) -> list[dict[str, str]]:
+    """One row for each linear module, in the order they were built: plain types, for a plan or a status."""
+    return [
+        {
+            "module": name,
+            "scheme": scheme.granularity.value,
+            "cause": scheme.cause.value,
+            "reason": scheme.reason,
+            "activations": scheme.activations,
+        }
+        for name, scheme in schemes.items()
+    ]

@@ -7,11 +7,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 _EXTENSIONS = (
+    "replay.extension:Replay",
+    "plan.extension:Plan",
     "proof.extension:Fingerprints",
     "kv_scales.extension:KvScaling",
 )
@@ -22,6 +24,18 @@ def extensions() -> tuple[type[Extension], ...]:
     """By name, at the first model or route: nothing that serves imports them."""
     found = (path.split(":") for path in _EXTENSIONS)
     return tuple(getattr(import_module(f".{module}", __package__), name) for module, name in found)
+
+
+class Way(NamedTuple):
+    """How a bucket is written without SGLang's loaders.
+
+    Attributes:
+        brings: what is known of the bucket (`report.Arrived`).
+        write: do it, in a `Call`.
+    """
+
+    brings: Any
+    write: Callable[[Any], None]
 
 
 @dataclass
@@ -40,13 +54,15 @@ class Extension:
     A method that is not overridden does nothing.
 
     Attributes:
-        routes: path to what answers it, in the process that serves HTTP; of those who may change the server.
+        routes: path to what answers it, in the process that serves HTTP.
+        admin_routes: the same, for those who may change the server.
         gauges: of Prometheus, name to description.
-        mark: of the requests for the internal state that `answer` is for.
+        mark: with which the requests for the internal state begin that `answer` is for.
         section: of the status; null where nothing takes part in updates.
     """
 
     routes: ClassVar[Mapping[str, Callable[[Any], Awaitable[Any]]]] = {}
+    admin_routes: ClassVar[Mapping[str, Callable[[Any], Awaitable[Any]]]] = {}
     gauges: ClassVar[Mapping[str, str]] = {}
     mark: ClassVar[str | None] = None
     section: ClassVar[str | None] = None
@@ -65,6 +81,22 @@ class Extension:
     def unfolded(self) -> AbstractContextManager[None]:
         """Weights are as they were sent in here: somebody loads them, or reads them to compare or to keep."""
         return nullcontext()
+
+    def way_of(self, bucket: Any) -> Way | None:
+        """Return how a bucket (`arrival.bucket.Bucket`) is written without SGLang's loaders, if that is known."""
+        return None
+
+    def recording_of(self, bucket: Any, sent: Any, sources: Any) -> Any:
+        """Return a `native.call.Recording` of what loaders do with a bucket, if one is wanted.
+
+        Args:
+            sent: `(name, tensor)` pairs, as the loaders get them.
+            sources: the call's, which are told what makes this bucket another each time.
+        """
+        return None
+
+    def stored(self, call: Any) -> None:
+        """Behind a `native.call.Call` of which everything was stored."""
 
     def receive(self, sent: Mapping[str, torch.Tensor], *, is_serving: bool) -> Received:
         """Take tensors that no parameter takes; `is_serving` is false while the checkpoint is loaded."""
@@ -85,7 +117,7 @@ class Extension:
         return None
 
     @staticmethod
-    def plan(refit: Any) -> dict[str, Any]:
+    def planned(refit: Any) -> dict[str, Any]:
         """Sections of the plan."""
         return {}
 
@@ -95,6 +127,6 @@ class Extension:
         return {}
 
     @staticmethod
-    def answer(refit: Any, scheduler: Any) -> dict[str, Any]:
+    def answer(refit: Any, scheduler: Any, asked: str) -> dict[str, Any]:
         """The internal state for a request with its mark, on every rank, where nothing may be raised."""
         raise NotImplementedError

@@ -34,10 +34,6 @@ class watched(TorchDispatchMode):
         super().__init__()
         self._see = see
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in here: keeping its compiler out costs as much as an operation
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:

@@ -7,7 +7,6 @@ IPC, disk, custom loaders) go through both.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from time import perf_counter
@@ -19,12 +18,11 @@ from ..config import Options
 from ..errors import Fp8RlError, HostError
 from ..numerics.fingerprint import MASK
 from ..scheme import Scheme
-from ..wire.plan import RefitPlan
 from ..wire.stages import ANSWERING, LOADING
 from .arrival.bucket import Bucket, apart, bucket_of, check_bucket
 from .arrival.sent_tensors import SourceIndex
 from .arrival.update import Origin, Update
-from .extension import extensions
+from .extension import Way, extensions
 from .interception import StreamLane, Write
 from .model.constants import Constants
 from .model.derived_weights import DerivedWeights
@@ -37,7 +35,6 @@ from .model.parameters import (
     set_loader,
     targets_of,
 )
-from .model.plan_document import plan_document
 from .model.sent_otherwise import load_left_experts, load_parts_singly
 from .native.call import Call
 from .native.calls import Calls
@@ -45,9 +42,7 @@ from .native.checks import of_known_sizes, why_not_finite
 from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
-from .native.recording import Recording
 from .native.tied import note_draft_write, noted
-from .replay.recipes import Recipe, RecipeStore, learn, replay
 from .report.report import NOTHING, RefitReport
 
 
@@ -78,7 +73,6 @@ class ModelRefit:
         self.derived = DerivedWeights(model, self._has_run)
         self.constants = Constants(model, self.derived)
         self.report = RefitReport(self.targets.values(), self.names)
-        self.recipes = RecipeStore()
         self._probe_names = probe_names
         self.extensions = [kind(self) for kind in extensions()]
         self.laid_out_for_proof: Any = None  # of `proof/extension.py`, for its next fingerprint
@@ -157,52 +151,57 @@ class ModelRefit:
                 the status section says so.
         """
         update, result = self.calls.update, None
-        may_replay = update.origin.may_replay and self.options.replay and not (args or kw)
+        comes_again = update.origin.may_replay and not (args or kw)
         with self.unfolded(), ExitStack() as behind:
             # What is queued at its end (halves that are kept) reads memory that the sender fills again.
             behind.callback(self.wait_for_device)
             update.marks.append((LOADING, perf_counter()))
             with self.calls.arriving():
-                bucket, recipe = self._arrived(weights, may_replay=may_replay)
-                if recipe is not None:
-                    call = Call(update, SourceIndex(), bucket, recipe.brings)
+                bucket = self._arrived(weights)
+                way = self._way_of(bucket) if comes_again else None
+                if way is not None:
+                    call = Call(update, SourceIndex(), bucket, way.brings)
                 else:
-                    weights = weights if bucket is None else apart(bucket)
-                    call = self._watched(update, bucket)
-                    if bucket is not None and may_replay:
-                        call.recording = Recording(bucket, weights, call.sources)
+                    if bucket is not None:
+                        check_bucket(bucket)
+                        weights = apart(bucket)
+                    call = self._watched(update, bucket, weights if comes_again else None)
                 self.calls.begin(call)
             with self.calls.open(call):
                 if update.origin.is_serving:
                     self.derived.kept_copies.check()
-                if bucket is not None and recipe is not None:
-                    replay(call, bucket, recipe, self.recipes, self.report)
+                if bucket is not None and way is not None:
+                    way.write(call)
                     self.derived.refresh(bucket.names)
                 else:
                     result = self._load_natively(call, weights, *args, **kw)
                     del weights  # or it would be kept
-        if call.recording is not None:
-            learn(self.recipes, call.recording, self.report, call, self.options)
+        for extension in self.extensions:
+            extension.stored(call)
         update.marks.append((ANSWERING, perf_counter()))
         return result
 
     def _has_run(self) -> bool:
         return self.runner is None or self.runner.forward_pass_id > 0
 
-    def _arrived(self, weights: Any, *, may_replay: bool) -> tuple[Bucket | None, Recipe | None]:
-        """What arrived, and how it is written without loaders."""
+    def _arrived(self, weights: Any) -> Bucket | None:
+        """What arrived, on the model's device; None for a stream."""
         bucket = bucket_of(weights)
-        if bucket is None:
-            return None, None
-        if self._device is not None:
-            bucket = bucket.on_device(self._device)
-        recipe = self.recipes.find(bucket) if may_replay else None
-        if recipe is None:
-            check_bucket(bucket)
-        return bucket, recipe
+        return bucket if bucket is None or self._device is None else bucket.on_device(self._device)
 
-    def _watched(self, update: Update, bucket: Bucket | None = None) -> Call:
-        """A call whose tensors go through SGLang's loaders."""
+    def _way_of(self, bucket: Bucket | None) -> Way | None:
+        """How it is written without loaders."""
+        if bucket is None:
+            return None
+        ways = (extension.way_of(bucket) for extension in self.extensions)
+        return next((way for way in ways if way is not None), None)
+
+    def _watched(self, update: Update, bucket: Bucket | None = None, sent: Any = None) -> Call:
+        """A call whose tensors go through SGLang's loaders.
+
+        Args:
+            sent: the pairs of a bucket of which another may have the same layout.
+        """
         sources = SourceIndex(keeps_tensors=not update.origin.is_alone)
         brings = NOTHING if bucket is None else self.calls.brings(bucket)
         device = self._device
@@ -212,7 +211,10 @@ class ModelRefit:
         raised: dict[tuple, tuple[str, str]] = {}
         memory = ModelMemory(self.model, self.targets.values())
         observer = Observer(sources, memory, self._store, raised, stores=update.origin.stores)
-        return Call(update, sources, bucket, brings, observer, lane=lane, raised=raised)
+        wanted = self.extensions if bucket is not None and sent is not None else ()
+        recordings = (one.recording_of(bucket, sent, sources) for one in wanted)
+        recording = next((one for one in recordings if one is not None), None)
+        return Call(update, sources, bucket, brings, observer, recording, lane=lane, raised=raised)
 
     def _store(self, target: Target, write: Write) -> None:
         """A write that SGLang makes without a loader, in the call that runs."""
@@ -244,18 +246,6 @@ class ModelRefit:
         if not call.update.origin.is_serving:
             self.names.made_into(call.sources.native, call.sources.consumed)
         return result
-
-    # -- the plan ----------------------------------------------------------------------------------
-
-    @functools.cached_property
-    def plan(self) -> RefitPlan:
-        """The public document."""
-        names = self.learned_names()
-        more: dict[str, Any] = {}
-        for kind in extensions():
-            more |= kind.plan(self)
-        document = plan_document(self.model, names, self.targets, self.schemes, self.options, more)
-        return RefitPlan.from_dict(document)
 
     def learned_names(self) -> NameTable:
         """The checkpoint's names. Where nothing was loaded they go through the loaders on `meta`; nothing is stored.

@@ -18,7 +18,6 @@ _GAUGES = {
     "refit_seconds": "Time of the last refit, in load_weights.",
     "refit_bytes": "Bytes that the last refit was sent.",
     "consistent": "1 if the served weights are of one piece, else 0.",
-    "replayed_share": "Share of all update calls so far that were replayed.",
 }
 
 
@@ -82,10 +81,7 @@ class RefitMetrics:
     def observe(self, labels: dict[str, str], status: dict[str, Any]) -> None:
         """Take over what the status section has a number for."""
         found: dict[str, float] = {"consistent": int(status["consistent"])}
-        replay, refit = status["replay"], status["last_refit"]
-        calls = replay["calls"] + replay["native_calls"]
-        if calls:
-            found["replayed_share"] = replay["calls"] / calls
+        refit = status["last_refit"]
         if refit is not None:
             found |= {"refit_seconds": refit["seconds"], "refit_bytes": refit["bytes"]}
         for kind in extensions():

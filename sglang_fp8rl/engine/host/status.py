@@ -1,14 +1,13 @@
-"""What this package says of a running server: its status and plan, and routes to them in SGLang's HTTP server.
+"""What this package says of a running server: its status, and routes in SGLang's HTTP server to that and more.
 
 The status is the section `fp8rl` of `internal_states` in `GET /server_info`, of one scheduler and of all replicas; plain types only.
 All routes ask the scheduler, so they answer whatever a launcher did to `/server_info` (veRL's breaks it): by
 SGLang's own internal-state request, whose `rid` marks it where an answer of another kind than the status is
-meant. So the plan is no part of `/server_info`: the document of a large model is megabytes.
+meant: the plan of a large model is megabytes, and no part of `/server_info`.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from http import HTTPStatus
@@ -19,12 +18,12 @@ from starlette.responses import JSONResponse, Response
 
 from ... import __version__
 from ...errors import listed
+from ...scheme import module_rows
 from ...versions import RANKS_ARE_GLOBAL
 from ...wire.layout_text import VERSION as FLAT_LAYOUT_VERSION
-from ...wire.plan import PLAN_PATH, STATUS_PATH
+from ...wire.plan import STATUS_PATH
 from ..extension import extensions
 from ..model.draft import lost_of_drafts
-from ..model.plan_document import module_rows
 from ..refit import ModelRefit, refit_of
 from ..report.law import MAX_LISTED
 from ..report.refit_record import State, Verdict
@@ -32,7 +31,6 @@ from ..report.report import RefitReport
 from .boundary import Boundary
 
 SERVER_MODULE = "sglang.srt.entrypoints.http_server"
-PLAN_MARK = "fp8rl-plan:"
 _MAX_TEXT = 500
 _UNLOADED = "weights that were never loaded (dummy weights, or memory that was released?): no complete refit has come since"
 
@@ -60,7 +58,6 @@ def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) 
         and {"id": log.complete.id, "version": log.complete.version},
         "served": served(report),
         "flat_layout": FLAT_LAYOUT_VERSION,
-        "replay": refit.recipes.as_dict(),
         "state": log.state.value,
         "consistent": log.state is State.WHOLE,
         "problems": found,
@@ -175,9 +172,10 @@ def add_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
         return
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    routes: dict[str, Any] = {PLAN_PATH: serve_plan, STATUS_PATH: serve_status}
+    routes: dict[str, Any] = {STATUS_PATH: serve_status}
     for extension in extensions():
-        for path, serve in extension.routes.items():
+        routes |= extension.routes
+        for path, serve in extension.admin_routes.items():
             routes[path] = auth_level(AuthLevel.ADMIN_OPTIONAL)(serve)
     for path, serve in routes.items():
         server.app.add_route(path, serve, methods=["GET"])
@@ -189,20 +187,6 @@ async def serve_status(request: Any) -> Response:
     if any("fp8rl" not in state for state in states):
         return not_served()
     return JSONResponse(status_of_replicas([state["fp8rl"] for state in states]))
-
-
-async def serve_plan(request: Any) -> Response:
-    """`If-None-Match` with a digest is answered 304 without the document where the server's is the same."""
-    known = request.headers.get("if-none-match", "").strip('"')
-    state = (await internal_states(PLAN_MARK + known))[0]
-    if "fp8rl_plan_error" in state:
-        return refused(state["fp8rl_plan_error"], HTTPStatus.INTERNAL_SERVER_ERROR)
-    if "fp8rl_plan_digest" not in state:
-        return not_served()
-    tag = {"ETag": f'"{state["fp8rl_plan_digest"]}"'}
-    if "fp8rl_plan" not in state:
-        return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=tag)
-    return Response(state["fp8rl_plan"], media_type="application/json", headers=tag)
 
 
 async def internal_states(mark: str | None = None) -> list[dict[str, Any]]:
@@ -234,21 +218,16 @@ def not_served() -> Response:
 
 
 def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
-    """`GET /server_info`: one more section; or the plan, or what an extension has, to a request for it."""
+    """`GET /server_info`: one more section; or what an extension has, to a request for it."""
     refit = refit_of(scheduler.tp_worker.model_runner.model)
     if refit is None:
         return result
     mark = getattr(recv_req, "rid", None) or ""
     for kind in extensions():
-        if mark == kind.mark:
-            result.internal_state = kind.answer(refit, scheduler)
+        if kind.mark is not None and mark.startswith(kind.mark):
+            result.internal_state = kind.answer(refit, scheduler, mark.removeprefix(kind.mark))
             return result
     boundary = Boundary(scheduler.weight_updater.tp_cpu_group)
-    if mark.startswith(PLAN_MARK):
-        known = mark.removeprefix(PLAN_MARK)
-        plan = boundary.step(_plan_state, refit, known)
-        result.internal_state = plan or {"fp8rl_plan_error": " | ".join(boundary.errors)}
-        return result
     section = boundary.step(_status_of, scheduler, refit)
     # What can't be read is not to be taken for weights that are whole.
     result.internal_state["fp8rl"] = section or {
@@ -272,12 +251,3 @@ def replica_of(scheduler: Any) -> int:
 
     parallel = get_parallel() if RANKS_ARE_GLOBAL else scheduler.ps
     return parallel.dp_rank or 0
-
-
-def _plan_state(refit: ModelRefit, known: str) -> dict[str, Any]:
-    """The plan, for a client that knows the one with the digest `known`."""
-    plan = refit.plan
-    state: dict[str, Any] = {"fp8rl_plan_digest": plan.digest}
-    if known != plan.digest:
-        state["fp8rl_plan"] = json.dumps(plan.document, ensure_ascii=False)
-    return state

@@ -159,7 +159,7 @@ class KvScaling(Extension):
             self.refit.derived.end_of_update()
 
     @staticmethod
-    def plan(refit: Any) -> dict[str, Any]:
+    def planned(refit: Any) -> dict[str, Any]:
         """What `--kv-cache-dtype fp8_e4m3` would be here; the exponents are in the status."""
         found = {"mode": refit.options.kv_scales, "layers": 0, "refused": ""}
         if found["mode"] != "unit":

@@ -16,10 +16,9 @@ from ..arrival.update import Origin, Update
 from ..extension import Extension
 from ..model.derived_weights import DerivedWeights
 from ..report.report import Arrived, RefitReport
-from .call import Call
+from .call import APART, Call
 from .checks import foreign_error, not_finite_errors
 from .pairs import PairTable
-from .recording import APART
 from .untaken import UntakenNames
 
 

@@ -24,8 +24,8 @@ from .checks import (
     check_takes_scale,
     has_fewer_bits,
 )
+from .matrix_writes import MatrixWrite, matrix_writes
 from .pairs import Half, PairTable, blocks_of, store_pair
-from .recording import MatrixWrite, matrix_writes
 
 _FP8 = torch.float8_e4m3fn
 _MADE = "its loader makes a tensor of its own"
@@ -215,8 +215,8 @@ class LoaderCalls:
                     continue
                 if write.source is None and not given.target.is_fp8:
                     # The padding of a vocabulary: no checkpoint has it, and it is no older than the rest.
-                    recording.fills.append((given.target, write))
-                    done = []
+                    recording.add_fill(given.target, write, box)
+                    continue
                 recording.add(given.target, [(one.sources[0], matrix) for matrix in done], [box])
 
     def _writes(
@@ -285,7 +285,7 @@ class LoaderCalls:
         boxes = [self.report.written(target, write.region) for _, write in pair.weight.blocks]
         if recording is not None:
             if target.takes_packed_scales and pair.scale.source is not None:
-                recording.exponents.append(pair.scale.source.position)
+                recording.add_exponents(pair.scale.source)
             done = [(half.source, one) for half, one in copies]
             recording.add(target, done, [box for box in boxes if box is not None])
 

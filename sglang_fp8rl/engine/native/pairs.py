@@ -18,7 +18,7 @@ from ..arrival.sent_tensors import Source
 from ..interception import Region, Write, box_of, offset_within, span_of
 from ..model.parameters import Target
 from ..modules.method import are_no_exponents
-from .recording import MatrixWrite
+from .matrix_writes import MatrixWrite
 
 
 @dataclass

@@ -249,11 +249,11 @@ def of_replicas(documents: dict[int, dict[str, Any]]) -> dict[str, Any]:
 class Fingerprints(Extension):
     """Answers what a model holds; takes no part in its updates."""
 
-    routes = {FINGERPRINT_PATH: serve_fingerprint}  # noqa: RUF012
+    admin_routes = {FINGERPRINT_PATH: serve_fingerprint}  # noqa: RUF012
     mark = _MARK
 
     @staticmethod
-    def answer(refit: Any, scheduler: Any) -> dict[str, Any]:
+    def answer(refit: Any, scheduler: Any, asked: str) -> dict[str, Any]:
         boundary = Boundary(scheduler.weight_updater.tp_cpu_group)
         own = boundary.step(_read, refit, scheduler.weight_updater)
         ranks, failures = boundary.gathered(own), boundary.failures()

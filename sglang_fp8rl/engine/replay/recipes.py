@@ -1,6 +1,6 @@
 """Record once, replay at every refit: the recipes of the bucket layouts that were seen before.
 
-A recording (`native/recording.py`) of a call that succeeded becomes a recipe: one table of casts and copies. The
+A recording (`recording.py`) of a call that succeeded becomes a recipe: one table of casts and copies. The
 next bucket of the same layout is written from it, without a loader, a name lookup or any Python per tensor.
 A bucket with which SGLang does anything but copy goes through its loaders at every update, whole.
 """
@@ -25,9 +25,9 @@ from ..model.parameters import Target
 from ..modules.method import are_no_exponents
 from ..native.call import Call
 from ..native.pairs import bad_scale_error, check_exponents, nan_code_error
-from ..native.recording import Recording
 from ..native.tied import note_tied
 from ..report.report import Arrived, RefitReport
+from .recording import Recording
 
 # Tensors of all recipes together: a table row of 136 bytes each, its name and its layout. Four times
 # what Qwen3-235B sends as FP8 pairs.
@@ -214,9 +214,9 @@ def _recipe_of(
 
 
 def replay(
-    call: Call, bucket: Bucket, recipe: Recipe, recipes: RecipeStore, report: RefitReport
+    bucket: Bucket, recipe: Recipe, recipes: RecipeStore, report: RefitReport, call: Call
 ) -> None:
-    """Write a bucket from its recipe.
+    """Write a bucket from its recipe, in a call.
 
     Raises:
         RefitError: an FP8 pair that can't be served; nothing of the bucket was written.

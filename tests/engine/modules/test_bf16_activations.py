@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.engine.commands import digests, status
+from support.engine.commands import digests, plan_document, status
 from support.engine.fingerprint_commands import fingerprint
 from support.engine.models import MODELS, checkpoint
 from support.engine.options import log_of_a_failed_start, overridden
@@ -65,18 +65,11 @@ def test_a_replayed_refit_is_a_fresh_start(host):
     assert host.say() == fresh.said
 
 
-def plan_of(scheduler):
-    """The plan's document, as JSON types."""
-    from support.engine.commands import model_of
-
-    return model_of(scheduler).fp8rl_refit.plan.as_dict()
-
-
 @on(with_all("qwen3"))
 def test_what_a_trainer_reads_of_the_weights_is_the_same(host, engine_pool):
-    plan, proof = host.call(plan_of), host.call(fingerprint)
+    plan, proof = host.call(plan_document), host.call(fingerprint)
     with engine_pool.lent(without(host.key)) as other:
-        other_plan, other_proof = other.call(plan_of), other.call(fingerprint)
+        other_plan, other_proof = other.call(plan_document), other.call(fingerprint)
     assert proof == other_proof
     for part in ("tensors", "fp8_bytes", "left_out", "parallel", "model"):
         assert plan[part] == other_plan[part]

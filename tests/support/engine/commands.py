@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from support.replayed import recipes_of
+
 T = TypeVar("T")
 
 
@@ -158,7 +160,9 @@ def status(scheduler: Any) -> dict[str, Any]:
 
 def plan_document(scheduler: Any) -> dict[str, Any]:
     """What `GET /fp8rl/plan` answers."""
-    return model_of(scheduler).fp8rl_refit.plan.as_dict()
+    from sglang_fp8rl.engine.plan.extension import plan_of
+
+    return plan_of(model_of(scheduler).fp8rl_refit).as_dict()
 
 
 def set_longest_row(_: Any, columns: int) -> int:
@@ -171,4 +175,6 @@ def set_longest_row(_: Any, columns: int) -> int:
 
 def forget_buckets(scheduler: Any) -> None:
     """As if no bucket had been sent yet: nothing to replay, counts of zero."""
-    model_of(scheduler).fp8rl_refit.recipes.__init__()
+    recipes = recipes_of(model_of(scheduler).fp8rl_refit)
+    if recipes is not None:
+        recipes.__init__()

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.engine.commands import model_of
+from support.engine.commands import model_of, plan_document
 
 
 def plan(scheduler: Any) -> dict[str, Any]:
     """The document of `GET /fp8rl/plan`."""
-    from sglang_fp8rl.engine.refit import refit_of
-
-    refit = refit_of(model_of(scheduler))
-    assert refit is not None
-    return refit.plan.as_dict()
+    return plan_document(scheduler)
 
 
 def stored(scheduler: Any) -> dict[str, tuple[str, tuple[int, ...]]]:

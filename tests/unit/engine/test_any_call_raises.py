@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.engine.injection import INJECTED, injected, traced
+from support.replayed import recipes_of
 from support.threads_as_ranks import Ranks
 from test_observed_loading import Toy, check_same, loaded, weights
 
@@ -75,8 +76,9 @@ class Manager(Host):
     def __init__(self, refit, group):
         self.refit, self.tp_cpu_group = refit, group
         refit.model.fp8rl_refit = refit
-        refit.extensions.clear()  # as after the start of a server whose cache is not in FP8
-        runner = SimpleNamespace(model=refit.model, token_to_kv_pool=None)
+        dtype = torch.bfloat16  # of the cache
+        runner = SimpleNamespace(model=refit.model, token_to_kv_pool=None, kv_cache_dtype=dtype)
+        refit.extensions[:] = [one for one in refit.extensions if one.start(runner)]
         self.tp_worker = SimpleNamespace(model_runner=runner)
         self.draft_worker = self.metrics_collector = self._session = self.scheduler = None
         self.offload_tags = set()
@@ -109,6 +111,9 @@ class Server:
     """Two ranks of a toy model, on its first weights."""
 
     def __init__(self, monkeypatch):
+        monkeypatch.setattr(
+            f"{add_status.__module__}.RANKS_ARE_GLOBAL", False
+        )  # nobody wrote them in this process
         self.ranks = Ranks(SIZE, monkeypatch)
         self.managers = [Manager(loaded(Toy, 0), group) for group in self.ranks.groups]
 
@@ -220,7 +225,7 @@ def mended(server):
 def wrong(server, request, name, at):
     before, act = REQUESTS[request]
     for manager in server.managers:
-        manager.refit.recipes.__init__()  # as when its calls were traced
+        recipes_of(manager.refit).__init__()  # as when its calls were traced
         manager.refit.laid_out_for_proof = None
     for one in before:
         assert all(answer.success for answer in server.call(one))
@@ -255,7 +260,7 @@ def test_a_read_behind_which_weights_are_left_otherwise_fails_them(monkeypatch):
     for manager in server.managers:
         assert manager.state()["state"] == "failed"
         assert len(manager.refit.report.log.failures) <= MAX_LISTED
-    server.managers[1].refit.extensions.clear()
+    server.managers[1].refit.extensions.pop()
     assert mended(server) == ""
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from support.replayed import recipes_of
 from torch import nn
 
 from sglang_fp8rl.config import Options
@@ -683,7 +684,7 @@ def test_copies_are_replayed_whoever_makes_them(kind):
     refit = loaded(kind, 0)
     for seed in (1, 2):
         update(refit, weights(refit.model, seed))
-    counts = refit.recipes.counts
+    counts = recipes_of(refit).counts
     assert (counts.calls, counts.native_tensors) == (1, 0), counts
 
 
@@ -692,7 +693,7 @@ def test_what_is_more_than_copies_is_native_and_says_why(kind):
     refit = loaded(kind, 0)
     for seed in (1, 2):
         update(refit, weights(refit.model, seed))
-    counts = refit.recipes.counts
+    counts = recipes_of(refit).counts
     assert (counts.calls, counts.native_tensors) == (0, 2 * len(refit.model.shapes())), counts
     assert counts.native_reasons
 
@@ -704,7 +705,7 @@ def test_what_is_kept_of_a_loaded_parameter_follows_it():
         fresh = loaded(Kept, seed).model
         assert torch.equal(refit.model.doubled[0], fresh.doubled[0])
         assert refit.model.first == fresh.first
-    assert any("reads b.weight" in why for why in refit.recipes.counts.native_reasons)
+    assert any("reads b.weight" in why for why in recipes_of(refit).counts.native_reasons)
 
 
 def test_a_fill_with_what_was_computed_is_no_copy():
@@ -722,7 +723,7 @@ def test_what_a_loader_fills_is_filled_again():
         update(refit, weights(refit.model, seed))
         check_same(refit, loaded(FilledTail, seed))
         assert not refit.model.b.weight[4:].any()
-    assert refit.recipes.counts.calls == 2
+    assert recipes_of(refit).counts.calls == 2
 
 
 def test_a_tensor_is_seen_to_be_kept_where_the_one_before_it_was():
@@ -731,7 +732,7 @@ def test_a_tensor_is_seen_to_be_kept_where_the_one_before_it_was():
         for name, tensor in weights(refit.model, seed).items():
             staged[name].copy_(tensor)  # a sender's buffers, each time
         update(refit, staged)
-    assert not refit.recipes.counts.calls
+    assert not recipes_of(refit).counts.calls
     assert refit.model.listed["a.weight"].data_ptr() == staged["a.weight"].data_ptr()
 
 
@@ -764,7 +765,7 @@ def test_what_was_forgotten_in_a_circle_is_not_kept():
     refit = loaded(Circle, 0)
     for seed in (1, 2):
         update(refit, weights(refit.model, seed))
-    assert refit.recipes.counts.calls == 1
+    assert recipes_of(refit).counts.calls == 1
 
 
 def test_tensors_that_share_memory_are_told_apart():

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.random_programs import SENT, Program
+from support.replayed import recipes_of
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.bucket import FlatBucket
@@ -349,8 +350,8 @@ def test_every_update_leaves_what_it_determines_whatever_went_before(first):
     # Else it says nothing.
     assert outcomes["whole"] > 8
     assert outcomes["refused again"] > 5
-    assert any(one.refit.recipes.counts.calls for one in found)
-    assert any(one.refit.recipes.counts.native_reasons for one in found)
+    assert any(recipes_of(one.refit).counts.calls for one in found)
+    assert any(recipes_of(one.refit).counts.native_reasons for one in found)
 
 
 def test_a_fingerprint_answers_where_a_scalar_lands_in_fp8_and_again_from_the_same_places():

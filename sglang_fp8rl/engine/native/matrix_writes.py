@@ -1,26 +1,18 @@
-"""Writes, matrix by matrix: as they are stored now, and recorded as rows of a table that stores them again."""
+"""Writes, matrix by matrix: as they are stored now, or as pieces of a table that stores them again."""
 
 from __future__ import annotations
 
-import threading
-from array import array
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ...config import Options
 from ...errors import RefitError
 from ...numerics.cast import FP8_DTYPE, as_matrix, cast_into, copy_finite_into
 from ...numerics.grid import Pair, ceil_div
-from ...numerics.write_table import LONGEST_ROW, ROW_FIELDS, Kind, Piece
-from ..arrival.bucket import Bucket
-from ..arrival.sent_tensors import Source, SourceIndex
+from ...numerics.write_table import LONGEST_ROW, Kind, Piece
 from ..interception import Write
 from ..model.parameters import Target, made_anew_error, matrices
-
-APART = "half of an FP8 pair, the other is in another bucket"
 
 
 class MatrixWrite(NamedTuple):
@@ -111,85 +103,3 @@ def _in_short_rows(matrix: torch.Tensor) -> torch.Tensor:
     least = ceil_div(columns, LONGEST_ROW)
     parts = next(at for at in range(least, columns + 1) if columns % at == 0)
     return matrix.reshape(-1, columns // parts)
-
-
-class Recording:
-    """What the native loaders did with each tensor of a bucket; filled from several threads.
-
-    Args:
-        sent: its tensors as the loaders get them (`apart`).
-        sources: are told why buckets like this one are left to the native loaders.
-
-    Attributes:
-        fills: writes of no sent tensor (the padding of a vocabulary).
-        exponents: positions of scales that have to be powers of two.
-    """
-
-    def __init__(
-        self, bucket: Bucket, sent: Iterable[tuple[str, torch.Tensor]], sources: SourceIndex
-    ) -> None:
-        self.bucket, self._storages = bucket, [one.untyped_storage() for _, one in sent]
-        self.exponents: list[int] = []
-        self.fills: list[tuple[Target, Write]] = []
-        self._sources = sources
-        # Flat, so that 18,000 of each become an array at once.
-        self._rows, self._of_rows, self._boxes = array("q"), array("q"), array("q")
-        self._lock = threading.Lock()
-
-    @property
-    def rows(self) -> np.ndarray:
-        """Of a `CastTable`, int64 [rows, `ROW_FIELDS`]; a pair's scales and codes in turn."""
-        return np.array(self._rows, np.int64).reshape(-1, ROW_FIELDS)
-
-    @property
-    def of_rows(self) -> np.ndarray:
-        """Per row the position of the sent tensor that it is of, int64 [rows]."""
-        return np.array(self._of_rows, np.int64)
-
-    @property
-    def boxes(self) -> np.ndarray:
-        """Of each write: the target and the number of its box, int64 [writes, 2]."""
-        return np.array(self._boxes, np.int64).reshape(-1, 2)
-
-    def is_kept(self) -> bool:
-        """Behind the call: whether somebody still has a sent tensor, to compute with later on."""
-        return any(torch._C._storage_Use_Count(one._cdata) > 1 for one in self._storages)
-
-    def add(
-        self,
-        target: Target,
-        done: Iterable[tuple[Source | None, MatrixWrite]],
-        boxes: Iterable[int],
-    ) -> None:
-        """Writes into a target, as they were done.
-
-        Args:
-            done: each with the sent tensor that it is a view of; None if that came in another call.
-            boxes: numbers of what was written.
-        """
-        rows, positions = [], []
-        for source, one in done:
-            if source is None:
-                self._sources.leave_native((), APART)
-                return
-            piece = self._piece(source, one)
-            if piece is None:
-                self._sources.leave_native((), "the kernels don't know how to write it")
-                return
-            rows.append(piece.row())
-            positions.append(source.position)
-        if not target.is_repeatable:
-            self._sources.leave_native((), "experts may move to other ranks while serving")
-        with self._lock:
-            for row in rows:
-                self._rows.extend(row)
-            self._of_rows.extend(positions)
-            for box in boxes:
-                self._boxes.extend((target.index, box))
-
-    def _piece(self, source: Source, one: MatrixWrite) -> Piece | None:
-        offset = source.offset_of(one.source)
-        if offset is None:
-            return None
-        memory, start = self.bucket.place(source.position)
-        return one.piece((memory, start + offset * one.source.element_size()))

@@ -12,10 +12,10 @@ import torch
 
 from ...config import Options
 from ...numerics.grid import PerChannel, ScaleGranularity
-from ...scheme import Granularity, Scheme
+from ...scheme import Granularity, Scheme, module_rows
 from ...wire.plan import FP8, PLAN_FORMAT, PLAN_VERSION, UNUSED, digest_of
-from .landings import Known, Landing, NameTable, left_out
-from .parameters import Target
+from ..model.landings import Known, Landing, NameTable, left_out
+from ..model.parameters import Target
 
 
 def plan_document(
@@ -68,20 +68,6 @@ def plan_document(
     }
     document["digest"] = digest_of(document)
     return document
-
-
-def module_rows(schemes: Mapping[str, Scheme]) -> list[dict[str, str]]:
-    """One row for each linear module, in the order they were built."""
-    return [
-        {
-            "module": name,
-            "scheme": scheme.granularity.value,
-            "cause": scheme.cause.value,
-            "reason": scheme.reason,
-            "activations": scheme.activations,
-        }
-        for name, scheme in schemes.items()
-    ]
 
 
 def _tensor(

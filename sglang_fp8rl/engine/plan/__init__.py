@@ -1,0 +1,1 @@
+"""The plan of a built model, as the document that trainers read."""
