@@ -22,7 +22,7 @@ import torch
 
 from ...errors import ConfigError, HostError
 from ...scheme import Cause, Granularity, Scheme
-from ...versions import DERIVES_FROM_ROW_SCALES
+from ...versions import derives_from_row_scales
 from .linear import Fp8BlockwiseOnlineLinearMethod
 
 _TOWER = "not in a decoder layer of a multimodal model: a vision tower or its projector"
@@ -155,7 +155,7 @@ def _check_layout() -> None:
 
 def _check_derivable(model: torch.nn.Module) -> None:
     """Refuse row scales of a `kv_b_proj`, where this SGLang would read them as block scales."""
-    if DERIVES_FROM_ROW_SCALES:
+    if derives_from_row_scales():
         return
     for name, module in model.named_modules():
         method: Any = getattr(getattr(module, "kv_b_proj", None), "quant_method", None)
