@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 HOST = (ROOT / "docs" / "host.md").read_text()
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
 )
 
 
@@ -48,7 +48,11 @@ def test_the_hooks_table_is_the_code_s(section):
 
 
 @pytest.mark.parametrize(
-    "document", ["docs/reference.md", "docs/trainer.md", "docs/models.md", "benchmarks/README.md"]
+    "document",
+    [
+        *("docs/reference.md", "docs/trainer.md", "docs/models.md", "docs/recipes/README.md"),
+        "benchmarks/README.md",
+    ],
 )
 def test_every_test_named_in_a_document_exists(document):
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
@@ -131,5 +135,23 @@ def test_every_file_of_the_ten_changes_exists():
     places = (ROOT, ROOT / "sglang_fp8rl")
     missing = [
         one for names in named for one in names if not any((at / one).exists() for at in places)
+    ]
+    assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_heading_that_a_document_links_exists(page):
+    links = re.findall(r"\]\(([^)#:]*)#([\w-]+)\)", page.read_text())
+    missing = [
+        f"{link}#{anchor}"
+        for link, anchor in links
+        if anchor not in anchors(page.parent / link if link else page)
     ]
     assert missing == []
