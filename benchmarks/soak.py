@@ -4,7 +4,7 @@
 
 A real server on the CPU platform with a tiny model. Clients generate all the time; the weights go back and
 forth between two sets, in every form that trainers use (flattened, one by one, BF16, quantized by the
-trainer); every so often one of the faults of docs/reliability.md comes before a refit, which is then
+trainer); every so often one of the faults of docs/faults.md comes before a refit, which is then
 proven by the fingerprint. After each refit the processes are looked at. Exit status 1: something grew, an
 answer was lost, a fault was answered otherwise, or the weights were not what was sent.
 """

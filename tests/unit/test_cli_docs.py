@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from sglang_fp8rl.config import Options
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+HOST = (ROOT / "docs" / "host.md").read_text()
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
@@ -23,10 +24,11 @@ PAGES = sorted(
 
 
 def hooks_table(hooks) -> str:
-    lines = ["| target | kind | why | until |", "|---|---|---|---|"]
-    for hook in hooks:
-        target = hook.target.removeprefix("sglang.srt.")
-        lines.append(f"| `{target}` | {hook.kind} | {hook.reason} | {hook.until} |")
+    """Neighbours with one reason share a row."""
+    lines = ["target, kind | why | until", "---|---|---"]
+    for (kind, *said), alike in groupby(hooks, lambda hook: (hook.kind, hook.reason, hook.until)):
+        targets = [f"`{hook.target.removeprefix('sglang.srt.')}`" for hook in alike]
+        lines.append(" | ".join([f"{', '.join(targets)} {kind}", *said]))
     return "\n".join(lines)
 
 
@@ -39,10 +41,10 @@ def test_the_hooks_table_is_the_code_s(section):
         hooks = (*HOOKS, *SESSION_HOOKS)
     else:
         from sglang_fp8rl.lab.cpu_platform.cpu_hooks import CPU_HOOKS as hooks
-    found = re.search(f"<!-- {section} -->\n(.*?)\n?<!-- /{section} -->", ARCHITECTURE, re.DOTALL)
+    found = re.search(f"<!-- {section} -->\n(.*?)\n?<!-- /{section} -->", HOST, re.DOTALL)
     assert found is not None
     expected = hooks_table(hooks)
-    assert found.group(1).strip() == expected, f"write this into docs/architecture.md:\n{expected}"
+    assert found.group(1).strip() == expected, f"write this into docs/host.md:\n{expected}"
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,19 @@ def test_every_file_that_a_document_names_exists(page):
     assert {str(link) for link in links if not link.exists()} == set()
     named = set(re.findall(r"`((?:engine|numerics|wire|platforms|trainer)/[\w/]+\.py)`", text))
     assert {name for name in named if not (ROOT / "sglang_fp8rl" / name).exists()} == set()
+
+
+def test_every_file_of_the_ten_changes_exists():
+    changes = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Ten changes")[2]
+    lines = re.findall(r"^\d+\. (.+)$", changes, re.MULTILINE)
+    named = [re.findall(r"`([\w/.]+\.(?:py|md|toml|txt)|Makefile)`", line) for line in lines]
+    assert len(named) == 10
+    assert all(named)
+    places = (ROOT, ROOT / "sglang_fp8rl")
+    missing = [
+        one for names in named for one in names if not any((at / one).exists() for at in places)
+    ]
+    assert missing == []
 
 
 def anchors(page: Path) -> set[str]:

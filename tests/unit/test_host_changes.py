@@ -1,4 +1,4 @@
-"""Every change that is made to SGLang, torch or veRL beside the declared hooks has its row in docs/architecture.md.
+"""Every change that is made to SGLang, torch or veRL beside the declared hooks has its row in docs/host.md.
 
 Read off the sources: what is assigned to, or deleted, on an object that is not this package's; `setattr`;
 and calls that change a process. An attribute is this package's own if one of its classes declares it.
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sglang_fp8rl"
-LEDGER = (ROOT / "docs" / "architecture.md").read_text()
+LEDGER = (ROOT / "docs" / "host.md").read_text()
 HOSTS = {"sglang", "torch", "verl", "gc", "multiprocessing"}
 # Of modules, registries and layers of a host; a class of ours has methods of other names.
 CHANGING = {

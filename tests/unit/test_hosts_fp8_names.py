@@ -13,7 +13,9 @@ import pytest
 from sglang_fp8rl.compat import TESTED, host_version
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "hosts_fp8_names.md"
-_ROW = re.compile(r"^\| `(?P<file>[^`]+\.py)` \| (?P<where>[^|]+) \| (?P<versions>[^|]+) \|")
+# A point of a list: why, in bold, and then its places: a file, what in it, and the versions that have it.
+_POINT = re.compile(r"^- \*\*.+?\.\*\*\s+(.+?)(?=\n- |\n\n|\Z)", re.MULTILINE | re.DOTALL)
+_PLACE = re.compile(r"`([\w/]+\.py)(?:::([\w.]+))?`(?: \(([\d.]+)(\+|–[\d.]+)?\))?")
 _MODULE = "(module)"
 
 
@@ -45,11 +47,22 @@ def installed() -> set[tuple[str, str]]:
     }
 
 
-def judged() -> Iterator[tuple[str, str, list[str]]]:
-    for line in DOCUMENT.read_text().splitlines():
-        row = _ROW.match(line)
-        if row:
-            yield row["file"], row["where"].strip("` "), row["versions"].split(", ")
+def judged(page: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """File, what in it, and the tested versions that have it; what is no place where one should be is an error."""
+    for point in _POINT.findall(page):
+        for place in re.split(r",\s+", point.strip()):
+            found = _PLACE.fullmatch(" ".join(place.split()))
+            assert found is not None, f"no place: {place}"
+            file, where, first, rest = found.groups()
+            yield file, where or _MODULE, versions(first, rest)
+
+
+def versions(first: str | None, rest: str | None) -> tuple[str, ...]:
+    if first is None:
+        return TESTED
+    begin = TESTED.index(first)
+    end = begin if rest is None else len(TESTED) if rest == "+" else TESTED.index(rest[1:])
+    return TESTED[begin : end + 1]
 
 
 def test_each_place_is_found_by_what_it_is_in():
@@ -60,11 +73,31 @@ def test_each_place_is_found_by_what_it_is_in():
     assert places_of('x = "fp8_e5m2"  # "fp8"') == set()
 
 
+def test_each_place_of_the_page_is_read_with_its_versions():
+    page = (
+        "## No effect\n\n- **A `x.py`. Why: so.** `a/b.py`, `c.py::D.e` (0.5.19+),\n  `c.py::f` (0.5.16–0.5.20)\n"
+        "- **More.** `g.py::h` (0.5.23)\n\nText of `i.py`.\n"
+    )
+    assert list(judged(page)) == [
+        ("a/b.py", _MODULE, TESTED),
+        ("c.py", "D.e", ("0.5.19", "0.5.20", "0.5.23")),
+        ("c.py", "f", ("0.5.16", "0.5.19", "0.5.20")),
+        ("g.py", "h", ("0.5.23",)),
+    ]
+    with pytest.raises(AssertionError, match="no place"):
+        list(judged("- **Why.** `c.py::D.e` (0.5.19+) and more\n"))
+
+
+def test_no_place_is_judged_twice():
+    places = [place[:2] for place in judged(DOCUMENT.read_text())]
+    assert len(places) == len(set(places)) > 50
+
+
 @pytest.mark.skipif(str(host_version()) not in TESTED, reason="the table is of tested versions")
 def test_the_table_has_every_place_of_the_installed_sglang_and_no_other():
     pytest.importorskip("sglang")
     version = str(host_version())
-    known = {(file, where) for file, where, versions in judged() if version in versions}
+    known = {(file, where) for file, where, has in judged(DOCUMENT.read_text()) if version in has}
     found = installed()
     assert found - known == set(), "new places: judge them in docs/hosts_fp8_names.md"
     assert known - found == set(), "gone: take them out of docs/hosts_fp8_names.md"

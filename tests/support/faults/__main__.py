@@ -1,4 +1,4 @@
-"""`python -m support.faults`, from `tests`: put the table into `docs/faults.md`."""
+"""`python -m support.faults`, from `tests`: write the faults into `docs/faults.md`."""
 
 from __future__ import annotations
 

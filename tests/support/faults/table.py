@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from . import announced, disk, layouts, names, pairs, payloads, requests_, routes, sessions, values
@@ -25,34 +25,41 @@ def document() -> str:
     after = rest.partition(END)[2]
     lines = [f"{len(FAULTS)} faults in {len(GROUPS)} groups.", ""]
     for group in GROUPS:
-        lines += [
-            f"## {group.title}",
-            "",
-            "| what happens | the client is told | the status says | served |",
-        ]
-        lines += ["|---|---|---|---|", *map(_line, group.faults), ""]
+        lines += [f"## {group.title}", ""]
+        for outcome, faults in _together(group.faults, _outcome):
+            lines += [f"**{outcome}**", ""]
+            lines += [_line(words, alike) for words, alike in _together(faults, _words)]
+            lines += [""]
     return f"{before}{BEGIN}\n" + "\n".join(lines).rstrip() + f"\n{END}{after}"
 
 
-def _line(fault: Fault) -> str:
-    cells = [fault.name, _told(fault), fault.then.value, _served(fault)]
-    return "| " + " | ".join(cells) + " |"
+def _together(
+    faults: Iterable[Fault], key: Callable[[Fault], str]
+) -> Iterator[tuple[str, list[Fault]]]:
+    """Faults of one key side by side; keys in the order of their first fault."""
+    found: dict[str, list[Fault]] = {}
+    for fault in faults:
+        found.setdefault(key(fault), []).append(fault)
+    yield from found.items()
 
 
-def _told(fault: Fault) -> str:
-    words = ", ".join(f"*{word}*" for word in fault.told)
-    if fault.about:
-        words = f"the tensor, {words}" if words else "the tensor"
-    code = str(fault.code) if fault.code else "an exception" if fault.told else "nothing"
-    return f"{code}: {words}" if words else code
+def _outcome(fault: Fault) -> str:
+    """The answer, the state in the status, and what is served."""
+    answer = str(fault.code) if fault.code else "exception" if fault.told else "no answer"
+    named = ", tensor named" if fault.about else ""
+    return f"{answer}{named} · {fault.then.value} · {_served(fault)}"
+
+
+def _words(fault: Fault) -> str:
+    return ", ".join(f"*{word}*" for word in fault.told)
+
+
+def _line(words: str, alike: list[Fault]) -> str:
+    names = "; ".join(fault.name for fault in alike)
+    return f"- {names}: {words}" if words else f"- {names}"
 
 
 def _served(fault: Fault) -> str:
     if fault.serves is None:
-        return "what arrived is new"
-    return f"{_count(fault.serves)} new" if fault.serves else "old weights"
-
-
-def _count(names: Iterable[str]) -> str:
-    number = len(list(names))
-    return f"{number} tensor" + ("s" if number > 1 else "")
+        return "what arrived"
+    return f"{len(fault.serves)} new" if fault.serves else "old"
