@@ -30,5 +30,13 @@ RANKS_ARE_GLOBAL = _holds_since("0.5.21")
 PLATFORMS_NAME_POOLS = _holds_since("0.5.22")
 # DeepGEMM's choice of packed scales depends on whether a matrix is an expert's: `grouped_moe`.
 PACKS_EXPERTS_APART = _holds_since("0.5.23")
-# `w_kc` and `w_vc` are derived by the block size of their own layer, row scales too.
-DERIVES_FROM_ROW_SCALES = _holds_since("0.5.23")
+
+
+def derives_from_row_scales() -> bool:
+    """Whether `w_kc` and `w_vc` are derived by the block size of their own layer (0.5.23).
+
+    Looked for: in a nightly without it, row scales would be read as blocks, and nothing would say so.
+    """
+    from sglang.srt.models.deepseek_common import deepseek_weight_loader
+
+    return hasattr(deepseek_weight_loader, "_resolve_layer_weight_block_size")

@@ -86,7 +86,7 @@ def finish(
     boundary.step(tell_version, refit.report.log, result)
     is_told = not fail_behind(boundary, refit, ended, result)  # the same on every rank
     if is_told and version and RECORDS_WEIGHT_VERSIONS:
-        boundary.step(manager.scheduler.record_weight_version_change, new_version=version)
+        boundary.step(lambda: manager.scheduler.record_weight_version_change(new_version=version))
     return result
 
 

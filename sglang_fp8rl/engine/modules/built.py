@@ -22,7 +22,7 @@ import torch
 
 from ...errors import ConfigError, HostError
 from ...scheme import Cause, Scheme
-from ...versions import DERIVES_FROM_ROW_SCALES
+from ...versions import derives_from_row_scales
 from .linear import Fp8BlockwiseOnlineLinearMethod
 from .method import DecidedMethod
 
@@ -156,7 +156,7 @@ def _check_layout() -> None:
 
 def _check_derivable(model: torch.nn.Module) -> None:
     """Refuse a `kv_b_proj` in FP8 without blocks, where this SGLang would read its scales as those of blocks."""
-    if DERIVES_FROM_ROW_SCALES:
+    if derives_from_row_scales():
         return
     for name, module in model.named_modules():
         method: Any = getattr(getattr(module, "kv_b_proj", None), "quant_method", None)

@@ -45,5 +45,7 @@ class Replay(Extension):
     @staticmethod
     def measured(status: Mapping[str, Any]) -> Mapping[str, float]:
         counts = status["replay"]
+        if counts is None:
+            return {}
         calls = counts["calls"] + counts["native_calls"]
         return {"replayed_share": counts["calls"] / calls} if calls else {}

@@ -35,7 +35,8 @@ SAMPLE, WHOLE_SAMPLE = 4, 24  # of the functions that are called; the latter in 
 
 def forget_plan(scheduler: Any) -> None:
     """It is made once; what makes it is to run again."""
-    vars(model_of(scheduler).fp8rl_refit).pop("plan", None)
+    for extension in model_of(scheduler).fp8rl_refit.extensions:
+        vars(extension).pop("made", None)
 
 
 def check_weights(scheduler: Any) -> tuple[bool, str]:

@@ -10,7 +10,6 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.model_loader.utils import should_deepgemm_weight_requant_ue8m0
-from sglang.srt.models.deepseek_common import deepseek_weight_loader
 from sglang.srt.platforms.interface import SRTPlatform
 from sglang.srt.server_args import ServerArgs
 
@@ -31,9 +30,6 @@ SEEN = {
     "RANKS_ARE_GLOBAL": lambda: not takes(run_scheduler_process, "attn_cp_rank"),
     "PLATFORMS_NAME_POOLS": lambda: hasattr(SRTPlatform, "get_kv_pool_cls"),
     "PACKS_EXPERTS_APART": lambda: takes(should_deepgemm_weight_requant_ue8m0, "grouped_moe"),
-    "DERIVES_FROM_ROW_SCALES": lambda: hasattr(
-        deepseek_weight_loader, "_resolve_layer_weight_block_size"
-    ),
 }
 
 
