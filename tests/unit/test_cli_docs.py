@@ -118,3 +118,21 @@ def test_every_file_that_a_document_names_exists(page):
     assert {str(link) for link in links if not link.exists()} == set()
     named = set(re.findall(r"`((?:engine|numerics|wire|platforms|trainer)/[\w/]+\.py)`", text))
     assert {name for name in named if not (ROOT / "sglang_fp8rl" / name).exists()} == set()
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_heading_that_a_document_links_exists(page):
+    links = re.findall(r"\]\(([^)#:]*)#([\w-]+)\)", page.read_text())
+    missing = [
+        f"{link}#{anchor}"
+        for link, anchor in links
+        if anchor not in anchors(page.parent / link if link else page)
+    ]
+    assert missing == []

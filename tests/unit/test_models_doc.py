@@ -43,3 +43,30 @@ def test_every_law_of_the_suite_has_a_column():
         "test_the_two_weight_sets_differ_in_every_weight"
     }
     assert set(contract_table.COLUMNS) <= tests
+
+
+def test_the_page_explains_every_column():
+    text = contract_table.DOCUMENT.read_text()
+    assert [name for name in contract_table.COLUMNS.values() if f"\n| {name} | " not in text] == []
+
+
+def test_a_cell_names_every_column_that_did_not_pass(monkeypatch):
+    monkeypatch.setattr(contract_table, "COLUMNS", {"test_a": "a", "test_b": "b"})
+    origin = dict.fromkeys(("commit", "date", "sglang", "torch", "transformers"), "1")
+    outcomes = {
+        "m-tp1": {"test_a": "passed", "test_b": "passed"},
+        "m-tp2": {"test_a": "passed", "test_b": "passed"},
+        "n-tp1": {"test_a": "passed", "test_b": "no GPU"},
+        "n-tp2": {"test_a": "too old", "test_b": "too old"},
+        "o-tp1": {"test_a": "passed"},
+    }
+    found = {"host": "9", "provenance": dict.fromkeys(outcomes, origin), "cases": outcomes}
+    text = contract_table.table([found], [*outcomes, "o-tp2"])
+    assert [line for line in text.splitlines() if line[:4] in ("| m ", "| n ", "| o ")] == [
+        "| m | tp1, tp2 | all |",
+        "| n | tp1 | all but b (1) |",
+        "| n | tp2 | none (2) |",
+        "| o | tp1 | all but b not run |",
+        "| o | tp2 | not run |",
+    ]
+    assert "1. no GPU\n2. too old\n" in text

@@ -11,8 +11,9 @@ from typing import Any
 
 import transformers
 
+from .arguments import ARGUMENTS, PARTS
 from .layers import Layers, lost
-from .overrides import ARGUMENTS, BASES, KEYS, UNKNOWN, matching
+from .overrides import BASES, KEYS, UNKNOWN, matching
 from .tiny import missing, shrink
 
 # A draft is served beside the model whose config it reads.
@@ -37,18 +38,17 @@ def tiny_config(
 
     config_class = config_class_of(architecture, model_class)
     if config_class is None:  # one of a model on the hub, in code of its own
-        config_class, real = _unknown(), UNKNOWN | matching(ARGUMENTS, architecture)
+        config_class, real = _unknown(), UNKNOWN | _arguments(architecture)
         content = shrink(real)
     else:
-        real = config_class(**matching(ARGUMENTS, architecture)).to_dict()
+        real = config_class(**_arguments(architecture)).to_dict()
         content = shrink(real)
-    for part in (content, *(one for key, one in content.items() if key.endswith("_config"))):
-        if not isinstance(part, dict):
-            continue
-        for key in lacks:
+    for key in lacks:
+        for part in _parts(content):
             if part.get(key) is None:
                 part[key] = missing(key)
-        for key in refuses:
+    for key in refuses:
+        for part in _parts(content):
             part.pop(key, None)
     _apply(content, matching(KEYS, architecture))
     model_type = content.get("model_type") or f"census_{architecture.lower()}"
@@ -62,6 +62,29 @@ def tiny_config(
     }
     (path / "config.json").write_text(json.dumps(content, default=str))
     return lost(real, content)
+
+
+def _arguments(architecture: str) -> dict[str, Any]:
+    """Of its config class, or all keys of a config that has none."""
+    from sglang.srt.models.registry import ModelRegistry
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    found = dict(matching(ARGUMENTS, architecture))
+    for key, whose in matching(PARTS, architecture).items():
+        keys = found.get(key, {})
+        if whose in CONFIG_MAPPING:
+            part = _of_model_type(whose)
+        else:
+            keys = matching(ARGUMENTS, whose) | {"architectures": [whose]} | keys
+            part = config_class_of(whose, ModelRegistry.models.get(whose))
+        found[key] = part(**keys).to_dict() if part is not None else UNKNOWN | keys
+    return found
+
+
+def _parts(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """All of a config, and the configs in it; one that was lacking and is added counts from then on."""
+    inner = [one for key, one in content.items() if key.endswith("_config")]
+    return [content, *(one for one in inner if isinstance(one, dict))]
 
 
 def _apply(content: dict[str, Any], keys: dict[str, Any]) -> None:
@@ -93,6 +116,8 @@ def _unknown() -> type:
 def config_class_of(architecture: str, model_class: type) -> type | None:
     """From `transformers`, from the model's signature, by its name, or of the model that it drafts for."""
     base = BASES.get(architecture)
+    if base == "":
+        return None
     if base is not None:
         return getattr(transformers, base, None) or _of_model_type(base)
     model_type = _model_types().get(architecture)

@@ -10,7 +10,7 @@ import torch
 
 from .compare import differences, is_same
 from .host import Builder
-from .names import Shapes, of_loader
+from .names import Shapes, called, of_loader
 from .naming import ENOUGH, weights
 from .outcome import Row, line_of
 
@@ -23,7 +23,7 @@ IS_DRAFT = re.compile(
 def judge_draft(builder: Builder, draft: Any, row: Row) -> None:
     """Whether SGLang's own update of it leaves the bytes of a fresh load; the row says it."""
     best: Shapes = {}
-    own = of_loader(draft)
+    own = called(row.architecture, of_loader(draft))
     row.held = len(dict(draft.named_parameters()))
     for shapes in _names(own, draft):
         try:

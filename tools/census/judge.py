@@ -3,6 +3,8 @@ the outputs of both where the CPU can run it."""
 
 from __future__ import annotations
 
+import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +41,7 @@ class Judge:
         self._plain: Any = None
         self._loaded: Any = None
         self._runner: Any = None
+        self._fresh: Any = None
         self._is_broken = False
 
     # -- as SGLang starts ----------------------------------------------------------------------
@@ -101,8 +104,7 @@ class Judge:
         before = self._outputs(model)
         try:
             for seed in (1, LAST):
-                with refit.during(Update(Origin.TENSOR)):
-                    model.load_weights(list(weights(shapes, seed).items()))
+                self._send(list(weights(shapes, seed).items()))
                 refit.derived.end_of_update()
         except Fp8RlError as error:
             row.kind, row.reasons = "refused", [line_of(error)]
@@ -113,6 +115,8 @@ class Judge:
         row.relies_on = reliance.found(row.reasons)
         row.unproven = sorted(refit.derived.kept_copies.unproven)
         self._compare(before)
+        self._part()
+        self._rename()
         if self._is_broken:
             why = f"{row.not_run}; the same model without this method runs here"
             row.kind, row.reasons = "broken", [why, *row.reasons]
@@ -122,7 +126,7 @@ class Judge:
     def _compare(self, before: list[torch.Tensor]) -> None:
         row, (model, refit, shapes) = self.row, self._loaded
         served = self._outputs(model)
-        fresh, _ = self._builder.build()
+        fresh = self._fresh = self._builder.build()[0]
         self._builder.load(fresh, list(weights(shapes, LAST).items()))
         expected = self._outputs(fresh, is_new=True)
         if not row.not_run and self._runner is not None:
@@ -136,6 +140,60 @@ class Judge:
         ]
         has_run = self._runner is not None and not row.not_run
         row.is_proven = has_run and not row.silent
+
+    def _part(self) -> None:
+        """From other weights, twice: each tensor in a call of its own, in any order; what is fused is parted."""
+        row, (model, refit, shapes) = self.row, self._loaded
+        for turn in range(2):
+            self._send(list(weights(shapes, 1).items()))
+            refit.derived.end_of_update()
+            items = list(weights(shapes, LAST).items())  # anew: some loaders write into them
+            random.Random(turn).shuffle(items)
+            for item in items:
+                try:
+                    self._send([item])
+                except Exception as error:  # noqa: BLE001  the row says it
+                    row.whole_only = f"{item[0]}: {line_of(error)}"
+                    return
+            refit.derived.end_of_update()
+        differing = sorted(differences(model, self._fresh))
+        row.silent += [f"{one} (parted)" for one in differing]
+        row.is_parted = not differing
+
+    def _rename(self) -> None:
+        """Once more under names with or without `language_model.`, where SGLang itself takes those like the others."""
+        row, (model, refit, shapes) = self.row, self._loaded
+        names = {name: name.replace("language_model.", "") for name in shapes}
+        if names.keys() == set(names.values()):
+            names = {name: re.sub(r"^model\.", "model.language_model.", name) for name in shapes}
+        if names.keys() == set(names.values()) or len(set(names.values())) < len(names):
+            return
+        row.other_names = self._takes_alike(names)
+        if not row.other_names:
+            return
+        for seed in (1, LAST):
+            self._send([(names[one], sent) for one, sent in weights(shapes, seed).items()])
+            refit.derived.end_of_update()
+        row.silent += [f"{one} (renamed)" for one in sorted(differences(model, self._fresh))]
+
+    def _takes_alike(self, names: dict[str, str]) -> bool:
+        """Whether SGLang without this method writes the same for other names."""
+        found = []
+        for known in (names, {name: name for name in names}):
+            sent = [(known[name], one) for name, one in weights(self._loaded.shapes, 1).items()]
+            plain, _ = self._builder.build(is_quantized=False)
+            try:
+                with torch.no_grad():
+                    plain.load_weights(iter(sent))
+            except Exception:  # noqa: BLE001  it does not take them
+                return False
+            found.append(plain)
+        return not any(differences(*found))
+
+    def _send(self, items: list[tuple[str, torch.Tensor]]) -> None:
+        model, refit, _ = self._loaded
+        with refit.during(Update(Origin.TENSOR)):
+            model.load_weights(items)
 
     def _outputs(self, model: Any, *, is_new: bool = False) -> list[torch.Tensor]:
         """Of a forward pass; none where it can't run, and the row says why."""

@@ -6,12 +6,15 @@ import ast
 import functools
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from .overrides import CALLED, matching
 
 
 class Sent(NamedTuple):
@@ -83,6 +86,17 @@ def of_loader(model: Any, *, is_whole: bool = False) -> Shapes:
         for part, shape in _parts(module, name, tuple(parameter.shape), stacked):
             found.setdefault(part, Sent(shape, _sent(parameter.dtype), name))
     return dict(sorted(found.items()))
+
+
+def called(architecture: str, shapes: Shapes) -> Shapes:
+    """The model's own names as checkpoints of it have them."""
+    renamed = matching(CALLED, architecture)
+    found = {}
+    for name, one in shapes.items():
+        for pattern, replacement in renamed.items():
+            name = re.sub(pattern, replacement, name)
+        found[name] = one
+    return found
 
 
 def _stored(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

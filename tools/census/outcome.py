@@ -32,6 +32,9 @@ class Row:
         lost: kinds of layers of the real model that the small one has not.
         relies_on: what it needs beside copies of its loaders.
         unproven: places that appeared at its first forward pass, which updates leave as they are.
+        is_parted: whether updates of one tensor to a call leave the bytes of a fresh load.
+        whole_only: why it takes no such update.
+        other_names: whether it takes its names with and without `language_model.`.
         not_started: why SGLang's start failed behind the load, here on the CPU.
         not_run: why no token of it was compared.
         is_proven: whether one was, and is a fresh model's.
@@ -49,6 +52,9 @@ class Row:
     lost: list[str] = field(default_factory=list)
     relies_on: list[str] = field(default_factory=list)
     unproven: list[str] = field(default_factory=list)
+    is_parted: bool = False
+    whole_only: str = ""
+    other_names: bool = False
     not_started: str = ""
     not_run: str = ""
     is_proven: bool = False

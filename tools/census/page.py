@@ -1,26 +1,17 @@
-"""The census in `docs/models.md`."""
+"""The census in `docs/models.md`: outcomes and short reasons; the results file has the rest."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
 from pathlib import Path
-from typing import Any
 
 from .outcome import KINDS, Row, summary
 from .reliance import ALL
 from .results import FOLDER, described
 
-_TITLES = {
-    "replayed": "An update is written from its recipe, and leaves the bytes of a fresh load",
-    "native": "The same bytes; an update goes through SGLang's loaders every time",
-    "draft": "SGLang serves it beside its target in high precision, and its own loaders update it",
-    "broken": "It starts, and its forward pass fails where SGLang's own model runs",
-    "refused": "The server does not start, or the update fails, and says why",
-    "not started": "Its bytes are those of a fresh load, but SGLang's start failed on this CPU",
-    "not built": "Nothing is known: no small model of it could be loaded here",
-}
 _RUNS = ("replayed", "native")
+_LONGEST = 130  # characters of a reason
 
 
 def section() -> str:
@@ -32,48 +23,59 @@ def section() -> str:
 def _of_host(path: Path) -> str:
     found = json.loads(path.read_text())
     rows = [Row(**one) for one in found["rows"]]
-    lines = [f"### SGLang {path.stem}: {summary(rows)}", "", described(found["provenance"]), ""]
+    origin = (
+        f"{described(found['provenance'])} [Errors in full](../tools/census/results/{path.name})."
+    )
+    lines = [f"### SGLang {path.stem}: {summary(rows)}", "", origin, ""]
+    return "\n".join([*lines, *_outcomes(rows), *_reliance(rows), *_gaps(rows)])
+
+
+def _outcomes(rows: list[Row]) -> list[str]:
+    """Classes with the same outcome, proof and reason share a line."""
+    lines = ["| outcome | proof | why | classes |", "|---|---|---|---|"]
     for kind in KINDS:
-        those = [row for row in rows if row.kind == kind]
-        if those:
-            lines += [f"**{kind}** ({len(those)}). {_TITLES[kind]}.", ""]
-            lines += _told(kind, those)
-    return "\n".join([*lines, *_reliance(rows), *_gaps(rows)])
+        alike: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            if row.kind == kind:
+                alike.setdefault((_proof(row), _why(row)), []).append(row)
+        for (proof, why), those in sorted(
+            alike.items(), key=lambda one: (one[0][0] != "token", one[0])
+        ):
+            lines.append(f"| {kind} | {proof} | {_escaped(why)} | {_names(those)} |")
+    return [*lines, ""]
 
 
-def _told(kind: str, rows: list[Row]) -> list[str]:
-    proven = [row for row in rows if row.is_proven or kind == "draft"]
-    lines = []
-    if kind in ("replayed", "draft") and proven:
-        word = "A token of each is a fresh model's: " if kind == "replayed" else ""
-        lines += [word + ", ".join(map(_counted, proven)) + ".", ""]
-    elif proven:
-        lines += [*_table(proven, _why), ""]
-    others = [row for row in rows if row not in proven]
-    if kind in _RUNS and others:
-        lines += ["By bytes alone, as no token of it was made here:", ""]
-    if others:
-        lines += [*_table(others, _why_not_run if kind == "replayed" else _why), ""]
-    return lines
+def _proof(row: Row) -> str:
+    """What was compared with a fresh model."""
+    if row.is_proven:
+        return "token"
+    is_alike = row.kind in (*_RUNS, "not started") or (row.kind == "draft" and not row.reasons)
+    return "bytes" if is_alike else ""
 
 
 def _why(row: Row) -> str:
-    return "; ".join([*row.reasons, *([row.not_run] if row.kind in _RUNS and row.not_run else [])])
+    """What keeps it from being replayed, and what kept a token from being compared."""
+    if row.kind == "not built":
+        return ""  # each has another; they say nothing about serving
+    if row.kind == "refused":
+        return "; ".join(row.reasons)  # with what the user may do
+    reasons = row.reasons if row.kind in _RUNS else row.reasons[:1]
+    without_token = [_no_token(row.not_run)] if row.kind in _RUNS and row.not_run else []
+    return "; ".join(dict.fromkeys([*map(_shortened, reasons), *without_token]))
 
 
-def _why_not_run(row: Row) -> str:
-    return row.not_run
+def _no_token(not_run: str) -> str:
+    if not_run.startswith("needs a GPU"):
+        return "its forward pass needs a GPU"
+    if not_run.startswith("its outputs"):
+        return not_run
+    return "SGLang's own forward pass of it fails here"
 
 
-def _table(rows: list[Row], why: Callable[[Row], str]) -> list[str]:
-    """Classes with the same reason share a line."""
-    alike: dict[str, list[Row]] = {}
-    for row in rows:
-        alike.setdefault(why(row), []).append(row)
-    lines = ["| classes | why |", "|---|---|"]
-    for reason, those in alike.items():
-        lines.append(f"| {', '.join(map(_counted, those))} | {_escaped(reason)} |")
-    return lines
+def _shortened(reason: str) -> str:
+    """The first sentence, without the names of operations."""
+    first = re.sub(r" \(aten[^)]*\)", "", reason.split(". ")[0])
+    return first if len(first) <= _LONGEST else f"{first[:_LONGEST].rsplit(' ', 1)[0]} …"
 
 
 def _reliance(rows: list[Row]) -> list[str]:
@@ -82,29 +84,24 @@ def _reliance(rows: list[Row]) -> list[str]:
     lines = [f"Of the {len(judged)} classes whose updates were judged, so many rely on", ""]
     lines += ["| what | classes |", "|---|---|"]
     for what in ALL:
-        those = [row.architecture for row in judged if what in row.relies_on]
-        lines.append(f"| {what} | {len(those)}{': ' if those else ''}{', '.join(those)} |")
+        those = [row for row in judged if what in row.relies_on]
+        lines.append(f"| {what} | {len(those)}{': ' if those else ''}{_names(those)} |")
     return [*lines, ""]
 
 
 def _gaps(rows: list[Row]) -> list[str]:
     """What small models do not have, or do not load."""
-    gaps = [(row, "; ".join(_gap(row))) for row in rows if _gap(row) and row.kind in _RUNS]
-    if not gaps:
-        return []
-    lines = ["Kinds of layers that a small model lost, and parameters that no name reached:", ""]
-    lines += ["| class | what |", "|---|---|"]
-    return [*lines, *(f"| {row.architecture} | {_escaped(gap)} |" for row, gap in gaps), ""]
+    of_runs = [row for row in rows if row.kind in _RUNS]
+    gaps = {
+        "Their small model lacks a kind of layer": [row for row in of_runs if row.lost],
+        "No name reached some of their parameters": [row for row in of_runs if row.unreached],
+    }
+    return [f"{what}: {_names(those)}.\n" for what, those in gaps.items() if those]
 
 
-def _gap(row: Row) -> list[str]:
-    lost = [f"no {one}" for one in row.lost]
-    return lost + ([f"{row.held - row.reached} parameters"] if row.unreached else [])
+def _names(rows: list[Row]) -> str:
+    return ", ".join(row.architecture for row in rows)
 
 
-def _counted(row: Row) -> str:
-    return f"{row.architecture} ({row.names})" if row.names else row.architecture
-
-
-def _escaped(text: Any) -> str:
-    return str(text).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")

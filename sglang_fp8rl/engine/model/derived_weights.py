@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from ...errors import HostError
 from ...numerics.fingerprint import numbers_of, whole
-from ..interception import unwatched
+from ..interception import COPIES, kind_of, storage_of, tensors_in, unwatched, watched
 from ..modules.method import DecidedMethod, ServedWithPackedScales
 from .kept_copies import KeptCopies
 from .parameters import Target, held_tensors
@@ -78,12 +79,45 @@ class DerivedWeights:
         try:
             is_in_a_pass = deriver.method == _AT_FIRST_PASS and not self._are_placed
             places = self.in_place(from_now_on=self._are_placed)
-            with unwatched(), nullcontext(()) if is_in_a_pass else places as moved:
+            how = unwatched() if deriver.is_checked else self._refusing_changes(deriver)
+            with how, nullcontext(()) if is_in_a_pass else places as moved:
                 result = deriver.native(*args, **kwargs)
             self._made_anew |= {place for place, _ in moved}
             return result
         finally:
             self._is_deriving = outer
+
+    @contextmanager
+    def _refusing_changes(self, deriver: _Deriver) -> Iterator[None]:
+        """A derivation runs for the first time in here.
+
+        Raises:
+            HostError: it computes with what it writes, as LongCat-Flash scales its norms behind every call: a
+                tensor that came in an earlier call of a refit would be changed a second time.
+        """
+        parameters = {storage_of(one): name for name, one in self._model.named_parameters()}
+        changed: list[str] = []
+
+        def see(func: Any, args: tuple, kwargs: dict) -> Any:
+            with unwatched():
+                written = () if func in COPIES else kind_of(func).written_of(args, kwargs)
+                changed.extend(
+                    parameters[storage_of(one)]
+                    for one in tensors_in(written)
+                    if storage_of(one) in parameters
+                )
+                return func(*args, **kwargs)
+
+        with watched(see):
+            yield
+        if changed:
+            raise HostError(
+                changed[0],
+                f"changed in place by {deriver.method} of {type(deriver.module).__name__}",
+                "SGLang does that behind every call of load_weights, and a refit may have many",
+                "Serve this model by another quantization method.",
+            )
+        deriver.is_checked = True
 
     def _is_derived(self, place: str) -> bool:
         return place in self._made_anew or any(
@@ -182,6 +216,7 @@ class _Deriver:
         takes_names: of weights, and derives only what they lead to. A model inside another is given names
             that the outer one made of those that were sent.
         is_used: whether SGLang calls it by itself.
+        is_checked: whether it has run, and computed with nothing that it writes.
     """
 
     def __init__(self, prefix: str, module: torch.nn.Module, method: str) -> None:
@@ -189,4 +224,4 @@ class _Deriver:
         self.native = getattr(module, method)
         parameters = inspect.signature(self.native).parameters
         self.takes_names = not prefix and "weight_names" in parameters
-        self.is_used = False
+        self.is_used = self.is_checked = False

@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from tools.census import page, results  # noqa: E402
+from tools.census import families, page, results  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "models.md"
 RESULTS = ROOT / "tests" / "engine" / "contract_results"
@@ -32,7 +32,7 @@ COLUMNS = {
     "test_nothing_of_the_old_bytes_is_left": "nothing old left",
     "test_addresses_stay": "addresses",
     "test_the_scheme_is_decided_once": "scheme",
-    "test_quantized_offline_and_served_by_sglangs_own_fp8_gives_the_same_bytes": "SGLang's `fp8` agrees",
+    "test_quantized_offline_and_served_by_sglangs_own_fp8_gives_the_same_bytes": "SGLang's `fp8`",
     "test_a_refitted_engine_says_what_a_fresh_one_says": "generates",
 }
 
@@ -72,17 +72,19 @@ class Recorder:
         self._path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def table(found: dict[str, Any], cases: list[str]) -> str:
-    """One host's table, with the reasons for what is not there below it."""
+def table(hosts: list[dict[str, Any]], cases: list[str]) -> str:
+    """One row per model and outcome, one column per host; the reasons for what is not there below."""
     reasons: dict[str, int] = {}
-    lines = [f"### SGLang {found['host']}", "", _origins(found), ""]
-    lines += ["| model | layout | " + " | ".join(COLUMNS.values()) + " |"]
-    lines += ["|---|---|" + "---|" * len(COLUMNS)]
+    rows: dict[tuple[str, ...], list[str]] = {}
     for case in cases:
         model, _, layout = case.rpartition("-")
-        outcomes = found["cases"].get(case, {})
-        cells = [_cell(outcomes.get(test, NOT_RUN), reasons) for test in COLUMNS]
-        lines.append(f"| {model} | {layout} | " + " | ".join(cells) + " |")
+        cells = [_cell(found["cases"].get(case, {}), reasons) for found in hosts]
+        rows.setdefault((model, *cells), []).append(layout)
+    lines = [f"{_origins(found)}\n" for found in hosts]
+    lines += ["| model | layouts | " + " | ".join(found["host"] for found in hosts) + " |"]
+    lines += ["|---|---|" + "---|" * len(hosts)]
+    for (model, *cells), layouts in rows.items():
+        lines.append(f"| {model} | {', '.join(layouts)} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", *(f"{number}. {text}" for text, number in reasons.items()), ""])
 
 
@@ -97,12 +99,22 @@ def _origins(found: dict[str, Any]) -> str:
     return " ".join(f"{', '.join(cases)}: {origin}" for origin, cases in runs.items())
 
 
-def _cell(outcome: str, reasons: dict[str, int]) -> str:
-    if outcome == "passed":
-        return "yes"
-    if outcome == NOT_RUN:
-        return NOT_RUN
-    return f"no ({reasons.setdefault(outcome, len(reasons) + 1)})"
+def _cell(outcomes: dict[str, str], reasons: dict[str, int]) -> str:
+    """The columns of one case that did not pass, each with the number of its reason."""
+    told = {column: outcomes.get(test, NOT_RUN) for test, column in COLUMNS.items()}
+    missing = {
+        column: outcome
+        if outcome == NOT_RUN
+        else f"({reasons.setdefault(outcome, len(reasons) + 1)})"
+        for column, outcome in told.items()
+        if outcome != "passed"
+    }
+    if not missing:
+        return "all"
+    if len(missing) == len(COLUMNS) and len(set(missing.values())) == 1:
+        why = missing.popitem()[1]
+        return why if why == NOT_RUN else f"none {why}"
+    return "all but " + ", ".join(f"{column} {why}" for column, why in missing.items())
 
 
 def contract_cases() -> list[str]:
@@ -115,8 +127,9 @@ def contract_cases() -> list[str]:
 def document() -> str:
     """`docs/models.md` as it has to be."""
     files = sorted(RESULTS.glob("*.json"), reverse=True)
-    tables = [table(json.loads(path.read_text()), contract_cases()) for path in files]
-    text = _replaced(DOCUMENT.read_text(), "contract", "\n".join(tables))
+    shown = table([json.loads(path.read_text()) for path in files], contract_cases())
+    text = _replaced(DOCUMENT.read_text(), "contract", shown)
+    text = _replaced(text, "families", families.section())
     return _replaced(text, "census", page.section())
 
 

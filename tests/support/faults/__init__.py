@@ -2,5 +2,5 @@
 
 A row says what happens (its name), what the client is told, and what is served and said afterwards. The
 same rows run on a server (`test_faults.py`), in part on an engine (`tests/engine/test_faults_engine.py`),
-and are the table of docs/reliability.md (`python -m support.faults`, from `tests`).
+and are the table of docs/faults.md (`python -m support.faults`, from `tests`).
 """

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.config import Options
+from sglang_fp8rl.errors import HostError, RefitError
 
 pytest.importorskip("sglang")
 
 from sglang_fp8rl.engine.model.derived_weights import DerivedWeights
+from sglang_fp8rl.engine.refit import ModelRefit
 
 
 def two_views(first, second):
@@ -56,3 +58,50 @@ def test_memory_that_a_container_has_as_well_is_not_given_another_value():
     ):
         bind()
     assert model.kept["a"].tolist() == [0, 0, 0, 0]
+
+
+class Derives(torch.nn.Module):
+    """Derives something behind every load, as models of DeepSeek's family do."""
+
+    def __init__(self, derive):
+        super().__init__()
+        self.norm = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+        self.derive = derive
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            self.norm.weight_loader(self.norm, tensor)
+        self.post_load_weights()
+
+    def post_load_weights(self):
+        self.derive(self.norm)
+
+
+def scale_in_place(norm):
+    norm.data *= 2
+
+
+def scale_by_method(norm):
+    norm.mul_(2)
+
+
+def scale_by_index(norm):
+    norm.data[1:].div_(3)
+
+
+def start(derive):
+    model = Derives(derive)
+    ModelRefit(model, Options(), {}, list).attach()
+    model.load_weights([("norm", torch.arange(4.0))])
+    return model
+
+
+@pytest.mark.parametrize("derive", [scale_in_place, scale_by_method, scale_by_index])
+def test_a_derivation_that_changes_a_weight_by_its_own_value_is_refused_at_the_start(derive):
+    with pytest.raises(HostError, match=r"norm: changed in place by post_load_weights of Derives"):
+        start(derive)
+
+
+def test_a_derivation_that_writes_a_weight_anew_is_none():
+    model = start(lambda norm: norm.data.copy_(torch.full((4,), 3.0)))
+    assert model.norm.tolist() == [3, 3, 3, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -19,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.refit import ModelRefit, refit_of
 from sglang_fp8rl.errors import ConfigError, RefitError
-from tools.census import forward, judge, page, results
+from tools.census import families, forward, judge, page, results
 from tools.census.configs import config_class_of, tiny_config
 from tools.census.judge import Judge, judged
 from tools.census.layers import lost
+from tools.census.names import Sent, called
 from tools.census.outcome import OUT_OF_TIME, Row, summary
 from tools.census.tiny import shrink
 from tools.census.worker import run_forked
@@ -109,6 +111,58 @@ def test_what_differs_from_a_fresh_load_is_silent(kind, place):
     row = judged(kind.__name__, Builder(kind))
     assert place in row.silent
     assert summary([row]).endswith("; 1 silent")
+
+
+class Pairs(Plain):
+    """Its weight is served times its bias, which it only knows where both come in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("product", torch.zeros(6, 4), persistent=False)
+
+    def load_weights(self, weights):
+        weights = dict(weights)
+        if weights.keys() == {"a.weight", "a.bias"}:
+            self.product.copy_(weights["a.weight"]).mul_(weights["a.bias"][:, None])
+        super().load_weights(iter(weights.items()))
+
+
+def test_what_only_holds_for_tensors_of_one_call_is_silent_where_they_are_parted():
+    row = judged("Pairs", Builder(Pairs))
+    assert "product (parted)" in row.silent
+    assert not row.is_parted
+
+
+def test_a_class_that_takes_its_tensors_only_together_is_told():
+    class Whole(Plain):
+        def load_weights(self, weights):
+            weights = dict(weights)
+            if len(weights) < 2:
+                raise ValueError("some weights are missing")
+            super().load_weights(iter(weights.items()))
+
+    row = judged("Whole", Builder(Whole))
+    assert (row.kind, row.silent) == ("replayed", [])
+    assert "some weights are missing" in row.whole_only
+    assert not row.is_parted
+    assert judged("Plain", Builder(Plain)).is_parted
+
+
+def test_names_with_and_without_language_model_leave_the_same_bytes():
+    class Nested(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.language_model = nn.Linear(4, 6)
+            self.language_model.requires_grad_(False)
+            del self.a
+
+        def load_weights(self, weights):
+            both = ((name.replace("language_model.", ""), one) for name, one in weights)
+            super().load_weights((f"language_model.{name}", one) for name, one in both)
+
+    row = judged("Nested", Builder(Nested))
+    assert (row.kind, row.other_names, row.silent) == ("replayed", True, [])
+    assert not judged("Plain", Builder(Plain)).other_names
 
 
 def test_with_the_observer_off_a_class_that_computes_is_silent(monkeypatch):
@@ -309,6 +363,27 @@ def test_a_class_without_a_config_class_gets_a_config_all_the_same(tmp_path):
     assert '"num_experts": 4' in (tmp_path / "config.json").read_text()
 
 
+def test_a_part_that_is_lacking_gets_the_keys_that_it_lacks(tmp_path):
+    lacks = ["vision_config", "patch_size"]
+    tiny_config("NobodyForCausalLM", Plain, tmp_path, lacks, [])
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["vision_config"]["patch_size"] == 14
+
+
+def test_a_part_is_the_config_of_the_model_whose_part_it_is(tmp_path):
+    tiny_config("InternS1ForConditionalGeneration", Plain, tmp_path, [], [])
+    part = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    assert (part["model_type"], part["architectures"]) == ("qwen3", ["Qwen3ForCausalLM"])
+    assert part["num_hidden_layers"] == 2
+
+
+def test_names_are_those_of_a_checkpoint():
+    sent = Sent((1,), torch.float32)
+    found = called("LlamaEmbeddingModel", {"model.norm.weight": sent})
+    assert found == {"norm.weight": sent}
+    assert called("LlamaForCausalLM", {"model.norm.weight": sent}) == {"model.norm.weight": sent}
+
+
 def test_a_config_is_shrunk_with_all_of_its_parts():
     found = shrink(
         {
@@ -380,7 +455,7 @@ def test_an_outcome_that_is_not_on_file_is_a_change(tmp_path, monkeypatch):
     rows = [
         Row("A", "replayed", names=3, is_proven=True),
         Row("B", "native", names=2, reasons=["x|y"], relies_on=["kept copies"]),
-        Row("C", "replayed", names=4, not_run="needs a GPU", lost=["layer_types: full"]),
+        Row("C", "replayed", names=4, not_run="needs a GPU for it", lost=["layer_types: full"]),
     ]
     path = results.write(rows)
     assert results.changed(rows) == []
@@ -389,9 +464,45 @@ def test_an_outcome_that_is_not_on_file_is_a_change(tmp_path, monkeypatch):
     assert results.changed([Row("A", "not built", reasons=[f"{OUT_OF_TIME} 90 s"])]) == []
     text = page.section()
     assert results.provenance()["commit"] in text
-    assert "A token of each is a fresh model's: A (3)." in text
-    assert "| B (2) | x\\|y |" in text
-    assert "| C (4) | needs a GPU |" in text
-    assert "| C | no layer_types: full |" in text
+    assert "| replayed | token |  | A |" in text
+    assert "| native | bytes | x\\|y | B |" in text
+    assert "| replayed | bytes | its forward pass needs a GPU | C |" in text
+    assert "Their small model lacks a kind of layer: C." in text
     assert "| kept copies | 1: B |" in text
     assert path.parent == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "shown"),
+    [
+        ("native", "SGLang computes with it (aten.exp.default)", "SGLang computes with it"),
+        ("broken", "KeyError: 'a'. The same model runs", "KeyError: 'a'"),
+        ("not started", "long " * 30, f"{'long ' * 26}…"),
+        ("refused", f"{'long ' * 40}. Send it whole.", f"{'long ' * 40}. Send it whole."),
+        ("draft", "SGLang's own update leaves a", "SGLang's own update leaves a"),
+        ("not built", "TypeError: no such size", ""),
+    ],
+)
+def test_the_page_shortens_every_reason_but_that_of_a_refusal(
+    kind, reason, shown, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(page, "FOLDER", tmp_path)
+    results.write([Row("A", kind, reasons=[reason])])
+    proof = "bytes" if kind in ("native", "not started") else ""
+    assert f"| {kind} | {proof} | {shown} | A |" in page.section()
+
+
+def test_a_family_is_shown_as_what_its_classes_were_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(families, "FOLDER", tmp_path)
+    monkeypatch.setattr(families, "FAMILIES", {"F": ("A", "B", "C", "D", "E")})
+    parted = Row("A", "replayed", names=3, is_parted=True, other_names=True, is_proven=True)
+    whole = Row("B", "native", names=2, reasons=["it computes"], whole_only="x: not alone")
+    results.write([parted, whole, Row("C", "refused", reasons=["no"]), Row("D", "draft", names=2)])
+    text = families.section()
+    assert "| F | A | yes | yes | yes | yes | yes |  |" in text
+    assert "| F | B | yes | no | no |  | no | it computes; x: not alone |" in text
+    assert "| F | C | refused |" in text
+    assert "| F | D | in high precision | no |" in text
+    assert "| F | E | not tried |" in text

@@ -1,0 +1,90 @@
+"""The table of families in `docs/models.md`: what RL users run first, and what the census found of each."""
+
+from __future__ import annotations
+
+import json
+
+from .outcome import Row
+from .results import FOLDER, described
+
+# A family, and its classes in SGLang's registry.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "Qwen3-Next": ("Qwen3NextForCausalLM", "Qwen3NextForCausalLMMTP"),
+    "Qwen3.5 dense": ("Qwen3_5ForCausalLM", "Qwen3_5ForCausalLMMTP"),
+    "Qwen3.5 MoE": ("Qwen3_5MoeForCausalLM",),
+    "Qwen3.5 VL": ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+    "GLM-4.7-Flash": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteForCausalLMNextN"),
+    "GLM-5": ("GlmMoeDsaForCausalLM", "GlmMoeDsaForCausalLMNextN"),
+    "GLM-5.3-Flash": ("Glm5NextForConditionalGeneration",),
+    "DeepSeek-V3.2": ("DeepseekV32ForCausalLM",),
+    "DeepSeek-V4": ("DeepseekV4ForCausalLM", "DeepseekV4ForCausalLMNextN"),
+    "Kimi-Linear": ("KimiLinearForCausalLM",),
+    "Kimi-K2.5": ("KimiK25ForConditionalGeneration",),
+    "Kimi-K3": ("KimiK3ForConditionalGeneration", "KimiK3LinearForCausalLM"),
+    "MiMo-V2": ("MiMoV2ForCausalLM", "MiMoV2FlashForCausalLM", "MiMoV2MTP"),
+    "MiniMax-M2": ("MiniMaxM2ForCausalLM",),
+    "MiniMax-M3": ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
+    "Gemma 4": ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    "Llama 4": ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+}
+_COLUMNS = (
+    "family",
+    "class",
+    "load, two refits, = fresh",
+    "replayed",
+    "a tensor per call",
+    "with and without `language_model.`",
+    "a token",
+    "why not",
+)
+_JUDGED = ("replayed", "native", "not started")
+LONGEST = 160  # a reason; the results file has all of it
+
+
+def section() -> str:
+    """From the results of the newest host."""
+    path = max(FOLDER.glob("*.json"))
+    found = json.loads(path.read_text())
+    rows = {one["architecture"]: Row(**one) for one in found["rows"]}
+    lines = [
+        f"SGLang {path.stem}. {described(found['provenance'])}",
+        "",
+        f"| {' | '.join(_COLUMNS)} |",
+    ]
+    lines.append("|---" * len(_COLUMNS) + "|")
+    for family, classes in FAMILIES.items():
+        for one in classes:
+            cells = (family, one, *_cells(rows.get(one)))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _cells(row: Row | None) -> tuple[str, ...]:
+    if row is None:
+        return (*["not tried"] * 5, "this SGLang has no such class")
+    if row.kind == "draft":
+        return ("in high precision", "no", "", "", "", _escaped("; ".join(row.reasons)))
+    if row.kind not in _JUDGED:
+        return (row.kind, "", "", "", "", _escaped("; ".join(row.reasons)))
+    return (
+        "no" if row.silent else "yes",
+        "yes" if row.kind == "replayed" else "no",
+        _parted(row),
+        "yes" if row.other_names else "",
+        _yes(row.is_proven),
+        _escaped("; ".join(filter(None, [*row.reasons, row.whole_only, row.not_run]))),
+    )
+
+
+def _parted(row: Row) -> str:
+    is_known = row.is_parted or row.whole_only or row.silent
+    return _yes(row.is_parted) if is_known else "not run"
+
+
+def _yes(is_so: bool) -> str:
+    return "yes" if is_so else "no"
+
+
+def _escaped(text: str) -> str:
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST].rsplit(' ', 1)[0]} …"
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
