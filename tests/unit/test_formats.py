@@ -16,6 +16,7 @@ CLASSES = {type(one).__name__ for one in FORMATS.values()}
 # Values of options, the colours of a table, a checkpoint as its publishers write it, scales of a KV cache.
 MAY_NAME_THEM = {
     "config.py",
+    "engine/arrival/sent_tensors.py",
     "engine/modules/linear.py",
     "engine/modules/moe.py",
     "lab/plan_table.py",

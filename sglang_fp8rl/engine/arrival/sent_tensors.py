@@ -130,7 +130,7 @@ class SourceIndex:
                 position = len(self.names)
                 self.names.append(name)
                 self.nbytes += tensor.nbytes
-                if kv_scale_name(name) is not None:
+                if name.endswith("_scale") and kv_scale_name(name) is not None:
                     self.set_aside[name] = tensor if self._keeps_tensors else _copied(tensor)
                     continue
                 source = Source(name, tensor, weight_name_of(name), position)
