@@ -78,26 +78,30 @@ def plan(
 
 
 def doctor(as_json: JsonFlag = False) -> None:
-    """Can this machine serve? Versions, host symbols, plugin, device, casts, tensor sharing.
+    """Can this machine serve? Versions, host symbols, plugin, device, casts, tensor sharing, trainer.
+
+    The last line is the verdict: whether this machine, this SGLang and this trainer fit.
 
     Exit status: 0 if nothing stands in the way; 1 if something does.
     """
     from rich.table import Table
 
-    from .doctor import PROBLEM, examine
+    from .doctor import PROBLEM, examine, verdict
 
     with errors_told(), console(stderr=True).status("looking") as status:
         findings = examine(lambda name: status.update(f"looking at: {name}"))
     is_ok = all(finding.state != PROBLEM for finding in findings)
     if as_json:
         rows = [finding._asdict() for finding in findings]
-        typer.echo(json.dumps({"version": __version__, "ok": is_ok, "findings": rows}))
+        said = {"version": __version__, "ok": is_ok, "verdict": verdict(findings)}
+        typer.echo(json.dumps(said | {"findings": rows}))
     else:
         table = Table("", "check", "finding")
         styles = {"ok": "green", "note": "yellow", "problem": "red"}
         for check, state, detail in findings:
             table.add_row(f"[{styles[state]}]{state}[/]", check, detail)
         console().print(table)
+        typer.echo(verdict(findings))
     if not is_ok:
         raise typer.Exit(FOUND_WRONG)
 

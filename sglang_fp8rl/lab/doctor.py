@@ -10,7 +10,7 @@ import importlib.metadata
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from packaging.version import Version
@@ -40,6 +40,15 @@ _BAD_VARIABLES = {
     "SGLANG_FORCE_FP8_MARLIN": "Marlin repacks weights, so they can't be written in place",
 }
 
+# Trainers with a recipe beside veRL, by the name of what is installed.
+_OTHER_TRAINERS = ("areal", "trl", "slime", "miles", "miles-rl")
+# What the verdict is about: its check that names it, and the others that are about it; the rest is the machine's.
+_SUBJECTS = {
+    "machine": ("device", ()),
+    "SGLang": ("SGLang", ("known-bad packages", "host symbols", "plugin")),
+    "trainer": ("trainer", ()),
+}
+
 
 class Finding(NamedTuple):
     """One line of the table. `state` is `ok`, `note` (works, worth knowing) or `problem`."""
@@ -60,11 +69,35 @@ def examine(on_check: Callable[[str], None] = lambda _: None) -> list[Finding]:
         on_check(name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what packages say while they are imported
-            findings += [Finding(name, state, detail) for state, detail in check()]
+            findings += [Finding(name, state, detail) for state, detail in _lines(check)]
     return findings
 
 
+def verdict(findings: Sequence[Finding]) -> str:
+    """One line: whether this machine, this SGLang and this trainer fit, and which they are, or why not, in two reasons."""
+    of = {check: one for one, (named_by, more) in _SUBJECTS.items() for check in (named_by, *more)}
+    said = []
+    for subject, (named_by, _) in _SUBJECTS.items():
+        about = [one for one in findings if of.get(one.check, "machine") == subject]
+        problems = [one.detail for one in about if one.state == PROBLEM]
+        named = [one.detail for one in about if one.check == named_by]
+        if about:
+            how = "does not fit" if problems else "fits"
+            more = [f"{len(problems) - 2} more, above"] if len(problems) > 2 else []
+            said.append(f"this {subject} {how} ({'; '.join([*problems[:2], *more] or named)})")
+    return ", ".join(said)
+
+
 Lines = list[tuple[str, str]]  # state and detail
+
+
+def _lines(check: Callable[[], Lines]) -> Lines:
+    """What a check found; where packages don't fit together, that they can't be imported."""
+    try:
+        return list(check())
+    except ImportError as error:
+        detail = f"can't be imported: {error}; a package is missing, or another overwrote its files: install it again"
+        return [(PROBLEM, detail)]
 
 
 def _problems(problems: list[str], otherwise: str) -> Lines:
@@ -149,6 +182,33 @@ def _plugin() -> Lines:
     return _problems(problems, fine)
 
 
+def _trainer() -> Lines:
+    lines = _verl() if installed("verl") else []
+    for name in _OTHER_TRAINERS:
+        if version := installed(name):
+            lines.append((NOTE, f"{name} {version}; docs/recipes says how far it was tried"))
+            if overwritten := _files_in_sglang(name):
+                detail = (
+                    f"{name} {version} has {overwritten} files of its own in sglang/, over your SGLang's: uninstall "
+                    f"it, install SGLang again, and {name} from its repository"
+                )
+                lines.append((PROBLEM, detail))
+    return lines or [(OK, "none is installed here; plain HTTP and RefitClient need none")]
+
+
+def _verl() -> Lines:
+    from ..verl_plugin import TESTED_VERL, check_verl
+
+    is_tested = installed("verl") == TESTED_VERL
+    otherwise = f"verl {installed('verl')}" + (", tested" if is_tested else f"; {TESTED_VERL} is")
+    return _problems(check_verl(), otherwise)
+
+
+def _files_in_sglang(name: str) -> int:
+    """How many files a package has installed into SGLang's own folder."""
+    return sum(file.parts[0] == "sglang" for file in importlib.metadata.files(name) or ())
+
+
 def _casts() -> Lines:
     lines = []
     for package, purpose in (("numba", "fast casts on a CPU"), ("triton", "casts on a GPU")):
@@ -169,5 +229,6 @@ _CHECKS: tuple[tuple[str, Callable[[], Lines]], ...] = (
     ("tensor sharing", _sharing),  # before the plugin changes it in this process
     ("host symbols", _symbols),
     ("plugin", _plugin),
+    ("trainer", _trainer),
     ("casts", _casts),
 )

@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from sglang_fp8rl import __version__
+from sglang_fp8rl import __version__, compat
 from sglang_fp8rl.errors import Fp8RlError
 from sglang_fp8rl.lab import cli, doctor
 from sglang_fp8rl.lab.demo.show import DemoReport
@@ -164,6 +165,92 @@ def test_doctor_s_exit_status_says_whether_something_is_in_the_way(monkeypatch, 
     answer = json.loads(result.stdout)
     assert answer["ok"] is (status == 0)
     assert answer["findings"] == [{"check": "a check", "state": state, "detail": "a finding"}]
+    assert ("does not fit (a finding)" in answer["verdict"]) is (status == 1)
+
+
+FITS = [
+    doctor.Finding("SGLang", doctor.OK, "sglang 0.5.23, tested"),
+    doctor.Finding("device", doctor.NOTE, "no GPU"),
+    doctor.Finding("tensor sharing", doctor.OK, "by file_system"),
+    doctor.Finding("trainer", doctor.OK, "verl 0.9.1, tested"),
+]
+
+
+def test_doctor_s_last_line_is_the_verdict_and_json_has_it(monkeypatch):
+    checks = [(check, lambda said=(state, text): [said]) for check, state, text in FITS]
+    monkeypatch.setattr(doctor, "_CHECKS", tuple(checks))
+    line = (
+        "this machine fits (no GPU), this SGLang fits (sglang 0.5.23, tested), "
+        "this trainer fits (verl 0.9.1, tested)"
+    )
+    assert run("doctor").stdout.splitlines()[-1] == line
+    assert json.loads(run("doctor", "--json").stdout)["verdict"] == line
+
+
+def test_an_sglang_that_can_t_be_imported_is_told_and_no_traceback(monkeypatch):
+    """As one whose files another package has overwritten."""
+
+    def broken():
+        raise ImportError("cannot import name 'one'")
+
+    monkeypatch.setattr(doctor, "_CHECKS", (("plugin", broken), ("casts", doctor._casts)))
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    first, *others = json.loads(result.stdout)["findings"]
+    assert (first["check"], first["state"]) == ("plugin", doctor.PROBLEM)
+    assert "cannot import name 'one'; " in first["detail"]
+    assert others
+
+
+@pytest.mark.parametrize(
+    ("check", "subject"),
+    [
+        ("environment", "machine"),
+        ("tensor sharing", "machine"),
+        ("device", "machine"),
+        ("SGLang", "SGLang"),
+        ("plugin", "SGLang"),
+        ("host symbols", "SGLang"),
+        ("trainer", "trainer"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_its_first_reasons(check, subject):
+    problems = [doctor.Finding(check, doctor.PROBLEM, text) for text in ("one", "two", "three")]
+    said = doctor.verdict([*FITS, *problems[:2]])
+    assert f"this {subject} does not fit (one; two)" in said
+    assert said.count("does not fit") == 1
+    said = doctor.verdict([*FITS, *problems, *problems])
+    assert f"this {subject} does not fit (one; two; 4 more, above)" in said
+
+
+@pytest.mark.parametrize(
+    ("there", "state", "text"),
+    [
+        ({}, doctor.OK, "none is installed here"),
+        ({"verl": "0.9.1"}, doctor.OK, "verl 0.9.1, tested"),
+        ({"verl": "0.9.4"}, doctor.OK, "verl 0.9.4; 0.9.1 is"),
+        ({"verl": "0.10"}, doctor.PROBLEM, "pip install --no-deps verl==0.9.1"),
+        ({"trl": "1.16.0"}, doctor.NOTE, "docs/recipes"),
+        ({"miles-rl": "0.0.2"}, doctor.PROBLEM, "install SGLang again"),
+    ],
+)
+def test_doctor_says_which_trainer_is_here_and_whether_it_fits(monkeypatch, there, state, text):
+    """miles' wheel on the registry has SGLang's files in it, and installs them over those that are there."""
+    monkeypatch.setattr(compat.importlib.metadata, "version", version_in(there))
+    files = [Path("sglang/__init__.py"), Path("miles/__init__.py")]
+    monkeypatch.setattr(
+        doctor.importlib.metadata, "files", lambda name: files if name == "miles-rl" else None
+    )
+    assert any(found == state and text in detail for found, detail in doctor._trainer())
+
+
+def version_in(there: dict[str, str]):
+    def version(name: str) -> str:
+        if name not in there:
+            raise PackageNotFoundError(name)
+        return there[name]
+
+    return version
 
 
 def test_doctor_says_why_a_host_outside_the_range_is_not_served(monkeypatch):

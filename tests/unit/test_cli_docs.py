@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
 )
 
 
@@ -46,7 +46,11 @@ def test_the_hooks_table_is_the_code_s(section):
 
 
 @pytest.mark.parametrize(
-    "document", ["docs/reference.md", "docs/trainer.md", "docs/models.md", "benchmarks/README.md"]
+    "document",
+    [
+        *("docs/reference.md", "docs/trainer.md", "docs/models.md", "docs/recipes/README.md"),
+        "benchmarks/README.md",
+    ],
 )
 def test_every_test_named_in_a_document_exists(document):
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))

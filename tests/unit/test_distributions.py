@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -99,6 +100,35 @@ def test_it_requires_what_serving_does_and_the_lab_s_packages_under_their_extra(
     assert {one for one in required if "extra ==" not in one} == set(PROJECT["dependencies"])
     extras = {one.partition(";")[2].strip() for one in required} - {""}
     assert extras == {f'extra == "{extra}"' for extra in PROJECT["optional-dependencies"]}
+
+
+# What runs beside a trainer, or before SGLang is there.
+WITHOUT_SGLANG = [
+    *("client/*.py", "trainer/*.py", "wire/*.py", "numerics/**/*.py", "*.py"),
+    *(f"lab/{name}.py" for name in ("cli", "commands", "terminal", "doctor", "host_symbols")),
+]
+# Faster casts, which fall back to torch; what names of models and of classes need; the trainer itself.
+OPTIONAL = {"numba", "llvmlite", "triton", "transformers", "huggingface_hub", "sglang", "verl"}
+
+
+def test_what_runs_without_sglang_imports_only_what_is_required():
+    required = {re.split("[<>=]", one)[0] for one in PROJECT["dependencies"]}
+    allowed = required | OPTIONAL | sys.stdlib_module_names | {"sglang_fp8rl"}
+    package = ROOT / "sglang_fp8rl"
+    files = {path for pattern in WITHOUT_SGLANG for path in package.glob(pattern)}
+    found = {name: path.name for path in files for name in imported(path) if name not in allowed}
+    assert found == {}
+
+
+def imported(path: Path) -> set[str]:
+    """The packages that a file imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module or "")
+    return {name.partition(".")[0] for name in names}
 
 
 @pytest.mark.slow
