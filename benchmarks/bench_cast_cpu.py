@@ -31,6 +31,7 @@ from rich.console import Console
 
 import sglang_fp8rl
 from sglang_fp8rl import numerics
+from sglang_fp8rl.formats.format import BlockGrid
 
 BLOCK, MIB = (128, 128), 1 << 20
 MIN_RATIO, MAX_GROWTH_MIB = 8.0, 64.0  # what C1 and C2 ask for
@@ -55,7 +56,7 @@ class Destination:
         self.scales = torch.zeros(elements // 128 + 1)
 
     def view(self, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, cols = numerics.BlockGrid(shape, BLOCK).scale_shape
+        rows, cols = BlockGrid(shape, BLOCK).scale_shape
         codes = self.codes[: shape[0] * shape[1]].view(numerics.FP8_DTYPE).view(shape)
         return codes, self.scales[: rows * cols].view(rows, cols)
 
@@ -95,10 +96,10 @@ def gate() -> None:
     for shape in ((1, 1), (127, 257), (576, 1368), (1024, 3072)):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.randn(shape, generator=generator).to(dtype)
-            blocks = numerics.quantize(x, numerics.Blockwise(), backend="reference")
-            rows = numerics.quantize(x, numerics.PerChannel(), backend="reference")
+            blocks = numerics.quantize(x, BLOCK, backend="reference")
+            rows = numerics.quantize(x, (1, shape[1]), backend="reference")
             codes, scales = torch.empty_like(blocks[0]), torch.empty_like(blocks[1])
-            flags = numerics.cast_into(x, codes, scales, numerics.Blockwise())
+            flags = numerics.cast_into(x, codes, scales, BLOCK)
             is_same = (
                 same((codes, scales), blocks)
                 and not flags.any()
@@ -115,7 +116,7 @@ def gate() -> None:
     x = torch.ones(200, 200)
     x[150, 10] = float("nan")
     codes, scales = Destination(x.numel()).view((200, 200))
-    flags = numerics.cast_into(x, codes, scales, numerics.Blockwise())
+    flags = numerics.cast_into(x, codes, scales, BLOCK)
     written = codes.view(torch.uint8) != 0
     if flags.tolist() != [[False, False], [True, False]] or written.sum() != 200 * 200 - 72 * 128:
         typer.echo("a block with a NaN was written, or another was not; no numbers", err=True)
@@ -127,7 +128,7 @@ def c1(dtype: torch.dtype, rows: int, repetitions: int) -> Iterator[dict[str, An
     source = torch.randn(rows, 4096, generator=torch.Generator().manual_seed(0)).to(dtype)
     codes, scales = Destination(source.numel()).view((rows, 4096))
     blockwise: dict[str, Callable[[], Any]] = {
-        "in place": lambda: numerics.cast_into(source, codes, scales, numerics.Blockwise()),
+        "in place": lambda: numerics.cast_into(source, codes, scales, BLOCK),
         "quantize_blockwise": lambda: sglang_fp8rl.quantize_blockwise(source),
         "eager": lambda: eager(source, BLOCK),
     }
@@ -168,9 +169,7 @@ def c2(layers: int, repetitions: int) -> Iterator[dict[str, Any]]:
                 source = buffer[: n * k].view(n, k).normal_(generator=generator)
                 codes, scales = destination.view((n, k))
                 runs: dict[str, Callable[[], Any]] = {
-                    "in place": partial(
-                        numerics.cast_into, source, codes, scales, numerics.Blockwise()
-                    )
+                    "in place": partial(numerics.cast_into, source, codes, scales, BLOCK)
                 }
                 if verl:
                     runs["verl"] = partial(verl, source)

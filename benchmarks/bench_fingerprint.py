@@ -25,7 +25,8 @@ import measured
 import torch
 import typer
 
-from sglang_fp8rl.numerics import Blockwise, cast_into, through_fp8
+from sglang_fp8rl.formats.format import BlockGrid
+from sglang_fp8rl.numerics import cast_into, through_fp8
 from sglang_fp8rl.numerics.fingerprint import (
     _column_keys,
     by_torch,
@@ -55,8 +56,8 @@ def main(
     # The definition by bytes, on a CPU; what is timed reads words.
     if tensor_number(sample, SEED) != by_torch(sample.cpu(), 0, 0, SEED, _column_keys(4096)):
         raise SystemExit(1)
-    expected = through_fp8(part.cpu(), Blockwise(), backend="reference")
-    if not torch.equal(through_fp8(part, Blockwise()).cpu(), expected):
+    expected = through_fp8(part.cpu(), (128, 128), backend="reference")
+    if not torch.equal(through_fp8(part, (128, 128)).cpu(), expected):
         raise SystemExit(1)
     rows = []
     for threads in (1, torch.get_num_threads()) if device == "cpu" else (1,):
@@ -74,7 +75,7 @@ def main(
         copy = torch.empty_like(weight)
         tasks = {
             "verify": functools.partial(_verified, weight),
-            "through": functools.partial(through_fp8, weight, Blockwise()),
+            "through": functools.partial(through_fp8, weight, (128, 128)),
             "copy": functools.partial(copy.copy_, weight),
         }
         rows.append(_row(tasks, weight.nbytes, device, runs, threads, "cast of torch.bfloat16"))
@@ -85,8 +86,10 @@ def main(
 
 def _verified(weight: torch.Tensor) -> int:
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    scales = weight.new_empty(Blockwise().grid(weight.shape).scale_shape, dtype=torch.float32)
-    cast_into(weight, codes, scales, Blockwise())
+    scales = weight.new_empty(
+        BlockGrid.of(weight.shape, (128, 128)).scale_shape, dtype=torch.float32
+    )
+    cast_into(weight, codes, scales, (128, 128))
     return numbers_of(
         [scaled_boxes("w", codes, [scales], tuple(weight.shape), (0, 0), (128, 128))]
     )[0]

@@ -26,7 +26,7 @@ from rich.progress import Progress
 
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import exact_linear
 from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
-from sglang_fp8rl.numerics import Blockwise, quantize
+from sglang_fp8rl.numerics import quantize
 from sglang_fp8rl.numerics.linear import doubled, linear
 
 # Rows and columns of Qwen3-8B's layers: gate and up, down, QKV, output.
@@ -64,7 +64,7 @@ def on_doubled_rows(product: Linear) -> Linear:
 
 def gate(device: torch.device) -> None:
     """Exit 1 unless the product is near its definition, for each size of a tile."""
-    codes, scale = quantize(torch.randn(384, 1024), Blockwise())
+    codes, scale = quantize(torch.randn(384, 1024), (128, 128))
     for m in (1, 16, 17, 64, 65):
         x = torch.randn(m, 1024).bfloat16()
         found = linear(x.to(device), codes.to(device), scale.to(device)).cpu()
@@ -84,7 +84,7 @@ def layer_rows(clock: Clock, m: int, n: int, k: int, repeat: int) -> list[dict[s
     runs: dict[str, list[Run]] = {}
     for _ in range(1 + _CACHES * cache_bytes(device) // (n * k)):
         weight = torch.randn(n, k, device=device).bfloat16()
-        codes, scale = quantize(weight, Blockwise())
+        codes, scale = quantize(weight, (128, 128))
         x = torch.randn(m, k, device=device).bfloat16()
         half = torch.empty(n * k // 2, dtype=torch.uint8, device=device)
         found: dict[str, Run] = {

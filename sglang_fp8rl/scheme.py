@@ -6,17 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from .formats import FORMATS, Format
 
-class Granularity(str, Enum):
-    """What shares one scale."""
-
-    BLOCKWISE = "blockwise"  # one scale per [block_n, block_k] block
-    PER_CHANNEL = "per_channel"  # one scale per row of the local shard
-    HIGH_PRECISION = "high_precision"  # not quantized
+HIGH_PRECISION = "high_precision"  # the name of the scheme of what is not quantized
 
 
 class Cause(str, Enum):
-    """Why a module has its granularity."""
+    """Why a module has its format, or none."""
 
     ALIGNED = "aligned"  # its shard consists of whole blocks
     MISALIGNED = "misaligned"  # it does not
@@ -27,17 +23,22 @@ class Cause(str, Enum):
 
 @dataclass(frozen=True)
 class Scheme:
-    """A module's granularity, and what decided."""
+    """A module's format (none in high precision), and what decided."""
 
-    granularity: Granularity
+    format: Format | None
     cause: Cause
     reason: str  # the value and the rule that decided, in words; empty for blockwise
     # An FP8 module's activations stay in BF16: nothing that is stored depends on it.
     keeps_activations: bool = False
 
     @property
+    def name(self) -> str:
+        """As the plan says it."""
+        return self.format.name if self.format else HIGH_PRECISION
+
+    @property
     def is_fp8(self) -> bool:
-        return self.granularity is not Granularity.HIGH_PRECISION
+        return self.format is not None
 
     @property
     def activations(self) -> str:
@@ -105,27 +106,21 @@ def expert_misalignment(
 
 
 def decide_scheme(
-    why_misaligned: str,
-    misaligned: str,
-    granularity: str = Granularity.BLOCKWISE.value,
-    *,
-    keeps_activations: bool = False,
+    why_misaligned: str, misaligned: str, granularity: str, *, keeps_activations: bool = False
 ) -> Scheme:
     """The scheme of a module that is to be quantized.
 
     Args:
         why_misaligned: what `misalignment` or `expert_misalignment` answered.
-        misaligned, granularity: the options of these names; `per_channel` is a granularity whatever the shape.
+        misaligned, granularity: the options of these names: a format for what is misaligned, if any, and for the rest.
         keeps_activations: options leave its activations in BF16.
     """
-    cause, reason = Cause.MISALIGNED, why_misaligned
-    stored = Granularity.HIGH_PRECISION if misaligned == "bf16" else Granularity.PER_CHANNEL
-    if granularity == Granularity.PER_CHANNEL.value:
-        stored, cause = Granularity.PER_CHANNEL, Cause.ASKED
-        reason = f"granularity={granularity!r}"
-    elif not why_misaligned:
-        stored, cause = Granularity.BLOCKWISE, Cause.ALIGNED
-    return Scheme(stored, cause, reason, keeps_activations)
+    asked = FORMATS[granularity]
+    if asked.takes_any_shape:
+        return Scheme(asked, Cause.ASKED, f"granularity={granularity!r}", keeps_activations)
+    if not why_misaligned:
+        return Scheme(asked, Cause.ALIGNED, "", keeps_activations)
+    return Scheme(FORMATS.get(misaligned), Cause.MISALIGNED, why_misaligned, keeps_activations)
 
 
 def module_rows(schemes: Mapping[str, Scheme]) -> list[dict[str, str]]:
@@ -133,7 +128,7 @@ def module_rows(schemes: Mapping[str, Scheme]) -> list[dict[str, str]]:
     return [
         {
             "module": name,
-            "scheme": scheme.granularity.value,
+            "scheme": scheme.name,
             "cause": scheme.cause.value,
             "reason": scheme.reason,
             "activations": scheme.activations,

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from sglang_fp8rl.numerics import Blockwise, quantize
+from sglang_fp8rl.numerics import quantize
 from sglang_fp8rl.verl_rollout.adapter import ServerAdapter
 from verl_trainer.names import RECORD, WRONG_SCALE
 
@@ -50,7 +50,7 @@ class RecordingAdapter(ServerAdapter):
 async def _with_wrong_scale(weights: Any, factor: float) -> AsyncIterator[tuple[str, Any]]:
     async for name, tensor in ensure_async_iterator(weights):
         if name == WRONG_NAME:
-            codes, scale = quantize(tensor.detach().cpu(), Blockwise(), backend="reference")
+            codes, scale = quantize(tensor.detach().cpu(), (128, 128), backend="reference")
             yield name, codes
             yield f"{name}_scale_inv", scale * factor
         else:

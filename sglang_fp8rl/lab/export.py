@@ -16,7 +16,8 @@ import torch
 
 from ..checkpoint import INDEX_NAME, checkpoint_directory, safetensors_files, tensors_in
 from ..errors import ConfigError, QuantizationError
-from ..scheme import Cause, Granularity
+from ..formats import FORMATS
+from ..scheme import Cause
 from ..trainer import quantize_for_refit
 from ..wire.plan import UNUSED, RefitPlan, TensorPlan
 from .plan_offline import make_plan
@@ -133,7 +134,7 @@ def _kept_modules(plan: RefitPlan) -> Iterator[str]:
 
 
 def _is_exported_in_fp8(entry: TensorPlan) -> bool:
-    return entry.is_fp8_on_wire and entry.scheme == Granularity.BLOCKWISE.value
+    return entry.is_fp8_on_wire and FORMATS[entry.scheme].weight_block_size is not None
 
 
 def _converted(
@@ -152,11 +153,12 @@ def _converted(
         raise _quantized_already(name, str(tensor.dtype))
     wanted = tensor.dtype
     if entry is not None and entry.scheme != UNUSED:
-        is_per_channel = entry.scheme == Granularity.PER_CHANNEL.value
-        wanted = torch.bfloat16 if is_per_channel else getattr(torch, entry.dtype)
+        held = FORMATS.get(entry.scheme)
+        is_kept = held is not None and held.weight_block_size is None  # no checkpoint has it so
+        wanted = torch.bfloat16 if is_kept else getattr(torch, entry.dtype)
         module = plan.modules.get(entry.module)
-        why = entry.reason if is_per_channel else ""
-        if module is not None and (is_per_channel or module.cause is Cause.MISALIGNED):
+        why = entry.reason if is_kept else ""
+        if module is not None and (is_kept or module.cause is Cause.MISALIGNED):
             why = module.reason or why
         if why:
             report.misaligned[name] = why

@@ -8,16 +8,12 @@ from .cast import (
     quantize_per_channel,
     through_fp8,
 )
-from .grid import BlockGrid, Blockwise, PerChannel
 from .reference import FP8_DTYPE, FP8_MAX, dequantize
 
 __all__ = [
     "FP8_DTYPE",
     "FP8_MAX",
     "Backend",
-    "BlockGrid",
-    "Blockwise",
-    "PerChannel",
     "cast_into",
     "dequantize",
     "quantize",

@@ -70,11 +70,11 @@ class TableRunner(Protocol):
 def make_runner(
     table: CastTable, device: torch.device, *, pow2_scale: bool, round_to_bf16: bool
 ) -> TableRunner | None:
-    """The kernels for destinations on `device`; None where there are none."""
+    """The kernels for destinations on `device`; None where there are none for all of its casts."""
     module: Any = kernels("table", device.type)
-    if module is None:
-        return None
     rounding = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
+    if module is None or (device.type == "cuda" and not module.has_kernels(table.pieces)):
+        return None
     if device.type == "cuda":
         return module.TritonTable(table, device, **rounding)
     return module.CpuTable(table, **rounding)

@@ -5,15 +5,14 @@ The definition is `reference.py`; every backend gives its bytes. Copies in high 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..errors import QuantizationError
+from ..formats.format import BlockGrid, BlockSize
 from . import reference
 from .backends import Backend, kernels
-from .grid import BlockGrid, Blockwise, PerChannel, ScaleGranularity
 from .reference import FP8_DTYPE
 from .write_table import Piece
 
@@ -27,7 +26,7 @@ def cast_into(
     source: torch.Tensor,
     qweight: torch.Tensor,
     weight_scale: torch.Tensor,
-    granularity: ScaleGranularity,
+    block_size: BlockSize,
     *,
     pow2_scale: bool = False,
     round_to_bf16: bool = True,
@@ -39,8 +38,8 @@ def cast_into(
     Args:
         source: [N, K] FP32, BF16 or FP16; any strides and offset.
         qweight: [N, K] e4m3fn; rows contiguous, any row stride and offset.
-        weight_scale: FP32 of the granularity's scale shape; any strides and offset.
-        granularity: `Blockwise()`, one scale for each block, or `PerChannel()`, one for each row.
+        weight_scale: FP32 [ceil(N / block_n), ceil(K / block_k)]; any strides and offset.
+        block_size: [block_n, block_k], what shares one scale; None is all of that side.
         pow2_scale: round every scale up to a power of two (`use_weight_pow2_scale`).
         round_to_bf16: False casts FP32 without the step to BF16, for research: other codes than a
             BF16 trainer's.
@@ -56,14 +55,14 @@ def cast_into(
         QuantizationError: shapes, dtypes, strides or devices that do not fit.
     """
     _check_source(source, name)
-    grid = granularity.grid(source.shape)
+    grid = BlockGrid.of(source.shape, block_size)
     _check_destinations(source, qweight, weight_scale, grid, name)
     return _cast(source, qweight, weight_scale, grid, pow2_scale, round_to_bf16, backend)
 
 
 def through_fp8(
     weight: torch.Tensor,
-    granularity: ScaleGranularity,
+    block_size: BlockSize,
     *,
     pow2_scale: bool = False,
     round_to_bf16: bool = True,
@@ -79,11 +78,8 @@ def through_fp8(
         QuantizationError: wrong dtype or rank.
     """
     _check_source(weight, name)
-    source, grid = weight, granularity.grid(weight.shape)
-    if grid.block[0] == 1 and weight.shape[1] % grid.block[1] == 0:
-        # A scale for each row of each rank's columns: rows of their own, as every kernel knows them.
-        source = weight.reshape(-1, grid.block[1])
-        grid = BlockGrid((len(source), grid.block[1]), grid.block)
+    grid = BlockGrid.of(weight.shape, block_size).by_rows()
+    source = weight.reshape(grid.shape)
     out = torch.empty(source.shape, dtype=torch.bfloat16, device=source.device)
     scales = torch.empty(grid.scale_shape, dtype=torch.float32, device=source.device)
     _cast(source, out, scales, grid, pow2_scale, round_to_bf16, backend)
@@ -92,7 +88,7 @@ def through_fp8(
 
 def quantize(
     weight: torch.Tensor,
-    granularity: ScaleGranularity,
+    block_size: BlockSize = (128, 128),
     *,
     pow2_scale: bool = False,
     round_to_bf16: bool = True,
@@ -102,7 +98,7 @@ def quantize(
     """Quantize `weight`. Arguments are those of `cast_into`.
 
     Returns:
-        `qweight` [N, K] e4m3fn, contiguous, and the FP32 scales of the granularity's shape, on the
+        `qweight` [N, K] e4m3fn, contiguous, and the FP32 scales [ceil(N / block_n), ceil(K / block_k)], on the
         weight's device.
 
     Raises:
@@ -110,7 +106,7 @@ def quantize(
             waits for a GPU.
     """
     _check_source(weight, name)
-    grid = granularity.grid(weight.shape)
+    grid = BlockGrid.of(weight.shape, block_size)
     qweight = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
     scale = torch.empty(grid.scale_shape, dtype=torch.float32, device=weight.device)
     nonfinite = _cast(weight, qweight, scale, grid, pow2_scale, round_to_bf16, backend)
@@ -133,17 +129,7 @@ def refuse_not_finite(nonfinite: torch.Tensor, grid: BlockGrid, name: str) -> No
         )
 
 
-def quantize_blockwise(
-    weight: torch.Tensor,
-    block_size: Sequence[int] = (128, 128),
-    *,
-    pow2_scale: bool = False,
-    round_to_bf16: bool = True,
-    name: str = "weight",
-) -> Quantized:
-    """`quantize` with `Blockwise`: codes and `weight_scale_inv` [ceil(N / block_n), ceil(K / block_k)]."""
-    rounding: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
-    return quantize(weight, Blockwise.of(block_size), name=name, **rounding)
+quantize_blockwise = quantize  # under the name that users import
 
 
 def quantize_per_channel(
@@ -153,10 +139,10 @@ def quantize_per_channel(
     round_to_bf16: bool = True,
     name: str = "weight",
 ) -> Quantized:
-    """`quantize` with `PerChannel`: codes, and `weight_scale` [N, 1] of the rows of this (local) shard, a
+    """`quantize` by rows: codes, and `weight_scale` [N, 1] of the rows of this (local) shard, a
     multiplier like `weight_scale_inv`: both names are SGLang's."""
     rounding: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
-    return quantize(weight, PerChannel(), name=name, **rounding)
+    return quantize(weight, (1, None), name=name, **rounding)
 
 
 def _cast(

@@ -32,8 +32,8 @@ import numpy as np
 import torch
 
 from ..errors import QuantizationError
+from ..formats.format import BlockGrid
 from .backends import kernels
-from .grid import BlockGrid, sides_of
 
 MASK = (1 << 64) - 1
 STEP, MIX1, MIX2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -272,7 +272,7 @@ def scaled_boxes(
         QuantizationError: the tensor is no matrix, the box starts or ends inside a block, or its scales are not
             those of its blocks.
     """
-    grid = BlockGrid(sides_of(full_shape, name), block)
+    grid = BlockGrid.of(full_shape, block, name)
     rows, columns = grid.scales_of(start[-2:], codes.shape[-2:], name=name)
     blocks = (rows.stop - rows.start, columns.stop - columns.start)
     if any(one.shape != blocks for one in scales):

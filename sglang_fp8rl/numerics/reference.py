@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import QuantizationError
-from .grid import Blockwise, Pair, ceil_div
+from ..formats.format import BlockGrid, Pair, ceil_div
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -51,7 +51,7 @@ def dequantize(
             "Pass the stored weight of one module or expert",
         )
     rows = qweight.shape[0]
-    grid, scale = Blockwise.of(block_size).grid(qweight.shape), weight_scale.float()
+    grid, scale = BlockGrid.of(qweight.shape, block_size), weight_scale.float()
     if scale.shape == grid.scale_shape:
         scale = _spread(scale, grid.block, grid.shape)
     elif scale.shape in ((rows, 1), (rows,)):
@@ -84,7 +84,7 @@ def cast_into(
         weight_scale, nonfinite: FP32 and bool [ceil(N / block_n), ceil(K / block_k)]: scales, which stay
             likewise, and which blocks are not finite.
     """
-    for rows, blocks in Blockwise(*block).grid(source.shape).strips(_ELEMENTS_AT_ONCE):
+    for rows, blocks in BlockGrid.of(source.shape, block).strips(_ELEMENTS_AT_ONCE):
         codes, scale, bad = quantize_strip(source[rows], block, pow2_scale, round_to_bf16)
         is_kept = _spread(bad, block, codes.shape)
         if target.dtype == FP8_DTYPE:  # FP8 has no `where`; bytes do

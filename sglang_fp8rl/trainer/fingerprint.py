@@ -18,16 +18,15 @@ from typing import Any
 import torch
 
 from ..errors import RefitError
+from ..formats import weight_name_of
+from ..formats.format import BlockGrid
 from ..numerics import FP8_DTYPE
 from ..numerics.cast import cast_into, refuse_not_finite
 from ..numerics.fingerprint import MASK, Box, scaled_boxes, seed_of, start_numbers
-from ..numerics.grid import BlockGrid, Blockwise
 from ..wire.fingerprint import Fingerprint, Number, form_of
 from ..wire.plan import FP8, UNUSED, RefitPlan, TensorPlan
 from ..wire.sent_names import one_by_one
 from .shards import LocalShard, shard_of
-
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 
 def fingerprint_of(
@@ -143,22 +142,22 @@ class Fingerprinter:
         return Fingerprint(source, numbers, differing)
 
     def _add(self, name: str, tensor: Any) -> None:
-        weight = self._weight_of_scale(name)
-        other = self.plan.tied_to(name)
-        if weight is None and not other and self.plan.why_not_needed(name):
+        weight, other = weight_name_of(name), self.plan.tied_to(name)
+        is_scale = weight != name and weight in self.plan.tensors and name not in self.plan.tensors
+        if not is_scale and not other and self.plan.why_not_needed(name):
             return
-        entry = self.plan.of(weight or other or name)
+        entry = self.plan.of(weight if is_scale else other or name)
         if entry.scheme == UNUSED:
             return
         shard = shard_of(name, tensor)
         local, full_shape, start = shard.tensor, shard.full_shape, shard.start
         started = self._started.setdefault(local.device, _Started())
-        if weight is not None:
+        if is_scale:
             boxes, numel = [Box(local, full_shape, start, seed_of(weight, "scale"))], 0
         else:
             shard.check_shape(name, entry.shape)
             boxes, numel = self._boxes(entry, shard, started), local.numel()
-        started.names.append((weight or name, _form_of(entry), numel))
+        started.names.append((weight if is_scale else name, _form_of(entry), numel))
         started.numbers.append(start_numbers([boxes]).to(local.device))
         if not local.is_cuda:
             self._finish(local.device)
@@ -169,14 +168,13 @@ class Fingerprinter:
         if block is None or local.dtype == FP8_DTYPE:
             served = local if block is not None else local.to(getattr(torch, entry.dtype))
             return [Box(served, shard.full_shape, shard.start, seed_of(name))]
-        granularity = Blockwise.of(block)
-        shard.check_on_blocks(name, granularity.grid(shard.full_shape))
-        grid, scales = granularity.grid(local.shape), list[torch.Tensor]()
+        shard.scales_of(name, block)
+        grid, scales = BlockGrid.of(local.shape, block, name), list[torch.Tensor]()
         codes = local.new_empty(local.shape, dtype=FP8_DTYPE)
         matrices = (local, codes) if local.dim() == 3 else (local[None], codes[None])
         for matrix, into in zip(*matrices, strict=True) if local.numel() else ():
             scales.append(local.new_empty(grid.scale_shape, dtype=torch.float32))
-            bad = cast_into(matrix, into, scales[-1], granularity, name=name, **self.plan.rounding)
+            bad = cast_into(matrix, into, scales[-1], block, name=name, **self.plan.rounding)
             started.casts.append((name, grid, bad))
         return scaled_boxes(name, codes, scales, shard.full_shape, shard.start, block)
 
@@ -191,12 +189,6 @@ class Fingerprinter:
                 refuse_not_finite(bad, grid, name)
         for (name, form, numel), value in zip(started.names, values, strict=True):
             self.count(name, Number(form, value & MASK, numel))
-
-    def _weight_of_scale(self, name: str) -> str | None:
-        if name in self.plan.tensors:
-            return None
-        weights = (name.removesuffix(suffix) for suffix in _SCALE_SUFFIXES)
-        return next((one for one in weights if one != name and one in self.plan.tensors), None)
 
 
 def _form_of(entry: TensorPlan) -> str:

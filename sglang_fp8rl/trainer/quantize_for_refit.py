@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from ..numerics import FP8_DTYPE, quantize
-from ..numerics.grid import BlockGrid, Blockwise
 from ..wire.plan import RefitPlan, TensorPlan
 from ..wire.sent_names import kv_scale_name, one_by_one
 from .shards import LocalShard, like, shard_of
@@ -100,13 +99,10 @@ def _quantized(entry: TensorPlan, tensor: Any, plan: RefitPlan) -> list[tuple[st
     shard.check_shape(name, entry.shape)
     if not entry.is_fp8_on_wire:
         return [(name, tensor)]
-    assert entry.shape is not None
     assert entry.block_size is not None
-    grid = BlockGrid((entry.shape[0], entry.shape[1]), entry.block_size)
-    shard.check_on_blocks(name, grid)
-    rows, columns = grid.scales_of(shard.start, shard.shape, name=name)
+    rows, columns = shard.scales_of(name, entry.block_size)
     if shard.tensor.numel():
-        codes, scale = quantize(shard.tensor, Blockwise.of(grid.block), name=name, **plan.rounding)
+        codes, scale = quantize(shard.tensor, entry.block_size, name=name, **plan.rounding)
     else:  # a rank without rows
         codes = torch.empty_like(shard.tensor, dtype=FP8_DTYPE)
         shape = (rows.stop - rows.start, columns.stop - columns.start)

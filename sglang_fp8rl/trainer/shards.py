@@ -7,14 +7,14 @@ kind that went in: a tensor, a `DTensor` with the same placements, or a `LocalSh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..errors import RefitError
-from ..numerics.grid import BlockGrid
+from ..formats.format import BlockGrid
 
 Box = tuple[int, ...]
 
@@ -61,16 +61,15 @@ class LocalShard:
                 "Send what the checkpoint has; describe a shard with LocalShard or a DTensor.",
             )
 
-    def check_on_blocks(self, name: str, grid: BlockGrid) -> None:
-        """Raises `RefitError` if the box starts or ends inside a scale block of the full matrix, or of each."""
-        if not grid.is_whole(self.start[-2:], self.shape[-2:]):
-            raise RefitError(
-                name,
-                f"a shard of shape {self.shape} at {self.start} of {self.full_shape}",
-                f"it starts or ends inside a block of {list(grid.block)}, whose scale needs values "
-                "of another rank",
-                "Gather it first (tensor.full_tensor()), or shard on multiples of the block.",
-            )
+    def scales_of(self, name: str, block_size: Sequence[int]) -> tuple[slice, slice]:
+        """Its part of the scales of the full matrix, or of each. Raises `RefitError` if it cuts a block."""
+        return BlockGrid.of(self.full_shape, block_size, name).scales_of(
+            self.start[-2:],
+            self.shape[-2:],
+            name=name,
+            error=RefitError,
+            remedy="Gather it first (tensor.full_tensor()), or shard on multiples of the block.",
+        )
 
 
 def shard_of(name: str, sent: Any) -> LocalShard:

@@ -23,6 +23,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from ..errors import RefitError
+from ..formats import weight_name_of
 from . import layout_text
 from .shared_memory import allocate, shared_by_file_name
 from .staging import FLAT, StagingBuffers
@@ -145,8 +146,7 @@ def buckets_of(
             )
         seen.add(name)
         last = bucket[-1][0] if bucket else ""
-        is_its_scale = name in (f"{last}_scale", f"{last}_scale_inv")
-        if bucket and size + tensor.nbytes > limit and not is_its_scale:
+        if bucket and size + tensor.nbytes > limit and weight_name_of(name) != last:
             yield bucket, False
             bucket, size = [], 0
         bucket.append((name, tensor))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.numerics import Blockwise, PerChannel, quantize
+from sglang_fp8rl.numerics import quantize
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 
@@ -15,8 +15,8 @@ Quantized = tuple[torch.Tensor, torch.Tensor]
 def quantize_blockwise(
     weight: torch.Tensor, block_size: Sequence[int] = (128, 128), **options: Any
 ) -> Quantized:
-    return quantize(weight, Blockwise.of(block_size), backend="reference", **options)
+    return quantize(weight, block_size, backend="reference", **options)
 
 
 def quantize_per_channel(weight: torch.Tensor, **options: Any) -> Quantized:
-    return quantize(weight, PerChannel(), backend="reference", **options)
+    return quantize(weight, (1, None), backend="reference", **options)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_fp8rl.scheme import Granularity, decide_scheme, misalignment
+from sglang_fp8rl.scheme import HIGH_PRECISION, decide_scheme, misalignment
 
 
 def reason(input_size, output_sizes, *, tp_rows=1, tp_columns=1):
@@ -59,15 +59,15 @@ def test_a_sharded_single_output_may_not_end_inside_a_block():
 
 
 def test_the_option_decides_what_becomes_of_it():
-    assert decide_scheme("", "per_channel").granularity is Granularity.BLOCKWISE
-    assert decide_scheme("x", "per_channel").granularity is Granularity.PER_CHANNEL
-    assert decide_scheme("x", "bf16").granularity is Granularity.HIGH_PRECISION
-    assert decide_scheme("x", "bf16").reason == "x"
+    assert decide_scheme("", "per_channel", "blockwise").name == "blockwise"
+    assert decide_scheme("x", "per_channel", "blockwise").name == "per_channel"
+    assert decide_scheme("x", "bf16", "blockwise").name == HIGH_PRECISION
+    assert decide_scheme("x", "bf16", "blockwise").reason == "x"
 
 
 @pytest.mark.parametrize("misaligned", ["per_channel", "bf16", "error"])
 @pytest.mark.parametrize("why", ["", "x"])
 def test_per_channel_for_every_module_when_asked_for_whatever_its_shape(why, misaligned):
     scheme = decide_scheme(why, misaligned, "per_channel")
-    assert scheme.granularity is Granularity.PER_CHANNEL
+    assert scheme.name == "per_channel"
     assert scheme.reason == "granularity='per_channel'"

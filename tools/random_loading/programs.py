@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from sglang_fp8rl.engine.modules.method import DecidedMethod
-from sglang_fp8rl.numerics import quantize_blockwise, quantize_per_channel
-from sglang_fp8rl.scheme import Cause, Granularity, Scheme
+from sglang_fp8rl.formats import FORMATS, Format
+from sglang_fp8rl.numerics import quantize
+from sglang_fp8rl.scheme import Cause, Scheme
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -37,8 +38,8 @@ STEPS = 4  # of a program, for each name
 class Decided(DecidedMethod):
     """The method of a served layer, without a kernel."""
 
-    def __init__(self, granularity: Granularity) -> None:
-        self.fp8rl_scheme, self.served = Scheme(granularity, Cause.MISALIGNED, ""), None
+    def __init__(self, held: Format) -> None:
+        self.fp8rl_scheme, self.served = Scheme(held, Cause.MISALIGNED, ""), None
 
     def reads_packed_scales(self, layer: Any) -> bool:
         return False
@@ -157,13 +158,11 @@ def served_layer(weight: torch.Tensor, *, is_fp8: bool) -> nn.Linear:
         layer.weight = nn.Parameter(weight, requires_grad=False)
         return layer
     is_blocks = rows > 128
-    quantize = quantize_blockwise if is_blocks else quantize_per_channel
-    codes, scale = quantize(weight)
+    held = FORMATS["blockwise" if is_blocks else "per_channel"]
+    codes, scale = quantize(weight, held.grid(weight.shape).block)
     layer.weight = nn.Parameter(codes, requires_grad=False)
-    leaf = "weight_scale_inv" if is_blocks else "weight_scale"
-    setattr(layer, leaf, nn.Parameter(scale, requires_grad=False))
-    granularity = Granularity.BLOCKWISE if is_blocks else Granularity.PER_CHANNEL
-    layer.quant_method = Decided(granularity)  # type: ignore[assignment]
+    setattr(layer, held.scale_name("weight"), nn.Parameter(scale, requires_grad=False))
+    layer.quant_method = Decided(held)  # type: ignore[assignment]
     return layer
 
 

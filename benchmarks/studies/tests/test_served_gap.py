@@ -13,14 +13,14 @@ from support.trainer.served_models import TOKENS, toy_model, toy_plan
 from verl_trainer.trainer_run import PLAN_FILE, SERVED_ACTOR, Arm, environment, overrides
 
 from sglang_fp8rl.config import Options
-from sglang_fp8rl.numerics import Blockwise, PerChannel, through_fp8
+from sglang_fp8rl.numerics import through_fp8
 
 
 @pytest.mark.parametrize("shape", [(256, 128), (192, 384), (96, 576), (576, 1536)])
 def test_the_independent_cast_is_the_package_s_and_the_wrong_ones_are_not(shape):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
-    granularity = Blockwise() if shape[1] % 128 == 0 else PerChannel()
-    assert torch.equal(as_the_server(weight), through_fp8(weight, granularity))
+    block = (128, 128) if shape[1] % 128 == 0 else (1, shape[1])
+    assert torch.equal(as_the_server(weight), through_fp8(weight, block))
     for wrong in (other_block, other_rounding):
         assert not torch.equal(wrong(weight), as_the_server(weight))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import re
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,17 +10,12 @@ from typing import NamedTuple
 
 import torch
 
+from ...formats import weight_name_of
 from ...wire.sent_names import kv_scale_name
 from ..interception import offset_within, span_of, storage_of, unwatched
 
 # SGLang's mark of a checkpoint's tensor whose memory the next one gets (`runai_streamer`).
 _REUSED = "_sglang_runai_streamer_tensor"
-_SCALE = re.compile(r"\.weight_scale(_inv)?$")
-
-
-def weight_name_of(name: str) -> str:
-    """The name of a scale's weight; any other name as it is."""
-    return _SCALE.sub(".weight", name)
 
 
 @dataclass(eq=False)

@@ -50,7 +50,7 @@ def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) 
     section = {
         "version": __version__,
         "replica": replica,
-        "schemes": dict(Counter(scheme.granularity.value for scheme in refit.schemes.values())),
+        "schemes": dict(Counter(scheme.name for scheme in refit.schemes.values())),
         "fp8_bytes": fp8_bytes,
         "bf16_bytes_replaced": 2 * fp8_bytes,
         "last_refit": last_refit(report),

@@ -17,8 +17,7 @@ import torch
 from ...errors import ConfigError
 from ...numerics.kv_bounds import Rotation, Rows, normed, projected, rotated
 from ...numerics.powers_of_two import multiply_by_powers
-from ...scheme import Granularity
-from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
+from ..modules.method import format_of
 
 # Decoder layer to its attention: RMSNorm, projections, norms of Q and K or none, rotary, cache, o_proj.
 _SERVED = {
@@ -29,7 +28,6 @@ _SERVED = {
     "sglang.srt.models.qwen3_moe.Qwen3MoeDecoderLayer": "sglang.srt.models.qwen3_moe.Qwen3MoeAttention",
 }
 _NORM = "sglang.srt.layers.layernorm.RMSNorm"
-_BLOCK = 128
 
 Parts = tuple[torch.Tensor, ...]
 
@@ -159,15 +157,11 @@ def _layer(name: str, attention: Any, decoder: Any) -> AttentionLayer:
 def _rows(name: str, linear: Any, start: int, size: int) -> Rows:
     """These output rows of a linear layer, as views; refused where they share a scale with others."""
     scales, share, end = None, 1, start + size
-    method = linear.quant_method
-    if isinstance(method, Fp8BlockwiseOnlineLinearMethod) and method.fp8rl_scheme is not None:
-        match method.fp8rl_scheme.granularity:
-            case Granularity.BLOCKWISE:
-                scales, share = linear.weight_scale_inv.data, _BLOCK
-            case Granularity.PER_CHANNEL:
-                scales = linear.weight_scale.data
+    if (held := format_of(linear)) is not None:
+        scales = getattr(linear, held.scale_name("weight")).data
+        share, _ = held.grid(linear.weight.shape).block
     if start % share or (size % share and end != linear.weight.shape[0]):
-        raise refused(name, f"rows {start} to {end}", "its parts share a block of 128 rows")
+        raise refused(name, f"rows {start} to {end}", f"its parts share a block of {share} rows")
     bias = getattr(linear, "bias", None)
     return Rows(
         linear.weight.data[start:end],

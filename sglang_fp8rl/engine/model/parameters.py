@@ -9,19 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import QuantizationError, RefitError
+from ...errors import RefitError
+from ...formats import Format
 from ...numerics.fingerprint import tensor_number
-from ...numerics.grid import Blockwise, PerChannel, ScaleGranularity
-from ...scheme import Granularity
 from ..interception import (
     Region,
     extent_of,
     storage_of,
 )
 from ..modules.built import experts_may_move
-from ..modules.method import DecidedMethod
-
-SCALE_SUFFIXES = ("_scale_inv", "_scale")
+from ..modules.method import format_of
 
 
 @dataclass
@@ -30,17 +27,16 @@ class Target:
 
     Attributes:
         parameter: its storage never changes.
-        granularity: high precision for all but FP8 weights.
         module: that owns the parameter.
-        scale: the FP32 scale parameter of an FP8 weight.
+        scale, format: of an FP8 weight, the parameter of its scales, and how it is held.
         index: among all targets.
     """
 
     name: str
     parameter: torch.Tensor
-    granularity: Granularity
     module: Any
     scale: torch.nn.Parameter | None = None
+    format: Format | None = None
     index: int = 0
     stand_ins: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
@@ -63,11 +59,6 @@ class Target:
         kinds = (MergedColumnParallelLinear, QKVParallelLinear)
         return isinstance(self.module, kinds) and self.name.endswith(".weight")
 
-    @cached_property
-    def shares_scale(self) -> ScaleGranularity:
-        """What shares one scale, of an FP8 weight."""
-        return PerChannel() if self.granularity is Granularity.PER_CHANNEL else Blockwise()
-
     def scales_of(self, name: str, region: Region) -> list[torch.Tensor]:
         """The scales of each matrix of a region of an FP8 weight, where the tensor `name` is written.
 
@@ -75,19 +66,17 @@ class Target:
             RefitError: the region does not consist of whole blocks.
         """
         assert self.scale is not None
+        assert self.format is not None
         scales = self.scale.data
         if scales.dim() == 3:  # one matrix per expert
             scales = scales[region.start[0] : region.start[0] + region.shape[0]]
-        grid = self.shares_scale.grid(self.parameter.shape)
-        try:
-            part = grid.scales_of(region.start[-2:], region.shape[-2:])
-        except QuantizationError as error:
-            raise RefitError(
-                name,
-                f"a write to {region} of {self.name}",
-                f"it starts or ends inside a {self.granularity.value} scale's block",
-                "Add the module to ignored_layers, or use another tensor-parallel size.",
-            ) from error
+        part = self.format.grid(self.parameter.shape).scales_of(
+            region.start[-2:],
+            region.shape[-2:],
+            name=name,
+            error=RefitError,
+            remedy=f"Add the module of {self.name} to ignored_layers, or use another tensor-parallel size.",
+        )
         return [one[part] for one in matrices(scales)]
 
     @cached_property
@@ -102,12 +91,8 @@ def matrices(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def part_of(args: tuple, kwargs: dict) -> tuple:
-    """Which part of a parameter a loader call is for; the same for a weight and its scale."""
-    given = (*args, *(value for _, value in sorted(kwargs.items())))
-    return tuple(
-        value.removesuffix("_inv").removesuffix("_scale") if isinstance(value, str) else value
-        for value in given
-    )
+    """Which part of a parameter a loader call is for; the same for a weight and its scale, which has its name."""
+    return (*args, *(value for _, value in sorted(kwargs.items())))
 
 
 def made_anew_error(place: str) -> RefitError:
@@ -124,23 +109,19 @@ def targets_of(model: torch.nn.Module) -> dict[int, Target]:
     """Every parameter and buffer of the model, by `id`. Tied parameters are one target."""
     targets: dict[int, Target] = {}
     for prefix, module in model.named_modules():
-        method: Any = getattr(module, "quant_method", None)
-        is_fp8 = isinstance(method, DecidedMethod)
+        held = format_of(module)
         owned = dict(module.named_parameters(recurse=False))
         owned |= {leaf: one for leaf, one in module._buffers.items() if one is not None}
         for leaf, parameter in owned.items():
             target = targets.get(id(parameter))
             if target is None:
                 name = f"{prefix}.{leaf}" if prefix else leaf
-                target = Target(
-                    name, parameter, Granularity.HIGH_PRECISION, module, index=len(targets)
+                target = targets[id(parameter)] = Target(
+                    name, parameter, module, index=len(targets)
                 )
-                targets[id(parameter)] = target
-            scales = [owned.get(leaf + suffix) for suffix in SCALE_SUFFIXES] if is_fp8 else []
-            scale = next((one for one in scales if one is not None), None)
+            scale = owned.get(held.scale_name(leaf)) if held is not None else None
             if scale is not None:  # whichever module held it first, this one serves it
-                target.module, target.scale = module, scale
-                target.granularity = method.fp8rl_scheme.granularity
+                target.module, target.scale, target.format = module, scale, held
     return targets
 
 

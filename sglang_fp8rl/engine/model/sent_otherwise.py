@@ -16,7 +16,7 @@ import torch
 from ...errors import ConfigError
 from ...wire.sent_names import FUSED_PARTS, matrices_of
 from ..arrival.sent_tensors import Source
-from ..modules.method import DecidedMethod
+from ..modules.method import format_of
 from .parameters import set_loader
 
 _FUSED = "fused_qkv_a_proj_with_mqa"
@@ -60,10 +60,8 @@ def load_parts_singly(model: torch.nn.Module) -> LoadWeights:
 
 def _take_parts(name: str, fused: Any, first_rows: Any) -> None:
     """Give a fused module's weight a loader that knows where each part lies."""
-    method = fused.quant_method
-    block_n = 1
-    if isinstance(method, DecidedMethod) and method.block_quant:
-        block_n = method.quant_config.options.weight_block_size[0]
+    held = format_of(fused)
+    block_n = held.grid(fused.weight.shape).block[0] if held is not None else 1
     if first_rows % block_n:
         raise ConfigError(
             name,

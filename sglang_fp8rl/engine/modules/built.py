@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError, HostError
-from ...scheme import Cause, Granularity, Scheme
+from ...scheme import Cause, Scheme
 from ...versions import derives_from_row_scales
 from .linear import Fp8BlockwiseOnlineLinearMethod
+from .method import DecidedMethod
 
 _TOWER = "not in a decoder layer of a multimodal model: a vision tower or its projector"
 _WRITTEN = "its model writes it in place while it runs: FP8 codes are no numbers to compute with"
@@ -80,7 +81,7 @@ def _leave(layer: Any, config: Any, cause: Cause, reason: str) -> None:
     scheme = config.schemes[prefix]
     if scheme.is_fp8 or scheme.cause is not Cause.ASKED:
         config.refused.pop(prefix, None)  # nothing about it can be refused any more
-        config.schemes[prefix] = Scheme(Granularity.HIGH_PRECISION, cause, reason)
+        config.schemes[prefix] = Scheme(None, cause, reason)
 
 
 def _leave_what_its_model_writes(model: torch.nn.Module, config: Any) -> None:
@@ -154,16 +155,15 @@ def _check_layout() -> None:
 
 
 def _check_derivable(model: torch.nn.Module) -> None:
-    """Refuse row scales of a `kv_b_proj`, where this SGLang would read them as block scales."""
+    """Refuse a `kv_b_proj` in FP8 without blocks, where this SGLang would read its scales as those of blocks."""
     if derives_from_row_scales():
         return
     for name, module in model.named_modules():
         method: Any = getattr(getattr(module, "kv_b_proj", None), "quant_method", None)
-        scheme = getattr(method, "fp8rl_scheme", None)
-        if scheme is not None and scheme.granularity is Granularity.PER_CHANNEL:
+        if isinstance(method, DecidedMethod) and method.weight_block_size is None:
             raise HostError(
                 f"{name}.kv_b_proj",
-                scheme.reason,
+                method.fp8rl_scheme.reason,
                 "this SGLang derives w_kc and w_vc from blocks only",
                 "Add kv_b_proj to ignored_layers, or use a newer SGLang (since 0.5.23).",
             )

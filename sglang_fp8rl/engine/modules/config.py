@@ -16,7 +16,7 @@ from sglang.srt.layers.quantization.unquant import (
 from ...config import QUANTIZATION_METHOD, ModulePatterns, Options
 from ...declared_hooks import check_hooks_in_force
 from ...errors import ConfigError, HostError
-from ...scheme import Cause, Granularity, Scheme
+from ...scheme import Cause, Scheme
 from ...versions import HAS_POW2_ACTIVATIONS
 from .built import check_and_complete
 from .linear import Fp8BlockwiseOnlineLinearMethod
@@ -103,7 +103,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
             reason = f"ignored_layers: {', '.join(patterns)}"
         keeps_activations = self.options.activations == "bf16" or bool(self._kept.match(prefix))
         if reason:
-            self.schemes[prefix] = Scheme(Granularity.HIGH_PRECISION, Cause.ASKED, reason)
+            self.schemes[prefix] = Scheme(None, Cause.ASKED, reason)
             if is_linear:
                 return UnquantizedLinearMethod()
             return UnquantizedFusedMoEMethod(

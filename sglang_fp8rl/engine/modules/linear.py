@@ -14,9 +14,10 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from torch.nn import Parameter
 
 from ...errors import HostError
+from ...formats import scale_suffixes
 from ...numerics.linear import doubled, linear
 from ...scheme import misalignment
-from .method import BLOCK, DecidedMethod, takes_packed_scales
+from .method import DecidedMethod, takes_packed_scales
 
 
 class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
@@ -67,15 +68,19 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
         scheme = self.decide(misalignment(**sizes, block_size=block_size))
         if not scheme.is_fp8:
             self.leave_unquantized(layer)
-        elif self.block_quant:
+            return
+        held, name = self.held, self.held.scale_name("weight")
+        if self.block_quant:
             super().create_weights(layer, **self._created_with)
-            # A scale that was never written has to be seen, not multiplied with.
-            layer.weight_scale_inv.data.fill_(float("nan"))
         else:
             self._create_whole(layer, torch.float8_e4m3fn)
-            scale = torch.full((sum(output_partition_sizes), 1), float("nan"), dtype=torch.float32)
-            layer.register_parameter("weight_scale", Parameter(scale, requires_grad=False))
+            scale = torch.empty(
+                held.grid(layer.weight.shape).scale_shape, dtype=getattr(torch, held.scale_dtype)
+            )
+            layer.register_parameter(name, Parameter(scale, requires_grad=False))
             layer.register_parameter("input_scale", None)
+        # A scale that was never written has to be seen, not multiplied with.
+        getattr(layer, name).data.fill_(float("nan"))
 
     def _create_whole(self, layer: Any, dtype: torch.dtype) -> None:
         """Register a `weight` `[N, K]` that is not cut into blocks, as SGLang's own method does."""
@@ -85,7 +90,7 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
 
     def leave_unquantized(self, layer: Any) -> None:
         """Give `layer` SGLang's own method for what is not quantized, and a weight of it, in place of ours."""
-        for leaf in ("weight", "weight_scale_inv", "weight_scale", "input_scale"):
+        for leaf in ("weight", *(f"weight{one}" for one in scale_suffixes()), "input_scale"):
             layer._parameters.pop(leaf, None)
         layer.quant_method = UnquantizedLinearMethod()
         self._create_whole(layer, self._created_with["params_dtype"])
@@ -102,21 +107,22 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
         runner = getattr(runner, "func", runner)
         if runner is not deepgemm_w8a8_block_fp8_linear_with_fallback:
             return False
-        return self.block_quant and takes_packed_scales(layer, layer.weight, is_moe=False)
+        return takes_packed_scales(layer, layer.weight, self.weight_block_size, is_moe=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x [..., K]` in `params_dtype` to `[..., N]`, by the kernel for the scheme."""
         if not self.fp8rl_scheme.keeps_activations:
             return self._with_quantized(layer, x, bias)
         options, rows = self.quant_config.options, x.reshape(-1, x.shape[-1])
+        scale = getattr(layer, self.held.scale_name("weight"))
         if rows.shape[0] <= options.exact_product_tokens:
-            scale = layer.weight_scale_inv if self.block_quant else layer.weight_scale
             output = linear(rows, layer.weight, scale)
         else:
-            group, pow2 = rows.shape[1], False
-            if self.block_quant:  # packed scales go with activations' in powers of two
-                pow2 = options.use_activation_pow2_scale or self.served is not None
-                group = BLOCK[1]
+            group = rows.shape[1] // scale.shape[1]
+            # Packed scales go with activations' in powers of two; one scale a token is never one.
+            pow2 = self.block_quant and (
+                options.use_activation_pow2_scale or self.served is not None
+            )
             first, rest = self._with_quantized(layer, doubled(rows, group, pow2), None).chunk(2)
             output = first + rest
         output = output.view(*x.shape[:-1], output.shape[1])
@@ -131,7 +137,7 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
         return apply_fp8_linear(
             x,
             layer.weight.t(),
-            layer.weight_scale,
+            getattr(layer, self.held.scale_name("weight")),
             bias=bias,
             cutlass_fp8_supported=self.cutlass_fp8_supported,
             use_per_token_if_dynamic=True,

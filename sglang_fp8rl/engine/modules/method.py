@@ -13,16 +13,15 @@ packing functions on a CPU, and a second update derives anew. No kernel has read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError, HostError
-from ...scheme import Cause, Granularity, Scheme, decide_scheme
+from ...formats import Format
+from ...scheme import Cause, Scheme, decide_scheme
 from ...versions import PACKS_EXPERTS_APART
-
-BLOCK = [128, 128]
 
 
 class DecidedMethod:
@@ -42,6 +41,7 @@ class DecidedMethod:
     weight_leaves: tuple[str, ...]
     fallbacks: tuple[str, ...]
     block_quant: bool
+    weight_block_size: list[int] | None
     quant_config: Any
     reads_packed_scales: Callable[[Any], bool]
     fp8rl_scheme: Scheme
@@ -69,21 +69,36 @@ class DecidedMethod:
                 "ignored_layers, or use another tensor-parallel or expert-parallel size.",
             )
         self.fp8rl_scheme = config.schemes[self.prefix] = scheme
-        self.block_quant = scheme.granularity is Granularity.BLOCKWISE
-        if not self.block_quant:
-            self.weight_block_size = None  # SGLang asks it what `w_kc` and `w_vc` are derived from
+        # SGLang asks its own method by these: what allocates and multiplies, what `w_kc` and `w_vc` are derived from.
+        self.weight_block_size = scheme.format.weight_block_size if scheme.format else None
+        self.block_quant = self.weight_block_size is not None
         return scheme
+
+    @property
+    def held(self) -> Format:
+        """How the layer's weights are held, which are quantized."""
+        assert self.fp8rl_scheme.format is not None
+        return self.fp8rl_scheme.format
 
     def derive(self, layer: Any) -> None:
         """At the end of every update: what the kernels read beside the canonical scales."""
         if self.served is not None:
             self.served.derive()
         elif self.reads_packed_scales(layer):
-            self.served = ServedWithPackedScales(layer, self.weight_leaves, self.prefix)
+            names = {leaf: self.held.scale_name(leaf) for leaf in self.weight_leaves}
+            self.served = ServedWithPackedScales(layer, names, self.prefix)
 
 
-def takes_packed_scales(layer: Any, weight: torch.Tensor, *, is_moe: bool) -> bool:
-    """SGLang's own decision, for a layer whose runner is DeepGEMM."""
+def format_of(layer: Any) -> Format | None:
+    """How a layer's weights are held; None in high precision, and of what is no such layer."""
+    scheme = getattr(getattr(layer, "quant_method", None), "fp8rl_scheme", None)
+    return scheme and scheme.format
+
+
+def takes_packed_scales(
+    layer: Any, weight: torch.Tensor, weight_block_size: list[int] | None, *, is_moe: bool
+) -> bool:
+    """SGLang's own decision, for a layer whose runner is DeepGEMM; False where there are no blocks."""
     from sglang.srt.model_loader.utils import should_deepgemm_weight_requant_ue8m0
 
     options: dict[str, Any] = {
@@ -92,22 +107,22 @@ def takes_packed_scales(layer: Any, weight: torch.Tensor, *, is_moe: bool) -> bo
     }
     if PACKS_EXPERTS_APART:
         options["grouped_moe"] = is_moe
-    return should_deepgemm_weight_requant_ue8m0(BLOCK, **options)
+    return should_deepgemm_weight_requant_ue8m0(weight_block_size, **options)
 
 
 class ServedWithPackedScales:
     """A layer as SGLang's kernels see it: everything is the layer's, its scales are packed.
 
     Args:
-        weights: names of its blockwise weights.
+        names: of its weights, each with that of its scales.
         module: its full name.
 
     Attributes:
         packed: scales as the kernels read them, by the names of those in FP32, which updates write.
     """
 
-    def __init__(self, layer: Any, weights: Iterable[str], module: str) -> None:
-        self._layer, self._weights, self.module = layer, tuple(weights), module
+    def __init__(self, layer: Any, names: Mapping[str, str], module: str) -> None:
+        self._layer, self._names, self.module = layer, names, module
         self.packed: dict[str, torch.Tensor] = {}
         self.derive()
 
@@ -120,8 +135,7 @@ class ServedWithPackedScales:
         Raises:
             HostError: a scale that is not a power of two.
         """
-        for weight in self._weights:
-            name = f"{weight}_scale_inv"
+        for weight, name in self._names.items():
             rows, scale = getattr(self._layer, weight).shape[-2], getattr(self._layer, name)
             packed = pack(scale.data, rows, f"{self.module}.{name}")
             packed.format_ue8m0 = True  # type: ignore[attr-defined]

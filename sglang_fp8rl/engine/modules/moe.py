@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,13 +69,12 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
         if self.block_quant:
             super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
         else:
-            self._create_per_channel(layer, *sizes, **extra_weight_attrs)
-        for name, parameter in layer.named_parameters(recurse=False):
-            if "_weight_scale" in name:
-                # A scale that was never written has to be seen, not multiplied with.
-                parameter.data.fill_(float("nan"))
+            self._create_whole(layer, *sizes, **extra_weight_attrs)
+        for leaf in self.weight_leaves:
+            # A scale that was never written has to be seen, not multiplied with.
+            getattr(layer, self.held.scale_name(leaf)).data.fill_(float("nan"))
 
-    def _create_per_channel(
+    def _create_whole(
         self,
         layer: Any,
         num_experts: int,
@@ -91,8 +91,12 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
             ("w2", hidden_size, intermediate_size),
         ):
             weight = torch.empty(num_experts, rows, columns, dtype=torch.float8_e4m3fn)
-            scale = torch.empty(num_experts, rows, 1, dtype=torch.float32)
-            for leaf, data in ((f"{name}_weight", weight), (f"{name}_weight_scale", scale)):
+            shape = (num_experts, *self.held.grid(weight.shape).scale_shape)
+            scale = torch.empty(shape, dtype=getattr(torch, self.held.scale_dtype))
+            for leaf, data in (
+                (f"{name}_weight", weight),
+                (self.held.scale_name(f"{name}_weight"), scale),
+            ):
                 parameter = torch.nn.Parameter(data, requires_grad=False)
                 layer.register_parameter(leaf, parameter)
                 set_weight_attrs(parameter, attributes)
@@ -156,11 +160,9 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
             )
 
     def reads_packed_scales(self, layer: Any) -> bool:
-        return (
-            self.block_quant
-            and self.is_deepgemm_moe_runner_backend_enabled()
-            and takes_packed_scales(layer, layer.w13_weight, is_moe=True)
-        )
+        if not self.is_deepgemm_moe_runner_backend_enabled():
+            return False
+        return takes_packed_scales(layer, layer.w13_weight, self.weight_block_size, is_moe=True)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         if not self.fp8rl_scheme.keeps_activations:
@@ -177,13 +179,5 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
         """
         if self.fp8rl_scheme.keeps_activations and not doubled:
             raise self._refused(_KEPT, "an adapter (LoRA)")
-        if self.block_quant:
-            return super().get_triton_quant_info(layer)
-        return TritonMoeQuantInfo(
-            w13_weight=layer.w13_weight,
-            w2_weight=layer.w2_weight,
-            use_fp8_w8a8=True,
-            per_channel_quant=True,
-            w13_scale=layer.w13_weight_scale,
-            w2_scale=layer.w2_weight_scale,
-        )
+        info = super().get_triton_quant_info(layer)
+        return replace(info, per_channel_quant=not self.block_quant)

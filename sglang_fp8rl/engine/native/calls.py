@@ -10,8 +10,8 @@ import torch
 
 from ...config import Options
 from ...errors import Fp8RlError, listed
+from ...formats import weight_name_of
 from ..arrival.bucket import Bucket
-from ..arrival.sent_tensors import weight_name_of
 from ..arrival.update import Origin, Update
 from ..extension import Extension
 from ..model.derived_weights import DerivedWeights

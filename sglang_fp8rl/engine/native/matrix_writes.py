@@ -8,8 +8,8 @@ import torch
 
 from ...config import Options
 from ...errors import RefitError
+from ...formats.format import Pair, ceil_div
 from ...numerics.cast import FP8_DTYPE, as_matrix, cast_into, copy_finite_into
-from ...numerics.grid import Pair, ceil_div
 from ...numerics.write_table import LONGEST_ROW, Kind, Piece
 from ..interception import Write
 from ..model.parameters import Target, made_anew_error, matrices
@@ -43,8 +43,7 @@ class MatrixWrite(NamedTuple):
                 "pow2_scale": options.use_weight_pow2_scale,
                 "round_to_bf16": options.round_to_bf16,
             }
-            shared = target.shares_scale
-            return cast_into(source, destination, self.scales, shared, name=name, **rounding)
+            return cast_into(source, destination, self.scales, self.block, name=name, **rounding)
         is_of_numbers = source.is_floating_point() and destination.is_floating_point()
         if self.kind is None and is_of_numbers:
             return copy_finite_into(source, destination)
@@ -76,7 +75,8 @@ def matrix_writes(target: Target, name: str, write: Write) -> list[MatrixWrite]:
         RefitError: it does not consist of whole blocks (or rows) of a matrix.
     """
     source, destination = write.values(target.parameter), write.destination(target.parameter)
-    if not target.is_fp8:
+    held = target.format
+    if held is None:
         return [MatrixWrite(source, destination)]
     if destination.dtype != FP8_DTYPE:
         raise made_anew_error(target.name)
@@ -90,7 +90,7 @@ def matrix_writes(target: Target, name: str, write: Write) -> list[MatrixWrite]:
         )
     parts = matrices(source), matrices(destination), target.scales_of(name, region)
     return [
-        MatrixWrite(values, codes, scales, target.shares_scale.block(values.shape))
+        MatrixWrite(values, codes, scales, held.grid(values.shape).block)
         for values, codes, scales in zip(*parts, strict=True)
     ]
 

@@ -12,7 +12,6 @@ import torch
 from ...config import Options
 from ...errors import RefitError
 from ...numerics.cast import has_nan_code
-from ...numerics.grid import PerChannel
 from ...numerics.write_table import Kind
 from ..arrival.sent_tensors import Source
 from ..interception import Region, Write, box_of, offset_within, span_of
@@ -144,13 +143,10 @@ def store_pair(pair: Pair, options: Options) -> list[tuple[Half, MatrixWrite]]:
 def _copies_of(pair: Pair) -> list[tuple[Half, MatrixWrite]]:
     """What to copy, once both halves were looked at. Waits for a GPU."""
     target, weight, scale = pair
-    granularity = target.shares_scale
-    sent = granularity.grid(weight.tensor.shape)
-    shapes: list[tuple[int, ...]] = [sent.scale_shape]
-    if isinstance(granularity, PerChannel):
-        shapes.append(sent.scale_shape[:1])
-    scales = scale.tensor
-    if scales.dtype != torch.float32 or tuple(scales.shape) not in shapes:
+    held, scales = target.format, scale.tensor
+    assert held is not None
+    sent, shapes = held.grid(weight.tensor.shape), held.sent_scale_shapes(weight.tensor.shape)
+    if scales.dtype != getattr(torch, held.scale_dtype) or tuple(scales.shape) not in shapes:
         raise RefitError(
             scale.name,
             f"{scales.dtype} of shape {tuple(scales.shape)}",

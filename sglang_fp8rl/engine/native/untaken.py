@@ -9,7 +9,7 @@ import torch
 
 from ...config import Options
 from ...errors import listed
-from ..arrival.sent_tensors import weight_name_of
+from ...formats import weight_name_of
 from ..extension import Extension
 from ..model.landings import left_out, why_left_out
 from ..report.report import RefitReport

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ...config import Options
-from ...numerics.grid import PerChannel, ScaleGranularity
-from ...scheme import Granularity, Scheme, module_rows
+from ...formats import Format
+from ...scheme import HIGH_PRECISION, Scheme, module_rows
 from ...wire.plan import FP8, PLAN_FORMAT, PLAN_VERSION, UNUSED, digest_of
 from ..model.landings import Known, Landing, NameTable, left_out
 from ..model.parameters import Target
@@ -79,29 +79,26 @@ def _tensor(
 ) -> dict[str, Any]:
     """How a tensor is stored and may be sent."""
     if not known.landings:
-        scheme = Granularity.HIGH_PRECISION.value
-        return _entry(known.shape, "", scheme, known.reason, "float32")
+        return _entry(known.shape, "", HIGH_PRECISION, known.reason, "float32")
     landings = [likes.get(_kind_of(known, one), one) for one in known.landings]
     # Of several (tied) parameters the quantized one has the say.
     target = max((one.target for one in known.landings), key=lambda target: target.is_fp8)
     owner, _, leaf = target.name.rpartition(".")
     module = getattr(target.module, "fp8rl_prefix", "") or owner
-    scheme = target.granularity.value
-    if not target.is_fp8:
+    held = target.format
+    if held is None:
         reason = "SGLang builds this module without quantization"
         if module in schemes:
             reason = schemes[module].reason or f"{leaf} of a quantized module"
-        return _entry(known.shape, module, scheme, reason, _name_of(target.parameter.dtype))
-    granularity = target.shares_scale
-    block = granularity.block(target.parameter.shape)
-    reason = _why_not_on_the_wire(name, known, landings, granularity)
+        return _entry(known.shape, module, HIGH_PRECISION, reason, _name_of(target.parameter.dtype))
+    block = held.grid(target.parameter.shape).block
+    reason = _why_not_on_the_wire(name, known, landings, held)
     if reason:
         dtype = _name_of(torch.bfloat16 if options.round_to_bf16 else torch.float32)
-        return _entry(known.shape, module, scheme, reason, dtype, block)
-    entry = _entry(known.shape, module, scheme, "", FP8, block)
-    suffix = "_scale" if isinstance(granularity, PerChannel) else "_scale_inv"
-    scale_shape = list(granularity.grid(known.shape).scale_shape)
-    entry["wire"] |= {"scale": name + suffix, "scale_shape": scale_shape}
+        return _entry(known.shape, module, held.name, reason, dtype, block)
+    entry = _entry(known.shape, module, held.name, "", FP8, block)
+    scale_shape = list(held.sent_scale_shapes(known.shape)[0])
+    entry["wire"] |= {"scale": held.scale_name(name), "scale_shape": scale_shape}
     return entry
 
 
@@ -123,9 +120,7 @@ def _entry(
     }
 
 
-def _why_not_on_the_wire(
-    name: str, known: Known, landings: list[Landing], granularity: ScaleGranularity
-) -> str:
+def _why_not_on_the_wire(name: str, known: Known, landings: list[Landing], held: Format) -> str:
     """Why a sender can't know the scales of this tensor's parts; empty if it can."""
     if len(known.shape) != 2 or not name.endswith(".weight"):
         return "not one matrix with a name of its own: the engine takes it apart"
@@ -134,20 +129,7 @@ def _why_not_on_the_wire(
     boxes = [box for landing in landings for box in landing.boxes]
     if not boxes:
         return "this rank holds nothing of it, and nothing like it"
-    if isinstance(granularity, PerChannel):
-        wide = known.shape[1]
-        narrow = [box for box in boxes if box is None or box.shape[-1] != wide]
-        if narrow:
-            width = "other" if narrow[0] is None else narrow[0].shape[-1]
-            return (
-                f"per channel of a row-parallel shard: a row's scale is over {width} of "
-                f"{wide} columns, on each rank another"
-            )
-        return ""
-    grid = granularity.grid(known.shape)
-    if not all(box and grid.is_whole(box.start[-2:], box.shape[-2:]) for box in boxes):
-        return "its parts start or end inside a block"
-    return ""
+    return held.why_not_sent(known.shape, boxes)
 
 
 def _kind_of(known: Known, landing: Landing) -> tuple:

@@ -196,10 +196,10 @@ def _memory_of(
 ) -> tuple[str, list[Box]]:
     """The form of a box that is served, and the bytes that are its number's."""
     served = target.parameter.data[region.slices].reshape(box.shape)
-    if not target.is_fp8:
+    if target.format is None:
         form = form_of(str(served.dtype).removeprefix("torch."))
         return form, [Box(served, shape, box.start, seed_of(name))]
-    block = target.shares_scale.block(target.parameter.shape)
+    block = target.format.grid(target.parameter.shape).block
     scales = target.scales_of(name, region)
     return form_of(FP8, block), scaled_boxes(name, served, scales, shape, box.start, block)
 

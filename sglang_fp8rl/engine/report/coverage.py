@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from ...formats import scale_suffixes
 from ..interception import Region
 from ..model.landings import NameTable
-from ..model.parameters import SCALE_SUFFIXES, Target
+from ..model.parameters import Target
 
 NEVER = -1
 
@@ -215,7 +216,7 @@ class FullExtent:
 
 def _is_sent(target: Target) -> bool:
     """Whether checkpoints bring it: buffers and positions are computed, a scale comes of its weight."""
-    is_computed = target.name.endswith((*SCALE_SUFFIXES, "position_ids"))
+    is_computed = target.name.endswith((*scale_suffixes(), "position_ids"))
     return isinstance(target.parameter, torch.nn.Parameter) and not is_computed
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...errors import ConfigError
-from ...numerics.grid import ceil_div
+from ...formats.format import ceil_div
 from ...numerics.linear import doubled, is_per_channel, linear
 
 E4M3_MAX = 448.0

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ...numerics import Blockwise, PerChannel, dequantize, quantize
+from ...numerics import dequantize, quantize
 from ...wire.plan import RefitPlan
 from ..cpu_platform.cpu_linear import quantize_per_token_group
 from .served_modules import ServedModule
@@ -110,9 +110,7 @@ def served_weight(
     Raises:
         QuantizationError: NaN or Inf.
     """
-    is_per_channel = block == (1, weight.shape[1])
-    granularity = PerChannel() if is_per_channel else Blockwise.of(block)
-    codes, scales = quantize(weight.detach(), granularity, name=name, **rounding)
+    codes, scales = quantize(weight.detach(), block, name=name, **rounding)
     return dequantize(codes, scales, block, torch.float32)
 
 

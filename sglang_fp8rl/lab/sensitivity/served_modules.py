@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from ...config import LAYER
 from ...errors import ConfigError
-from ...numerics.grid import BlockGrid
+from ...formats.format import BlockGrid
 from ...wire.plan import RefitPlan, TensorPlan
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

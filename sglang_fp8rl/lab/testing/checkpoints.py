@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...checkpoint import INDEX_NAME
-from ...numerics.grid import ceil_div
+from ...formats.format import ceil_div
 from .families import embedding_std, hub_config, hub_shapes, make_config
 
 TILE = 128

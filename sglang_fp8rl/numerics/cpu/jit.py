@@ -15,7 +15,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic, overload
 from numba.np.numpy_support import as_dtype
 
-from ..grid import ceil_div
+from ...formats.format import ceil_div
 
 T = TypeVar("T")
 

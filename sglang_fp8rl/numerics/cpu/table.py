@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..grid import ceil_div
+from ...formats.format import ceil_div
 from ..write_table import BAD_SCALE, DTYPES, NAN_CODE, CastTable, Dtype, Kind
 from .jit import array_at, by_rows, in_threads, jit, threads_for
 from .kernels import (

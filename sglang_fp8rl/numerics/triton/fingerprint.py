@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ...formats.format import ceil_div
 from ..fingerprint import COLUMN_SEED, MIX1, MIX2, STEP, Matrix
-from ..grid import ceil_div
 from .arithmetic import on_device
 
 Part = tuple[int, Matrix]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...formats.format import ceil_div
 from .. import reference
-from ..grid import ceil_div
 from ..write_table import DTYPES, LONGEST_ROW, CastTable, Kind
 from .arithmetic import has_packed_kernels, on_device
 from .kernels import COLUMNS, table_cast_kernel, table_codes_kernel, table_copy_kernel
@@ -40,13 +40,25 @@ def cast_into(
     """
     rounding = {"POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16)}
     cols, is_through = source.shape[1], target.dtype == torch.bfloat16
-    is_row = block == (1, cols) and cols <= LONGEST_ROW
-    is_block = block == (BLOCK, BLOCK) and not (is_through and cols > WIDEST_THROUGH)
-    if not (is_row or is_block):
+    is_row, is_block = _kernels_for(*block, cols)
+    widest = LONGEST_ROW if is_row else WIDEST_THROUGH
+    if not (is_row or is_block) or (cols > widest and (is_row or is_through)):
         outs = (target, weight_scale, nonfinite)
         reference.cast_into(source, *outs, block, pow2_scale, round_to_bf16)
     else:
         cast_matrix(source, target, weight_scale, nonfinite, is_row, rounding)
+
+
+def _kernels_for(block_n: Any, block_k: Any, cols: Any) -> tuple[Any, Any]:
+    """Whether such blocks are the rows that a kernel casts, or the squares; of arrays, each."""
+    return (block_n == 1) & (block_k == cols), (block_n == BLOCK) & (block_k == BLOCK)
+
+
+def has_kernels(pieces: np.ndarray) -> bool:
+    """Whether there are kernels for all casts of a table."""
+    casts = pieces[pieces["kind"] == Kind.CAST]
+    is_row, is_block = _kernels_for(casts["block_n"], casts["block_k"], casts["cols"])
+    return bool((is_row | is_block).all())
 
 
 @dataclass(frozen=True)
@@ -163,7 +175,8 @@ class _Group(NamedTuple):
 def _groups(pieces: np.ndarray) -> list[tuple[_Group, np.ndarray]]:
     """Each group with the indices of its pieces, in the order of their kinds."""
     kind = pieces["kind"]
-    is_block = (kind == Kind.CAST) & (pieces["block_n"] > 1)
+    _, is_block = _kernels_for(pieces["block_n"], pieces["block_k"], pieces["cols"])
+    is_block &= kind == Kind.CAST
     is_ragged = is_block & ((pieces["rows"] % BLOCK != 0) | (pieces["cols"] % BLOCK != 0))
     size, target_size = _SIZES[pieces["source_dtype"]], _SIZES[pieces["destination_dtype"]]
     source = pieces["source_offset"] | pieces["source_stride"] * size | WIDEST

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ...numerics import Blockwise, through_fp8
+from ...numerics import through_fp8
 from .rules import ServedWeightsError, WeightRule
 
 
@@ -28,12 +28,11 @@ def _served(
 ) -> torch.Tensor:
     columns = weight.shape[-1]
     rows = weight.numel() // columns
-    granularity = Blockwise.of(block)
     options: Any = {"pow2_scale": pow2, "round_to_bf16": to_bf16}
     stack = weight.detach().reshape(rows, columns)
-    if (rows // matrices) % granularity.block_n == 0:  # no block reaches into the next matrix
-        return through_fp8(stack, granularity, **options).view(weight.shape)
-    parts = [through_fp8(one, granularity, **options) for one in stack.chunk(matrices)]
+    if (rows // matrices) % block[0] == 0:  # no block reaches into the next matrix
+        return through_fp8(stack, block, **options).view(weight.shape)
+    parts = [through_fp8(one, block, **options) for one in stack.chunk(matrices)]
     return torch.cat(parts).view(weight.shape)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...numerics import Blockwise, dequantize, quantize
+from ...numerics import dequantize, quantize
 from ...wire.fingerprint import Fingerprint, Verification, compare
 from ..fingerprint import Fingerprinter
 from ..shards import full_tensors
@@ -85,12 +85,11 @@ def fingerprint_of_served(model: nn.Module, *, source: str = "the trainer") -> F
 
 def _check_computed_with(weight: torch.Tensor, rule: WeightRule) -> None:
     """What `served` gives to a forward pass is codes times scales, of the public cast."""
-    granularity = Blockwise.of(rule.block)
     options: Any = {"pow2_scale": rule.pow2_scale, "round_to_bf16": rule.round_to_bf16}
     columns = weight.shape[-1]
     used = served(weight, rule).reshape(-1, columns).chunk(rule.matrices)
     for one, computed in zip(weight.reshape(-1, columns).chunk(rule.matrices), used, strict=True):
-        codes, scales = quantize(one, granularity, name=rule.name, **options)
+        codes, scales = quantize(one, rule.block, name=rule.name, **options)
         expected = dequantize(codes, scales, rule.block)
         other = int((expected.view(torch.int16) != computed.view(torch.int16)).sum())
         if other:

@@ -59,16 +59,16 @@ def small_plan(family: str = "llama", **options: Any) -> RefitPlan:
         modules.append(
             {
                 "module": module,
-                "scheme": scheme.granularity.value,
+                "scheme": scheme.name,
                 "cause": scheme.cause.value,
                 "reason": scheme.reason,
                 "activations": scheme.activations,
             }
         )
         for name in names:
-            is_block = scheme.granularity.value == "blockwise"
+            is_block = scheme.name == "blockwise"
             block = [128, 128] if is_block else [1, shapes[name][-1]]
-            tensors[name] = _entry(shapes[name], module, scheme.granularity.value, block)
+            tensors[name] = _entry(shapes[name], module, scheme.name, block)
     for name, shape in shapes.items():
         tensors.setdefault(name, _entry(shape, name.rpartition(".")[0], "high_precision", None))
     document: dict[str, Any] = {
@@ -112,7 +112,7 @@ def _scheme(module: str, shapes: list[tuple[int, ...]]) -> Any:
         why = expert_misalignment(
             hidden_size=128, intermediate_size_per_partition=128, block_size=(128, 128)
         )
-        return decide_scheme(why, "per_channel")
+        return decide_scheme(why, "per_channel", "blockwise")
     rows, columns = [shape[0] for shape in shapes], shapes[0][1]
     why = misalignment(
         input_size=columns,
@@ -121,7 +121,7 @@ def _scheme(module: str, shapes: list[tuple[int, ...]]) -> Any:
         output_partition_sizes=rows,
         block_size=(128, 128),
     )
-    return decide_scheme(why, "per_channel")
+    return decide_scheme(why, "per_channel", "blockwise")
 
 
 def _entry(shape: Any, module: str, scheme: str, block: list[int] | None) -> dict[str, Any]:

@@ -85,10 +85,10 @@ def _host_times() -> None:
 
     import torch
 
-    from sglang_fp8rl.numerics import FP8_DTYPE, Blockwise, cast_into
+    from sglang_fp8rl.numerics import FP8_DTYPE, cast_into
     from sglang_fp8rl.numerics.cast import copy_finite_into
 
-    source, blocks = torch.randn(768, 2048).bfloat16(), Blockwise()
+    source, blocks = torch.randn(768, 2048).bfloat16(), (128, 128)
     codes, scales = torch.empty(source.shape, dtype=FP8_DTYPE), torch.empty(6, 16)
     copied = torch.empty_like(source)
     for name, call in {

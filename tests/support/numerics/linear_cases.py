@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_fp8rl.numerics import FP8_DTYPE, Blockwise, PerChannel, quantize
+from sglang_fp8rl.numerics import FP8_DTYPE, quantize
 
 BLOCK = (128, 128)
 # Tokens on either side of a tile's size, rows and columns that divide nothing: `m, n, k, block`.
@@ -37,7 +37,7 @@ def case(
     weight = torch.randn(n, k, generator=generator)
     grown = torch.logspace(-2, 2, -(-n // 128) * -(-k // 128)).view(-(-n // 128), -(-k // 128))
     weight *= grown.repeat_interleave(128, 0).repeat_interleave(128, 1)[:n, :k]
-    codes, scale = quantize(weight, Blockwise(*block) if block else PerChannel())
+    codes, scale = quantize(weight, block or (1, k))
     x = torch.randn(m, k, generator=generator).to(dtype)
     return x, codes, scale.view(n, 1) if block is None else scale
 

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
+from sglang_fp8rl.numerics import cast_into
 from sglang_fp8rl.numerics.cast import copy_finite_into
 from support.numerics.numerics_cases import destination, outside_is_untouched, scale_shape
 
@@ -22,10 +22,10 @@ def run(jobs: list[dict]) -> list[tuple]:
             out = torch.full(source.shape, 3.0, dtype=job["to"], device=source.device)
             results.append((out, copy_finite_into(source, out, backend="triton")))
             continue
-        granularity = PerChannel() if job["per_channel"] else Blockwise()
+        block = (1, source.shape[1]) if job["per_channel"] else (128, 128)
         shape = scale_shape(source, job["per_channel"])
         outer, qweight, rim, scales = destination(*source.shape, shape, source.device)
-        flags = cast_into(source, qweight, scales, granularity, backend="triton", **job["options"])
+        flags = cast_into(source, qweight, scales, block, backend="triton", **job["options"])
         intact = outside_is_untouched(outer, rim, *source.shape)
         results.append((qweight.clone(), scales.clone(), flags, intact))
     return results

@@ -5,7 +5,6 @@ Sources are adversarial, so that a step that differs between devices or torch ve
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ import torch
 from torch import nn
 
 from sglang_fp8rl import numerics, trainer
-from sglang_fp8rl.numerics import Blockwise, PerChannel, backends, kv_bounds, powers_of_two
+from sglang_fp8rl.formats.format import BlockGrid
+from sglang_fp8rl.numerics import backends, kv_bounds, powers_of_two
 from sglang_fp8rl.numerics import cast as casts
 from sglang_fp8rl.numerics import fingerprint as fingerprints
 from sglang_fp8rl.numerics import reference as definition
@@ -99,23 +99,29 @@ class Calls:
             yield from _flat(function(source, **rounding))
 
     def call_cast_into(self) -> Iterator[Any]:
-        for granularity in (Blockwise(), PerChannel(), Blockwise(64, 32)):
+        for size in ((128, 128), None, (64, 32)):
             for source, rounding in itertools.product(self.sources, ROUNDINGS):
-                shape = granularity.grid(source.shape).scale_shape
+                block = size or (1, source.shape[1])
+                shape = BlockGrid.of(source.shape, block).scale_shape
                 outer, codes, rim, scales = destination(*source.shape, shape, self.device)
                 options = {**rounding, "backend": self.backend}
-                flags = casts.cast_into(source, codes, scales, granularity, **options)
+                flags = casts.cast_into(source, codes, scales, block, **options)
                 yield from (outer, rim, flags)
 
     def call_through_fp8(self) -> Iterator[Any]:
-        for granularity in (Blockwise(), PerChannel()):
-            through = functools.partial(casts.through_fp8, granularity=granularity)
-            yield from self._casts(functools.partial(through, backend=self.backend), finite=False)
+        for size in ((128, 128), None):
+            through = self._by_blocks(casts.through_fp8, size)
+            yield from self._casts(through, finite=False)
+
+    def _by_blocks(self, cast: Callable[..., Any], size: tuple[int, int] | None) -> Any:
+        """Without a size by rows."""
+        return lambda source, **rounding: cast(
+            source, size or (1, source.shape[1]), backend=self.backend, **rounding
+        )
 
     def call_quantize(self) -> Iterator[Any]:
-        for granularity in (Blockwise(), PerChannel(), Blockwise(3, 5)):
-            quantize = functools.partial(casts.quantize, granularity=granularity)
-            yield from self._casts(functools.partial(quantize, backend=self.backend))
+        for size in ((128, 128), None, (3, 5)):
+            yield from self._casts(self._by_blocks(casts.quantize, size))
 
     def call_quantize_blockwise(self) -> Iterator[Any]:
         return self._casts(casts.quantize_blockwise)

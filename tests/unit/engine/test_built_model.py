@@ -20,9 +20,10 @@ from sglang_fp8rl.engine.modules.built import (
 from sglang_fp8rl.engine.modules.method import DecidedMethod
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import ConfigError
-from sglang_fp8rl.scheme import Cause, Granularity, Scheme
+from sglang_fp8rl.formats import FORMATS
+from sglang_fp8rl.scheme import Cause, Scheme
 
-BLOCKWISE = Scheme(Granularity.BLOCKWISE, Cause.ALIGNED, "")
+BLOCKWISE = Scheme(FORMATS["blockwise"], Cause.ALIGNED, "")
 
 
 class Method(DecidedMethod):
@@ -44,7 +45,7 @@ def test_an_fp8_weight_is_one_whichever_module_holds_it_too(is_held_first_by_ano
     target = targets_of(parent)[id(layer.weight)]
     assert target.is_fp8
     assert target.scale is layer.weight_scale_inv
-    assert target.granularity is Granularity.BLOCKWISE
+    assert target.format is BLOCKWISE.format
     assert target.module is layer
 
 
@@ -59,9 +60,9 @@ def bare(kind):
     ("scheme", "cause"),
     [
         (BLOCKWISE, Cause.VISION_TOWER),
-        (Scheme(Granularity.PER_CHANNEL, Cause.ASKED, "granularity"), Cause.VISION_TOWER),
-        (Scheme(Granularity.HIGH_PRECISION, Cause.MISALIGNED, "576"), Cause.VISION_TOWER),
-        (Scheme(Granularity.HIGH_PRECISION, Cause.ASKED, "ignored_layers"), Cause.ASKED),
+        (Scheme(FORMATS["per_channel"], Cause.ASKED, "granularity"), Cause.VISION_TOWER),
+        (Scheme(None, Cause.MISALIGNED, "576"), Cause.VISION_TOWER),
+        (Scheme(None, Cause.ASKED, "ignored_layers"), Cause.ASKED),
     ],
 )
 def test_a_tower_is_said_to_be_one_whatever_was_decided_before(scheme, cause):

@@ -23,7 +23,7 @@ from sglang_fp8rl.lab.cpu_platform.cpu_moe import (
     sorted_by_expert,
 )
 from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
-from sglang_fp8rl.numerics import Blockwise, PerChannel, dequantize, quantize
+from sglang_fp8rl.numerics import dequantize, quantize
 
 EXPERTS, TOP_K, HIDDEN, INNER = 5, 2, 256, 128
 CONFIG = MoeRunnerConfig(num_experts=EXPERTS, num_local_experts=EXPERTS, activation="silu")
@@ -46,12 +46,9 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def served(*shape: int, blockwise: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales and values."""
-    granularity = Blockwise() if blockwise else PerChannel()
-    pairs = [quantize(0.1 * one, granularity) for one in drawn(*shape)]
-    held = [
-        dequantize(*pair, granularity.block(pair[0].shape), torch.float32).double()
-        for pair in pairs
-    ]
+    block = (128, 128) if blockwise else (1, shape[-1])
+    pairs = [quantize(0.1 * one, block) for one in drawn(*shape)]
+    held = [dequantize(*pair, block, torch.float32).double() for pair in pairs]
     scales = torch.stack([scale for _, scale in pairs])
     scales = scales if blockwise else scales.view(shape[0], shape[1], 1)
     return torch.stack([codes for codes, _ in pairs]), scales, torch.stack(held)

@@ -13,12 +13,11 @@ pytest.importorskip("sglang")
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.modules import built, linear
 from sglang_fp8rl.engine.modules.linear import Fp8BlockwiseOnlineLinearMethod
+from sglang_fp8rl.formats import FORMATS
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import apply_fp8_linear, block_fp8_linear
 from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
-from sglang_fp8rl.numerics import Blockwise, PerChannel, dequantize, quantize
+from sglang_fp8rl.numerics import dequantize, quantize
 from sglang_fp8rl.scheme import decide_scheme
-
-SCALES = {"blockwise": "weight_scale_inv", "per_channel": "weight_scale"}
 
 
 def method_of(
@@ -28,7 +27,8 @@ def method_of(
     method = object.__new__(Fp8BlockwiseOnlineLinearMethod)
     scheme = decide_scheme("", "per_channel", granularity)
     method.fp8rl_scheme = replace(scheme, keeps_activations=keeps_activations)
-    method.block_quant, method.served = granularity == "blockwise", None
+    method.weight_block_size, method.served = scheme.format.weight_block_size, None
+    method.block_quant = method.weight_block_size is not None
     method.quant_config = SimpleNamespace(options=Options(**options))
     method.w8a8_block_fp8_linear = linear.deepgemm_w8a8_block_fp8_linear_with_fallback
     return method
@@ -38,16 +38,16 @@ def layer_of(
     granularity: str, rows: int = 256, columns: int = 384
 ) -> tuple[SimpleNamespace, torch.Tensor]:
     """A layer, and the values of its weight."""
-    kind = Blockwise() if granularity == "blockwise" else PerChannel()
+    held = FORMATS[granularity]
+    block = held.grid((rows, columns)).block
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
-    codes, scale = quantize(0.1 * weight, kind)
-    held = dequantize(codes, scale, kind.block(codes.shape), torch.float32).double()
-    scale = scale if granularity == "blockwise" else scale.view(rows, 1)
-    return SimpleNamespace(weight=codes, **{SCALES[granularity]: scale}), held
+    codes, scale = quantize(0.1 * weight, block)
+    layer = SimpleNamespace(weight=codes, **{held.scale_name("weight"): scale})
+    return layer, dequantize(codes, scale, block, torch.float32).double()
 
 
 @pytest.mark.parametrize("most", [16, 3])
-@pytest.mark.parametrize("granularity", SCALES)
+@pytest.mark.parametrize("granularity", FORMATS)
 def test_few_tokens_get_our_product_and_more_of_them_sglang_s(monkeypatch, granularity, most):
     seen = []
     monkeypatch.setattr(linear, "linear", lambda x, *_: seen.append("ours") or x)
@@ -63,7 +63,7 @@ def test_few_tokens_get_our_product_and_more_of_them_sglang_s(monkeypatch, granu
 
 
 @pytest.mark.parametrize("pow2", [False, True])
-@pytest.mark.parametrize("granularity", SCALES)
+@pytest.mark.parametrize("granularity", FORMATS)
 def test_doubled_rows_are_as_near_as_bf16_s_and_a_bias_is_added_once(
     monkeypatch, granularity, pow2
 ):
@@ -94,7 +94,7 @@ def test_scales_are_packed_for_doubled_rows_too_which_are_then_split_by_powers_o
     """And SGLang, which would requantize the weight for its own kernel, is not asked."""
     monkeypatch.setattr(linear, "takes_packed_scales", lambda *_, **__: True)
     method = method_of("blockwise", keeps_activations=keeps_activations, exact_product_tokens=0)
-    layer = SimpleNamespace(weight=torch.zeros(128, 128))
+    layer = SimpleNamespace(weight=torch.zeros(128, 128), weight_scale_inv=torch.ones(1, 1))
     assert method.reads_packed_scales(layer)
     packed = SimpleNamespace(derive=lambda: None)
     method.served = packed

@@ -51,9 +51,10 @@ def experts(monkeypatch, scheme: str, backend: MoeRunnerBackend):
     layer.moe_runner_config = SimpleNamespace(is_gated=True)
     reason = "" if scheme == "blockwise" else "192 is not a multiple of 128"
     method.fp8rl_scheme = decide_scheme(reason, "per_channel", "blockwise")
-    method.block_quant = not reason
+    method.weight_block_size = method.fp8rl_scheme.format.weight_block_size
+    method.block_quant = method.weight_block_size is not None
     if not method.block_quant:
-        method._create_per_channel(layer, 2, 256, SIZES[scheme])
+        method._create_whole(layer, 2, 256, SIZES[scheme])
     else:
         for name, rows in (("w13", 512), ("w2", 256)):
             weight = torch.zeros(2, rows, 256, dtype=torch.float8_e4m3fn)

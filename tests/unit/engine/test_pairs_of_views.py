@@ -27,7 +27,7 @@ class Matrix(nn.Module):
         super().__init__()
         self.quant_method = method = object.__new__(Fp8BlockwiseOnlineLinearMethod)
         method.fp8rl_scheme = decide_scheme("", "per_channel", "blockwise")
-        method.block_quant, method.served, method.w8a8_block_fp8_linear = True, None, None
+        method.served = method.w8a8_block_fp8_linear = None
         codes, scale = torch.zeros(PART, PART, dtype=torch.float8_e4m3fn), torch.ones(2, 2)
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)

@@ -16,7 +16,6 @@ from sglang_fp8rl.engine.report import report
 from sglang_fp8rl.engine.report.refit_record import Outcome, State
 from sglang_fp8rl.engine.report.report import Arrived, RefitReport
 from sglang_fp8rl.errors import RefitError
-from sglang_fp8rl.scheme import Granularity
 from sglang_fp8rl.wire.refit_note import RefitNote
 
 NAMES = ("embed", "layer 0", "layer 1", "norm")
@@ -32,7 +31,7 @@ class Server:
         self.targets = {}
         for index, name in enumerate(NAMES):
             parameter = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
-            target = Target(name, parameter, Granularity.HIGH_PRECISION, None, index=index)
+            target = Target(name, parameter, None, index=index)
             names.known[name] = Known((1,), [Landing(target, (), (ALL,), (ALL,))])
             self.targets[name] = target
         self.report = RefitReport(self.targets.values(), names)

@@ -89,7 +89,7 @@ def test_the_second_update_derives_again_into_the_same_memory(layout):
     codes, scale = quantize_blockwise(weight_of(256, 512, 4), pow2_scale=True)
     layer.weight = torch.nn.Parameter(codes.clone(), requires_grad=False)
     layer.weight_scale_inv = torch.nn.Parameter(scale.clone(), requires_grad=False)
-    served = ServedWithPackedScales(layer, ["weight"], "layer")
+    served = ServedWithPackedScales(layer, {"weight": "weight_scale_inv"}, "layer")
     first = served.weight_scale_inv.clone()
     address = served.weight_scale_inv.data_ptr()
     codes, scale = quantize_blockwise(8 * weight_of(256, 512, 5), pow2_scale=True)

@@ -20,7 +20,7 @@ def assert_as_the_reference(x: torch.Tensor, pow2_scale: bool) -> None:
     """`x`: [128 * n, 128], a block for each scale."""
     codes = torch.empty(x.shape, dtype=numerics.FP8_DTYPE)
     scales = torch.empty(x.shape[0] // 128, 1)
-    numerics.cast_into(x, codes, scales, numerics.Blockwise(), pow2_scale=pow2_scale)
+    numerics.cast_into(x, codes, scales, (128, 128), pow2_scale=pow2_scale)
     expected, expected_scales = quantize_blockwise(x, pow2_scale=pow2_scale)
     assert torch.equal(scales, expected_scales)
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
@@ -58,5 +58,5 @@ def test_what_rounds_to_zero_keeps_its_sign():
     )
     x = torch.nn.functional.pad(x, (0, 120)).repeat(128, 1)
     codes, scales = torch.empty(128, 128, dtype=numerics.FP8_DTYPE), torch.empty(1, 1)
-    numerics.cast_into(x, codes, scales, numerics.Blockwise())
+    numerics.cast_into(x, codes, scales, (128, 128))
     assert codes[0, :8].view(torch.uint8).tolist() == [126, 0, 128, 128, 0, 128, 0, 128]

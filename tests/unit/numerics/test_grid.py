@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 
 from sglang_fp8rl.errors import QuantizationError
-from sglang_fp8rl.numerics.grid import (
-    BlockGrid,
-    Blockwise,
-    PerChannel,
-    ceil_div,
-)
+from sglang_fp8rl.formats import FORMATS
+from sglang_fp8rl.formats.format import BlockGrid, ceil_div
 
+BLOCKWISE, PER_CHANNEL = FORMATS["blockwise"], FORMATS["per_channel"]
 SIDES = list(itertools.product((1, 4, 5), (1, 3), (1, 2, 3), (1, 2)))
 
 
@@ -75,7 +72,7 @@ def test_a_box_without_rows_has_no_scales_wherever_it_starts():
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("full", [1024, 2048, 9216])
 def test_block_scales_of_all_ranks_tile_the_scales_of_the_whole(full, tp_size):
-    grid, rows = Blockwise().grid((full, 256)), full // tp_size
+    grid, rows = BLOCKWISE.grid((full, 256)), full // tp_size
     scales = [
         index
         for rank in range(tp_size)
@@ -87,7 +84,7 @@ def test_block_scales_of_all_ranks_tile_the_scales_of_the_whole(full, tp_size):
 
 @pytest.mark.parametrize(("start", "size"), [(64, 64), (0, 64), (128, 100)])
 def test_a_shard_that_cuts_a_block_is_refused_by_name(start, size):
-    grid = Blockwise().grid((512, 256))
+    grid = BLOCKWISE.grid((512, 256))
     for at, shape in (((start, 0), (size, 256)), ((0, 0), (512, 100))):
         with pytest.raises(
             QuantizationError, match=r"k_proj.*inside a block of \[128, 128\].*BF16"
@@ -95,22 +92,22 @@ def test_a_shard_that_cuts_a_block_is_refused_by_name(start, size):
             grid.scales_of(at, shape, name="k_proj")
 
 
-def test_granularities_give_the_scale_shape_of_a_matrix_and_of_each_expert_s():
-    assert Blockwise(128, 128).grid((300, 256)).scale_shape == (3, 2)
-    assert Blockwise(64, 32).grid((300, 256)).scale_shape == (5, 8)
-    assert PerChannel().grid((300, 256)).scale_shape == (300, 1)
-    assert PerChannel().grid((8, 300, 256)) == BlockGrid((300, 256), (1, 256))
-    assert PerChannel().grid((300, 256)).scales_of((37, 0), (11, 256)) == (
+def test_formats_give_the_scale_shape_of_a_matrix_and_of_each_expert_s():
+    assert BLOCKWISE.grid((300, 256)).scale_shape == (3, 2)
+    assert BlockGrid.of((300, 256), (64, 32)).scale_shape == (5, 8)
+    assert PER_CHANNEL.grid((300, 256)).scale_shape == (300, 1)
+    assert PER_CHANNEL.grid((8, 300, 256)) == BlockGrid((300, 256), (1, 256))
+    assert PER_CHANNEL.grid((300, 256)).scales_of((37, 0), (11, 256)) == (
         slice(37, 48),
         slice(0, 1),
     )
-    assert not PerChannel().grid((300, 256)).is_whole((0, 0), (300, 128))
+    assert not PER_CHANNEL.grid((300, 256)).is_whole((0, 0), (300, 128))
 
 
 @pytest.mark.parametrize("block_size", [(128,), (0, 128), (128, -1), (128, 1.5), (True, 128)])
 def test_refuses_a_block_that_is_none(block_size):
     with pytest.raises(QuantizationError, match="two positive integers"):
-        Blockwise.of(block_size)
+        BlockGrid.of((300, 256), block_size)
 
 
 def test_ceil_div_rounds_up_numbers_and_arrays():
@@ -118,8 +115,8 @@ def test_ceil_div_rounds_up_numbers_and_arrays():
     assert ceil_div(np.array([0, 1, 4, 5]), np.array([4, 4, 4, 2])).tolist() == [0, 1, 1, 3]
 
 
-@pytest.mark.parametrize("granularity", [Blockwise(), PerChannel()], ids=str)
+@pytest.mark.parametrize("held", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("shape", [(), (5,)])
-def test_what_has_no_rows_has_no_grid(granularity, shape):
+def test_what_has_no_rows_has_no_grid(held, shape):
     with pytest.raises(QuantizationError, match="fewer than two dimensions"):
-        granularity.grid(shape)
+        held.grid(shape)

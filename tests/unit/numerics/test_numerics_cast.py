@@ -22,8 +22,6 @@ from sglang_fp8rl.errors import QuantizationError
 from sglang_fp8rl.numerics import (
     FP8_DTYPE,
     FP8_MAX,
-    Blockwise,
-    PerChannel,
     cast_into,
 )
 from sglang_fp8rl.numerics.cpu import jit as cpu_jit
@@ -47,7 +45,7 @@ def _cast(source, per_channel, **options):
     outer, qweight, rim, scales = destination(rows, cols, scale_shape(source, per_channel))
     addresses = qweight.data_ptr(), scales.data_ptr()
     nonfinite = cast_into(
-        source, qweight, scales, PerChannel() if per_channel else Blockwise(), **options
+        source, qweight, scales, (1, cols) if per_channel else (128, 128), **options
     )
     assert addresses == (qweight.data_ptr(), scales.data_ptr())
     assert outside_is_untouched(outer, rim, rows, cols)
@@ -126,7 +124,7 @@ def test_any_block_size(block_size, backend):
         source = CASES[name]
         expected, scale = quantize_blockwise(source, block_size)
         qweight, scales = torch.empty_like(expected), torch.empty_like(scale)
-        cast_into(source, qweight, scales, Blockwise.of(block_size), backend=backend)
+        cast_into(source, qweight, scales, block_size, backend=backend)
         assert same_bits(qweight, expected)
         assert same_bits(scales, scale)
 
@@ -136,7 +134,7 @@ def test_scales_may_be_strided(backend):
     expected, scale = quantize_per_channel(source)
     for scales in (torch.empty(127, 4)[:, 1:2], torch.empty(4, 127).t()[:, 2:3]):
         qweight = torch.empty_like(expected)
-        nonfinite = cast_into(source, qweight, scales, PerChannel(), backend=backend)
+        nonfinite = cast_into(source, qweight, scales, (1, source.shape[1]), backend=backend)
         assert nonfinite.shape == (127, 1)
         assert same_bits(qweight, expected)
         assert torch.equal(scales.reshape(-1), scale[:, 0])
@@ -164,7 +162,7 @@ def test_parameters_and_inference_tensors_can_be_written(backend):
     with torch.inference_mode():
         qweight = torch.empty(1, 129, dtype=FP8_DTYPE)
         scales = torch.empty(1, 2)
-        cast_into(source, qweight, scales, Blockwise(), backend=backend)
+        cast_into(source, qweight, scales, (128, 128), backend=backend)
     assert same_bits(qweight, quantize_blockwise(source)[0])
 
 
@@ -185,14 +183,14 @@ def test_parameters_and_inference_tensors_can_be_written(backend):
 )
 def test_refuses_destinations_that_do_not_fit(source, qweight, scales, said):
     with pytest.raises(QuantizationError, match=said) as error:
-        cast_into(torch.ones(source), qweight, scales, Blockwise(), name="model.q_proj.weight")
+        cast_into(torch.ones(source), qweight, scales, (128, 128), name="model.q_proj.weight")
     assert error.value.subject == "model.q_proj.weight"
 
 
 def test_an_unknown_backend_is_an_error():
     args = torch.ones(1, 1), torch.empty(1, 1, dtype=FP8_DTYPE), torch.empty(1, 1)
     with pytest.raises(ValueError, match="'cuda': one of"):
-        cast_into(*args, Blockwise(), backend="cuda")
+        cast_into(*args, (128, 128), backend="cuda")
 
 
 def _python(code: str) -> str:
@@ -213,9 +211,9 @@ def test_without_numba_the_bytes_are_the_same():
         cpu, rounding = torch.device("cpu"), {"pow2_scale": False, "round_to_bf16": True}
         assert make_runner(table_of([]), cpu, **rounding) is None
         x = torch.randn(300, 500)
-        expected, scale = numerics.quantize(x, numerics.Blockwise(), backend="reference")
+        expected, scale = numerics.quantize(x, (128, 128), backend="reference")
         q, s = torch.empty_like(expected), torch.empty_like(scale)
-        numerics.cast_into(x, q, s, numerics.Blockwise())
+        numerics.cast_into(x, q, s, (128, 128))
         print(torch.equal(q.view(torch.uint8), expected.view(torch.uint8)), torch.equal(s, scale))
     """)
     assert said.split() == ["True", "True"]
@@ -238,7 +236,7 @@ def test_nothing_tensor_sized_is_allocated():
         x = torch.randn(4096, 4096)
         half = x.half()
         q = torch.ones(4096, 4096, dtype=torch.uint8).view(numerics.FP8_DTYPE)
-        s, blocks = torch.ones(32, 32), numerics.Blockwise()
+        s, blocks = torch.ones(32, 32), (128, 128)
         for backend in ("numba", "reference"):
             if backend == "numba" and not importlib.util.find_spec("numba"):
                 continue

@@ -10,8 +10,8 @@ from support.numerics.numerics_cases import CASES, bits, same_bits
 import sglang_fp8rl
 from sglang_fp8rl import numerics
 from sglang_fp8rl.errors import QuantizationError
+from sglang_fp8rl.formats import FORMATS
 from sglang_fp8rl.numerics import reference
-from sglang_fp8rl.numerics.grid import Blockwise, PerChannel
 
 OPTIONS = [
     {"pow2_scale": p, "round_to_bf16": r} for p, r in itertools.product([False, True], repeat=2)
@@ -63,10 +63,11 @@ def test_on_a_cpu_nothing_public_runs_the_reference(without_the_reference, dtype
         codes, scale = getattr(sglang_fp8rl, function)(source)
         assert (codes.float() == 448).all()
         assert (scale == torch.tensor(1 / 448)).all()
-    for granularity in (Blockwise(), PerChannel()):
+    for held in FORMATS.values():
+        grid = held.grid(source.shape)
         codes = torch.empty(130, 140, dtype=numerics.FP8_DTYPE)
-        scale = torch.empty(granularity.grid(source.shape).scale_shape)
-        assert not numerics.cast_into(source, codes, scale, granularity).any()
+        scale = torch.empty(grid.scale_shape)
+        assert not numerics.cast_into(source, codes, scale, grid.block).any()
         assert (codes.float() == 448).all()
 
 

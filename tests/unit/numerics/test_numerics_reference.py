@@ -16,7 +16,6 @@ from sglang_fp8rl.errors import QuantizationError
 from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
 from sglang_fp8rl.numerics import (
     FP8_DTYPE,
-    Blockwise,
     cast_into,
     dequantize,
 )
@@ -58,7 +57,7 @@ def test_equals_exact_arithmetic(backend, matrix, block_size, pow2_scale, round_
     block_n, block_k = block_size
     qweight = torch.full((rows, cols), 0x7F, dtype=torch.uint8).view(FP8_DTYPE)
     scales = torch.full((-(-rows // block_n), -(-cols // block_k)), -7.0)
-    cast_into(source, qweight, scales, Blockwise.of(block_size), backend=backend, **options)
+    cast_into(source, qweight, scales, block_size, backend=backend, **options)
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
             region = (

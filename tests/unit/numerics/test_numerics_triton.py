@@ -9,7 +9,7 @@ from support.numerics import numerics_in_interpreter
 from support.numerics.interpreted import interpreted
 from support.numerics.numerics_cases import CASES, same_bits
 
-from sglang_fp8rl.numerics import Blockwise, PerChannel, cast_into
+from sglang_fp8rl.numerics import cast_into
 from sglang_fp8rl.numerics.cast import copy_finite_into
 
 pytest.importorskip("triton")
@@ -72,7 +72,7 @@ def _expect_torch_s_copies(jobs: dict[str, dict], results: list[tuple]) -> None:
 def _expect_the_reference(jobs: dict[str, dict], results: list[tuple]) -> None:
     for (name, job), (qweight, scales, flags, intact) in zip(jobs.items(), results, strict=True):
         source = job["source"].cpu()
-        granularity = PerChannel() if job["per_channel"] else Blockwise()
+        block = (1, source.shape[1]) if job["per_channel"] else (128, 128)
         expected = torch.full_like(qweight.cpu().view(torch.uint8), 0x7F).view(qweight.dtype)
         expected_scales = torch.full_like(scales.cpu(), -7.0)
         options = job["options"]
@@ -80,7 +80,7 @@ def _expect_the_reference(jobs: dict[str, dict], results: list[tuple]) -> None:
             source,
             expected,
             expected_scales,
-            granularity,
+            block,
             backend="reference",
             **options,
         )
@@ -128,13 +128,13 @@ def test_hardware_by_default_uses_triton_and_does_not_wait():
     source = torch.randn(4096, 4096, device="cuda")
     qweight = torch.empty_like(source, dtype=torch.float8_e4m3fn)
     scales = torch.empty(32, 32, device="cuda")
-    cast_into(source, qweight, scales, Blockwise())  # compiles
+    cast_into(source, qweight, scales, (128, 128))  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        flags = cast_into(source, qweight, scales, Blockwise())
+        flags = cast_into(source, qweight, scales, (128, 128))
         row_scales = torch.empty(4096, 1, device="cuda")
         row_codes = torch.empty_like(qweight)
-        cast_into(source, row_codes, row_scales, PerChannel())
+        cast_into(source, row_codes, row_scales, (1, 4096))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not flags.any()

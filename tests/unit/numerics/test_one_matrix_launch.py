@@ -7,7 +7,9 @@ pytest.importorskip("triton")
 
 from support.numerics.fake_gpu import Operations, fake_gpu
 
-from sglang_fp8rl.numerics import FP8_DTYPE, Blockwise, PerChannel, cast_into
+from sglang_fp8rl.formats import FORMATS
+from sglang_fp8rl.formats.format import BlockGrid
+from sglang_fp8rl.numerics import FP8_DTYPE, cast_into
 from sglang_fp8rl.numerics.cast import copy_finite_into
 from sglang_fp8rl.numerics.triton import matrix
 
@@ -29,14 +31,15 @@ def nothing_is_pinned(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
 
 
-@pytest.mark.parametrize("granularity", [Blockwise(), PerChannel()], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shape", [(256, 384), (130, 257)])
-def test_a_cast_is_one_launch_and_one_allocation(shape, granularity, nothing_is_pinned):
+def test_a_cast_is_one_launch_and_one_allocation(shape, name, nothing_is_pinned):
     source, codes = torch.randn(shape), torch.empty(shape, dtype=FP8_DTYPE)
-    blocks = granularity.grid(shape).scale_shape
+    grid = FORMATS[name].grid(shape)
+    blocks = grid.scale_shape
     scales = torch.empty(blocks)
     launches, operations = launched(
-        lambda: cast_into(source, codes, scales, granularity, backend="triton")
+        lambda: cast_into(source, codes, scales, grid.block, backend="triton")
     )
     assert operations == ["aten.empty.memory_format"]
     assert [one.grid for one in launches] == [(blocks[0] * blocks[1], 1, 1)]
@@ -58,9 +61,9 @@ def test_matrices_of_all_sizes_share_a_kernel():
     for rows, columns, step in ((256, 384, 384), (128, 16384, 16400), (1280, 128, 128)):
         source = torch.randn(rows, step)[:, :columns]
         codes = torch.empty(rows, columns, dtype=FP8_DTYPE)
-        scales = torch.empty(Blockwise().grid((rows, columns)).scale_shape)
+        scales = torch.empty(BlockGrid((rows, columns), (128, 128)).scale_shape)
         with fake_gpu() as gpu:
-            cast_into(source, codes, scales, Blockwise(), backend="triton")
+            cast_into(source, codes, scales, (128, 128), backend="triton")
         kernels |= {one.compiled for one in gpu.launches}
     assert len(kernels) == 1
 

@@ -11,7 +11,7 @@ pytest.importorskip("numba")
 
 from support.numerics import ptx
 
-from sglang_fp8rl.numerics import PerChannel, quantize, through_fp8
+from sglang_fp8rl.numerics import quantize, through_fp8
 from sglang_fp8rl.numerics.triton.arithmetic import FOUR_CODES, TWO_SERVED
 from tools import packed_quotient
 
@@ -55,7 +55,7 @@ def test_what_is_served_is_codes_times_scales_and_else_the_source(finite):
         }
         word = ptx.run(text, registers)["$0"]
         found = np.stack([word & 0xFFFF, word >> 16], 1).reshape(-1)
-        expected = through_fp8(row_of(bits), PerChannel(), backend="reference")
+        expected = through_fp8(row_of(bits), (1, len(bits)), backend="reference")
         wanted = expected.view(torch.int16).numpy().view(np.uint16)[0] if finite else bits
         assert np.array_equal(found, wanted), hex(amax)
 
@@ -73,5 +73,5 @@ def test_codes_are_the_reference_s_four_to_a_word():
         found = ptx.run(text, registers)["$0"].view(np.uint8)
         # The row may have lost its amax: it is there once more, behind the rest.
         row = torch.cat([row_of(bits), row_of(np.array([amax]))], 1)
-        codes, _ = quantize(row, PerChannel(), backend="reference")
+        codes, _ = quantize(row, (1, row.shape[1]), backend="reference")
         assert np.array_equal(found, codes.view(torch.uint8).numpy()[0, :-1]), hex(amax)

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from sglang_fp8rl.errors import QuantizationError
-from sglang_fp8rl.numerics import Blockwise, PerChannel, dequantize, quantize, through_fp8
+from sglang_fp8rl.numerics import dequantize, quantize, through_fp8
 from sglang_fp8rl.numerics.backends import is_there
 
-GRANULARITIES = {
-    "blocks": Blockwise(),
-    "rows": PerChannel(),
-    "rows of two ranks": Blockwise(1, 150),
-    "odd rows": Blockwise(1, 128),
-    "odd blocks": Blockwise(96, 64),
+BLOCKS = {
+    "blocks": (128, 128),
+    "rows": (1, 300),
+    "rows of two ranks": (1, 150),
+    "odd rows": (1, 128),
+    "odd blocks": (96, 64),
 }
 BACKENDS = ["reference", *(["numba"] if is_there("numba") else [])]
 
@@ -31,16 +31,16 @@ def weight(dtype: torch.dtype, rows: int = 200) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("granularity", GRANULARITIES.values(), ids=GRANULARITIES)
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_is_codes_times_scales(backend, granularity, dtype):
+def test_it_is_codes_times_scales(backend, block, dtype):
     w = weight(dtype)
     for pow2 in (False, True):
         for rounded in (False, True):
             options = {"pow2_scale": pow2, "round_to_bf16": rounded}
-            codes, scale = quantize(w, granularity, backend="reference", **options)
-            expected = dequantize(codes, scale, granularity.block(w.shape))
-            found = through_fp8(w, granularity, backend=backend, **options)
+            codes, scale = quantize(w, block, backend="reference", **options)
+            expected = dequantize(codes, scale, block)
+            found = through_fp8(w, block, backend=backend, **options)
             assert found.dtype == torch.bfloat16
             assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), options
 
@@ -51,8 +51,8 @@ def test_every_bf16_number_in_blocks_of_every_mantissa(backend):
     numbers = torch.arange(0x3000, 0x4400, dtype=torch.int16).view(torch.bfloat16)
     amaxes = torch.arange(0x4400, 0x4480, dtype=torch.int16).view(torch.bfloat16)
     w = torch.cat([amaxes[:, None], numbers.expand(128, -1), -numbers.expand(128, -1)], 1)
-    codes, scale = quantize(w, PerChannel(), backend="reference")
-    found = through_fp8(w, PerChannel(), backend=backend)
+    codes, scale = quantize(w, (1, w.shape[1]), backend="reference")
+    found = through_fp8(w, (1, w.shape[1]), backend=backend)
     assert torch.equal(found, dequantize(codes, scale))
 
 
@@ -60,9 +60,9 @@ def test_every_bf16_number_in_blocks_of_every_mantissa(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_not_finite_stays_in_its_block(backend, dtype):
     w = weight(dtype)
-    sound = through_fp8(w, Blockwise())
+    sound = through_fp8(w, (128, 128))
     w[5, 3], w[140, 130] = torch.nan, -torch.inf
-    found = through_fp8(w, Blockwise(), backend=backend)
+    found = through_fp8(w, (128, 128), backend=backend)
     expected = sound.clone()
     for box in ((slice(0, 128), slice(0, 128)), (slice(128, 200), slice(128, 256))):
         expected[box] = w[box].to(torch.bfloat16)
@@ -73,15 +73,15 @@ def test_what_is_not_finite_stays_in_its_block(backend, dtype):
 def test_transposed_views_and_large_matrices_in_threads(backend):
     w = torch.randn(300, 200).t()
     assert torch.equal(
-        through_fp8(w, Blockwise(), backend=backend), through_fp8(w.contiguous(), Blockwise())
+        through_fp8(w, (128, 128), backend=backend), through_fp8(w.contiguous(), (128, 128))
     )
     large = torch.randn(2304, 2048, dtype=torch.bfloat16)
-    codes, scale = quantize(large, Blockwise())
-    assert torch.equal(through_fp8(large, Blockwise(), backend=backend), dequantize(codes, scale))
+    codes, scale = quantize(large, (128, 128))
+    assert torch.equal(through_fp8(large, (128, 128), backend=backend), dequantize(codes, scale))
 
 
 def test_a_stack_or_another_dtype_is_refused_by_name():
     with pytest.raises(QuantizationError, match=r"up: shape \[2, 3, 4\]"):
-        through_fp8(torch.zeros(2, 3, 4), Blockwise(), name="up")
+        through_fp8(torch.zeros(2, 3, 4), (128, 128), name="up")
     with pytest.raises(QuantizationError, match="float64"):
-        through_fp8(torch.zeros(3, 4).double(), Blockwise())
+        through_fp8(torch.zeros(3, 4).double(), (128, 128))

@@ -1,0 +1,204 @@
+"""How a weight may be held in FP8: what shares one scale, which scales belong to a part of it, and their names.
+
+Pure integers and text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import Fp8RlError, QuantizationError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Pair = tuple[int, int]
+BlockSize = Sequence[
+    int | None
+]  # what shares one scale, [block_n, block_k]; None is all of that side
+Count = TypeVar("Count", int, "np.ndarray")
+
+
+def ceil_div(whole: Count, part: Count | int) -> Count:
+    """`whole / part`, rounded up."""
+    return -(-whole // part)
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """One matrix cut into blocks that have a scale each; the last of either side may be smaller.
+
+    Attributes:
+        shape: `[N, K]` of the matrix.
+        block: `[block_n, block_k]`.
+    """
+
+    shape: Pair
+    block: Pair
+
+    @classmethod
+    def of(cls, shape: Sequence[int], block_size: BlockSize, name: str = "weight") -> BlockGrid:
+        """The blocks of a matrix of `shape`, or of each matrix of a stack `[E, N, K]`.
+
+        Raises:
+            QuantizationError: what has no rows, or a block that is none; `name` is the tensor's.
+        """
+        if len(shape) < 2:
+            raise QuantizationError(
+                name,
+                f"shape {list(shape)}",
+                "scales belong to blocks of a matrix [N, K], and it has fewer than two dimensions",
+                "Send the matrix, or what is served of it in high precision",
+            )
+        sides = shape[-2], shape[-1]
+        given = [side if size is None else size for size, side in zip(block_size, sides)]  # noqa: B905
+        if len(block_size) != 2 or not all(type(one) is int and one > 0 for one in given):
+            raise QuantizationError(
+                "weight_block_size",
+                repr(block_size),
+                "a block is [block_n, block_k], two positive integers",
+                "Use [128, 128], which SGLang's kernels serve",
+            )
+        return cls(sides, (given[0], given[1]))
+
+    @property
+    def scale_shape(self) -> Pair:
+        """`[ceil(N / block_n), ceil(K / block_k)]`."""
+        return ceil_div(self.shape[0], self.block[0]), ceil_div(self.shape[1], self.block[1])
+
+    def is_whole(self, start: Sequence[int], shape: Sequence[int]) -> bool:
+        """Whether a box consists of whole blocks, so that its scales depend on nothing outside of it.
+
+        A box without rows or columns does.
+
+        Args:
+            start, shape: first row and column, and how many of each.
+        """
+        # Asked for each of 18,000 writes: no loop, no generator.
+        (row, column), (height, width) = start, shape
+        block_n, block_k = self.block
+        bottom, right = row + height, column + width
+        return not (
+            (height and (row % block_n or (bottom % block_n and bottom != self.shape[0])))
+            or (width and (column % block_k or (right % block_k and right != self.shape[1])))
+        )
+
+    def scales_of(
+        self,
+        start: Sequence[int],
+        shape: Sequence[int],
+        *,
+        name: str = "weight",
+        error: type[Fp8RlError] = QuantizationError,
+        remedy: str = "Send this tensor in BF16 or FP32 and let the engine quantize its own shard.",
+    ) -> tuple[slice, slice]:
+        """The scales of a box of whole blocks, as slices of scales of `scale_shape`.
+
+        Args:
+            start, shape: first row and column, and how many of each.
+            name: the tensor's, for the error.
+
+        Raises:
+            Fp8RlError: an `error` with that `remedy`: the box starts or ends inside a block. That block's scale depends on
+                values that another rank holds, so no rank can be given its own part of it.
+        """
+        if not self.is_whole(start, shape):
+            rows, columns = (f"{at}:{at + size}" for at, size in zip(start, shape, strict=True))
+            raise error(
+                name,
+                f"shard [{rows}, {columns}] of {list(self.shape)}",
+                f"it starts or ends inside a block of {list(self.block)}, so no scale is its alone",
+                remedy,
+            )
+        rows_of, columns_of = (
+            # Rounded up: an empty box may start behind the last block, which may be short.
+            slice(ceil_div(at, step), ceil_div(at + size, step))
+            for at, size, step in zip(start, shape, self.block, strict=True)
+        )
+        return rows_of, columns_of
+
+    def by_rows(self) -> BlockGrid:
+        """The same blocks of the same memory, where each is a part of a row: as rows, which all kernels know."""
+        (rows, columns), (block_n, block_k) = self.shape, self.block
+        if block_n > 1 or columns % block_k:
+            return self
+        return BlockGrid((rows * columns // block_k, block_k), self.block)
+
+    def strips(self, elements: int) -> Iterator[tuple[slice, slice]]:
+        """Cut between rows of blocks into strips of about so many `elements`, of one row of blocks at least.
+
+        Yields:
+            the rows of a strip, and those of its scales.
+        """
+        rows, cols = self.shape
+        height = max(1, elements // (self.block[0] * cols))
+        for first in range(0, self.scale_shape[0], height):
+            end = first + height
+            yield slice(first * self.block[0], min(end * self.block[0], rows)), slice(first, end)
+
+    def values_of(self, row: int, column: int) -> tuple[slice, slice]:
+        """The rows and columns that the scale at `[row, column]` is shared by."""
+        rows, columns = (
+            slice(at * step, min((at + 1) * step, full))
+            for at, step, full in zip((row, column), self.block, self.shape, strict=True)
+        )
+        return rows, columns
+
+
+class Format:
+    """How a weight is held in FP8: codes in e4m3, and a scale for each block of a matrix. Knows no matrix.
+
+    Attributes:
+        name: as options have it, and the plan as a scheme.
+        block_size: what shares one scale.
+        scale_suffix: what the name of a weight has behind it for its scale: on the wire, and as an attribute of
+            the module, where SGLang's kernels read it.
+        scale_dtype: of scales, wherever they are.
+        takes_any_shape: whether a shard of any shape may be held so; otherwise it consists of whole blocks.
+        weight_block_size: what SGLang is told, where its own code for blocks allocates, loads and multiplies.
+    """
+
+    name: str
+    block_size: BlockSize
+    scale_suffix: str
+    scale_dtype = "float32"
+    takes_any_shape = False
+    weight_block_size: list[int] | None = None
+
+    def grid(self, shape: Sequence[int]) -> BlockGrid:
+        """The blocks of a matrix of `shape`, or of each matrix of a stack. Raises as `BlockGrid.of`."""
+        return BlockGrid.of(shape, self.block_size)
+
+    def scale_name(self, weight: str) -> str:
+        return weight + self.scale_suffix
+
+    def sent_scale_shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        """Shapes that the scale of a sent weight of `shape` may have; the first is the plan's."""
+        return [self.grid(shape).scale_shape]
+
+    def why_not_sent(self, shape: Sequence[int], boxes: Iterable[Any]) -> str:
+        """Why a sender of a matrix of `shape` can't know the scales of its parts; empty if it can.
+
+        Args:
+            boxes: of it, the parts that ranks hold, each with its start and shape; None for what is no box of it.
+        """
+        grid = self.grid(shape)
+        if all(box and grid.is_whole(box.start[-2:], box.shape[-2:]) for box in boxes):
+            return ""
+        return "its parts start or end inside a block"
+
+
+FORMATS: dict[str, Format] = {}  # by name
+
+
+def scale_suffixes() -> tuple[str, ...]:
+    """What a name may have behind its weight's: a scale may come under the name of any format."""
+    return tuple(one.scale_suffix for one in FORMATS.values())
+
+
+def weight_name_of(name: str) -> str:
+    """The name of a scale's weight; any other name as it is."""
+    weights = (name.removesuffix(one) for one in scale_suffixes() if name.endswith(f".weight{one}"))
+    return next(weights, name)
