@@ -170,16 +170,23 @@ class ModelRefit:
             with self.calls.open(call):
                 if update.origin.is_serving:
                     self.derived.kept_copies.check()
-                if bucket is not None and way is not None:
-                    way.write(call)
-                    self.derived.refresh(bucket.names)
-                else:
-                    result = self._load_natively(call, weights, *args, **kw)
-                    del weights  # or it would be kept
+                try:
+                    if bucket is not None and way is not None:
+                        way.write(call)
+                        self.derived.refresh(bucket.names)
+                    else:
+                        result = self._load_natively(call, weights, *args, **kw)
+                        del weights  # or it would be kept
+                finally:
+                    self.derived.norms.derive(self._is_written)
         for extension in self.extensions:
             extension.stored(call)
         update.marks.append((ANSWERING, perf_counter()))
         return result
+
+    def _is_written(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether this call wrote it, or a part of it."""
+        return self.report.reached_at[self.targets[id(parameter)].index] == self.report.log.stamp
 
     def _has_run(self) -> bool:
         return self.runner is None or self.runner.forward_pass_id > 0

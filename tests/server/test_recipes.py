@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -100,7 +101,14 @@ def test_the_requests_of_slime_and_of_miles_leave_a_fresh_server(case, trainer):
         assert case.client.generate(PROMPTS[0])["meta_info"]["weight_version"] == str(version)
 
 
-def test_areal_s_requests_by_its_recipe_leave_a_fresh_server(case, checkpoint_dir):
+@pytest.fixture
+def loggers_stay(monkeypatch):
+    """AReaL replaces the root of all loggers, and their manager, when it is imported."""
+    for name in ("root", "manager"):
+        monkeypatch.setattr(logging.Logger, name, getattr(logging.Logger, name))
+
+
+def test_areal_s_requests_by_its_recipe_leave_a_fresh_server(case, checkpoint_dir, loggers_stay):
     """From disk, by a program that the recipe becomes; and by the broadcast that AReaL's own builder announces."""
     pytest.importorskip("areal", reason="AReaL is not installed")
     from areal.api.io_struct import ParamSpec, WeightUpdateMeta

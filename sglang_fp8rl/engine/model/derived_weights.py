@@ -24,6 +24,7 @@ from ...errors import HostError
 from ...numerics.fingerprint import numbers_of, whole
 from ..interception import COPIES, kind_of, storage_of, tensors_in, unwatched, watched
 from ..modules.method import DecidedMethod, ServedWithPackedScales
+from .gemma_norms import GemmaNorms
 from .kept_copies import KeptCopies
 from .parameters import Target, held_tensors
 from .placed import kept_in_place, names_of, owners_of
@@ -53,7 +54,8 @@ class DerivedWeights:
             for method in _DERIVE
             if callable(getattr(module, method, None))
         ]
-        self._made_anew: set[str] = set()
+        self.norms = GemmaNorms(model)  # before loaders are wrapped
+        self._made_anew = set(self.norms.places)
         self._is_held_back = self._is_deriving = self._are_placed = False
 
     def note_loaded(self, weights: Sequence[Target]) -> None:
@@ -166,6 +168,7 @@ class DerivedWeights:
         """
         self.kept_copies.look()
         before = self._numbers()
+        self.norms.derive()
         self.refresh(names)
         self.end_of_update()
         after = self._numbers()

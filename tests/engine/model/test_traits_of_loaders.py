@@ -24,7 +24,7 @@ TRAITS = {
     "KimiVLForConditionalGeneration": True,  # MLA of a model inside the model
     "Gemma4ForCausalLM": True,  # a scalar of each layer; a router that folds a scale
     "Mistral3ForConditionalGeneration": True,  # Pixtral's vision tower is written without loaders
-    "Gemma2ForCausalLM": False,  # norms are written, read and written again
+    "Gemma2ForCausalLM": True,  # norms keep `weight + 1`
     "PersimmonForCausalLM": False,  # copies a fused tensor to take it apart
     "OPTForCausalLM": False,  # two tensors at one place
 }
