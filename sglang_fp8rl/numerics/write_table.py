@@ -81,7 +81,7 @@ class Piece:
         view: the source as it was when recorded (only its dtype, shape and strides matter).
         destination: [N, K] codes (e4m3) or values (FP32, BF16 or FP16).
         scales: FP32 [ceil(N / block_n), ceil(K / block_k)] for a cast, else None.
-        block_size: of a cast or of codes: what `Format.block` says of this matrix.
+        block_size: of a cast or of codes: `BlockGrid.block` of this matrix.
         kind: CAST with `scales` and COPY without, where it is not given. CODES have to follow their
             SCALES, one scale row for `block_size[0]` rows of codes: a row of scales that is not
             positive and finite keeps its old values, and so do its codes (flag BAD_SCALE). A row of

@@ -74,6 +74,7 @@ class Target:
             region.start[-2:],
             region.shape[-2:],
             name=name,
+            value=f"a write to {region} of {self.name}",
             error=RefitError,
             remedy=f"Add the module of {self.name} to ignored_layers, or use another tensor-parallel size.",
         )
