@@ -91,7 +91,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         * 4,
         "num_hidden_layers": 12,
     },
-    "DeepseekVL2ForCausalLM": {"language_config": DEEPSEEK_V2_LITE, "tile_tag": "2D"},
     "DotsVLMForCausalLM": UNKNOWN | DEEPSEEK_V3,
     "Gemma4AssistantForCausalLM": {"text_config": GEMMA4_ASSISTANT},
     "InternS1ForConditionalGeneration": {

@@ -149,6 +149,7 @@ class Judge:
             refit.derived.end_of_update()
             items = list(weights(shapes, LAST).items())  # anew: some loaders write into them
             random.Random(turn).shuffle(items)
+            items = in_their_order(items, shapes, refit.names.known)
             for item in items:
                 try:
                     self._send([item])
@@ -220,6 +221,22 @@ class Judge:
             self.row.not_run = line_of(error)
             return False
         return True
+
+
+def in_their_order(items: list[Any], order: Any, known: Any) -> list[Any]:
+    """What SGLang writes to one place (tied weights, two names of one) in the order that decides it."""
+    at = {name: position for position, name in enumerate(order)}
+    places: dict[Any, list[str]] = {}
+    for name, one in known.items():
+        for landing in one.landings if name in at else ():
+            for region in landing.regions:
+                places.setdefault((landing.target.index, region), []).append(name)
+    sent, names = dict(items), [name for name, _ in items]
+    for together in places.values():
+        spots = sorted(names.index(name) for name in set(together))
+        for spot, name in zip(spots, sorted(set(together), key=at.__getitem__), strict=True):
+            names[spot] = name
+    return [(name, sent[name]) for name in names]
 
 
 def judged(architecture: str, builder: Builder) -> Row:

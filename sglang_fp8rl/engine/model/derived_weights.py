@@ -22,7 +22,7 @@ import torch
 
 from ...errors import HostError
 from ...numerics.fingerprint import numbers_of, whole
-from ..interception import COPIES, kind_of, storage_of, tensors_in, unwatched, watched
+from ..interception import unwatched
 from ..modules.method import DecidedMethod, ServedWithPackedScales
 from .gemma_norms import GemmaNorms
 from .kept_copies import KeptCopies
@@ -81,44 +81,32 @@ class DerivedWeights:
         try:
             is_in_a_pass = deriver.method == _AT_FIRST_PASS and not self._are_placed
             places = self.in_place(from_now_on=self._are_placed)
-            how = unwatched() if deriver.is_checked else self._refusing_changes(deriver)
-            with how, nullcontext(()) if is_in_a_pass else places as moved:
+            with unwatched(), nullcontext(()) if is_in_a_pass else places as moved:
                 result = deriver.native(*args, **kwargs)
+                if not (deriver.is_checked or is_in_a_pass):  # a pass may be captured
+                    self._check_repeatable(deriver, lambda: deriver.native(*args, **kwargs))
             self._made_anew |= {place for place, _ in moved}
             return result
         finally:
             self._is_deriving = outer
 
-    @contextmanager
-    def _refusing_changes(self, deriver: _Deriver) -> Iterator[None]:
-        """A derivation runs for the first time in here.
+    def _check_repeatable(self, deriver: _Deriver, again: Callable[[], Any]) -> None:
+        """A derivation has run for the first time; run it once more.
 
         Raises:
-            HostError: it computes with what it writes, as LongCat-Flash scales its norms behind every call: a
-                tensor that came in an earlier call of a refit would be changed a second time.
+            HostError: it computed with what it writes, as LongCat-Flash scales its norms behind every call: what came
+                in an earlier call of a refit would be changed a second time.
         """
-        parameters = {storage_of(one): name for name, one in self._model.named_parameters()}
-        changed: list[str] = []
-
-        def see(func: Any, args: tuple, kwargs: dict) -> Any:
-            with unwatched():
-                written = () if func in COPIES else kind_of(func).written_of(args, kwargs)
-                changed.extend(
-                    parameters[storage_of(one)]
-                    for one in tensors_in(written)
-                    if storage_of(one) in parameters
+        before = _numbers_in(deriver.module)
+        again()
+        for place, number in _numbers_in(deriver.module).items():
+            if before.get(place) != number:
+                raise HostError(
+                    f"{deriver.prefix}.{place}" if deriver.prefix else place,
+                    f"changed each time that {deriver.method} of {type(deriver.module).__name__} runs",
+                    "SGLang runs it behind every call of load_weights, and a refit may have many",
+                    "Serve this model by another quantization method.",
                 )
-                return func(*args, **kwargs)
-
-        with watched(see):
-            yield
-        if changed:
-            raise HostError(
-                changed[0],
-                f"changed in place by {deriver.method} of {type(deriver.module).__name__}",
-                "SGLang does that behind every call of load_weights, and a refit may have many",
-                "Serve this model by another quantization method.",
-            )
         deriver.is_checked = True
 
     def _is_derived(self, place: str) -> bool:
@@ -219,7 +207,7 @@ class _Deriver:
         takes_names: of weights, and derives only what they lead to. A model inside another is given names
             that the outer one made of those that were sent.
         is_used: whether SGLang calls it by itself.
-        is_checked: whether it has run, and computed with nothing that it writes.
+        is_checked: whether it has run, and left the same when it ran again.
     """
 
     def __init__(self, prefix: str, module: torch.nn.Module, method: str) -> None:
@@ -228,3 +216,13 @@ class _Deriver:
         parameters = inspect.signature(self.native).parameters
         self.takes_names = not prefix and "weight_names" in parameters
         self.is_used = self.is_checked = False
+
+
+def _numbers_in(module: torch.nn.Module) -> dict[str, int]:
+    """A number for every floating tensor in a module, by its place there."""
+    held = {
+        one.place: one.tensor.detach()
+        for one in held_tensors(module.named_modules())
+        if one.tensor.is_floating_point() and not one.tensor.is_meta
+    }
+    return dict(zip(held, numbers_of([[whole(one, 0)] for one in held.values()]), strict=True))

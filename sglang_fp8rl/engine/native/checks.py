@@ -64,6 +64,23 @@ def has_fewer_bits(sent: Source, target: Target) -> bool:
     return torch.finfo(dtypes[0]).eps > torch.finfo(dtypes[1]).eps
 
 
+def check_landing(sources: Sequence[Source], target: Target, known: Mapping[str, Known]) -> None:
+    """Raises `RefitError` for a tensor that goes where it did not go at the start.
+
+    SGLang's LFM2 writes the embedding into the head too, where a call brings the first and not the second.
+    """
+    for source in sources:
+        landings = known[source.name].landings if source.name in known else ()
+        if landings and all(one.target is not target for one in landings):
+            raise RefitError(
+                source.name,
+                f"written into {target.name}",
+                f"when the model was loaded it was for {landings[0].target.name}; what SGLang does with it depends "
+                "on what else comes in a call",
+                f"Send it in one call with the tensor that is for {target.name}.",
+            )
+
+
 def check_takes_scale(target: Target, name: str) -> None:
     """Raises `RefitError` for a scale of a module that is not quantized."""
     if not target.is_fp8:

@@ -20,6 +20,7 @@ from .call import Call
 from .checks import (
     check_dtype,
     check_integers,
+    check_landing,
     check_shape,
     check_takes_scale,
     has_fewer_bits,
@@ -193,6 +194,8 @@ class LoaderCalls:
             if not one.is_view:
                 call.sources.leave_native(one.sources, _MADE if one.sources else _NOT_SENT)
         for sources, theirs in groups.items():
+            if call.update.origin.is_serving:
+                check_landing(sources, given.target, self.report.names.known)
             call.sources.consume(sources)
             call.narrowed |= {
                 one.name: None for one in sources if has_fewer_bits(one, given.target)

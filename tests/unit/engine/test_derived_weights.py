@@ -81,12 +81,24 @@ def scale_in_place(norm):
     norm.data *= 2
 
 
-def scale_by_method(norm):
-    norm.mul_(2)
-
-
 def scale_by_index(norm):
     norm.data[1:].div_(3)
+
+
+def scale_by_copy(norm):
+    norm.data.copy_(norm.data * 2)
+
+
+def scale_anew(norm):
+    norm.data = norm.data * 2
+
+
+def turn(norm):
+    norm.data[:2] = norm.data[:2].flip(0)
+
+
+def scale_past_torch(norm):
+    norm.data.numpy()[:] *= 2
 
 
 def start(derive):
@@ -96,10 +108,26 @@ def start(derive):
     return model
 
 
-@pytest.mark.parametrize("derive", [scale_in_place, scale_by_method, scale_by_index])
+@pytest.mark.parametrize(
+    "derive",
+    [scale_in_place, scale_by_index, scale_by_copy, scale_anew, turn, scale_past_torch],
+)
 def test_a_derivation_that_changes_a_weight_by_its_own_value_is_refused_at_the_start(derive):
-    with pytest.raises(HostError, match=r"norm: changed in place by post_load_weights of Derives"):
+    with pytest.raises(
+        HostError, match="norm: changed each time that post_load_weights of Derives runs"
+    ):
         start(derive)
+
+
+def test_a_derivation_of_a_buffer_by_its_own_value_is_refused_too():
+    def derive(norm):
+        model.table.mul_(2)
+
+    model = Derives(derive)
+    model.register_buffer("table", torch.ones(4))
+    ModelRefit(model, Options(), {}, list).attach()
+    with pytest.raises(HostError, match="table: changed each time"):
+        model.load_weights([("norm", torch.arange(4.0))])
 
 
 def test_a_derivation_that_writes_a_weight_anew_is_none():
