@@ -33,9 +33,11 @@ HAS_SESSIONS = Version("0.5.21") <= HOST
 SAMPLE, WHOLE_SAMPLE = 4, 24  # of the functions that are called; the latter in `test-all`
 
 
-def forget_plan(scheduler: Any) -> None:
+def forget_what_was_made(scheduler: Any) -> None:
     """It is made once; what makes it is to run again."""
-    for extension in model_of(scheduler).fp8rl_refit.extensions:
+    refit = model_of(scheduler).fp8rl_refit
+    refit.laid_out_for_proof = None
+    for extension in refit.extensions:
         vars(extension).pop("made", None)
 
 
@@ -115,7 +117,7 @@ def mended(host: Any, *, with_bytes: bool) -> str:
 def wrong_with(host: Any, one: Request, name: str, rank: int) -> str:
     """What is wrong with the answers, or behind them."""
     host.call_all(forget_buckets)
-    host.call_all(forget_plan)
+    host.call_all(forget_what_was_made)
     one.prepared(host)
     try:
         answers = host.call_all(injected_in, name, rank, one.act, *one.args)
