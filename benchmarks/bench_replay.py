@@ -43,6 +43,7 @@ from outcome import SLOWER
 from shapes import many_names
 from support.engine import commands
 from support.engine.engine_host import EngineHost
+from support.replayed import replay_of
 
 from sglang_fp8rl.lab.testing.checkpoints import make_state_dict, save_checkpoint
 from sglang_fp8rl.wire import layout_text
@@ -155,8 +156,7 @@ def build_plan(scheduler: Any) -> float:
     from sglang_fp8rl.engine.replay import extension
     from sglang_fp8rl.engine.replay.recipes import RecipeStore
 
-    refit = commands.model_of(scheduler).fp8rl_refit
-    replay = next(one for one in refit.extensions if one.section == "replay")
+    replay = replay_of(commands.model_of(scheduler).fp8rl_refit)
     plans, replay.recipes = replay.recipes, RecipeStore()
     learn, seconds = extension.learn, []
 

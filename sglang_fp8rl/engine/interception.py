@@ -22,9 +22,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
-_aten = torch.ops.aten
-FILLS = frozenset({_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
-COPIES = FILLS | {_aten.copy_.default}
 
 
 class watched(TorchDispatchMode):

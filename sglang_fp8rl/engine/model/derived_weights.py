@@ -55,7 +55,7 @@ class DerivedWeights:
             if callable(getattr(module, method, None))
         ]
         self.norms = GemmaNorms(model)  # before loaders are wrapped
-        self._made_anew = set(self.norms.places)
+        self._derived_places = set(self.norms.places)
         self._is_held_back = self._is_deriving = self._are_placed = False
 
     def note_loaded(self, weights: Sequence[Target]) -> None:
@@ -85,7 +85,7 @@ class DerivedWeights:
                 result = deriver.native(*args, **kwargs)
                 if not (deriver.is_checked or is_in_a_pass):  # a pass may be captured
                     self._check_repeatable(deriver, lambda: deriver.native(*args, **kwargs))
-            self._made_anew |= {place for place, _ in moved}
+            self._derived_places |= {place for place, _ in moved}
             return result
         finally:
             self._is_deriving = outer
@@ -97,9 +97,9 @@ class DerivedWeights:
             HostError: it computed with what it writes, as LongCat-Flash scales its norms behind every call: what came
                 in an earlier call of a refit would be changed a second time.
         """
-        before = _numbers_in(deriver.module)
+        before = _numbers_of(_floating_in(deriver.module))
         again()
-        for place, number in _numbers_in(deriver.module).items():
+        for place, number in _numbers_of(_floating_in(deriver.module)).items():
             if before.get(place) != number:
                 raise HostError(
                     f"{deriver.prefix}.{place}" if deriver.prefix else place,
@@ -110,7 +110,7 @@ class DerivedWeights:
         deriver.is_checked = True
 
     def _is_derived(self, place: str) -> bool:
-        return place in self._made_anew or any(
+        return place in self._derived_places or any(
             one.is_used and one.method == _AT_FIRST_PASS and place.startswith(f"{one.prefix}.")
             for one in self._derivers
         )
@@ -155,17 +155,12 @@ class DerivedWeights:
             `module.attribute` of every derived tensor or copy that was stale and is right from now on.
         """
         self.kept_copies.look()
-        before = self._numbers()
+        before = _numbers_of(self._derived())
         self.norms.derive()
         self.refresh(names)
         self.end_of_update()
-        after = self._numbers()
+        after = _numbers_of(self._derived())
         return [place for place, number in after.items() if before.get(place, 0) != number]
-
-    def _numbers(self) -> dict[str, int]:
-        derived = dict(self._derived())
-        numbers = numbers_of([[whole(one, 0)] for one in derived.values()])
-        return dict(zip(derived, numbers, strict=True))
 
     def _derived(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Whatever is neither a parameter nor part of one, each memory once."""
@@ -218,11 +213,15 @@ class _Deriver:
         self.is_used = self.is_checked = False
 
 
-def _numbers_in(module: torch.nn.Module) -> dict[str, int]:
-    """A number for every floating tensor in a module, by its place there."""
-    held = {
-        one.place: one.tensor.detach()
-        for one in held_tensors(module.named_modules())
-        if one.tensor.is_floating_point() and not one.tensor.is_meta
-    }
-    return dict(zip(held, numbers_of([[whole(one, 0)] for one in held.values()]), strict=True))
+def _floating_in(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every floating tensor in a module, with its place there; integers may count what happens."""
+    for one in held_tensors(module.named_modules()):
+        if one.tensor.is_floating_point() and not one.tensor.is_meta:
+            yield one.place, one.tensor.detach()
+
+
+def _numbers_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """A number for each tensor, by its place."""
+    by_place = dict(tensors)
+    numbers = numbers_of([[whole(one, 0)] for one in by_place.values()])
+    return dict(zip(by_place, numbers, strict=True))

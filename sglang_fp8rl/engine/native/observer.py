@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_map_only
 from ...errors import RefitError
 from ..arrival.sent_tensors import Source, SourceIndex
 from ..interception import (
-    COPIES,
-    FILLS,
     OperationKind,
     Write,
     each_new_thread,
@@ -149,7 +147,7 @@ class Observer:
             loader.stop(f"{func} with the parameter itself")
         if func is aten.copy_.default and self._write(args[0], args[1].expand(args[0].shape)):
             return args[0]
-        if func in FILLS and self._filled(*args):
+        if func in _FILLS and self._filled(*args):
             return args[0]
         if func is aten._local_scalar_dense.default:
             return self._read(func, args[0])
@@ -278,7 +276,7 @@ class Observer:
 
 def _read_by(func: Any, args: tuple) -> tuple:
     """Those arguments whose values an operation asks for; what is copied into or filled is only written."""
-    return args[1:] if func in COPIES else args
+    return args[1:] if func is aten.copy_.default or func in _FILLS else args
 
 
 class _MoreThanCopies(BaseException):
@@ -300,3 +298,4 @@ class _Thread(threading.local):
 
 # What Python reads of a tensor without values, in a probe: a number that loaders can divide by.
 _NO_VALUE = 1
+_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
