@@ -235,11 +235,10 @@ def apart(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
     tensors = [bucket.tensor(at) for at in range(len(bucket.names))]
     for at in np.flatnonzero(overlapping(tensors)).tolist():
         tensors[at] = tensors[at].clone()
-    return [(name, alone(one)) for name, one in zip(bucket.names, tensors, strict=True)]
+    return [(name, _alone(one)) for name, one in zip(bucket.names, tensors, strict=True)]
 
 
-def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as one that nobody else has, whose holders can be counted."""
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
     data = from_dlpack(to_dlpack(tensor.detach().reshape(-1).view(torch.uint8)))
     return data.view(tensor.dtype).view(tensor.shape)
 

@@ -1,114 +1,98 @@
-"""What a loader does with tensors that are alike: seen twice, and not run again from then on.
+"""What SGLang's own layers do with tensors that are alike: seen twice, and not run again from then on.
 
-SGLang's loaders choose a part of the tensor and a place for it by their arguments. Where a layout is not
+Their loaders choose a part of the tensor and a place for it by their arguments. Where a layout is not
 replayed (it comes in other buckets each time, or with a tensor with which SGLang computes) two thirds of
 what an update costs would be to watch that choice for each of 18,000 experts, every time.
 """
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
-from ..arrival.bucket import alone
 from ..interception import Write, storage_of, unwatched
 from ..model.parameters import Target
 from .observer import LoaderWrites
 
-# Arguments that are the same if they are equal, and stay what they are.
+# Where the loaders are that were read, in all supported versions: they keep nothing, and leave no word to others.
+# Those of models may: DeepSeek-V4's host table tells its ranks of a write, and they wait for one another.
+_LAYERS = (
+    "sglang.srt.layers.linear",
+    "sglang.srt.layers.moe.fused_moe_triton.layer",
+    "sglang.srt.layers.vocab_parallel_embedding",
+)
+# Arguments that are the same if they are equal. Not `bool`, which equals numbers.
 _VALUES = (str, int, type(None))
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A write of what a loader was given: `part` of that, its offset, shape and strides; None of a fill."""
+class _Copy(NamedTuple):
+    """A write without its source; `part` has offset, shape and strides of that in what came, and is None of a fill."""
 
-    write: Write
     part: tuple[int, tuple[int, ...], tuple[int, ...]] | None
+    write: Write
 
     def of(self, loaded: torch.Tensor) -> Write:
         if self.part is None:
             return self.write
         offset, shape, stride = self.part
-        source = loaded.as_strided(shape, stride, loaded.storage_offset() + offset)
-        write = self.write
-        return Write(source, write.fill, write.offset, write.shape, write.stride, write.region)
-
-
-class Trial:
-    """One run of a loader that may be learnt from.
-
-    Attributes:
-        tensor: what to give it: the memory that was sent, held by nobody else, so that one who keeps it is seen.
-    """
-
-    def __init__(self, key: tuple, loaded: torch.Tensor) -> None:
-        self.key = key
-        with unwatched():
-            self.tensor = alone(loaded)
-        self._holders = self._count_holders()
-
-    def copies(self, found: LoaderWrites) -> tuple[_Copy, ...]:
-        """What it did, without the tensor; nothing if it did anything besides."""
-        held = sum(one.source is not None for one in found.writes)
-        objects, views = self._holders
-        is_kept = self._count_holders() != (objects, views + held)
-        if found.is_more or is_kept or not held:
-            return ()
-        copies = [self._copy(one) for one in found.writes]
-        return tuple(one for one in copies if one is not None) if all(copies) else ()
-
-    def _copy(self, write: Write) -> _Copy | None:
-        source, tensor = write.source, self.tensor
-        if source is None:
-            return _Copy(write, None)
-        if source.dtype != tensor.dtype or storage_of(source) != storage_of(tensor):
-            return None  # of what came in another call
-        offset = int(source.storage_offset()) - int(tensor.storage_offset())
-        bare = Write(None, write.fill, write.offset, write.shape, write.stride, write.region)
-        return _Copy(bare, (offset, tuple(source.shape), source.stride()))
-
-    def _count_holders(self) -> tuple[int, int]:
-        """How many have the tensor, and how many tensors have its memory."""
-        return sys.getrefcount(self.tensor), torch._C._storage_Use_Count(storage_of(self.tensor))
+        source, one = loaded.as_strided(shape, stride, loaded.storage_offset() + offset), self.write
+        return Write(source, one.fill, one.offset, one.shape, one.stride, one.region)
 
 
 class LearnedLoaders:
-    """What loaders did with contiguous tensors of one dtype and shape, for one part of one target.
+    """What loaders did with tensors of one dtype, shape and strides, for the same arguments.
 
-    That a loader copies, keeps nothing and asks for no value is seen. That only its arguments decide
-    what it does is assumed, as for a recipe (`Target.is_repeatable`), of what did the same twice.
+    That a loader copies and asks for no value is seen. That only its arguments decide what it does is
+    assumed, as for a recipe (`Target.is_repeatable`), of what did the same twice.
     """
 
     def __init__(self) -> None:
-        self._once: dict[tuple, tuple[_Copy, ...]] = {}
+        self._once: dict[
+            int, int
+        ] = {}  # hashes: most layouts are replayed, and need no second time
         self._twice: dict[tuple, tuple[_Copy, ...]] = {}
 
-    def again(self, target: Target, part: tuple, loaded: torch.Tensor) -> list[Write] | None:
+    def key_of(
+        self, target: Target, native: Any, loaded: torch.Tensor, args: tuple, kwargs: dict
+    ) -> tuple | None:
+        """What a loader call is known by; None if what it does can't be learnt."""
+        is_read = getattr(native, "__module__", "") in _LAYERS and target.is_repeatable
+        if not is_read or not all(type(one) in _VALUES for one in (*args, *kwargs.values())):
+            return None
+        given = (*args, *sorted(kwargs.items()))
+        return target.index, given, loaded.dtype, loaded.shape, loaded.stride()
+
+    def again(self, key: tuple | None, loaded: torch.Tensor) -> list[Write] | None:
         """What the loader would write; None where it has to run."""
-        copies = self._twice.get(_key(target, part, loaded))
-        if copies is None or not loaded.is_contiguous():
+        copies = None if key is None else self._twice.get(key)
+        if copies is None:
             return None
         with unwatched():
             return [one.of(loaded) for one in copies]
 
-    def trial(self, target: Target, part: tuple, loaded: torch.Tensor) -> Trial | None:
-        """A run to learn from; None if nothing can be."""
-        is_plain = type(loaded) is torch.Tensor and not loaded.__dict__ and loaded.is_contiguous()
-        are_values = all(isinstance(one, _VALUES) for one in part)
-        if not (is_plain and are_values and target.is_repeatable):
-            return None
-        return Trial(_key(target, part, loaded), loaded)
-
-    def note(self, trial: Trial, found: LoaderWrites) -> None:
-        """Behind a trial: learn what the loader did."""
-        copies = trial.copies(found)
-        if copies and self._once.get(trial.key) == copies:
-            self._twice[trial.key] = copies
-        self._once[trial.key] = copies
+    def note(self, key: tuple, loaded: torch.Tensor, found: LoaderWrites) -> None:
+        """Learn what the loader did with that tensor."""
+        if found.is_more or not all(_is_of(one.source, loaded) for one in found.writes):
+            return
+        copies = tuple(_copy(one, loaded) for one in found.writes)
+        before = self._once.get(hash(key))
+        self._once[hash(key)] = hash(copies)
+        if before == hash(copies):
+            self._twice[key] = copies
 
 
-def _key(target: Target, part: tuple, loaded: torch.Tensor) -> tuple:
-    return target.index, part, loaded.dtype, loaded.shape
+def _is_of(source: torch.Tensor | None, loaded: torch.Tensor) -> bool:
+    """Whether it is a view of that tensor; a loader may write what it made, or what came before."""
+    if source is None:
+        return True
+    return source.dtype == loaded.dtype and storage_of(source) == storage_of(loaded)
+
+
+def _copy(write: Write, loaded: torch.Tensor) -> _Copy:
+    source, part = write.source, None
+    if source is not None:
+        offset = int(source.storage_offset()) - int(loaded.storage_offset())
+        part = offset, tuple(source.shape), source.stride()
+    return _Copy(part, replace(write, source=None))

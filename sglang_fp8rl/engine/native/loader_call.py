@@ -166,12 +166,17 @@ class LoaderCalls:
             half = Half(name, loaded, source, self.report.log.stamp)
             self._store_half(given, half, is_scale=True)
             return
-        writes = self._learned.again(target, given.part, loaded)
+        key = self._learned.key_of(target, native, loaded, args, kwargs)
+        writes = self._learned.again(key, loaded)
         if writes is None:
             if not is_pair:
                 check_dtype(target, name, loaded)
             check_shape(target, name, loaded, args, kwargs)
-            writes = self._writes(given, native, loaded, args, kwargs)
+
+            def run(parameter: torch.Tensor) -> None:
+                native(parameter, loaded, *args, **kwargs)
+
+            writes = self._writes(given, loaded, run, key)
         # A write may be of something else, which a loader kept.
         of_each = [
             made if is_pair or one.source is None else call.sources.made_of(one.source)
@@ -225,9 +230,13 @@ class LoaderCalls:
                 recording.add(given.target, [(one.sources[0], matrix) for matrix in done], [box])
 
     def _writes(
-        self, given: _Given, native: Any, loaded: torch.Tensor, args: tuple, kwargs: dict
+        self,
+        given: _Given,
+        loaded: torch.Tensor,
+        run: Callable[[torch.Tensor], None],
+        key: tuple | None,
     ) -> list[Write]:
-        """What a loader writes, which is run.
+        """What the loader writes, which `run` gives a parameter; it is learnt under the `key`, if there is one.
 
         Returns:
             nothing where it does more than copy: that it did on the parameter itself.
@@ -241,18 +250,9 @@ class LoaderCalls:
             if dtype not in target.stand_ins:
                 target.stand_ins[dtype] = make_stand_in(target.parameter, dtype)
             stand_in = target.stand_ins[dtype]
-        trial = None
-        if given.made.is_view and given.call.bucket is not None:
-            trial = self._learned.trial(target, given.part, loaded)
-        if trial is not None:  # its storage may have the number of one that is gone
-            given.call.sources.derive(trial.tensor, ())
-
-        def run(parameter: torch.Tensor) -> None:
-            native(parameter, loaded if trial is None else trial.tensor, *args, **kwargs)
-
         found = observer.writes_of(run, stand_in, target.parameter)
-        if trial is not None:
-            self._learned.note(trial, found)
+        if key is not None and given.call.update.origin.is_serving:
+            self._learned.note(key, loaded, found)
         if not found.other:
             return found.writes
         if target.is_fp8:

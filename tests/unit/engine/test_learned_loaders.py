@@ -1,4 +1,4 @@
-"""A loader that did the same twice is not run again; one of which anything else was seen is.
+"""A loader of SGLang's layers that did the same twice is not run again; one of which anything else was seen is.
 
 The judge is the same model without this package, through the same updates.
 """
@@ -14,6 +14,7 @@ from torch import nn
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.model.parameters import Target
+from sglang_fp8rl.engine.native import learned
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
 from tools.census.toys.toy import Named, weights
@@ -64,32 +65,12 @@ class Turned(Fused):
 LEARNED = [Fused, Turned]
 
 
-class Waits(Fused):
-    """The first is kept until the second comes."""
+class Keeps(Fused):
+    """Half of each is written at once, the rest with the next one's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: dict[int, torch.Tensor] = {}
-
-    def keep(self, loaded: torch.Tensor) -> torch.Tensor:
-        return loaded
-
-    def load_part(self, parameter, loaded, part):
-        self.runs += 1
-        self.kept[part] = self.keep(loaded)
-        if len(self.kept) == 2:
-            for at, one in self.kept.items():
-                parameter.data.narrow(0, 6 * at, 6).copy_(one)
-            self.kept.clear()
-
-
-class WaitsWithAView(Waits):
-    def keep(self, loaded):
-        return loaded.view(2, 12).view(6, 4)
-
-
-class WaitsForHalf(Waits):
-    """Its first rows are written at once, the others with the next one's."""
 
     def load_part(self, parameter, loaded, part):
         self.runs += 1
@@ -135,16 +116,56 @@ class CallsAnother(Fused):
         self.beside.weight_loader(self.beside, loaded)
 
 
+class NamesItsParts(Fused):
+    """Two numbers that mean nothing without their names."""
+
+    def load_weights(self, pairs):
+        for name, tensor in pairs:
+            if name == "beside":
+                self.beside.weight_loader(self.beside, tensor)
+            else:
+                self.both.weight_loader(self.both, tensor, **{name: 0})
+
+    def load_part(self, parameter, loaded, first=None, second=None):
+        super().load_part(parameter, loaded, 0 if second is None else 1)
+
+
+class TellsTrueFromOne(Fused):
+    def load_weights(self, pairs):
+        for name, tensor in pairs:
+            if name == "beside":
+                self.beside.weight_loader(self.beside, tensor)
+            else:
+                self.both.weight_loader(self.both, tensor, True if name == "first" else 1)
+
+    def load_part(self, parameter, loaded, part):
+        super().load_part(parameter, loaded, 0 if part is True else 1)
+
+
+class TakesAList(Fused):
+    def load_weights(self, pairs):
+        for name, tensor in pairs:
+            part = [] if name == "beside" else [self.names.index(name)]
+            parameter = self.both if part else self.beside
+            parameter.weight_loader(parameter, tensor, part)
+
+    def load_beside(self, parameter, loaded, part):
+        parameter.data.copy_(loaded)
+
+    def load_part(self, parameter, loaded, part):
+        super().load_part(parameter, loaded, *part)
+
+
+LEARNED += [NamesItsParts]
 RUN_EACH_TIME = [
-    Waits,
-    WaitsWithAView,
-    WaitsForHalf,
-    TakesTurns,
-    AsksForAValue,
-    Computes,
-    WritesAnother,
-    CallsAnother,
+    *(TakesTurns, AsksForAValue, Computes, WritesAnother, CallsAnother, TakesAList),
 ]
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """These loaders count as those of SGLang's layers."""
+    monkeypatch.setattr(learned, "_LAYERS", (__name__,))
 
 
 def served(kind: type[Fused]) -> ModelRefit:
@@ -158,8 +179,17 @@ def send(refit: ModelRefit, pairs: list[tuple[str, torch.Tensor]]) -> None:
         refit.model.load_weights([(name, one.clone()) for name, one in pairs])
 
 
-@pytest.mark.parametrize("kind", [*LEARNED, *RUN_EACH_TIME])
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("kind", [*LEARNED, *RUN_EACH_TIME, TellsTrueFromOne])
 def test_updates_leave_what_the_model_alone_leaves(kind):
+    check_updates(kind)
+
+
+def test_a_loader_of_a_model_may_keep_what_it_is_given():
+    check_updates(Keeps)
+
+
+def check_updates(kind):
     refit, alone = served(kind), kind()
     refit.model.load_weights(iter(weights(alone, 0).items()))
     alone.load_weights(iter(weights(alone, 0).items()))
@@ -171,6 +201,7 @@ def test_updates_leave_what_the_model_alone_leaves(kind):
             assert torch.equal(getattr(refit.model, name), getattr(alone, name)), (seed, name)
 
 
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("kind", LEARNED)
 def test_a_loader_that_did_the_same_twice_is_not_run_again(kind):
     refit, random = served(kind), Random(0)
@@ -186,6 +217,7 @@ def test_a_loader_that_did_the_same_twice_is_not_run_again(kind):
     assert runs == [2, 2, 0, 0, 0]
 
 
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("kind", RUN_EACH_TIME)
 def test_a_loader_of_which_more_was_seen_is_run_each_time(kind):
     refit = served(kind)
@@ -197,6 +229,7 @@ def test_a_loader_of_which_more_was_seen_is_run_each_time(kind):
         assert refit.model.runs - before >= 2, seed
 
 
+@pytest.mark.usefixtures("known")
 def test_a_loader_whose_experts_may_move_is_run_each_time(monkeypatch):
     monkeypatch.setattr(Target, "is_repeatable", False)
     refit = served(Fused)
@@ -206,6 +239,7 @@ def test_a_loader_whose_experts_may_move_is_run_each_time(monkeypatch):
         assert refit.model.runs - before == 2
 
 
+@pytest.mark.usefixtures("known")
 def test_a_tensor_of_another_shape_or_dtype_is_not_taken_for_what_was_learnt():
     refit = served(Fused)
     refit.model.load_weights(iter(weights(refit.model, 0).items()))
@@ -224,6 +258,7 @@ def test_a_tensor_of_another_shape_or_dtype_is_not_taken_for_what_was_learnt():
     assert torch.equal(refit.model.both, before)
 
 
+@pytest.mark.usefixtures("known")
 def test_what_is_sent_is_let_go_of():
     refit = served(Fused)
     refit.model.load_weights(iter(weights(refit.model, 0).items()))
@@ -234,3 +269,22 @@ def test_what_is_sent_is_let_go_of():
             refit.model.load_weights(list(pairs))
         del pairs
         assert all(torch._C._storage_Use_Count(one._cdata) == 1 for one in storages), seed
+
+
+def test_the_loaders_of_sglangs_layers_are_where_they_are_looked_for():
+    from sglang.srt.layers.linear import (
+        ColumnParallelLinear,
+        LinearBase,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    kinds = [ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear]
+    for kind in (*kinds, FusedMoE, VocabParallelEmbedding):
+        assert kind.weight_loader.__module__ in learned._LAYERS
+        assert (
+            not issubclass(kind, LinearBase) or kind.weight_loader_v2.__module__ in learned._LAYERS
+        )
