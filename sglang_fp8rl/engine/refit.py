@@ -43,7 +43,8 @@ from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
 from .native.tied import note_draft_write, noted
-from .report.report import NOTHING, RefitReport
+from .report.refit_record import NOTHING
+from .report.report import RefitReport
 
 
 class ModelRefit:
@@ -186,7 +187,8 @@ class ModelRefit:
 
     def _is_written(self, parameter: torch.nn.Parameter) -> bool:
         """Whether this call wrote it, or a part of it."""
-        return self.report.reached_at[self.targets[id(parameter)].index] == self.report.log.stamp
+        reached_at = self.report.coverage.reached_at
+        return reached_at[self.targets[id(parameter)].index] == self.report.log.stamp
 
     def _has_run(self) -> bool:
         return self.runner is None or self.runner.forward_pass_id > 0
