@@ -24,7 +24,6 @@ from .arrival.sent_tensors import SourceIndex
 from .arrival.update import Origin, Update
 from .extension import Way, extensions
 from .interception import StreamLane, Write
-from .model.constants import Constants
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
 from .model.parameters import (
@@ -72,7 +71,6 @@ class ModelRefit:
         self.names, self.pairs = NameTable(), PairTable()
         self.runner: Any = None  # SGLang's, which counts forward passes
         self.derived = DerivedWeights(model, self._has_run)
-        self.constants = Constants(model, self.derived)
         self.report = RefitReport(self.targets.values(), self.names)
         self._probe_names = probe_names
         self.extensions = [kind(self) for kind in extensions()]
@@ -262,7 +260,7 @@ class ModelRefit:
         Raises:
             HostError: the loaders of this model need values.
         """
-        if not self.names.is_filled:
+        if not self.names.known:
             self._probe()
         return self.names
 
