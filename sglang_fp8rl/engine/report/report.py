@@ -218,5 +218,6 @@ class NamesBrought:
     def not_brought(self, names: Iterable[str], since: int) -> list[str]:
         """Those of `names` that did not come at that stamp or later."""
         names = list(names)
-        came = self._stamps[self.numbers_of(names)] >= since
+        numbers = self.numbers_of(names)  # first: it makes room for names that never came
+        came = self._stamps[numbers] >= since
         return [name for name, has_come in zip(names, came.tolist(), strict=True) if not has_come]

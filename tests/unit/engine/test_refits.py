@@ -344,6 +344,13 @@ def test_released_memory_is_unloaded_until_a_complete_refit(server):
     assert server.full() is State.WHOLE
 
 
+def test_names_that_never_came_are_among_those_that_did_not():
+    """Of a server on dummy weights the first bucket is the first that names anything."""
+    brought = report.NamesBrought()
+    brought.bring(brought.numbers_of(["norm"]), 3)
+    assert brought.not_brought([*NAMES, *"abc"], 3) == [*NAMES[:-1], *"abc"]
+
+
 def test_what_is_kept_of_undeclared_partial_refits_is_bounded(server, monkeypatch):
     for _ in range(100):
         server.call("norm", flush=True)
