@@ -187,8 +187,9 @@ def _check_layout(metadata: Sequence[Any], nbytes: int) -> None:
             raise _misplaced(one, rule)
     starts = np.array([one.start_idx for one in metadata], np.int64)
     ends = np.array([one.end_idx for one in metadata], np.int64)
-    for at in np.flatnonzero(_begin_within_another(starts, ends)):
-        raise _misplaced(metadata[at], "no two tensors of a bucket share bytes")
+    shared = np.flatnonzero(_begin_within_another(starts, ends))
+    if len(shared):
+        raise _misplaced(metadata[shared[0]], "no two tensors of a bucket share bytes")
 
 
 def _broken_rule(one: Any, nbytes: int) -> str:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
+from starlette.responses import JSONResponse
+
 from ...errors import Fp8RlError
 from ...numerics.fingerprint import MASK, Box, NumberTable, scaled_boxes, seed_of
 from ...wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Number, compare, form_of
@@ -202,8 +204,6 @@ _MARK, _ANSWER, _ERROR = "fp8rl-fingerprint", "fp8rl_fingerprint", "fp8rl_finger
 
 async def serve_fingerprint(request: Any) -> Any:
     """It makes derived weights anew: for those who may change the server."""
-    from starlette.responses import JSONResponse
-
     states = await internal_states(_MARK)
     for state in states:
         if _ERROR in state:
