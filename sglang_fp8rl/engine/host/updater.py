@@ -21,7 +21,7 @@ from ..arrival.update import Origin, Update
 from ..model.draft import lose_drafts
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
-from .refit_end import fail_behind, finish
+from .refit_end import RequestEnd, fail_behind
 from .update_request import (
     answer_update,
     are_weights_released,
@@ -123,7 +123,7 @@ def end_session(original: Callable[..., Any], manager: Any, request: Any) -> Any
     if result is None:
         text = " | ".join(boundary.errors)
         result = io_struct.EndWeightUpdateReqOutput(success=False, message=text)
-    return finish(boundary, manager, refit, update, result)
+    return RequestEnd(boundary, manager, refit, update, result).answer()
 
 
 def _prepare_end(manager: Any, refit: ModelRefit, around: ExitStack) -> None:
@@ -152,7 +152,7 @@ def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> 
     if not get_server_args().enable_draft_weights_cpu_backup:
         boundary.step(lose_drafts)
     # SGLang's answer to this request has no room for an error.
-    fail_behind(boundary, refit, None)
+    fail_behind(boundary, refit)
     return result
 
 
@@ -163,7 +163,7 @@ def resume_memory(original: Callable[..., Any], manager: Any, request: Any) -> A
     if refit is not None and not are_weights_released(manager):
         boundary = Boundary(manager.tp_cpu_group)
         boundary.step(refit.constants.put_back)
-        fail_behind(boundary, refit, None)
+        fail_behind(boundary, refit)
     return result
 
 
@@ -184,7 +184,7 @@ def read_unfolded(original: Callable[..., Any], manager: Any, request: Any) -> A
         changing.step(around.close)
         if getattr(request, "action", "") == "reset_tensors":
             changing.step(refit.report.weights_lost)
-        errors = [*reading.failures(), *fail_behind(changing, refit, None)]
+        errors = [*reading.failures(), *fail_behind(changing, refit)]
     return _not_read(request, errors) if errors else result
 
 
