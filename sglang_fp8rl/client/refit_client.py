@@ -170,15 +170,12 @@ class RefitClient:
         plan: RefitPlan | None = None,
         partial: bool = False,
     ) -> Verification:
-        """Compare what is served with these weights, byte for byte, without sending them.
+        """Compare what is served with these weights, byte for byte, without sending them. Raises as
+        `trainer.fingerprint_of`.
 
         Args:
-            named_tensors: as in `update`.
             plan: of the server; asked from it if None.
             partial: a name that is not among them is not missing.
-
-        Raises:
-            RefitError, QuantizationError: as `trainer.fingerprint_of`.
         """
         from ..trainer.fingerprint import fingerprint_of
 

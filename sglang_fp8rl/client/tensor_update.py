@@ -28,11 +28,7 @@ def is_ours(server_info: Mapping[str, Any]) -> bool:
 
 
 class TensorUpdate:
-    """One refit of one server.
-
-    Args:
-        connection: to it.
-        note: what a server of this package is told of the refit.
+    """One refit of one server; `note` is what a server of this package is told of it.
 
     Attributes:
         is_ours: as the function; known within `session`.
