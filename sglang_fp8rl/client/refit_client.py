@@ -146,11 +146,8 @@ class RefitClient:
         return RefitPlan.from_dict(self._connection.get(PLAN_PATH))
 
     def check_plan(self, plan: RefitPlan) -> None:
-        """Ask the server whether `plan` is its own; only the digest goes over the wire.
-
-        Raises:
-            RefitError: it is not, with both digests.
-        """
+        """Ask the server whether `plan` is its own; only the digest goes over the wire. Raises `RefitError` with both
+        digests if it is not."""
         theirs = self._connection.get(PLAN_PATH, **{"If-None-Match": f'"{plan.digest}"'})
         if not theirs:
             return

@@ -52,11 +52,8 @@ class TensorUpdate:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """What is posted in here is one refit: a session where the server knows them, else by its name.
-
-        Raises:
-            RefitError: it was refused; or SGLang updates no such server from tensors.
-        """
+        """What is posted in here is one refit: a session where the server knows them, else by its name. Raises
+        `RefitError` where it is refused, and for a server that SGLang does not update from tensors."""
         info = self._connection.server_info()
         _check_replicas(info)
         self._tp_size, self.is_ours = int(info["tp_size"]), is_ours(info)

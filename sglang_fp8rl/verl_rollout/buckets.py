@@ -18,13 +18,7 @@ async def flat_buckets(
     weights: Any, bucket_bytes: int, layout_as_text: bool
 ) -> AsyncIterator[tuple[str, bool]]:
     """Each bucket for the server, which reads it out of this process until the next is asked for; and whether
-    it is the last.
-
-    Args:
-        weights: named tensors, as veRL hands them to each rank.
-        bucket_bytes: a bucket ends before the tensor that would pass this size.
-        layout_as_text: as `payload_of`.
-    """
+    it is the last. It ends before the tensor that would pass `bucket_bytes`."""
     buckets = get_named_tensor_buckets(weights, bucket_bytes)
     bucket = await anext(buckets, None)
     while bucket is not None:

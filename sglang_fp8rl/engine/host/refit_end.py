@@ -200,14 +200,11 @@ def _tell(ended: Refit | None, update: Update, result: Any) -> None:
 def fail_behind(
     boundary: Boundary, refit: ModelRefit, ended: Refit | None = None, result: Any = None
 ) -> list[str]:
-    """What was raised behind the end of a request, on any rank, fails it and its refit after all. A collective.
+    """What was raised behind the end of a request, on any rank, fails it and its refit after all; return it. A collective.
 
     Args:
         ended: the refit; None if the request has none.
         result: None if the answer can't say so; then only the status does.
-
-    Returns:
-        what was raised.
     """
     errors = boundary.failures()
     if not errors:

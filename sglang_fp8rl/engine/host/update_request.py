@@ -131,11 +131,8 @@ class _UpdateRequest:
         )
 
     def _in_a_session(self) -> Any:
-        """The answer in a session that is open for the length of this call.
-
-        Raises:
-            RefitError: it could not be opened, on every rank alike.
-        """
+        """The answer in a session that is open for the length of this call. Raises `RefitError` on every rank alike
+        where it could not be opened."""
         boundary, host, manager = self._boundary, self._host, self._manager
         selector = getattr(self._request, "selector", "all")
         opens = io_struct.BeginWeightUpdateReqInput(selector=selector)
