@@ -51,7 +51,8 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
 
         def begin_weight_update(self, recv_req: Any) -> Any:
             """What comes until its end is one refit, with the note that it brings."""
-            original, refit = super().begin_weight_update, self._refit
+            original = super().begin_weight_update
+            refit = refit_of(self.tp_worker.model_runner.model)
             if refit is None or self._session is not None:
                 return original(recv_req)
             boundary = Boundary(self.tp_cpu_group)
@@ -68,7 +69,8 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
 
         def end_weight_update(self, recv_req: Any) -> Any:
             """The refit ends; FP8 halves that never met fail it. The session is over also where its end failed."""
-            original, refit = super().end_weight_update, self._refit
+            original = super().end_weight_update
+            refit = refit_of(self.tp_worker.model_runner.model)
             if refit is None or self._session is None:
                 return original(recv_req)
             marks = [(ANSWERING, perf_counter())]
@@ -91,7 +93,8 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
         from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
         from sglang.srt.runtime_context import get_server_args
 
-        original, refit = super().release_memory_occupation, self._refit
+        original = super().release_memory_occupation
+        refit = refit_of(self.tp_worker.model_runner.model)
         are_asked_for = not recv_req.tags or GPU_MEMORY_TYPE_WEIGHTS in recv_req.tags
         is_paged = self.memory_saver_adapter.enabled and not are_weights_released(self)
         is_kept = get_server_args().enable_weights_cpu_backup
@@ -109,7 +112,8 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
 
     def resume_memory_occupation(self, recv_req: Any) -> Any:
         """What no update sends comes back with the memory of the weights."""
-        result, refit = super().resume_memory_occupation(recv_req), self._refit
+        result = super().resume_memory_occupation(recv_req)
+        refit = refit_of(self.tp_worker.model_runner.model)
         if refit is not None and not are_weights_released(self):
             boundary = Boundary(self.tp_cpu_group)
             boundary.step(refit.constants.put_back)
@@ -129,10 +133,6 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
 
     def save_sharded_model(self, params: Any) -> Any:
         return _read_unfolded(super().save_sharded_model, self, params)
-
-    @property
-    def _refit(self) -> ModelRefit | None:
-        return refit_of(self.tp_worker.model_runner.model)
 
 
 def _announced(manager: Any, request: Any, refit: ModelRefit) -> None:
