@@ -99,11 +99,8 @@ class Fingerprinter:
             yield name, tensor
 
     def count(self, name: str, number: Number) -> None:
-        """The number of one more box of a name, or of all of it (once more is a replica).
-
-        Raises:
-            RefitError: two replicas differ.
-        """
+        """The number of one more box of a name, or of all of it (once more is a replica). Raises `RefitError` where two
+        replicas differ."""
         known = self._numbers.get(name)
         if known is not None and number.numel is not None:
             number = known + number

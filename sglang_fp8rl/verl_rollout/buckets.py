@@ -32,13 +32,11 @@ async def flat_buckets(
 
 
 def of_all_ranks(said: Sequence[Any]) -> tuple[list[str], bool]:
-    """The next bucket of every rank, and whether it is the last.
+    """The next bucket of every rank, and whether it is the last. Raises `RefitError` where a rank could not make its
+    own, or has fewer than the others.
 
     Args:
         said: by rank: what `flat_buckets` gave, None behind its end, or the `RefitError` that it met.
-
-    Raises:
-        RefitError: a rank could not make its own, or has fewer than the others.
     """
     failed = next((one for one in said if isinstance(one, RefitError)), None)
     if failed is not None:

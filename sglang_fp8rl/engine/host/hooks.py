@@ -76,11 +76,8 @@ def _draft_was_asked_for() -> bool:
 
 
 def start_model(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
-    """`ModelRunner.configure_kv_cache_dtype`: weights are loaded, nothing has run yet.
-
-    Raises:
-        ConfigError: as `check_control`, or as an extension says.
-    """
+    """`ModelRunner.configure_kv_cache_dtype`: weights are loaded, nothing has run yet. Raises `ConfigError` as
+    `check_control`, or as an extension says."""
     from sglang.srt.runtime_context import get_server_args
 
     refit = refit_of(runner.model)

@@ -168,11 +168,7 @@ def _read_unfolded(original: Callable[..., Any], manager: Any, request: Any) -> 
 
 
 def _not_read(request: Any, errors: list[str]) -> Any:
-    """The failed answer.
-
-    Raises:
-        RefitError: to a request by RPC, for which SGLang answers it.
-    """
+    """The failed answer; of a request by RPC a `RefitError` is raised, which SGLang answers."""
     text = " | ".join(errors)
     if isinstance(request, io_struct.CheckWeightsReqInput):
         return io_struct.CheckWeightsReqOutput(success=False, message=text)
