@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .client import RefitClient, fetch_plan
-    from .numerics import dequantize, quantize_blockwise, quantize_per_channel
-    from .wire.plan import RefitPlan
+    from .client import RefitClient as RefitClient
+    from .client import fetch_plan as fetch_plan
+    from .numerics import dequantize as dequantize
+    from .numerics import quantize_blockwise as quantize_blockwise
+    from .numerics import quantize_per_channel as quantize_per_channel
+    from .wire.plan import RefitPlan as RefitPlan
 
 _HOMES = {
     "RefitClient": ".client",
@@ -21,15 +24,7 @@ _HOMES = {
     "quantize_per_channel": ".numerics",
 }
 
-__all__ = [
-    "RefitClient",
-    "RefitPlan",
-    "__version__",
-    "dequantize",
-    "fetch_plan",
-    "quantize_blockwise",
-    "quantize_per_channel",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

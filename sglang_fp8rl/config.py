@@ -78,11 +78,8 @@ class Options(BaseModel):
         return self.ignored_layers + self.modules_to_not_convert
 
     def layer_reason(self, prefix: str, num_layers: int | None) -> str:
-        """Why a module of that prefix stays in high precision by its layer's number, or empty.
-
-        Raises:
-            ConfigError: the last layers are asked for and the model's depth is not known.
-        """
+        """Why a module of that prefix stays in high precision by its layer's number, or empty. Raises `ConfigError`
+        where the last layers are asked for and the model's depth is not known."""
         first, last = self.num_first_layers_in_bf16, self.num_last_layers_in_bf16
         found = LAYER.search(prefix)
         if found is None:
@@ -104,11 +101,8 @@ class Options(BaseModel):
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Options:
-        """Read `quantization_config`, and `SGLANG_FP8_IGNORED_LAYERS` as SGLang's `fp8` does.
-
-        Raises:
-            ConfigError: an unknown key (the known ones are listed) or a value out of range.
-        """
+        """Read `quantization_config`, and `SGLANG_FP8_IGNORED_LAYERS` as SGLang's `fp8` does. Raises `ConfigError` for
+        an unknown key (the known ones are listed) or a value out of range."""
         given = {key: value for key, value in config.items() if key not in _HOST_KEYS}
         _check_keys(given, list(cls.model_fields))
         for name in _LISTS_OF_PATTERNS:
@@ -163,13 +157,8 @@ class ModulePatterns:
     used: set[str] = field(default_factory=set)  # patterns that covered one so far
 
     def match(self, prefix: str) -> tuple[str, ...]:
-        """The patterns that cover this module; empty if none does.
-
-        A fused module is covered when the patterns cover it or all of its parts.
-
-        Raises:
-            ConfigError: the patterns cover some parts of a fused module and not others.
-        """
+        """The patterns that cover this module; empty if none does. A fused one is covered when they cover it or all of
+        its parts; raises `ConfigError` where they cover some parts and not others."""
         if direct := self._match_one(prefix):
             self.used.add(direct)
             return (direct,)

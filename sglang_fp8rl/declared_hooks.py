@@ -60,11 +60,8 @@ def targets_not_hooked() -> dict[str, Hook]:
 
 
 def check_hooks_in_force() -> None:
-    """Every registered hook is applied, or this method serves nothing.
-
-    Raises:
-        HostError: naming the targets that are gone.
-    """
+    """Every registered hook is applied, or this method serves nothing: raises `HostError`, which names the targets
+    that are gone."""
     missing = targets_not_hooked()
     if missing:
         reason = next(iter(missing.values())).reason

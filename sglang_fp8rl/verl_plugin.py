@@ -61,11 +61,8 @@ def check_verl() -> list[str]:
 
 
 class ReplicaLoader:
-    """What veRL calls for the replica's class, when a rollout by SGLang is wanted.
-
-    Args:
-        problems: why a rollout by this method is refused; veRL's own replica serves all others then.
-    """
+    """What veRL calls for the replica's class, when a rollout by SGLang is wanted. Where there are problems it is one
+    that refuses a rollout by this method and serves all others."""
 
     def __init__(self, load_verls_own: Callable[[], Any], problems: Sequence[str]) -> None:
         self._load_verls_own, self._problems = load_verls_own, problems

@@ -18,7 +18,6 @@ _FOR_THE_API_KEY = ("/generate", SERVER_INFO_PATH, PLAN_PATH, STATUS_PATH)
 _IDLE_SECONDS = (
     2  # SGLang closes what is idle for 5: a request that comes just then would get no answer
 )
-_DIRECT = {"no_proxy": "*"}  # weights are sent to this machine, whatever HTTP_PROXY says
 _KEYS = (
     "RefitClient(api_key=…, admin_api_key=…): SGLang wants the admin key for updates and sessions where "
     "it has one, the api key otherwise."
@@ -104,15 +103,16 @@ class Connection:
         headers: dict[str, str] | None = None,
         json: Any = None,
     ) -> requests.Response:
-        is_for_api_key = takes_api_key or path in _FOR_THE_API_KEY
-        key = self._api_key if is_for_api_key else self._admin_key
+        takes_api_key = takes_api_key or path in _FOR_THE_API_KEY
+        key = self._api_key if takes_api_key else self._admin_key
         sent = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
         url, seconds = self.url + path, self._timeout + patience
+        direct = {"no_proxy": "*"}  # weights are sent to this machine, whatever HTTP_PROXY says
         if time.monotonic() - self._used > _IDLE_SECONDS:
             self._http.close()  # the next request opens a connection of its own
         try:
             answer = self._http.request(
-                method, url, json=json, headers=sent, timeout=seconds, proxies=dict(_DIRECT)
+                method, url, json=json, headers=sent, timeout=seconds, proxies=direct
             )
         except requests.RequestException as error:
             self.forget()

@@ -146,11 +146,8 @@ class RefitClient:
         return RefitPlan.from_dict(self._connection.get(PLAN_PATH))
 
     def check_plan(self, plan: RefitPlan) -> None:
-        """Ask the server whether `plan` is its own; only the digest goes over the wire.
-
-        Raises:
-            RefitError: it is not, with both digests.
-        """
+        """Ask the server whether `plan` is its own; only the digest goes over the wire. Raises `RefitError` with both
+        digests if it is not."""
         theirs = self._connection.get(PLAN_PATH, **{"If-None-Match": f'"{plan.digest}"'})
         if not theirs:
             return
@@ -170,15 +167,12 @@ class RefitClient:
         plan: RefitPlan | None = None,
         partial: bool = False,
     ) -> Verification:
-        """Compare what is served with these weights, byte for byte, without sending them.
+        """Compare what is served with these weights, byte for byte, without sending them. Raises as
+        `trainer.fingerprint_of`.
 
         Args:
-            named_tensors: as in `update`.
             plan: of the server; asked from it if None.
             partial: a name that is not among them is not missing.
-
-        Raises:
-            RefitError, QuantizationError: as `trainer.fingerprint_of`.
         """
         from ..trainer.fingerprint import fingerprint_of
 

@@ -28,11 +28,7 @@ def is_ours(server_info: Mapping[str, Any]) -> bool:
 
 
 class TensorUpdate:
-    """One refit of one server.
-
-    Args:
-        connection: to it.
-        note: what a server of this package is told of the refit.
+    """One refit of one server; `note` is what a server of this package is told of it.
 
     Attributes:
         is_ours: as the function; known within `session`.
@@ -56,11 +52,8 @@ class TensorUpdate:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """What is posted in here is one refit: a session where the server knows them, else by its name.
-
-        Raises:
-            RefitError: it was refused; or SGLang updates no such server from tensors.
-        """
+        """What is posted in here is one refit: a session where the server knows them, else by its name. Raises
+        `RefitError` where it is refused, and for a server that SGLang does not update from tensors."""
         info = self._connection.server_info()
         _check_replicas(info)
         self._tp_size, self.is_ours = int(info["tp_size"]), is_ours(info)

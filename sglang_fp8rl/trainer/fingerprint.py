@@ -79,11 +79,8 @@ class _Started:
 
 
 class Fingerprinter:
-    """Adds up what goes by, tensor by tensor; for `RefitClient.update(..., verify=True)` as well.
-
-    Args:
-        plan: of the server.
-    """
+    """Adds up what goes by, tensor by tensor, as the plan's server has it; for `RefitClient.update(..., verify=True)`
+    as well."""
 
     def __init__(self, plan: RefitPlan) -> None:
         self.plan = plan
@@ -102,11 +99,8 @@ class Fingerprinter:
             yield name, tensor
 
     def count(self, name: str, number: Number) -> None:
-        """The number of one more box of a name, or of all of it (once more is a replica).
-
-        Raises:
-            RefitError: two replicas differ.
-        """
+        """The number of one more box of a name, or of all of it (once more is a replica). Raises `RefitError` where two
+        replicas differ."""
         known = self._numbers.get(name)
         if known is not None and number.numel is not None:
             number = known + number
@@ -157,7 +151,8 @@ class Fingerprinter:
         else:
             shard.check_shape(name, entry.shape)
             boxes, numel = self._boxes(entry, shard, started), local.numel()
-        started.names.append((weight if is_scale else name, _form_of(entry), numel))
+        form = form_of(entry.dtype if entry.block_size is None else FP8, entry.block_size)
+        started.names.append((weight if is_scale else name, form, numel))
         started.numbers.append(start_numbers([boxes]).to(local.device))
         if not local.is_cuda:
             self._finish(local.device)
@@ -189,7 +184,3 @@ class Fingerprinter:
                 refuse_not_finite(bad, grid, name)
         for (name, form, numel), value in zip(started.names, values, strict=True):
             self.count(name, Number(form, value & MASK, numel))
-
-
-def _form_of(entry: TensorPlan) -> str:
-    return form_of(entry.dtype if entry.block_size is None else FP8, entry.block_size)

@@ -123,11 +123,9 @@ def like(sent: Any, made: LocalShard, name: str) -> Any:
 
 def _box_of(full_shape: Box, like: Any) -> tuple[Box, Box]:
     """Shape and start of this rank's box of a tensor that is placed as a DTensor is."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as box_of
 
-    shape, start = compute_local_shape_and_global_offset(
-        full_shape, like.device_mesh, like.placements
-    )
+    shape, start = box_of(full_shape, like.device_mesh, like.placements)
     return tuple(shape), tuple(start)
 
 

@@ -190,22 +190,14 @@ async def _drain(weights: Any) -> None:
 
 
 class RankGroup:
-    """The ranks of a mesh, the first of which leads: it talks to the server.
-
-    Attributes:
-        leads: whether this one does.
-    """
+    """The ranks of a mesh, the first of which leads: it talks to the server."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh, self._first = mesh, mesh.mesh.tolist()[0]
         self.leads: bool = mesh.get_local_rank() == 0
 
     async def by_leader(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What the leading rank was answered, on all ranks.
-
-        Raises:
-            RefitError: on every rank, whatever was raised on the leading one.
-        """
+        """What the leading rank was answered, on all ranks; whatever was raised there, as a `RefitError`."""
         return self.share(await outcome_of(ask) if self.leads else None)
 
     def share(self, outcome: Any) -> Any:

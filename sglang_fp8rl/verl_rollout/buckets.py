@@ -18,13 +18,7 @@ async def flat_buckets(
     weights: Any, bucket_bytes: int, layout_as_text: bool
 ) -> AsyncIterator[tuple[str, bool]]:
     """Each bucket for the server, which reads it out of this process until the next is asked for; and whether
-    it is the last.
-
-    Args:
-        weights: named tensors, as veRL hands them to each rank.
-        bucket_bytes: a bucket ends before the tensor that would pass this size.
-        layout_as_text: as `payload_of`.
-    """
+    it is the last. It ends before the tensor that would pass `bucket_bytes`."""
     buckets = get_named_tensor_buckets(weights, bucket_bytes)
     bucket = await anext(buckets, None)
     while bucket is not None:
@@ -38,13 +32,11 @@ async def flat_buckets(
 
 
 def of_all_ranks(said: Sequence[Any]) -> tuple[list[str], bool]:
-    """The next bucket of every rank, and whether it is the last.
+    """The next bucket of every rank, and whether it is the last. Raises `RefitError` where a rank could not make its
+    own, or has fewer than the others.
 
     Args:
         said: by rank: what `flat_buckets` gave, None behind its end, or the `RefitError` that it met.
-
-    Raises:
-        RefitError: a rank could not make its own, or has fewer than the others.
     """
     failed = next((one for one in said if isinstance(one, RefitError)), None)
     if failed is not None:

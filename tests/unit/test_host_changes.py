@@ -34,7 +34,7 @@ CHANGING = {
     "register_attention_backend",
 }
 # Of this package's attributes, those that hold an object of a host, or that an object of a host has too.
-LENT = {"data", "owner", "mode"}
+LENT = {"data", "owner", "mode", "_session"}
 # Objects of other libraries, made here: an HTTP session, the tokenizer of a seeded checkpoint.
 NO_HOST = {
     "self._http.headers",

@@ -47,7 +47,7 @@ class Update:
         version: what SGLang calls the new weights, where the request says so.
         ends_session: whether it is the end of a session, which brings nothing.
         touches_target: whether it updates the served model, not a draft alone.
-        calls: of `load_weights` that belong to it, so far.
+        calls, tensors: of `load_weights` that belong to it, so far, and what came in them.
         refit: that its last call belongs to.
         cache_flushed: whether SGLang flushed its cache; None if it was not asked to.
         marks: when it came to which of the stages.
@@ -61,6 +61,7 @@ class Update:
     ends_session: bool = False
     touches_target: bool = True
     calls: int = 0
+    tensors: int = 0
     refit: Any = None
     cache_flushed: bool | None = None
     marks: list[Mark] = field(default_factory=list)

@@ -61,11 +61,8 @@ def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
 
 
 def clear_stored_cache(manager: Any) -> None:
-    """Clear what HiCache's storage backend or LMCache keeps: no flush reaches it, and it is of the old weights.
-
-    Raises:
-        HostError: it can't be cleared.
-    """
+    """Clear what HiCache's storage backend or LMCache keeps: no flush reaches it, and it is of the old weights. Raises
+    `HostError` where it can't be cleared."""
     scheduler = manager.scheduler
     kinds = ("enable_hicache_storage", "enable_lmcache")
     if not any(getattr(scheduler, kind, False) for kind in kinds):

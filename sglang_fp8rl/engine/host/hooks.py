@@ -61,18 +61,12 @@ def build_model(
     if is_draft:
         Draft(model)
         logger.info("fp8rl: the draft model stays in high precision")
-    else:
-        attached(model, model_config, quant_config)
+        return model
+    quant_config.settle(model)
+    path, hf_config = model_config.model_path, model_config.hf_config
+    names = functools.partial(meta_tensors, path, hf_config)
+    ModelRefit(model, quant_config.options, quant_config.schemes, names).attach()
     return model
-
-
-def attached(model: Any, model_config: Any, config: Fp8BlockwiseOnlineConfig) -> ModelRefit:
-    """The refit of a model whose loaders it wraps from now on."""
-    config.settle(model)
-    probe_names = functools.partial(meta_tensors, model_config.model_path, model_config.hf_config)
-    refit = ModelRefit(model, config.options, config.schemes, probe_names)
-    refit.attach()
-    return refit
 
 
 def _draft_was_asked_for() -> bool:
@@ -82,11 +76,8 @@ def _draft_was_asked_for() -> bool:
 
 
 def start_model(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
-    """`ModelRunner.configure_kv_cache_dtype`: weights are loaded, nothing has run yet.
-
-    Raises:
-        ConfigError: as `check_control`, or as an extension says.
-    """
+    """`ModelRunner.configure_kv_cache_dtype`: weights are loaded, nothing has run yet. Raises `ConfigError` as
+    `check_control`, or as an extension says."""
     from sglang.srt.runtime_context import get_server_args
 
     refit = refit_of(runner.model)

@@ -6,7 +6,7 @@ multi-process directory, with the labels of SGLang's scheduler metrics.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from ..extension import extensions
@@ -21,24 +21,13 @@ _GAUGES = {
 }
 
 
-def observe_refit(
-    manager: Any, refit: ModelRefit, *, call: str | None = None, success: bool = True
-) -> None:
-    """After an update call, or the end of a session. Does nothing unless SGLang collects metrics here.
-
-    Args:
-        manager: SGLang's weight updater.
-        call: `tensor`, `distributed`, `disk` or `ipc`; None at the end of a session.
-        success: of the call.
-    """
+def observe_refit(manager: Any, refit: ModelRefit, call: str | None, success: bool) -> None:
+    """After an update call, or the end of a session; does nothing unless SGLang collects metrics here. Args as of
+    `RefitMetrics.observe`; `manager` is SGLang's weight updater."""
     collector = manager.metrics_collector
-    if collector is None:
-        return
-    metrics = _metrics(tuple(collector.labels))
-    status = status_section(refit)
-    if call is not None:
-        metrics.count(collector.labels, status, call, success)
-    metrics.observe(collector.labels, status)
+    if collector is not None:
+        metrics = _metrics(tuple(collector.labels))
+        metrics.observe(collector.labels, status_section(refit), call, success)
 
 
 class RefitMetrics:
@@ -57,33 +46,37 @@ class RefitMetrics:
             names = [*labels, *more]
             return kind(PREFIX + name, text, names, registry=registry or REGISTRY, **options)
 
-        gauge = partial(made, Gauge, multiprocess_mode="mostrecent")
         text = "Calls of update_weights_from_*, by source and outcome (ok or failed)."
         self._calls = made(Counter, "update_calls", text, "source", "outcome")
         self._refits = made(Counter, "refits", "Refits begun.")
         described = dict(_GAUGES)
         for kind in extensions():
             described |= kind.gauges
-        self._gauges = {name: gauge(name, text) for name, text in described.items()}
+        self._gauges = {
+            name: made(Gauge, name, text, multiprocess_mode="mostrecent")
+            for name, text in described.items()
+        }
         self._refit: int | None = None
 
-    def count(
-        self, labels: dict[str, str], status: dict[str, Any], source: str, success: bool
+    def observe(
+        self, labels: dict[str, str], status: dict[str, Any], call: str | None, success: bool
     ) -> None:
-        """One update call more, and one refit more if it is the first of one."""
-        outcome = "ok" if success else "failed"
-        self._calls.labels(**labels, source=source, outcome=outcome).inc()
-        refit = status["last_refit"]
-        if refit is not None and refit["id"] != self._refit:
-            self._refit = refit["id"]
-            self._refits.labels(**labels).inc()
+        """Take over what a status has a number for, and count.
 
-    def observe(self, labels: dict[str, str], status: dict[str, Any]) -> None:
-        """Take over what the status section has a number for."""
-        found: dict[str, float] = {"consistent": int(status["consistent"])}
+        Args:
+            call: `tensor`, `distributed`, `disk` or `ipc`; None at the end of a session.
+            success: of the call.
+        """
         refit = status["last_refit"]
+        found: dict[str, float] = {"consistent": int(status["consistent"])}
         if refit is not None:
             found |= {"refit_seconds": refit["seconds"], "refit_bytes": refit["bytes"]}
+        if call is not None:
+            outcome = "ok" if success else "failed"
+            self._calls.labels(**labels, source=call, outcome=outcome).inc()
+            if refit is not None and refit["id"] != self._refit:
+                self._refit = refit["id"]
+                self._refits.labels(**labels).inc()
         for kind in extensions():
             found |= kind.measured(status)
         for name, value in found.items():

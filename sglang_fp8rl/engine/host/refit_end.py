@@ -19,6 +19,7 @@ from ...wire.refit_note import apart_from_versions
 from ...wire.stages import BETWEEN_REQUESTS
 from ...wire.staging import OPEN_BUFFERS
 from ..arrival.update import Origin, Update
+from ..native.calls import NOTHING_SENT
 from ..refit import ModelRefit
 from ..report.refit_record import Outcome, Refit, Verdict
 from .boundary import Boundary
@@ -33,6 +34,13 @@ _NOTHING_SEEN = RefitError(
     "Send all weights again, with load_format='flattened_bucket' or without one.",
 )
 
+_BEGUN_WITHOUT = RefitError(
+    "an update",
+    "an empty list of tensors for a rank, where a refit begins on others",
+    "a refit begins on all ranks together",
+    "Open a session, name the refit, or flush the cache before it; then send all weights again.",
+)
+
 
 @dataclass(frozen=True)
 class _Said:
@@ -42,122 +50,135 @@ class _Said:
         error: why it failed there.
         verdict: on the refit that runs.
         flushed: as `Update.cache_flushed`.
+        is_empty: whether no tensor came in what was loaded.
+        refit: the number of the refit that it belongs to.
     """
 
     error: str | None = None
     verdict: Verdict | None = None
     flushed: bool | None = None
+    is_empty: bool = False
+    refit: int | None = None
 
 
-def finish(
-    boundary: Boundary,
-    manager: Any,
-    refit: ModelRefit,
-    update: Update,
-    result: Any,
-    *,
-    is_asked: bool = True,
-) -> Any:
-    """Behind an update request, or the end of a session. A collective.
+@dataclass
+class RequestEnd:
+    """Behind an update request, or the end of a session, on one rank.
 
-    Args:
+    Attributes:
         result: of this rank; it tells the client of all ranks' failures afterwards.
         is_asked: whether SGLang was asked at all: where one rank refused, none was.
-
-    Returns:
-        the answer.
     """
-    ended = _end_request(boundary, manager, refit, update, result, is_asked) or update.refit
-    if update.ends_session:
-        refit.report.log.session = None  # it is over, whatever was raised there
-        for extension in refit.extensions:
-            boundary.step(extension.end_session, manager)
-    elif is_asked:
-        for extension in refit.extensions:
-            boundary.step(extension.end_request, was_flushed=bool(update.cache_flushed))
-    call = None if update.ends_session else update.origin.value
-    boundary.step(observe_refit, manager, refit, call=call, success=result.success)
-    if update.is_last_call or not result.success:
-        boundary.step(OPEN_BUFFERS.close)  # a refit that goes on brings its handles anew
-    if ended is not None:
-        marks = [*update.marks, (BETWEEN_REQUESTS, perf_counter())]
-        boundary.step(ended.add_stages, marks)
-    version = refit.report.log.moved_to
-    boundary.step(tell_version, refit.report.log, result)
-    is_told = not fail_behind(boundary, refit, ended, result)  # the same on every rank
-    if is_told and version and RECORDS_WEIGHT_VERSIONS:
-        boundary.step(lambda: manager.scheduler.record_weight_version_change(new_version=version))
-    return result
 
+    boundary: Boundary
+    manager: Any
+    refit: ModelRefit
+    update: Update
+    result: Any
+    is_asked: bool = True
 
-def _end_request(
-    boundary: Boundary,
-    manager: Any,
-    refit: ModelRefit,
-    update: Update,
-    result: Any,
-    is_asked: bool,
-) -> Refit | None:
-    """The refit of a request goes on, or ends here; returns what ended. A collective."""
-    own = boundary.step(_said, refit, update, result, is_asked) or _Said()
-    if boundary.errors:
-        own = replace(own, error=own.error or " | ".join(boundary.errors))
-    ranks = boundary.gathered(own)
-    boundary.errors.clear()  # what is raised from here on, `fail_behind` reports
-    ended = boundary.step(_end_together, boundary, manager, refit, update, ranks, result)
-    if refit.report.log.running is None and (update.ends_session or not update.in_session):
-        refit.report.sent_twice.forget()
-    return ended
+    def answer(self) -> Any:
+        """What the client is told, once all ranks have agreed. A collective."""
+        step, refit, update, result = self.boundary.step, self.refit, self.update, self.result
+        ended = self._end_request() or update.refit
+        if update.ends_session:
+            refit.report.log.session = None  # it is over, whatever was raised there
+            for extension in refit.extensions:
+                step(extension.end_session, self.manager)
+        elif self.is_asked:
+            for extension in refit.extensions:
+                step(extension.end_request, was_flushed=bool(update.cache_flushed))
+        call = None if update.ends_session else update.origin.value
+        step(observe_refit, self.manager, refit, call, result.success)
+        if update.is_last_call or not result.success:
+            step(OPEN_BUFFERS.close)  # a refit that goes on brings its handles anew
+        if ended is not None:
+            step(ended.add_stages, [*update.marks, (BETWEEN_REQUESTS, perf_counter())])
+        version = refit.report.log.moved_to
+        step(tell_version, refit.report.log, result)
+        is_told = not fail_behind(self.boundary, refit, ended, result)  # the same on every rank
+        if is_told and version and RECORDS_WEIGHT_VERSIONS:
+            scheduler = self.manager.scheduler
+            step(lambda: scheduler.record_weight_version_change(new_version=version))
+        return result
 
+    def _end_request(self) -> Refit | None:
+        """The refit of a request goes on, or ends here; returns what ended. A collective."""
+        boundary, report = self.boundary, self.refit.report
+        own = boundary.step(self._said) or _Said()
+        if boundary.errors:
+            own = replace(own, error=own.error or " | ".join(boundary.errors))
+        ranks = boundary.gathered(own)
+        boundary.errors.clear()  # what is raised from here on, `fail_behind` reports
+        ended = boundary.step(self._end_together, ranks)
+        if report.log.running is None and (self.update.ends_session or not self.update.in_session):
+            report.sent_twice.forget()
+        return ended
 
-def _said(refit: ModelRefit, update: Update, result: Any, is_asked: bool) -> _Said:
-    report, error = refit.report, None
-    missing = tuple(refit.pairs.give_up().values()) if update.ends_session else ()
-    # A cache that could not be flushed behind weights that are stored is no failure of the refit.
-    if is_asked and not result.success and update.cache_flushed is not False:
-        error = result.message
-    elif update.ends_session:
-        error = _wrong_with_an_empty_session(refit)
-    elif is_asked and not update.calls and update.touches_target:
-        error = result.message = str(_NOTHING_SEEN)
-        result.success = False
-    verdict = None
-    if report.log.current is not None and (update.calls or update.ends_session):
-        verdict = report.verdict(update)
-        verdict = replace(verdict, failures=(*missing, *verdict.failures))
-    elif update.ends_session or not update.in_session:  # a draft alone was written
-        missing += report.sent_twice.differing(report.log.stamp + 1)
-    if error is not None or (missing and verdict is None):
-        error = " | ".join(filter(None, (error, *missing)))
-    return _Said(error, verdict, update.cache_flushed)
+    def _said(self) -> _Said:
+        update, result, report, error = self.update, self.result, self.refit.report, None
+        missing = tuple(self.refit.pairs.give_up().values()) if update.ends_session else ()
+        # A cache that could not be flushed behind weights that are stored is no failure of the refit.
+        if self.is_asked and not result.success and update.cache_flushed is not False:
+            error = result.message
+        elif update.ends_session:
+            error = _wrong_with_an_empty_session(self.refit)
+        elif self.is_asked and not update.calls and update.touches_target:
+            error = result.message = str(_NOTHING_SEEN)
+            result.success = False
+        verdict = None
+        if report.log.current is not None and (update.calls or update.ends_session):
+            verdict = report.verdict(update)
+            verdict = replace(verdict, failures=(*missing, *verdict.failures))
+        elif update.ends_session or not update.in_session:  # a draft alone was written
+            missing += report.sent_twice.differing(report.log.stamp + 1)
+        if error is not None or (missing and verdict is None):
+            error = " | ".join(filter(None, (error, *missing)))
+        is_empty = error is None and update.calls > 0 and not update.tensors
+        number = None if update.refit is None else update.refit.id
+        return _Said(error, verdict, update.cache_flushed, is_empty, number)
 
+    def _end_together(self, ranks: list[_Said]) -> Refit | None:
+        update, log, ended = self.update, self.refit.report.log, None
+        if update.cache_flushed is None and any(one.flushed for one in ranks):
+            # A rank that failed asked for no flush; its prefixes would not be those of the others.
+            update.cache_flushed = bool(self.manager.flush_cache())
+        errors = [one.error for one in ranks]
+        if errors.count(None) == len(ranks) and (wrong := _wrong_with_empty_ranks(ranks)):
+            errors = [str(wrong)] * len(ranks)
+        if errors.count(None) < len(ranks):
+            self._fail_together(errors)
+            return update.refit
+        if update.refit is not None:
+            update.refit.cache_flushed = update.cache_flushed
+        verdicts = [one.verdict for one in ranks if one.verdict is not None]
+        if verdicts:
+            ended = log.end_request(Verdict.of_all(verdicts), update)
+        if ended is None and update.ends_session:
+            ended = self.refit.report.end_session()
+        if ended is not None and ended.has_taken:
+            clear_stored_cache(self.manager)
+        _tell(ended, update, self.result)
+        return ended
 
-def _end_together(
-    boundary: Boundary,
-    manager: Any,
-    refit: ModelRefit,
-    update: Update,
-    ranks: list[_Said],
-    result: Any,
-) -> Refit | None:
-    if update.cache_flushed is None and any(one.flushed for one in ranks):
-        # A rank that failed asked for no flush; its prefixes would not be those of the others.
-        update.cache_flushed = bool(manager.flush_cache())
-    if any(one.error is not None for one in ranks):
-        _fail_together(boundary, refit, update, [one.error for one in ranks], result)
-        return update.refit
-    if update.refit is not None:
-        update.refit.cache_flushed = update.cache_flushed
-    verdicts = [one.verdict for one in ranks if one.verdict is not None]
-    log, ended = refit.report.log, None
-    if verdicts:
-        ended = log.end_request(Verdict.of_all(verdicts), update)
-    if ended is None and update.ends_session:
-        ended = refit.report.end_session()
-    if ended is not None and ended.has_taken:
-        clear_stored_cache(manager)
-    _tell(ended, update, result)
-    return ended
+    def _fail_together(self, errors: Sequence[str | None]) -> None:
+        """One rank failed, so all did; `errors` are by rank. What this rank's own calls found is written down already."""
+        update, result, report = self.update, self.result, self.refit.report
+        own = torch.distributed.get_rank(self.boundary.group)
+        is_known = update.refit is not None and update.refit.outcome is Outcome.FAILED
+        texts = [
+            text if rank == own else f"tp_rank {rank}: {text}"
+            for rank, text in enumerate(errors)
+            if text is not None and not (rank == own and is_known)
+        ]
+        if errors[own] is None:
+            result.success, result.message = False, " | ".join(texts)
+        elif result.success:
+            result.success, result.message = False, errors[own]
+        if update.refit is None or update.refit is report.log.current:
+            update.refit = report.fail(texts, update)
+        else:
+            report.log.failed(update.refit, texts)
 
 
 def _tell(ended: Refit | None, update: Update, result: Any) -> None:
@@ -177,16 +198,13 @@ def _tell(ended: Refit | None, update: Update, result: Any) -> None:
 
 
 def fail_behind(
-    boundary: Boundary, refit: ModelRefit, ended: Refit | None, result: Any = None
+    boundary: Boundary, refit: ModelRefit, ended: Refit | None = None, result: Any = None
 ) -> list[str]:
-    """What was raised behind the end of a request, on any rank, fails it and its refit after all. A collective.
+    """What was raised behind the end of a request, on any rank, fails it and its refit after all; return it. A collective.
 
     Args:
         ended: the refit; None if the request has none.
         result: None if the answer can't say so; then only the status does.
-
-    Returns:
-        what was raised.
     """
     errors = boundary.failures()
     if not errors:
@@ -202,6 +220,14 @@ def fail_behind(
     return errors
 
 
+def _wrong_with_empty_ranks(ranks: Sequence[_Said]) -> RefitError | None:
+    """What is wrong with ranks that were sent nothing, though none failed."""
+    if all(one.is_empty for one in ranks):
+        return NOTHING_SENT
+    is_apart = len({one.refit for one in ranks}) > 1
+    return _BEGUN_WITHOUT if is_apart and any(one.is_empty for one in ranks) else None
+
+
 def _wrong_with_an_empty_session(refit: ModelRefit) -> str | None:
     """What is wrong with the session that ends, if nothing was loaded in it."""
     session = refit.report.log.session
@@ -215,29 +241,3 @@ def _wrong_with_an_empty_session(refit: ModelRefit) -> str | None:
         "weights changed in a session in which nothing was loaded: what wrote them (by RDMA?) was not seen, "
         "so neither scales nor completeness are known. Send all weights through update_weights_from_*"
     )
-
-
-def _fail_together(
-    boundary: Boundary,
-    refit: ModelRefit,
-    update: Update,
-    errors: Sequence[str | None],
-    result: Any,
-) -> None:
-    """One rank failed, so all did; `errors` are by rank. What this rank's own calls found is written down already."""
-    own = torch.distributed.get_rank(boundary.group)
-    is_known = update.refit is not None and update.refit.outcome is Outcome.FAILED
-    texts = [
-        text if rank == own else f"tp_rank {rank}: {text}"
-        for rank, text in enumerate(errors)
-        if text is not None and not (rank == own and is_known)
-    ]
-    if errors[own] is None:
-        result.success, result.message = False, " | ".join(texts)
-    elif result.success:
-        result.success, result.message = False, errors[own]
-    report = refit.report
-    if update.refit is None or update.refit is report.log.current:
-        update.refit = report.fail(texts, update)
-    else:
-        report.log.failed(update.refit, texts)

@@ -36,12 +36,8 @@ _UNLOADED = "weights that were never loaded (dummy weights, or memory that was r
 
 
 def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) -> dict[str, Any]:
-    """What a user wants to know of a running server, as JSON types.
-
-    Args:
-        replica: data-parallel rank of the scheduler that says it.
-        manager: SGLang's weight updater; None if nothing is to be said of a session.
-    """
+    """What a user wants to know of a running server, as JSON types. `replica` is the data-parallel rank of the scheduler
+    that says it, `manager` SGLang's weight updater, or None if nothing is to be said of a session."""
     report, log = refit.report, refit.report.log
     found = [*problems(report), *refit.pairs.open_halves().values()]
     if getattr(manager, "_session", None) is not None:
@@ -227,8 +223,11 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
         if kind.mark is not None and mark.startswith(kind.mark):
             result.internal_state = kind.answer(refit, scheduler, mark.removeprefix(kind.mark))
             return result
-    boundary = Boundary(scheduler.weight_updater.tp_cpu_group)
-    section = boundary.step(_status_of, scheduler, refit)
+    updater = scheduler.weight_updater
+    boundary = Boundary(updater.tp_cpu_group)
+    section = boundary.step(
+        lambda: status_section(refit, replica=replica_of(scheduler), manager=updater)
+    )
     # What can't be read is not to be taken for weights that are whole.
     result.internal_state["fp8rl"] = section or {
         "version": __version__,
@@ -239,10 +238,6 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
         "last_refit": None,
     }
     return result
-
-
-def _status_of(scheduler: Any, refit: ModelRefit) -> dict[str, Any]:
-    return status_section(refit, replica=replica_of(scheduler), manager=scheduler.weight_updater)
 
 
 def replica_of(scheduler: Any) -> int:

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from sglang.srt.managers import io_struct
 
 from ...errors import Fp8RlError, HostError, RefitError, as_text
 from ...wire import stages
@@ -18,15 +19,16 @@ from ..arrival.update import Origin, Update
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .payload import check_load_format, not_read
-from .refit_end import finish
+from .refit_end import RequestEnd
 
 logger = logging.getLogger(__name__)
 
-_OUTPUTS = {
-    Origin.TENSOR: "UpdateWeightsFromTensorReqOutput",
-    Origin.DISTRIBUTED: "UpdateWeightsFromDistributedReqOutput",
-    Origin.DISK: "UpdateWeightFromDiskReqOutput",
-    Origin.IPC: "UpdateWeightsFromIPCReqOutput",
+# An answer in place of SGLang's.
+_OUTPUTS: dict[Origin, Any] = {
+    Origin.TENSOR: io_struct.UpdateWeightsFromTensorReqOutput,
+    Origin.DISTRIBUTED: io_struct.UpdateWeightsFromDistributedReqOutput,
+    Origin.DISK: io_struct.UpdateWeightFromDiskReqOutput,
+    Origin.IPC: io_struct.UpdateWeightsFromIPCReqOutput,
 }
 _NEED_SESSIONS = (Origin.TENSOR, Origin.DISTRIBUTED)
 _END_WITH_BARRIER = (Origin.TENSOR, Origin.IPC)
@@ -74,8 +76,9 @@ class _UpdateRequest:
         boundary.step(self._around.close)  # where SGLang was not asked, or the session did not open
         if boundary.errors or result is None:
             texts = [] if result is None or result.success else [result.message]
-            result = _failed(update.origin, " | ".join([*texts, *boundary.errors]))
-        return finish(boundary, manager, refit, update, result, is_asked=is_asked)
+            message = " | ".join([*texts, *boundary.errors])
+            result = _OUTPUTS[update.origin](success=False, message=message)
+        return RequestEnd(boundary, manager, refit, update, result, is_asked).answer()
 
     def _prepare(self) -> None:
         """All that may refuse the request or raise before SGLang, whose ranks wait for each other."""
@@ -113,7 +116,7 @@ class _UpdateRequest:
                 errors.append(str(error))
                 return None
             if update.cache_flushed is False:
-                return _failed(update.origin, str(_FLUSH_REFUSED))
+                return _OUTPUTS[update.origin](success=False, message=str(_FLUSH_REFUSED))
             errors.append(str(not_read(subject, error)))
             return None
 
@@ -128,13 +131,8 @@ class _UpdateRequest:
         )
 
     def _in_a_session(self) -> Any:
-        """The answer in a session that is open for the length of this call.
-
-        Raises:
-            RefitError: it could not be opened, on every rank alike.
-        """
-        from sglang.srt.managers import io_struct
-
+        """The answer in a session that is open for the length of this call. Raises `RefitError` on every rank alike
+        where it could not be opened."""
         boundary, host, manager = self._boundary, self._host, self._manager
         selector = getattr(self._request, "selector", "all")
         opens = io_struct.BeginWeightUpdateReqInput(selector=selector)
@@ -153,15 +151,6 @@ class _UpdateRequest:
             closes = io_struct.EndWeightUpdateReqInput()
             boundary.step(boundary.asked, host.end_weight_update, closes, around=around)
             manager._session = None
-
-
-def _failed(origin: Origin, message: str) -> Any:
-    """An answer in place of SGLang's."""
-    from sglang.srt.managers import io_struct
-
-    output_class = getattr(io_struct, _OUTPUTS[origin])
-    extra = {"num_paused_requests": 0} if origin is Origin.DISK else {}
-    return output_class(success=False, message=message, **extra)
 
 
 # -- what a request may not ask for, refused before a byte of it is read --------------------------

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from ...config import Options
-from ...errors import Fp8RlError, listed
+from ...errors import Fp8RlError, RefitError, listed
 from ...formats import weight_name_of
 from ..arrival.bucket import Bucket
 from ..arrival.update import Origin, Update
@@ -21,6 +21,13 @@ from .call import APART, Call
 from .checks import foreign_error, not_finite_errors
 from .pairs import PairTable
 from .untaken import UntakenNames
+
+NOTHING_SENT = RefitError(
+    "an update",
+    "an empty list of tensors",
+    "an update names at least one; a rank alone may be sent none, as it may have none of a bucket's experts",
+    "Check what the trainer's iterator yields.",
+)
 
 
 class Calls:
@@ -124,7 +131,7 @@ class Calls:
         return foreign_error(name, error, self._report.names.known)
 
     def _finish(self, call: Call) -> None:
-        """A call came to its end: NaN, unknown names, open halves, nothing at all."""
+        """A call came to its end: NaN, unknown names, open halves."""
         call.errors.update(not_finite_errors(call.not_finite))
         call.errors |= dict(call.raised.values())
         self.untaken.settle(call)
@@ -133,11 +140,10 @@ class Calls:
                 call.sources.leave_native((), APART)
         else:
             call.errors.update(self._pairs.give_up())
-        if not call.size:
-            call.errors[""] = (
-                "an update with an empty list of tensors; an update names at least one. "
-                "Check what the trainer's iterator yields"
-            )
+        if not (
+            call.size or call.update.origin.is_serving
+        ):  # of an update all ranks say so together
+            call.errors[""] = str(NOTHING_SENT)
         self._close(call)
 
     def _stop(self, call: Call, error: Exception) -> Fp8RlError:
@@ -173,6 +179,7 @@ class Calls:
         if call.bucket is None:  # a stream: it is known by now
             numbers = self._report.brought.numbers_of(call.sources.names)
             brought = brought._replace(numbers=numbers)
+        call.update.tensors += call.size
         self._report.end_call(brought, call.errors, call.update)
         if call.errors:
             self._pairs.drop()

@@ -57,11 +57,8 @@ def compute_as_served(
 
 
 def compute_as_stored(model: nn.Module) -> None:
-    """Have the model compute with its own parameters again, in the classes that it had.
-
-    Raises:
-        ServedWeightsError: it does so already; or a forward was set on a module. Nothing is changed then.
-    """
+    """Have the model compute with its own parameters again, in the classes that it had. Raises `ServedWeightsError`
+    where it does so already, or a forward was set on a module; nothing is changed then."""
     plan_of(model)
     names = {module: name for name, module in model.named_modules()}
     swapped = [module for _, module in served_modules(model)]

@@ -17,11 +17,9 @@ from tools.census.toys.toy import Toy, check_same, loaded, weights
 
 pytest.importorskip("sglang")
 
-from sglang_fp8rl.engine.arrival.update import Origin
 from sglang_fp8rl.engine.extension import Extension
 from sglang_fp8rl.engine.host.status import add_status
-from sglang_fp8rl.engine.host.update_request import answer_update
-from sglang_fp8rl.engine.host.updater import begin_session, end_session, read_unfolded
+from sglang_fp8rl.engine.host.updater import RefitUpdater
 from sglang_fp8rl.engine.report.law import MAX_LISTED
 
 io_struct = pytest.importorskip("sglang.srt.managers.io_struct")
@@ -71,7 +69,7 @@ class Host:
         return io_struct.CheckWeightsReqOutput(success=True, message="")
 
 
-class Manager(Host):
+class Manager(RefitUpdater):
     """One rank of it, under our hooks."""
 
     def __init__(self, refit, group):
@@ -85,21 +83,6 @@ class Manager(Host):
         self.offload_tags = set()
         self.weight_updater, self.ps = self, SimpleNamespace(dp_rank=0)
         self.flush_cache = lambda **_: True
-
-    def begin_weight_update(self, request):
-        return begin_session(super().begin_weight_update, self, request)
-
-    def end_weight_update(self, request):
-        return end_session(super().end_weight_update, self, request)
-
-    def update_weights_from_tensor(self, request):
-        return answer_update(Origin.TENSOR, super(), self, request)
-
-    def update_weights_from_disk(self, request):
-        return answer_update(Origin.DISK, super(), self, request)
-
-    def check_weights(self, request):
-        return read_unfolded(super().check_weights, self, request)
 
     def state(self, mark=None):
         result = add_status(
@@ -115,6 +98,9 @@ class Server:
         monkeypatch.setattr(
             f"{add_status.__module__}.RANKS_ARE_GLOBAL", False
         )  # nobody wrote them in this process
+        for name, method in vars(Host).items():
+            if callable(method):
+                monkeypatch.setattr(RefitUpdater.__mro__[1], name, method, raising=False)
         self.ranks = Ranks(SIZE, monkeypatch)
         self.managers = [Manager(loaded(Toy, 0), group) for group in self.ranks.groups]
 

@@ -150,9 +150,6 @@ def test_a_call_waits_for_the_device_behind_the_last_that_reads_what_was_sent(mo
         with refit.during(Update(Origin.TENSOR, in_session=True)):
             model.load_weights([one])
     assert done == ["copy", "wait", "wait"]
-    with (
-        pytest.raises(RefitError, match="empty list"),
-        refit.during(Update(Origin.TENSOR, in_session=True)),
-    ):
+    with refit.during(Update(Origin.TENSOR, in_session=True)):
         model.load_weights([])
     assert done[3:] == ["wait"]

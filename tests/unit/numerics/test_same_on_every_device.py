@@ -33,7 +33,6 @@ COMPARED_ELSEWHERE = {
     "linear": "test_linear_triton.py",
     "make_runner": "test_triton_table.py",
     "check_as_served": "test_served_weights_run.py",
-    "check_run": "test_served_weights_run.py",
 }
 DIVISIONS = {"div", "div_", "divide", "divide_", "true_divide", "true_divide_"}
 # Rounded otherwise, or multiplied with a reciprocal, somewhere.
