@@ -23,8 +23,7 @@ from torch.multiprocessing import reductions
 from ..errors import RefitError
 from ..formats import weight_name_of
 from . import layout_text
-from .shared_memory import allocate, shared_by_file_name
-from .staging import FLAT, StagingBuffers
+from .staging import FLAT, StagingBuffers, allocate, shared_by_file_name
 
 NamedTensor = tuple[str, torch.Tensor]
 DEVICE = 6  # which argument of `reductions.rebuild_cuda_tensor` is the GPU's number
@@ -79,15 +78,10 @@ def serialize(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Payload:
-    """One bucket of so many tensors and bytes, serialized.
+    """One bucket of so many tensors and bytes, serialized."""
 
-    Attributes:
-        texts: one for each rank, to be read once: a handle counts its readers.
-        content: what they say, whose memory has to stay until the server answers.
-    """
-
-    texts: list[str]
-    content: Any
+    texts: list[str]  # one for each rank, to be read once: a handle counts its readers
+    content: Any  # what they say, whose memory has to stay until the server answers
     tensors: int
     nbytes: int
 
@@ -99,13 +93,8 @@ def payload_of(
     staging: StagingBuffers | None = None,
     on_filled: Callable[[], None] = lambda: None,
 ) -> Payload:
-    """A bucket for all ranks of a server.
-
-    Args:
-        layout_as_text: whether the server reads a bucket's layout as text, see `layout_text`.
-        staging: where the bucket lies; only for a server of this package, which has read all of it when it answers.
-        on_filled: called when all is copied, before handles are made.
-    """
+    """A bucket for all ranks of a server, `layout_as_text` and in `staging` only for one of this package, which has read
+    all of it when it answers; `on_filled` is called when all is copied, before handles are made."""
     flat, metadata = flatten([(name, tensor.detach()) for name, tensor in bucket], staging)
     on_filled()
     layout = layout_text.to_text(metadata) if layout_as_text else metadata
@@ -121,9 +110,7 @@ def buckets_of(
     named_tensors: Iterable[NamedTensor], limit: int
 ) -> Iterator[tuple[list[NamedTensor], bool]]:
     """Lists of about `limit` bytes, and whether each is the last; a scale stays with its weight, behind which it comes.
-
-    Raises `RefitError` if a name comes twice.
-    """
+    Raises `RefitError` if a name comes twice."""
     seen: set[str] = set()
     bucket: list[NamedTensor] = []
     size = 0
