@@ -1,7 +1,6 @@
 """The plan as a trainer sees it: for every name it may send, how the server stores it.
 
-The engine makes the document (`engine/plan/document.py`); `plan_schema.json` says what is in it. Nothing here needs
-torch or SGLang.
+The engine makes the document; `plan_schema.json` says what is in it. Nothing here needs torch or SGLang.
 """
 
 from __future__ import annotations
