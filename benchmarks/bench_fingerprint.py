@@ -28,9 +28,9 @@ import typer
 from sglang_fp8rl.formats.format import BlockGrid
 from sglang_fp8rl.numerics import cast_into, through_fp8
 from sglang_fp8rl.numerics.fingerprint import (
+    NumberTable,
     _column_keys,
     by_torch,
-    numbers_of,
     scaled_boxes,
     seed_of,
     tensor_number,
@@ -68,7 +68,7 @@ def main(
             experts = [[whole(one, SEED)] for one in tensor.split(768)]
             tasks = {
                 "fingerprint": functools.partial(tensor_number, tensor, SEED),
-                "experts": functools.partial(numbers_of, experts),
+                "experts": lambda experts=experts: NumberTable(experts).numbers(),  # type: ignore[misc]
                 "copy": functools.partial(other.copy_, data),
             }
             rows.append(_row(tasks, data.nbytes, device, runs, threads, str(dtype)))
@@ -90,9 +90,9 @@ def _verified(weight: torch.Tensor) -> int:
         BlockGrid.of(weight.shape, (128, 128)).scale_shape, dtype=torch.float32
     )
     cast_into(weight, codes, scales, (128, 128))
-    return numbers_of(
+    return NumberTable(
         [scaled_boxes("w", codes, [scales], tuple(weight.shape), (0, 0), (128, 128))]
-    )[0]
+    ).numbers()[0]
 
 
 def _row(

@@ -28,7 +28,7 @@ from shapes import MISALIGNED, MODELS
 from sglang_fp8rl import numerics
 from sglang_fp8rl.lab.testing.cast_tables import table_of
 from sglang_fp8rl.numerics.backends import make_runner
-from sglang_fp8rl.numerics.write_table import Piece
+from sglang_fp8rl.numerics.write_table import Kind, Piece
 
 BLOCK = (128, 128)
 Run = Callable[[], Any]
@@ -75,7 +75,7 @@ def gate(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     shapes = [(1, 1), (127, 257), (576, 1368), (256, 384)]
     sources: list[torch.Tensor] = []
-    pieces: list[Piece] = []
+    pieces: list[tuple[tuple[int, int], Piece]] = []
     expected = []
     for shape in shapes:
         for dtype in (torch.float32, torch.bfloat16):
@@ -88,12 +88,12 @@ def gate(device: torch.device) -> None:
                 own_codes, own_scales = destination(*shape, block, device)
                 sources.append(x.to(device))
                 place = (len(pieces), 0)
-                pieces.append(Piece(place, sources[-1], own_codes, own_scales, block))
+                pieces.append((place, Piece(sources[-1], own_codes, own_scales, block, Kind.CAST)))
     runner = make_runner(table_of(pieces), device, pow2_scale=False, round_to_bf16=True)
     if runner is None:
         raise SystemExit(f"no kernels for {device}")
     runner.run([x.data_ptr() for x in sources])
-    for (codes, scales), piece in zip(expected, pieces, strict=True):
+    for (codes, scales), (_, piece) in zip(expected, pieces, strict=True):
         same = torch.equal(codes.view(torch.uint8), piece.destination.cpu().view(torch.uint8))
         assert piece.scales is not None
         if not same or not torch.equal(scales, piece.scales.cpu()):
@@ -185,7 +185,7 @@ def whole_model(clock: Clock, name: str, dtype: torch.dtype, repeat: int) -> Ite
             view = bucket[offset : offset + rows * cols].view(rows, cols)
             place = (0, offset * bucket.element_size())
             one = codes[at].view(numerics.FP8_DTYPE)
-            pieces.append(Piece(place, view, one, scales[at], BLOCK))
+            pieces.append((place, Piece(view, one, scales[at], BLOCK, Kind.CAST)))
             offset += rows * cols
             total += rows * cols
     began = time.perf_counter()
@@ -207,10 +207,18 @@ def whole_model(clock: Clock, name: str, dtype: torch.dtype, repeat: int) -> Ite
             **row,
             "tensors": len(pieces),
             "launches": len(getattr(runner, "launches", [])),
-            "table_bytes": getattr(runner, "nbytes", runner.table.pieces.nbytes),
+            "table_bytes": _table_bytes(runner),
             "build_s": build,
             "peak_extra_bytes": grown,
         }
+
+
+def _table_bytes(runner: Any) -> int:
+    """Memory of a table and its programs and flags, where it runs."""
+    if not hasattr(runner, "launches"):
+        return int(runner.table.pieces.nbytes)
+    held = (runner._rows, runner._flags, runner._call, *(one.owners for one in runner.launches))
+    return sum(one.nbytes for one in held)
 
 
 def rows_of(

@@ -40,9 +40,8 @@ from sglang_fp8rl.numerics.triton.kernels import (
 )
 from sglang_fp8rl.numerics.triton.linear import doubled_kernel, doubled_tile
 from sglang_fp8rl.numerics.triton.matrix import cast_options, constants_of, row_warps
-from sglang_fp8rl.numerics.write_table import Dtype
+from sglang_fp8rl.numerics.write_table import BF16, FP16, FP32
 
-FP32, BF16, FP16 = map(int, (Dtype.FP32, Dtype.BF16, Dtype.FP16))
 # What a guard allows, per element: the limits that the design was made for.
 MAX_INSTRUCTIONS = {BF16: 10.0, FP16: 12.0, FP32: 12.0}
 MAX_REGISTERS = 64

@@ -73,7 +73,7 @@ def compiled_doubled(
     types = {"x": "*i16", "out": "*i16", "m": "i32", "k": "i32", "x_stride": "i32"}
     code = compile_kernel(
         doubled_kernel,
-        {"KIND": int(DTYPES[dtype]), "POW2": pow2, **tile},
+        {"KIND": DTYPES[dtype], "POW2": pow2, **tile},
         gpu,
         types=types,
         divisible=("k", "x_stride"),

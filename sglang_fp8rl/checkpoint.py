@@ -19,15 +19,8 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 def meta_tensors(model_path: str, hf_config: Any) -> list[tuple[str, torch.Tensor]]:
-    """`(name, meta tensor)` of everything the checkpoint has, or would have; sorted by name.
-
-    Args:
-        model_path: a directory, or a name on the hub (only what is cached here is looked at).
-        hf_config: of the model, for a checkpoint without weights.
-
-    Raises:
-        HostError: there are no weights and `transformers` has no class for the config.
-    """
+    """`(name, meta tensor)` of everything the checkpoint has, or would have by its config; sorted by name. Raises
+    `HostError` if there are no weights and `transformers` has no class for the config."""
     directory = checkpoint_directory(model_path)
     files = safetensors_files(directory) if directory is not None else []
     tensors = tensors_in(files) if files else _of_model_class(hf_config)
@@ -55,7 +48,7 @@ def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def checkpoint_directory(model_path: str) -> Path | None:
-    """Where a checkpoint lies: a directory, or what is cached of a name; None if nothing is."""
+    """Where a checkpoint lies: a directory, or what is cached here of a name on the hub; None if nothing is."""
     if Path(model_path).is_dir():
         return Path(model_path)
     from huggingface_hub import try_to_load_from_cache
@@ -68,17 +61,18 @@ def _of_model_class(hf_config: Any) -> Iterable[tuple[str, torch.Tensor]]:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.core_model_loading import revert_weight_conversion
 
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(hf_config) in auto._model_mapping:
-            break
-    else:
+    kind, classes = type(hf_config), (AutoModelForCausalLM, AutoModelForImageTextToText)
+    found = next(
+        (auto._model_mapping[kind] for auto in classes if kind in auto._model_mapping), None
+    )
+    if found is None:
         raise HostError(
-            type(hf_config).__name__,
+            kind.__name__,
             "no weights, and no transformers class for this config",
             "names come from a checkpoint's headers or from the model class",
             "Put the checkpoint's safetensors beside its config.json.",
         )
     with torch.device("meta"):
-        model = auto._model_mapping[type(hf_config)](hf_config)
+        model = found(hf_config)
     # Experts are fused in memory and one by one on disk; this undoes it, on meta as well.
     return revert_weight_conversion(model, model.state_dict()).items()

@@ -54,14 +54,8 @@ def remedy_for_unknown(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 class Fp8RlError(ValueError):
-    """Base of every error this package raises on purpose.
-
-    Args:
-        subject: what it is about: a tensor name, a module prefix, an option.
-        value: what was found there (a shape, a dtype, a number).
-        rule: the rule it breaks.
-        remedy: what the reader can do.
-    """
+    """Base of every error this package raises on purpose: the `subject` (a tensor name, a module prefix, an option) has a
+    `value` that breaks the `rule`; the `remedy` is what the reader can do."""
 
     def __init__(self, subject: str, value: str, rule: str, remedy: str) -> None:
         self.subject, self.value, self.rule, self.remedy = subject, value, rule, remedy

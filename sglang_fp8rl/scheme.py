@@ -33,17 +33,11 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """As the plan says it."""
         return self.format.name if self.format else HIGH_PRECISION
 
     @property
     def is_fp8(self) -> bool:
         return self.format is not None
-
-    @property
-    def activations(self) -> str:
-        """`fp8` or `bf16`, as the plan says it."""
-        return "fp8" if self.is_fp8 and not self.keeps_activations else "bf16"
 
 
 def misalignment(
@@ -64,7 +58,6 @@ def misalignment(
         output_size: rows of the unsharded weight, as SGLang counts them (replicated KV heads
             counted once per rank that holds them).
         output_partition_sizes: rows of each logical matrix fused into this rank's shard.
-        block_size: `[block_n, block_k]`.
     """
     block_n, block_k = block_size
     if input_size_per_partition != input_size and input_size_per_partition % block_k:
@@ -72,13 +65,13 @@ def misalignment(
             f"input_size_per_partition {input_size_per_partition} is not a multiple of "
             f"block_k {block_k} (row-parallel shard of {input_size})"
         )
-    if sum(output_partition_sizes) != output_size or len(output_partition_sizes) > 1:
-        for size in output_partition_sizes:
-            if size % block_n:
-                return (
-                    f"output_partition_size {size} of {list(output_partition_sizes)} is not a "
-                    f"multiple of block_n {block_n}"
-                )
+    is_cut = sum(output_partition_sizes) != output_size or len(output_partition_sizes) > 1
+    for size in output_partition_sizes if is_cut else ():
+        if size % block_n:
+            return (
+                f"output_partition_size {size} of {list(output_partition_sizes)} is not a "
+                f"multiple of block_n {block_n}"
+            )
     if input_size_per_partition % block_k:
         return (
             f"input_size {input_size_per_partition} is not a multiple of block_k {block_k} "
@@ -90,10 +83,8 @@ def misalignment(
 def expert_misalignment(
     *, hidden_size: int, intermediate_size_per_partition: int, block_size: tuple[int, int]
 ) -> str:
-    """Why one expert's shard can't be cut into blocks; empty if it can. All of a layer have one shape.
-
-    SGLang's rule in `Fp8MoEMethod.create_weights`, and the activation groups of its kernels.
-    """
+    """Why one expert's shard can't be cut into blocks; empty if it can. All of a layer have one shape. It is SGLang's rule
+    in `Fp8MoEMethod.create_weights`, and the activation groups of its kernels."""
     block_n, block_k = block_size
     if intermediate_size_per_partition % block_n or intermediate_size_per_partition % block_k:
         return (
@@ -108,13 +99,8 @@ def expert_misalignment(
 def decide_scheme(
     why_misaligned: str, misaligned: str, granularity: str, *, keeps_activations: bool = False
 ) -> Scheme:
-    """The scheme of a module that is to be quantized.
-
-    Args:
-        why_misaligned: what `misalignment` or `expert_misalignment` answered.
-        misaligned, granularity: the options of these names: a format for what is misaligned, if any, and for the rest.
-        keeps_activations: options leave its activations in BF16.
-    """
+    """The scheme of a module that is to be quantized: by what `misalignment` or `expert_misalignment` answered, and the
+    options `misaligned` and `granularity`, formats for what is misaligned, if any, and for the rest."""
     asked = FORMATS[granularity]
     if asked.takes_any_shape:
         return Scheme(asked, Cause.ASKED, f"granularity={granularity!r}", keeps_activations)
@@ -131,7 +117,7 @@ def module_rows(schemes: Mapping[str, Scheme]) -> list[dict[str, str]]:
             "scheme": scheme.name,
             "cause": scheme.cause.value,
             "reason": scheme.reason,
-            "activations": scheme.activations,
+            "activations": "fp8" if scheme.is_fp8 and not scheme.keeps_activations else "bf16",
         }
         for name, scheme in schemes.items()
     ]

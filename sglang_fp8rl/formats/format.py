@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 Pair = tuple[int, int]
-BlockSize = Sequence[
-    int | None
-]  # what shares one scale, [block_n, block_k]; None is all of that side
+# What shares one scale, [block_n, block_k]; None is all of that side.
+BlockSize = Sequence[int | None]
 Count = TypeVar("Count", int, "np.ndarray")
 
 
@@ -28,23 +27,15 @@ def ceil_div(whole: Count, part: Count | int) -> Count:
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """One matrix cut into blocks that have a scale each; the last of either side may be smaller.
-
-    Attributes:
-        shape: `[N, K]` of the matrix.
-        block: `[block_n, block_k]`.
-    """
+    """One matrix `[N, K]` cut into blocks `[block_n, block_k]` with a scale each; the last of a side may be smaller."""
 
     shape: Pair
     block: Pair
 
     @classmethod
     def of(cls, shape: Sequence[int], block_size: BlockSize, name: str = "weight") -> BlockGrid:
-        """The blocks of a matrix of `shape`, or of each matrix of a stack `[E, N, K]`.
-
-        Raises:
-            QuantizationError: what has no rows, or a block that is none; `name` is the tensor's.
-        """
+        """The blocks of a matrix of `shape`, or of each of a stack `[E, N, K]`. Raises `QuantizationError` for what has no
+        rows, or a block that is none; `name` is the tensor's."""
         if len(shape) < 2:
             raise QuantizationError(
                 name,
@@ -65,17 +56,11 @@ class BlockGrid:
 
     @property
     def scale_shape(self) -> Pair:
-        """`[ceil(N / block_n), ceil(K / block_k)]`."""
         return ceil_div(self.shape[0], self.block[0]), ceil_div(self.shape[1], self.block[1])
 
     def is_whole(self, start: Sequence[int], shape: Sequence[int]) -> bool:
-        """Whether a box consists of whole blocks, so that its scales depend on nothing outside of it.
-
-        A box without rows or columns does.
-
-        Args:
-            start, shape: first row and column, and how many of each.
-        """
+        """Whether a box, of so many rows and columns (any, or none) from `start` on, consists of whole blocks, so that its
+        scales depend on nothing outside of it."""
         # Asked for each of 18,000 writes: no loop, no generator.
         (row, column), (height, width) = start, shape
         block_n, block_k = self.block
@@ -95,15 +80,10 @@ class BlockGrid:
         error: type[Fp8RlError] = QuantizationError,
         remedy: str = "Send this tensor in BF16 or FP32 and let the engine quantize its own shard.",
     ) -> tuple[slice, slice]:
-        """The scales of a box of whole blocks, as slices of scales of `scale_shape`.
+        """The scales of a box (as of `is_whole`), as slices of scales of `scale_shape`.
 
-        Args:
-            start, shape: first row and column, and how many of each.
-            name, value, error, remedy: for the error.
-
-        Raises:
-            Fp8RlError: an `error` with that `remedy`: the box starts or ends inside a block. That block's scale depends on
-                values that another rank holds, so no rank can be given its own part of it.
+        Raises an `error` with that `name`, `value` and `remedy` if the box starts or ends inside a block: that block's
+        scale depends on values that another rank holds, so no rank can be given its own part of it.
         """
         if not self.is_whole(start, shape):
             rows, columns = (f"{at}:{at + size}" for at, size in zip(start, shape, strict=True))
@@ -120,56 +100,27 @@ class BlockGrid:
         )
         return rows_of, columns_of
 
-    def by_rows(self) -> BlockGrid:
-        """The same blocks of the same memory, where each is a part of a row: as rows, which all kernels know."""
-        (rows, columns), (block_n, block_k) = self.shape, self.block
-        if block_n > 1 or columns % block_k:
-            return self
-        return BlockGrid((rows * columns // block_k, block_k), self.block)
-
     def strips(self, elements: int) -> Iterator[tuple[slice, slice]]:
-        """Cut between rows of blocks into strips of about so many `elements`, of one row of blocks at least.
-
-        Yields:
-            the rows of a strip, and those of its scales.
-        """
+        """Strips of about so many `elements`, of one row of blocks at least: their rows, and those of their scales."""
         rows, cols = self.shape
         height = max(1, elements // (self.block[0] * cols))
         for first in range(0, self.scale_shape[0], height):
             end = first + height
             yield slice(first * self.block[0], min(end * self.block[0], rows)), slice(first, end)
 
-    def values_of(self, row: int, column: int) -> tuple[slice, slice]:
-        """The rows and columns that the scale at `[row, column]` is shared by."""
-        rows, columns = (
-            slice(at * step, min((at + 1) * step, full))
-            for at, step, full in zip((row, column), self.block, self.shape, strict=True)
-        )
-        return rows, columns
-
 
 class Format:
-    """How a weight is held in FP8: codes in e4m3, and a scale for each block of a matrix. Knows no matrix.
+    """How a weight is held in FP8: codes in e4m3, and an FP32 scale for each block of a matrix. Knows no matrix."""
 
-    Attributes:
-        name: as options have it, and the plan as a scheme.
-        block_size: what shares one scale.
-        scale_suffix: what the name of a weight has behind it for its scale: on the wire, and as an attribute of
-            the module, where SGLang's kernels read it.
-        scale_dtype: of scales, wherever they are.
-        takes_any_shape: whether a shard of any shape may be held so; otherwise it consists of whole blocks.
-        weight_block_size: what SGLang is told, where its own code for blocks allocates, loads and multiplies.
-    """
-
-    name: str
-    block_size: BlockSize
+    name: str  # as options have it, and the plan as a scheme
+    block_size: BlockSize  # what shares one scale
+    # What the name of a weight has behind it for its scale: on the wire, and in the module, for SGLang's kernels.
     scale_suffix: str
-    scale_dtype = "float32"
-    takes_any_shape = False
+    takes_any_shape = False  # or a shard that is held so consists of whole blocks
+    # What SGLang is told, where its own code for blocks allocates, loads and multiplies.
     weight_block_size: list[int] | None = None
 
     def grid(self, shape: Sequence[int]) -> BlockGrid:
-        """The blocks of a matrix of `shape`, or of each matrix of a stack. Raises as `BlockGrid.of`."""
         return BlockGrid.of(shape, self.block_size)
 
     def scale_name(self, weight: str) -> str:
@@ -180,11 +131,8 @@ class Format:
         return [self.grid(shape).scale_shape]
 
     def why_not_sent(self, shape: Sequence[int], boxes: Iterable[Any]) -> str:
-        """Why a sender of a matrix of `shape` can't know the scales of its parts; empty if it can.
-
-        Args:
-            boxes: of it, the parts that ranks hold, each with its start and shape; None for what is no box of it.
-        """
+        """Why a sender of a matrix of `shape` can't know the scales of its parts; empty if it can. Of each part that a rank
+        holds `boxes` has start and shape; None for what is no box of it."""
         grid = self.grid(shape)
         if all(box and grid.is_whole(box.start[-2:], box.shape[-2:]) for box in boxes):
             return ""

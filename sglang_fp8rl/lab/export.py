@@ -116,7 +116,7 @@ def quantization_config(plan: RefitPlan) -> dict[str, Any]:
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
-        "weight_block_size": list(plan.block_size),
+        "weight_block_size": plan.document["options"]["weight_block_size"],
         "modules_to_not_convert": sorted(set(_kept_modules(plan))),
     }
 

@@ -1,19 +1,11 @@
 """Casts and splits: torch only, no host. Numba and Triton are optional and imported on first use."""
 
-from .backends import Backend
-from .cast import (
-    cast_into,
-    quantize,
-    quantize_blockwise,
-    quantize_per_channel,
-    through_fp8,
-)
+from .cast import cast_into, quantize, quantize_blockwise, quantize_per_channel, through_fp8
 from .reference import FP8_DTYPE, FP8_MAX, dequantize
 
 __all__ = [
     "FP8_DTYPE",
     "FP8_MAX",
-    "Backend",
     "cast_into",
     "dequantize",
     "quantize",

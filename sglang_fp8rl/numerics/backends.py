@@ -1,7 +1,4 @@
-"""Which code casts, counts and runs tables on a device: Numba on a CPU, Triton on a GPU, plain torch anywhere.
-
-All of them give the same bytes. Numba and Triton are optional, and imported on first use.
-"""
+"""Which code casts, counts and runs tables on a device: Numba on a CPU, Triton on a GPU, plain torch anywhere."""
 
 from __future__ import annotations
 
@@ -23,10 +20,8 @@ _FASTEST = {"cpu": "numba", "cuda": "triton"}
 
 @functools.cache
 def kernels(what: str, device_type: str, backend: str = "auto") -> ModuleType | None:
-    """The module `what` of the device's folder, or None where plain torch does it.
-
-    A backend asked for by name is not replaced by another.
-    """
+    """The module `what` of the device's folder, or None where plain torch does it; a backend that is asked for by name is
+    not replaced by another."""
     if backend == "auto":
         backend = _FASTEST.get(device_type, "")
         if not (backend and is_there(backend)):
@@ -40,10 +35,7 @@ def kernels(what: str, device_type: str, backend: str = "auto") -> ModuleType | 
 
 @functools.cache
 def is_there(library: str) -> bool:
-    """Whether an optional library can be imported.
-
-    The library and nothing of ours, so that our own fault is never taken for its absence.
-    """
+    """Whether an optional library can be imported: it and nothing of ours, whose fault would look like its absence."""
     try:
         importlib.import_module(library)
     except ImportError:  # Numba also raises it for a NumPy it doesn't know
@@ -57,13 +49,9 @@ class TableRunner(Protocol):
     table: CastTable
 
     def run(self, addresses: Sequence[int]) -> np.ndarray:
-        """Write every piece, and return when the memory has been read.
+        """Write every piece from the sent tensors at these `addresses`, by position; return when they have been read.
 
-        Args:
-            addresses: of the tensors that were sent, by position.
-
-        Returns:
-            uint8 flags, see `CastTable.flags_of`; overwritten by the next call.
+        The flags (`CastTable.flags_of`) that it returns are overwritten by the next call.
         """
 
 

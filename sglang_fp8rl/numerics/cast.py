@@ -16,7 +16,6 @@ from .backends import Backend, kernels
 from .reference import FP8_DTYPE
 from .write_table import Piece
 
-Quantized = tuple[torch.Tensor, torch.Tensor]
 # Of a source that is copied or looked at in parts, so that no temporary grows with it: about this much at a
 # time, and on a CPU what its caches hold of what a kernel reads at once.
 _CHUNK_ELEMENTS, _CACHED_ELEMENTS = 4 * 1024 * 1024, 256 * 1024
@@ -36,9 +35,9 @@ def cast_into(
     """Quantize `source` into `qweight` and `weight_scale`; allocates nothing of their size.
 
     Args:
-        source: [N, K] FP32, BF16 or FP16; any strides and offset.
-        qweight: [N, K] e4m3fn; rows contiguous, any row stride and offset.
-        weight_scale: FP32 [ceil(N / block_n), ceil(K / block_k)]; any strides and offset.
+        source: [N, K] FP32, BF16 or FP16; any strides.
+        qweight: [N, K] e4m3fn; rows contiguous, any row stride.
+        weight_scale: FP32 [ceil(N / block_n), ceil(K / block_k)]; any strides.
         block_size: [block_n, block_k], what shares one scale; None is all of that side.
         pow2_scale: round every scale up to a power of two (`use_weight_pow2_scale`).
         round_to_bf16: False casts FP32 without the step to BF16, for research: other codes than a
@@ -54,8 +53,7 @@ def cast_into(
     Raises:
         QuantizationError: shapes, dtypes, strides or devices that do not fit.
     """
-    _check_source(source, name)
-    grid = BlockGrid.of(source.shape, block_size)
+    grid = _grid_of(source, block_size, name)
     _check_destinations(source, qweight, weight_scale, grid, name)
     return _cast(source, qweight, weight_scale, grid, pow2_scale, round_to_bf16, backend)
 
@@ -69,16 +67,13 @@ def through_fp8(
     name: str = "weight",
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Cast `weight` to FP8 and back to BF16 [N, K], contiguous: what a server computes with.
-
-    A block with a NaN or Inf comes out unquantized: whoever computes with it sees the NaN, and nothing
-    here waits for a GPU. Arguments are those of `cast_into`.
-
-    Raises:
-        QuantizationError: wrong dtype or rank.
-    """
-    _check_source(weight, name)
-    grid = BlockGrid.of(weight.shape, block_size).by_rows()
+    """Cast `weight` to FP8 and back to BF16 [N, K], contiguous: what a server computes with. A block with a NaN or Inf
+    comes out unquantized: whoever computes with it sees the NaN, and nothing here waits for a GPU. Arguments are those
+    of `cast_into`; raises `QuantizationError` for a wrong dtype or rank."""
+    grid = _grid_of(weight, block_size, name)
+    (rows, columns), (block_n, block_k) = grid.shape, grid.block
+    if block_n == 1 and columns % block_k == 0:  # as rows of that length, which all kernels know
+        grid = BlockGrid((rows * columns // block_k, block_k), grid.block)
     source = weight.reshape(grid.shape)
     out = torch.empty(source.shape, dtype=torch.bfloat16, device=source.device)
     scales = torch.empty(grid.scale_shape, dtype=torch.float32, device=source.device)
@@ -94,19 +89,10 @@ def quantize(
     round_to_bf16: bool = True,
     name: str = "weight",
     backend: Backend = "auto",
-) -> Quantized:
-    """Quantize `weight`. Arguments are those of `cast_into`.
-
-    Returns:
-        `qweight` [N, K] e4m3fn, contiguous, and the FP32 scales [ceil(N / block_n), ceil(K / block_k)], on the
-        weight's device.
-
-    Raises:
-        QuantizationError: wrong dtype or rank; or a NaN or Inf: names the block. Asking for one
-            waits for a GPU.
-    """
-    _check_source(weight, name)
-    grid = BlockGrid.of(weight.shape, block_size)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`qweight`, contiguous, and the FP32 scales, on the weight's device. Arguments are those of `cast_into`. Raises
+    `QuantizationError` for a wrong dtype or rank, and for a NaN or Inf, by its block: asking for one waits for a GPU."""
+    grid = _grid_of(weight, block_size, name)
     qweight = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
     scale = torch.empty(grid.scale_shape, dtype=torch.float32, device=weight.device)
     nonfinite = _cast(weight, qweight, scale, grid, pow2_scale, round_to_bf16, backend)
@@ -119,7 +105,10 @@ def refuse_not_finite(nonfinite: torch.Tensor, grid: BlockGrid, name: str) -> No
     if bool(nonfinite.any()):
         where = nonfinite.nonzero()
         i, j = where[0].tolist()
-        rows, columns = (f"{part.start}:{part.stop}" for part in grid.values_of(i, j))
+        rows, columns = (
+            f"{at * step}:{min((at + 1) * step, full)}"
+            for at, step, full in zip((i, j), grid.block, grid.shape, strict=True)
+        )
         raise QuantizationError(
             name,
             f"NaN or Inf in block ({i}, {j}), rows {rows}, columns {columns}"
@@ -138,9 +127,9 @@ def quantize_per_channel(
     pow2_scale: bool = False,
     round_to_bf16: bool = True,
     name: str = "weight",
-) -> Quantized:
-    """`quantize` by rows: codes, and `weight_scale` [N, 1] of the rows of this (local) shard, a
-    multiplier like `weight_scale_inv`: both names are SGLang's."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize` by rows: `weight_scale` [N, 1] is of the rows of this (local) shard, a multiplier like
+    `weight_scale_inv`: both names are SGLang's."""
     rounding: Any = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
     return quantize(weight, (1, None), name=name, **rounding)
 
@@ -163,8 +152,7 @@ def _cast(
     if module is reference or lies_in_rows:
         module.cast_into(source, target, scales, nonfinite, *how)
         return nonfinite
-    # Kernels take contiguous rows. Of anything else some rows of blocks are copied for them, one part after the
-    # other into the same memory.
+    # Kernels take contiguous rows. Of anything else some rows of blocks are copied for them, into the same memory.
     strips = list(grid.strips(_CHUNK_ELEMENTS if source.is_cuda else _CACHED_ELEMENTS))
     room = torch.empty(source[strips[0][0]].shape, dtype=source.dtype, device=source.device)
     for rows, blocks in strips:
@@ -173,8 +161,8 @@ def _cast(
     return nonfinite
 
 
-def _check_source(source: torch.Tensor, name: str) -> None:
-    """A cast starts from a non-empty matrix in FP32, BF16 or FP16.
+def _grid_of(source: torch.Tensor, block_size: BlockSize, name: str) -> BlockGrid:
+    """The blocks of a source. Refuses what is no non-empty matrix in FP32, BF16 or FP16.
 
     FP64 is refused rather than narrowed: FP64→FP32→BF16 rounds twice, and no trainer sends it.
     """
@@ -192,12 +180,13 @@ def _check_source(source: torch.Tensor, name: str) -> None:
             "a cast works on a non-empty matrix [N, K]",
             "Pass one expert or one shard at a time, as a 2-D view",
         )
+    return BlockGrid.of(source.shape, block_size)
 
 
 def _check_destinations(
     source: torch.Tensor, qweight: torch.Tensor, scale: torch.Tensor, grid: BlockGrid, name: str
 ) -> None:
-    """Codes and scales have their dtype and shape, lie on the source's device, and do not overlap."""
+    """Refuse codes and scales of another dtype, shape or device, or that overlap."""
     for what, tensor, dtype, shape in (
         ("codes", qweight, FP8_DTYPE, grid.shape),
         ("weight scale", scale, torch.float32, grid.scale_shape),
@@ -225,12 +214,10 @@ def _check_destinations(
 
 
 def has_nan_code(codes: torch.Tensor) -> bool:
-    """Whether e4m3fn codes have one of the two NaN, 0x7F and 0xFF. Takes no memory; waits for a GPU.
-
-    The first is the greatest of all bytes with a sign, the second of all without.
-    """
+    """Whether e4m3fn codes have one of the two NaN, 0x7F and 0xFF. Takes no memory; waits for a GPU."""
     if codes.numel() == 0:
         return False
+    # The first is the greatest of all bytes with a sign, the second of all without.
     return int(codes.view(torch.int8).max()) == 0x7F or int(codes.view(torch.uint8).max()) == 0xFF
 
 
@@ -239,15 +226,9 @@ def copy_finite_into(
 ) -> torch.Tensor:
     """`destination.copy_(source)` row by row, leaving out rows that would hold a NaN or Inf.
 
-    Args:
-        source: any floating-point dtype, any strides; its rows are along the last dimension.
-        destination: of the same shape; rounded to nearest even where it has fewer bits. A number that
-            overflows (BF16 from 3.3962e38 on, FP16 from 65520) would be Inf.
-        backend: as of `cast_into`.
-
-    Returns:
-        bool [rows] on the source's device: True where a row is not finite and was not written.
-        Nothing here waits for a GPU.
+    Both are of any floating-point dtype, any strides and the same shape; rows are along the last dimension. Rounds to
+    nearest even. A number that overflows (BF16 from 3.3962e38 on, FP16 from 65520) would be Inf. Returns bool [rows] on the
+    source's device: True where a row was left out. Nothing here waits for a GPU.
     """
     rows, outs = as_matrix(source.detach()), as_matrix(destination.detach())
     if outs is None or rows is None:
@@ -256,18 +237,16 @@ def copy_finite_into(
         bad = ~torch.isfinite(rounded).all().reshape(1)
         destination.copy_(torch.where(bad, destination, rounded))
         return bad
+    bad = torch.empty(len(rows), dtype=torch.bool, device=source.device)
     module = kernels("table", source.device.type, backend)
-    if module is not None and Piece((0, 0), rows, outs).fits():
-        bad = torch.empty(len(rows), dtype=torch.bool, device=source.device)
+    if module is not None and Piece(rows, outs).fits():
         module.copy_into(rows, outs, bad)
         return bad
-    bad = torch.empty(len(rows), dtype=torch.bool, device=source.device)
     step = max(1, _CHUNK_ELEMENTS // max(1, rows.shape[1]))
-    for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        rounded = rows[part].to(outs.dtype)
-        bad[part] = ~torch.isfinite(rounded).all(1)
-        outs[part] = torch.where(bad[part, None], outs[part], rounded)
+    for some, out, flags in zip(rows.split(step), outs.split(step), bad.split(step), strict=True):
+        rounded = some.to(out.dtype)
+        flags.copy_(~torch.isfinite(rounded).all(1))
+        out.copy_(torch.where(flags[:, None], out, rounded))
     return bad
 
 

@@ -8,15 +8,7 @@ one little-endian 16-bit word, so that an FP8 row of 4096 has 2048 words and a B
 `R` and `C` are odd 64-bit keys, drawn by SplitMix64 (Steele, Lea, Flood 2014) from the row and word's
 position in the *full* tensor; the rows' also from a seed. The number is linear in the bytes, so that of a
 tensor is the sum of those of its shards, whatever boxes they are, down to single bytes; and what was
-computed twice (a replica) is the same twice.
-
-**Odds of a collision**, for a difference that does not know the keys. One changed word always changes the
-number: a product of odd numbers and a difference below 2^16 is not 0 mod 2^64. For any difference at
-all: let 2^v be the largest power of two that divides every changed word's difference, v < 16. Some row
-then has an odd part, whose sum over `C` is divisible by 2^k with odds of at most 2^(1-k), and the sum
-over `R` vanishes with odds of at most 2^-(63-v-k); summed over k, at most (64-v) * 2^-(62-v): 2^-56 for
-v = 0, as almost every change is, and 2^-41 if nothing but signs of BF16 changed. It guards against
-errors, not against someone who searches for a collision: the keys are public.
+computed twice (a replica) is the same twice. `docs/reliability.md` has the odds of a collision.
 """
 
 from __future__ import annotations
@@ -58,28 +50,16 @@ def keys(seed: int, first: int, count: int) -> np.ndarray:
 
 
 class Box(NamedTuple):
-    """A part of a tensor, or all of it.
+    """A part of a tensor, or all of it. A tensor of fewer than two dimensions is a matrix of one row."""
 
-    Attributes:
-        tensor: what lies at `start` of the full tensor; any dtype of 1, 2, 4 or 8 bytes, any strides, any
-            device. Its bytes are read where they are.
-        full_shape: of the full tensor. One of fewer than two dimensions is a matrix of one row.
-        seed: of the full tensor (`seed_of`).
-    """
-
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # of 1, 2, 4 or 8 bytes an element, with any strides, read where it is
     full_shape: tuple[int, ...]
-    start: tuple[int, ...]
-    seed: int
+    start: tuple[int, ...]  # where it lies in the full tensor
+    seed: int  # of the full tensor (`seed_of`)
 
 
 class Matrix(NamedTuple):
-    """A box, or a part of one, whose rows follow each other in the full tensor.
-
-    Attributes:
-        rows: as they lie in memory; `in_rows` of it has contiguous ones.
-        row, first_byte: where it starts in the full tensor.
-    """
+    """A box, or a part of one, whose rows follow each other in the full tensor, from `row` and `first_byte` on."""
 
     rows: torch.Tensor
     row: int
@@ -100,34 +80,30 @@ class Matrix(NamedTuple):
 
 
 class NumberTable:
-    """Tensors laid out once, whose numbers are asked for again and again. It keeps their memory alive.
+    """Tensors laid out once, the boxes `of` each on any devices, whose numbers are asked for again and again.
 
-    Each call reads the bytes that lie there then. On a GPU with Triton it costs a few launches and no
-    Python for a tensor, but for those that do not lie in rows.
-
-    Args:
-        of: the boxes of each tensor, on any devices.
+    It keeps their memory alive, and each call reads the bytes that lie there then. On a GPU with Triton it costs a
+    few launches and no Python for a tensor, but for those that do not lie in rows.
     """
 
     def __init__(self, of: Sequence[Sequence[Box]]) -> None:
         self._count = len(of)
         parts = defaultdict[torch.device, list[tuple[int, Matrix]]](list)
         for number, boxes in enumerate(of):
-            for tensor, full_shape, start, seed in boxes:
-                if tensor.numel():
-                    matrices = _matrices(tensor.detach(), full_shape, start, seed)
-                    parts[tensor.device] += [(number, one) for one in matrices]
+            for box in boxes:
+                if box.tensor.numel():
+                    parts[box.tensor.device] += [(number, one) for one in _matrices(box)]
         self._started = [_counter(some, len(of)) for some in parts.values()]
 
     def start(self) -> list[torch.Tensor]:
         """Of each device int64 `[tensors]`, the sums (mod 2^64) of the boxes there. With Triton on a GPU nothing
         waits."""
-        return [start() for start in self._started]
+        return [start() for start in self._started] or [torch.zeros(self._count, dtype=torch.int64)]
 
     def numbers(self) -> list[int]:
         """Of each tensor the sum over all devices, 0 to 2^64 - 1. Waits for each GPU once."""
         found = [one.tolist() for one in self.start()]
-        return [sum(parts) & MASK for parts in zip([0] * self._count, *found, strict=True)]
+        return [sum(parts) & MASK for parts in zip(*found, strict=True)]
 
 
 def _counter(parts: list[tuple[int, Matrix]], count: int) -> Callable[[], torch.Tensor]:
@@ -147,45 +123,29 @@ def _counter(parts: list[tuple[int, Matrix]], count: int) -> Callable[[], torch.
     return start
 
 
-def start_numbers(of: Sequence[Sequence[Box]]) -> torch.Tensor:
-    """As `NumberTable.start`, of boxes on one device."""
-    started = NumberTable(of).start()
-    return started[0] if started else torch.zeros(len(of), dtype=torch.int64)
-
-
-def numbers_of(of: Sequence[Sequence[Box]]) -> list[int]:
-    """As `NumberTable.numbers`, of what is asked for once."""
-    return NumberTable(of).numbers()
-
-
 def tensor_number(tensor: torch.Tensor, seed: int) -> int:
     """The number of all of a tensor. Waits for a GPU."""
-    return numbers_of([[whole(tensor, seed)]])[0]
+    return NumberTable([[whole(tensor, seed)]]).numbers()[0]
 
 
 def whole(tensor: torch.Tensor, seed: int) -> Box:
-    """All of a tensor."""
     return Box(tensor, tuple(tensor.shape), (0,) * tensor.dim(), seed)
 
 
-def _matrices(
-    box: torch.Tensor,
-    full_shape: tuple[int, ...],
-    start: tuple[int, ...],
-    seed: int,
-    above: int = 0,
-) -> Iterator[Matrix]:
+def _matrices(box: Box, above: int = 0) -> Iterator[Matrix]:
     """The matrices of a box; `above` are rows of the full tensor before this part of it."""
+    tensor, (_, full_shape, start, seed) = box.tensor.detach(), box
     inner = math.prod(full_shape[1:-1])  # rows for one step along the first dimension
-    if box.dim() < 2:
-        yield _matrix(box.reshape(1, -1), above, start[0] if start else 0, seed)
-    elif box.dim() == 2:
-        yield _matrix(box, above + start[0], start[1], seed)
-    elif box.shape[1:-1] == full_shape[1:-1] and box.is_contiguous():
-        yield _matrix(box.flatten(0, -2), above + start[0] * inner, start[-1], seed)
+    if tensor.dim() < 2:
+        yield _matrix(tensor.reshape(1, -1), above, start[0] if start else 0, seed)
+    elif tensor.dim() == 2:
+        yield _matrix(tensor, above + start[0], start[1], seed)
+    elif tensor.shape[1:-1] == full_shape[1:-1] and tensor.is_contiguous():
+        yield _matrix(tensor.flatten(0, -2), above + start[0] * inner, start[-1], seed)
     else:
-        for at, part in enumerate(box, start[0]):
-            yield from _matrices(part, full_shape[1:], start[1:], seed, above + at * inner)
+        for at, part in enumerate(tensor, start[0]):
+            inside = Box(part, full_shape[1:], start[1:], seed)
+            yield from _matrices(inside, above + at * inner)
 
 
 def _matrix(rows: torch.Tensor, row: int, column: int, seed: int) -> Matrix:
@@ -198,28 +158,21 @@ def _matrix_number(matrix: Matrix) -> int:
     rows, row, first_byte, seed = matrix
     words = (first_byte + rows.shape[1] * rows.element_size() + 1) // 2
     kernel: Any = None
-    if _lies_on_words(rows, first_byte):
+    size = rows.element_size()
+    places = (first_byte, rows.data_ptr(), rows.shape[1] * size, rows.stride(0) * size)
+    if not any(
+        place % 2 for place in places
+    ):  # every row is whole words, here and in the full tensor
         rows = rows.view(torch.int16)
         kernel = kernels("fingerprint", "cpu") if rows.is_cpu else None
     number = by_torch if kernel is None else kernel.matrix_number
     return int(number(rows, row, first_byte, seed, _column_keys(words)))
 
 
-def _lies_on_words(matrix: torch.Tensor, first_byte: int) -> bool:
-    """Whether every row is whole words, in memory and in the full tensor."""
-    size = matrix.element_size()
-    places = (first_byte, matrix.data_ptr(), matrix.shape[1] * size, matrix.stride(0) * size)
-    return not any(place % 2 for place in places)
-
-
 def by_torch(
     matrix: torch.Tensor, row: int, first_byte: int, seed: int, column_keys: np.ndarray
 ) -> int:
-    """The definition in torch, for any device: the sum over a matrix whose rows are contiguous, mod 2^64.
-
-    Args:
-        row, first_byte: where it starts in the full tensor.
-    """
+    """The definition in torch, for any device: the sum over a matrix whose rows are contiguous, mod 2^64."""
     if matrix.element_size() % 2 == 0:
         pieces, mask = matrix.view(torch.int16), 0xFFFF
         factors = column_keys[first_byte // 2 :][: pieces.shape[1]]
@@ -261,12 +214,9 @@ def scaled_boxes(
 ) -> list[Box]:
     """Of a box that is served in FP8: its codes, and the scales of its blocks, each at its position.
 
-    Args:
-        codes: `[N, K]` e4m3fn at `start` of the full tensor, of which it is one matrix if that holds experts;
-            or `[E, N, K]`.
-        scales: of each matrix, `[ceil(N / block_n), ceil(K / block_k)]` FP32.
-        block: `[block_n, block_k]`. Per channel it is one row of the shard, `[1, columns]`: each rank's
-            rows have scales of their own, and rank r's is column r of the tensor's scales.
+    Codes are `[N, K]` e4m3fn, one matrix of a tensor that holds experts if there are any, or `[E, N, K]`; scales, of each
+    matrix, `[ceil(N / block_n), ceil(K / block_k)]` FP32. Per channel a block is one row of the shard,
+    `[1, columns]`: each rank's rows have scales of their own, and rank r's is column r of the tensor's scales.
 
     Raises:
         QuantizationError: the tensor is no matrix, the box starts or ends inside a block, or its scales are not

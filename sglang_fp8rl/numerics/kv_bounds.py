@@ -1,17 +1,14 @@
-"""How large keys and values can get, from the weights alone, whatever the prompt.
+"""How large keys and values can get, from the weights alone, whatever the prompt: one FP64 number per channel. And the
+powers of two by which weights may be multiplied without losing a bit.
 
-RMSNorm's output is `n * g` with `|n|_2 <= sqrt(K)` (`eps` only makes it smaller), so by Cauchy and
-Schwarz a channel of the projection behind it is at most `sqrt(K) * |W_c * g|_2` plus its bias. A rotary
-embedding turns pairs of channels, so the norm of a pair bounds either of them. With a norm of its own
-behind the projection (`q_norm`, `k_norm`) a head is `n * g` again, with `|n|_2 <= sqrt(d)`.
-
-Between that and the number that is stored lie roundings, and each of them has its factor here; the proof
-is in `docs/kv_cache.md`. One FP64 number per channel.
+`docs/kv_cache.md` has the proof (an RMSNorm's output `n * g` has `|n|_2 <= sqrt(K)`). Each of the roundings that lie
+between what it bounds and the number that is stored has its factor here.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,49 +27,32 @@ _SUBNORMAL = 2 * 2.0**-10 / FP8_MAX
 _AMAX_FLOOR = 1e-10
 _ROWS_AT_ONCE = 32  # whose squares stay in a CPU's cache
 _BLOCK = 128  # rows and columns of a blockwise weight's scale; channels of one activation scale beside it
+# BF16 and FP32 have the same exponents.
+SMALLEST_NORMAL, LARGEST = -126, 127
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a linear layer, as its kernel reads them.
+    """Rows of a linear layer, as its kernel reads them."""
 
-    Attributes:
-        weight: `[R, K]`, e4m3 codes or BF16.
-        scales: of e4m3 codes: `[R / 128, K / 128]` blockwise, or `[R, 1]` per channel.
-        bias: `[R]`.
-    """
-
-    weight: torch.Tensor
-    scales: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
+    weight: torch.Tensor  # `[R, K]`, e4m3 codes or BF16
+    scales: torch.Tensor | None = None  # of codes: `[R / 128, K / 128]`, or `[R, 1]` per channel
+    bias: torch.Tensor | None = None  # `[R]`
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """What a rotary embedding does to a head.
-
-    Attributes:
-        head_dim: channels of a head.
-        rotary_dim: how many of them it turns, from the first on.
-        is_neox: pairs are `(c, c + rotary_dim / 2)`, else `(2c, 2c + 1)`.
-        gain: by how much it makes a pair longer (YaRN does), at least 1.
-    """
+    """What a rotary embedding does to a head."""
 
     head_dim: int
-    rotary_dim: int
-    is_neox: bool
-    gain: float = 1.0
+    rotary_dim: int  # how many of its channels it turns, from the first on
+    is_neox: bool  # pairs are `(c, c + rotary_dim / 2)`, else `(2c, 2c + 1)`
+    gain: float = 1.0  # by how much it makes a pair longer (YaRN does), at least 1
 
 
 def projected(rows: Rows, gain: torch.Tensor) -> torch.Tensor:
-    """Bound on each output of a linear layer behind an RMSNorm.
-
-    Args:
-        gain: `[K]`, the norm's weight.
-
-    Returns:
-        FP64 `[R]`; NaN or inf where a weight, a scale or the norm is.
-    """
+    """Bound on each output of a linear layer behind an RMSNorm with weight `gain`, `[K]`: FP64 `[R]`; NaN or inf where a
+    weight, a scale or the norm is."""
     weight, g = rows.weight.detach(), gain.detach().double().abs()
     columns = weight.shape[1]
     of_row, of_block = g.new_ones(1), g.new_ones(-(-len(weight) // _BLOCK), 1)
@@ -94,17 +74,10 @@ def projected(rows: Rows, gain: torch.Tensor) -> torch.Tensor:
 
 def _norms(weight: torch.Tensor, scales: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """`|w * s * g|_2` of each row, and `|w * s * G|_2`: in a group of columns an activation is at most its
-    largest gain `G` times the norm of `n` in the group.
+    largest gain `G` times the norm of `n` in the group. FP64 `[2, R]`, of `[R / 128, groups]` and `[K]`.
 
     Rows don't meet, so a shard's numbers are those of the whole. A few are read at a time, so that
     nothing of the weight's size is allocated. No square of such a product leaves FP64's normal range.
-
-    Args:
-        scales: FP64 `[R / 128, groups]`.
-        g: FP64 `[K]`.
-
-    Returns:
-        FP64 `[2, R]`.
     """
     width = len(g) // scales.shape[1]
     largest = g.view(-1, width).amax(1).clamp_min(_AMAX_FLOOR)
@@ -151,3 +124,39 @@ def normed(gain: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     rotary embedding: FP64 scalar."""
     largest = gain.detach().double().abs().amax()
     return math.sqrt(gain.numel()) * largest * rotation.gain * _SLACK
+
+
+def magnitudes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Smallest magnitude that is not zero, and largest, over all of them: FP32 `[2]`, on their device; `[inf, 0]` where all
+    are zero, NaN where one has a NaN."""
+    found = torch.cat([one.detach().float().abs().flatten() for one in tensors])
+    return torch.stack([found.masked_fill(found == 0, math.inf).amin(), found.amax()])
+
+
+def exact_range(smallest: float, largest: float) -> tuple[int, int]:
+    """The lowest and the highest `e` with which numbers of these `magnitudes` times `2**e` lose nothing.
+
+    0 always lies between. A subnormal has fewer bits than it would need one binade lower, so it may only
+    move up. What is not finite does not move at all.
+    """
+    if largest == 0:
+        return SMALLEST_NORMAL, -SMALLEST_NORMAL
+    if not (math.isfinite(smallest) and math.isfinite(largest)):
+        return 0, 0
+    least, most = math.frexp(smallest)[1] - 1, math.frexp(largest)[1] - 1
+    low = min(SMALLEST_NORMAL - least, 0) if least >= SMALLEST_NORMAL else 0
+    return low, max(LARGEST - most, 0)
+
+
+def multiply_by_powers(tensors: Sequence[torch.Tensor], exponents: Sequence[int]) -> None:
+    """`tensor *= 2**exponent` (126 at most) for each BF16 or FP32 tensor, in place; exact within `exact_range`."""
+    moved = [(one, e) for one, e in zip(tensors, exponents, strict=True) if e]
+    if moved:
+        torch._foreach_mul_([one for one, _ in moved], [math.ldexp(1.0, e) for _, e in moved])
+
+
+def smallest_exponent(bound: float, limit: float) -> int:
+    """The smallest `e` with `bound <= limit * 2**e`, both positive and finite. No rounding in it."""
+    fraction_of_bound, of_bound = math.frexp(bound)
+    fraction_of_limit, of_limit = math.frexp(limit)
+    return of_bound - of_limit + (fraction_of_bound > fraction_of_limit)

@@ -1,14 +1,11 @@
 """Products of a linear layer with stored codes, `y = x · (q · scale)ᵀ`, whose activations stay in BF16.
 
-The weight is read as it is served: e4m3 codes with FP32 scales, of 128×128 blocks or of rows.
-
 `linear` multiplies as it is: each block's product is added up, times its scale, in FP32; a row's scale is applied
 behind the whole sum. `doubled` is for kernels that multiply FP8 with FP8: a BF16 number has 8 significant bits, an
 e4m3 number 4, so two hold it. The products of a row and of what its quantization leaves of it are added.
 
-Both are operators of torch, so that CUDA graphs and `torch.compile` take them as one step. Triton's
-kernels are registered for CUDA; whoever serves on another device registers others, as the lab's CPU
-platform does with `exact_linear`.
+Both are operators of torch, so that CUDA graphs and `torch.compile` take them as one step. Whoever serves on another
+device registers kernels of its own, as the lab's CPU platform does.
 """
 
 from __future__ import annotations
@@ -20,16 +17,12 @@ from ..errors import QuantizationError
 
 @torch.library.custom_op("sglang_fp8rl::linear", mutates_args=(), device_types="cuda")
 def linear(x: torch.Tensor, codes: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    """`[M, K]` to `[M, N]`, in the dtype of `x`.
+    """`[M, K]` to `[M, N]`, in the dtype of `x`, BF16 or FP16. Raises `QuantizationError` for activations in FP32, of which
+    tensor cores read TF32.
 
     Args:
-        x: BF16 or FP16.
         codes: `[N, K]` e4m3; rows are contiguous, and may lie apart.
-        weight_scale: FP32 multipliers that dequantize: `[ceil(N / 128), ceil(K / 128)]` of blocks, or
-            `[N, 1]` of rows.
-
-    Raises:
-        QuantizationError: activations in FP32, of which tensor cores read TF32.
+        weight_scale: FP32, `[ceil(N / 128), ceil(K / 128)]` of blocks, or `[N, 1]` of rows.
     """
     from .triton.linear import linear as on_cuda
 
@@ -44,10 +37,8 @@ def _(x: torch.Tensor, codes: torch.Tensor, weight_scale: torch.Tensor) -> torch
 
 @torch.library.custom_op("sglang_fp8rl::doubled", mutates_args=(), device_types="cuda")
 def doubled(x: torch.Tensor, group: int, pow2: bool = False) -> torch.Tensor:
-    """`[M, K]` BF16 or FP16 to `[2M, K]`: the rows, and below them what is left of each by its quantization.
-
-    That is to e4m3 with a scale, an `amax / 448`, for every `group` columns: a power of two with `pow2`, rounded up.
-    """
+    """`[M, K]` BF16 or FP16 to `[2M, K]`: the rows, and below them what is left of each by its quantization to e4m3 with a
+    scale, an `amax / 448`, for every `group` columns: a power of two with `pow2`, rounded up."""
     from .triton.linear import doubled as on_cuda
 
     _check(x)

@@ -15,12 +15,10 @@ here is fast, and nothing holds more than a few blocks of rows beside the result
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..errors import QuantizationError
-from ..formats.format import BlockGrid, Pair, ceil_div
+from ..formats.format import BlockGrid, Pair
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -37,11 +35,8 @@ def dequantize(
     """`q · scale` in FP32, then one cast to `dtype`; [N, K].
 
     The shape of `weight_scale` says what it is: [ceil(N / block_n), ceil(K / block_k)] is blockwise,
-    [N, 1] or [N] is per channel. A shape that fits both (N = 1, or block_n = 1 and K <= block_k)
-    means the same either way.
-
-    Raises:
-        QuantizationError: `qweight` is no e4m3fn matrix, or the scales fit neither reading.
+    [N, 1] or [N] is per channel; one that fits both means the same either way. Raises `QuantizationError`
+    if it is neither, or `qweight` no e4m3fn matrix.
     """
     if qweight.dtype != FP8_DTYPE or qweight.dim() != 2:
         raise QuantizationError(
@@ -53,7 +48,7 @@ def dequantize(
     rows = qweight.shape[0]
     grid, scale = BlockGrid.of(qweight.shape, block_size), weight_scale.float()
     if scale.shape == grid.scale_shape:
-        scale = _spread(scale, grid.block, grid.shape)
+        scale = _spread(scale, grid)
     elif scale.shape in ((rows, 1), (rows,)):
         scale = scale.reshape(rows, 1)
     else:
@@ -82,11 +77,18 @@ def cast_into(
         target: [N, K] e4m3fn for codes, which stay where a block is not finite; or BF16 for what codes
             and scales stand for, and for the source where a block is not finite.
         weight_scale, nonfinite: FP32 and bool [ceil(N / block_n), ceil(K / block_k)]: scales, which stay
-            likewise, and which blocks are not finite.
+            likewise, and which blocks are not finite; those that overflow in the step to BF16 (|x| >= 3.3962e38) too.
     """
     for rows, blocks in BlockGrid.of(source.shape, block).strips(_ELEMENTS_AT_ONCE):
-        codes, scale, bad = quantize_strip(source[rows], block, pow2_scale, round_to_bf16)
-        is_kept = _spread(bad, block, codes.shape)
+        x = source[rows].bfloat16().float() if round_to_bf16 else source[rows].float()
+        grid = BlockGrid.of(x.shape, block)
+        (n, cols), (block_n, block_k), (down, across) = grid.shape, block, grid.scale_shape
+        padding = (0, across * block_k - cols, 0, down * block_n - n)  # zeros: no largest magnitude
+        padded = torch.nn.functional.pad(x, padding).view(down, block_n, across, block_k)
+        amax = padded.abs().amax((1, 3))  # NaN survives
+        scale, bad = amax_to_scale_inv(amax, pow2_scale), ~amax.isfinite()
+        codes = (x / _spread(scale, grid)).clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
+        is_kept = _spread(bad, grid)
         if target.dtype == FP8_DTYPE:  # FP8 has no `where`; bytes do
             out = target[rows].view(torch.uint8)
             out.copy_(torch.where(is_kept, out, codes.view(torch.uint8)))
@@ -97,30 +99,10 @@ def cast_into(
         nonfinite[blocks] = bad
 
 
-def quantize_strip(
-    source: torch.Tensor, block: Pair, pow2_scale: bool, round_to_bf16: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [n, K] e4m3fn of some rows of blocks [n, K], their scales FP32 and not-finite flags
-    [ceil(n / block_n), ceil(K / block_k)]; no device sync.
-
-    Codes and scale of a flagged block mean nothing. Overflow of the BF16 step (|x| >= 3.3962e38)
-    counts as not finite.
-    """
-    (n, cols), (block_n, block_k) = source.shape, block
-    down, across = ceil_div(n, block_n), ceil_div(cols, block_k)
-    x = source.bfloat16().float() if round_to_bf16 else source.float()  # [n, K]
-    padding = (0, across * block_k - cols, 0, down * block_n - n)  # zeros: no largest magnitude
-    blocks = torch.nn.functional.pad(x, padding).view(down, block_n, across, block_k)
-    amax = blocks.abs().amax((1, 3))  # NaN survives
-    scale_inv = amax_to_scale_inv(amax, pow2_scale)
-    quotient = x / _spread(scale_inv, block, x.shape)
-    return quotient.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE), scale_inv, ~amax.isfinite()
-
-
-def _spread(of_blocks: torch.Tensor, block: Pair, shape: Sequence[int]) -> torch.Tensor:
+def _spread(of_blocks: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
     """What the values of a block share, for each of them: [ceil(N / block_n), ceil(K / block_k)] to [N, K]."""
-    by_row = of_blocks.repeat_interleave(block[0], 0)[: shape[0]]
-    return by_row.repeat_interleave(block[1], 1)[:, : shape[1]]
+    by_row = of_blocks.repeat_interleave(grid.block[0], 0)[: grid.shape[0]]
+    return by_row.repeat_interleave(grid.block[1], 1)[:, : grid.shape[1]]
 
 
 def amax_to_scale_inv(amax: torch.Tensor, pow2_scale: bool) -> torch.Tensor:
@@ -130,14 +112,9 @@ def amax_to_scale_inv(amax: torch.Tensor, pow2_scale: bool) -> torch.Tensor:
     largest = amax.new_full((1,), FP8_MAX)
     scale_inv = (amax / largest).clamp(min=torch.finfo(torch.float32).tiny)
     scale_inv = torch.where(amax == 0, torch.ones_like(scale_inv), scale_inv)
-    return round_up_to_pow2(scale_inv) if pow2_scale else scale_inv
-
-
-def round_up_to_pow2(value: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two >= `value` (FP32, positive, normal), exactly.
-
-    Integer arithmetic on the bits, because log2 and exp2 are rounded: any mantissa bit carries
-    into the exponent, then the mantissa is cleared. A power of two stays.
-    """
-    bits = value.view(torch.int32)
+    if not pow2_scale:
+        return scale_inv
+    # On the bits, because log2 and exp2 are rounded: any mantissa bit carries into the exponent, then the mantissa is
+    # cleared. A power of two stays.
+    bits = scale_inv.view(torch.int32)
     return ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)

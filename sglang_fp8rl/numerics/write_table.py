@@ -8,8 +8,8 @@ part of and an offset, never by address, so a table outlives the bucket it was m
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,22 +27,9 @@ class Kind(IntEnum):
     CODES = 3  # the codes of the SCALES piece before it
 
 
-class Dtype(IntEnum):
-    """Dtypes that the kernels know."""
-
-    FP32 = 0
-    BF16 = 1
-    FP8 = 2  # codes
-    FP16 = 3
-
-
-# In the order of their numbers.
-DTYPES = {
-    torch.float32: Dtype.FP32,
-    torch.bfloat16: Dtype.BF16,
-    FP8_DTYPE: Dtype.FP8,
-    torch.float16: Dtype.FP16,
-}
+# Dtypes that the kernels know, and their numbers.
+FP32, BF16, FP8, FP16 = range(4)
+DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, FP8_DTYPE: FP8, torch.float16: FP16}
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 # Dtypes of the source and of the destination.
 _TAKEN: dict[Kind, tuple[Collection[torch.dtype], Collection[torch.dtype]]] = {
@@ -72,82 +59,63 @@ LONGEST_ROW = 2**18
 BAD_SCALE, NAN_CODE = 1, 2
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One matrix to be written.
+class Piece(NamedTuple):
+    """One matrix (or other tensor) to be written.
 
     Attributes:
-        source: position of the sent tensor, and the view's offset in it in bytes.
-        view: the source as it was when recorded (only its dtype, shape and strides matter).
-        destination: [N, K] codes (e4m3) or values (FP32, BF16 or FP16).
-        scales: FP32 [ceil(N / block_n), ceil(K / block_k)] for a cast, else None.
-        block_size: of a cast or of codes: `BlockGrid.block` of this matrix.
-        kind: CAST with `scales` and COPY without, where it is not given. CODES have to follow their
-            SCALES, one scale row for `block_size[0]` rows of codes: a row of scales that is not
-            positive and finite keeps its old values, and so do its codes (flag BAD_SCALE). A row of
-            codes with a NaN keeps its old codes (NAN_CODE); its scales are new by then.
+        source: a view of what was sent, or what a loader made of it.
+        destination: codes (e4m3) or values, of SCALES scales.
+        scales: FP32 of a cast: [ceil(N / block_n), ceil(K / block_k)].
+        kind: a CAST has `scales`. CODES have to follow their SCALES, one scale row for `block[0]` rows of codes: a row
+            of scales that is not positive and finite keeps its old values, and so do its codes (flag BAD_SCALE).
+            A row of codes with a NaN keeps its old codes (NAN_CODE); its scales are new by then.
     """
 
-    source: tuple[int, int]
-    view: torch.Tensor
+    source: torch.Tensor
     destination: torch.Tensor
     scales: torch.Tensor | None = None
-    block_size: Pair = (1, 1)
-    kind: Kind | None = None
-
-    @property
-    def what(self) -> Kind:
-        if self.kind is not None:
-            return self.kind
-        return Kind.COPY if self.scales is None else Kind.CAST
+    block: Pair = (1, 1)
+    kind: Kind = Kind.COPY
 
     def fits(self) -> bool:
         """Whether the kernels take it: rows contiguous and not too long, and dtypes that they know."""
-        view, destination = self.view, self.destination
-        sources, destinations = _TAKEN[self.what]
+        source, destination = self.source, self.destination
+        sources, destinations = _TAKEN[self.kind]
         return (
-            view.dim() == destination.dim() == 2
-            and view.shape == destination.shape
-            and view.numel() > 0
-            and view.shape[1] <= LONGEST_ROW
-            and view.dtype in sources
+            source.dim() == destination.dim() == 2
+            and source.shape == destination.shape
+            and source.numel() > 0
+            and source.shape[1] <= LONGEST_ROW
+            and source.dtype in sources
             and destination.dtype in destinations
-            and (view.stride(1) == destination.stride(1) == 1 or view.shape[1] == 1)
+            and (source.stride(1) == destination.stride(1) == 1 or source.shape[1] == 1)
         )
 
-    def row(self) -> tuple[int, ...]:
-        """Itself as numbers, the first `ROW_FIELDS` of `PIECE`."""
-        view, destination, scales = self.view, self.destination, self.scales
+    def row(self, place: tuple[int, int]) -> tuple[int, ...]:
+        """Itself as numbers, the first `ROW_FIELDS` of `PIECE`. The `place` of its source, of which only dtype, shape and
+        strides matter, is the position of a sent tensor, and an offset in it in bytes."""
+        source, destination, scales = self.source, self.destination, self.scales
         stride0, stride1 = scales.stride() if scales is not None else (0, 0)
         return (
-            self.what, DTYPES[view.dtype], *self.source, view.stride(0),
+            self.kind, DTYPES[source.dtype], *place, source.stride(0),
             destination.data_ptr(), DTYPES[destination.dtype], destination.stride(0),
             scales.data_ptr() if scales is not None else 0, stride0, stride1,
-            *view.shape, *self.block_size,
+            *source.shape, *self.block,
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class CastTable:
     """Pieces, ready to run.
 
-    Attributes:
-        pieces: array of `PIECE`.
-        flag_count: flags of all pieces together, uint8, 1 where a block or row was not finite.
-        owners: destinations and scales; they keep alive what the addresses point at.
+    Args:
+        rows: of pieces, int64 [pieces, `ROW_FIELDS`].
+        owners: destinations and scales; kept alive with their addresses.
     """
 
-    pieces: np.ndarray
-    flag_count: int
-    owners: tuple[torch.Tensor, ...]
+    pieces: np.ndarray  # of `PIECE`
+    flag_count: int  # of all pieces; flags are uint8, 1 where a block or row was not finite
 
-    @classmethod
-    def of_rows(cls, rows: np.ndarray, owners: tuple[torch.Tensor, ...]) -> CastTable:
-        """Lay out pieces that are numbers already.
-
-        Args:
-            rows: int64 [pieces, `ROW_FIELDS`].
-        """
+    def __init__(self, rows: np.ndarray, owners: tuple[torch.Tensor, ...]) -> None:
         columns = np.zeros((len(rows), len(_FIELDS)), np.int64)
         columns[:, :ROW_FIELDS] = rows
         table = columns.view(PIECE).reshape(-1)
@@ -160,7 +128,7 @@ class CastTable:
         # Codes have the flags of their scales, the piece before them.
         table["flags"] = np.where(kind == Kind.CODES, starts - heights, starts)
         table["flag_cols"] = widths
-        return cls(table, int(counts.sum()), owners)
+        self.pieces, self.flag_count, self._owners = table, int(counts.sum()), owners
 
     def flags_of(self, flags: np.ndarray, piece: int) -> np.ndarray:
         """The flags of one piece, [row blocks, column blocks]; [rows, 1] of a copy."""

@@ -22,7 +22,7 @@ from ..formats import weight_name_of
 from ..formats.format import BlockGrid
 from ..numerics import FP8_DTYPE
 from ..numerics.cast import cast_into, refuse_not_finite
-from ..numerics.fingerprint import MASK, Box, scaled_boxes, seed_of, start_numbers
+from ..numerics.fingerprint import MASK, Box, NumberTable, scaled_boxes, seed_of
 from ..wire.fingerprint import Fingerprint, Number, form_of
 from ..wire.plan import FP8, UNUSED, RefitPlan, TensorPlan
 from ..wire.sent_names import one_by_one
@@ -153,7 +153,7 @@ class Fingerprinter:
             boxes, numel = self._boxes(entry, shard, started), local.numel()
         form = form_of(entry.dtype if entry.block_size is None else FP8, entry.block_size)
         started.names.append((weight if is_scale else name, form, numel))
-        started.numbers.append(start_numbers([boxes]).to(local.device))
+        started.numbers.append(NumberTable([boxes]).start()[0].to(local.device))
         if not local.is_cuda:
             self._finish(local.device)
 

@@ -1,9 +1,7 @@
 """What goes over the wire: buckets of tensors as handles of shared memory.
 
 It is what SGLang's own `MultiprocessingSerializer` reads: a `ForkingPickler` stream in base64 that
-holds handles, not the weights. Server and client therefore run on one machine. A handle of CUDA memory
-names its GPU by UUID, as SGLang's own clients write it: each process numbers the GPUs that it sees from 0, and a
-trainer's actor under Ray sees one of them.
+holds handles, not the weights. Server and client therefore run on one machine.
 
 A server of this package reads the layout of a flattened bucket as one string (`layout_text`). Any
 other reads SGLang's metadata by attribute, so sglang is not imported.
@@ -25,8 +23,7 @@ from torch.multiprocessing import reductions
 from ..errors import RefitError
 from ..formats import weight_name_of
 from . import layout_text
-from .shared_memory import allocate, shared_by_file_name
-from .staging import FLAT, StagingBuffers
+from .staging import FLAT, StagingBuffers, allocate, shared_by_file_name
 
 NamedTensor = tuple[str, torch.Tensor]
 DEVICE = 6  # which argument of `reductions.rebuild_cuda_tensor` is the GPU's number
@@ -54,31 +51,25 @@ def flatten(
 
 
 class HandlePickler(ForkingPickler):
-    """Pickles a CUDA tensor as a handle that any process of this machine can open that sees its GPU."""
+    """Pickles a CUDA tensor as a handle that any process of this machine can open that sees its GPU.
+
+    Each process numbers the GPUs that it sees from 0, so a handle names its GPU by UUID, as SGLang's own clients
+    write it; one that SGLang's patch of torch has made so already stays.
+    """
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            return by_uuid(reductions.reduce_tensor(value), uuid_of)
-        return NotImplemented
-
-
-def by_uuid(
-    reduced: tuple[Callable[..., Any], tuple], uuid_of: Callable[[int], str]
-) -> tuple[Callable[..., Any], tuple]:
-    """What torch made of a CUDA tensor, with a UUID for the GPU's number; one that has it already stays."""
-    rebuild, arguments = reduced
-    number = arguments[DEVICE]
-    named = uuid_of(number) if isinstance(number, int) else number
-    return rebuild, (*arguments[:DEVICE], named, *arguments[DEVICE + 1 :])
-
-
-def uuid_of(number: int) -> str:
-    return str(torch.cuda.get_device_properties(number).uuid)
+        if not (isinstance(value, torch.Tensor) and value.is_cuda):
+            return NotImplemented
+        rebuild, arguments = reductions.reduce_tensor(value)
+        named = arguments[DEVICE]
+        if isinstance(named, int):
+            named = str(torch.cuda.get_device_properties(named).uuid)
+        return rebuild, (*arguments[:DEVICE], named, *arguments[DEVICE + 1 :])
 
 
 def serialize(value: Any) -> str:
     """`value` as `MultiprocessingSerializer.serialize(..., output_str=True)` would, for a server
-    that did not start this process: CPU tensors are shared by file name, and a GPU is named by its UUID."""
+    that did not start this process."""
     stream = io.BytesIO()
     with shared_by_file_name():
         HandlePickler(stream).dump(value)
@@ -87,16 +78,10 @@ def serialize(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Payload:
-    """One bucket of so many tensors and bytes, serialized.
+    """One bucket of so many tensors and bytes, serialized."""
 
-    Attributes:
-        texts: one for each rank, to be read once: a handle counts its readers, and is gone too early if more
-            of them open it than it was made for.
-        content: what they say, whose memory has to stay until the server answers.
-    """
-
-    texts: list[str]
-    content: Any
+    texts: list[str]  # one for each rank, to be read once: a handle counts its readers
+    content: Any  # what they say, whose memory has to stay until the server answers
     tensors: int
     nbytes: int
 
@@ -108,13 +93,8 @@ def payload_of(
     staging: StagingBuffers | None = None,
     on_filled: Callable[[], None] = lambda: None,
 ) -> Payload:
-    """A bucket for all ranks of a server.
-
-    Args:
-        layout_as_text: whether the server reads a bucket's layout as text, see `layout_text`.
-        staging: where the bucket lies; only for a server of this package, which has read all of it when it answers.
-        on_filled: called when all is copied, before handles are made.
-    """
+    """A bucket for all ranks of a server, `layout_as_text` and in `staging` only for one of this package, which has read
+    all of it when it answers; `on_filled` is called when all is copied, before handles are made."""
     flat, metadata = flatten([(name, tensor.detach()) for name, tensor in bucket], staging)
     on_filled()
     layout = layout_text.to_text(metadata) if layout_as_text else metadata
@@ -130,9 +110,7 @@ def buckets_of(
     named_tensors: Iterable[NamedTensor], limit: int
 ) -> Iterator[tuple[list[NamedTensor], bool]]:
     """Lists of about `limit` bytes, and whether each is the last; a scale stays with its weight, behind which it comes.
-
-    Raises `RefitError` if a name comes twice.
-    """
+    Raises `RefitError` if a name comes twice."""
     seen: set[str] = set()
     bucket: list[NamedTensor] = []
     size = 0

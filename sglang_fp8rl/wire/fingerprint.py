@@ -20,17 +20,11 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Number:
-    """Of one name, or of a part of it.
+    """Of one name, or of a part of it."""
 
-    Attributes:
-        form: `bfloat16`, `float8_e4m3fn[128,128]`, `float8_e4m3fn[1,684]`, … (`form_of`).
-        value: 64 bits.
-        numel: elements that it is of; None for the whole tensor.
-    """
-
-    form: str
-    value: int
-    numel: int | None = None
+    form: str  # `bfloat16`, `float8_e4m3fn[128,128]`, … (`form_of`)
+    value: int  # 64 bits
+    numel: int | None = None  # elements that it is of; None for the whole tensor
 
     def __add__(self, other: Number) -> Number:
         """Of two boxes of one tensor together."""
@@ -46,20 +40,13 @@ def form_of(dtype: str, block: Iterable[int] | None = None) -> str:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What one server holds, or what a trainer would have it hold.
+    """What one server holds, or what a trainer would have it hold."""
 
-    Attributes:
-        source: who it is of, for messages.
-        numbers: name to `Number`.
-        differing: names of which a server's own copies differ (replicas on other ranks, weights
-            derived from it), and how. They have a number too, of the first copy.
-        unproven: names without a number, and why.
-    """
-
-    source: str
+    source: str  # whose it is, for messages
     numbers: Mapping[str, Number]
+    # How a server's own copies differ (replicas on other ranks, weights derived from it); the number is the first's.
     differing: Mapping[str, str] = field(default_factory=dict)
-    unproven: Mapping[str, str] = field(default_factory=dict)
+    unproven: Mapping[str, str] = field(default_factory=dict)  # names without a number, and why
 
     def as_dict(self) -> dict[str, Any]:
         """JSON types only."""
@@ -92,19 +79,12 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Verification:
-    """How two fingerprints compare.
+    """How two fingerprints compare."""
 
-    Attributes:
-        compared: names that have comparable numbers on both sides.
-        differing: names whose bytes differ, each with what is different.
-        missing: names that one side has and the other has not.
-        unproven: names that could not be compared, each with the reason.
-    """
-
-    compared: int
-    differing: Mapping[str, str]
-    missing: Mapping[str, str]
-    unproven: Mapping[str, str]
+    compared: int  # names that have comparable numbers on both sides
+    differing: Mapping[str, str]  # names whose bytes differ, and how
+    missing: Mapping[str, str]  # names that one side has and the other has not
+    unproven: Mapping[str, str]  # names that could not be compared, and why
 
     @property
     def ok(self) -> bool:
@@ -112,7 +92,6 @@ class Verification:
         return not self.differing and not self.missing
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON types only."""
         return {"ok": self.ok, **asdict(self)}
 
     def check(self, subject: str) -> None:
@@ -130,11 +109,8 @@ class Verification:
 
 
 def compare(served: Fingerprint, other: Fingerprint, *, partial: bool = False) -> Verification:
-    """Compare a server with a trainer, a checkpoint or another server.
-
-    Args:
-        partial: `other` names only a part of the model; what it leaves out is not missing.
-    """
+    """Compare a server with a trainer, a checkpoint or another server; if `partial`, what `other` leaves out is not
+    missing."""
     differing, unproven = {}, {**other.unproven, **served.unproven}
     for side in (other, served):  # of a name in both, what the server says
         differing.update({name: f"{side.source}: {text}" for name, text in side.differing.items()})

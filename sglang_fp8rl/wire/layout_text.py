@@ -1,8 +1,5 @@
-"""Where tensors lie in one flattened bucket, as one string.
-
-SGLang describes a bucket with one pickled object per tensor: of 18,000 names, unpickling them takes
-longer than anything else in a refit. A string of JSON costs one comparison instead: if it is the
-string of the last refit, nothing in it has to be read.
+"""Where tensors lie in one flattened bucket, as one string of JSON: if it is that of the last refit, nothing in it has to
+be read. To unpickle SGLang's object per tensor takes, of 18,000, longer than anything else in a refit.
 """
 
 from __future__ import annotations
@@ -29,11 +26,8 @@ _COLUMNS = ("names", "shapes", "dtypes", "starts", "ends")
 def flat_tensor(
     name: str, shape: torch.Size, dtype: torch.dtype, start: int, end: int
 ) -> SimpleNamespace:
-    """One tensor of a bucket, with the attributes of SGLang's own metadata; every unpickler of SGLang's takes it.
-
-    Args:
-        start, end: in bytes of the bucket; `numel` is their difference, as SGLang has it.
-    """
+    """One tensor of a bucket, at these bytes of it, with the attributes of SGLang's own metadata (`numel` is bytes too);
+    every unpickler of SGLang's takes it."""
     return SimpleNamespace(
         name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start
     )

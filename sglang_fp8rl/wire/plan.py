@@ -1,8 +1,6 @@
 """The plan as a trainer sees it: for every name it may send, how the server stores it.
 
-The document is made by the engine (`engine/plan/extension.py`) from the modules that were built, and
-is the same from `GET /fp8rl/plan`, `fetch_plan(url)` and `sglang-fp8rl plan MODEL --json`. Its schema
-is `plan_schema.json`. Nothing here needs torch or SGLang.
+The engine makes the document; `plan_schema.json` says what is in it. Nothing here needs torch or SGLang.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from ..errors import RefitError, remedy_for_unknown
@@ -28,30 +27,17 @@ UNUSED = "unused"  # the scheme of a name that the checkpoint has and no paramet
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How one tensor of the trainer is stored, and how it may be sent.
-
-    Attributes:
-        name: as trainers and checkpoints write it (`k_proj`, not `qkv_proj`).
-        shape: full and unsharded; None if no parameter takes it.
-        module: the module of the served model that holds it (`qkv_proj`), as `ignored_layers` names it.
-        scheme: `blockwise`, `per_channel`, `high_precision` or `unused`.
-        dtype: on the wire, if quantized by the trainer: `float8_e4m3fn`, or the dtype of high
-            precision that loses nothing.
-        scale_name: name of the FP32 scale that goes with FP8; empty otherwise.
-        scale_shape: its shape.
-        block_size: what shares one scale on the server; None if it is not FP8 there. Per channel it is
-            `[1, columns of a rank's shard]`.
-        reason: why it is not FP8, or not FP8 on the wire.
-    """
+    """How one tensor of the trainer is stored, and how it may be sent."""
 
     name: str
-    shape: tuple[int, ...] | None
-    module: str
+    shape: tuple[int, ...] | None  # full and unsharded; None if no parameter takes it
+    module: str  # of the served model, that holds it (`qkv_proj`), as `ignored_layers` names it
     scheme: str
-    dtype: str
-    scale_name: str = ""
+    dtype: str  # on the wire, if quantized by the trainer; in high precision what loses nothing
+    scale_name: str = ""  # of the FP32 scale that goes with FP8
     scale_shape: tuple[int, ...] = ()
-    reason: str = ""
+    reason: str = ""  # why it is not FP8, or not FP8 on the wire
+    # What shares one scale on the server, None if it is not FP8 there; per channel `[1, columns of a rank's shard]`.
     block_size: tuple[int, int] | None = None
 
     @property
@@ -60,32 +46,8 @@ class TensorPlan:
 
 
 @dataclass(frozen=True)
-class ModulePlan:
-    """How one linear module of the served model is stored.
-
-    Attributes:
-        scheme: `blockwise`, `per_channel` or `high_precision`.
-        cause: what decided.
-        reason: the same in words, with the value and the rule; empty for blockwise.
-        activations: `fp8`, or `bf16` where the module multiplies with them as they are.
-    """
-
-    module: str
-    scheme: str
-    cause: Cause
-    reason: str
-    activations: str
-
-
-@dataclass(frozen=True)
 class RefitPlan:
-    """One model's plan, checked against its digest.
-
-    Attributes:
-        document: the whole document, as JSON types.
-        tensors: name to `TensorPlan`.
-        digest: `sha256:` and the hash of the canonical JSON without the digest.
-    """
+    """One model's plan, checked against its digest."""
 
     document: Mapping[str, Any]
     tensors: Mapping[str, TensorPlan]
@@ -130,11 +92,6 @@ class RefitPlan:
         return cls(document, tensors, expected)
 
     @property
-    def block_size(self) -> tuple[int, int]:
-        block_n, block_k = self.document["options"]["weight_block_size"]
-        return block_n, block_k
-
-    @property
     def rounding(self) -> dict[str, Any]:
         """The options of the cast, as `numerics` takes them."""
         options = self.document["options"]
@@ -162,11 +119,11 @@ class RefitPlan:
         return next((row for row in rows if re.search(row["pattern"], name)), {})
 
     @functools.cached_property
-    def modules(self) -> Mapping[str, ModulePlan]:
-        """By their names in the served model (`qkv_proj`, not `k_proj`)."""
+    def modules(self) -> Mapping[str, SimpleNamespace]:
+        """The document's rows by their names in the served model (`qkv_proj`, not `k_proj`), `cause` as a `Cause`."""
+        rows = self.document["modules"]
         return {
-            row["module"]: ModulePlan(**{**row, "cause": Cause(row["cause"])})
-            for row in self.document["modules"]
+            row["module"]: SimpleNamespace(**row | {"cause": Cause(row["cause"])}) for row in rows
         }
 
     def of(self, name: str) -> TensorPlan:

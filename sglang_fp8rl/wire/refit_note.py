@@ -20,17 +20,11 @@ ALL, PARTIAL = "all", "partial"
 
 @dataclass(frozen=True)
 class RefitNote:
-    """Which refit a request belongs to, and what that refit brings.
+    """Which refit a request belongs to, and what that refit brings."""
 
-    Attributes:
-        id: any text; the same for all requests of one refit.
-        version: of the weights.
-        extent: `all` parameters are announced; or it is `partial`: what does not come is declared still
-            right. None announces nothing.
-    """
-
-    id: str
-    version: str | None = None
+    id: str  # any text; the same for all requests of one refit
+    version: str | None = None  # of the weights
+    # `all` parameters are announced, or it is `partial`: what does not come is declared still right.
     extent: str | None = None
 
     def __post_init__(self) -> None:
@@ -41,14 +35,6 @@ class RefitNote:
             raise ValueError(f"{texts} are no texts")
         "".join(texts).encode()  # what can't be is no text either, and no status could say it
 
-    @property
-    def wants_all(self) -> bool:
-        return self.extent == ALL
-
-    @property
-    def is_partial(self) -> bool:
-        return self.extent == PARTIAL
-
     def to_text(self) -> str:
         """For the field `rid`."""
         content = {key: value for key, value in asdict(self).items() if value is not None}
@@ -56,11 +42,7 @@ class RefitNote:
 
 
 def note_of(rid: Any) -> RefitNote | None:
-    """The note in a request's `rid`; None if it is anything else.
-
-    Raises:
-        RefitError: it is a note that can't be read.
-    """
+    """The note in a request's `rid`; None if it is anything else. Raises `RefitError` for one that can't be read."""
     if not isinstance(rid, str) or not rid.lstrip().startswith("{") or KEY not in rid:
         return None
     try:

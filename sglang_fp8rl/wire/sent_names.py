@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,17 +21,11 @@ _NAME = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class KvScaleName:
-    """What a name of such a scale says.
+class KvScaleName(NamedTuple):
+    """What a name of such a scale says."""
 
-    Attributes:
-        attention: the module it belongs to, as the sender calls it (`model.layers.0.self_attn`).
-        side: `k`, `v`, `q` or `prob`.
-    """
-
-    attention: str
-    side: str
+    attention: str  # the module it belongs to, as the sender calls it (`model.layers.0.self_attn`)
+    side: str  # `k`, `v`, `q` or `prob`
 
 
 def kv_scale_name(name: str) -> KvScaleName | None:
@@ -60,13 +53,12 @@ def matrices_of(prefix: str, leaf: str, fused: torch.Tensor) -> Iterator[tuple[s
 def one_by_one(name: str, tensor: Any, plan: RefitPlan) -> Iterator[tuple[str, Any]]:
     """Fused experts as `matrices_of`, where the plan has them so; anything else as it is."""
     prefix, _, leaf = name.rpartition(".")
-    parts = FUSED_PARTS.get(leaf, ())
     is_fused = (
-        name not in plan.tensors
+        leaf in FUSED_PARTS
+        and name not in plan.tensors
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.dim() == 3
-        and bool(parts)
-        and all(f"{prefix}.0.{part}.weight" in plan.tensors for part in parts)
+        and all(f"{prefix}.0.{part}.weight" in plan.tensors for part in FUSED_PARTS[leaf])
     )
     if is_fused:
         yield from matrices_of(prefix, leaf, tensor.detach())

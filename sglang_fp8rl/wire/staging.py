@@ -1,4 +1,4 @@
-"""Buffers that a sender fills in turn, and a server opens once.
+"""Shared memory: buffers that a sender fills in turn, and a server opens once.
 
 A buffer gets a name when its memory is allocated, and another one when that is made anew: a name never means
 other memory than before. The first bucket in it brings the handle, later ones say the name alone.
@@ -6,35 +6,43 @@ other memory than before. The first bucket in it brings the handle, later ones s
 
 from __future__ import annotations
 
+import contextlib
 import os
-import select
+import struct
 import threading
+import weakref
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
+import torch.multiprocessing
 
 from ..errors import RefitError
-from .shared_memory import allocate, free_bytes
 
 FLAT = "flattened_tensor"  # what SGLang calls a bucket's memory
-BUFFER, NBYTES = (
-    "buffer",
-    "nbytes",
-)  # of a payload: the buffer's name, and how much of it the bucket takes
+BUFFER, NBYTES = "buffer", "nbytes"  # its name, and how much of it the bucket takes
 COUNT = 2  # buffers that a sender fills in turn
 MOST_OPEN = 32  # that a server keeps: two for each device that a sender's tensors lie on
-LARGEST_DEFAULT = 2 << 30
-_UNKNOWN_DEVICE_DEFAULT = 512 << 20
 _PARTS = 8  # of what is free: two buffers, the tensors of the next one, and more for others
+
+# A file of shared memory as torch makes it (`MapInfo`, `map_alloc_alignment` in ATen/MapAllocator.cpp): int32
+# readers, padding up to 64 bytes, the tensors.
+FILES = Path("/dev/shm")  # where Linux keeps what `shm_open` names
+HEADER = 64
+READERS = struct.Struct("=i")
+# Replicas of a server read what was counted for one, bucket after bucket in the same memory.
+_NEVER_THE_LAST_READER = READERS.pack(1 << 30)
 
 
 def default_bucket_bytes(device: torch.device) -> int:
-    """A bucket's size by what is free where it lies, up to 2 GiB."""
+    """A bucket's size by what is free where it lies, up to 2 GiB; 512 MiB where a device does not say."""
     free = free_bytes(device)
-    return _UNKNOWN_DEVICE_DEFAULT if free is None else min(LARGEST_DEFAULT, free // _PARTS)
+    return 512 << 20 if free is None else min(2 << 30, free // _PARTS)
 
 
 @dataclass
@@ -49,21 +57,17 @@ class StagingBuffers:
 
     The pages of a fresh one are made and zeroed while it is filled, which takes a CPU longer than filling it. A
     sender makes the next bucket while one is on its way, and no more, so the buffer that it takes is that of a
-    bucket which was answered for.
-
-    Attributes:
-        least: bytes of a new buffer at least, so that buckets of about one size fit in what is there.
+    bucket which was answered for. A new one has `least` bytes, so that buckets of about one size fit in what is there.
     """
 
     def __init__(self, least: int = 0) -> None:
         self.least = least
-        self._buffers: defaultdict[torch.device, deque[_Buffer | None]]
-        self._buffers = defaultdict(lambda: deque([None] * COUNT))
+        self._buffers = defaultdict[torch.device, deque[_Buffer]](deque)
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """uint8 [nbytes] of the buffer that was taken longest ago, made anew where that is too small."""
         buffers = self._buffers[device]
-        buffer = buffers.popleft()
+        buffer = buffers.popleft() if len(buffers) == COUNT else None
         if buffer is None or buffer.memory.numel() < nbytes:
             buffer = None  # the old one goes before the new one comes
             buffer = _Buffer(allocate(max(nbytes, self.least), device))
@@ -77,7 +81,7 @@ class StagingBuffers:
         said: dict[str, Any] = {
             BUFFER: buffer.name,
             NBYTES: nbytes,
-            "buffers": [one.name for two in buffers for one in two if one is not None],
+            "buffers": [one.name for two in buffers for one in two],
             "owner": _process(os.getpid()),
         }
         if not buffer.is_told:
@@ -96,11 +100,8 @@ class OpenBuffers:
         return len(self._memory)
 
     def put_memory_into(self, payload: dict[str, Any]) -> None:
-        """Give a bucket that names a buffer its memory, in place: a draft model is handed the same payload.
-
-        Raises:
-            RefitError: its buffer is not open, was opened before, or is shorter.
-        """
+        """Give a bucket that names a buffer its memory, in place: a draft model is handed the same payload. Raises
+        `RefitError` if its buffer is not open, was opened before, or is shorter."""
         name, brought = payload.pop(BUFFER), payload.get(FLAT)
         kept = payload["buffers"][:MOST_OPEN]
         self._memory = {one: memory for one, memory in self._memory.items() if one in kept}
@@ -111,16 +112,12 @@ class OpenBuffers:
             memory = self._memory[name] = brought
             self._let_go_behind(payload["owner"])
         if memory is None:
-            raise _misused(
-                name,
-                "not open here",
-                "the first bucket in a buffer brings its handle, in each refit",
-            )
+            rule = "the first bucket in a buffer brings its handle, in each refit"
+            raise _misused(name, "not open here", rule)
         nbytes = payload[NBYTES]
         if type(nbytes) is not int or not 0 <= nbytes <= len(memory):
-            raise _misused(
-                name, f"{nbytes!r} bytes of {len(memory)}", "a bucket lies in its buffer"
-            )
+            value = f"{nbytes!r} bytes of {len(memory)}"
+            raise _misused(name, value, "a bucket lies in its buffer")
         payload[FLAT] = memory[:nbytes]
 
     def close(self) -> None:
@@ -143,9 +140,7 @@ class OpenBuffers:
         threading.Thread(target=self._wait, args=(process, owner), daemon=True).start()
 
     def _wait(self, process: int, owner: str) -> None:
-        waits = select.poll()
-        waits.register(process, select.POLLIN)
-        waits.poll()
+        wait([process])
         os.close(process)
         if self._watched == owner:
             self._watched = ""
@@ -167,3 +162,57 @@ def _misused(name: Any, value: str, rule: str) -> RefitError:
 
 
 OPEN_BUFFERS = OpenBuffers()  # of this process, whose handles they are
+
+
+def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 memory that other processes can be given a handle of. Raises `RefitError` where there is no room.
+
+    On a CPU its file is deleted with it, read or not. torch deletes a file when nobody reads it any more,
+    and aborts the process if it is gone by then; so more readers are counted than there will be.
+    """
+    free = free_bytes(device)
+    if free is not None and nbytes > free:  # filling such a file would kill the process
+        raise RefitError(
+            f"a bucket of {nbytes} bytes",
+            f"{free} bytes are free {f'in {FILES}' if device.type == 'cpu' else f'on {device}'}",
+            "a bucket lies in shared memory until the server has read it, and the next one beside it",
+            "Send smaller buckets, update(bucket_bytes=…), or make room; a tensor is not divided.",
+        )
+    if device.type != "cpu":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    with shared_by_file_name():
+        shared = torch.UntypedStorage._new_shared(nbytes, device="cpu")
+        handle = shared._share_filename_cpu_()[1]  # `/torch_PID_…`
+    file = FILES / os.fsdecode(handle).removeprefix("/")
+    with file.open("r+b") as header:
+        header.write(_NEVER_THE_LAST_READER)
+    weakref.finalize(shared, _delete, file, os.getpid())
+    return torch.empty(0, dtype=torch.uint8).set_(shared)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that could be allocated there; None of a device that does not say."""
+    if device.type == "cpu":
+        files = os.statvfs(FILES)
+        return files.f_bavail * files.f_frsize
+    if device.type != "cuda":
+        return None
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def _delete(file: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a process that it forked ends too
+        file.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def shared_by_file_name() -> Iterator[None]:
+    """torch's default (file descriptors) is refused between processes that did not start each
+    other: `AuthenticationError: digest sent was rejected`."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)

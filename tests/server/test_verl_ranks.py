@@ -117,7 +117,7 @@ def test_a_refit_is_one_session_that_announces_all(listed, refit):
     ends = ["/end_weight_update", "/update_weight_version"]
     assert [path for path in paths if path != UPDATE][1:] == ["/begin_weight_update", *ends]
     note = note_of(dict(listed.asked)["/begin_weight_update"]["rid"])
-    assert (note.version, note.wants_all, note.is_partial) == ("7", True, False)
+    assert (note.version, note.extent) == ("7", "all")
     assert dict(listed.asked)["/update_weight_version"]["new_version"] == "7"
     assert not any("rid" in body for body in updates(listed))
 
@@ -128,7 +128,7 @@ def test_without_sessions_each_call_names_its_refit_and_the_last_says_so(listed,
     sent = updates(listed)
     assert len(sent) > 2
     (note,) = {note_of(body["rid"]) for body in sent}
-    assert (note.version, note.wants_all, note.is_partial) == ("7", True, False)
+    assert (note.version, note.extent) == ("7", "all")
     assert [body["flush_cache"] for body in sent] == [False] * (len(sent) - 1) + [True]
     asked = [path for path in listed.paths() if path != UPDATE]
     assert asked[1:] == ["/begin_weight_update", "/update_weight_version"]
@@ -150,7 +150,7 @@ def test_the_user_s_config_may_say_that_a_refit_is_partial(listed, refit, has_se
     assert refit(custom={"fp8rl_extent": "partial"}) == [{"answers": []}] * 2
     announcing = "/begin_weight_update" if has_sessions else UPDATE
     note = note_of(dict(listed.asked)[announcing]["rid"])
-    assert (note.wants_all, note.is_partial) == (False, True)
+    assert note.extent == "partial"
 
 
 def test_an_extent_that_nobody_knows_is_named_before_anything_is_sent(listed, refit):

@@ -1,8 +1,9 @@
 """The scheme of a module: a function of shape and layout only."""
 
 import pytest
+from support.plans import plan_schema
 
-from sglang_fp8rl.scheme import HIGH_PRECISION, decide_scheme, misalignment
+from sglang_fp8rl.scheme import HIGH_PRECISION, Cause, decide_scheme, misalignment
 
 
 def reason(input_size, output_sizes, *, tp_rows=1, tp_columns=1):
@@ -71,3 +72,8 @@ def test_per_channel_for_every_module_when_asked_for_whatever_its_shape(why, mis
     scheme = decide_scheme(why, misaligned, "per_channel")
     assert scheme.name == "per_channel"
     assert scheme.reason == "granularity='per_channel'"
+
+
+def test_the_schema_of_the_plan_has_every_cause():
+    rows = plan_schema()["properties"]["modules"]["items"]["properties"]
+    assert set(rows["cause"]["enum"]) == {cause.value for cause in Cause}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from support.by_definition import quantize_blockwise
 
-from sglang_fp8rl.numerics.fingerprint import numbers_of, scaled_boxes, seed_of, tensor_number
+from sglang_fp8rl.numerics.fingerprint import NumberTable, scaled_boxes, seed_of, tensor_number
 from tools.fuzz.machine_commands import FP8_NAMES, NAMES, Step, version
 
 BLOCK = (128, 128)
@@ -32,7 +32,9 @@ def _number(name: str, stored: Stored) -> int:
     start = (0,) * len(shape)
     if len(stored) == 1:
         return tensor_number(stored[0], seed_of(name))
-    return numbers_of([scaled_boxes(name, stored[0], [stored[1]], shape, start, BLOCK)])[0]
+    return NumberTable([scaled_boxes(name, stored[0], [stored[1]], shape, start, BLOCK)]).numbers()[
+        0
+    ]
 
 
 class ModelOfBytes:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
-from ...numerics.kv_bounds import Rotation, Rows, normed, projected, rotated
-from ...numerics.powers_of_two import multiply_by_powers
+from ...numerics.kv_bounds import Rotation, Rows, multiply_by_powers, normed, projected, rotated
 from ..modules.method import format_of
 
 # Decoder layer to its attention: RMSNorm, projections, norms of Q and K or none, rotary, cache, o_proj.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import RefitError
-from ...numerics.powers_of_two import exact_range, magnitudes, smallest_exponent
+from ...numerics.kv_bounds import exact_range, magnitudes, smallest_exponent
 from ...numerics.reference import FP8_MAX
 from ..host.boundary import Boundary
 from .attention_layers import AttentionLayer

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...errors import HostError
-from ...numerics.fingerprint import numbers_of, whole
+from ...numerics.fingerprint import NumberTable, whole
 from ..interception import unwatched
 from ..modules.method import DecidedMethod, ServedWithPackedScales
 from .gemma_norms import GemmaNorms
@@ -206,5 +206,5 @@ class _Deriver:
 def _numbers_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """A number for each tensor, by its place."""
     by_place = dict(tensors)
-    numbers = numbers_of([[whole(one, 0)] for one in by_place.values()])
+    numbers = NumberTable([[whole(one, 0)] for one in by_place.values()]).numbers()
     return dict(zip(by_place, numbers, strict=True))

@@ -74,9 +74,7 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
             super().create_weights(layer, **self._created_with)
         else:
             self._create_whole(layer, torch.float8_e4m3fn)
-            scale = torch.empty(
-                held.grid(layer.weight.shape).scale_shape, dtype=getattr(torch, held.scale_dtype)
-            )
+            scale = torch.empty(held.grid(layer.weight.shape).scale_shape, dtype=torch.float32)
             layer.register_parameter(name, Parameter(scale, requires_grad=False))
             layer.register_parameter("input_scale", None)
         # A scale that was never written has to be seen, not multiplied with.

@@ -92,7 +92,7 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
         ):
             weight = torch.empty(num_experts, rows, columns, dtype=torch.float8_e4m3fn)
             shape = (num_experts, *self.held.grid(weight.shape).scale_shape)
-            scale = torch.empty(shape, dtype=getattr(torch, self.held.scale_dtype))
+            scale = torch.empty(shape, dtype=torch.float32)
             for leaf, data in (
                 (f"{name}_weight", weight),
                 (self.held.scale_name(f"{name}_weight"), scale),

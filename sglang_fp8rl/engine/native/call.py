@@ -10,13 +10,13 @@ from typing import Protocol
 import torch
 
 from ...errors import MAX_LISTED, RefitError
+from ...numerics.write_table import Piece
 from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source, SourceIndex
 from ..arrival.update import Update
 from ..interception import Write
 from ..model.parameters import Target
 from ..report.refit_record import NOTHING, Arrived
-from .matrix_writes import MatrixWrite
 from .observer import Observer
 
 APART = "half of an FP8 pair, the other is in another bucket"
@@ -28,7 +28,7 @@ class Recording(Protocol):
     def add(
         self,
         target: Target,
-        done: Iterable[tuple[Source | None, MatrixWrite]],
+        done: Iterable[tuple[Source | None, Piece]],
         boxes: Iterable[int],
     ) -> None:
         """Writes into a target, as they were done.

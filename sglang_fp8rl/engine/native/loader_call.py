@@ -12,6 +12,7 @@ import torch
 
 from ...config import Options
 from ...errors import Fp8RlError, RefitError
+from ...numerics.write_table import Piece
 from ..arrival.sent_tensors import UNKNOWN, Made, Source
 from ..interception import Write, make_stand_in, unwatched
 from ..model.parameters import Target, part_of
@@ -26,7 +27,7 @@ from .checks import (
     has_fewer_bits,
 )
 from .learned import LearnedLoaders
-from .matrix_writes import MatrixWrite, matrix_writes
+from .matrix_writes import matrix_writes, store_piece
 from .pairs import Half, PairTable, blocks_of, store_pair
 
 _FP8 = torch.float8_e4m3fn
@@ -305,12 +306,12 @@ class LoaderCalls:
             done = [(half.source, one) for half, one in copies]
             recording.add(target, done, [box for box in boxes if box is not None])
 
-    def _store(self, given: _Given, write: Write) -> list[MatrixWrite]:
+    def _store(self, given: _Given, write: Write) -> list[Piece]:
         """Do one write; a block or row that is not finite is noted, not stored. Returns what was done."""
         target, name = given.target, given.name
         done = matrix_writes(target, name, write)
         for one in done:
-            bad = one.store(target, name, self.options)
+            bad = store_piece(one, name, self.options)
             if bad is not None:
                 given.call.not_finite.append((name, bad))
         return done

@@ -12,12 +12,12 @@ import torch
 from ...config import Options
 from ...errors import RefitError
 from ...numerics.cast import has_nan_code
-from ...numerics.write_table import Kind
+from ...numerics.write_table import Kind, Piece
 from ..arrival.sent_tensors import Source
 from ..interception import Region, Write, box_of, offset_within, span_of
 from ..model.parameters import Target
 from ..modules.method import are_no_exponents
-from .matrix_writes import MatrixWrite
+from .matrix_writes import store_piece
 
 
 @dataclass
@@ -123,7 +123,7 @@ class PairTable:
         return bool(came)
 
 
-def store_pair(pair: Pair, options: Options) -> list[tuple[Half, MatrixWrite]]:
+def store_pair(pair: Pair, options: Options) -> list[tuple[Half, Piece]]:
     """Copy the codes, and the block scales (or row scales) that belong to this rank's part.
 
     Returns:
@@ -136,17 +136,17 @@ def store_pair(pair: Pair, options: Options) -> list[tuple[Half, MatrixWrite]]:
     """
     copies = _copies_of(pair)
     for half, copy in copies:
-        copy.store(pair.target, half.name, options)
+        store_piece(copy, half.name, options)
     return copies
 
 
-def _copies_of(pair: Pair) -> list[tuple[Half, MatrixWrite]]:
+def _copies_of(pair: Pair) -> list[tuple[Half, Piece]]:
     """What to copy, once both halves were looked at. Waits for a GPU."""
     target, weight, scale = pair
     held, scales = target.format, scale.tensor
     assert held is not None
     sent, shapes = held.grid(weight.tensor.shape), held.sent_scale_shapes(weight.tensor.shape)
-    if scales.dtype != getattr(torch, held.scale_dtype) or tuple(scales.shape) not in shapes:
+    if scales.dtype != torch.float32 or tuple(scales.shape) not in shapes:
         raise RefitError(
             scale.name,
             f"{scales.dtype} of shape {tuple(scales.shape)}",
@@ -169,8 +169,8 @@ def _copies_of(pair: Pair) -> list[tuple[Half, MatrixWrite]]:
         (scale_destination,) = target.scales_of(weight.name, write.region)
         of_rows = (sent.block[0], 1)
         copies += [
-            (scale, MatrixWrite(scales[part], scale_destination, kind=Kind.SCALES)),
-            (weight, MatrixWrite(codes, destination, block=of_rows, kind=Kind.CODES)),
+            (scale, Piece(scales[part], scale_destination, kind=Kind.SCALES)),
+            (weight, Piece(codes, destination, block=of_rows, kind=Kind.CODES)),
         ]
     return copies
 

@@ -190,7 +190,7 @@ def _recipe_of(
     pairs = ((one.parameter, one.scale) for one in owners)
     memory = tuple(tensor for pair in pairs for tensor in pair if tensor is not None)
     runner = make_runner(
-        CastTable.of_rows(recording.rows, memory),
+        CastTable(recording.rows, memory),
         owners[0].parameter.device if owners else torch.device("cpu"),
         pow2_scale=options.use_weight_pow2_scale,
         round_to_bf16=options.round_to_bf16,

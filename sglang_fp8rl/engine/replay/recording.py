@@ -15,7 +15,7 @@ from ..arrival.sent_tensors import Source, SourceIndex
 from ..interception import Write
 from ..model.parameters import Target
 from ..native.call import APART
-from ..native.matrix_writes import MatrixWrite
+from ..native.matrix_writes import row_of
 
 
 class Recording:
@@ -63,7 +63,7 @@ class Recording:
     def add(
         self,
         target: Target,
-        done: Iterable[tuple[Source | None, MatrixWrite]],
+        done: Iterable[tuple[Source | None, Piece]],
         boxes: Iterable[int],
     ) -> None:
         rows, positions = [], []
@@ -71,11 +71,11 @@ class Recording:
             if source is None:
                 self._sources.leave_native((), APART)
                 return
-            piece = self._piece(source, one)
-            if piece is None:
+            row = self._row(source, one)
+            if row is None:
                 self._sources.leave_native((), "the kernels don't know how to write it")
                 return
-            rows.append(piece.row())
+            rows.append(row)
             positions.append(source.position)
         if not target.is_repeatable:
             self._sources.leave_native((), "experts may move to other ranks while serving")
@@ -93,9 +93,9 @@ class Recording:
     def add_exponents(self, scale: Source) -> None:
         self.exponents.append(scale.position)
 
-    def _piece(self, source: Source, one: MatrixWrite) -> Piece | None:
+    def _row(self, source: Source, one: Piece) -> tuple[int, ...] | None:
         offset = source.offset_of(one.source)
         if offset is None:
             return None
         memory, start = self.bucket.place(source.position)
-        return one.piece((memory, start + offset * one.source.element_size()))
+        return row_of(one, (memory, start + offset * one.source.element_size()))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...wire.refit_note import RefitNote
+from ...wire.refit_note import PARTIAL, RefitNote
 from ...wire.stages import BETWEEN_REQUESTS, Mark, seconds_by_stage
 from ..arrival.update import Origin
 
@@ -181,7 +181,7 @@ class Refit:
 
     @property
     def is_partial(self) -> bool:
-        return self.note is not None and self.note.is_partial
+        return self.note is not None and self.note.extent == PARTIAL
 
     def describe(self) -> str:
         version = f" ({self.version})" if self.version else ""

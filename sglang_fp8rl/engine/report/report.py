@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...errors import RefitError
-from ...wire.refit_note import RefitNote
+from ...wire.refit_note import ALL, RefitNote
 from ..arrival.update import Origin, Update
 from ..interception import Region
 from ..model.landings import NameTable
@@ -136,7 +136,7 @@ class RefitReport:
             return found
         names = others + self._extent.names_of(lacking, not_brought)
         found = replace(found, names=tuple(names[:MAX_LISTED]))
-        if refit.note is not None and refit.note.wants_all:
+        if refit.note is not None and refit.note.extent == ALL:
             found = replace(found, failures=(*found.failures, found.left_out()))
         return found
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from ...errors import RefitError
-from ...numerics.fingerprint import MASK, Box, numbers_of
+from ...numerics.fingerprint import MASK, Box, NumberTable
 
 _CHUNK_ELEMENTS = 1 << 21  # this much is converted at a time
 _REMEDY = (
@@ -54,4 +54,4 @@ def _number(matrix: torch.Tensor, dtype: torch.dtype) -> int:
         Box(matrix[at : at + step].to(dtype), shape, (at, *rest), 0)
         for at in range(0, len(matrix), step)
     )
-    return sum(numbers_of([[box]])[0] for box in boxes) & MASK
+    return sum(NumberTable([[box]]).numbers()[0] for box in boxes) & MASK

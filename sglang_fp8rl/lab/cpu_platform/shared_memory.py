@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from ...errors import RefitError
-from ...wire.shared_memory import FILES, HEADER, READERS
+from ...wire.staging import FILES, HEADER, READERS
 
 
 def check_shared_memory() -> None:

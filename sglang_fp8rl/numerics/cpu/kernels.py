@@ -132,8 +132,7 @@ def _code(y, x):
 
     Round to nearest even by the FPU: for 2**e <= y < 2**(e+1) the sum y + 2**(e+20) keeps no bit
     below 2**(e-3), which is the e4m3 ulp; e is at least -6, so subnormals need no branch. The low
-    bits of the sum are y in ulps, and 0x38 of them, which the exponent's bias takes off again; what
-    is above the low byte falls away.
+    byte of the sum is y in ulps, and 0x38 of them, which the exponent's bias takes off again.
     """
     lowest = np.uint32(0x3C800000)  # 2**-6, the smallest normal e4m3
     lift = np.uint32((20 << 23) + 0x38)

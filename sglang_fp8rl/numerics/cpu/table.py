@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...formats.format import ceil_div
-from ..write_table import BAD_SCALE, DTYPES, NAN_CODE, CastTable, Dtype, Kind
+from ..write_table import BAD_SCALE, BF16, DTYPES, FP16, FP32, NAN_CODE, CastTable, Kind
 from .jit import array_at, by_rows, in_threads, jit, threads_for
 from .kernels import (
     BF16_STEP,
@@ -30,13 +30,12 @@ from .kernels import (
 _ELEMENTS_PER_ITEM = 256 * 1024
 # Chunks of items per thread: one that was held up, or has the larger ones, leaves some to the others.
 _CHUNKS_PER_THREAD = 16
-# FP32 bits of the smallest number that is Inf in a dtype, by `Dtype`.
+# FP32 bits of the smallest number that is Inf in a dtype, by its number.
 _INF = 0x7F800000
-_ROUNDS_TO_INF = np.zeros(len(Dtype), np.uint32)
-_ROUNDS_TO_INF[[Dtype.FP32, Dtype.BF16, Dtype.FP16]] = _INF, 0x7F7F8000, 0x477FF000
+_ROUNDS_TO_INF = np.zeros(len(DTYPES), np.uint32)
+_ROUNDS_TO_INF[[FP32, BF16, FP16]] = _INF, 0x7F7F8000, 0x477FF000
 _BAD_SCALE, _NAN_CODE = np.uint8(BAD_SCALE), np.uint8(NAN_CODE)
 _CAST, _SCALES, _CODES = map(int, (Kind.CAST, Kind.SCALES, Kind.CODES))
-_FP32, _BF16 = int(Dtype.FP32), int(Dtype.BF16)
 
 
 def cast_into(
@@ -60,8 +59,8 @@ def cast_into(
 
 def copy_into(source: torch.Tensor, target: torch.Tensor, bad: torch.Tensor) -> None:
     """As `cast.copy_finite_into` of what a `Piece` of COPY may be; `bad`, bool [rows], says which rows stayed."""
-    (rows, cols), dtype = source.shape, int(DTYPES[target.dtype])
-    how = (bad.data_ptr(), rows, cols, dtype, False)
+    rows, cols = source.shape
+    how = (bad.data_ptr(), rows, cols, DTYPES[target.dtype], False)
     by_rows(partial(copy_region, *_places(source, target), *how), rows, cols, 1)
 
 
@@ -72,11 +71,7 @@ def _places(source: torch.Tensor, target: torch.Tensor) -> tuple[Any, ...]:
 
 
 class CpuTable:
-    """A table with its work cut into items for threads.
-
-    Args:
-        pow2_scale, round_to_bf16: as in `cast_into`; copies take no notice of them.
-    """
+    """A table with its work cut into items for threads."""
 
     def __init__(self, table: CastTable, *, pow2_scale: bool, round_to_bf16: bool) -> None:
         self.table = table
@@ -98,10 +93,8 @@ class CpuTable:
 
 
 def _items_of(pieces: np.ndarray) -> tuple[np.ndarray, int]:
-    """[items, 3]: piece, first row, end row; cut between rows of blocks. Those of scales come first.
-
-    Codes ask the flags of their scales. Also returns where the scales' items end.
-    """
+    """[items, 3]: piece, first row, end row; cut between rows of blocks. Those of scales, whose flags codes ask, come
+    first; returns where they end, too."""
     is_scales = pieces["kind"] == Kind.SCALES
     order = np.argsort(~is_scales, kind="stable")
     rows, cols, block_n = (pieces[name][order] for name in ("rows", "cols", "block_n"))
@@ -119,10 +112,8 @@ def copy_region(
     source, source_unit, source_stride, target, target_unit, target_stride, flags, rows, cols,
     target_dtype, is_scales, row_start, row_stop,
 ):  # fmt: skip
-    """Copy rows that stay finite, and of scales those that are positive, rounded to nearest even.
-
-    Arguments are those of `cast_region`; a flag for each row.
-    """
+    """Copy rows that stay finite, and of scales those that are positive, rounded to nearest even. Arguments are those of
+    `cast_region`; a flag for each row."""
     x = array_at(source, (rows - 1) * source_stride + cols, source_unit)
     out = array_at(target, (rows - 1) * target_stride + cols, target_unit)
     bad = array_at(flags, rows, np.uint8(0))
@@ -147,21 +138,20 @@ def _are_positive(x):
 
 
 @jit
-def copy_codes(
-    source, source_stride, target, target_stride, bad, cols, block_n, row_start, row_stop
-):
+def copy_codes(source, piece, bad, row_start, row_stop):
     """Copy rows of codes whose scales were copied and none of which is NaN."""
+    cols, block_n = piece["cols"], piece["block_n"]
     for row in range(row_start, row_stop):
         if bad[row // block_n] == _BAD_SCALE:
             continue
-        x = array_at(source + row * source_stride, cols, CODE)
+        x = array_at(source + row * piece["source_stride"], cols, CODE)
         largest = np.uint8(0)
         for c in range(cols):
             largest = max(largest, np.uint8(x[c] & np.uint8(0x7F)))
         if largest == np.uint8(0x7F):
             bad[row // block_n] = _NAN_CODE
             continue
-        out = array_at(target + row * target_stride, cols, CODE)
+        out = array_at(piece["destination"] + row * piece["destination_stride"], cols, CODE)
         for c in range(cols):
             out[c] = x[c]
 
@@ -179,9 +169,9 @@ def run_piece(unit, source, piece, flags, step, pow2_scale, start, stop):
         cast_region(*places, CODE, stride, *scales, *shape, *how)
     else:
         rest = (stride, *shape, dtype, kind == _SCALES, start, stop)
-        if dtype == _FP32:
+        if dtype == FP32:
             copy_region(*places, WIDE, *rest)
-        elif dtype == _BF16:
+        elif dtype == BF16:
             copy_region(*places, SLIM, *rest)
         else:
             copy_region(*places, HALF, *rest)
@@ -196,14 +186,10 @@ def run_items(pieces, items, addresses, flags, step, pow2_scale, first, last):
         bad = flags[piece["flags"] :]
         rest = (source, piece, bad, step, pow2_scale, start, stop)
         if piece["kind"] == _CODES:
-            strides = (piece["source_stride"], piece["destination_stride"])
-            size = (piece["cols"], piece["block_n"])
-            copy_codes(
-                source, strides[0], piece["destination"], strides[1], bad, *size, start, stop
-            )
-        elif piece["source_dtype"] == _FP32:
+            copy_codes(source, piece, bad, start, stop)
+        elif piece["source_dtype"] == FP32:
             run_piece(WIDE, *rest)
-        elif piece["source_dtype"] == _BF16:
+        elif piece["source_dtype"] == BF16:
             run_piece(SLIM, *rest)
         else:
             run_piece(HALF, *rest)

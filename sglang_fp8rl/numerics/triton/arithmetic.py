@@ -2,9 +2,8 @@
 
 *In integers*, because Triton's interpreter truncates FP32→BF16 and rounds FP8 casts otherwise than
 hardware does: a kernel that casts could not be checked without a GPU. Likewise `div_rn`, because
-Triton's `/` is approximate, and an integer maximum, because `tl.maximum` drops NaN. What is left of
-floating point is one division and one addition, both IEEE on either side. It also serves sources
-that are not rounded to BF16, and GPUs that have no conversion to e4m3 (older than sm_89).
+Triton's `/` is approximate, and an integer maximum, because `tl.maximum` drops NaN. It also serves
+sources that are not rounded to BF16, and GPUs that have no conversion to e4m3 (older than sm_89).
 
 *On packed words*, because an IEEE division and an encoding in integers are 27 instructions per
 element, and a copy leaves time for about 20: two BF16 values to a register, a product with a
@@ -22,10 +21,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..write_table import Dtype
+from ..write_table import DTYPES
 
-# Kinds of source and of copies, as `write_table.Dtype`: FP32 comes as int32, BF16 and FP16 as int16.
-FP32, BF16, FP16 = (tl.constexpr(int(one)) for one in (Dtype.FP32, Dtype.BF16, Dtype.FP16))
+# Kinds of source and of copies, as of `write_table`: FP32 comes as int32, BF16 and FP16 as int16.
+FP32, BF16, FP16 = (
+    tl.constexpr(DTYPES[one]) for one in (torch.float32, torch.bfloat16, torch.float16)
+)
 # The first with a conversion to e4m3 (Ada); it also has the maximum of two BF16 at once.
 _CONVERTS_TO_E4M3 = (8, 9)
 
@@ -91,21 +92,6 @@ def lifted_quotient(bits, scale):
 
 
 @triton.jit
-def encode_e4m3(bits, scale):
-    """Codes (int8) of finite FP32 `bits` over `scale`: nearest even, saturating at 448."""
-    lifted, lift = lifted_quotient(bits, scale)
-    ulps = lifted.to(tl.int32, bitcast=True) - lift
-    code = ulps + ((lift - (0x3C800000 + (20 << 23))) >> 20)
-    return (code | ((bits >> 24) & 0x80)).to(tl.int8)
-
-
-@triton.jit
-def largest_magnitude(x, KIND: tl.constexpr):
-    """FP32 bits of the largest |x| of source bits, unrounded; NaN is above Inf, above numbers."""
-    return tl.max(tl.reshape(fp32_bits(x, KIND) & 0x7FFFFFFF, [x.numel]), axis=0)
-
-
-@triton.jit
 def packed_bf16(x, KIND: tl.constexpr):
     """Source bits to BF16 bits (int16), rounded by the hardware; registers hold two each."""
     if KIND == BF16:
@@ -137,7 +123,7 @@ def _larger_of_pairs(a, b):
 
 @triton.jit
 def packed_largest_magnitude(x):
-    """As `largest_magnitude` of BF16 bits, two at a time."""
+    """FP32 bits of the largest |x| of BF16 bits, two at a time; NaN is above Inf, above numbers."""
     low, high = tl.split(tl.reshape(x, [x.numel // 2, 2]))
     words = tl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=tl.int32, is_pure=True, pack=1
@@ -148,10 +134,8 @@ def packed_largest_magnitude(x):
 
 @triton.jit
 def reciprocal(scale):
-    """`(near, rest)`: the reciprocal and what is missing of it.
-
-    `near` is never above the reciprocal, so that a product that vanishes keeps its sign.
-    """
+    """`(near, rest)`: the reciprocal and what is missing of it. `near` is never above it, so that a product that vanishes
+    keeps its sign."""
     near = tl.math.div_rn(1.0, scale)
     below = (near.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
     near = tl.where(tl.fma(-scale, near, 1.0) < 0, below, near)
@@ -197,32 +181,25 @@ TWO_SERVED = tl.constexpr(
 
 
 @triton.jit
-def scale_of(x, KIND: tl.constexpr, POW2: tl.constexpr, ROUND: tl.constexpr, PACKED: tl.constexpr):
-    """(scale FP32, finite int1) of a block: of source bits, or of `packed_bf16` if `PACKED`."""
-    if PACKED:
-        scale, finite = amax_to_scale_inv(packed_largest_magnitude(x), POW2, False)
-    else:
-        scale, finite = amax_to_scale_inv(largest_magnitude(x, KIND), POW2, ROUND)
-    return scale, finite
-
-
-@triton.jit
 def codes_of(x, scale, KIND: tl.constexpr, ROUND: tl.constexpr, PACKED: tl.constexpr):
-    """Codes (int8) of what `scale_of` was given."""
+    """Codes (int8) of source bits, or of `packed_bf16` if `PACKED`: nearest even, saturating at 448."""
     if PACKED:
         near, rest = reciprocal(scale)
         codes = tl.inline_asm_elementwise(
             FOUR_CODES, "=r" + ",r" * 10, [x, near, rest], dtype=tl.int8, is_pure=True, pack=4
         )
     else:
-        bits = fp32_bits(x, KIND)
-        codes = encode_e4m3(round_bits_to_bf16(bits) if ROUND else bits, scale)
+        bits = round_bits_to_bf16(fp32_bits(x, KIND)) if ROUND else fp32_bits(x, KIND)
+        lifted, lift = lifted_quotient(bits, scale)
+        ulps = lifted.to(tl.int32, bitcast=True) - lift
+        code = ulps + ((lift - (0x3C800000 + (20 << 23))) >> 20)
+        codes = (code | ((bits >> 24) & 0x80)).to(tl.int8)
     return codes
 
 
 @triton.jit
 def served_of(x, scale, finite, KIND: tl.constexpr, ROUND: tl.constexpr, PACKED: tl.constexpr):
-    """BF16 bits of codes times their scale, of what `scale_of` was given; where that is not finite, of itself."""
+    """BF16 bits of codes times their scale, of what `codes_of` takes; where that is not finite, of itself."""
     if PACKED:
         near, rest = reciprocal(scale)
         arguments = [x, near, rest, scale, finite.to(tl.int32)]

@@ -49,11 +49,8 @@ def numbers_kernel(
 ):  # fmt: skip
     """One tile of a matrix per program, columns fastest: `HEIGHT` rows of `LANES * ALIGN` bytes.
 
-    Args:
-        matrices: int64 [matrices, fields].
-        owners: int32 [programs], which matrix.
-        numbers: int64, to which each adds what it finds.
-        ALIGN: bytes that divide address, stride, width and first byte of each.
+    Of `matrices`, int64 [matrices, fields], `owners`, int32 [programs], says which. Each program adds what it finds to the
+    int64 `numbers`. `ALIGN` bytes divide address, stride, width and first byte of each.
     """
     row = matrices + tl.load(owners + tl.program_id(0)).to(tl.int64) * _COUNT
     tile = tl.program_id(0) - tl.load(row + _FIRST).to(tl.int32)
@@ -93,13 +90,8 @@ def numbers_kernel(
 
 
 class LaidOut:
-    """Matrices of one GPU, each with the position of the tensor that it is a part of, as tables on that GPU.
-
-    Those that do not lie in rows are copied and laid out anew by each call.
-
-    Args:
-        count: of tensors.
-    """
+    """Matrices of one GPU, each with the position of the tensor (one of `count`) that it is a part of, as tables there.
+    Those that do not lie in rows are copied and laid out anew by each call."""
 
     def __init__(self, parts: Sequence[Part], count: int) -> None:
         self._count, self._device = count, parts[0][1].rows.device
@@ -111,10 +103,10 @@ class LaidOut:
         """As `numerics.fingerprint.NumberTable.start`."""
         numbers = torch.zeros(self._count, dtype=torch.int64, device=self._device)
         copies = [(number, matrix.in_rows()) for number, matrix in self._turned]
+        sizes = {"HEIGHT": HEIGHT, "LANES": LANES, "num_warps": WARPS}
         with torch.cuda.device_of(numbers):  # on which Triton launches
             for align, table, owners in [*self._launches, *self._laid_out(copies)]:
-                sizes = {"ALIGN": align, "HEIGHT": HEIGHT, "LANES": LANES, "num_warps": WARPS}
-                numbers_kernel[(len(owners),)](table, owners, numbers, **sizes)
+                numbers_kernel[(len(owners),)](table, owners, numbers, ALIGN=align, **sizes)
         return numbers
 
     def _laid_out(self, parts: Sequence[Part]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:

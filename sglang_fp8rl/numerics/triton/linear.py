@@ -1,12 +1,9 @@
 """`numerics.linear` on a GPU.
 
-*The product*: codes become BF16 in registers, tensor cores multiply, FP32 adds up. It is for few tokens, where the
-memory is the limit. The weight's rows lie along the tensor cores' long side, tokens along the short one, so
-that a small batch fills a tile. The warps of a program share the columns of a few rows, each adds up its part, and
-the parts are added in order at the end. So one launch reads each code once, in 16 bytes a thread, and nothing is
-allocated but the output; beyond `TOKENS` it reads them again.
-
-*Doubled rows*: each row, and what its quantization leaves of it, in one launch.
+The product is for few tokens, where the memory is the limit. The weight's rows lie along the tensor cores' long side,
+tokens along the short one, so that a small batch fills a tile. The warps of a program share the columns of a few rows,
+each adds up its part, and the parts are added in order at the end. So one launch reads each code once, in 16 bytes a
+thread, and nothing is allocated but the output; beyond `TOKENS` it reads them again.
 """
 
 from __future__ import annotations
@@ -30,11 +27,7 @@ def linear_kernel(
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     BLOCKWISE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `ROWS` of the weight and `TOKENS`; `PARTS * COLUMNS` columns of both at a time.
-
-    Args:
-        WHOLE: the columns are a multiple of `PARTS * COLUMNS`.
-    """
+    """One tile of `ROWS` of the weight and `TOKENS`; `PARTS * COLUMNS` columns of both at a time, if `WHOLE` no rest."""
     tiles = tl.cdiv(m, TOKENS)
     first_row = tl.program_id(0) // tiles * ROWS
     first_token = tl.program_id(0) % tiles * TOKENS
@@ -154,6 +147,6 @@ def doubled(x: torch.Tensor, group: int, pow2: bool) -> torch.Tensor:
         with torch.cuda.device_of(x):  # on which Triton launches
             doubled_kernel[(programs,)](
                 x.view(torch.int16), out.view(torch.int16), m, k, x.stride(0),
-                KIND=int(DTYPES[x.dtype]), POW2=pow2, **tile,
+                KIND=DTYPES[x.dtype], POW2=pow2, **tile,
             )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .. import reference
 from ..write_table import DTYPES, LONGEST_ROW
 from .arithmetic import has_packed_kernels
 from .kernels import matrix_cast_kernel, matrix_copy_kernel
@@ -37,49 +38,56 @@ def row_warps(chunk: int) -> int:
 def cast_options(
     chunk: int, is_ragged: bool, target_align: int, is_through: bool = False
 ) -> dict[str, Any]:
-    """Sizes and launch options of a program for each channel of at most `chunk` columns, or each block.
-
-    Args:
-        chunk: 0 for blocks of 128×128.
-        target_align: bytes that divide the target's rows.
-        is_through: what is written is BF16; from FP32 ragged blocks take some registers more.
-    """
+    """Sizes and launch options of a program for each channel of at most `chunk` columns, or each block (0)."""
     if chunk:
         return {"HEIGHT": 1, "WIDTH": chunk, "RAGGED": True, "num_warps": row_warps(chunk)}
     options = {"HEIGHT": BLOCK, "WIDTH": BLOCK, "RAGGED": is_ragged, "num_warps": _TILE_WARPS}
+    # From FP32 ragged blocks take some registers more on their way through.
     if target_align >= _TILE_REGISTERS_FROM and not is_through:
         options["maxnreg"] = _TILE_REGISTERS
     return options
 
 
-def cast_matrix(
+def kernels_for(block_n: Any, block_k: Any, cols: Any) -> tuple[Any, Any]:
+    """Whether such blocks are the rows that a kernel casts, or the squares; of arrays, each."""
+    return (block_n == 1) & (block_k == cols), (block_n == BLOCK) & (block_k == BLOCK)
+
+
+def cast_into(
     source: torch.Tensor,
     target: torch.Tensor,
     scales: torch.Tensor,
     nonfinite: torch.Tensor,
-    is_row: bool,
-    rounding: dict[str, bool],
+    block: tuple[int, int],
+    pow2_scale: bool,
+    round_to_bf16: bool,
 ) -> None:
-    """As `reference.cast_into`, of contiguous rows; by 128×128 blocks, or each row by itself.
+    """As `reference.cast_into`, of contiguous rows; a NaN in BF16 may have other bits.
 
-    A BF16 target is contiguous, of at most `WIDEST_THROUGH` columns, and gets neither scales nor flags.
-
-    Args:
-        rounding: `POW2` and `ROUND` of the kernels.
+    A BF16 target is contiguous and gets neither scales nor flags. Blocks that no server has, and longer rows, are
+    PyTorch's.
     """
-    source = source.contiguous() if target.dtype == torch.bfloat16 else source
+    cols, is_through = source.shape[1], target.dtype == torch.bfloat16
+    is_row, is_block = kernels_for(*block, cols)
+    widest = LONGEST_ROW if is_row else WIDEST_THROUGH
+    if not (is_row or is_block) or (cols > widest and (is_row or is_through)):
+        outs = (target, scales, nonfinite)
+        reference.cast_into(source, *outs, block, pow2_scale, round_to_bf16)
+        return
+    source = source.contiguous() if is_through else source
+    rounding = {"POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16)}
     constants = constants_of(source, target, is_row, rounding)
     with torch.cuda.device_of(source):  # on which Triton launches
         matrix_cast_kernel[(nonfinite.numel(),)](
-            *_places(source, target), scales.data_ptr(), *scales.stride(), *source.shape,
-            nonfinite.data_ptr(), **constants,
+            source.data_ptr(), source.stride(0), target.data_ptr(), target.stride(0), scales.data_ptr(),
+            *scales.stride(), *source.shape, nonfinite.data_ptr(), **constants,
         )  # fmt: skip
 
 
 def constants_of(
     source: torch.Tensor, target: torch.Tensor, is_row: bool, rounding: dict[str, bool]
 ) -> dict[str, Any]:
-    """Constants and launch options of `matrix_cast_kernel`; arguments are those of `cast_matrix`."""
+    """Constants and launch options of `matrix_cast_kernel`, by 128×128 blocks or each row by itself."""
     (rows, cols), is_through = source.shape, target.dtype == torch.bfloat16
     aligned = _aligned(source, target)
     is_ragged, align = bool(rows % BLOCK or cols % BLOCK), aligned["TARGET_ALIGN"]
@@ -93,14 +101,13 @@ def copy_into(source: torch.Tensor, target: torch.Tensor, bad: torch.Tensor) -> 
     """As `cast.copy_finite_into` of what a `Piece` of COPY may be; `bad`, bool [rows], says which rows stayed."""
     rows, cols = source.shape
     chunk = CHUNKS[bisect_left(CHUNKS, cols)]
-    constants = {"TO": int(DTYPES[target.dtype]), "PACKED": has_packed_kernels(source.device)}
+    constants = {"TO": DTYPES[target.dtype], "PACKED": has_packed_kernels(source.device)}
     constants |= {"CHUNK": chunk, "num_warps": row_warps(chunk), **_aligned(source, target)}
     with torch.cuda.device_of(source):
-        matrix_copy_kernel[(rows,)](*_places(source, target), cols, bad.data_ptr(), **constants)
-
-
-def _places(source: torch.Tensor, target: torch.Tensor) -> tuple[int, ...]:
-    return source.data_ptr(), source.stride(0), target.data_ptr(), target.stride(0)
+        matrix_copy_kernel[(rows,)](
+            source.data_ptr(), source.stride(0), target.data_ptr(), target.stride(0), cols,
+            bad.data_ptr(), **constants,
+        )  # fmt: skip
 
 
 def _aligned(source: torch.Tensor, target: torch.Tensor) -> dict[str, int]:
@@ -109,4 +116,4 @@ def _aligned(source: torch.Tensor, target: torch.Tensor) -> dict[str, int]:
     divides = source.data_ptr() | source.stride(0) * size | WIDEST
     to_divides = target.data_ptr() | (target.stride(0) | source.shape[1]) * to_size | WIDEST
     aligned = {"SOURCE_ALIGN": divides & -divides, "TARGET_ALIGN": to_divides & -to_divides}
-    return aligned | {"KIND": int(DTYPES[source.dtype])}
+    return aligned | {"KIND": DTYPES[source.dtype]}

@@ -7,85 +7,42 @@ are copied, rows of scales first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ...formats.format import ceil_div
-from .. import reference
-from ..write_table import DTYPES, LONGEST_ROW, CastTable, Kind
+from ..write_table import DTYPES, CastTable, Kind
 from .arithmetic import has_packed_kernels, on_device
 from .kernels import COLUMNS, table_cast_kernel, table_codes_kernel, table_copy_kernel
-from .matrix import BLOCK, CHUNKS, WIDEST, WIDEST_THROUGH, cast_matrix, cast_options, row_warps
-from .matrix import copy_into as copy_into  # of one matrix too, for `cast.py`
+from .matrix import BLOCK, CHUNKS, WIDEST, cast_options, kernels_for, row_warps
+from .matrix import cast_into as cast_into  # of one matrix, for `cast.py`
+from .matrix import copy_into as copy_into
 
-_SIZES = np.array([dtype.itemsize for dtype in DTYPES])  # by `Dtype`
+_SIZES = np.array([dtype.itemsize for dtype in DTYPES])  # by their numbers
 _CHUNKS = np.array(CHUNKS)
-
-
-def cast_into(
-    source: torch.Tensor,
-    target: torch.Tensor,
-    weight_scale: torch.Tensor,
-    nonfinite: torch.Tensor,
-    block: tuple[int, int],
-    pow2_scale: bool,
-    round_to_bf16: bool,
-) -> None:
-    """As `reference.cast_into`, of contiguous rows; a NaN in BF16 may have other bits.
-
-    A BF16 target gets neither scales nor flags. Blocks that no server has, and longer rows, are PyTorch's.
-    """
-    rounding = {"POW2": bool(pow2_scale), "ROUND": bool(round_to_bf16)}
-    cols, is_through = source.shape[1], target.dtype == torch.bfloat16
-    is_row, is_block = _kernels_for(*block, cols)
-    widest = LONGEST_ROW if is_row else WIDEST_THROUGH
-    if not (is_row or is_block) or (cols > widest and (is_row or is_through)):
-        outs = (target, weight_scale, nonfinite)
-        reference.cast_into(source, *outs, block, pow2_scale, round_to_bf16)
-    else:
-        cast_matrix(source, target, weight_scale, nonfinite, is_row, rounding)
-
-
-def _kernels_for(block_n: Any, block_k: Any, cols: Any) -> tuple[Any, Any]:
-    """Whether such blocks are the rows that a kernel casts, or the squares; of arrays, each."""
-    return (block_n == 1) & (block_k == cols), (block_n == BLOCK) & (block_k == BLOCK)
 
 
 def has_kernels(pieces: np.ndarray) -> bool:
     """Whether there are kernels for all casts of a table."""
     casts = pieces[pieces["kind"] == Kind.CAST]
-    is_row, is_block = _kernels_for(casts["block_n"], casts["block_k"], casts["cols"])
+    is_row, is_block = kernels_for(casts["block_n"], casts["block_k"], casts["cols"])
     return bool((is_row | is_block).all())
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Programs that share a kernel and its constants.
-
-    Attributes:
-        owners: int32 [programs], the piece of each.
-        sources: positions of the tensors it reads.
-        align: bytes that divide offsets and strides of the sources.
-        constants: with the options of the launch.
-    """
+class Launch(NamedTuple):
+    """Programs that share a kernel and its constants."""
 
     kernel: Any
-    owners: torch.Tensor
-    sources: np.ndarray
-    align: int
-    constants: dict[str, int | bool]
+    owners: torch.Tensor  # int32 [programs], the piece of each
+    sources: np.ndarray  # positions of the tensors it reads
+    align: int  # bytes that divide offsets and strides of the sources
+    constants: dict[str, int | bool]  # with the options of the launch
 
 
 class TritonTable:
-    """A table on a GPU, its programs grouped into launches.
-
-    Args:
-        device: of the destinations; "cpu" only works in Triton's interpreter.
-        pow2_scale, round_to_bf16: as in `cast_into`; copies take no notice of them.
-    """
+    """A table on the GPU of its destinations ("cpu" only works in Triton's interpreter), its programs in launches."""
 
     def __init__(
         self, table: CastTable, device: torch.device, *, pow2_scale: bool, round_to_bf16: bool
@@ -108,12 +65,6 @@ class TritonTable:
         self._sent = torch.zeros(1 + sources, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._call = torch.zeros(1 + sources, dtype=torch.int64, device=device)
         self._no_flags = np.zeros(table.flag_count, np.uint8)
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory of the table, its programs and its flags."""
-        held = [self._rows, self._flags, self._call]
-        return sum(one.nbytes for one in [*held, *(launch.owners for launch in self.launches)])
 
     def _launch(self, group: _Group, pieces: np.ndarray, rows: np.ndarray) -> Launch:
         table = self.table.pieces[pieces]
@@ -175,17 +126,13 @@ class _Group(NamedTuple):
 def _groups(pieces: np.ndarray) -> list[tuple[_Group, np.ndarray]]:
     """Each group with the indices of its pieces, in the order of their kinds."""
     kind = pieces["kind"]
-    _, is_block = _kernels_for(pieces["block_n"], pieces["block_k"], pieces["cols"])
+    _, is_block = kernels_for(pieces["block_n"], pieces["block_k"], pieces["cols"])
     is_block &= kind == Kind.CAST
     is_ragged = is_block & ((pieces["rows"] % BLOCK != 0) | (pieces["cols"] % BLOCK != 0))
     size, target_size = _SIZES[pieces["source_dtype"]], _SIZES[pieces["destination_dtype"]]
     source = pieces["source_offset"] | pieces["source_stride"] * size | WIDEST
-    target = (
-        pieces["destination"]
-        | pieces["destination_stride"] * target_size
-        | pieces["cols"] * target_size
-        | WIDEST
-    )
+    along = (pieces["destination_stride"] | pieces["cols"]) * target_size
+    target = pieces["destination"] | along | WIDEST
     chunks = _CHUNKS[np.searchsorted(_CHUNKS, np.where(is_block, 0, pieces["cols"]))]
     dtypes = pieces["source_dtype"], pieces["destination_dtype"]
     columns = (kind, is_block, is_ragged, source & -source, target & -target, *dtypes, chunks)

@@ -1,12 +1,11 @@
 """What a program does with its 128×128 block or row, of a table's piece or of one matrix.
 
-Addresses come as numbers, so Triton knows nothing of them, and without knowing it loads elements one
-by one. Hence the alignments, in bytes, that divide an address and the stride of its rows (of a target, its
-columns too); they are told to Triton where they are used, because what is said of a value is lost where it
-enters or leaves a function.
+Sources and targets are given by the address of the matrix, with the stride of its rows in elements. Addresses
+are numbers, so Triton knows nothing of them, and without knowing it loads elements one by one. Hence the
+alignments, in bytes, that divide an address and the stride of its rows (of a target, its columns too); they are
+told where they are used, because what is said of a value is lost where it enters or leaves a function.
 
-Sources and targets are given by the address of the matrix, with the stride of its rows in elements. Every
-function returns whether all was finite; if not, codes, copies and scales stay.
+Every function returns whether all was finite; if not, codes, copies and scales stay.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from .arithmetic import (
     BF16,
     FP16,
     FP32,
+    amax_to_scale_inv,
     codes_of,
     fp32_bits,
     packed_bf16,
     packed_largest_magnitude,
     round_bits_to_bf16,
-    scale_of,
     served_of,
 )
 
@@ -73,7 +72,10 @@ def cast_tile(
     x = tl.load(where, mask=inside, other=0) if RAGGED else tl.load(where)
     if PACKED:
         x = packed_bf16(x, KIND)
-    scale, finite = scale_of(x, KIND, POW2, ROUND, PACKED)
+        scale, finite = amax_to_scale_inv(packed_largest_magnitude(x), POW2, False)
+    else:
+        magnitudes = tl.reshape(fp32_bits(x, KIND) & 0x7FFFFFFF, [x.numel])
+        scale, finite = amax_to_scale_inv(tl.max(magnitudes, axis=0), POW2, ROUND)
     to = target + k + n * target_stride
     if THROUGH:
         served = served_of(x, scale, finite, KIND, ROUND, PACKED)
@@ -112,16 +114,11 @@ def copy_row(
     if PACKED and KIND == BF16:
         finite = packed_largest_magnitude(x) < LIMIT
     else:
-        finite = tl.max(magnitudes(x, k < cols, KIND, SCALES), axis=0) < LIMIT
+        # What is no scale counts as infinite.
+        limited = tl.where((k < cols) & (x <= 0), 0x7F800000, x) if SCALES else fp32_bits(x, KIND)
+        finite = tl.max(limited & 0x7FFFFFFF, axis=0) < LIMIT
     tl.store(target + k, copied(x, KIND, TO, PACKED), mask=(k < cols) & finite)
     return finite
-
-
-@triton.jit
-def magnitudes(x, inside, KIND: tl.constexpr, SCALES: tl.constexpr):
-    """FP32 bits of |x|; what is no scale counts as infinite."""
-    bits = tl.where(inside & (x <= 0), 0x7F800000, x) if SCALES else fp32_bits(x, KIND)
-    return bits & 0x7FFFFFFF
 
 
 @triton.jit

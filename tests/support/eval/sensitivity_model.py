@@ -10,7 +10,7 @@ import torch
 
 from sglang_fp8rl.lab.testing.checkpoints import make_state_dict
 from sglang_fp8rl.lab.testing.families import hub_shapes, make_config
-from sglang_fp8rl.scheme import decide_scheme, expert_misalignment, misalignment
+from sglang_fp8rl.scheme import decide_scheme, expert_misalignment, misalignment, module_rows
 from sglang_fp8rl.wire.plan import RefitPlan, digest_of
 
 _PARTS = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
@@ -56,15 +56,7 @@ def small_plan(family: str = "llama", **options: Any) -> RefitPlan:
     modules, tensors = [], {}
     for module, names in fused.items():
         scheme = _scheme(module, [shapes[name] for name in names])
-        modules.append(
-            {
-                "module": module,
-                "scheme": scheme.name,
-                "cause": scheme.cause.value,
-                "reason": scheme.reason,
-                "activations": scheme.activations,
-            }
-        )
+        modules += module_rows({module: scheme})
         for name in names:
             is_block = scheme.name == "blockwise"
             block = [128, 128] if is_block else [1, shapes[name][-1]]

@@ -20,7 +20,7 @@ def run(tensors: Boxes) -> list[list[int]]:
         for number, boxes in enumerate(tensors)
         for box in boxes
         if box.tensor.numel()
-        for matrix in fingerprint._matrices(*box)
+        for matrix in fingerprint._matrices(box)
     ]
     laid_out = on_gpu.LaidOut(parts, len(tensors))
     return [[value & fingerprint.MASK for value in laid_out.start().tolist()] for _ in range(2)]

@@ -15,7 +15,7 @@ from torch import nn
 
 from sglang_fp8rl import numerics, trainer
 from sglang_fp8rl.formats.format import BlockGrid
-from sglang_fp8rl.numerics import backends, kv_bounds, powers_of_two
+from sglang_fp8rl.numerics import backends, kv_bounds
 from sglang_fp8rl.numerics import cast as casts
 from sglang_fp8rl.numerics import fingerprint as fingerprints
 from sglang_fp8rl.numerics import reference as definition
@@ -129,17 +129,10 @@ class Calls:
     def call_quantize_per_channel(self) -> Iterator[Any]:
         return self._casts(casts.quantize_per_channel)
 
-    def call_quantize_strip(self) -> Iterator[Any]:
-        for source in self.sources[:-1]:
-            yield from definition.quantize_strip(source, (128, 128), False, True)
-
     def call_amax_to_scale_inv(self) -> Iterator[Any]:
         every = torch.arange(0, 0x7F80, dtype=torch.int32).to(self.device) << 16
         for pow2 in (False, True):
             yield definition.amax_to_scale_inv(every.view(torch.float32), pow2)
-
-    def call_round_up_to_pow2(self) -> Iterator[Any]:
-        yield definition.round_up_to_pow2(self.scales)
 
     def call_dequantize(self) -> Iterator[Any]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -158,23 +151,18 @@ class Calls:
     def call_tensor_number(self) -> Iterator[Any]:
         for source in (*self.sources, self.codes):
             yield fingerprints.tensor_number(source, 3)
-
-    def call_numbers_of(self) -> Iterator[Any]:
         box = fingerprints.Box(self.codes[5:, 3:], tuple(self.codes.shape), (5, 3), 3)
         whole = fingerprints.whole(self.scales, 4)
-        yield fingerprints.numbers_of([[box], [whole, box]])
-
-    def call_start_numbers(self) -> Iterator[Any]:
-        yield fingerprints.start_numbers([[fingerprints.whole(self.codes, 3)]])
+        yield fingerprints.NumberTable([[box], [whole, box]]).numbers()
 
     def call_whole(self) -> Iterator[Any]:
         yield fingerprints.whole(self.codes, 3).full_shape
 
     def call_scaled_boxes(self) -> Iterator[Any]:
         box = (tuple(self.codes.shape), (0, 0), (128, 128))
-        yield fingerprints.numbers_of(
+        yield fingerprints.NumberTable(
             [fingerprints.scaled_boxes("w", self.codes, [self.scales], *box)]
-        )
+        ).numbers()
 
     def call_by_torch(self) -> Iterator[Any]:
         yield fingerprints.by_torch(self.codes, 2, 0, 3, fingerprints.keys(1, 0, 200))
@@ -198,11 +186,11 @@ class Calls:
         yield kv_bounds.normed(gain, kv_bounds.Rotation(64, 64, True, 1.1))
 
     def call_magnitudes(self) -> Iterator[Any]:
-        yield powers_of_two.magnitudes(self.sources[:5])
+        yield kv_bounds.magnitudes(self.sources[:5])
 
     def call_multiply_by_powers(self) -> Iterator[Any]:
         tensors = [self.weights["a.weight"].clone(), self.weights["b.weight"].bfloat16()]
-        powers_of_two.multiply_by_powers(tensors, [5, -7])
+        kv_bounds.multiply_by_powers(tensors, [5, -7])
         yield from tensors
 
     def call_quantize_for_refit(self) -> Iterator[Any]:

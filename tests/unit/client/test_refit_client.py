@@ -21,8 +21,7 @@ from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.errors import NoAnswerError, RefitError
 from sglang_fp8rl.wire import layout_text
 from sglang_fp8rl.wire.bucket import flatten, serialize
-from sglang_fp8rl.wire.shared_memory import FILES
-from sglang_fp8rl.wire.staging import BUFFER, OpenBuffers, default_bucket_bytes
+from sglang_fp8rl.wire.staging import BUFFER, FILES, OpenBuffers, default_bucket_bytes
 
 TENSORS = [
     ("a", torch.arange(6, dtype=torch.float32).reshape(2, 3)),

@@ -28,7 +28,7 @@ from sglang_fp8rl.lab.testing.cast_tables import table_of
 from sglang_fp8rl.numerics import dequantize, quantize
 from sglang_fp8rl.numerics.backends import is_there
 from sglang_fp8rl.numerics.cast import cast_into
-from sglang_fp8rl.numerics.write_table import Piece
+from sglang_fp8rl.numerics.write_table import Kind, Piece
 from sglang_fp8rl.scheme import Cause, Scheme
 from sglang_fp8rl.trainer import fingerprint_of, quantize_for_refit
 from sglang_fp8rl.trainer.served_weights import compute_as_served
@@ -265,7 +265,7 @@ def test_a_gpu_s_table_says_that_it_has_no_kernels_for_such_blocks():
         ((1, 64), False),
     ):
         codes, scales = quantize(source, block, backend="reference")
-        pieces = table_of([Piece((0, 0), source, codes, scales, block)])
+        pieces = table_of([((0, 0), Piece(source, codes, scales, block, Kind.CAST))])
         assert table.has_kernels(pieces.pieces) is is_there_one
 
 

@@ -21,7 +21,6 @@ from sglang_fp8rl.numerics.fingerprint import (
     _column_keys,
     by_torch,
     keys,
-    numbers_of,
     scaled_boxes,
     seed_of,
     tensor_number,
@@ -36,7 +35,7 @@ DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 
 
 def box_number(*box):
-    return numbers_of([[Box(*box)]])[0]
+    return NumberTable([[Box(*box)]]).numbers()[0]
 
 
 def random_bytes(shape, dtype, seed=0):
@@ -148,7 +147,7 @@ def test_any_partition_into_boxes_sums_to_the_whole(case):
 
 
 def scaled_number(name, codes, scales, shape, start):
-    return numbers_of([scaled_boxes(name, codes, [scales], shape, start, (128, 128))])[0]
+    return NumberTable([scaled_boxes(name, codes, [scales], shape, start, (128, 128))]).numbers()[0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -263,11 +262,11 @@ def test_what_is_counted_later_is_counted_alike_and_a_nan_named_then(monkeypatch
 def test_boxes_of_many_tensors_have_their_own_numbers():
     tensors = [random_bytes((3 + n, 40), torch.uint8, n) for n in range(5)]
     of = [[whole(one, n)] for n, one in enumerate(tensors)]
-    found = numbers_of([*of, [], of[0] + of[1]])
+    found = NumberTable([*of, [], of[0] + of[1]]).numbers()
     assert found[:5] == [tensor_number(one, n) for n, one in enumerate(tensors)]
     assert found[5] == 0
     assert found[6] == (found[0] + found[1]) & MASK
-    assert numbers_of([]) == []
+    assert NumberTable([]).numbers() == []
 
 
 def test_a_table_counts_what_lies_there_now_whatever_its_strides():
@@ -279,7 +278,7 @@ def test_a_table_counts_what_lies_there_now_whatever_its_strides():
     for one in tensors:
         one.view(torch.uint8).bitwise_not_()
     after = table.numbers()
-    assert after == numbers_of(of)
+    assert after == NumberTable(of).numbers()
     assert not set(before) & set(after)
 
 

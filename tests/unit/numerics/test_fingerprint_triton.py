@@ -17,10 +17,8 @@ from sglang_fp8rl.numerics.fingerprint import (
     Box,
     Matrix,
     NumberTable,
-    numbers_of,
     scaled_boxes,
     seed_of,
-    start_numbers,
     whole,
 )
 from sglang_fp8rl.numerics.triton import fingerprint as on_gpu
@@ -79,7 +77,7 @@ def same_strides(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 def test_the_interpreter_gives_the_numbers_of_a_cpu(tmp_path):
     cases = tensors()
-    expected = numbers_of(list(cases.values()))
+    expected = NumberTable(list(cases.values())).numbers()
     assert len(set(expected)) > len(cases) - len(DTYPES)  # all but those of nothing differ
     for found in interpreted(fingerprint_in_interpreter, list(cases.values()), tmp_path):
         assert dict(zip(cases, found, strict=True)) == dict(zip(cases, expected, strict=True))
@@ -104,7 +102,7 @@ def test_a_table_that_was_made_is_launched_again_without_a_look_at_its_tensors(m
 @pytest.mark.gpu
 def test_hardware_gives_the_numbers_of_a_cpu_in_one_wait():
     cases = tensors() | {"large": [whole(random_bytes(4096, 4096, dtype=torch.bfloat16), 7)]}
-    expected = numbers_of(list(cases.values()))
+    expected = NumberTable(list(cases.values())).numbers()
     moved = [
         [box._replace(tensor=same_strides(box.tensor, "cuda")) for box in boxes]
         for boxes in cases.values()
@@ -115,7 +113,7 @@ def test_hardware_gives_the_numbers_of_a_cpu_in_one_wait():
     torch.cuda.set_sync_debug_mode("error")
     try:
         (started,) = table.start()
-        once = start_numbers(moved)
+        (once,) = NumberTable(moved).start()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(started, once)

@@ -53,14 +53,6 @@ def test_a_box_is_whole_if_no_block_of_it_has_a_value_outside(rows, columns, blo
                 grid.scales_of(start, shape)
 
 
-@pytest.mark.parametrize(("rows", "columns", "block_n", "block_k"), SIDES)
-def test_a_scale_is_shared_by_the_values_of_its_block(rows, columns, block_n, block_k):
-    grid = BlockGrid((rows, columns), (block_n, block_k))
-    for at, values in blocks_by_value(grid).items():
-        spans = [range(part.start, part.stop) for part in grid.values_of(*at)]
-        assert set(itertools.product(*spans)) == values
-
-
 def test_a_box_without_rows_has_no_scales_wherever_it_starts():
     grid = BlockGrid((300, 256), (128, 128))
     for start in (0, 128, 300):

@@ -50,10 +50,9 @@ def _never(*args, **kwargs):
 
 @pytest.fixture
 def without_the_reference(monkeypatch):
-    """Every function of the reference that makes codes raises."""
+    """What of the reference makes codes raises."""
     pytest.importorskip("numba")
-    for name in ("cast_into", "quantize_strip"):
-        monkeypatch.setattr(reference, name, _never)
+    monkeypatch.setattr(reference, "cast_into", _never)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -117,8 +116,7 @@ def test_on_a_gpu_the_bytes_are_the_reference_s_and_it_is_not_run(monkeypatch):
         for name, source in CASES.items()
         for function in NAMES
     }
-    for function in ("cast_into", "quantize_strip"):
-        monkeypatch.setattr(reference, function, _never)
+    monkeypatch.setattr(reference, "cast_into", _never)
     for (name, function), wanted in expected.items():
         made = getattr(sglang_fp8rl, function)(CASES[name].cuda())
         for actual, one in zip(made, wanted, strict=True):

@@ -18,10 +18,10 @@ def made(shape, quantize, block_n):
     old_codes = torch.full(shape, 0x11, dtype=torch.uint8).view(torch.float8_e4m3fn)
     old_scales = torch.full_like(scales, 9.0)
     pieces = [
-        Piece((0, 0), scales, old_scales, kind=Kind.SCALES),
-        Piece((1, 0), codes, old_codes, None, (block_n, 1), Kind.CODES),
+        ((0, 0), Piece(scales, old_scales, kind=Kind.SCALES)),
+        ((1, 0), Piece(codes, old_codes, None, (block_n, 1), Kind.CODES)),
     ]
-    assert all(piece.fits() for piece in pieces)
+    assert all(piece.fits() for _, piece in pieces)
     table = table_of(pieces)
     return codes, scales, old_codes, old_scales, table, CpuTable(table, **ROUNDING)
 
@@ -97,9 +97,9 @@ def test_scales_run_first_wherever_they_are():
     plain = torch.randn(4, 8)
     out = torch.zeros(4, 8)
     pieces = [
-        Piece((2, 0), plain, out),
-        Piece((0, 0), scales, old_scales, kind=Kind.SCALES),
-        Piece((1, 0), codes, old_codes, None, (128, 1), Kind.CODES),
+        ((2, 0), Piece(plain, out)),
+        ((0, 0), Piece(scales, old_scales, kind=Kind.SCALES)),
+        ((1, 0), Piece(codes, old_codes, None, (128, 1), Kind.CODES)),
     ]
     runner = CpuTable(table_of(pieces), **ROUNDING)
     assert runner._items[0].tolist() == [1, 0, 3]
@@ -110,7 +110,7 @@ def test_scales_run_first_wherever_they_are():
 
 def test_what_the_kernels_do_not_know_does_not_fit():
     codes = torch.zeros(4, 4).to(torch.float8_e4m3fn)
-    assert not Piece((0, 0), torch.zeros(4, 4), codes, None, (1, 1), Kind.CODES).fits()
-    assert not Piece((0, 0), codes, codes.clone()).fits()
+    assert not Piece(torch.zeros(4, 4), codes, None, (1, 1), Kind.CODES).fits()
+    assert not Piece(codes, codes.clone()).fits()
     half = torch.ones(2, 2, dtype=torch.bfloat16)
-    assert not Piece((0, 0), half, torch.ones(2, 2), kind=Kind.SCALES).fits()
+    assert not Piece(half, torch.ones(2, 2), kind=Kind.SCALES).fits()

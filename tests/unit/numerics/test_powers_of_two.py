@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.numerics.numerics_cases import bits, same_bits
 
-from sglang_fp8rl.numerics.powers_of_two import (
+from sglang_fp8rl.numerics.kv_bounds import (
     exact_range,
     magnitudes,
     multiply_by_powers,

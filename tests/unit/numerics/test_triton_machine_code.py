@@ -9,9 +9,8 @@ from sass import compile_kernel
 
 from sglang_fp8rl.numerics.triton import fingerprint, kernels
 from sglang_fp8rl.numerics.triton.matrix import cast_options, constants_of
-from sglang_fp8rl.numerics.write_table import Dtype
+from sglang_fp8rl.numerics.write_table import BF16, FP16, FP32
 
-FP32, BF16, FP16 = map(int, (Dtype.FP32, Dtype.BF16, Dtype.FP16))
 ALIGNED = {"SOURCE_ALIGN": 16, "TARGET_ALIGN": 16}
 PACKED = {"POW2": False, "ROUND": True, "PACKED": True}
 ELEMENTS = 64  # of a tile, per thread

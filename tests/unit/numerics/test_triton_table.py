@@ -24,7 +24,7 @@ MANY = [(256, 384), (130, 152), (7, 1001), (1, 40), (128, 128)]
 
 def pieces_on(device, shapes):
     """Aligned, ragged and spoiled blocks, channels, copies and pairs, in memory of `device`."""
-    from sglang_fp8rl.numerics.write_table import Piece
+    from sglang_fp8rl.numerics.write_table import Kind, Piece
 
     generator = torch.Generator().manual_seed(0)
     sent, pieces = [], []
@@ -40,20 +40,20 @@ def pieces_on(device, shapes):
             sent.append(shifted(tensor, 0, device))
             if isinstance(kind, torch.dtype):
                 out = torch.full(tensor.shape, 3.0, dtype=kind, device=device)
-                pieces.append(Piece(place, sent[-1], out))
+                pieces.append((place, Piece(sent[-1], out)))
                 continue
             block = (128, 128) if kind == "blockwise" else (1, shape[1])
             blocks = (-(-rows // block[0]), -(-shape[1] // block[1]))
             codes = torch.full(tensor.shape, 0x11, dtype=torch.uint8, device=device)
             scales = torch.full(blocks, 9.0, device=device)
             codes = codes.view(torch.float8_e4m3fn)
-            pieces.append(Piece(place, sent[-1], codes, scales, block))
+            pieces.append((place, Piece(sent[-1], codes, scales, block, Kind.CAST)))
         for block_n in (128, 1):
             pieces += pair_pieces(sent, (min(shape[0], 9), shape[1]), block_n, generator, device)
     for dtype in (torch.float32, torch.bfloat16):  # a row as long as few models have one
         sent.append(torch.randn((2, 20_001), generator=generator).to(device, dtype))
         out = torch.full((2, 20_001), 3.0, dtype=dtype, device=device)
-        pieces.append(Piece((len(sent) - 1, 0), sent[-1], out))
+        pieces.append(((len(sent) - 1, 0), Piece(sent[-1], out)))
     pieces += pair_pieces(sent, (2, 20_000), 1, generator, device)
     return sent, pieces
 
@@ -85,9 +85,9 @@ def pair_pieces(sent, shape, block_n, generator, device):
         sent.append(tensor.to(device))
     out_scales = torch.full(blocks, 9.0, device=device)
     out = torch.full(shape, 0x11, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-    made.append(Piece(places[0], sent[-2], out_scales, kind=Kind.SCALES))
-    made.append(Piece(places[1], sent[-1], out, None, (block_n, 1), Kind.CODES))
-    assert all(piece.fits() for piece in made)
+    made.append((places[0], Piece(sent[-2], out_scales, kind=Kind.SCALES)))
+    made.append((places[1], Piece(sent[-1], out, None, (block_n, 1), Kind.CODES)))
+    assert all(piece.fits() for _, piece in made)
     return made
 
 
@@ -106,12 +106,12 @@ def check(device, shapes):
     ragged = [one.constants["RAGGED"] for one in table.launches if "RAGGED" in one.constants]
     assert set(ragged) == {True, False}
     for shift in (0, 8, 4):
-        for piece, other in zip(gpu_pieces, pieces, strict=True):
+        for (_, piece), (_, other) in zip(gpu_pieces, pieces, strict=True):
             assert piece.destination.shape == other.destination.shape
             piece.destination.view(torch.uint8).fill_(0x11)
-            if piece.what == 1:
+            if piece.kind == 1:
                 piece.destination.fill_(3.0)
-            if piece.scales is not None or piece.what == 2:
+            if piece.scales is not None or piece.kind == 2:
                 (piece.destination if piece.scales is None else piece.scales).fill_(9.0)
         # One source in three lies elsewhere: the others keep their launch.
         moved = [
@@ -123,10 +123,10 @@ def check(device, shapes):
         flags = table.run([t.data_ptr() for t in moved])
         assert (flags == cpu_flags).all()
         assert flags.any()
-        for one, other in zip(pieces, gpu_pieces, strict=True):
+        for (_, one), (_, other) in zip(pieces, gpu_pieces, strict=True):
             for left, right in ((one.destination, other.destination), (one.scales, other.scales)):
                 if left is not None:
-                    where = (shift, one.what, one.view.shape, left.dtype)
+                    where = (shift, one.kind, one.source.shape, left.dtype)
                     assert torch.equal(_bytes(left), _bytes(right.cpu())), where
     for one in moved:
         (one.view(torch.uint8) if one.dtype == torch.float8_e4m3fn else one).fill_(1)
@@ -168,10 +168,11 @@ def test_the_tables_of_a_30b_model_take_less_than_16_mb():
     shapes = [(768, 2048), (768, 2048), (2048, 768)] * 128
     shapes += [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096)]
     rows = [(0, 1, 0, 0, k, 16, 2, k, 16, -(-k // 128), 1, n, k, 128, 128) for n, k in shapes * 48]
-    table = CastTable.of_rows(np.array(rows), ())
+    table = CastTable(np.array(rows), ())
     runner = TritonTable(table, torch.device("cpu"), pow2_scale=False, round_to_bf16=True)
     assert table.flag_count == 1_824_768
     assert len(runner.launches) == 1
-    assert runner.nbytes < 16e6
+    held = (runner._rows, runner._flags, runner._call, *(one.owners for one in runner.launches))
+    assert sum(one.nbytes for one in held) < 16e6
     owners = runner.launches[0].owners.numpy()
     assert (np.bincount(owners) == [n * k // 16384 for n, k in shapes * 48]).all()

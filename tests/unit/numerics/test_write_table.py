@@ -63,8 +63,9 @@ class Case:
             out, scales = self.found[number]
             block = {"blockwise": (128, 128), "per_channel": (1, view.shape[1])}.get(kind, (1, 1))
             offset = view.data_ptr() - self.sent[number].data_ptr()
-            pieces.append(Piece((number, offset), view, out, scales, block))
-        assert all(piece.fits() for piece in pieces)
+            what = Kind.COPY if scales is None else Kind.CAST
+            pieces.append(((number, offset), Piece(view, out, scales, block, what)))
+        assert all(piece.fits() for _, piece in pieces)
         table = table_of(pieces)
         defaults = {"pow2_scale": False, "round_to_bf16": True}
         runner = CpuTable(table, **{**defaults, **rounding})
@@ -131,7 +132,7 @@ def test_a_table_is_run_again_on_other_memory_of_the_same_layout():
 def test_work_is_cut_into_items_that_cover_every_row_once():
     view = torch.zeros(5000, 600)
     out, scales = torch.zeros(5000, 600).to(torch.float8_e4m3fn), torch.zeros(40, 5)
-    table = table_of([Piece((0, 0), view, out, scales, (128, 128))])
+    table = table_of([((0, 0), Piece(view, out, scales, (128, 128), Kind.CAST))])
     items = CpuTable(table, pow2_scale=False, round_to_bf16=True)._items
     assert len(items) > 3
     assert (items[1:, 1] == items[:-1, 2]).all()
@@ -142,7 +143,7 @@ def test_work_is_cut_into_items_that_cover_every_row_once():
 
 def test_bad_pieces_are_found_from_their_flags():
     views = [torch.zeros(3, 2), torch.zeros(1, 2), torch.zeros(4, 2)]
-    table = table_of([Piece((n, 0), v, v.clone()) for n, v in enumerate(views)])
+    table = table_of([((n, 0), Piece(v, v.clone())) for n, v in enumerate(views)])
     flags = np.zeros(table.flag_count, np.uint8)
     assert table.bad_pieces(flags) == []
     flags[[0, 2, 7]] = 1
@@ -153,11 +154,11 @@ def test_bad_pieces_are_found_from_their_flags():
 @pytest.mark.parametrize(
     "piece",
     [
-        Piece((0, 0), torch.zeros(4, 4).t()[:, :2], torch.zeros(4, 2)),
-        Piece((0, 0), torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float64)),
-        Piece((0, 0), torch.zeros(4, 4), torch.zeros(4, 5)),
-        Piece((0, 0), torch.zeros(0, 4), torch.zeros(0, 4)),
-        Piece((0, 0), torch.zeros(1, LONGEST_ROW + 1), torch.zeros(1, LONGEST_ROW + 1)),
+        Piece(torch.zeros(4, 4).t()[:, :2], torch.zeros(4, 2)),
+        Piece(torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float64)),
+        Piece(torch.zeros(4, 4), torch.zeros(4, 5)),
+        Piece(torch.zeros(0, 4), torch.zeros(0, 4)),
+        Piece(torch.zeros(1, LONGEST_ROW + 1), torch.zeros(1, LONGEST_ROW + 1)),
     ],
     ids=["transposed", "fp64", "shape", "empty", "long"],
 )
@@ -219,7 +220,7 @@ def test_a_number_that_rounds_to_infinity_is_not_stored(bits, is_kept):
     source[1, 7] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     old = torch.full((3, 40), 5.0, dtype=torch.bfloat16)
     by_table, by_copy, wide = old.clone(), old.clone(), source.new_full((3, 40), 5.0)
-    pieces = [Piece((0, 0), source, by_table), Piece((0, 0), source, wide)]
+    pieces = [((0, 0), Piece(source, by_table)), ((0, 0), Piece(source, wide))]
     table = table_of(pieces)
     flags = CpuTable(table, pow2_scale=False, round_to_bf16=True).run([source.data_ptr()])
     expected = torch.where(torch.tensor([[False], [is_kept], [False]]), old, source.bfloat16())

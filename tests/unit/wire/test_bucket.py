@@ -13,7 +13,7 @@ import torch
 
 from sglang_fp8rl.engine.arrival.bucket import FlatBucket
 from sglang_fp8rl.wire.bucket import flatten, payload_of
-from sglang_fp8rl.wire.shared_memory import allocate
+from sglang_fp8rl.wire.staging import allocate
 
 CPU = torch.device("cpu")
 

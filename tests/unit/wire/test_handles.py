@@ -11,18 +11,32 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from sglang_fp8rl.wire.bucket import DEVICE, HandlePickler, by_uuid, uuid_of
+from sglang_fp8rl.wire.bucket import DEVICE, HandlePickler
 
 patch_torch = pytest.importorskip("sglang.srt.utils.patch_torch")
 
 TRAINER, SERVER = ("uuid-b",), ("uuid-a", "uuid-b")  # GPUs that each process sees, in its own order
 
 
-def reduced(number):
-    """As torch makes one."""
+def sees(monkeypatch, uuids):
+    properties = lambda at: SimpleNamespace(uuid=uuids[at])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+
+class OnGpu(torch.Tensor):
+    """What says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+def handle(monkeypatch, number):
+    """As `HandlePickler` makes it, of what torch made of a tensor on the GPU of that number."""
     names = inspect.signature(reductions.rebuild_cuda_tensor).parameters
     arguments = {name: name for name in names} | {"storage_device": number}
-    return reductions.rebuild_cuda_tensor, tuple(arguments.values())
+    reduced = reductions.rebuild_cuda_tensor, tuple(arguments.values())
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: reduced)
+    return HandlePickler.reducer_override(None, torch.ones(2).as_subclass(OnGpu)), reduced
 
 
 def test_the_number_is_where_torch_has_it():
@@ -34,13 +48,12 @@ def test_the_number_is_where_torch_has_it():
 
 
 def test_the_trainer_s_number_becomes_the_server_s(monkeypatch):
-    rebuild, arguments = by_uuid(reduced(0), TRAINER.__getitem__)
+    sees(monkeypatch, TRAINER)
+    (rebuild, arguments), _ = handle(monkeypatch, 0)
     assert rebuild is reductions.rebuild_cuda_tensor
     assert arguments[DEVICE] == "uuid-b"
     opened = []
-    properties = lambda at: SimpleNamespace(uuid=SERVER[at])  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(SERVER))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    sees(monkeypatch, SERVER)
     monkeypatch.setattr(
         reductions, "_rebuild_cuda_tensor_original", lambda *a: opened.append(a), raising=False
     )
@@ -50,11 +63,11 @@ def test_the_trainer_s_number_becomes_the_server_s(monkeypatch):
     assert [one for at, one in enumerate(opened) if at != DEVICE] == [
         one for at, one in enumerate(arguments) if at != DEVICE
     ]
-    assert uuid_of(1) == "uuid-b"
 
 
-def test_a_handle_that_sglang_s_own_patch_made_stays_as_it_is():
-    assert by_uuid(reduced("uuid-b"), TRAINER.__getitem__) == reduced("uuid-b")
+def test_a_handle_that_sglang_s_own_patch_made_stays_as_it_is(monkeypatch):
+    made, reduced = handle(monkeypatch, "uuid-b")
+    assert made == reduced
 
 
 def test_only_cuda_tensors_are_pickled_otherwise():
@@ -75,8 +88,8 @@ def test_a_process_that_numbers_the_gpus_otherwise_reads_the_same_memory(tmp_pat
 
     last = torch.cuda.device_count() - 1
     tensor = torch.arange(1000, device=f"cuda:{last}")
-    text = serialize(tensor)
-    assert uuid_of(last).encode() in base64.b64decode(text)
+    text, uuid = serialize(tensor), str(torch.cuda.get_device_properties(last).uuid)
+    assert uuid.encode() in base64.b64decode(text)
     code = (
         "import sys, base64, pickle, torch\n"
         "from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions\n"
@@ -84,7 +97,7 @@ def test_a_process_that_numbers_the_gpus_otherwise_reads_the_same_memory(tmp_pat
         "one = pickle.loads(base64.b64decode(sys.stdin.read()))\n"
         "print(one.device.index, int(one.sum()))\n"
     )
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": f"GPU-{uuid_of(last)}"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": f"GPU-{uuid}"}
     said = subprocess.run(
         [sys.executable, "-c", code],
         input=text,
