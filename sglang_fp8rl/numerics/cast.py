@@ -67,9 +67,14 @@ def through_fp8(
     name: str = "weight",
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Cast `weight` to FP8 and back to BF16 [N, K], contiguous: what a server computes with. A block with a NaN or Inf
-    comes out unquantized: whoever computes with it sees the NaN, and nothing here waits for a GPU. Arguments are those
-    of `cast_into`; raises `QuantizationError` for a wrong dtype or rank."""
+    """Cast `weight` to FP8 and back to BF16 [N, K], contiguous: what a server computes with.
+
+    A block with a NaN or Inf comes out unquantized: whoever computes with it sees the NaN, and nothing
+    here waits for a GPU. Arguments are those of `cast_into`.
+
+    Raises:
+        QuantizationError: wrong dtype or rank.
+    """
     grid = _grid_of(weight, block_size, name)
     (rows, columns), (block_n, block_k) = grid.shape, grid.block
     if block_n == 1 and columns % block_k == 0:  # as rows of that length, which all kernels know
@@ -90,8 +95,16 @@ def quantize(
     name: str = "weight",
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`qweight`, contiguous, and the FP32 scales, on the weight's device. Arguments are those of `cast_into`. Raises
-    `QuantizationError` for a wrong dtype or rank, and for a NaN or Inf, by its block: asking for one waits for a GPU."""
+    """Quantize `weight`. Arguments are those of `cast_into`.
+
+    Returns:
+        `qweight` [N, K] e4m3fn, contiguous, and the FP32 scales [ceil(N / block_n), ceil(K / block_k)], on the
+        weight's device.
+
+    Raises:
+        QuantizationError: wrong dtype or rank; or a NaN or Inf: names the block. Asking for one
+            waits for a GPU.
+    """
     grid = _grid_of(weight, block_size, name)
     qweight = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
     scale = torch.empty(grid.scale_shape, dtype=torch.float32, device=weight.device)
@@ -226,9 +239,15 @@ def copy_finite_into(
 ) -> torch.Tensor:
     """`destination.copy_(source)` row by row, leaving out rows that would hold a NaN or Inf.
 
-    Both are of any floating-point dtype, any strides and the same shape; rows are along the last dimension. Rounds to
-    nearest even. A number that overflows (BF16 from 3.3962e38 on, FP16 from 65520) would be Inf. Returns bool [rows] on the
-    source's device: True where a row was left out. Nothing here waits for a GPU.
+    Args:
+        source: any floating-point dtype, any strides; its rows are along the last dimension.
+        destination: of the same shape; rounded to nearest even where it has fewer bits. A number that
+            overflows (BF16 from 3.3962e38 on, FP16 from 65520) would be Inf.
+        backend: as of `cast_into`.
+
+    Returns:
+        bool [rows] on the source's device: True where a row is not finite and was not written.
+        Nothing here waits for a GPU.
     """
     rows, outs = as_matrix(source.detach()), as_matrix(destination.detach())
     if outs is None or rows is None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import RefitError
-from ...formats import Format
+from ...formats import BlockGrid, Format
 from ...numerics.fingerprint import tensor_number
 from ..interception import Region, extent_of, storage_of
 from ..modules.built import experts_may_move
@@ -62,11 +62,10 @@ class Target:
             RefitError: the region does not consist of whole blocks.
         """
         assert self.scale is not None
-        assert self.format is not None
         scales = self.scale.data
         if scales.dim() == 3:  # one matrix per expert
             scales = scales[region.start[0] : region.start[0] + region.shape[0]]
-        part = self.format.grid(self.parameter.shape).scales_of(
+        part = self._grid.scales_of(
             region.start[-2:],
             region.shape[-2:],
             name=name,
@@ -75,6 +74,11 @@ class Target:
             remedy=f"Add the module of {self.name} to ignored_layers, or use another tensor-parallel size.",
         )
         return [one[part] for one in matrices(scales)]
+
+    @cached_property
+    def _grid(self) -> BlockGrid:
+        assert self.format is not None
+        return self.format.grid(self.parameter.shape)
 
     @cached_property
     def takes_packed_scales(self) -> bool:
