@@ -87,6 +87,24 @@ def loaded(builder: Builder, plain: Any, row: Row) -> Loaded | None:
     return None
 
 
+def loaded_by(builder: Builder, plain: Any, names: Shapes, row: Row) -> Loaded | None:
+    """A model of one rank, loaded by names that are known; None if SGLang itself can't, which the row says.
+
+    Args:
+        plain: the model without quantization; it is written into.
+
+    Raises:
+        Exception: the method refuses what SGLang takes.
+    """
+    error = _error_of(plain, names)
+    if error is not None:
+        row.reasons = [f"SGLang's own load: {line_of(error)}"]
+        return None
+    found = _loaded(builder, names)
+    row.reached, row.held, row.unreached = len(found.landed), len(found.takers), found.unreached
+    return Loaded(found.model, found.refit, names)  # all of them: an expert may be another rank's
+
+
 def _loaded(builder: Builder, shapes: Shapes) -> Loaded:
     model, refit = builder.build()
     builder.load(model, list(weights(shapes, 0).items()))

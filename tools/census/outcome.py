@@ -13,6 +13,7 @@ from typing import Any
 from sglang_fp8rl.errors import Fp8RlError
 
 OUT_OF_TIME = "not done after"
+NO_EXPERTS = "has no experts"
 KINDS = ("replayed", "native", "draft", "broken", "refused", "not started", "not built")
 
 
@@ -31,6 +32,7 @@ class Row:
         unreached: the others.
         lost: kinds of layers of the real model that the small one has not.
         relies_on: what it needs beside copies of its loaders.
+        schemes: modules of each scheme (`blockwise`, `per_channel`), on all ranks.
         unproven: places that appeared at its first forward pass, which updates leave as they are.
         is_parted: whether updates of one tensor to a call leave the bytes of a fresh load.
         whole_only: why it takes no such update.
@@ -51,6 +53,7 @@ class Row:
     unreached: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     relies_on: list[str] = field(default_factory=list)
+    schemes: dict[str, int] = field(default_factory=dict)
     unproven: list[str] = field(default_factory=list)
     is_parted: bool = False
     whole_only: str = ""
