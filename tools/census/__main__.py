@@ -18,7 +18,7 @@ from sglang_fp8rl.lab.terminal import FOUND_WRONG, JsonFlag, console, errors_tol
 from . import results
 from .classes import architectures
 from .layout import Layout
-from .outcome import Row, summary
+from .outcome import NO_EXPERTS, Row, summary
 from .pool import LIMIT_SECONDS, rows_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -50,11 +50,11 @@ def main(
         elif only:
             why = f": {'; '.join(row.reasons)}" if row.reasons else ""
             out.print(f"{row.architecture}: {row.kind} ({row.names}){why}", markup=False)
-    changed = [] if write else results.changed(rows)
+    changed = [] if write else results.changed(rows, layout)
     for line in changed:
         out.print(f"docs/models.md is not what was found: {line}", markup=False)
     if write and not only:
-        out.print(f"written: {results.write(rows)}", markup=False)
+        out.print(f"written: {results.write(rows, layout)}", markup=False)
         _renew_page()
     out.print(summary(rows), markup=False, highlight=False, soft_wrap=True)
     if changed or any(row.silent for row in rows):
@@ -75,7 +75,8 @@ def _judged(wanted: list[str], workers: int, limit: float, layout: Layout) -> li
         for row in rows_of(wanted, workers, limit, layout):
             rows.append(row)
             progress.update(task, advance=1, description=f"{row.kind:9} {row.architecture}"[:60])
-    return sorted(rows, key=lambda one: one.architecture)
+    judged = (row for row in rows if row.reasons != [NO_EXPERTS])
+    return sorted(judged, key=lambda one: one.architecture)
 
 
 def _renew_page() -> None:

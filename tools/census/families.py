@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
+from .layout import TWO_RANKS, Layout
 from .outcome import Row
-from .results import FOLDER, described
+from .results import described, newest
 
 # A family, and its classes in SGLang's registry.
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -35,28 +34,46 @@ _COLUMNS = (
     "a tensor per call",
     "with and without `language_model.`",
     "a token",
+    *(layout.title for layout in TWO_RANKS),
     "why not",
 )
-_JUDGED = ("replayed", "native", "not started")
 LONGEST = 160  # a reason; the results file has all of it
 
 
 def section() -> str:
     """From the results of the newest host."""
-    path = max(FOLDER.glob("*.json"))
-    found = json.loads(path.read_text())
-    rows = {one["architecture"]: Row(**one) for one in found["rows"]}
+    provenance, rows = newest()
+    parted = [(layout, newest(layout)[1]) for layout in TWO_RANKS]
     lines = [
-        f"SGLang {path.stem}. {described(found['provenance'])}",
+        f"SGLang {provenance['sglang']}. {described(provenance)}",
         "",
         f"| {' | '.join(_COLUMNS)} |",
     ]
     lines.append("|---" * len(_COLUMNS) + "|")
     for family, classes in FAMILIES.items():
         for one in classes:
-            cells = (family, one, *_cells(rows.get(one)))
-            lines.append(f"| {' | '.join(cells)} |")
+            *cells, why = _cells(rows.get(one))
+            if one in rows:
+                cells += [_at(layout, found.get(one), bool(found)) for layout, found in parted]
+            else:
+                cells += ["not tried"] * len(parted)
+            lines.append(f"| {' | '.join((family, one, *cells, why))} |")
     return "\n".join([*lines, ""])
+
+
+def _at(layout: Layout, row: Row | None, is_tried: bool) -> str:
+    """What was found at two ranks, of the worse of them."""
+    if row is None:
+        return "no experts" if is_tried and layout.experts > 1 else "not tried"
+    if row.silent:
+        return f"**silent**: {_escaped(', '.join(row.silent))}"
+    if row.kind == "draft":
+        return "in high precision"
+    if not row.is_judged:
+        return f"{row.kind}: {_escaped('; '.join(row.reasons))}"
+    kind = "native" if row.kind == "not started" else row.kind
+    told = [kind, "token" if row.is_proven else "bytes"]
+    return ", ".join([*told, *([] if row.is_parted else ["not a tensor per call"])])
 
 
 def _cells(row: Row | None) -> tuple[str, ...]:
@@ -64,7 +81,7 @@ def _cells(row: Row | None) -> tuple[str, ...]:
         return (*["not tried"] * 5, "this SGLang has no such class")
     if row.kind == "draft":
         return ("in high precision", "no", "", "", "", _escaped("; ".join(row.reasons)))
-    if row.kind not in _JUDGED:
+    if not row.is_judged:
         return (row.kind, "", "", "", "", _escaped("; ".join(row.reasons)))
     return (
         "no" if row.silent else "yes",

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .host import Builder
-from .names import Sent, Shapes, called, of_loader, of_transformers
+from .names import Sent, Shapes, called, fused_names, of_loader, of_transformers
 from .outcome import Row, line_of
 
 _PERIOD = 1_048_573  # a prime: no row of a matrix is a multiple of it
@@ -63,8 +63,8 @@ def loaded(builder: Builder, plain: Any, row: Row) -> Loaded | None:
         Fp8RlError: the method refuses what SGLang takes.
     """
     best: Loaded | None = None
-    whole = called(row.architecture, of_loader(plain, is_whole=True))
-    own = called(row.architecture, of_loader(plain))
+    whole = called(row.architecture, of_loader(plain, "."))
+    own = called(row.architecture, of_loader(plain, fused_names(row.architecture)))
     for source in ("transformers", "both", "its loader", "its modules"):
         try:
             shapes = _taken(plain, _named(source, row.architecture, builder, (own, whole), best))

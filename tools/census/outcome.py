@@ -64,6 +64,11 @@ class Row:
     seconds: float = 0.0
 
     @property
+    def is_judged(self) -> bool:
+        """Whether its updates were compared with a fresh load."""
+        return self.kind in ("replayed", "native", "not started")
+
+    @property
     def is_cut_short(self) -> bool:
         """Whether it ran out of time, which depends on the machine."""
         return any(reason.startswith(OUT_OF_TIME) for reason in self.reasons)

@@ -7,6 +7,9 @@ from typing import Any
 
 # Architecture to the `model_type` of a config that it takes, or to a class of `transformers`.
 BASES: dict[str, str] = {
+    "MistralLarge3ForCausalLM": "deepseek_v3",
+    "MistralLarge3ForCausalLMEagle": "deepseek_v3",
+    "DeciLMForCausalLM": "",
     "Ernie4_5_VLMoeForConditionalGeneration": "",
     "InternVLChatModel": "internvl_chat",
     "PixtralForConditionalGeneration": "",
@@ -75,6 +78,15 @@ KEYS: dict[str, dict[str, Any]] = {
     # SGLang's scheduler reads these; the model does not.
     "Gemma4ForCausalLM": {"swa_num_key_value_heads": 2, "swa_head_dim": 64},
     ".*NextN": {"num_nextn_predict_layers": 1},
+    "DeepseekOCRForCausalLM": {"language_config": {"use_mla": False}},
+    "LlavaForConditionalGeneration": {"vision_feature_select_strategy": "full"},
+    "(Llava(Llama|Mistral|Qwen|Vid)|YiVL)ForCausalLM": {
+        "mm_hidden_size": 256,
+        "mm_vision_select_layer": -2,
+        "mm_vision_select_feature": "patch",
+        "projector_hidden_act": "gelu",
+        "image_token_index": 3,
+    },
     "Contriever": {"hidden_act": "gelu"},
     "Exaone4ForCausalLM": {"sliding_window_pattern": "LG"},
     "DbrxForCausalLM": {
@@ -188,7 +200,27 @@ _LFM2_VL = {
     r"^multi_modal_projector\.": "model.multi_modal_projector.",
     r"^language_model\.model\.": "model.language_model.",
 }
-CALLED: dict[str, dict[str, str]] = {
+# None: SGLang does not look for it in a checkpoint.
+_OF_MISTRAL: dict[str, str | None] = {
+    r"^model\.fc\.": "eagle_linear.",
+    r"^model\.norm\.": "norm.",
+    r"^model\.embed_tokens\.": "tok_embeddings.",
+    r"^lm_head\.": "output.",
+    r"^model\.layers\.(\d+)\.input_layernorm\.": r"layers.\1.attention_norm.",
+    r"^model\.layers\.(\d+)\.post_attention_layernorm\.": r"layers.\1.ffn_norm.",
+    r"^model\.layers\.(\d+)\.self_attn\.(q|k|v|o)_proj\.": r"layers.\1.attention.w\2.",
+    r"^model\.layers\.(\d+)\.self_attn\.(q_a|q_b|kv_b)_proj\.": r"layers.\1.attention.w\2.",
+    r"^model\.layers\.(\d+)\.self_attn\.kv_a_proj_with_mqa\.": r"layers.\1.attention.wkv_a_with_mqa.",
+    r"^model\.layers\.(\d+)\.self_attn\.(q_a|kv_a)_layernorm\.": r"layers.\1.attention.\2_norm.",
+    r"^model\.layers\.(\d+)\.mlp\.gate\.e_score_correction_bias$": r"layers.\1.router_biases",
+    r"^model\.layers\.(\d+)\.mlp\.gate\.": r"layers.\1.gate.",
+    r"^model\.layers\.(\d+)\.mlp\.(shared_experts\.|experts\.\d+\.)": r"layers.\1.\2",
+    r"^model\.layers\.(\d+)\.mlp\.": r"layers.\1.feed_forward.",
+    r"\.gate_proj\.(?=\w+$)": ".w1.",
+    r"\.down_proj\.(?=\w+$)": ".w2.",
+    r"\.up_proj\.(?=\w+$)": ".w3.",
+}
+CALLED: dict[str, dict[str, str | None]] = {
     "DotsOCRForCausalLM": {
         r"^model\.model\.": "model.",
         r"^model\.lm_head\.": "lm_head.",
@@ -220,7 +252,28 @@ CALLED: dict[str, dict[str, str]] = {
     },
     "Qwen3NextForCausalLMMTP": {r"^model\.": "mtp.", r"^(?=fc\.|pre_fc)": "mtp."},
     "StepVLForConditionalGeneration": {r"^language_model\.": ""},
+    "LlavaForConditionalGeneration": {
+        r"(?<=^vision_tower)(.*)\.attention\.proj\.": r"\1.attention.o_proj."
+    },
+    "(Llava(Llama|Mistral|Qwen|Vid)|YiVL)ForCausalLM": {
+        r"^language_model\.model\.image_newline$": "model.image_newline",
+        r"^language_model\.": "",
+        r"^multi_modal_projector\.linear_1\.": "model.mm_projector.0.",
+        r"^multi_modal_projector\.ln_1\.": "model.mm_projector.1.",
+        r"^multi_modal_projector\.ln_2\.": "model.mm_projector.4.",
+    },
+    "Llava(Llama|Mistral|Qwen|Vid)ForCausalLM": {
+        r"^multi_modal_projector\.linear_2\.": "model.mm_projector.2.",
+    },
+    "YiVLForCausalLM": {r"^multi_modal_projector\.linear_2\.": "model.mm_projector.3."},
+    "MistralLarge3ForCausalLM(Eagle)?": _OF_MISTRAL,
+    "PixtralForConditionalGeneration": {r"^language_model\.": "", **_OF_MISTRAL},
+    "DotsVLMForCausalLM": {
+        r"^language_model\.": "",
+        r"(?<=^vision_tower)(.*)\.qkv_proj": r"\1.qkv",
+    },
     "(Unlimited|Deepseek)OCRForCausalLM": {
+        r".*\.position_ids": None,
         r"^model\.lm_head\.": "lm_head.",
         r"^model\.model\.": "model.",
         r"^(?=sam_model|vision_model|projector|image_newline|view_seperator)": "model.",
@@ -238,4 +291,11 @@ CALLED: dict[str, dict[str, str]] = {
         r"^model\.model\.": "model.",
         r"^model\.lm_head\.": "lm_head.",
     },
+}
+
+# Architectures (a regular expression) to modules, by name, whose parameters a checkpoint has as the model does, fused.
+FUSED: dict[str, str] = {
+    "Bailing(MM2?Native|MoeV3VL)ForConditionalGeneration": r"^(vision|visual)\.",
+    "DotsVLMForCausalLM": r"^vision_tower\.",
+    "StepVLForConditionalGeneration": r"^vision_model\.",
 }

@@ -47,9 +47,7 @@ def run_forked(
     return row
 
 
-def _lead(
-    architecture: str, judge: JudgeRank, directory: Path, ranks: int, others: float
-) -> None:
+def _lead(architecture: str, judge: JudgeRank, directory: Path, ranks: int, others: float) -> None:
     """Never returns. A process in between takes the SIGQUIT that SGLang sends its parent."""
     os.setsid()
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)

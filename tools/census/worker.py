@@ -148,9 +148,7 @@ def judge_rank(
         answer(Row(architecture, "not built", reasons=[why_missing(architecture)]))
         return
     present = make(architecture, answer)
-    present.row.lost = tiny_config(
-        architecture, model_class, directory, known.lacks, known.refuses
-    )
+    present.row.lost = tiny_config(architecture, model_class, directory, known.lacks, known.refuses)
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = layout.cores
     start(directory, known.attention, present, rank, layout.arguments(port))
 

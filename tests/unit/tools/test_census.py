@@ -23,8 +23,8 @@ from tools.census.judge import Judge, judged
 from tools.census.layers import lost
 from tools.census.names import Sent, called
 from tools.census.outcome import OUT_OF_TIME, Row, summary
+from tools.census.ranks import run_forked
 from tools.census.tiny import shrink
-from tools.census.worker import run_forked
 
 
 class Plain(nn.Module):
@@ -328,15 +328,15 @@ def test_a_class_that_needs_a_package_is_a_row():
     assert "of_somebody_else" in row.reasons[0]
 
 
-def _hangs(architecture, directory):
+def _hangs(architecture, directory, rank):
     time.sleep(60)
 
 
-def _raises(architecture, directory):
+def _raises(architecture, directory, rank):
     raise ImportError("No module named 'of_somebody_else'")
 
 
-def _dies(architecture, directory):
+def _dies(architecture, directory, rank):
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
