@@ -103,14 +103,19 @@ def fused_names(architecture: str) -> str:
 def called(architecture: str, shapes: Shapes) -> Shapes:
     """The model's own names as checkpoints of it have them."""
     renamed = matching(CALLED, architecture)
-    found = {}
+    found: dict[str, list[Sent]] = {}
     for name, one in shapes.items():
         for pattern, replacement in renamed.items():
             is_there = replacement is not None or not re.fullmatch(pattern, name)
             name = re.sub(pattern, replacement or "", name) if is_there else ""
         if name:
-            found[name] = one
-    return found
+            found.setdefault(name, []).append(one)
+    return {name: _stacked_up(parts) for name, parts in found.items()}
+
+
+def _stacked_up(parts: list[Sent]) -> Sent:
+    first = parts[0]
+    return first if len(parts) == 1 else first._replace(shape=(len(parts), *first.shape))
 
 
 def _stored(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

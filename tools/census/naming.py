@@ -7,6 +7,7 @@ that takes none of its kind; what it takes and the method refuses is a refusal, 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from .host import Builder
 from .names import Sent, Shapes, called, fused_names, of_loader, of_transformers
 from .outcome import Row, line_of
+from .overrides import LEFT
 
 _PERIOD = 1_048_573  # a prime: no row of a matrix is a multiple of it
 LARGER = (
@@ -44,6 +46,12 @@ class Loaded(NamedTuple):
         """Those that were reached."""
         known = self.refit.names.known.values()
         return {id(one.target) for name in known for one in name.landings} & self.takers
+
+    def loadable(self, architecture: str) -> int:
+        """How many of them SGLang's own loader would fill."""
+        left = next((one for who, one in LEFT.items() if re.fullmatch(who, architecture)), "(?!)")
+        names = (one.name for one in self.refit.targets.values() if id(one) in self.takers)
+        return sum(not re.match(left, name) for name in names)
 
     @property
     def unreached(self) -> list[str]:
@@ -77,9 +85,9 @@ def loaded(builder: Builder, plain: Any, row: Row) -> Loaded | None:
         if len(found.landed) > row.reached:
             row.reached, row.held, row.named_by = len(found.landed), len(found.takers), source
             best = found
-        if row.reached == row.held:
+        if best is not None and row.reached == row.held:
             break
-    if best is not None and row.reached >= ENOUGH * row.held:
+    if best is not None and row.reached >= ENOUGH * best.loadable(row.architecture):
         row.reasons, row.unreached = [], best.unreached
         return best
     if best is not None or not row.reasons:

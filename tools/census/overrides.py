@@ -78,8 +78,26 @@ KEYS: dict[str, dict[str, Any]] = {
     # SGLang's scheduler reads these; the model does not.
     "Gemma4ForCausalLM": {"swa_num_key_value_heads": 2, "swa_head_dim": 64},
     ".*NextN": {"num_nextn_predict_layers": 1},
+    "DeciLMForCausalLM": {
+        "num_hidden_layers": 3,
+        "block_configs": [
+            {
+                "attention": {"no_op": False, "n_heads_in_group": 2},
+                "ffn": {"no_op": False, "ffn_mult": 2.0},
+            },
+            {"attention": {"no_op": True}, "ffn": {"no_op": False, "ffn_mult": 1.0}},
+            {"attention": {"no_op": False, "n_heads_in_group": 4}, "ffn": {"no_op": True}},
+        ],
+    },
     "DeepseekOCRForCausalLM": {"language_config": {"use_mla": False}},
     "LlavaForConditionalGeneration": {"vision_feature_select_strategy": "full"},
+    "Step3p5MTP": {  # its layer is that of number 45, whatever the model has
+        "layer_types": ["full_attention"] * 46,
+        "rope_theta": [1e4] * 46,
+        "swiglu_limits": [0.0] * 46,
+        "swiglu_limits_shared": [0.0] * 46,
+        "partial_rotary_factors": [1.0] * 46,
+    },
     "(Llava(Llama|Mistral|Qwen|Vid)|YiVL)ForCausalLM": {
         "mm_hidden_size": 256,
         "mm_vision_select_layer": -2,
@@ -200,7 +218,7 @@ _LFM2_VL = {
     r"^multi_modal_projector\.": "model.multi_modal_projector.",
     r"^language_model\.model\.": "model.language_model.",
 }
-# None: SGLang does not look for it in a checkpoint.
+# None: SGLang does not look for it in a checkpoint. What several are called alike is one tensor, of all of them.
 _OF_MISTRAL: dict[str, str | None] = {
     r"^model\.fc\.": "eagle_linear.",
     r"^model\.norm\.": "norm.",
@@ -252,6 +270,7 @@ CALLED: dict[str, dict[str, str | None]] = {
     },
     "Qwen3NextForCausalLMMTP": {r"^model\.": "mtp.", r"^(?=fc\.|pre_fc)": "mtp."},
     "StepVLForConditionalGeneration": {r"^language_model\.": ""},
+    "Step3p5(ForCausalLM|MTP)": {r"\.moe\.experts\.\d+\.": ".moe."},
     "LlavaForConditionalGeneration": {
         r"(?<=^vision_tower)(.*)\.attention\.proj\.": r"\1.attention.o_proj."
     },
@@ -299,3 +318,6 @@ FUSED: dict[str, str] = {
     "DotsVLMForCausalLM": r"^vision_tower\.",
     "StepVLForConditionalGeneration": r"^vision_model\.",
 }
+
+# Architectures (a regular expression) to parameters that SGLang's own loader leaves as they were drawn.
+LEFT: dict[str, str] = {"MultiModalityCausalLM": "gen_"}  # what draws pictures
