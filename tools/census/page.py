@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+from .needs import needs
 from .outcome import KINDS, Row, summary
 from .reliance import ALL
 from .results import FOLDER, described
@@ -56,7 +57,7 @@ def _proof(row: Row) -> str:
 def _why(row: Row) -> str:
     """What keeps it from being replayed, and what kept a token from being compared."""
     if row.kind == "not built":
-        return ""  # each has another; they say nothing about serving
+        return shortened(needs(row))  # it says nothing about serving
     if row.kind == "refused":
         return "; ".join(row.reasons)  # with what the user may do
     reasons = row.reasons if row.kind in _RUNS else row.reasons[:1]
