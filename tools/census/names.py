@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .overrides import CALLED, FUSED, matching
+from .called import CALLED, FUSED
+from .overrides import matching
 
 
 class Sent(NamedTuple):

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .called import LEFT
 from .host import Builder
 from .names import Sent, Shapes, called, fused_names, of_loader, of_transformers
 from .outcome import Row, line_of
-from .overrides import LEFT
 
 _PERIOD = 1_048_573  # a prime: no row of a matrix is a multiple of it
 LARGER = (
