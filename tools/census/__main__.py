@@ -18,7 +18,7 @@ from sglang_fp8rl.lab.terminal import FOUND_WRONG, JsonFlag, console, errors_tol
 from . import results
 from .classes import architectures
 from .layout import Layout
-from .outcome import NO_EXPERTS, Row, summary
+from .outcome import Row, summary
 from .pool import LIMIT_SECONDS, rows_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -75,8 +75,7 @@ def _judged(wanted: list[str], workers: int, limit: float, layout: Layout) -> li
         for row in rows_of(wanted, workers, limit, layout):
             rows.append(row)
             progress.update(task, advance=1, description=f"{row.kind:9} {row.architecture}"[:60])
-    judged = (row for row in rows if row.reasons != [NO_EXPERTS])
-    return sorted(judged, key=lambda one: one.architecture)
+    return sorted(rows, key=lambda one: one.architecture)
 
 
 def _renew_page() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .layout import TWO_RANKS, Layout
+from .layout import TWO_RANKS
 from .outcome import Row
 from .results import described, newest
 
@@ -43,7 +43,7 @@ LONGEST = 160  # a reason; the results file has all of it
 def section() -> str:
     """From the results of the newest host."""
     provenance, rows = newest()
-    parted = [(layout, newest(layout)[1]) for layout in TWO_RANKS]
+    parted = [newest(layout)[1] for layout in TWO_RANKS]
     lines = [
         f"SGLang {provenance['sglang']}. {described(provenance)}",
         "",
@@ -53,24 +53,22 @@ def section() -> str:
     for family, classes in FAMILIES.items():
         for one in classes:
             *cells, why = _cells(rows.get(one))
-            if one in rows:
-                cells += [_at(layout, found.get(one), bool(found)) for layout, found in parted]
-            else:
-                cells += ["not tried"] * len(parted)
+            cells += [_at_two_ranks(found.get(one), rows.get(one)) for found in parted]
             lines.append(f"| {' | '.join((family, one, *cells, why))} |")
     return "\n".join([*lines, ""])
 
 
-def _at(layout: Layout, row: Row | None, is_tried: bool) -> str:
-    """What was found at two ranks, of the worse of them."""
-    if row is None:
-        return "no experts" if is_tried and layout.experts > 1 else "not tried"
+def _at_two_ranks(row: Row | None, one_rank: Row | None) -> str:
+    """What was found, of the worse of them; a reason where one rank has no such."""
+    if row is None or row.is_left_out:
+        return "no experts" if row else "not tried"
     if row.silent:
         return f"**silent**: {_escaped(', '.join(row.silent))}"
     if row.kind == "draft":
         return "in high precision"
     if not row.is_judged:
-        return f"{row.kind}: {_escaped('; '.join(row.reasons))}"
+        is_alike = one_rank is not None and one_rank.kind == row.kind
+        return row.kind if is_alike else f"{row.kind}: {_escaped('; '.join(row.reasons))}"
     kind = "native" if row.kind == "not started" else row.kind
     told = [kind, "token" if row.is_proven else "bytes"]
     return ", ".join([*told, *([] if row.is_parted else ["not a tensor per call"])])

@@ -23,13 +23,12 @@ _NEEDS = {
     r"unexpected keyword argument 'start_layer'": (
         "SGLang fails to build it: its decoder layers don't take what its text model gives them"
     ),
-    r"reach 0 of ": "SGLang fills nothing of it by `load_weights`, only by `--load-format layered`",
-    r"field - 'quantization_config'": "SGLang needs a checkpoint that is quantized",
+    r"^TorchNative.*reach 0 of 0 ": "SGLang fills nothing of it by `load_weights`, only by `--load-format layered`",
 }
 
 
 def needs(row: Row) -> str:
     """In words; the error itself where nothing is known of it."""
-    said = "; ".join(row.reasons)
+    said = f"{row.architecture}: {'; '.join(row.reasons)}"
     known = (what for pattern, what in _NEEDS.items() if re.search(pattern, said))
     return next(known, row.reasons[0] if row.reasons else "")

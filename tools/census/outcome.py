@@ -69,6 +69,11 @@ class Row:
         return self.kind in ("replayed", "native", "not started")
 
     @property
+    def is_left_out(self) -> bool:
+        """Whether the layout parts experts, and it has none."""
+        return self.reasons == [NO_EXPERTS]
+
+    @property
     def is_cut_short(self) -> bool:
         """Whether it ran out of time, which depends on the machine."""
         return any(reason.startswith(OUT_OF_TIME) for reason in self.reasons)
@@ -80,6 +85,7 @@ class Row:
 
 def summary(rows: Sequence[Row]) -> str:
     """The last line of the command."""
+    rows = [row for row in rows if not row.is_left_out]
     counts = Counter(row.kind for row in rows)
     kinds = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
     proven = sum(row.is_proven for row in rows)

@@ -17,7 +17,7 @@ def _of_layout(layout: Layout) -> str:
     provenance, rows = newest(layout)
     if not rows:
         return f"### {layout.title}: not tried\n"
-    judged = list(rows.values())
+    judged = [row for row in rows.values() if not row.is_left_out]
     lines = [f"### {layout.title}: {summary(judged)}", "", described(provenance), ""]
     lines += [_blocks(judged), ""]
     other = _otherwise(newest()[1], judged)

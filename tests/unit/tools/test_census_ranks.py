@@ -182,7 +182,7 @@ def written(tmp_path, monkeypatch):
     worse = Row("C", "refused", reasons=["SGLang asserts (rank 1)"])
     bad = Row("B", "native", silent=["x (rank 1)"], schemes={"blockwise": 1, "per_channel": 1})
     results.write([alike, bad, worse, draft], TP2)
-    results.write([alike], EP2)
+    results.write([alike, *(Row(one, "not built", reasons=[NO_EXPERTS]) for one in "BCD")], EP2)
 
 
 def test_families_say_what_they_are_at_two_ranks(written):
