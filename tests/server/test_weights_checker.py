@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.xdist_group("server"),
     pytest.mark.skipif(
-        Version(version("sglang")) < Version("0.5.20"),
+        Version(version("sglang")) < Version("0.5.23"),
         reason="its checksum asks for CUDA",
     ),
 ]

@@ -41,7 +41,7 @@ def _files() -> Iterator[Path]:
 
 
 def _entries(path: Path) -> list[str]:
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.read_bytes()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(one, ast.Name) and one.id == "EntryClass" for one in targets):
             value = node.value  # type: ignore[attr-defined]
