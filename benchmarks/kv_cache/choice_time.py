@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_fp8rl.engine.kv_scales.attention_layers import AttentionLayer, Fold
-from sglang_fp8rl.engine.kv_scales.choice import chosen, table_of
+from sglang_fp8rl.engine.kv_scales.choice import chosen, exponents_of, table_of
 from sglang_fp8rl.numerics.kv_bounds import Rotation, Rows
 
 TARGET_S = 0.2  # to choose and to fold, on two cores
@@ -54,7 +54,7 @@ def measure_times(repetitions: int) -> list[dict[str, Any]]:
     for name in ("Qwen3-8B", "Llama-3.1-8B"):
         layers = layers_of(name)
         fold, read = Fold(layers), functools.partial(table_of, layers)
-        fold.change(chosen(dist.group.WORLD, read, None).exponents)
+        fold.change(exponents_of(chosen(dist.group.WORLD, read, None)))
         assert fold.exponents.any()
         choose, fold_back, both, cpu = [], [], [], []
         for _ in range(repetitions):

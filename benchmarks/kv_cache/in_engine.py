@@ -14,7 +14,7 @@ from support.engine.generation import finish, generate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_fp8rl.engine.kv_scales.calibration import Calibration
-from sglang_fp8rl.engine.kv_scales.choice import ROOM, chosen, table_of
+from sglang_fp8rl.engine.kv_scales.choice import ROOM, chosen, exponents_of, table_of
 
 
 def largest(scheduler: Any, prompts: list[list[int]]) -> list[tuple[float, float]]:
@@ -41,7 +41,7 @@ def calibrated(scheduler: Any, tokens: list[int]) -> list[tuple[int, int]]:
     with fold.unfolded():
         read = functools.partial(table_of, fold.layers, text.largest(fold.layers))
         found = chosen(kv_commands.kv_of(scheduler).group, read, ROOM["calibrated"])
-    return [tuple(one) for one in found.exponents.tolist()]
+    return [tuple(one) for one in exponents_of(found).tolist()]
 
 
 def center(scheduler: Any, prompts: list[list[int]]) -> None:

@@ -30,7 +30,7 @@ class Way(NamedTuple):
     """How a bucket is written without SGLang's loaders.
 
     Attributes:
-        brings: what is known of the bucket (`report.Arrived`).
+        brings: what is known of the bucket (`report.refit_record.Arrived`).
         write: do it, in a `Call`.
     """
 

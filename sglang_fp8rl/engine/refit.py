@@ -24,7 +24,6 @@ from .arrival.sent_tensors import SourceIndex
 from .arrival.update import Origin, Update
 from .extension import Way, extensions
 from .interception import StreamLane, Write
-from .model.constants import Constants
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
 from .model.parameters import (
@@ -43,7 +42,8 @@ from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
 from .native.tied import note_draft_write, noted
-from .report.report import NOTHING, RefitReport
+from .report.refit_record import NOTHING
+from .report.report import RefitReport
 
 
 class ModelRefit:
@@ -71,7 +71,6 @@ class ModelRefit:
         self.names, self.pairs = NameTable(), PairTable()
         self.runner: Any = None  # SGLang's, which counts forward passes
         self.derived = DerivedWeights(model, self._has_run)
-        self.constants = Constants(model, self.derived)
         self.report = RefitReport(self.targets.values(), self.names)
         self._probe_names = probe_names
         self.extensions = [kind(self) for kind in extensions()]
@@ -186,7 +185,8 @@ class ModelRefit:
 
     def _is_written(self, parameter: torch.nn.Parameter) -> bool:
         """Whether this call wrote it, or a part of it."""
-        return self.report.reached_at[self.targets[id(parameter)].index] == self.report.log.stamp
+        reached_at = self.report.coverage.reached_at
+        return reached_at[self.targets[id(parameter)].index] == self.report.log.stamp
 
     def _has_run(self) -> bool:
         return self.runner is None or self.runner.forward_pass_id > 0
@@ -260,7 +260,7 @@ class ModelRefit:
         Raises:
             HostError: the loaders of this model need values.
         """
-        if not self.names.is_filled:
+        if not self.names.known:
             self._probe()
         return self.names
 

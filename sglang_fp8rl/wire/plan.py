@@ -1,6 +1,6 @@
 """The plan as a trainer sees it: for every name it may send, how the server stores it.
 
-The document is made by the engine (`engine/plan/document.py`) from the modules that were built, and
+The document is made by the engine (`engine/plan/extension.py`) from the modules that were built, and
 is the same from `GET /fp8rl/plan`, `fetch_plan(url)` and `sglang-fp8rl plan MODEL --json`. Its schema
 is `plan_schema.json`. Nothing here needs torch or SGLang.
 """

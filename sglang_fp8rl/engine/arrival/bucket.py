@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from numbers import Integral
@@ -29,7 +29,6 @@ _DEVICE, _LAYOUT = attrgetter("device"), attrgetter("layout")
 _METADATA = attrgetter("name", "shape", "dtype", "start_idx", "end_idx")
 # Of a bucket, and of a tensor in a copy: recipes and kernels read by address, some of them 16 bytes at once.
 _ALIGNMENT = 16
-_MOST = 1 << 62  # more bytes than any buffer has
 
 
 class TensorBucket:
@@ -78,11 +77,10 @@ class TensorBucket:
         return self._tensors[position]
 
     def on_device(self, device: torch.device) -> TensorBucket:
-        """The bucket itself where all of it lies on `device`; else one whose tensors do.
+        """The bucket itself where all of it lies on `device`; else one whose tensors do, by one copy.
 
-        A trainer on a CPU, or one payload for all ranks of a node: recorded and replayed as any other from then
-        on, by the same recipe. Takes memory of the bucket's size on `device` until the call ends, and as much on
-        the device that the first of these tensors comes from. One copy.
+        Takes memory of the bucket's size on `device` until the call ends, and as much on the device that the first
+        of these tensors comes from.
         """
         if set(map(_DEVICE, self._tensors)) == {device}:
             return self
@@ -179,41 +177,34 @@ class FlatBucket:
 
 
 def _check_layout(metadata: Sequence[Any], nbytes: int) -> None:
-    """Check that every tensor of a flattened bucket lies inside its bytes, and on no other.
+    """Raises `RefitError` unless every tensor of a flattened bucket lies inside its bytes, and on no other.
 
     A recorded layout is replayed by address, where a start that is negative (but valid as a Python
     slice) would be a read before the buffer.
-
-    Raises:
-        RefitError: naming the first tensor that lies outside, is not as long as its shape says, is
-            not aligned to its elements, overlaps with another one, or is described by other things
-            than numbers. Nothing was read.
     """
-    if not metadata:
-        return
     for one in metadata:
-        numbers = (one.start_idx, one.end_idx, *one.shape)
-        if not all(isinstance(number, Integral) for number in numbers):
-            raise _misplaced(one, "offsets and shapes are whole numbers")
-        if not isinstance(one.dtype, torch.dtype):
-            raise _misplaced(one, "a tensor has a dtype of torch")
-    starts = _as_array(one.start_idx for one in metadata)
-    ends = _as_array(one.end_idx for one in metadata)
-    sizes = _as_array(one.dtype.itemsize for one in metadata)
-    lengths = _as_array(math.prod(one.shape, start=one.dtype.itemsize) for one in metadata)
-    sides = _as_array(min(one.shape, default=0) for one in metadata)
-    rules = (
-        ((starts < 0) | (ends > nbytes), f"a tensor lies within the bucket's {nbytes} bytes"),
-        (
-            (ends - starts != lengths) | (sides < 0),
-            "a tensor is as long as its shape and dtype say",
-        ),
-        (starts % sizes != 0, "a tensor starts at a multiple of its element size"),
-        (_begin_within_another(starts, ends), "no two tensors of a bucket share bytes"),
-    )
-    for is_bad, rule in rules:
-        if is_bad.any():
-            raise _misplaced(metadata[int(np.flatnonzero(is_bad)[0])], rule)
+        if rule := _broken_rule(one, nbytes):
+            raise _misplaced(one, rule)
+    starts = np.array([one.start_idx for one in metadata], np.int64)
+    ends = np.array([one.end_idx for one in metadata], np.int64)
+    shared = np.flatnonzero(_begin_within_another(starts, ends))
+    if len(shared):
+        raise _misplaced(metadata[shared[0]], "no two tensors of a bucket share bytes")
+
+
+def _broken_rule(one: Any, nbytes: int) -> str:
+    numbers = (one.start_idx, one.end_idx, *one.shape)
+    if not all(isinstance(number, Integral) for number in numbers):
+        return "offsets and shapes are whole numbers"
+    if not isinstance(one.dtype, torch.dtype):
+        return "a tensor has a dtype of torch"
+    if one.start_idx < 0 or one.end_idx > nbytes:
+        return f"a tensor lies within the bucket's {nbytes} bytes"
+    size = math.prod(one.shape, start=one.dtype.itemsize)
+    if one.end_idx - one.start_idx != size or min(one.shape, default=0) < 0:
+        return "a tensor is as long as its shape and dtype say"
+    is_aligned = one.start_idx % one.dtype.itemsize == 0
+    return "" if is_aligned else "a tensor starts at a multiple of its element size"
 
 
 def _begin_within_another(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -241,11 +232,6 @@ def apart(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
     data = from_dlpack(to_dlpack(tensor.detach().reshape(-1).view(torch.uint8)))
     return data.view(tensor.dtype).view(tensor.shape)
-
-
-def _as_array(numbers: Iterable[int]) -> np.ndarray:
-    """int64; what does not fit is as good as `_MOST`."""
-    return np.array([max(-_MOST, min(_MOST, number)) for number in numbers], np.int64)
 
 
 def _misplaced(one: Any, rule: str) -> RefitError:

@@ -6,6 +6,7 @@ import bisect
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -14,17 +15,17 @@ from ...formats import weight_name_of
 from ...wire.sent_names import kv_scale_name
 from ..interception import offset_within, span_of, storage_of, unwatched
 
+_ADDRESS = attrgetter("address")
 # SGLang's mark of a checkpoint's tensor whose memory the next one gets (`runai_streamer`).
 _REUSED = "_sglang_runai_streamer_tensor"
 
 
 @dataclass(eq=False)
 class Source:
-    """One tensor of an update, as it was sent.
+    """One tensor of an update, as it was sent: the one at that `position`.
 
     Attributes:
         weight_name: the name the model is given: the tensor's own, or for a scale its weight's.
-        position: in the order they were sent.
         tensor: None once it was let go of; where it was and how it looked stays known.
     """
 
@@ -107,8 +108,7 @@ class SourceIndex:
         self.set_aside: dict[str, torch.Tensor] = {}
         self.native: dict[Source, str] = {}
         self.unsourced: dict[str, None] = {}
-        self._starts: list[int] = []
-        self._sources: list[Source] = []
+        self._sources: list[Source] = []  # by address
         # A tensor on `meta` has no address, but a storage (and this keeps it alive).
         self._on_meta: dict[int, Source] = {}
         # Storages that hold values of sent tensors, though none of their memory.
@@ -151,17 +151,16 @@ class SourceIndex:
             self._on_meta[storage] = source
             return
         first, end = self._who_had(source.address, source.end_address)
-        self._starts[first:end] = [source.address]
         self._sources[first:end] = [source]
 
     def _who_had(self, address: int, end_address: int) -> tuple[int, int]:
         """Which sources are gone where this memory is another's now, first and behind the last of them."""
-        first = bisect.bisect_left(self._starts, address)
-        end = bisect.bisect_right(self._starts, address, lo=first)
+        first = bisect.bisect_left(self._sources, address, key=_ADDRESS)
+        end = bisect.bisect_right(self._sources, address, lo=first, key=_ADDRESS)
         if not self._keeps_tensors:  # they come and go, and their memory is used again
             if first and self._sources[first - 1].end_address > address:
                 first -= 1
-            end = max(end, bisect.bisect_left(self._starts, end_address, lo=first))
+            end = max(end, bisect.bisect_left(self._sources, end_address, lo=first, key=_ADDRESS))
         return first, end
 
     def made_of(self, tensor: torch.Tensor) -> Made:
@@ -178,7 +177,7 @@ class SourceIndex:
         if view.device.type == "meta":
             return self._on_meta.get(storage_of(view))
         address = view.data_ptr()
-        at = bisect.bisect_right(self._starts, address) - 1
+        at = bisect.bisect_right(self._sources, address, key=_ADDRESS) - 1
         found = self._sources[at] if at >= 0 else None
         return found if found is not None and address < found.end_address else None
 
@@ -194,7 +193,7 @@ class SourceIndex:
         with self._lock:
             if not adds and not self._keeps_tensors and made.device.type != "meta":
                 first, end = self._who_had(*span_of(made))
-                del self._starts[first:end], self._sources[first:end]
+                del self._sources[first:end]
             if adds and self._holder_of(made) is not None:  # in the sender's memory
                 return
             had = self._derived.pop(storage, ())
@@ -233,8 +232,7 @@ class SourceIndex:
         """Let go of the sender's memory; the names stay."""
         for one in (*self._sources, *self._on_meta.values()):
             one.tensor = None
-        self._starts, self._sources = [], []
-        self._on_meta, self._derived, self.set_aside = {}, {}, {}
+        self._sources, self._on_meta, self._derived, self.set_aside = [], {}, {}, {}
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ def problems(report: RefitReport) -> list[str]:
 
 def _partly_new(report: RefitReport, since: int) -> list[str]:
     fraction = report.coverage.new_elements(since) / np.maximum(report.coverage.sizes, 1)
-    mixed = np.flatnonzero((fraction > 0) & (fraction < 1) & (report.reached_at >= since))
+    mixed = np.flatnonzero((fraction > 0) & (fraction < 1) & (report.coverage.reached_at >= since))
     found = [
         f"{report.targets[index].name}: only {fraction[index]:.0%} is new, the rest is older"
         for index in mixed[:MAX_LISTED].tolist()
@@ -103,7 +103,7 @@ def _partly_new(report: RefitReport, since: int) -> list[str]:
 
 def served(report: RefitReport) -> list[dict[str, Any]]:
     """Which refits the parameters come from, the latest first; a parameter by its oldest part."""
-    written, oldest = report.oldest()
+    written, oldest = report.coverage.oldest()
     refits = report.log.refits_of(oldest)
     number = np.searchsorted([refit.since for refit in refits], oldest, "right") - 1
     return [
@@ -120,12 +120,12 @@ def served(report: RefitReport) -> list[dict[str, Any]]:
 def last_refit(report: RefitReport) -> dict[str, Any] | None:
     """The refit that runs, or else the one that ended last."""
     current = report.log.running
-    refit = current if current is not None and current.parts else report.log.last
+    refit = current if current is not None and current.calls else report.log.last
     if refit is None:
         return None
     found = report.verdict() if refit is current else refit.found or Verdict()
-    seconds = sum(part.seconds for part in refit.parts)
-    nbytes = sum(part.nbytes for part in refit.parts)
+    seconds = sum(call.seconds for call in refit.calls)
+    nbytes = sum(call.nbytes for call in refit.calls)
     return {
         "id": refit.id,
         "version": refit.version,
@@ -143,7 +143,7 @@ def last_refit(report: RefitReport) -> dict[str, Any] | None:
         "bytes": nbytes,
         "gb_per_s": round(nbytes / seconds / 1e9, 3) if seconds else None,
         "tensors": refit.tensors,
-        "calls": len(refit.parts),
+        "calls": len(refit.calls),
     }
 
 

@@ -146,7 +146,7 @@ def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> 
     if refit is None or is_kept or not (are_asked_for and is_paged):
         return original(request)
     boundary = Boundary(manager.tp_cpu_group)
-    boundary.step(refit.constants.keep)
+    boundary.step(refit.derived.kept_copies.keep_constants)
     result = original(request)
     boundary.step(refit.report.weights_lost)
     if not get_server_args().enable_draft_weights_cpu_backup:
@@ -162,7 +162,7 @@ def resume_memory(original: Callable[..., Any], manager: Any, request: Any) -> A
     refit = refit_of(manager.tp_worker.model_runner.model)
     if refit is not None and not are_weights_released(manager):
         boundary = Boundary(manager.tp_cpu_group)
-        boundary.step(refit.constants.put_back)
+        boundary.step(refit.derived.kept_copies.put_constants_back)
         fail_behind(boundary, refit, None)
     return result
 

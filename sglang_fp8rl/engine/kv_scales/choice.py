@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,37 +19,18 @@ from .attention_layers import AttentionLayer
 ROOM = {"certified": None, "sent": 1.0, "calibrated": 2.0}
 
 
-@dataclass(frozen=True)
-class Choice:
-    """For each layer, of keys and of values.
-
-    Attributes:
-        exponents: int64 `[layers, 2]` on the CPU; `x * 2**-e` is stored.
-        sides: the same in turn, as the status has them. `bound` is on `|x|`, from the weights, and `largest` was
-            measured or announced; None where it is not known. `head_room` is binades from `largest`, or else from
-            the bound, to 448; `certified` says that nothing that is stored can exceed it.
-    """
-
-    exponents: torch.Tensor
-    sides: list[dict[str, Any]]
-
-    @property
-    def is_certified(self) -> bool:
-        return all(side["certified"] for side in self.sides)
-
-    def by_layer(self, layers: Sequence[AttentionLayer]) -> list[dict[str, Any]]:
-        """Return the sides as the status has them, by the name of their module."""
-        sides = zip(layers, self.sides[::2], self.sides[1::2], strict=True)
-        return [{"module": one.name, "keys": keys, "values": values} for one, keys, values in sides]
+Sides = list[
+    dict[str, Any]
+]  # of each layer in turn its keys and its values, as the status has them
 
 
-def chosen(group: Any, read: Callable[[], torch.Tensor], room: float | None) -> Choice:
+def chosen(group: Any, read: Callable[[], torch.Tensor], room: float | None) -> Sides:
     """The smallest exponents with which `largest * room` fits; 0 where it is not known.
 
-    A collective: ranks hold different heads, and one exponent is for all of them.
+    A collective of the ranks that share a layer's heads: one exponent is for all of them.
 
     Args:
-        group: the ranks that share a layer's heads, on a backend for CPU tensors.
+        group: theirs, on a backend for CPU tensors.
         read: unfolds the weights of this rank, and returns `table_of` them.
         room: of `ROOM`.
 
@@ -68,12 +48,20 @@ def chosen(group: Any, read: Callable[[], torch.Tensor], room: float | None) -> 
             "The server's log says more. Send all weights again.",
         )
     torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX, group=group)
-    sides = [_side(row, room) for row in table.flatten(0, 1).tolist()]
-    exponents = torch.tensor([side["exponent"] for side in sides]).view(-1, 2)
-    return Choice(exponents, sides)
+    return [_side(row, room) for row in table.flatten(0, 1).tolist()]
+
+
+def exponents_of(sides: Sides) -> torch.Tensor:
+    """Int64 `[layers, 2]`, keys and values: `x * 2**-e` is stored."""
+    return torch.tensor([side["exponent"] for side in sides]).view(-1, 2)
 
 
 def _side(row: Sequence[float], room: float | None) -> dict[str, Any]:
+    """`bound` is on `|x|`, from the weights, and `largest` was measured or announced; None where it is not known.
+
+    `head_room` is binades from `largest`, or else from the bound, to 448; `certified` says that nothing that is
+    stored can exceed it.
+    """
     bound, fits, minus_least_down, most_down, minus_least_up, most_up = row
     wanted = smallest_exponent(fits * (room or 1.0), FP8_MAX) if _known(fits) else 0
     lowest_down, highest_down = exact_range(-minus_least_down, most_down)

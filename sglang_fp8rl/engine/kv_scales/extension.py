@@ -20,7 +20,7 @@ from ..host.refit_end import fail_behind
 from ..host.update_request import are_weights_released
 from .attention_layers import Fold, attention_layers, refused
 from .calibration import Calibration, calibration_of
-from .choice import ROOM, Choice, chosen, table_of
+from .choice import ROOM, Sides, chosen, exponents_of, table_of
 from .sent_scales import SentScales
 
 # Server argument to why scales can't follow there; refused where it is set.
@@ -42,7 +42,7 @@ class KvScaling(Extension):
 
     Attributes:
         fold: the exponents in force.
-        choice: what they were chosen from.
+        sides: what they were chosen from; empty before.
         group: the ranks that choose together.
         is_stale: whether an update came since the choice; the same on every rank.
         is_frozen: whether a flush was refused that a choice waited for.
@@ -59,7 +59,7 @@ class KvScaling(Extension):
         super().__init__(refit)
         self.mode: str = refit.options.kv_scales
         self.fold = Fold()
-        self.choice: Choice | None = None
+        self.sides: Sides = []
         # While the checkpoint is loaded, the cache's dtype is not known yet.
         self.sent = SentScales(self._attention_of) if self.mode == "sent" else None
         self.calibration: Calibration | None = None
@@ -125,7 +125,7 @@ class KvScaling(Extension):
         if not self.is_stale:
             return
         wanted = self._chosen()
-        if torch.equal(wanted.exponents, self.fold.exponents):
+        if torch.equal(exponents_of(wanted), self.fold.exponents):
             self._adopt(wanted)
         else:
             self.is_frozen = not manager.flush_cache()  # `cache_is_empty` comes before this returns
@@ -133,7 +133,7 @@ class KvScaling(Extension):
     def _choose(self) -> None:
         self._adopt(self._chosen())
 
-    def _chosen(self) -> Choice:
+    def _chosen(self) -> Sides:
         """A collective."""
         return chosen(self.group, self._table, ROOM[self.mode])
 
@@ -149,13 +149,14 @@ class KvScaling(Extension):
         finally:
             renew()
 
-    def _adopt(self, choice: Choice) -> None:
-        self.choice, self.is_stale, self.is_frozen = choice, False, False
+    def _adopt(self, sides: Sides) -> None:
+        self.sides, self.is_stale, self.is_frozen = sides, False, False
+        exponents = exponents_of(sides)
         if self.sent is not None:
             self.sent.note_choice()
-        if not torch.equal(choice.exponents, self.fold.exponents):
+        if not torch.equal(exponents, self.fold.exponents):
             self.moves += 1
-            self.fold.change(choice.exponents)
+            self.fold.change(exponents)
             self.refit.derived.end_of_update()
 
     @staticmethod
@@ -170,19 +171,20 @@ class KvScaling(Extension):
         return {"kv_scales": found}
 
     def status(self) -> dict[str, Any] | None:
-        if self.choice is None:
+        if not self.sides:
             return None
         reason = f"kv_scales is {self.mode!r}: this server chooses scales itself"
         ignored = {"ignored": len(self._ignored), "reason": reason} if self._ignored else None
+        by_layer = zip(self.fold.layers, self.sides[::2], self.sides[1::2], strict=True)
         return {
             "mode": self.mode,
-            "certified": not self.is_stale and self.choice.is_certified,
+            "certified": not self.is_stale and all(side["certified"] for side in self.sides),
             "follows_weights": not self.is_stale,
             "frozen": self.is_frozen,
             "moves": self.moves,
             "calibration": None if self.calibration is None else self.calibration.as_dict(),
             "sent": ignored if self.sent is None else self.sent.as_dict(self.fold.layers),
-            "layers": self.choice.by_layer(self.fold.layers),
+            "layers": [{"module": one.name, "keys": k, "values": v} for one, k, v in by_layer],
         }
 
     @staticmethod

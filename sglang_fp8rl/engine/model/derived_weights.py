@@ -3,11 +3,10 @@
 MLA is the case that matters: `kv_b_proj` is served as `w_kc` and `w_vc`, plain attributes of the
 attention module, computed by the model's `post_load_weights`, the last step of its `load_weights`. Here it is
 called too where that step is not reached: after a replayed bucket, and after a call that failed half-way.
+Some derivations bind a new tensor (`w_scale` of an FP8 `kv_b_proj` on every update): `placed.py`.
 
 Packed scales (`modules/method.py`) and copies that SGLang keeps of a weight (`kept_copies.py`) are made again
 at the end of every update call, session or not.
-
-Some derivations bind a new tensor (`w_scale` of an FP8 `kv_b_proj` on every update): `placed.py`.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ _DERIVE = ("post_load_weights", _AT_FIRST_PASS)
 
 
 class DerivedWeights:
-    """The derived weights of one model.
-
-    Args:
-        has_run: whether it has computed anything since it was loaded.
-    """
+    """Those of one model, of which `has_run` says whether it has computed anything since it was loaded."""
 
     def __init__(self, model: torch.nn.Module, has_run: Callable[[], bool] = lambda: True) -> None:
         self._model, self._has_run = model, has_run
@@ -97,9 +92,15 @@ class DerivedWeights:
             HostError: it computed with what it writes, as LongCat-Flash scales its norms behind every call: what came
                 in an earlier call of a refit would be changed a second time.
         """
-        before = _numbers_of(_floating_in(deriver.module))
+
+        def numbers() -> dict[str, int]:
+            held = held_tensors(deriver.module.named_modules())
+            kinds = ((one.place, one.tensor.detach()) for one in held if not one.tensor.is_meta)
+            return _numbers_of((place, one) for place, one in kinds if one.is_floating_point())
+
+        before = numbers()
         again()
-        for place, number in _numbers_of(_floating_in(deriver.module)).items():
+        for place, number in numbers().items():  # but for integers, which may count what happens
             if before.get(place) != number:
                 raise HostError(
                     f"{deriver.prefix}.{place}" if deriver.prefix else place,
@@ -136,8 +137,7 @@ class DerivedWeights:
         finally:
             self._is_held_back = False
             for owner, content in held:
-                for attribute in owner.keys() - content.keys():
-                    del owner[attribute]
+                owner.clear()
                 owner.update(content)
             for old in before.values():
                 old.bind()
@@ -176,17 +176,7 @@ class DerivedWeights:
 
     @contextmanager
     def in_place(self, *, from_now_on: bool = True) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Whatever tensor a module binds anew in here has its value in the old memory.
-
-        Args:
-            from_now_on: False while the model is loaded for the first time, and nothing has its place yet.
-
-        Yields:
-            a list that has, afterwards, `(module.attribute, tensor)` of all that was bound anew.
-
-        Raises:
-            RefitError: the new value does not fit there.
-        """
+        """As `kept_in_place`; nothing has its place yet while the model is loaded for the first time."""
         outer, self._are_placed = self._are_placed, from_now_on
         try:
             with kept_in_place(self._modules, puts_back=from_now_on) as moved:
@@ -201,8 +191,8 @@ class _Deriver:
     Attributes:
         takes_names: of weights, and derives only what they lead to. A model inside another is given names
             that the outer one made of those that were sent.
-        is_used: whether SGLang calls it by itself.
-        is_checked: whether it has run, and left the same when it ran again.
+        is_used: SGLang calls it by itself.
+        is_checked: it has run, and left the same when it ran again.
     """
 
     def __init__(self, prefix: str, module: torch.nn.Module, method: str) -> None:
@@ -211,13 +201,6 @@ class _Deriver:
         parameters = inspect.signature(self.native).parameters
         self.takes_names = not prefix and "weight_names" in parameters
         self.is_used = self.is_checked = False
-
-
-def _floating_in(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every floating tensor in a module, with its place there; integers may count what happens."""
-    for one in held_tensors(module.named_modules()):
-        if one.tensor.is_floating_point() and not one.tensor.is_meta:
-            yield one.place, one.tensor.detach()
 
 
 def _numbers_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:

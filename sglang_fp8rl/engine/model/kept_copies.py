@@ -24,7 +24,6 @@ class KeptCopies:
         modules: as SGLang built them, by name: what it wraps around them later (LoRA) is made of no weight.
         weights: all that updates write.
         is_derived: whether a place is written by something that every update calls again.
-        has_run: whether the model has computed anything since it was loaded.
     """
 
     def __init__(
@@ -40,6 +39,7 @@ class KeptCopies:
         self._refused: tuple[str, str, str, str] | None = None
         self._looked_behind: bool | None = None
         self.unproven: dict[str, str] = {}
+        self._constants: list[tuple[torch.Tensor, torch.Tensor]] = []
         # With a number as loaded, until a look behind a forward pass compared it.
         self._known = {one.memory: one.number() for one in self.others()}
 
@@ -86,6 +86,25 @@ class KeptCopies:
         for one in () if self._has_run() else self.others():
             if self._known.get(one.memory) is not None:
                 self._known[one.memory] = one.number()
+
+    def keep_constants(self) -> None:
+        """The weights' memory is about to be given back: look while it is there, and copy to the CPU what no
+        update sends. Buffers SGLang keeps itself, and what plain objects hold was not made with the model."""
+        self.look()
+        modules = self._modules.values()
+        buffers = {storage_of(one) for module in modules for one in module.buffers(recurse=False)}
+        self._constants = [
+            (one.tensor.detach(), one.tensor.detach().to("cpu", copy=True))
+            for one in self.others()
+            if isinstance(one.holder, torch.nn.Module) and storage_of(one.tensor) not in buffers
+        ]
+
+    def put_constants_back(self) -> None:
+        """Give memory that came back what `keep_constants` copied."""
+        for one, kept in self._constants:
+            one.copy_(kept)
+        self._constants = []
+        self.number_again()
 
     def _explain(self, one: HeldTensor) -> None:
         beside = one.beside

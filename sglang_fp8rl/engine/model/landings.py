@@ -62,10 +62,6 @@ class NameTable:
         self.unused: dict[str, None] = {}
         self._lock = threading.Lock()
 
-    @property
-    def is_filled(self) -> bool:
-        return bool(self.known)
-
     def landed(
         self, sources: Iterable[Source], target: Target, part: tuple, writes: Sequence[Write]
     ) -> None:

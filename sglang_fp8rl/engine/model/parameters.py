@@ -12,11 +12,7 @@ import torch
 from ...errors import RefitError
 from ...formats import Format
 from ...numerics.fingerprint import tensor_number
-from ..interception import (
-    Region,
-    extent_of,
-    storage_of,
-)
+from ..interception import Region, extent_of, storage_of
 from ..modules.built import experts_may_move
 from ..modules.method import format_of
 

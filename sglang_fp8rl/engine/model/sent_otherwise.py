@@ -72,13 +72,13 @@ def _take_parts(name: str, fused: Any, first_rows: Any) -> None:
         )
     weight, native = fused.weight, fused.weight.weight_loader
     fused.fp8rl_part_rows = rows = {_FIRST: first_rows, _SECOND: weight.shape[0] - first_rows}
-    starts = {_FIRST: 0, _SECOND: first_rows}
 
     def weight_loader(parameter: Any, loaded: torch.Tensor, part: str | None = None) -> None:
         if part is None:
             native(parameter, loaded)
         else:
-            parameter.data.narrow(0, starts[part], rows[part]).copy_(loaded)
+            start = 0 if part == _FIRST else first_rows
+            parameter.data.narrow(0, start, rows[part]).copy_(loaded)
 
     set_loader(weight, weight_loader)
 

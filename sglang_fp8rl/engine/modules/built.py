@@ -1,13 +1,10 @@
 """A model that SGLang has built, before anything is loaded: what is served otherwise, and what is refused.
 
-*Weights that their model writes while it runs* stay in high precision: Gemma 3n clamps AltUp's coefficients in place,
-behind the layer's back, and FP8 codes are no numbers to compute with. Told by the source of the module's class.
+*Weights that their model writes while it runs* (Gemma 3n's AltUp) are told by the source of the module's class.
 
-*Vision towers* stay in high precision: told by the types of their modules, not by names. Some of SGLang's
-multimodal models give their vision tower the language model's quantization, some do not. Neither
-checkpoints nor trainers quantize it. A linear layer belongs to the language model if it is in a decoder
-layer: an element of a list of which one element at least attends to the KV cache (`RadixAttention`). A
-tower attends within one image (`VisionAttention`), and its projector to nothing.
+*Vision towers* are told by the types of their modules, not by names: a linear layer belongs to the language model if
+it is in a decoder layer, an element of a list of which one element at least attends to the KV cache
+(`RadixAttention`). A tower attends within one image (`VisionAttention`), and its projector to nothing.
 """
 
 from __future__ import annotations
@@ -35,9 +32,6 @@ _FUSED_SWIGLU = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 
 def check_and_complete(model: torch.nn.Module, config: Any) -> None:
     """Leave vision towers and what a model writes unquantized, and refuse what can't be served or updated.
-
-    Args:
-        config: the model's `Fp8BlockwiseOnlineConfig`.
 
     Side effects on the host: these layers get SGLang's `UnquantizedLinearMethod` and a weight of
     it; `DualGemm` is turned off, and so is `fused_qkv_index_proj`.

@@ -6,9 +6,6 @@ replaces the FP32 scales by the packed ones; the next update would find a parame
 Here the FP32 scales stay in the parameter, updates write them, and the packed form is derived from them
 at the end of every update, into the same memory. Packing loses nothing: the scales are powers of two
 (`use_weight_pow2_scale`), so the FP8 bytes are the ones that were quantized.
-
-Proven without a Blackwell GPU: the packed bytes and strides equal those of DeepGEMM's and SGLang's own
-packing functions on a CPU, and a second update derives anew. No kernel has read them yet.
 """
 
 from __future__ import annotations
@@ -27,11 +24,9 @@ from ...versions import PACKS_EXPERTS_APART
 class DecidedMethod:
     """In front of SGLang's own method among the bases of ours; one instance serves one layer.
 
-    Args:
+    Attributes:
         quant_config: the model's `Fp8BlockwiseOnlineConfig`; the scheme is recorded there.
         prefix: the module's full name.
-
-    Attributes:
         weight_leaves: names of a layer's FP8 weights.
         fallbacks: values of the option `misaligned` that this kind of layer can be served with.
         reads_packed_scales: whether a layer's kernel takes its scales as exponents; only powers of two are any.
@@ -112,10 +107,6 @@ def takes_packed_scales(
 
 class ServedWithPackedScales:
     """A layer as SGLang's kernels see it: everything is the layer's, its scales are packed.
-
-    Args:
-        names: of its weights, each with that of its scales.
-        module: its full name.
 
     Attributes:
         packed: scales as the kernels read them, by the names of those in FP32, which updates write.

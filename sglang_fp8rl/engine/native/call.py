@@ -15,7 +15,7 @@ from ..arrival.sent_tensors import Source, SourceIndex
 from ..arrival.update import Update
 from ..interception import Write
 from ..model.parameters import Target
-from ..report.report import NOTHING, Arrived
+from ..report.refit_record import NOTHING, Arrived
 from .matrix_writes import MatrixWrite
 from .observer import Observer
 

@@ -15,7 +15,8 @@ from ..arrival.bucket import Bucket
 from ..arrival.update import Origin, Update
 from ..extension import Extension
 from ..model.derived_weights import DerivedWeights
-from ..report.report import Arrived, RefitReport
+from ..report.refit_record import Arrived
+from ..report.report import RefitReport
 from .call import APART, Call
 from .checks import foreign_error, not_finite_errors
 from .pairs import PairTable

@@ -25,6 +25,7 @@ from .checks import (
     check_takes_scale,
     has_fewer_bits,
 )
+from .learned import LearnedLoaders
 from .matrix_writes import MatrixWrite, matrix_writes
 from .pairs import Half, PairTable, blocks_of, store_pair
 
@@ -83,6 +84,7 @@ class LoaderCalls:
     def __init__(self, options: Options, pairs: PairTable, report: RefitReport) -> None:
         self.options, self.pairs, self.report = options, pairs, report
         self._lock = threading.Lock()
+        self._learned = LearnedLoaders()
 
     def load(
         self,
@@ -105,6 +107,8 @@ class LoaderCalls:
                 "every write has to belong to an update, or its scale could be left behind",
                 "Send the tensor through model.load_weights or an update_weights_from_* call.",
             )
+        if call.observer is not None:
+            call.observer.note_more()
         made = call.sources.made_of(loaded)
         name = made.name or call.sources.latest_name or target.name
         given = _Given(call, target, name, made, part_of(args, kwargs), loaded.data_ptr())
@@ -162,14 +166,17 @@ class LoaderCalls:
             half = Half(name, loaded, source, self.report.log.stamp)
             self._store_half(given, half, is_scale=True)
             return
-        if not is_pair:
-            check_dtype(target, name, loaded)
-        check_shape(target, name, loaded, args, kwargs)
+        key = self._learned.key_of(target, native, loaded, args, kwargs)
+        writes = self._learned.again(key, loaded)
+        if writes is None:
+            if not is_pair:
+                check_dtype(target, name, loaded)
+            check_shape(target, name, loaded, args, kwargs)
 
-        def run(parameter: torch.Tensor) -> None:
-            native(parameter, loaded, *args, **kwargs)
+            def run(parameter: torch.Tensor) -> None:
+                native(parameter, loaded, *args, **kwargs)
 
-        writes = self._writes(given, loaded.dtype, run)
+            writes = self._writes(given, loaded, run, key)
         # A write may be of something else, which a loader kept.
         of_each = [
             made if is_pair or one.source is None else call.sources.made_of(one.source)
@@ -223,9 +230,13 @@ class LoaderCalls:
                 recording.add(given.target, [(one.sources[0], matrix) for matrix in done], [box])
 
     def _writes(
-        self, given: _Given, dtype: torch.dtype, run: Callable[[torch.Tensor], None]
+        self,
+        given: _Given,
+        loaded: torch.Tensor,
+        run: Callable[[torch.Tensor], None],
+        key: tuple | None,
     ) -> list[Write]:
-        """What the loader writes, which `run` gives a parameter.
+        """What the loader writes, which `run` gives a parameter; it is learnt under the `key`, if there is one.
 
         Returns:
             nothing where it does more than copy: that it did on the parameter itself.
@@ -233,13 +244,15 @@ class LoaderCalls:
         Raises:
             RefitError: it does, and that is quantized.
         """
-        target, observer = given.target, given.call.observer
+        target, observer, dtype = given.target, given.call.observer, loaded.dtype
         assert observer is not None
         with self._lock:
             if dtype not in target.stand_ins:
                 target.stand_ins[dtype] = make_stand_in(target.parameter, dtype)
             stand_in = target.stand_ins[dtype]
         found = observer.writes_of(run, stand_in, target.parameter)
+        if key is not None and given.call.update.origin.is_serving:
+            self._learned.note(key, loaded, found)
         if not found.other:
             return found.writes
         if target.is_fp8:

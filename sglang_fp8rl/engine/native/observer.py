@@ -42,13 +42,14 @@ class LoaderWrites:
     Attributes:
         writes: its copies and fills; none where this rank holds nothing of the tensor (an expert of another).
         other: an operation that is neither, at which it was stopped; empty if there was none.
+        is_more: whether anything happened besides, in it or in what it called.
     """
 
     def __init__(self, stand_in: torch.Tensor, parameter: torch.Tensor) -> None:
         self.stand_in, self._parameter = stand_in, storage_of(parameter)
         self._storage = storage_of(stand_in)
         self.writes: list[Write] = []
-        self.other = ""
+        self.other, self.is_more = "", False
 
     def has(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) == self._storage
@@ -59,7 +60,7 @@ class LoaderWrites:
 
     def stop(self, operation: str) -> NoReturn:
         """End the loader's run; why is noted before the loader can catch it."""
-        self.other = operation
+        self.other, self.is_more = operation, True
         raise _MoreThanCopies
 
 
@@ -130,6 +131,11 @@ class Observer:
             self._thread.loader = outer
         return found
 
+    def note_more(self) -> None:
+        """What happens now is more than the copies of the loader that this thread is in, if any."""
+        if self._thread.loader is not None:
+            self._thread.loader.is_more = True
+
     # -- operations --------------------------------------------------------------------------------
 
     def _see(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -181,12 +187,14 @@ class Observer:
         target = self._memory.target_of(destination)
         if target is None:
             return False
+        self.note_more()
         if destination.numel():
             self._store(target, write_into(target.parameter, destination, source, fill))
         return True
 
     def _read(self, func: Any, tensor: torch.Tensor) -> Any:
         """Python asks for a value. What it makes of that is not known."""
+        self.note_more()
         sources = self._made_of(tensor)
         what = "its value" if sources else "a value that was not sent"
         self._sources.leave_native(sources, f"SGLang reads {what} while loading")
@@ -195,6 +203,7 @@ class Observer:
 
     def _computed(self, func: Any, kind: OperationKind, args: tuple, kwargs: dict) -> Any:
         """Any other operation: what of the model does it write, and of what are its results made?"""
+        self.note_more()
         read = tensors_in((_read_by(func, args), kwargs))
         used = {one: None for tensor in read for one in self._made_of(tensor)}
         sources = tuple(used)

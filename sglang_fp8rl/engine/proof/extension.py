@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
+from starlette.responses import JSONResponse
+
 from ...errors import Fp8RlError
 from ...numerics.fingerprint import MASK, Box, NumberTable, scaled_boxes, seed_of
 from ...wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Number, compare, form_of
@@ -71,44 +73,33 @@ def rank_of(refit: ModelRefit) -> Rank:
     # Derived from the weights as they are served, which those of the trainer are not.
     stale = refit.derived.renewed(list(known))
     with refit.unfolded():
-        laid_out = _laid_out(refit, known)
-        values = iter(laid_out.table.numbers())  # of all at once: a GPU is waited for once
-    held = {
+        held, table = _laid_out(refit, known)
+        values = iter(table.numbers())  # of all at once: a GPU is waited for once
+    read = {
         name: replace(one, boxes=[box._replace(value=next(values)) for box in one.boxes])
-        for name, one in laid_out.held.items()
+        for name, one in held.items()
     }
-    return Rank(held, stale, refit.derived.kept_copies.unproven)
+    return Rank(read, stale, refit.derived.kept_copies.unproven)
 
 
-@dataclass(frozen=True)
-class _LaidOut:
-    """What one rank holds of every name, without values, and where they are read.
+def _laid_out(refit: ModelRefit, known: Mapping[str, Known]) -> tuple[dict[str, Held], NumberTable]:
+    """What this rank holds of every name, without values, and the table of these, in that order.
 
-    Attributes:
-        valid_for: what that depends on. Where it is still so, the next request reads the same places.
-        table: a number for each box, in the order of `held`.
+    Made once: as long as memory stays where it is, the next request reads the same places.
     """
-
-    valid_for: tuple[Any, ...]
-    held: dict[str, Held]
-    table: NumberTable
-
-
-def _laid_out(refit: ModelRefit, known: Mapping[str, Known]) -> _LaidOut:
-    """Made once, for as long as memory stays where it is."""
     places = [
         (one.parameter.data_ptr(), one.scale.data_ptr() if one.scale is not None else 0, one.is_repeatable)
         for one in refit.targets.values()
     ]  # fmt: skip
     valid_for = (known, sum(len(one.landings) for one in known.values()), places)
-    kept: _LaidOut | None = refit.laid_out_for_proof
-    if kept is None or kept.valid_for != valid_for:
+    if refit.laid_out_for_proof is None or refit.laid_out_for_proof[0] != valid_for:
         held, to_read = dict[str, Held](), list[list[Box]]()
         for name, one in known.items():
             held[name], memory = _held(name, one)
             to_read += memory
-        refit.laid_out_for_proof = kept = _LaidOut(valid_for, held, NumberTable(to_read))
-    return kept
+        refit.laid_out_for_proof = valid_for, held, NumberTable(to_read)
+    _, held, table = refit.laid_out_for_proof
+    return held, table
 
 
 def fingerprint_of_ranks(ranks: Sequence[Rank]) -> Fingerprint:
@@ -213,8 +204,6 @@ _MARK, _ANSWER, _ERROR = "fp8rl-fingerprint", "fp8rl_fingerprint", "fp8rl_finger
 
 async def serve_fingerprint(request: Any) -> Any:
     """It makes derived weights anew: for those who may change the server."""
-    from starlette.responses import JSONResponse
-
     states = await internal_states(_MARK)
     for state in states:
         if _ERROR in state:

@@ -26,7 +26,8 @@ from ..modules.method import are_no_exponents
 from ..native.call import Call
 from ..native.pairs import bad_scale_error, check_exponents, nan_code_error
 from ..native.tied import note_tied
-from ..report.report import Arrived, RefitReport
+from ..report.refit_record import Arrived
+from ..report.report import RefitReport
 from .recording import Recording
 
 # Tensors of all recipes together: a table row of 136 bytes each, its name and its layout. Four times
@@ -227,7 +228,7 @@ def replay(
     flags = recipe.runner.run(bucket.addresses())
     if flags.any():
         _note_bad_pieces(call, recipe, bucket, flags)
-    report.written_again(recipe.targets, recipe.regions)
+    report.coverage.write(recipe.targets, recipe.regions, report.log.stamp)
     recipes.count_replayed(recipe)
     for position, other in recipe.tied.items():
         note_tied(report, call, bucket.names[position], bucket.tensor(position), other)

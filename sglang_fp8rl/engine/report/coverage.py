@@ -18,11 +18,6 @@ from ..model.parameters import Target
 NEVER = -1
 
 
-def longer(array: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
-    """A copy with room for `size` things, the new ones `fill`."""
-    return np.concatenate([array, np.full(size - len(array), fill, array.dtype)])
-
-
 class CoverageTable:
     """Boxes of all parameters of a model, each with the stamp of the call that wrote it last: these grow.
 
@@ -31,10 +26,15 @@ class CoverageTable:
 
     Args:
         shapes: of the parameters; a parameter is known here by its position.
+
+    Attributes:
+        sizes: of the parameters, in elements.
+        reached_at: the stamp of the call that wrote any of a parameter last, boxes or not.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self.sizes = np.array([math.prod(shape) for shape in shapes], np.int64)
+        self.reached_at = np.full(len(self.sizes), NEVER)
         self._numbers: list[dict[Region, int]] = [{} for _ in shapes]
         # Boxes inside one matrix of a 3-D parameter overlap with no other matrix's.
         self._neighbours: dict[tuple[int, int | None], list[int]] = defaultdict(list)
@@ -56,10 +56,10 @@ class CoverageTable:
     def _add(self, parameter: int, region: Region) -> int:
         number = len(self._regions)
         if number == len(self._stamps):
-            size = max(64, 2 * number)
-            self._parameter, self._numel = longer(self._parameter, size), longer(self._numel, size)
-            self._overlaps = longer(self._overlaps, size)
-            self._stamps = longer(self._stamps, size, NEVER)
+            more = (0, max(64, number))
+            self._parameter, self._numel = np.pad(self._parameter, more), np.pad(self._numel, more)
+            self._overlaps = np.pad(self._overlaps, more)
+            self._stamps = np.pad(self._stamps, more, constant_values=NEVER)
         self._regions.append(region)
         self._parameter[number], self._numel[number] = parameter, region.numel
         matrix = region.start[0] if len(region.start) == 3 and region.shape[0] == 1 else None
@@ -75,28 +75,38 @@ class CoverageTable:
         self._neighbours[parameter, matrix].append(number)
         return number
 
-    def write(self, numbers: np.ndarray, stamp: int) -> None:
+    def write(self, parameters: np.ndarray, numbers: np.ndarray, stamp: int) -> None:
         """These boxes were written by the call of that stamp, which is larger than any before.
 
         Boxes that merely overlap with one of them are forgotten, so that never more is called new
         than is.
         """
+        self.reached_at[parameters] = stamp
         if self._overlaps[numbers].any():
             for number in numbers.tolist():
-                self.write_one(number, stamp)
+                self._write(number, stamp)
         else:
             with self._lock:
                 self._stamps[numbers] = stamp
 
-    def write_one(self, number: int, stamp: int) -> None:
-        """As `write`, of one box."""
+    def write_one(self, parameter: int, region: Region | None, stamp: int) -> int | None:
+        """As `write`. Returns the number of the box; None for what is no box."""
+        self.reached_at[parameter] = stamp
+        if region is None:
+            return None
+        number = self.number_of(parameter, region)
+        self._write(number, stamp)
+        return number
+
+    def _write(self, number: int, stamp: int) -> None:
         with self._lock:
             for other in self._overlapping.get(number, ()):
                 self._stamps[other] = NEVER
             self._stamps[number] = stamp
 
     def forget(self) -> None:
-        """No box is written any more."""
+        """Nothing is written any more."""
+        self.reached_at[:] = NEVER
         with self._lock:
             self._stamps[:] = NEVER
 
@@ -108,16 +118,13 @@ class CoverageTable:
             weights = self._numel[:used] * is_new
             return np.bincount(self._parameter[:used], weights, len(self.sizes)).astype(np.int64)
 
-    def oldest(self) -> np.ndarray:
-        """Per parameter, the stamp of its oldest box; a large number if it has none."""
+    def oldest(self) -> tuple[np.ndarray, np.ndarray]:
+        """Parameters that were ever written, by position, and the stamp of the oldest part of each."""
+        found, written = self.reached_at.copy(), np.flatnonzero(self.reached_at != NEVER)
         with self._lock:
-            used = len(self._regions)
-            found = np.full(len(self.sizes), np.iinfo(np.int64).max)
-            is_written = self._stamps[:used] != NEVER
-            np.minimum.at(
-                found, self._parameter[:used][is_written], self._stamps[:used][is_written]
-            )
-            return found
+            boxes = np.flatnonzero(self._stamps[: len(self._regions)] != NEVER)
+            np.minimum.at(found, self._parameter[boxes], self._stamps[boxes])
+        return written, found[written]
 
     def overlap(self, numbers: np.ndarray) -> bool:
         """Whether a box comes twice, or overlaps with another of them."""
@@ -133,11 +140,6 @@ class FullExtent:
 
     Elements are counted, not names: a trainer may send experts fused, or a weight with its scale. What
     a loader writes otherwise than in boxes has to be reached by one.
-
-    Args:
-        targets: every parameter.
-        coverage: knows every box that was written.
-        names: that the model takes.
     """
 
     def __init__(
@@ -149,13 +151,10 @@ class FullExtent:
         self._is_reached = self._was_never = self._are_no_biases = np.zeros(0, bool)
         self._made_into: list[str] = []
 
-    def lacking(self, since: int, reached_at: np.ndarray) -> np.ndarray:
-        """Per parameter, whether some of it was left out since that stamp.
-
-        Args:
-            reached_at: per parameter, the stamp of the call that wrote it last.
-        """
+    def lacking(self, since: int) -> np.ndarray:
+        """Per parameter, whether some of it was left out since that stamp."""
         self._count()
+        reached_at = self._coverage.reached_at
         written, has_come = self._coverage.new_elements(since), reached_at >= since
         is_whole = (written >= self._elements) | (self._was_never & has_come & (written == 0))
         is_whole |= self._are_no_biases & (reached_at == NEVER)
@@ -188,30 +187,28 @@ class FullExtent:
 
     def _count(self) -> None:
         """Count once for the names there are."""
-        if self._known == len(self._names.known):
+        known, sizes = self._names.known, self._coverage.sizes
+        if self._known == len(known):
             return
-        self._known = len(self._names.known)
-        self._made_into = [name for name, one in self._names.known.items() if not one.is_counted]
-        landings = [one for known in self._names.known.values() for one in known.landings]
-        boxes = {
-            (one.target.index, box) for one in landings for box in one.regions if box is not None
-        }
-        sizes = self._coverage.sizes
-        index = np.fromiter((index for index, _ in boxes), np.int64, len(boxes))
-        numel = np.fromiter((box.numel for _, box in boxes), np.float64, len(boxes))
-        counted = np.bincount(index, numel, len(sizes)).astype(np.int64)
+        self._known = len(known)
+        self._made_into = [name for name, one in known.items() if not one.is_counted]
+        landings = [landing for one in known.values() for landing in one.landings]
         self._is_reached = np.zeros(len(sizes), bool)
         self._is_reached[[one.target.index for one in landings]] = True
+        counted = np.zeros_like(sizes)
+        for index, box in {(one.target.index, box) for one in landings for box in one.regions}:
+            counted[index] += 0 if box is None else box.numel
         # What the start did not write is lacking until an update writes it.
-        is_sent = np.array([_is_sent(one) for one in self._targets], bool)
-        self._was_never = is_sent & ~self._is_reached
-        self._are_no_biases = np.zeros(len(sizes), bool)
-        never = np.flatnonzero(self._was_never).tolist()
-        self._are_no_biases[never] = [_is_no_bias(self._targets[at]) for at in never]
-        written, is_fused = self._coverage.new_elements(0), [one.is_fused for one in self._targets]
-        is_part_of = np.array(is_fused, bool) & (written > 0) & (written < sizes)
+        self._was_never = ~self._is_reached & self._each(_is_sent)
+        never = set(np.flatnonzero(self._was_never).tolist())
+        self._are_no_biases = self._each(lambda one: one.index in never and _is_no_bias(one))
+        written = self._coverage.new_elements(0)
+        is_part_of = self._each(lambda one: one.is_fused) & (written > 0) & (written < sizes)
         elements = np.minimum(counted, sizes)
         self._elements = np.where(self._was_never | is_part_of, sizes, elements)
+
+    def _each(self, holds: Callable[[Target], bool]) -> np.ndarray:
+        return np.array([holds(one) for one in self._targets], bool)
 
 
 def _is_sent(target: Target) -> bool:

@@ -15,10 +15,10 @@ import numpy as np
 from ...wire.refit_note import RefitNote
 from ..arrival.update import Update
 from ..model.draft import lost_of_drafts
-from .refit_record import Outcome, Part, Refit, Session, State, Verdict
+from .refit_record import Arrived, Outcome, Refit, Session, State, Verdict
 
 MAX_LISTED = 16
-_MAX_REMEMBERED = 256
+MAX_REMEMBERED = 256
 
 
 class RefitLog:
@@ -35,6 +35,7 @@ class RefitLog:
         session: whether one is open.
         moved_to: the version of the refit that ended last, where what is served is of one piece since, until it was
             told.
+        begun: refits that something may be served of, in order; and some more.
         is_in_step: whether the calls of clients that open no session and name nothing are known to begin
             with the first call of an update.
     """
@@ -50,8 +51,8 @@ class RefitLog:
         self.session: Session | None = None
         self.moved_to: str | None = None
         self.is_in_step = True
+        self.begun: list[Refit] = []
         self._count = 0
-        self._begun: list[Refit] = []
 
     @property
     def state(self) -> State:
@@ -70,11 +71,6 @@ class RefitLog:
         current = self.current
         return None if current is None or current.outcome is Outcome.OK else current
 
-    @property
-    def has_many(self) -> bool:
-        """Whether it remembers many refits, most of which nothing may be served of."""
-        return len(self._begun) > _MAX_REMEMBERED
-
     # -- where a refit begins ----------------------------------------------------------------------
 
     def why_another(self, update: Update) -> str:
@@ -92,17 +88,17 @@ class RefitLog:
             return "it had asked for the flush, and a call came that did not"
         return ""
 
-    def begin(self, update: Update, since: int, parts: Sequence[Part] = ()) -> Refit:
+    def begin(self, update: Update, since: int, calls: Sequence[Arrived] = ()) -> Refit:
         """The refit of a call that belongs to no current one.
 
         Args:
             since: stamp of its first call.
-            parts: its calls before this one.
+            calls: of it before this one.
         """
         refit = self.current = self._new(update, since)
         self.moved_to = None
-        refit.parts = list(parts)
-        self._begun.append(refit)
+        refit.calls = list(calls)
+        self.begun.append(refit)
         if refit.session is not None:
             refit.session.has_begun = True
         return refit
@@ -143,7 +139,7 @@ class RefitLog:
         if update.is_last_call and (current.has_waited or not verdict.has_taken):
             return True
         # All came, once each. Of one update, if the first of these calls was its first.
-        return verdict.is_complete and (self.is_in_step or len(current.parts) == 1)
+        return verdict.is_complete and (self.is_in_step or len(current.calls) == 1)
 
     def end_request(self, verdict: Verdict, update: Update) -> Refit | None:
         """Behind a request of the current refit. Returns the refit, if it ends here.
@@ -153,8 +149,13 @@ class RefitLog:
         """
         current = self.current
         assert current is not None
-        if update.ends_session and current.session is not None and not verdict.is_complete:
-            verdict = replace(verdict, failures=(*verdict.failures, *current.session.failure()))
+        failed = current.session.failed if current.session is not None else None
+        if update.ends_session and failed is not None and not verdict.is_complete:
+            text = (
+                f"{failed.describe()} of this session failed, and not everything came again behind it. "
+                "Send the update again, whole"
+            )
+            verdict = replace(verdict, failures=(*verdict.failures, text))
         if self.is_over(update, verdict):
             ended = self.conclude(verdict)
             is_flushed = update.is_last_call and current.has_waited
@@ -213,10 +214,6 @@ class RefitLog:
         self.failures = (self.failures + new)[-MAX_LISTED:]
         self.moved_to = None
 
-    def unload(self) -> None:
-        """The memory of the weights is gone."""
-        self.current, self.is_unloaded = None, True
-
     # -- what is served ----------------------------------------------------------------------------
 
     def refits_of(self, stamps: np.ndarray) -> list[Refit]:
@@ -225,8 +222,8 @@ class RefitLog:
         Args:
             stamps: of everything that is served.
         """
-        begun = np.array([refit.since for refit in self._begun], np.int64)
+        begun = np.array([refit.since for refit in self.begun], np.int64)
         used = np.unique(np.searchsorted(begun, stamps, "right") - 1)
-        found = [self._begun[at] for at in used.tolist() if at >= 0]
-        self._begun = list(dict.fromkeys([*found, *self._begun[-1:]]))
+        found = [self.begun[at] for at in used.tolist() if at >= 0]
+        self.begun = list(dict.fromkeys([*found, *self.begun[-1:]]))
         return found

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
 
 from ...wire.refit_note import RefitNote
 from ...wire.stages import BETWEEN_REQUESTS, Mark, seconds_by_stage
@@ -58,7 +61,6 @@ class Verdict:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every parameter came in it."""
         return not self.lacking
 
     def left_out(self) -> str:
@@ -80,8 +82,7 @@ class Session:
     """What a client opened with `begin_weight_update`.
 
     Attributes:
-        note: that came with it.
-        number: of the model's memory when it was opened; None where a note says what is to come.
+        number: of the model's memory when it was opened; None where the note says what is to come.
         has_begun: whether a refit has.
         failed: the last refit in it that failed.
     """
@@ -91,35 +92,29 @@ class Session:
     has_begun: bool = False
     failed: Refit | None = None
 
-    def failure(self) -> list[str]:
-        """Say why it fails unless all parameters came behind the refit that failed; nothing if none did."""
-        if self.failed is None:
-            return []
-        return [
-            f"{self.failed.describe()} of this session failed, and not everything came again behind it. "
-            "Send the update again, whole"
-        ]
 
-
-@dataclass(frozen=True)
-class Part:
-    """One call of a refit.
+class Arrived(NamedTuple):
+    """What one call brought, and when.
 
     Attributes:
-        stamp: its number among all calls.
-        tensors, nbytes, seconds: what came, and how long it took.
-        has_taken: whether any of its tensors reached a parameter.
+        numbers: of all names, int64 [tensors].
+        nbytes: that came.
+        has_taken: whether any of it reached a parameter.
+        narrowed: names of what came with fewer bits than it is served with: BF16 for an FP32 parameter.
+        stamp: its number among all calls, once it has ended; and `seconds` that it took.
         has_waited: whether it did not ask for the flush.
-        narrowed: as in `Refit`.
     """
 
-    stamp: int
-    tensors: int
+    numbers: np.ndarray
     nbytes: int
-    seconds: float
     has_taken: bool
-    has_waited: bool
     narrowed: tuple[str, ...] = ()
+    stamp: int = -1
+    seconds: float = 0.0
+    has_waited: bool = False
+
+
+NOTHING = Arrived(np.empty(0, np.int64), 0, has_taken=False)
 
 
 @dataclass(eq=False)
@@ -129,9 +124,6 @@ class Refit:
     Attributes:
         id: counts from 1, the same on every rank.
         since: stamp of its first call: a larger one is of it, or of a later refit.
-        note: what the client says of it.
-        session: that it belongs to.
-        parts: its calls, in order.
         found: what all ranks said behind its last request; None before.
         given_up: why it ended, if nobody ended it.
         cache_flushed: whether SGLang flushed its cache behind it; None if it was not asked to.
@@ -145,7 +137,7 @@ class Refit:
     note: RefitNote | None = None
     version: str | None = None
     session: Session | None = None
-    parts: list[Part] = field(default_factory=list)
+    calls: list[Arrived] = field(default_factory=list)
     found: Verdict | None = None
     outcome: Outcome = Outcome.OPEN
     errors: list[str] = field(default_factory=list)
@@ -168,13 +160,11 @@ class Refit:
 
     @property
     def has_taken(self) -> bool:
-        """Whether any of its tensors reached a parameter."""
-        return any(part.has_taken for part in self.parts)
+        return any(call.has_taken for call in self.calls)
 
     @property
     def has_waited(self) -> bool:
-        """Whether a call of it did not ask for the flush."""
-        return any(part.has_waited for part in self.parts)
+        return any(call.has_waited for call in self.calls)
 
     @property
     def is_bare(self) -> bool:
@@ -183,13 +173,11 @@ class Refit:
 
     @property
     def tensors(self) -> int:
-        """Names that came; none comes twice in a refit."""
-        return sum(part.tensors for part in self.parts)
+        return sum(len(call.numbers) for call in self.calls)
 
     @property
     def narrowed(self) -> list[str]:
-        """Names of what came with fewer bits than it is served with: BF16 for an FP32 parameter."""
-        return [name for part in self.parts for name in part.narrowed]
+        return [name for call in self.calls for name in call.narrowed]
 
     @property
     def is_partial(self) -> bool:

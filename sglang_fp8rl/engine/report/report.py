@@ -1,12 +1,12 @@
-"""What refits wrote, and whether the served weights are of one piece."""
+"""What refits wrote, and what is still lacking in the one that runs."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,54 +16,27 @@ from ..arrival.update import Origin, Update
 from ..interception import Region
 from ..model.landings import NameTable
 from ..model.parameters import Target
-from .coverage import NEVER, CoverageTable, FullExtent, longer
-from .law import MAX_LISTED, RefitLog
-from .refit_record import Outcome, Part, Refit, Session, Verdict
+from .coverage import NEVER, CoverageTable, FullExtent
+from .law import MAX_LISTED, MAX_REMEMBERED, RefitLog
+from .refit_record import Arrived, Outcome, Refit, Session, Verdict
 from .sent_twice import SentTwice
-
-
-class Arrived(NamedTuple):
-    """What one call brought.
-
-    Attributes:
-        numbers: of all names.
-        nbytes: that came.
-        has_taken: whether any of it reached a parameter.
-        narrowed: names of what came with fewer bits than it is served with.
-    """
-
-    numbers: np.ndarray
-    nbytes: int
-    has_taken: bool
-    narrowed: tuple[str, ...] = ()
-
-
-NOTHING = Arrived(np.empty(0, np.int64), 0, has_taken=False)
 
 
 class RefitReport:
     """Bookkeeping of one model: cheap on the way, read by the status section.
 
-    Args:
+    Attributes:
         targets: every parameter.
         names: that the model takes.
-
-    Attributes:
-        log: which refits there were.
-        brought, coverage: when each name, and each part of a parameter, came last.
-        reached_at: per parameter, the stamp of the call that reached it last.
-        sent_twice: what came for a parameter that another tensor writes.
         unknown_because: why it is not known what a full refit writes; empty if it is.
+        brought, coverage: when each name, and each part of a parameter, came last.
     """
 
     def __init__(self, targets: Iterable[Target], names: NameTable) -> None:
         self.targets, self.names, self.unknown_because = list(targets), names, ""
         self.coverage = CoverageTable([tuple(target.parameter.shape) for target in self.targets])
-        self.brought = NamesBrought()
-        self.log = RefitLog()
-        self.sent_twice = SentTwice()
+        self.brought, self.sent_twice, self.log = NamesBrought(), SentTwice(), RefitLog()
         self._extent = FullExtent(self.targets, self.coverage, names)
-        self.reached_at = np.full(len(self.targets), NEVER)
         self._started = 0.0
 
     # -- filled during an update -----------------------------------------------------------------
@@ -80,8 +53,8 @@ class RefitReport:
         self._started = time.perf_counter()
         log = self.log
         log.stamp += 1
-        if log.has_many:
-            log.refits_of(self.oldest()[1])
+        if len(log.begun) > MAX_REMEMBERED:
+            log.refits_of(self.coverage.oldest()[1])
         latest, name = self.brought.latest(numbers)
         if log.current is not None and (reason := log.why_another(update)):
             self.give_up(reason)
@@ -94,28 +67,17 @@ class RefitReport:
 
     def _begin_behind(self, current: Refit, latest: int, reason: str, update: Update) -> None:
         """A tensor comes again: a refit has it once, so it began behind the call that brought it before."""
-        behind: list[Part] = []
+        behind: list[Arrived] = []
         if self.log.running is not None:
-            behind = [part for part in current.parts if part.stamp > latest]
-            current.parts = [part for part in current.parts if part.stamp <= latest]
+            behind = [call for call in current.calls if call.stamp > latest]
+            current.calls = [call for call in current.calls if call.stamp <= latest]
         self.give_up(reason)
         if behind:
             self.log.begin(update, latest + 1, behind)
 
     def written(self, target: Target, region: Region | None) -> int | None:
         """Returns the number of the box; None for what is no box."""
-        stamp, number = self.log.stamp, None
-        if region is not None:
-            number = self.coverage.number_of(target.index, region)
-            self.coverage.write_one(number, stamp)
-        self.reached_at[target.index] = stamp
-        return number
-
-    def written_again(self, targets: np.ndarray, regions: np.ndarray) -> None:
-        """As `written` for many at once: the targets' indices, and the regions' numbers."""
-        stamp = self.log.stamp
-        self.coverage.write(regions, stamp)
-        self.reached_at[targets] = stamp
+        return self.coverage.write_one(target.index, region, self.log.stamp)
 
     @property
     def refit(self) -> Refit:
@@ -129,13 +91,11 @@ class RefitReport:
         Args:
             errors: name (or "") to what went wrong.
         """
-        refit, stamp = self.refit, self.log.stamp
+        stamp, seconds = self.log.stamp, time.perf_counter() - self._started
         self.brought.bring(arrived.numbers, stamp)
-        seconds = time.perf_counter() - self._started
-        tensors, has_waited = len(arrived.numbers), not update.is_last_call
-        rest = arrived.has_taken, has_waited, arrived.narrowed
-        part = Part(stamp, tensors, arrived.nbytes, seconds, *rest)
-        refit.parts.append(part)
+        has_waited = not update.is_last_call
+        call = arrived._replace(stamp=stamp, seconds=seconds, has_waited=has_waited)
+        self.refit.calls.append(call)
         if errors:
             self.fail(errors.values(), update)
         elif update.origin is Origin.STARTUP:
@@ -208,18 +168,12 @@ class RefitReport:
 
     def weights_lost(self) -> None:
         """Their memory was given back: nothing of what was written is there any more."""
-        self.log.unload()
+        self.log.current, self.log.is_unloaded = None, True
         self.coverage.forget()
-        self.reached_at[:] = NEVER
-
-    def oldest(self) -> tuple[np.ndarray, np.ndarray]:
-        """Parameters that were ever written, by index, and the stamp of the oldest part of each."""
-        written = np.flatnonzero(self.reached_at != NEVER)
-        return written, np.minimum(self.coverage.oldest(), self.reached_at)[written]
 
     def lacking(self) -> np.ndarray:
         """Per parameter, whether the running refit left some of it out until now."""
-        return self._extent.lacking(self.refit.since, self.reached_at)
+        return self._extent.lacking(self.refit.since)
 
 
 MAX_NAMES = 1 << 20  # ten times what the largest checkpoints have
@@ -235,22 +189,20 @@ class NamesBrought:
 
     def numbers_of(self, names: Iterable[str]) -> np.ndarray:
         """A number for each name; it stays the same."""
-        numbers, found = self._numbers, []
-        for name in names:
-            if len(numbers) >= MAX_NAMES and name not in numbers:
-                raise RefitError(
-                    name,
-                    f"a new name behind {MAX_NAMES} others",
-                    "each refit brings the same names, those of the checkpoint",
-                    "Look at what the trainer calls its tensors; a server that is started anew forgets them.",
-                )
-            number = numbers.setdefault(name, len(numbers))
-            if number == len(self._names):
-                self._names.append(name)
-            found.append(number)
-        if len(numbers) > len(self._stamps):
-            self._stamps = longer(self._stamps, 2 * len(numbers), NEVER)
-        return np.array(found, np.int64)
+        names, numbers = list(names), self._numbers
+        new = [name for name in dict.fromkeys(names) if name not in numbers]
+        if len(numbers) + len(new) > MAX_NAMES:
+            raise RefitError(
+                new[MAX_NAMES - len(numbers)],
+                f"a new name behind {MAX_NAMES} others",
+                "each refit brings the same names, those of the checkpoint",
+                "Look at what the trainer calls its tensors; a server that is started anew forgets them.",
+            )
+        if new:
+            self._names += new
+            numbers.update(zip(new, itertools.count(len(numbers)), strict=False))
+            self._stamps = np.pad(self._stamps, (0, len(new)), constant_values=NEVER)
+        return np.fromiter(map(numbers.__getitem__, names), np.int64, len(names))
 
     def bring(self, numbers: np.ndarray, stamp: int) -> None:
         """These names came in the call of that stamp, which is larger than any before."""
@@ -260,11 +212,12 @@ class NamesBrought:
         """The stamp of the last call that brought any of these names, and the first one that it brought."""
         if not len(numbers):
             return NEVER, ""
-        at = int(self._stamps[numbers].argmax())
-        return int(self._stamps[numbers[at]]), self._names[numbers[at]]
+        last = numbers[self._stamps[numbers].argmax()]
+        return int(self._stamps[last]), self._names[last]
 
     def not_brought(self, names: Iterable[str], since: int) -> list[str]:
         """Those of `names` that did not come at that stamp or later."""
         names = list(names)
-        came = self._stamps[self.numbers_of(names)] >= since
+        numbers = self.numbers_of(names)  # first: it makes room for names that never came
+        came = self._stamps[numbers] >= since
         return [name for name, has_come in zip(names, came.tolist(), strict=True) if not has_come]

@@ -238,7 +238,10 @@ def test_what_is_made_behind_the_first_update_is_found_before_a_second():
 
 
 def test_a_proof_and_a_release_look_too():
-    for look in (lambda refit: refit.derived.renewed([]), lambda r: r.constants.keep()):
+    for look in (
+        lambda refit: refit.derived.renewed([]),
+        lambda r: r.derived.kept_copies.keep_constants(),
+    ):
         module = Held(1.0, 2.0)
         refit = served(module, lambda _: None)
         update(refit)
@@ -256,10 +259,10 @@ def test_what_no_update_sends_is_kept_over_a_release():
     module.scale = [torch.rsqrt(torch.tensor(2.0))]  # Gemma 4 has two such
     module.register_buffer("table", torch.arange(3.0))  # SGLang's own handler keeps these
     refit = served(module, lambda _: None)
-    refit.constants.keep()
+    refit.derived.kept_copies.keep_constants()
     for one in (module.a, module.scale[0], module.table):
         one.data.fill_(7)
-    refit.constants.put_back()
+    refit.derived.kept_copies.put_constants_back()
     assert torch.equal(module.scale[0], torch.rsqrt(torch.tensor(2.0)))
     assert (module.a == 7).all()
     assert (module.table == 7).all()

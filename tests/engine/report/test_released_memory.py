@@ -143,7 +143,7 @@ def test_constants_that_no_update_sends_come_back(host):
 @on("qwen3-tp2")
 def test_what_a_resume_raises_on_one_rank_every_rank_says(host):
     """SGLang's answer to it has no room for an error, and its scheduler ends with what is raised."""
-    name = "model.constants:Constants.put_back"
+    name = "model.kept_copies:KeptCopies.put_constants_back"
     host.call_all(injected_in, name, 1, release_and_resume, ["weights"], True)
     for rank in host.call_all(status):
         assert rank["state"] == "failed"

@@ -48,7 +48,7 @@ class Coverage:
         self.table = CoverageTable([(2, 2), shape, shape])
 
     def add(self, region, call):
-        self.table.write_one(self.table.number_of(1, region), call)
+        self.table.write_one(1, region, call)
 
     def new_elements(self, since):
         before, count, behind = self.table.new_elements(since)
@@ -97,9 +97,10 @@ def test_boxes_written_together_and_one_by_one_are_counted_alike():
             start = (0 if whole else generator.randrange(8), generator.choice((0, 3)), 0)
             region = Region(start, (8 if whole else 1, 3, 4))
             drawn.append((generator.randrange(3), region))
-        together.write(np.array([together.number_of(*one) for one in drawn]), call)
+        numbers = np.array([together.number_of(*one) for one in drawn])
+        together.write(np.array([parameter for parameter, _ in drawn]), numbers, call)
         for one in drawn:
-            single.write_one(single.number_of(*one), call)
+            single.write_one(*one, call)
             written = {box: at for box, at in written.items() if box == one or not meet(box, one)}
             written[one] = call
         for since in (0, call - 2, call):

@@ -146,9 +146,9 @@ def test_what_the_first_pass_changes_is_refused_whatever_came_before_it(before):
         update(refit, weights(refit.model, 1))
         refit.derived.end_of_update()
     elif before == "a release":
-        refit.constants.keep()
+        refit.derived.kept_copies.keep_constants()
         refit.model.constant.fill_(NAN)
-        refit.constants.put_back()
+        refit.derived.kept_copies.put_constants_back()
     update(refit, weights(refit.model, 2))  # what no pass has changed is no reason
     refit.derived.end_of_update()
     refit.model.constant[0], refit.runner.forward_pass_id = 9, 1

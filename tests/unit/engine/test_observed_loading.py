@@ -245,7 +245,7 @@ def test_a_refit_whose_extent_can_t_be_learnt_fails_and_says_so():
     (why,) = refit.report.verdict().failures
     assert "b.weight" in why
     assert "--load-format dummy" in why
-    assert not refit.names.is_filled
+    assert not refit.names.known
 
 
 @pytest.mark.parametrize("kind", [Toy, Cut, Threads])

@@ -13,8 +13,8 @@ from sglang_fp8rl.engine.interception import Region
 from sglang_fp8rl.engine.model.landings import Known, Landing, NameTable
 from sglang_fp8rl.engine.model.parameters import Target
 from sglang_fp8rl.engine.report import report
-from sglang_fp8rl.engine.report.refit_record import Outcome, State
-from sglang_fp8rl.engine.report.report import Arrived, RefitReport
+from sglang_fp8rl.engine.report.refit_record import Arrived, Outcome, State
+from sglang_fp8rl.engine.report.report import RefitReport
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.wire.refit_note import RefitNote
 
@@ -298,7 +298,7 @@ def test_what_is_remembered_of_refits_is_bounded(server, monkeypatch):
         note = RefitNote(str(number), extent="partial") if number % 2 else partial
         server.call("norm", note=note, flush=True)
         server.call("embed", flush=True)
-    assert len(server.log._begun) < 300
+    assert len(server.log.begun) < 300
     assert len(server.log.left_out) <= 16
     assert [row["parameters"] for row in served(server.report)] == [
         1,
@@ -339,9 +339,16 @@ def test_a_refit_that_wrote_nothing_is_none(server):
 
 
 def test_released_memory_is_unloaded_until_a_complete_refit(server):
-    server.log.unload()
+    server.report.weights_lost()
     assert server.call(*HALVES[0], flush=True) is State.UNLOADED
     assert server.full() is State.WHOLE
+
+
+def test_names_that_never_came_are_among_those_that_did_not():
+    """Of a server on dummy weights the first bucket is the first that names anything."""
+    brought = report.NamesBrought()
+    brought.bring(brought.numbers_of(["norm"]), 3)
+    assert brought.not_brought([*NAMES, *"abc"], 3) == [*NAMES[:-1], *"abc"]
 
 
 def test_what_is_kept_of_undeclared_partial_refits_is_bounded(server, monkeypatch):

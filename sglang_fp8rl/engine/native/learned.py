@@ -1,0 +1,98 @@
+"""What SGLang's own layers do with tensors that are alike: seen twice, and not run again from then on.
+
+Their loaders choose a part of the tensor and a place for it by their arguments. Where a layout is not
+replayed (it comes in other buckets each time, or with a tensor with which SGLang computes) two thirds of
+what an update costs would be to watch that choice for each of 18,000 experts, every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..interception import Write, storage_of, unwatched
+from ..model.parameters import Target
+from .observer import LoaderWrites
+
+# Where the loaders are that were read, in all supported versions: they keep nothing, and leave no word to others.
+# Those of models may: DeepSeek-V4's host table tells its ranks of a write, and they wait for one another.
+_LAYERS = (
+    "sglang.srt.layers.linear",
+    "sglang.srt.layers.moe.fused_moe_triton.layer",
+    "sglang.srt.layers.vocab_parallel_embedding",
+)
+# Arguments that are the same if they are equal. Not `bool`, which equals numbers.
+_VALUES = (str, int, type(None))
+
+
+class _Copy(NamedTuple):
+    """A write without its source; `part` has offset, shape and strides of that in what came, and is None of a fill."""
+
+    part: tuple[int, tuple[int, ...], tuple[int, ...]] | None
+    write: Write
+
+    def of(self, loaded: torch.Tensor) -> Write:
+        if self.part is None:
+            return self.write
+        offset, shape, stride = self.part
+        source, one = loaded.as_strided(shape, stride, loaded.storage_offset() + offset), self.write
+        return Write(source, one.fill, one.offset, one.shape, one.stride, one.region)
+
+
+class LearnedLoaders:
+    """What loaders did with tensors of one dtype, shape and strides, for the same arguments.
+
+    That a loader copies and asks for no value is seen. That only its arguments decide what it does is
+    assumed, as for a recipe (`Target.is_repeatable`), of what did the same twice.
+    """
+
+    def __init__(self) -> None:
+        self._once: dict[
+            int, int
+        ] = {}  # hashes: most layouts are replayed, and need no second time
+        self._twice: dict[tuple, tuple[_Copy, ...]] = {}
+
+    def key_of(
+        self, target: Target, native: Any, loaded: torch.Tensor, args: tuple, kwargs: dict
+    ) -> tuple | None:
+        """What a loader call is known by; None if what it does can't be learnt."""
+        is_read = getattr(native, "__module__", "") in _LAYERS and target.is_repeatable
+        if not is_read or not all(type(one) in _VALUES for one in (*args, *kwargs.values())):
+            return None
+        given = (*args, *sorted(kwargs.items()))
+        return target.index, given, loaded.dtype, loaded.shape, loaded.stride()
+
+    def again(self, key: tuple | None, loaded: torch.Tensor) -> list[Write] | None:
+        """What the loader would write; None where it has to run."""
+        copies = None if key is None else self._twice.get(key)
+        if copies is None:
+            return None
+        with unwatched():
+            return [one.of(loaded) for one in copies]
+
+    def note(self, key: tuple, loaded: torch.Tensor, found: LoaderWrites) -> None:
+        """Learn what the loader did with that tensor."""
+        if found.is_more or not all(_is_of(one.source, loaded) for one in found.writes):
+            return
+        copies = tuple(_copy(one, loaded) for one in found.writes)
+        before = self._once.get(hash(key))
+        self._once[hash(key)] = hash(copies)
+        if before == hash(copies):
+            self._twice[key] = copies
+
+
+def _is_of(source: torch.Tensor | None, loaded: torch.Tensor) -> bool:
+    """Whether it is a view of that tensor; a loader may write what it made, or what came before."""
+    if source is None:
+        return True
+    return source.dtype == loaded.dtype and storage_of(source) == storage_of(loaded)
+
+
+def _copy(write: Write, loaded: torch.Tensor) -> _Copy:
+    source, part = write.source, None
+    if source is not None:
+        offset = int(source.storage_offset()) - int(loaded.storage_offset())
+        part = offset, tuple(source.shape), source.stride()
+    return _Copy(part, replace(write, source=None))

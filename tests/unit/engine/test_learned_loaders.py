@@ -1,0 +1,290 @@
+"""A loader of SGLang's layers that did the same twice is not run again; one of which anything else was seen is.
+
+The judge is the same model without this package, through the same updates.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_fp8rl.config import Options
+from sglang_fp8rl.engine.arrival.update import Origin, Update
+from sglang_fp8rl.engine.model.parameters import Target
+from sglang_fp8rl.engine.native import learned
+from sglang_fp8rl.engine.refit import ModelRefit
+from sglang_fp8rl.errors import RefitError
+from tools.census.toys.toy import Named, weights
+
+
+class Fused(nn.Module):
+    """A layer of two parts and one beside it, loaded by a loader that is told the part and counts its runs."""
+
+    names = ("first", "second", "beside")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Parameter(torch.zeros(12, 4), requires_grad=False)
+        self.beside = nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+        self.both.weight_loader = self.load_part
+        self.beside.weight_loader = self.load_beside
+        self.runs = 0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(self.names, (6, 4))
+
+    def load_weights(self, pairs: Named) -> None:
+        for name, tensor in pairs:
+            if name == "beside":
+                self.beside.weight_loader(self.beside, tensor)
+            else:
+                self.both.weight_loader(self.both, tensor, self.names.index(name))
+
+    def load_beside(self, parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+        parameter.data.copy_(loaded)
+
+    def load_part(self, parameter: torch.Tensor, loaded: torch.Tensor, part: int) -> None:
+        self.runs += 1
+        assert loaded.shape == (6, 4)
+        parameter.data.narrow(0, 6 * part, 6).copy_(loaded)
+
+
+class Turned(Fused):
+    """A view of a part of it, and a fill."""
+
+    def load_part(self, parameter, loaded, part):
+        self.runs += 1
+        half = loaded.narrow(1, 2 * part, 2)
+        parameter.data[6 * part : 6 * part + 6, :2].copy_(half)
+        parameter.data[6 * part : 6 * part + 6, 2:].fill_(part)
+
+
+LEARNED = [Fused, Turned]
+
+
+class Keeps(Fused):
+    """Half of each is written at once, the rest with the next one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def load_part(self, parameter, loaded, part):
+        self.runs += 1
+        parameter.data[6 * part : 6 * part + 3].copy_(loaded[:3])
+        self.kept[part] = loaded[3:]
+        if len(self.kept) == 2:
+            for at, one in self.kept.items():
+                parameter.data[6 * at + 3 : 6 * at + 6].copy_(one)
+            self.kept.clear()
+
+
+class TakesTurns(Fused):
+    """Each time the other way round."""
+
+    def load_part(self, parameter, loaded, part):
+        self.runs += 1
+        at = (part + self.runs // 2) % 2
+        parameter.data.narrow(0, 6 * at, 6).copy_(loaded)
+
+
+class AsksForAValue(Fused):
+    def load_part(self, parameter, loaded, part):
+        self.runs += 1
+        rows = parameter.data.narrow(0, 6 * part, 6)
+        rows.copy_(loaded if float(loaded[0, 0]) > 0 else loaded.flip(0))
+
+
+class Computes(Fused):
+    def load_part(self, parameter, loaded, part):
+        self.runs += 1
+        parameter.data.narrow(0, 6 * part, 6).copy_(loaded * 2)
+
+
+class WritesAnother(Fused):
+    def load_part(self, parameter, loaded, part):
+        super().load_part(parameter, loaded, part)
+        self.beside.data.copy_(loaded)
+
+
+class CallsAnother(Fused):
+    def load_part(self, parameter, loaded, part):
+        super().load_part(parameter, loaded, part)
+        self.beside.weight_loader(self.beside, loaded)
+
+
+class NamesItsParts(Fused):
+    """Two numbers that mean nothing without their names."""
+
+    def load_weights(self, pairs):
+        for name, tensor in pairs:
+            if name == "beside":
+                self.beside.weight_loader(self.beside, tensor)
+            else:
+                self.both.weight_loader(self.both, tensor, **{name: 0})
+
+    def load_part(self, parameter, loaded, first=None, second=None):
+        super().load_part(parameter, loaded, 0 if second is None else 1)
+
+
+class TellsTrueFromOne(Fused):
+    def load_weights(self, pairs):
+        for name, tensor in pairs:
+            if name == "beside":
+                self.beside.weight_loader(self.beside, tensor)
+            else:
+                self.both.weight_loader(self.both, tensor, True if name == "first" else 1)
+
+    def load_part(self, parameter, loaded, part):
+        super().load_part(parameter, loaded, 0 if part is True else 1)
+
+
+class TakesAList(Fused):
+    def load_weights(self, pairs):
+        for name, tensor in pairs:
+            part = [] if name == "beside" else [self.names.index(name)]
+            parameter = self.both if part else self.beside
+            parameter.weight_loader(parameter, tensor, part)
+
+    def load_beside(self, parameter, loaded, part):
+        parameter.data.copy_(loaded)
+
+    def load_part(self, parameter, loaded, part):
+        super().load_part(parameter, loaded, *part)
+
+
+LEARNED += [NamesItsParts]
+RUN_EACH_TIME = [
+    *(TakesTurns, AsksForAValue, Computes, WritesAnother, CallsAnother, TakesAList),
+]
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """These loaders count as those of SGLang's layers."""
+    monkeypatch.setattr(learned, "_LAYERS", (__name__,))
+
+
+def served(kind: type[Fused]) -> ModelRefit:
+    refit = ModelRefit(kind(), Options(replay=False), {}, list)
+    refit.attach()
+    return refit
+
+
+def send(refit: ModelRefit, pairs: list[tuple[str, torch.Tensor]]) -> None:
+    with refit.during(Update(Origin.TENSOR)):
+        refit.model.load_weights([(name, one.clone()) for name, one in pairs])
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("kind", [*LEARNED, *RUN_EACH_TIME, TellsTrueFromOne])
+def test_updates_leave_what_the_model_alone_leaves(kind):
+    check_updates(kind)
+
+
+def test_a_loader_of_a_model_may_keep_what_it_is_given():
+    check_updates(Keeps)
+
+
+def check_updates(kind):
+    refit, alone = served(kind), kind()
+    refit.model.load_weights(iter(weights(alone, 0).items()))
+    alone.load_weights(iter(weights(alone, 0).items()))
+    for seed in range(1, 7):
+        pairs = list(weights(alone, seed).items())
+        send(refit, pairs)
+        alone.load_weights(pairs)
+        for name in ("both", "beside"):
+            assert torch.equal(getattr(refit.model, name), getattr(alone, name)), (seed, name)
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("kind", LEARNED)
+def test_a_loader_that_did_the_same_twice_is_not_run_again(kind):
+    refit, random = served(kind), Random(0)
+    refit.model.load_weights(iter(weights(refit.model, 0).items()))
+    runs = []
+    for seed in range(1, 6):
+        before, pairs = refit.model.runs, list(weights(refit.model, seed).items())
+        random.shuffle(pairs)  # in any order, and in other buckets each time
+        cut = random.randrange(1, 3)
+        send(refit, pairs[:cut])
+        send(refit, pairs[cut:])
+        runs.append(refit.model.runs - before)
+    assert runs == [2, 2, 0, 0, 0]
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("kind", RUN_EACH_TIME)
+def test_a_loader_of_which_more_was_seen_is_run_each_time(kind):
+    refit = served(kind)
+    refit.model.load_weights(iter(weights(refit.model, 0).items()))
+    for seed in range(1, 6):
+        before = refit.model.runs
+        send(refit, list(weights(refit.model, seed).items()))
+        # One that computes is run once more, on the parameter.
+        assert refit.model.runs - before >= 2, seed
+
+
+@pytest.mark.usefixtures("known")
+def test_a_loader_whose_experts_may_move_is_run_each_time(monkeypatch):
+    monkeypatch.setattr(Target, "is_repeatable", False)
+    refit = served(Fused)
+    for seed in range(5):
+        before = refit.model.runs
+        send(refit, list(weights(refit.model, seed).items()))
+        assert refit.model.runs - before == 2
+
+
+@pytest.mark.usefixtures("known")
+def test_a_tensor_of_another_shape_or_dtype_is_not_taken_for_what_was_learnt():
+    refit = served(Fused)
+    refit.model.load_weights(iter(weights(refit.model, 0).items()))
+    for seed in (1, 2, 3):
+        send(refit, list(weights(refit.model, seed).items()))
+    pairs = weights(refit.model, 4)
+    runs = refit.model.runs
+    send(refit, [(name, one.bfloat16()) for name, one in pairs.items()])
+    assert refit.model.runs - runs == 2
+    assert torch.equal(refit.model.both[:6], pairs["first"].bfloat16().float())
+    before = refit.model.both.clone()
+    with pytest.raises(RefitError, match="shape"):
+        send(refit, [("first", torch.zeros(12, 4))])
+    with pytest.raises(RefitError, match="first: NaN or Inf"):
+        send(refit, [("first", torch.full((6, 4), float("nan")))])
+    assert torch.equal(refit.model.both, before)
+
+
+@pytest.mark.usefixtures("known")
+def test_what_is_sent_is_let_go_of():
+    refit = served(Fused)
+    refit.model.load_weights(iter(weights(refit.model, 0).items()))
+    for seed in (1, 2, 3, 4):
+        pairs = list(weights(refit.model, seed).items())
+        storages = [one.untyped_storage() for _, one in pairs]
+        with refit.during(Update(Origin.TENSOR)):
+            refit.model.load_weights(list(pairs))
+        del pairs
+        assert all(torch._C._storage_Use_Count(one._cdata) == 1 for one in storages), seed
+
+
+def test_the_loaders_of_sglangs_layers_are_where_they_are_looked_for():
+    from sglang.srt.layers.linear import (
+        ColumnParallelLinear,
+        LinearBase,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    kinds = [ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear]
+    for kind in (*kinds, FusedMoE, VocabParallelEmbedding):
+        assert kind.weight_loader.__module__ in learned._LAYERS
+        assert (
+            not issubclass(kind, LinearBase) or kind.weight_loader_v2.__module__ in learned._LAYERS
+        )
