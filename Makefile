@@ -109,7 +109,7 @@ verl: .venv/.ready  ## veRL's own trainer on a CPU: FP8, BF16, an actor that tra
 verl-short: .venv/.ready  ## three steps of it with FP8, for CI
 	PYTHONPATH=benchmarks .venv/bin/python -m verl_trainer --short $(ARGS)
 
-census: .venv/.ready  ## every model class SGLang has: is a replayed refit a fresh load? (ARGS="--only REGEX" or "--write")
+census: .venv/.ready  ## every model class SGLang has: is a replayed refit a fresh load? (ARGS="--only REGEX", "--write", "--tp 2" or "--ep 2")
 	@.venv/bin/python -m tools.census $(ARGS)
 
 census-oldest: .venv-oldest/.ready  ## the same on the oldest supported SGLang

@@ -159,15 +159,15 @@ def _fake_other_ranks(tp_size: int) -> None:
     torch.distributed.new_group = new_fake_group
 
 
-def _start_scheduler(argv: list[str]) -> None:
-    """As SGLang's launcher starts rank 0."""
+def _start_scheduler(argv: list[str], rank: int = 0) -> None:
+    """As SGLang's launcher starts a rank of tensor parallelism."""
     from sglang.srt.managers import scheduler as host
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
     server_args = prepare_server_args(argv)
-    ranks: dict[str, Any] = {"gpu_id": 0, "tp_rank": 0, "pp_rank": 0, "dp_rank": None}
+    ranks: dict[str, Any] = {"gpu_id": rank, "tp_rank": rank, "pp_rank": 0, "dp_rank": None}
     if not RANKS_ARE_GLOBAL:
-        ranks |= {"attn_cp_rank": 0, "moe_dp_rank": 0, "moe_ep_rank": 0}
+        ranks |= {"attn_cp_rank": 0, "moe_dp_rank": 0, "moe_ep_rank": rank}
     host.run_scheduler_process(
         server_args, PortArgs.init_new(server_args), pipe_writer=None, **ranks
     )

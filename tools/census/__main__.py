@@ -17,6 +17,7 @@ from sglang_fp8rl.lab.terminal import FOUND_WRONG, JsonFlag, console, errors_tol
 
 from . import results
 from .classes import architectures
+from .layout import Layout
 from .outcome import Row, summary
 from .pool import LIMIT_SECONDS, rows_of
 
@@ -28,13 +29,16 @@ def main(
     only: Annotated[str, typer.Option(help="A regular expression for names of classes.")] = "",
     workers: Annotated[int, typer.Option(min=1, help="Classes at a time.")] = 2,
     limit: Annotated[float, typer.Option(help="Seconds for one class.")] = LIMIT_SECONDS,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Ranks that share the experts, of as many.")] = 1,
     write: Annotated[bool, typer.Option(help="Renew the results and docs/models.md.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Judge them all; the last line is the sum."""
+    layout = Layout(max(tp, ep), ep)
     wanted = [one for one in architectures() if re.search(only, one)]
     with errors_told(interrupted="nothing was written"):
-        rows = _judged(wanted, workers, limit)
+        rows = _judged(wanted, workers, limit, layout)
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=1))
     out = console(stderr=as_json)
@@ -46,18 +50,18 @@ def main(
         elif only:
             why = f": {'; '.join(row.reasons)}" if row.reasons else ""
             out.print(f"{row.architecture}: {row.kind} ({row.names}){why}", markup=False)
-    changed = [] if write else results.changed(rows)
+    changed = [] if write else results.changed(rows, layout)
     for line in changed:
         out.print(f"docs/models.md is not what was found: {line}", markup=False)
     if write and not only:
-        out.print(f"written: {results.write(rows)}", markup=False)
+        out.print(f"written: {results.write(rows, layout)}", markup=False)
         _renew_page()
     out.print(summary(rows), markup=False, highlight=False, soft_wrap=True)
     if changed or any(row.silent for row in rows):
         raise typer.Exit(FOUND_WRONG)
 
 
-def _judged(wanted: list[str], workers: int, limit: float) -> list[Row]:
+def _judged(wanted: list[str], workers: int, limit: float, layout: Layout) -> list[Row]:
     """Sorted by name; progress goes to stderr."""
     rows = []
     columns = (
@@ -68,7 +72,7 @@ def _judged(wanted: list[str], workers: int, limit: float) -> list[Row]:
     )
     with Progress(*columns, console=console(stderr=True)) as progress:
         task = progress.add_task("importing SGLang", total=len(wanted))
-        for row in rows_of(wanted, workers, limit):
+        for row in rows_of(wanted, workers, limit, layout):
             rows.append(row)
             progress.update(task, advance=1, description=f"{row.kind:9} {row.architecture}"[:60])
     return sorted(rows, key=lambda one: one.architecture)

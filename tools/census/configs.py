@@ -12,6 +12,7 @@ from typing import Any
 import transformers
 
 from .arguments import ARGUMENTS, PARTS
+from .clip import HAVE_CLIP, clip_in
 from .layers import Layers, lost
 from .overrides import BASES, KEYS, UNKNOWN, matching
 from .tiny import missing, shrink
@@ -60,6 +61,8 @@ def tiny_config(
         "model_type": model_type,
         "torch_dtype": "bfloat16",
     }
+    if re.fullmatch(HAVE_CLIP, architecture):
+        content["mm_vision_tower"] = clip_in(path, content)
     (path / "config.json").write_text(json.dumps(content, default=str))
     return lost(real, content)
 
@@ -108,9 +111,26 @@ def _unknown() -> type:
             for key, one in keys.items():
                 if key.endswith("_config") and isinstance(one, dict) and Layers.of(one):
                     keys[key] = UnknownConfig(**one)
+                elif key == "block_configs":
+                    keys[key] = [_Readable.of(block) for block in one]
             super().__init__(**keys)
 
     return UnknownConfig
+
+
+class _Readable(dict[str, Any]):
+    """A part whose keys a model reads as attributes."""
+
+    def __getattr__(self, key: str) -> Any:
+        if key not in self:
+            raise AttributeError(key)
+        return self[key]
+
+    @classmethod
+    def of(cls, part: dict[str, Any]) -> _Readable:
+        return cls(
+            {key: cls.of(one) if isinstance(one, dict) else one for key, one in part.items()}
+        )
 
 
 def config_class_of(architecture: str, model_class: type) -> type | None:

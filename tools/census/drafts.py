@@ -20,12 +20,19 @@ IS_DRAFT = re.compile(
 )
 
 
-def judge_draft(builder: Builder, draft: Any, row: Row) -> None:
-    """Whether SGLang's own update of it leaves the bytes of a fresh load; the row says it."""
+def judge_draft(builder: Builder, draft: Any, row: Row, names: Shapes | None = None) -> Shapes:
+    """Whether SGLang's own update of it leaves the bytes of a fresh load; the row says it.
+
+    Args:
+        names: of its checkpoint, where they are known.
+
+    Returns:
+        The names that reached it; none if they reach too little.
+    """
     best: Shapes = {}
     own = called(row.architecture, of_loader(draft))
     row.held = len(dict(draft.named_parameters()))
-    for shapes in _names(own, draft):
+    for shapes in [names] if names else _names(own, draft):
         try:
             reached = _reached(draft, shapes)
         except Exception as error:  # noqa: BLE001  the row says it
@@ -35,7 +42,7 @@ def judge_draft(builder: Builder, draft: Any, row: Row) -> None:
             row.reached, best = reached, shapes
     if row.reached < ENOUGH * row.held:
         row.reasons.append(f"its names reach {row.reached} of {row.held} parameters")
-        return
+        return {}
     row.kind, row.reasons, row.names, row.named_by = "draft", [], len(best), "its loader"
     fresh, _ = builder.build(is_quantized=False)
     _load(fresh, best, 2)
@@ -43,6 +50,7 @@ def judge_draft(builder: Builder, draft: Any, row: Row) -> None:
     differing = sorted(differences(draft, fresh))
     if differing:
         row.reasons = [f"SGLang's own update leaves {', '.join(differing)} unlike a fresh load"]
+    return best
 
 
 def _names(own: Shapes, draft: Any) -> Iterator[Shapes]:

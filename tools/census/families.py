@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
+from .layout import TWO_RANKS
 from .outcome import Row
-from .results import FOLDER, described
+from .results import described, newest
 
 # A family, and its classes in SGLang's registry.
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -35,28 +34,44 @@ _COLUMNS = (
     "a tensor per call",
     "with and without `language_model.`",
     "a token",
+    *(layout.title for layout in TWO_RANKS),
     "why not",
 )
-_JUDGED = ("replayed", "native", "not started")
 LONGEST = 160  # a reason; the results file has all of it
 
 
 def section() -> str:
     """From the results of the newest host."""
-    path = max(FOLDER.glob("*.json"))
-    found = json.loads(path.read_text())
-    rows = {one["architecture"]: Row(**one) for one in found["rows"]}
+    provenance, rows = newest()
+    parted = [newest(layout)[1] for layout in TWO_RANKS]
     lines = [
-        f"SGLang {path.stem}. {described(found['provenance'])}",
+        f"SGLang {provenance['sglang']}. {described(provenance)}",
         "",
         f"| {' | '.join(_COLUMNS)} |",
     ]
     lines.append("|---" * len(_COLUMNS) + "|")
     for family, classes in FAMILIES.items():
         for one in classes:
-            cells = (family, one, *_cells(rows.get(one)))
-            lines.append(f"| {' | '.join(cells)} |")
+            *cells, why = _cells(rows.get(one))
+            cells += [_at_two_ranks(found.get(one), rows.get(one)) for found in parted]
+            lines.append(f"| {' | '.join((family, one, *cells, why))} |")
     return "\n".join([*lines, ""])
+
+
+def _at_two_ranks(row: Row | None, one_rank: Row | None) -> str:
+    """What was found, of the worse of them; a reason where one rank has no such."""
+    if row is None or row.is_left_out:
+        return "no experts" if row else "not tried"
+    if row.silent:
+        return f"**silent**: {_escaped(', '.join(row.silent))}"
+    if row.kind == "draft":
+        return "in high precision"
+    if not row.is_judged:
+        is_alike = one_rank is not None and one_rank.kind == row.kind
+        return row.kind if is_alike else f"{row.kind}: {_escaped('; '.join(row.reasons))}"
+    kind = "native" if row.kind == "not started" else row.kind
+    told = [kind, "token" if row.is_proven else "bytes"]
+    return ", ".join([*told, *([] if row.is_parted else ["not a tensor per call"])])
 
 
 def _cells(row: Row | None) -> tuple[str, ...]:
@@ -64,7 +79,7 @@ def _cells(row: Row | None) -> tuple[str, ...]:
         return (*["not tried"] * 5, "this SGLang has no such class")
     if row.kind == "draft":
         return ("in high precision", "no", "", "", "", _escaped("; ".join(row.reasons)))
-    if row.kind not in _JUDGED:
+    if not row.is_judged:
         return (row.kind, "", "", "", "", _escaped("; ".join(row.reasons)))
     return (
         "no" if row.silent else "yes",

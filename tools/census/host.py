@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,14 @@ class Builder:
         DefaultModelLoader.load_weights_and_postprocess(model, iter(weights), torch.device("cpu"))
 
 
-def start(path: Path, attention: str, present: preload.AtStart) -> None:
-    """Start rank 0 of a server of the model in `path`, with somebody present, up to its first request.
+def start(
+    path: Path,
+    attention: str,
+    present: preload.AtStart,
+    rank: int = 0,
+    arguments: Sequence[str] = (),
+) -> None:
+    """Start a rank of a server of the model in `path`, with somebody present, up to its first request.
 
     Side effects on the host: this process has a process group and SGLang's state, and ends afterwards.
     """
@@ -62,7 +69,7 @@ def start(path: Path, attention: str, present: preload.AtStart) -> None:
     argv += ["--context-length=512", f"--attention-backend={attention}"]
     argv += ["--max-running-requests=2", "--disable-radix-cache", "--disable-cuda-graph"]
     with contextlib.suppress(preload.Judged):
-        _start_scheduler(argv)
+        _start_scheduler([*argv, *arguments], rank)
 
 
 # An exception's line at the end of a traceback, and not the remedy that SGLang prints behind some.

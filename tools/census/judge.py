@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
+from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from . import forward
 from .compare import differences, differences_of_plain, is_same
 from .drafts import IS_DRAFT, judge_draft
 from .host import Builder
-from .naming import loaded, weights
+from .names import Shapes
+from .naming import loaded, loaded_by, weights
 from .outcome import Row, line_of
 from .preload import Judged
 from .reliance import Reliance
@@ -33,10 +33,16 @@ class Judge:
 
     Args:
         answer: gets the row, when it is done.
+        names: of its checkpoint, where they are known; found otherwise, which takes a model on one rank.
     """
 
-    def __init__(self, architecture: str, answer: Callable[[Row], None] = lambda _: None) -> None:
-        self.row, self._answer = Row(architecture, "not built"), answer
+    def __init__(
+        self,
+        architecture: str,
+        answer: Callable[[Row], None] = lambda _: None,
+        names: Shapes | None = None,
+    ) -> None:
+        self.row, self._answer, self._names = Row(architecture, "not built"), answer, names
         self._builder: Any = None
         self._plain: Any = None
         self._loaded: Any = None
@@ -86,10 +92,13 @@ class Judge:
             row.reasons = [line_of(error)]
             return False
         if IS_DRAFT.fullmatch(row.architecture):
-            judge_draft(builder, self._plain, row)
+            self._names = judge_draft(builder, self._plain, row, self._names)
             return False
         try:
-            self._loaded = loaded(builder, self._plain, row)
+            if self._names:
+                self._loaded = loaded_by(builder, self._plain, self._names, row)
+            else:
+                self._loaded = loaded(builder, self._plain, row)
         except Exception as error:  # noqa: BLE001  the row says it
             row.kind, row.reasons = "refused", [line_of(error)]
         return self._loaded is not None
@@ -97,7 +106,7 @@ class Judge:
     def refits(self) -> None:
         """Update what was loaded, and compare."""
         row, (model, refit, shapes) = self.row, self._loaded
-        row.names = len(shapes)
+        row.names, row.schemes = len(shapes), _schemes(model)
         reliance = Reliance(refit)
         if self._runner is None:
             refit.note_loaded()
@@ -223,6 +232,13 @@ class Judge:
         return True
 
 
+def _schemes(model: Any) -> dict[str, int]:
+    """How many modules are stored in each way."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    schemes = (getattr(method, "fp8rl_scheme", None) for method in methods)
+    return dict(sorted(Counter(one.name for one in schemes if one is not None).items()))
+
+
 def in_their_order(items: list[Any], order: Any, known: Any) -> list[Any]:
     """What SGLang writes to one place (tied weights, two names of one) in the order that decides it."""
     at = {name: position for position, name in enumerate(order)}
@@ -245,26 +261,3 @@ def judged(architecture: str, builder: Builder) -> Row:
     if judge.loads(builder):
         judge.refits()
     return judge.row
-
-
-class Saver(Judge):
-    """Leaves checkpoints of three weight sets, for a server: `directory/0`, `1`, `2`; every tensor differs."""
-
-    def __init__(self, architecture: str, answer: Callable[[Row], None], directory: Path) -> None:
-        super().__init__(architecture, answer)
-        self._directory = directory
-
-    def load(self, model_config: Any, load_config: Any) -> Any:
-        from safetensors.torch import save_file
-
-        builder = Builder(model_config, load_config)
-        if self.loads(builder):
-            shapes = self._loaded.shapes
-            self.row.names = len(shapes)
-            for seed in range(LAST + 1):
-                path = self._directory / str(seed)
-                path.mkdir(parents=True)
-                shutil.copy(Path(builder.path) / "config.json", path)
-                save_file(weights(shapes, seed), path / "model.safetensors")
-        self._answer(self.row)
-        raise Judged

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .overrides import CALLED, matching
+from .called import CALLED, FUSED
+from .overrides import matching
 
 
 class Sent(NamedTuple):
@@ -28,19 +29,22 @@ class Sent(NamedTuple):
 Shapes = dict[str, Sent]
 
 # Architectures whose checkpoints call their tensors as another's does.
-_SAME_NAMES = {"KimiK3LinearForCausalLM": "KimiLinearForCausalLM"}
+_SAME_NAMES = {
+    "KimiK3LinearForCausalLM": "KimiLinearForCausalLM",
+    "MistralLarge3ForCausalLM": "DeepseekV3ForCausalLM",
+}
 
 
 def of_transformers(architecture: str, path: str) -> Shapes:
     """As `save_pretrained` names them; empty if `transformers` has no such class."""
     import transformers
 
-    architecture = _SAME_NAMES.get(architecture, architecture)
-    model_class = getattr(transformers, architecture, None)
+    model_class = getattr(transformers, _SAME_NAMES.get(architecture, architecture), None)
     if model_class is None or not isinstance(model_class, type):
         return _of_text_part(path)
     config = model_class.config_class.from_pretrained(path)  # SGLang's parser changes some
-    return _saved(model_class, config)
+    found = _saved(model_class, config)
+    return called(architecture, found) if architecture in _SAME_NAMES else found
 
 
 def _of_text_part(path: str) -> Shapes:
@@ -70,8 +74,12 @@ def _sent(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else dtype
 
 
-def of_loader(model: Any, *, is_whole: bool = False) -> Shapes:
-    """The model's own names, with what its loader fuses taken apart, but for a whole one."""
+def of_loader(model: Any, fused: str = "") -> Shapes:
+    """The model's own names, with what its loader fuses taken apart.
+
+    Args:
+        fused: matches names that are not taken apart.
+    """
     found: Shapes = {}
     modules = dict(model.named_modules())
     stacked = _stacked(model)
@@ -80,7 +88,7 @@ def of_loader(model: Any, *, is_whole: bool = False) -> Shapes:
         module = modules[prefix]
         if "_scale" in leaf and hasattr(module, leaf.split("_scale")[0]):
             continue  # of an FP8 weight, which is sent unquantized
-        if is_whole:
+        if fused and re.match(fused, name):
             found[name] = Sent(tuple(parameter.shape), _sent(parameter.dtype), name)
             continue
         for part, shape in _parts(module, name, tuple(parameter.shape), stacked):
@@ -88,15 +96,27 @@ def of_loader(model: Any, *, is_whole: bool = False) -> Shapes:
     return dict(sorted(found.items()))
 
 
+def fused_names(architecture: str) -> str:
+    """What a checkpoint of it has in one piece."""
+    return next((names for one, names in FUSED.items() if re.fullmatch(one, architecture)), "")
+
+
 def called(architecture: str, shapes: Shapes) -> Shapes:
     """The model's own names as checkpoints of it have them."""
     renamed = matching(CALLED, architecture)
-    found = {}
+    found: dict[str, list[Sent]] = {}
     for name, one in shapes.items():
         for pattern, replacement in renamed.items():
-            name = re.sub(pattern, replacement, name)
-        found[name] = one
-    return found
+            is_there = replacement is not None or not re.fullmatch(pattern, name)
+            name = re.sub(pattern, replacement or "", name) if is_there else ""
+        if name:
+            found.setdefault(name, []).append(one)
+    return {name: _stacked_up(parts) for name, parts in found.items()}
+
+
+def _stacked_up(parts: list[Sent]) -> Sent:
+    first = parts[0]
+    return first if len(parts) == 1 else first._replace(shape=(len(parts), *first.shape))
 
 
 def _stored(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

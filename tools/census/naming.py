@@ -7,12 +7,14 @@ that takes none of its kind; what it takes and the method refuses is a refusal, 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import torch
 
+from .called import LEFT
 from .host import Builder
-from .names import Sent, Shapes, called, of_loader, of_transformers
+from .names import Sent, Shapes, called, fused_names, of_loader, of_transformers
 from .outcome import Row, line_of
 
 _PERIOD = 1_048_573  # a prime: no row of a matrix is a multiple of it
@@ -45,6 +47,12 @@ class Loaded(NamedTuple):
         known = self.refit.names.known.values()
         return {id(one.target) for name in known for one in name.landings} & self.takers
 
+    def loadable(self, architecture: str) -> int:
+        """How many of them SGLang's own loader would fill."""
+        left = next((one for who, one in LEFT.items() if re.fullmatch(who, architecture)), "(?!)")
+        names = (one.name for one in self.refit.targets.values() if id(one) in self.takers)
+        return sum(not re.match(left, name) for name in names)
+
     @property
     def unreached(self) -> list[str]:
         missing = self.takers - self.landed
@@ -63,8 +71,8 @@ def loaded(builder: Builder, plain: Any, row: Row) -> Loaded | None:
         Fp8RlError: the method refuses what SGLang takes.
     """
     best: Loaded | None = None
-    whole = called(row.architecture, of_loader(plain, is_whole=True))
-    own = called(row.architecture, of_loader(plain))
+    whole = called(row.architecture, of_loader(plain, "."))
+    own = called(row.architecture, of_loader(plain, fused_names(row.architecture)))
     for source in ("transformers", "both", "its loader", "its modules"):
         try:
             shapes = _taken(plain, _named(source, row.architecture, builder, (own, whole), best))
@@ -77,14 +85,32 @@ def loaded(builder: Builder, plain: Any, row: Row) -> Loaded | None:
         if len(found.landed) > row.reached:
             row.reached, row.held, row.named_by = len(found.landed), len(found.takers), source
             best = found
-        if row.reached == row.held:
+        if best is not None and row.reached == row.held:
             break
-    if best is not None and row.reached >= ENOUGH * row.held:
+    if best is not None and row.reached >= ENOUGH * best.loadable(row.architecture):
         row.reasons, row.unreached = [], best.unreached
         return best
     if best is not None or not row.reasons:
         row.reasons.append(f"its names reach {row.reached} of {row.held} parameters")
     return None
+
+
+def loaded_by(builder: Builder, plain: Any, names: Shapes, row: Row) -> Loaded | None:
+    """A model of one rank, loaded by names that are known; None if SGLang itself can't, which the row says.
+
+    Args:
+        plain: the model without quantization; it is written into.
+
+    Raises:
+        Exception: the method refuses what SGLang takes.
+    """
+    error = _error_of(plain, names)
+    if error is not None:
+        row.reasons = [f"SGLang's own load: {line_of(error)}"]
+        return None
+    found = _loaded(builder, names)
+    row.reached, row.held, row.unreached = len(found.landed), len(found.takers), found.unreached
+    return Loaded(found.model, found.refit, names)  # all of them: an expert may be another rank's
 
 
 def _loaded(builder: Builder, shapes: Shapes) -> Loaded:

@@ -13,6 +13,7 @@ from typing import Any
 from sglang_fp8rl.errors import Fp8RlError
 
 OUT_OF_TIME = "not done after"
+NO_EXPERTS = "has no experts"
 KINDS = ("replayed", "native", "draft", "broken", "refused", "not started", "not built")
 
 
@@ -31,6 +32,7 @@ class Row:
         unreached: the others.
         lost: kinds of layers of the real model that the small one has not.
         relies_on: what it needs beside copies of its loaders.
+        schemes: modules of each scheme (`blockwise`, `per_channel`), on all ranks.
         unproven: places that appeared at its first forward pass, which updates leave as they are.
         is_parted: whether updates of one tensor to a call leave the bytes of a fresh load.
         whole_only: why it takes no such update.
@@ -51,6 +53,7 @@ class Row:
     unreached: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     relies_on: list[str] = field(default_factory=list)
+    schemes: dict[str, int] = field(default_factory=dict)
     unproven: list[str] = field(default_factory=list)
     is_parted: bool = False
     whole_only: str = ""
@@ -59,6 +62,16 @@ class Row:
     not_run: str = ""
     is_proven: bool = False
     seconds: float = 0.0
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether its updates were compared with a fresh load."""
+        return self.kind in ("replayed", "native", "not started")
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the layout parts experts, and it has none."""
+        return self.reasons == [NO_EXPERTS]
 
     @property
     def is_cut_short(self) -> bool:
@@ -72,6 +85,7 @@ class Row:
 
 def summary(rows: Sequence[Row]) -> str:
     """The last line of the command."""
+    rows = [row for row in rows if not row.is_left_out]
     counts = Counter(row.kind for row in rows)
     kinds = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
     proven = sum(row.is_proven for row in rows)

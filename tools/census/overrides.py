@@ -7,6 +7,9 @@ from typing import Any
 
 # Architecture to the `model_type` of a config that it takes, or to a class of `transformers`.
 BASES: dict[str, str] = {
+    "MistralLarge3ForCausalLM": "deepseek_v3",
+    "MistralLarge3ForCausalLMEagle": "deepseek_v3",
+    "DeciLMForCausalLM": "",
     "Ernie4_5_VLMoeForConditionalGeneration": "",
     "InternVLChatModel": "internvl_chat",
     "PixtralForConditionalGeneration": "",
@@ -75,6 +78,33 @@ KEYS: dict[str, dict[str, Any]] = {
     # SGLang's scheduler reads these; the model does not.
     "Gemma4ForCausalLM": {"swa_num_key_value_heads": 2, "swa_head_dim": 64},
     ".*NextN": {"num_nextn_predict_layers": 1},
+    "DeciLMForCausalLM": {
+        "num_hidden_layers": 3,
+        "block_configs": [
+            {
+                "attention": {"no_op": False, "n_heads_in_group": 2},
+                "ffn": {"no_op": False, "ffn_mult": 2.0},
+            },
+            {"attention": {"no_op": True}, "ffn": {"no_op": False, "ffn_mult": 1.0}},
+            {"attention": {"no_op": False, "n_heads_in_group": 4}, "ffn": {"no_op": True}},
+        ],
+    },
+    "DeepseekOCRForCausalLM": {"language_config": {"use_mla": False}},
+    "LlavaForConditionalGeneration": {"vision_feature_select_strategy": "full"},
+    "Step3p5MTP": {  # its layer is that of number 45, whatever the model has
+        "layer_types": ["full_attention"] * 46,
+        "rope_theta": [1e4] * 46,
+        "swiglu_limits": [0.0] * 46,
+        "swiglu_limits_shared": [0.0] * 46,
+        "partial_rotary_factors": [1.0] * 46,
+    },
+    "(Llava(Llama|Mistral|Qwen|Vid)|YiVL)ForCausalLM": {
+        "mm_hidden_size": 256,
+        "mm_vision_select_layer": -2,
+        "mm_vision_select_feature": "patch",
+        "projector_hidden_act": "gelu",
+        "image_token_index": 3,
+    },
     "Contriever": {"hidden_act": "gelu"},
     "Exaone4ForCausalLM": {"sliding_window_pattern": "LG"},
     "DbrxForCausalLM": {
@@ -179,63 +209,4 @@ DEFAULTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
     "sliding_window": None,
-}
-
-# Architectures (a regular expression) whose checkpoints call their tensors otherwise than the model does: patterns in
-# the model's names, and what they are on the hub.
-_LFM2_VL = {
-    r"^vision_tower\.": "model.vision_tower.",
-    r"^multi_modal_projector\.": "model.multi_modal_projector.",
-    r"^language_model\.model\.": "model.language_model.",
-}
-CALLED: dict[str, dict[str, str]] = {
-    "DotsOCRForCausalLM": {
-        r"^model\.model\.": "model.",
-        r"^model\.lm_head\.": "lm_head.",
-        r"^visual\.": "vision_tower.",
-        r"(?<=^vision_tower)(.*)\.qkv_proj": r"\1.qkv",
-    },
-    "Ernie4_5_MoeForCausalLMMTP": {
-        r"^model\.mtp_(emb_norm|hidden_norm|linear_proj|block)\.": r"model.mtp_\1.0.",
-    },
-    "HYV4ForCausalLMNextN": {
-        r"^model\.decoder\.": "model.mtp_layers.0.",
-        r"^model\.shared_head\.norm\.": "model.mtp_layers.0.final_layernorm.",
-        r"^model\.(?=enorm|hnorm|eh_proj)": "model.mtp_layers.0.",
-    },
-    "Lfm2VlForConditionalGeneration": _LFM2_VL,
-    "LightOnOCRForConditionalGeneration": {
-        r"^vision_projection_norm\.": "model.vision_projection.norm.",
-        r"^patch_merger\.": "model.vision_projection.patch_merger.",
-        r"^vision_language_adapter\.w_in\.": "model.vision_projection.linear_1.",
-        r"^vision_language_adapter\.w_out\.": "model.vision_projection.linear_2.",
-        r"^language_model\.model\.": "model.language_model.",
-    },
-    "LlamaEmbeddingModel": {r"^model\.": ""},
-    "NemotronH_(Nano_)?(Omni_Reasoning_V3|VL_V2)": {
-        r"^vision_model\.": "vision_model.radio_model.",
-        r"(?<=^vision_model)(.*)\.encoder\.layers": r"\1.blocks",
-        r"(?<=^vision_model)(.*)\.attn\.attn": r"\1.attn",
-        r"(?<=^vision_model)(.*)\.qkv_proj": r"\1.qkv",
-    },
-    "Qwen3NextForCausalLMMTP": {r"^model\.": "mtp.", r"^(?=fc\.|pre_fc)": "mtp."},
-    "StepVLForConditionalGeneration": {r"^language_model\.": ""},
-    "(Unlimited|Deepseek)OCRForCausalLM": {
-        r"^model\.lm_head\.": "lm_head.",
-        r"^model\.model\.": "model.",
-        r"^(?=sam_model|vision_model|projector|image_newline|view_seperator)": "model.",
-    },
-    "BailingMM2?NativeForConditionalGeneration": {
-        r"^vision\.": "model.visual.",
-        r"(?<=^model\.visual)(.*)\.qkv_proj": r"\1.qkv",
-        r"^linear_proj\.": "model.linear_proj.",
-        r"^model\.model\.": "model.",
-        r"^model\.lm_head\.": "lm_head.",
-    },
-    "BailingMoeV3VLForConditionalGeneration": {
-        r"^visual\.": "model.visual.",
-        r"(?<=^model\.visual)(.*)\.qkv_proj": r"\1.qkv",
-        r"^model\.model\.": "model.",
-        r"^model\.lm_head\.": "lm_head.",
-    },
 }

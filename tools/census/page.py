@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+from .needs import needs
 from .outcome import KINDS, Row, summary
 from .reliance import ALL
 from .results import FOLDER, described
@@ -41,7 +42,7 @@ def _outcomes(rows: list[Row]) -> list[str]:
         for (proof, why), those in sorted(
             alike.items(), key=lambda one: (one[0][0] != "token", one[0])
         ):
-            lines.append(f"| {kind} | {proof} | {_escaped(why)} | {_names(those)} |")
+            lines.append(f"| {kind} | {proof} | {escaped(why)} | {names_of(those)} |")
     return [*lines, ""]
 
 
@@ -56,12 +57,12 @@ def _proof(row: Row) -> str:
 def _why(row: Row) -> str:
     """What keeps it from being replayed, and what kept a token from being compared."""
     if row.kind == "not built":
-        return ""  # each has another; they say nothing about serving
+        return shortened(needs(row))  # it says nothing about serving
     if row.kind == "refused":
         return "; ".join(row.reasons)  # with what the user may do
     reasons = row.reasons if row.kind in _RUNS else row.reasons[:1]
     without_token = [_no_token(row.not_run)] if row.kind in _RUNS and row.not_run else []
-    return "; ".join(dict.fromkeys([*map(_shortened, reasons), *without_token]))
+    return "; ".join(dict.fromkeys([*map(shortened, reasons), *without_token]))
 
 
 def _no_token(not_run: str) -> str:
@@ -72,7 +73,7 @@ def _no_token(not_run: str) -> str:
     return "SGLang's own forward pass of it fails here"
 
 
-def _shortened(reason: str) -> str:
+def shortened(reason: str) -> str:
     """The first sentence, without the names of operations."""
     first = re.sub(r" \(aten[^)]*\)", "", reason.split(". ")[0])
     return first if len(first) <= _LONGEST else f"{first[:_LONGEST].rsplit(' ', 1)[0]} …"
@@ -85,7 +86,7 @@ def _reliance(rows: list[Row]) -> list[str]:
     lines += ["| what | classes |", "|---|---|"]
     for what in ALL:
         those = [row for row in judged if what in row.relies_on]
-        lines.append(f"| {what} | {len(those)}{': ' if those else ''}{_names(those)} |")
+        lines.append(f"| {what} | {len(those)}{': ' if those else ''}{names_of(those)} |")
     return [*lines, ""]
 
 
@@ -96,12 +97,12 @@ def _gaps(rows: list[Row]) -> list[str]:
         "Their small model lacks a kind of layer": [row for row in of_runs if row.lost],
         "No name reached some of their parameters": [row for row in of_runs if row.unreached],
     }
-    return [f"{what}: {_names(those)}.\n" for what, those in gaps.items() if those]
+    return [f"{what}: {names_of(those)}.\n" for what, those in gaps.items() if those]
 
 
-def _names(rows: list[Row]) -> str:
+def names_of(rows: list[Row]) -> str:
     return ", ".join(row.architecture for row in rows)
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from .layout import ONE_RANK, Layout
 from .outcome import Row
 from .preload import ENVIRONMENT
 
@@ -23,14 +24,17 @@ class WorkerDied(Exception):
 
 
 def rows_of(
-    architectures: Sequence[str], workers: int = 2, limit: float = LIMIT_SECONDS
+    architectures: Sequence[str],
+    workers: int = 2,
+    limit: float = LIMIT_SECONDS,
+    layout: Layout = ONE_RANK,
 ) -> Iterator[Row]:
     """A row for each, as they come."""
     waiting: queue.Queue[str] = queue.Queue()
     done: queue.Queue[Row | Exception] = queue.Queue()
     for one in architectures:
         waiting.put(one)
-    processes = [_start(limit) for _ in range(min(workers, len(architectures)))]
+    processes = [_start(limit, layout) for _ in range(min(workers, len(architectures)))]
     try:
         for process in processes:
             threading.Thread(target=_feed, args=(process, waiting, done), daemon=True).start()
@@ -45,9 +49,9 @@ def rows_of(
             process.wait()
 
 
-def _start(limit: float) -> subprocess.Popen[str]:
+def _start(limit: float, layout: Layout) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tools.census.worker", str(limit)],
+        [sys.executable, "-m", "tools.census.worker", str(limit), layout.name],
         cwd=REPOSITORY,
         env={**os.environ, **ENVIRONMENT},
         stdin=subprocess.PIPE,

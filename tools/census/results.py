@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from .layout import ONE_RANK, Layout
 from .outcome import Row
 
 REPOSITORY = Path(__file__).parents[2]
@@ -38,25 +39,35 @@ def _git(*args: str) -> str:
     return ended.stdout.strip()
 
 
-def path_of(host: str) -> Path:
-    return FOLDER / f"{host}.json"
+def path_of(host: str, layout: Layout = ONE_RANK) -> Path:
+    folder = FOLDER if layout == ONE_RANK else FOLDER / layout.name
+    return folder / f"{host}.json"
 
 
-def write(rows: Sequence[Row]) -> Path:
-    """All rows of this host."""
+def newest(layout: Layout = ONE_RANK) -> tuple[dict[str, str], dict[str, Row]]:
+    """Provenance and rows, by class, of the newest host; both empty if it was not judged at this layout."""
+    path = path_of(max(FOLDER.glob("*.json")).stem, layout)
+    if not path.exists():
+        return {}, {}
+    found = json.loads(path.read_text())
+    return found["provenance"], {one["architecture"]: Row(**one) for one in found["rows"]}
+
+
+def write(rows: Sequence[Row], layout: Layout = ONE_RANK) -> Path:
+    """All rows of this host and layout."""
     found = {
         "provenance": provenance(),
         "rows": [row.as_dict() for row in sorted(rows, key=lambda one: one.architecture)],
     }
-    path = path_of(version("sglang"))
+    path = path_of(version("sglang"), layout)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
     return path
 
 
-def changed(rows: Sequence[Row]) -> list[str]:
-    """Classes whose outcome is not the one on file for this host; of all that were judged to the end."""
-    path = path_of(version("sglang"))
+def changed(rows: Sequence[Row], layout: Layout = ONE_RANK) -> list[str]:
+    """Classes whose outcome is not the one on file for this host and layout; of all judged to the end."""
+    path = path_of(version("sglang"), layout)
     if not path.exists():
         return []
     known = {one["architecture"]: Row(**one) for one in json.loads(path.read_text())["rows"]}

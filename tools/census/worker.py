@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import json
 import os
 import re
-import signal
+import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .host import last_error, start
-from .outcome import OUT_OF_TIME, Row
+from .host import start
+from .layout import ONE_RANK, Layout
+from .outcome import Row
 from .preload import import_sglang, prepare_environment
+from .ranks import run_forked
+
+if TYPE_CHECKING:
+    from .judge import Judge
+
+CPU_ATTENTION = "torch_native"
+
+# Makes who judges a class, of its name and of what gets the row.
+MakeJudge = Callable[[str, Callable[[Row], None]], "Judge"]
 
 
-def main(limit: float) -> None:
+def main(limit: float, layout: Layout) -> None:
     """Architectures on stdin, `Row`s as JSON on stdout."""
     prepare_environment()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -31,59 +41,104 @@ def main(limit: float) -> None:
     warm_up()
     gc.freeze()  # a collection in a child would copy all of it
     for line in sys.stdin:
-        print(json.dumps(row_of(line.strip(), limit).__dict__), file=answers)
+        row = row_of(line.strip(), limit, layout=layout)
+        print(json.dumps(row.__dict__), file=answers)
 
 
-def row_of(architecture: str, limit: float, save_to: Path | None = None) -> Row:
-    """Judged again as long as its config lacks a key, which is added, or refuses one that it wrote.
+def row_of(
+    architecture: str, limit: float, save_to: Path | None = None, layout: Layout = ONE_RANK
+) -> Row:
+    """A row of one class, at one layout.
+
+    A trainer sends the same tensors to every layout: what they are called, and how large they are, is found at
+    one rank.
 
     Args:
         save_to: a directory that gets checkpoints of the class, instead of judging it.
     """
-    lacks: list[str] = []
-    refuses: list[str] = []
-    attention = CPU_ATTENTION
-    while True:
-        run = functools.partial(
-            judge, lacks=lacks, refuses=refuses, attention=attention, save_to=save_to
-        )
-        row = run_forked(architecture, run, limit)
+    from .judge import Judge
+    from .one_rank import Namer, Saver, read_names
+
+    known = Known()
+    if save_to is not None:
+        saver = functools.partial(Saver, directory=save_to)
+        return _settled(architecture, limit, saver, known)
+    if layout == ONE_RANK:
+        return _settled(architecture, limit, Judge, known)
+    with tempfile.TemporaryDirectory(prefix="census-") as name:
+        path = Path(name) / "names.json"
+        namer = functools.partial(Namer, path=path, needs_experts=layout.experts > 1)
+        row = _settled(architecture, limit, namer, known)
+        if not path.exists():
+            return row  # it is not built at one rank either
+        judge = functools.partial(Judge, names=read_names(path))
+        return _settled(architecture, limit, judge, known, layout)
+
+
+@dataclass
+class Known:
+    """What attempts to build a class have shown: keys its config lacks, or refuses; its attention."""
+
+    lacks: list[str] = field(default_factory=list)
+    refuses: list[str] = field(default_factory=list)
+    attention: str = CPU_ATTENTION
+
+    def has_learned(self, row: Row) -> bool:
+        """Whether the reason of a failure is mended at the next attempt."""
         why = " ".join(row.reasons)
         lacked, refused = _LACKS.search(why), _REFUSES.search(why)
-        if lacked and lacked[1] not in lacks:
-            lacks.append(lacked[1])
-        elif refused and refused[1] not in refuses:
-            refuses.append(refused[1])
-        elif _ATTENTION.search(why) and attention == CPU_ATTENTION:
-            attention = (
-                "triton"  # some models ask for one of SGLang's GPU backends by name; none runs here
-            )
+        if lacked and lacked[1] not in self.lacks:
+            self.lacks.append(lacked[1])
+        elif refused and refused[1] not in self.refuses:
+            self.refuses.append(refused[1])
+        elif _ATTENTION.search(why) and self.attention == CPU_ATTENTION:
+            # Some models ask for one of SGLang's GPU backends by name; none runs here.
+            self.attention = "triton"
         else:
-            return row
+            return False
+        return True
 
 
 _LACKS = re.compile(
     r"(?:'\w*Config\w*' object has no attribute|error for field) '(\w+)'(?!.*got (?!None))"
 )
 _ATTENTION = re.compile(r"only supports? .*attention|attention.* backend")
-CPU_ATTENTION = "torch_native"
 _REFUSES = re.compile(r"property '(\w+)' of '\w+' object has no setter")
 
 
-def judge(
+def _settled(
+    architecture: str, limit: float, make: MakeJudge, known: Known, layout: Layout = ONE_RANK
+) -> Row:
+    """Judged again as long as its config lacks a key, which is added, or refuses one that it wrote."""
+    while True:
+        run = functools.partial(judge_rank, make=make, known=known, layout=layout, port=_port())
+        row = run_forked(architecture, run, limit, layout.ranks)
+        if not known.has_learned(row):
+            return row
+
+
+def _port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def judge_rank(
     architecture: str,
     directory: Path,
-    lacks: list[str],
-    refuses: list[str],
-    attention: str,
-    save_to: Path | None = None,
+    rank: int,
+    *,
+    make: MakeJudge,
+    known: Known,
+    layout: Layout,
+    port: int,
 ) -> None:
     """In a process of its own: the row into `row.json`."""
     from sglang.srt.models.registry import ModelRegistry
 
     from .classes import why_missing
     from .configs import tiny_config
-    from .judge import Judge, Saver
 
     def answer(row: Row) -> None:
         (directory / "row.json").write_text(json.dumps(row.__dict__))
@@ -92,79 +147,11 @@ def judge(
     if model_class is None:
         answer(Row(architecture, "not built", reasons=[why_missing(architecture)]))
         return
-    lost = tiny_config(architecture, model_class, directory, lacks, refuses)
-    present = Judge(architecture, answer)
-    if save_to is not None:
-        present = Saver(architecture, answer, save_to)
-    present.row.lost = lost
-    start(directory, attention, present)
-
-
-def run_forked(architecture: str, judge: Callable[[str, Path], None], limit: float) -> Row:
-    """`judge` in a fork, ended after `limit` seconds; a row whatever happens there."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="census-") as name:
-        directory = Path(name)
-        child = os.fork()
-        if not child:
-            _run(architecture, judge, directory)
-        status = _ended(child, began + limit)
-        row = _row(architecture, directory, status, limit)
-    row.seconds = round(time.monotonic() - began, 1)
-    return row
-
-
-def _run(architecture: str, judge: Callable[[str, Path], None], directory: Path) -> None:
-    """Never returns. A process in between takes the SIGQUIT that SGLang sends its parent."""
-    os.setsid()
-    with (directory / "log").open("wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
-    inner = os.fork()
-    if inner:
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1]) & 0xFF)
-    try:
-        judge(architecture, directory)
-    except BaseException:  # noqa: BLE001  it ends here
-        import traceback
-
-        os.write(2, traceback.format_exc().encode())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-
-def _ended(child: int, deadline: float) -> int | None:
-    """Its exit status; None if it had to be ended."""
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            _end_group(child)  # threads' processes that it left
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    _end_group(child)
-    os.waitpid(child, 0)
-    return None
-
-
-def _end_group(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def _row(architecture: str, directory: Path, status: int | None, limit: float) -> Row:
-    answer = directory / "row.json"
-    if answer.exists():
-        return Row(**json.loads(answer.read_text()))
-    if status is None:
-        return Row(architecture, "not built", reasons=[f"{OUT_OF_TIME} {limit:g} s"])
-    reason = last_error((directory / "log").read_text(errors="replace"))
-    if status > 128 or status < 0:
-        reason = f"ended by signal {status - 128 if status > 128 else -status}: {reason}"
-    return Row(architecture, "not built", reasons=[reason[:400]])
+    present = make(architecture, answer)
+    present.row.lost = tiny_config(architecture, model_class, directory, known.lacks, known.refuses)
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = layout.cores
+    start(directory, known.attention, present, rank, layout.arguments(port))
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(float(sys.argv[1]), Layout.of_name(sys.argv[2]))

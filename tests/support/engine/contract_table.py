@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from tools.census import families, page, results  # noqa: E402
+from tools.census import families, page, results, two_ranks  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "models.md"
 RESULTS = ROOT / "tests" / "engine" / "contract_results"
@@ -130,6 +130,7 @@ def document() -> str:
     shown = table([json.loads(path.read_text()) for path in files], contract_cases())
     text = _replaced(DOCUMENT.read_text(), "contract", shown)
     text = _replaced(text, "families", families.section())
+    text = _replaced(text, "two-ranks", two_ranks.section())
     return _replaced(text, "census", page.section())
 
 

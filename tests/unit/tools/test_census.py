@@ -23,8 +23,8 @@ from tools.census.judge import Judge, judged
 from tools.census.layers import lost
 from tools.census.names import Sent, called
 from tools.census.outcome import OUT_OF_TIME, Row, summary
+from tools.census.ranks import run_forked
 from tools.census.tiny import shrink
-from tools.census.worker import run_forked
 
 
 class Plain(nn.Module):
@@ -328,15 +328,15 @@ def test_a_class_that_needs_a_package_is_a_row():
     assert "of_somebody_else" in row.reasons[0]
 
 
-def _hangs(architecture, directory):
+def _hangs(architecture, directory, rank):
     time.sleep(60)
 
 
-def _raises(architecture, directory):
+def _raises(architecture, directory, rank):
     raise ImportError("No module named 'of_somebody_else'")
 
 
-def _dies(architecture, directory):
+def _dies(architecture, directory, rank):
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
@@ -477,7 +477,12 @@ def test_an_outcome_that_is_not_on_file_is_a_change(tmp_path, monkeypatch):
         ("not started", "long " * 30, f"{'long ' * 26}…"),
         ("refused", f"{'long ' * 40}. Send it whole.", f"{'long ' * 40}. Send it whole."),
         ("draft", "SGLang's own update leaves a", "SGLang's own update leaves a"),
-        ("not built", "TypeError: no such size", ""),
+        ("not built", "TypeError: no such size", "TypeError: no such size"),
+        (
+            "not built",
+            "NameError: name 'ms' is not defined",
+            "SGLang needs the package `mindspore`",
+        ),
     ],
 )
 def test_the_page_shortens_every_reason_but_that_of_a_refusal(
@@ -492,14 +497,14 @@ def test_the_page_shortens_every_reason_but_that_of_a_refusal(
 
 def test_a_family_is_shown_as_what_its_classes_were_found(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FOLDER", tmp_path)
-    monkeypatch.setattr(families, "FOLDER", tmp_path)
     monkeypatch.setattr(families, "FAMILIES", {"F": ("A", "B", "C", "D", "E")})
     parted = Row("A", "replayed", names=3, is_parted=True, other_names=True, is_proven=True)
     whole = Row("B", "native", names=2, reasons=["it computes"], whole_only="x: not alone")
     results.write([parted, whole, Row("C", "refused", reasons=["no"]), Row("D", "draft", names=2)])
     text = families.section()
-    assert "| F | A | yes | yes | yes | yes | yes |  |" in text
-    assert "| F | B | yes | no | no |  | no | it computes; x: not alone |" in text
+    none = "not tried | not tried"
+    assert f"| F | A | yes | yes | yes | yes | yes | {none} |  |" in text
+    assert f"| F | B | yes | no | no |  | no | {none} | it computes; x: not alone |" in text
     assert "| F | C | refused |" in text
     assert "| F | D | in high precision | no |" in text
     assert "| F | E | not tried |" in text
