@@ -250,7 +250,9 @@ class ModelRefit:
                 call.errors[place] = why
             call.sources.leave_native(sources, f"SGLang makes {place} anew while loading")
             call.sources.consume(sources)
-        if not call.update.origin.is_serving:
+        if call.update.origin.is_serving:
+            self.derived.refresh(call.sources.consumed, natively=True)
+        else:
             self.names.made_into(call.sources.native, call.sources.consumed)
         return result
 

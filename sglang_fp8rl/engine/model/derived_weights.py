@@ -28,10 +28,11 @@ from .kept_copies import KeptCopies
 from .parameters import Target, held_tensors
 from .placed import kept_in_place, names_of, owners_of
 
-# Methods that write what they compute from weights: behind the loading, or at the first forward pass
-# (Gemma 4's router folds its scale into a norm).
-_AT_FIRST_PASS = "fuse_scale"
-_DERIVE = ("post_load_weights", _AT_FIRST_PASS)
+# Methods that write what they compute from weights: behind the loading, at the first forward pass (Gemma 4's
+# router folds its scale into a norm), or behind the start (Inkling's shared experts are turned; later its
+# loader does that, if it is given the parameter itself, and not a stand-in).
+_AT_FIRST_PASS, _BEHIND_START = "fuse_scale", "process_weights_after_loading"
+_DERIVE = ("post_load_weights", _AT_FIRST_PASS, _BEHIND_START)
 
 
 class DerivedWeights:
@@ -43,12 +44,13 @@ class DerivedWeights:
         self.kept_copies = KeptCopies({}, (), self._is_derived, has_run)
         methods = (getattr(module, "quant_method", None) for module in self._modules.values())
         self._methods = [method for method in methods if isinstance(method, DecidedMethod)]
-        self._derivers = [
+        derivers = (
             _Deriver(prefix, module, method)
             for prefix, module in self._modules.items()
             for method in _DERIVE
             if callable(getattr(module, method, None))
-        ]
+        )
+        self._derivers = [one for one in derivers if one.needs_nothing]
         self.norms = GemmaNorms(model)  # before loaders are wrapped
         self._derived_places = set(self.norms.places)
         self._is_held_back = self._is_deriving = self._are_placed = False
@@ -116,9 +118,15 @@ class DerivedWeights:
             for one in self._derivers
         )
 
-    def refresh(self, names: Iterable[str]) -> None:
-        """Derive again what depends on these weights, from the bytes that are served now."""
-        used = [deriver for deriver in self._derivers if deriver.is_used]
+    def refresh(self, names: Iterable[str], *, natively: bool = False) -> None:
+        """Derive again what depends on these weights, from the bytes that are served now.
+
+        Args:
+            natively: SGLang's own `load_weights` ran, and has derived what it derives.
+        """
+        used = [one for one in self._derivers if one.is_used]
+        if natively:
+            used = [one for one in used if one.method == _BEHIND_START]
         if not used or not (names := list(names)):
             return
         with torch.no_grad(), self.in_place():
@@ -191,6 +199,7 @@ class _Deriver:
     Attributes:
         takes_names: of weights, and derives only what they lead to. A model inside another is given names
             that the outer one made of those that were sent.
+        needs_nothing: can be called without arguments.
         is_used: SGLang calls it by itself.
         is_checked: it has run, and left the same when it ran again.
     """
@@ -200,6 +209,7 @@ class _Deriver:
         self.native = getattr(module, method)
         parameters = inspect.signature(self.native).parameters
         self.takes_names = not prefix and "weight_names" in parameters
+        self.needs_nothing = all(one.default is not one.empty for one in parameters.values())
         self.is_used = self.is_checked = False
 
 

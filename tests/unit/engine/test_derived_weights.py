@@ -10,6 +10,7 @@ pytest.importorskip("sglang")
 
 from sglang_fp8rl.engine.model.derived_weights import DerivedWeights
 from sglang_fp8rl.engine.refit import ModelRefit
+from tools.census.toys.toy import Toy, loaded, update, weights
 
 
 def two_views(first, second):
@@ -133,3 +134,44 @@ def test_a_derivation_of_a_buffer_by_its_own_value_is_refused_too():
 def test_a_derivation_that_writes_a_weight_anew_is_none():
     model = start(lambda norm: norm.data.copy_(torch.full((4,), 3.0)))
     assert model.norm.tolist() == [3, 3, 3, 3]
+
+
+class TurnedByItsLoader(Toy):
+    """As Inkling's shared experts: a loader that is given the parameter itself turns it into a buffer as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turned", torch.zeros(4, 6), persistent=False)
+        self.a.weight.weight_loader = self.load_a
+
+    def load_a(self, parameter, loaded_weight):
+        parameter.data.copy_(loaded_weight)
+        if parameter is self.a.weight:
+            self.process_weights_after_loading()
+
+    def process_weights_after_loading(self):
+        self.turned.copy_(self.a.weight.data.t())
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_what_is_derived_behind_the_start_is_derived_behind_every_update(replays):
+    refit = loaded(TurnedByItsLoader, 0)
+    refit.options = refit.options.model_copy(update={"replay": replays})
+    refit.model.process_weights_after_loading()  # SGLang's loader of models, once
+    refit.note_loaded()
+    place = refit.model.turned.data_ptr()
+    for seed in (1, 2, 3):
+        update(refit, weights(refit.model, seed))
+        assert torch.equal(refit.model.turned, weights(refit.model, seed)["a.weight"].t())
+        assert refit.model.turned.data_ptr() == place
+
+
+class WantsItsLayer(Toy):
+    def process_weights_after_loading(self, layer):
+        raise AssertionError(layer)
+
+
+def test_a_method_that_wants_arguments_is_not_called():
+    refit = loaded(WantsItsLayer, 0)
+    refit.note_loaded()
+    update(refit, weights(refit.model, 1))
