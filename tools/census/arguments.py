@@ -48,7 +48,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "text_config": UNKNOWN | MINIMAX_M3 | {"model_type": "minimax_m3"},
         "vision_config": MINIMAX_M3_VISION | {"model_type": "minimax_vision"},
     },
-    "DeepseekV4ForCausalLM": DEEPSEEK_V4,
+    "DeepseekV4ForCausalLM(DSpark)?": DEEPSEEK_V4,
+    "DeepseekVL2ForCausalLM": {
+        "language_config": DEEPSEEK_V2_LITE,
+        "tile_tag": "2D",
+    },
     "DeepseekOCRForCausalLM|UnlimitedOCRForCausalLM": {
         "language_config": DEEPSEEK_V2_LITE,
         "tile_tag": "2D",

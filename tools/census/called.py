@@ -30,6 +30,21 @@ _OF_MISTRAL: dict[str, str | None] = {
     r"\.up_proj\.(?=\w+$)": ".w3.",
 }
 CALLED: dict[str, dict[str, str | None]] = {
+    "DSparkMiniMaxDraftModel": {r"^": "dspark."},
+    "DeepseekV4ForCausalLMDSpark": {
+        r"^stages\.": "mtp.",
+        r"^markov_head\.": "mtp.0.markov_head.",
+        r"^confidence_head\.": "mtp.0.confidence_head.",
+        r"\.self_attn\.": ".attn.",
+        r"\.mlp\.": ".ffn.",
+        r"\.input_layernorm\.": ".attn_norm.",
+        r"\.post_attention_layernorm\.": ".ffn_norm.",
+        r"\.gate_proj\.": ".w1.",
+        r"\.down_proj\.": ".w2.",
+        r"\.up_proj\.": ".w3.",
+        r"\.topk\.tid2eid$": ".gate.tid2eid",
+        r"\.gate\.e_score_correction_bias$": ".gate.bias",
+    },
     "DotsOCRForCausalLM": {
         r"^model\.model\.": "model.",
         r"^model\.lm_head\.": "lm_head.",
@@ -43,6 +58,14 @@ CALLED: dict[str, dict[str, str | None]] = {
         r"^model\.decoder\.": "model.mtp_layers.0.",
         r"^model\.shared_head\.norm\.": "model.mtp_layers.0.final_layernorm.",
         r"^model\.(?=enorm|hnorm|eh_proj)": "model.mtp_layers.0.",
+    },
+    "InklingForConditionalGenerationMTP": {
+        r"^model\.(?!embed_tokens\.)": "model.mtp.layers.0.",
+        r"^model\.embed_tokens\.": "model.llm.embed_tokens.",
+    },
+    # Its layers share banks of experts: as many here as layers, so that each has its own.
+    "InternS2MobiusForConditionalGeneration": {
+        r"\.layers\.(\d+)\.mlp\.(?=experts\.|gate\.)": r".meta_mlp.\1.",
     },
     "Lfm2VlForConditionalGeneration": _LFM2_VL,
     "LightOnOCRForConditionalGeneration": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ class Builder:
 
     def __init__(self, model_config: Any, load_config: Any) -> None:
         self._config, self._load_config = model_config, load_config
+        if _has_a_number(model_config):
+            load_config.draft_model_idx = 0
 
     @property
     def path(self) -> str:
@@ -47,6 +50,14 @@ class Builder:
         from sglang.srt.model_loader.loader import DefaultModelLoader
 
         DefaultModelLoader.load_weights_and_postprocess(model, iter(weights), torch.device("cpu"))
+
+
+def _has_a_number(model_config: Any) -> bool:
+    """Whether SGLang tells the model which of several drafts it is."""
+    from sglang.srt.model_loader.utils import get_model_architecture
+
+    model_class, _ = get_model_architecture(model_config)
+    return "draft_model_idx" in inspect.signature(model_class.__init__).parameters
 
 
 def start(

@@ -10,6 +10,7 @@ BASES: dict[str, str] = {
     "MistralLarge3ForCausalLM": "deepseek_v3",
     "MistralLarge3ForCausalLMEagle": "deepseek_v3",
     "DeciLMForCausalLM": "",
+    "DeepseekV4ForCausalLMDSpark": "deepseek_v4",
     "Ernie4_5_VLMoeForConditionalGeneration": "",
     "InternVLChatModel": "internvl_chat",
     "PixtralForConditionalGeneration": "",
@@ -62,7 +63,15 @@ _OF_EVERY_CONFIG = (
 
 # Architectures (a regular expression) to keys of the small `config.json`; None leaves a key out.
 KEYS: dict[str, dict[str, Any]] = {
-    "DeepseekV4ForCausalLM": {"o_groups": 2},
+    "DeepseekV4ForCausalLM(DSpark)?": {"o_groups": 2},
+    "DeepseekV4ForCausalLMDSpark": {
+        "dspark_block_size": 4,
+        "dspark_markov_rank": 32,
+        "dspark_target_layer_ids": [1, 2],
+    },
+    "Dots3NoteForCausalLMNextN": {"layer_types": ["sliding_attention"], "num_hidden_layers": 1},
+    "InternS2MobiusForConditionalGeneration": {"vision_config": {"deepstack_visual_indexes": []}},
+    "DeepseekVL2ForCausalLM": {"projector_config": {"n_embed": 256}},
     "MiMoV2FlashForCausalLM": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
     "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 8, "mamba_d_head": 64},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 64},
@@ -92,6 +101,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "DeepseekOCRForCausalLM": {"language_config": {"use_mla": False}},
     "LlavaForConditionalGeneration": {"vision_feature_select_strategy": "full"},
     "Step3p5MTP": {  # its layer is that of number 45, whatever the model has
+        "num_hidden_layers": 46,
         "layer_types": ["full_attention"] * 46,
         "rope_theta": [1e4] * 46,
         "swiglu_limits": [0.0] * 46,
@@ -117,6 +127,7 @@ KEYS: dict[str, dict[str, Any]] = {
     },
     "DSparkMiniMaxDraftModel": {
         "block_size": 4,
+        "moe_layer_freq": [0, 0],
         "num_target_layers": 8,
         "markov_rank": 32,
         "markov_head_type": "vanilla",
