@@ -45,6 +45,7 @@ CALLED: dict[str, dict[str, str | None]] = {
         r"\.topk\.tid2eid$": ".gate.tid2eid",
         r"\.gate\.e_score_correction_bias$": ".gate.bias",
     },
+    "DeepseekVL2ForCausalLM": {r"^language_model\.": "language."},
     "DotsOCRForCausalLM": {
         r"^model\.model\.": "model.",
         r"^model\.lm_head\.": "lm_head.",
@@ -81,6 +82,18 @@ CALLED: dict[str, dict[str, str | None]] = {
         r"(?<=^vision_model)(.*)\.encoder\.layers": r"\1.blocks",
         r"(?<=^vision_model)(.*)\.attn\.attn": r"\1.attn",
         r"(?<=^vision_model)(.*)\.qkv_proj": r"\1.qkv",
+    },
+    "Phi4MMForCausalLM": {
+        r"^language_model\.model\.": "model.",
+        r"^vision_encoder\.": "model.embed_tokens_extend.image_embed.",
+        r"(?<=image_embed)(.*)\.self_attn\.proj\.": r"\1.self_attn.out_proj.",
+        r"^embed_tokens_extend\.audio_projection_for_vision\.": (
+            "model.embed_tokens_extend.audio_embed.audio_projection.vision."
+        ),
+        r"^embed_tokens_extend\.audio_projection\.": (
+            "model.embed_tokens_extend.audio_embed.audio_projection.speech."
+        ),
+        r"^embed_tokens_extend\.": "model.embed_tokens_extend.audio_embed.",
     },
     "Qwen3NextForCausalLMMTP": {r"^model\.": "mtp.", r"^(?=fc\.|pre_fc)": "mtp."},
     "StepVLForConditionalGeneration": {r"^language_model\.": ""},
@@ -129,7 +142,10 @@ CALLED: dict[str, dict[str, str | None]] = {
 # Architectures (a regular expression) to modules, by name, whose parameters a checkpoint has as the model does, fused.
 FUSED: dict[str, str] = {
     "Bailing(MM2?Native|MoeV3VL)ForConditionalGeneration": r"^(vision|visual)\.",
+    "DeepseekVL2ForCausalLM": r"^vision\.",
     "DotsVLMForCausalLM": r"^vision_tower\.",
+    "InklingForConditionalGeneration": r"^llm\.layers\.\d+\.mlp\.experts\.",
+    "Phi4MMForCausalLM": r"^language_model\.",
     "StepVLForConditionalGeneration": r"^vision_model\.",
 }
 

@@ -70,7 +70,6 @@ KEYS: dict[str, dict[str, Any]] = {
         "dspark_target_layer_ids": [1, 2],
     },
     "Dots3NoteForCausalLMNextN": {"layer_types": ["sliding_attention"], "num_hidden_layers": 1},
-    "InternS2MobiusForConditionalGeneration": {"vision_config": {"deepstack_visual_indexes": []}},
     "DeepseekVL2ForCausalLM": {"projector_config": {"n_embed": 256}},
     "MiMoV2FlashForCausalLM": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
     "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 8, "mamba_d_head": 64},
@@ -134,6 +133,14 @@ KEYS: dict[str, dict[str, Any]] = {
         "use_gemma_norm": True,
         "dflash_config": {"target_layer_ids": [1, 2], "mask_token_id": 3},
     },
+    "InklingForConditionalGeneration": {
+        "text_config": {
+            "num_hidden_layers": 3,
+            "local_layer_ids": [0, 1],
+            "dense_mlp_idx": 1,
+            "sliding_window_size": 32,
+        },
+    },
     "IQuestQ1ForCausalLM": {
         "num_hidden_layers": 3,
         "hybrid_layers_types_block": ["sliding_attention"],
@@ -156,11 +163,27 @@ KEYS: dict[str, dict[str, Any]] = {
         "moe_layer_end_index": [1, 1],
     },
     "Glm5Next.*": {"num_key_value_heads": 4, "text_config": {"num_key_value_heads": 4}},
+    "Glm5NextForConditionalGenerationNextN": {
+        "text_config": {
+            "architectures": ["Glm5NextForConditionalGenerationNextN"],
+            "num_key_value_heads": 4,
+            "linear_attn_config": {"kda_layers": []},
+        },
+    },
     "LongcatFlashForCausalLM(NextN)?": {
         "rope_parameters": None,
         "rope_scaling": {"rope_type": "default", "rope_theta": 1e7},
     },
 }
+
+
+# Architectures (a regular expression) that SGLang serves with its radix cache only.
+_WITH_RADIX_CACHE = "InklingForConditionalGeneration"
+
+
+def radix_cache(architecture: str) -> list[str]:
+    """Arguments of SGLang's server that do without the cache, where SGLang does."""
+    return [] if re.fullmatch(_WITH_RADIX_CACHE, architecture) else ["--disable-radix-cache"]
 
 
 def matching(table: dict[str, dict[str, Any]], architecture: str) -> dict[str, Any]:

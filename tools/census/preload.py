@@ -7,6 +7,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+from .towers import cut_towers
+
 ENVIRONMENT = {
     "SGLANG_PLATFORM": "fp8rl_cpu",
     "CUDA_VISIBLE_DEVICES": "",
@@ -96,5 +98,6 @@ def import_sglang() -> None:
         HookRegistry.register(
             f"{_SETUP}.resolve_attention_backend_strs", _attention_of_the_cpu, HookType.AFTER
         )
+    cut_towers()
     load_plugins()
     HookRegistry.apply_hooks()
