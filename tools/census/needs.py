@@ -10,7 +10,6 @@ from .outcome import Row
 _NEEDS = {
     r"causal_conv1d_fn": "SGLang needs a GPU: the file imports CUDA's convolution",
     r"only supports CUDA backend": "SGLang needs a GPU, and says so",
-    r"requires platform support for Mamba cache": "SGLang needs a GPU: snapshots of a Mamba state",
     r"requires FA3 attention": "SGLang needs a GPU: FlashAttention 3",
     r"requires flashinfer": "SGLang needs a GPU: FlashInfer",
     r"name 'ms' is not defined": "SGLang needs the package `mindspore`",
