@@ -38,7 +38,10 @@ def guarded(server, checkpoint_dir):
 
 
 def metrics_of(server: ServerProcess) -> str:
-    return requests.get(server.url + "/metrics", timeout=60).text
+    answer = requests.get(server.url + "/metrics", timeout=60)
+    while answer.status_code == 500:  # SGLang reads files that its other processes are writing
+        answer = requests.get(server.url + "/metrics", timeout=60)
+    return answer.text
 
 
 def sample(text: str, name: str) -> float | None:

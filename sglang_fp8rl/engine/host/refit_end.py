@@ -51,7 +51,7 @@ class _Said:
         verdict: on the refit that runs.
         flushed: as `Update.cache_flushed`.
         is_empty: whether no tensor came in what was loaded.
-        refit: the number of the refit that it belongs to.
+        refit: the number of the refit that it belongs to; and `count`: of all refits that the rank knows of.
     """
 
     error: str | None = None
@@ -59,6 +59,7 @@ class _Said:
     flushed: bool | None = None
     is_empty: bool = False
     refit: int | None = None
+    count: int = 0
 
 
 @dataclass
@@ -136,10 +137,12 @@ class RequestEnd:
             error = " | ".join(filter(None, (error, *missing)))
         is_empty = error is None and update.calls > 0 and not update.tensors
         number = None if update.refit is None else update.refit.id
-        return _Said(error, verdict, update.cache_flushed, is_empty, number)
+        return _Said(error, verdict, update.cache_flushed, is_empty, number, report.log.count)
 
     def _end_together(self, ranks: list[_Said]) -> Refit | None:
         update, log, ended = self.update, self.refit.report.log, None
+        # Where a request failed on one rank, others may have begun a refit in it; the next one is the same again.
+        log.count = max(one.count for one in ranks)
         if update.cache_flushed is None and any(one.flushed for one in ranks):
             # A rank that failed asked for no flush; its prefixes would not be those of the others.
             update.cache_flushed = bool(self.manager.flush_cache())

@@ -35,6 +35,7 @@ class RefitLog:
         session: whether one is open.
         moved_to: the version of the refit that ended last, where what is served is of one piece since, until it was
             told.
+        count: refits so far, the same on every rank.
         begun: refits that something may be served of, in order; and some more.
         is_in_step: whether the calls of clients that open no session and name nothing are known to begin
             with the first call of an update.
@@ -52,7 +53,7 @@ class RefitLog:
         self.moved_to: str | None = None
         self.is_in_step = True
         self.begun: list[Refit] = []
-        self._count = 0
+        self.count = 0
 
     @property
     def state(self) -> State:
@@ -110,10 +111,10 @@ class RefitLog:
         return refit
 
     def _new(self, update: Update, since: int) -> Refit:
-        self._count += 1
+        self.count += 1
         note = self._note(update)
         version = update.version or (note.version if note else None)
-        return Refit(self._count, update.origin, since, note, version, self._session(update))
+        return Refit(self.count, update.origin, since, note, version, self._session(update))
 
     def _session(self, update: Update) -> Session | None:
         return self.session if update.in_session and update.note is None else None
