@@ -12,6 +12,7 @@ from .hub_text import (
     FULL,
     GEMMA4_ASSISTANT,
     GLM5_NEXT,
+    INKLING,
     JET,
     KIMI_LINEAR,
     LILICORR,
@@ -24,7 +25,7 @@ from .hub_text import (
     SLIDING,
     STEP3P5,
 )
-from .hub_towers import DASHENG, ERNIE_VL, JANUS, MINIMAX_M3_VISION, PERCEPTION, PIXTRAL
+from .hub_towers import CONFORMER, DASHENG, ERNIE_VL, JANUS, MINIMAX_M3_VISION, PERCEPTION, PIXTRAL
 from .overrides import UNKNOWN
 
 # Architectures (a regular expression) to what files on the hub say and the defaults of the config class do not:
@@ -35,7 +36,13 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "Qwen3NextForCausalLM(MTP)?": {"full_attention_interval": 4},
     "Qwen3_5(Moe)?ForCausalLM": QWEN3_5,
     "Qwen3_5(Moe)?ForConditionalGeneration|Qwen3_5ForCausalLMMTP": QWEN3_5_VL,
-    "InternS2(Preview|Mobius)ForConditionalGeneration": QWEN3_5_VL,
+    "InklingForConditionalGeneration": {"text_config": INKLING},
+    "InternS2PreviewForConditionalGeneration": QWEN3_5_VL,
+    "InternS2MobiusForConditionalGeneration": {
+        "text_config": QWEN3_5
+        | {"num_hidden_layers": 12, "layer_types": [*["linear_attention"] * 3, FULL] * 3},
+        "vision_config": {"deepstack_visual_indexes": []},
+    },
     "MiniCPMV4_[67]ForConditionalGeneration": {
         "text_config": QWEN3_5 | {"model_type": "qwen3_5_text"}
     },
@@ -48,7 +55,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "text_config": UNKNOWN | MINIMAX_M3 | {"model_type": "minimax_m3"},
         "vision_config": MINIMAX_M3_VISION | {"model_type": "minimax_vision"},
     },
-    "DeepseekV4ForCausalLM": DEEPSEEK_V4,
+    "DeepseekV4ForCausalLM(DSpark)?": DEEPSEEK_V4,
+    "DeepseekVL2ForCausalLM": {
+        "language_config": DEEPSEEK_V2_LITE,
+        "tile_tag": "2D",
+    },
     "DeepseekOCRForCausalLM|UnlimitedOCRForCausalLM": {
         "language_config": DEEPSEEK_V2_LITE,
         "tile_tag": "2D",
@@ -171,6 +182,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
                 "use_qformer": False,
             },
         },
+        "audio_processor": {"name": "cascades", "config": CONFORMER},
     },
     "SolarForCausalLM": {
         "bskcn_1": [0, 4],

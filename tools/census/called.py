@@ -30,6 +30,22 @@ _OF_MISTRAL: dict[str, str | None] = {
     r"\.up_proj\.(?=\w+$)": ".w3.",
 }
 CALLED: dict[str, dict[str, str | None]] = {
+    "DSparkMiniMaxDraftModel": {r"^": "dspark."},
+    "DeepseekV4ForCausalLMDSpark": {
+        r"^stages\.": "mtp.",
+        r"^markov_head\.": "mtp.0.markov_head.",
+        r"^confidence_head\.": "mtp.0.confidence_head.",
+        r"\.self_attn\.": ".attn.",
+        r"\.mlp\.": ".ffn.",
+        r"\.input_layernorm\.": ".attn_norm.",
+        r"\.post_attention_layernorm\.": ".ffn_norm.",
+        r"\.gate_proj\.": ".w1.",
+        r"\.down_proj\.": ".w2.",
+        r"\.up_proj\.": ".w3.",
+        r"\.topk\.tid2eid$": ".gate.tid2eid",
+        r"\.gate\.e_score_correction_bias$": ".gate.bias",
+    },
+    "DeepseekVL2ForCausalLM": {r"^language_model\.": "language."},
     "DotsOCRForCausalLM": {
         r"^model\.model\.": "model.",
         r"^model\.lm_head\.": "lm_head.",
@@ -43,6 +59,14 @@ CALLED: dict[str, dict[str, str | None]] = {
         r"^model\.decoder\.": "model.mtp_layers.0.",
         r"^model\.shared_head\.norm\.": "model.mtp_layers.0.final_layernorm.",
         r"^model\.(?=enorm|hnorm|eh_proj)": "model.mtp_layers.0.",
+    },
+    "InklingForConditionalGenerationMTP": {
+        r"^model\.(?!embed_tokens\.)": "model.mtp.layers.0.",
+        r"^model\.embed_tokens\.": "model.llm.embed_tokens.",
+    },
+    # Its layers share banks of experts: as many here as layers, so that each has its own.
+    "InternS2MobiusForConditionalGeneration": {
+        r"\.layers\.(\d+)\.mlp\.(?=experts\.|gate\.)": r".meta_mlp.\1.",
     },
     "Lfm2VlForConditionalGeneration": _LFM2_VL,
     "LightOnOCRForConditionalGeneration": {
@@ -58,6 +82,18 @@ CALLED: dict[str, dict[str, str | None]] = {
         r"(?<=^vision_model)(.*)\.encoder\.layers": r"\1.blocks",
         r"(?<=^vision_model)(.*)\.attn\.attn": r"\1.attn",
         r"(?<=^vision_model)(.*)\.qkv_proj": r"\1.qkv",
+    },
+    "Phi4MMForCausalLM": {
+        r"^language_model\.model\.": "model.",
+        r"^vision_encoder\.": "model.embed_tokens_extend.image_embed.",
+        r"(?<=image_embed)(.*)\.self_attn\.proj\.": r"\1.self_attn.out_proj.",
+        r"^embed_tokens_extend\.audio_projection_for_vision\.": (
+            "model.embed_tokens_extend.audio_embed.audio_projection.vision."
+        ),
+        r"^embed_tokens_extend\.audio_projection\.": (
+            "model.embed_tokens_extend.audio_embed.audio_projection.speech."
+        ),
+        r"^embed_tokens_extend\.": "model.embed_tokens_extend.audio_embed.",
     },
     "Qwen3NextForCausalLMMTP": {r"^model\.": "mtp.", r"^(?=fc\.|pre_fc)": "mtp."},
     "StepVLForConditionalGeneration": {r"^language_model\.": ""},
@@ -106,7 +142,10 @@ CALLED: dict[str, dict[str, str | None]] = {
 # Architectures (a regular expression) to modules, by name, whose parameters a checkpoint has as the model does, fused.
 FUSED: dict[str, str] = {
     "Bailing(MM2?Native|MoeV3VL)ForConditionalGeneration": r"^(vision|visual)\.",
+    "DeepseekVL2ForCausalLM": r"^vision\.",
     "DotsVLMForCausalLM": r"^vision_tower\.",
+    "InklingForConditionalGeneration": r"^llm\.layers\.\d+\.mlp\.experts\.",
+    "Phi4MMForCausalLM": r"^language_model\.",
     "StepVLForConditionalGeneration": r"^vision_model\.",
 }
 

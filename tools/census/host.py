@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ class Builder:
 
     def __init__(self, model_config: Any, load_config: Any) -> None:
         self._config, self._load_config = model_config, load_config
+        if has_a_number(class_of(model_config)):
+            load_config.draft_model_idx = 0
 
     @property
     def path(self) -> str:
@@ -49,6 +52,17 @@ class Builder:
         DefaultModelLoader.load_weights_and_postprocess(model, iter(weights), torch.device("cpu"))
 
 
+def class_of(model_config: Any) -> type:
+    from sglang.srt.model_loader.utils import get_model_architecture
+
+    return get_model_architecture(model_config)[0]
+
+
+def has_a_number(model_class: type) -> bool:
+    """Whether SGLang tells the model which of several drafts it is."""
+    return "draft_model_idx" in inspect.signature(model_class).parameters
+
+
 def start(
     path: Path,
     attention: str,
@@ -67,7 +81,7 @@ def start(
     argv = [f"--model-path={path}", f"--quantization={QUANTIZATION}", "--device=cpu"]
     argv += ["--load-format=dummy", "--skip-tokenizer-init", "--max-total-tokens=1024"]
     argv += ["--context-length=512", f"--attention-backend={attention}"]
-    argv += ["--max-running-requests=2", "--disable-radix-cache", "--disable-cuda-graph"]
+    argv += ["--max-running-requests=2", "--disable-cuda-graph"]
     with contextlib.suppress(preload.Judged):
         _start_scheduler([*argv, *arguments], rank)
 

@@ -30,6 +30,7 @@ Shapes = dict[str, Sent]
 
 # Architectures whose checkpoints call their tensors as another's does.
 _SAME_NAMES = {
+    "InternS2MobiusForConditionalGeneration": "Qwen3_5MoeForConditionalGeneration",
     "KimiK3LinearForCausalLM": "KimiLinearForCausalLM",
     "MistralLarge3ForCausalLM": "DeepseekV3ForCausalLM",
 }

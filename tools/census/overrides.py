@@ -10,6 +10,7 @@ BASES: dict[str, str] = {
     "MistralLarge3ForCausalLM": "deepseek_v3",
     "MistralLarge3ForCausalLMEagle": "deepseek_v3",
     "DeciLMForCausalLM": "",
+    "DeepseekV4ForCausalLMDSpark": "deepseek_v4",
     "Ernie4_5_VLMoeForConditionalGeneration": "",
     "InternVLChatModel": "internvl_chat",
     "PixtralForConditionalGeneration": "",
@@ -62,7 +63,14 @@ _OF_EVERY_CONFIG = (
 
 # Architectures (a regular expression) to keys of the small `config.json`; None leaves a key out.
 KEYS: dict[str, dict[str, Any]] = {
-    "DeepseekV4ForCausalLM": {"o_groups": 2},
+    "DeepseekV4ForCausalLM(DSpark)?": {"o_groups": 2},
+    "DeepseekV4ForCausalLMDSpark": {
+        "dspark_block_size": 4,
+        "dspark_markov_rank": 32,
+        "dspark_target_layer_ids": [1, 2],
+    },
+    "Dots3NoteForCausalLMNextN": {"layer_types": ["sliding_attention"], "num_hidden_layers": 1},
+    "DeepseekVL2ForCausalLM": {"projector_config": {"n_embed": 256}},
     "MiMoV2FlashForCausalLM": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
     "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 8, "mamba_d_head": 64},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 64},
@@ -92,6 +100,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "DeepseekOCRForCausalLM": {"language_config": {"use_mla": False}},
     "LlavaForConditionalGeneration": {"vision_feature_select_strategy": "full"},
     "Step3p5MTP": {  # its layer is that of number 45, whatever the model has
+        "num_hidden_layers": 46,
         "layer_types": ["full_attention"] * 46,
         "rope_theta": [1e4] * 46,
         "swiglu_limits": [0.0] * 46,
@@ -117,11 +126,20 @@ KEYS: dict[str, dict[str, Any]] = {
     },
     "DSparkMiniMaxDraftModel": {
         "block_size": 4,
+        "moe_layer_freq": [0, 0],
         "num_target_layers": 8,
         "markov_rank": 32,
         "markov_head_type": "vanilla",
         "use_gemma_norm": True,
         "dflash_config": {"target_layer_ids": [1, 2], "mask_token_id": 3},
+    },
+    "InklingForConditionalGeneration": {
+        "text_config": {
+            "num_hidden_layers": 3,
+            "local_layer_ids": [0, 1],
+            "dense_mlp_idx": 1,
+            "sliding_window_size": 32,
+        },
     },
     "IQuestQ1ForCausalLM": {
         "num_hidden_layers": 3,
@@ -145,11 +163,27 @@ KEYS: dict[str, dict[str, Any]] = {
         "moe_layer_end_index": [1, 1],
     },
     "Glm5Next.*": {"num_key_value_heads": 4, "text_config": {"num_key_value_heads": 4}},
+    "Glm5NextForConditionalGenerationNextN": {
+        "text_config": {
+            "architectures": ["Glm5NextForConditionalGenerationNextN"],
+            "num_key_value_heads": 4,
+            "linear_attn_config": {"kda_layers": []},
+        },
+    },
     "LongcatFlashForCausalLM(NextN)?": {
         "rope_parameters": None,
         "rope_scaling": {"rope_type": "default", "rope_theta": 1e7},
     },
 }
+
+
+# Architectures (a regular expression) that SGLang serves with its radix cache only.
+_WITH_RADIX_CACHE = "InklingForConditionalGeneration"
+
+
+def radix_cache(architecture: str) -> list[str]:
+    """Arguments of SGLang's server that do without the cache, where SGLang does."""
+    return [] if re.fullmatch(_WITH_RADIX_CACHE, architecture) else ["--disable-radix-cache"]
 
 
 def matching(table: dict[str, dict[str, Any]], architecture: str) -> dict[str, Any]:

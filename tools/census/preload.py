@@ -7,6 +7,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+from .towers import cut_towers
+
 ENVIRONMENT = {
     "SGLANG_PLATFORM": "fp8rl_cpu",
     "CUDA_VISIBLE_DEVICES": "",
@@ -43,6 +45,7 @@ class AtStart(Protocol):
 
 
 present: list[AtStart] = []
+_MAMBA = "sglang.srt.arg_groups.mamba_hook"
 _SETUP = "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
 
 
@@ -74,6 +77,11 @@ def _rope_of_a_gpu(*args: Any) -> Any:
     return factory.get_rope(*args[:8])
 
 
+def _yes() -> bool:
+    """SGLang asks whether a Mamba state can be snapshot before it builds Inkling; building it needs none."""
+    return True
+
+
 def import_sglang() -> None:
     """Everything that takes seconds, once for all processes that are forked from this one.
 
@@ -92,9 +100,14 @@ def import_sglang() -> None:
     HookRegistry.register(start, _start, HookType.AROUND)
     rope = "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu"
     HookRegistry.register(rope, _rope_of_a_gpu, HookType.REPLACE)
+    if find_spec(_MAMBA):
+        HookRegistry.register(
+            f"{_MAMBA}._platform_supports_mamba_cache_extra_buffer", _yes, HookType.REPLACE
+        )
     if find_spec(_SETUP):  # older versions have it elsewhere
         HookRegistry.register(
             f"{_SETUP}.resolve_attention_backend_strs", _attention_of_the_cpu, HookType.AFTER
         )
+    cut_towers()
     load_plugins()
     HookRegistry.apply_hooks()

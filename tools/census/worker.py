@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from .host import start
 from .layout import ONE_RANK, Layout
 from .outcome import Row
+from .overrides import radix_cache
 from .preload import import_sglang, prepare_environment
 from .ranks import run_forked
 
@@ -150,7 +151,8 @@ def judge_rank(
     present = make(architecture, answer)
     present.row.lost = tiny_config(architecture, model_class, directory, known.lacks, known.refuses)
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = layout.cores
-    start(directory, known.attention, present, rank, layout.arguments(port))
+    arguments = [*layout.arguments(port), *radix_cache(architecture)]
+    start(directory, known.attention, present, rank, arguments)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,15 @@ from sglang_fp8rl.engine.refit import ModelRefit, refit_of
 from sglang_fp8rl.errors import ConfigError, RefitError
 from tools.census import families, forward, judge, page, results
 from tools.census.configs import config_class_of, tiny_config
+from tools.census.host import has_a_number
 from tools.census.judge import Judge, judged
 from tools.census.layers import lost
 from tools.census.names import Sent, called
 from tools.census.outcome import OUT_OF_TIME, Row, summary
+from tools.census.overrides import radix_cache
 from tools.census.ranks import run_forked
 from tools.census.tiny import shrink
+from tools.census.towers import cut_blocks, cut_config
 
 
 class Plain(nn.Module):
@@ -381,6 +384,65 @@ def test_names_are_those_of_a_checkpoint():
     assert called("LlamaForCausalLM", {"model.norm.weight": sent}) == {"model.norm.weight": sent}
 
 
+@pytest.mark.parametrize(
+    ("architecture", "own", "sent"),
+    [
+        ("DSparkMiniMaxDraftModel", "fc.weight", "dspark.fc.weight"),
+        (
+            "DeepseekV4ForCausalLMDSpark",
+            "stages.0.mlp.experts.1.gate_proj.weight",
+            "mtp.0.ffn.experts.1.w1.weight",
+        ),
+        (
+            "InklingForConditionalGenerationMTP",
+            "model.transformer_block.attn.wq_du.weight",
+            "model.mtp.layers.0.transformer_block.attn.wq_du.weight",
+        ),
+        (
+            "InternS2MobiusForConditionalGeneration",
+            "model.language_model.layers.1.mlp.experts.down_proj",
+            "model.language_model.meta_mlp.1.experts.down_proj",
+        ),
+        (
+            "InternS2MobiusForConditionalGeneration",
+            "model.language_model.layers.1.mlp.shared_expert_gate.weight",
+            "model.language_model.layers.1.mlp.shared_expert_gate.weight",
+        ),
+        (
+            "Phi4MMForCausalLM",
+            "embed_tokens_extend.audio_projection_for_vision.0.bias",
+            "model.embed_tokens_extend.audio_embed.audio_projection.vision.0.bias",
+        ),
+    ],
+)
+def test_names_are_those_that_sglang_looks_for_in_a_checkpoint(architecture, own, sent):
+    one = Sent((1,), torch.float32)
+    assert called(architecture, {own: one}) == {sent: one}
+
+
+def test_a_tower_of_fixed_size_keeps_its_first_layers():
+    tower = SimpleNamespace(blocks=nn.ModuleList(nn.Identity() for _ in range(27)))
+    assert len(cut_blocks(tower).blocks) == 2
+    config = SimpleNamespace(architectures=["Phi4MMForCausalLM"], vision_config=SimpleNamespace())
+    assert cut_config(config).vision_config.num_hidden_layers == 2
+    other = SimpleNamespace(architectures=["Phi3ForCausalLM"])
+    assert vars(cut_config(other)) == {"architectures": ["Phi3ForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_told"), [("Step3p5MTP", True), ("Qwen3NextForCausalLMMTP", False)]
+)
+def test_a_draft_is_told_its_number_where_sglang_tells_it(architecture, is_told):
+    from sglang.srt.models.registry import ModelRegistry
+
+    assert has_a_number(ModelRegistry.models[architecture]) is is_told
+
+
+def test_a_model_keeps_its_radix_cache_where_sglang_asks_for_it():
+    assert radix_cache("InklingForConditionalGeneration") == []
+    assert radix_cache("LlamaForCausalLM") == ["--disable-radix-cache"]
+
+
 def test_a_config_is_shrunk_with_all_of_its_parts():
     found = shrink(
         {
@@ -432,6 +494,8 @@ def test_a_kind_that_a_small_model_lost_is_told(change, told):
         "Qwen3_5MoeForConditionalGeneration",
         "Gemma3nForCausalLM",
         "MiMoV2FlashForCausalLM",
+        "InklingForConditionalGeneration",
+        "InternS2MobiusForConditionalGeneration",
         "KimiK3ForConditionalGeneration",
         "Step3p5ForCausalLM",
         "DeepseekV3ForCausalLM",
@@ -482,6 +546,11 @@ def test_an_outcome_that_is_not_on_file_is_a_change(tmp_path, monkeypatch):
             "not built",
             "NameError: name 'ms' is not defined",
             "SGLang needs the package `mindspore`",
+        ),
+        (
+            "not built",
+            "RuntimeError: Dots3 model only supports CUDA backend.",
+            "SGLang needs a GPU, and says so",
         ),
     ],
 )
