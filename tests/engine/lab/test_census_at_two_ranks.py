@@ -61,7 +61,7 @@ def test_glm_4_7_flash_at_ep_2_holds_the_bytes_of_a_fresh_load_and_says_the_same
     row = _row(tmp_path, GLM_FLASH, "ep2")
     assert (row.kind, row.silent, row.reasons) == ("replayed", [], [])
     assert row.is_proven
-    assert row.relies_on == ["derived weights"]
+    assert "derived weights" in row.relies_on  # 0.5.16 keeps copies too
 
 
 def test_a_bit_that_turns_on_the_second_rank_is_told_of_that_rank(tmp_path):
