@@ -34,7 +34,11 @@ from .model.parameters import (
     set_loader,
     targets_of,
 )
-from .model.sent_otherwise import load_left_experts, load_parts_singly
+from .model.sent_otherwise import (
+    load_left_experts,
+    load_parts_singly,
+    refuse_loaders_that_ask,
+)
 from .native.call import Call
 from .native.calls import Calls
 from .native.checks import of_known_sizes, why_not_finite
@@ -81,6 +85,7 @@ class ModelRefit:
         self._load_weights = load_parts_singly(model)  # before its loaders are wrapped
 
     def attach(self) -> None:
+        refuse_loaders_that_ask(self.model)
         for target in self.targets.values():
             self._wrap_loader(target)
         self.derived.attach()

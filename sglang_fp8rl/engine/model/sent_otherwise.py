@@ -25,6 +25,21 @@ _FIRST, _SECOND = "q_a_proj", "kv_a_proj_with_mqa"
 LoadWeights = Callable[..., Any]
 
 
+def refuse_loaders_that_ask(model: torch.nn.Module) -> None:
+    """Raises `ConfigError` for loaders that turn a tensor only if they are given the module's own parameter.
+
+    Here it is a stand-in. SGLang's Inkling orders the rows of gate and up for LoRA's kernels so.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "_w13_gate_up_contiguous", False):
+            raise ConfigError(
+                name,
+                "rows of gate and up in the order of LoRA's kernels",
+                "its loader orders them only if it is given the parameter itself, and is given a stand-in",
+                "Serve it without LoRA, or with another --lora-backend than triton_v2.",
+            )
+
+
 def load_parts_singly(model: torch.nn.Module) -> LoadWeights:
     """The model's `load_weights`, which from now on takes every part in whatever call it comes.
 

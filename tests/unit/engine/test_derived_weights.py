@@ -1,10 +1,12 @@
 """Names that a model binds anew in an update: back in the memory that they had, or refused."""
 
+import inspect
+
 import pytest
 import torch
 
 from sglang_fp8rl.config import Options
-from sglang_fp8rl.errors import HostError, RefitError
+from sglang_fp8rl.errors import ConfigError, HostError, RefitError
 
 pytest.importorskip("sglang")
 
@@ -175,3 +177,20 @@ def test_a_method_that_wants_arguments_is_not_called():
     refit = loaded(WantsItsLayer, 0)
     refit.note_loaded()
     update(refit, weights(refit.model, 1))
+
+
+def test_a_loader_that_turns_rows_for_its_own_parameter_only_is_refused_at_the_start():
+    model = Toy()
+    model.a._w13_gate_up_contiguous = True  # as Inkling's shared experts with LoRA's triton_v2
+    with pytest.raises(ConfigError, match=r"a: rows of gate and up .* without LoRA"):
+        ModelRefit(model, Options(), {}, list).attach()
+
+
+def test_sglangs_inkling_still_says_so_by_that_name():
+    mlp = pytest.importorskip(
+        "sglang.srt.models.inkling_common.dense_mlp", reason="this SGLang has no Inkling"
+    )
+    source = inspect.getsource(mlp)
+    if "is self.w13_weight" not in source:
+        pytest.skip("this SGLang has no loader of it that asks")
+    assert "self._w13_gate_up_contiguous and param is self.w13_weight" in source
