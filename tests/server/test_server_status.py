@@ -38,9 +38,10 @@ def guarded(server, checkpoint_dir):
 
 
 def metrics_of(server: ServerProcess) -> str:
-    answer = requests.get(server.url + "/metrics", timeout=60)
-    while answer.status_code == 500:  # SGLang reads files that its other processes are writing
+    for _ in range(5):
         answer = requests.get(server.url + "/metrics", timeout=60)
+        if answer.status_code != 500:  # SGLang reads files that its other processes are writing
+            break
     return answer.text
 
 
