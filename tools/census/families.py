@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .layout import TWO_RANKS
 from .outcome import Row
+from .page import cut, escaped
 from .results import described, newest
 
 # A family, and its classes in SGLang's registry.
@@ -63,12 +64,12 @@ def _at_two_ranks(row: Row | None, one_rank: Row | None) -> str:
     if row is None or row.is_left_out:
         return "no experts" if row else "not tried"
     if row.silent:
-        return f"**silent**: {_escaped(', '.join(row.silent))}"
+        return f"**silent**: {_told(', '.join(row.silent))}"
     if row.kind == "draft":
         return "in high precision"
     if not row.is_judged:
         is_alike = one_rank is not None and one_rank.kind == row.kind
-        return row.kind if is_alike else f"{row.kind}: {_escaped('; '.join(row.reasons))}"
+        return row.kind if is_alike else f"{row.kind}: {_told('; '.join(row.reasons))}"
     kind = "native" if row.kind == "not started" else row.kind
     told = [kind, "token" if row.is_proven else "bytes"]
     return ", ".join([*told, *([] if row.is_parted else ["not a tensor per call"])])
@@ -78,16 +79,16 @@ def _cells(row: Row | None) -> tuple[str, ...]:
     if row is None:
         return (*["not tried"] * 5, "this SGLang has no such class")
     if row.kind == "draft":
-        return ("in high precision", "no", "", "", "", _escaped("; ".join(row.reasons)))
+        return ("in high precision", "no", "", "", "", _told("; ".join(row.reasons)))
     if not row.is_judged:
-        return (row.kind, "", "", "", "", _escaped("; ".join(row.reasons)))
+        return (row.kind, "", "", "", "", _told("; ".join(row.reasons)))
     return (
         "no" if row.silent else "yes",
         "yes" if row.kind == "replayed" else "no",
         _parted(row),
         "yes" if row.other_names else "",
         _yes(row.is_proven),
-        _escaped("; ".join(filter(None, [*row.reasons, row.whole_only, row.not_run]))),
+        _told("; ".join(filter(None, [*row.reasons, row.whole_only, row.not_run]))),
     )
 
 
@@ -100,6 +101,5 @@ def _yes(is_so: bool) -> str:
     return "yes" if is_so else "no"
 
 
-def _escaped(text: str) -> str:
-    text = text if len(text) <= LONGEST else f"{text[:LONGEST].rsplit(' ', 1)[0]} …"
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+def _told(text: str) -> str:
+    return escaped(cut(text, LONGEST))

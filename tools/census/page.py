@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from .needs import needs
 from .outcome import KINDS, Row, summary
 from .reliance import ALL
-from .results import FOLDER, described
+from .results import FOLDER, described, read
 
 _RUNS = ("replayed", "native")
 _LONGEST = 130  # characters of a reason
@@ -22,11 +21,9 @@ def section() -> str:
 
 
 def _of_host(path: Path) -> str:
-    found = json.loads(path.read_text())
-    rows = [Row(**one) for one in found["rows"]]
-    origin = (
-        f"{described(found['provenance'])} [Errors in full](../tools/census/results/{path.name})."
-    )
+    provenance, found = read(path)
+    rows = list(found.values())
+    origin = f"{described(provenance)} [Errors in full](../tools/census/results/{path.name})."
     lines = [f"### SGLang {path.stem}: {summary(rows)}", "", origin, ""]
     return "\n".join([*lines, *_outcomes(rows), *_reliance(rows), *_gaps(rows)])
 
@@ -76,7 +73,12 @@ def _no_token(not_run: str) -> str:
 def shortened(reason: str) -> str:
     """The first sentence, without the names of operations."""
     first = re.sub(r" \(aten[^)]*\)", "", reason.split(". ")[0])
-    return first if len(first) <= _LONGEST else f"{first[:_LONGEST].rsplit(' ', 1)[0]} …"
+    return cut(first, _LONGEST)
+
+
+def cut(text: str, longest: int) -> str:
+    """At most so many characters of it, in whole words."""
+    return text if len(text) <= longest else f"{text[:longest].rsplit(' ', 1)[0]} …"
 
 
 def _reliance(rows: list[Row]) -> list[str]:

@@ -47,8 +47,11 @@ def path_of(host: str, layout: Layout = ONE_RANK) -> Path:
 def newest(layout: Layout = ONE_RANK) -> tuple[dict[str, str], dict[str, Row]]:
     """Provenance and rows, by class, of the newest host; both empty if it was not judged at this layout."""
     path = path_of(max(FOLDER.glob("*.json")).stem, layout)
-    if not path.exists():
-        return {}, {}
+    return read(path) if path.exists() else ({}, {})
+
+
+def read(path: Path) -> tuple[dict[str, str], dict[str, Row]]:
+    """Provenance and rows, by class, of one file."""
     found = json.loads(path.read_text())
     return found["provenance"], {one["architecture"]: Row(**one) for one in found["rows"]}
 
@@ -70,7 +73,7 @@ def changed(rows: Sequence[Row], layout: Layout = ONE_RANK) -> list[str]:
     path = path_of(version("sglang"), layout)
     if not path.exists():
         return []
-    known = {one["architecture"]: Row(**one) for one in json.loads(path.read_text())["rows"]}
+    known = read(path)[1]
     lines = []
     for row in rows:
         before = known.get(row.architecture)

@@ -7,13 +7,14 @@ import gc
 import json
 import os
 import re
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from sglang_fp8rl.lab.testing.ports import free_port
 
 from .host import start
 from .layout import ONE_RANK, Layout
@@ -112,17 +113,10 @@ def _settled(
 ) -> Row:
     """Judged again as long as its config lacks a key, which is added, or refuses one that it wrote."""
     while True:
-        run = functools.partial(judge_rank, make=make, known=known, layout=layout, port=_port())
+        run = functools.partial(judge_rank, make=make, known=known, layout=layout, port=free_port())
         row = run_forked(architecture, run, limit, layout.ranks)
         if not known.has_learned(row):
             return row
-
-
-def _port() -> int:
-    """One that nobody listens at."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def judge_rank(

@@ -14,8 +14,9 @@ from torch import nn
 
 pytest.importorskip("sglang")
 
-from sglang_fp8rl.config import Options
-from sglang_fp8rl.engine.refit import ModelRefit, refit_of
+from support.small_class import Builder, Plain
+
+from sglang_fp8rl.engine.refit import refit_of
 from sglang_fp8rl.errors import ConfigError, RefitError
 from tools.census import families, forward, judge, page, results
 from tools.census.configs import config_class_of, tiny_config
@@ -28,21 +29,6 @@ from tools.census.overrides import radix_cache
 from tools.census.ranks import run_forked
 from tools.census.tiny import shrink
 from tools.census.towers import cut_blocks, cut_config
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 6)
-        self.a.requires_grad_(False)
-
-    def load_weights(self, weights):
-        from sglang.srt.model_loader.weight_utils import default_weight_loader
-
-        parameters = dict(self.named_parameters())
-        for name, tensor in weights:
-            loader = getattr(parameters[name], "weight_loader", default_weight_loader)
-            loader(parameters[name], tensor)
 
 
 class First(Plain):
@@ -72,26 +58,6 @@ class Unseen(Plain):
 class Impossible(Plain):
     def __init__(self) -> None:
         raise ImportError("No module named 'of_somebody_else'")
-
-
-class Builder:
-    path = ""
-
-    def __init__(self, kind: type[nn.Module]) -> None:
-        self._kind = kind
-
-    def build(self, *, is_quantized: bool = True):
-        torch.manual_seed(0)
-        model = self._kind()
-        if not is_quantized:
-            return model, None
-        refit = ModelRefit(model, Options(), {}, list)
-        refit.attach()
-        return model, refit
-
-    @staticmethod
-    def load(model, weights):
-        model.load_weights(iter(weights))
 
 
 @pytest.fixture(autouse=True)

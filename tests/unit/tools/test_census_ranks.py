@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("sglang")
 
-from sglang_fp8rl.config import Options
-from sglang_fp8rl.engine.refit import ModelRefit
+from support.small_class import Builder, Plain
+
 from tools.census import families, judge, results, two_ranks
 from tools.census.judge import Judge, judged
 from tools.census.layout import ONE_RANK, TWO_RANKS, Layout
@@ -26,40 +25,6 @@ from tools.census.preload import Judged
 from tools.census.ranks import merged, run_forked
 
 TP2, EP2 = TWO_RANKS
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 6)
-        self.a.requires_grad_(False)
-
-    def load_weights(self, weights):
-        from sglang.srt.model_loader.weight_utils import default_weight_loader
-
-        parameters = dict(self.named_parameters())
-        for name, tensor in weights:
-            loader = getattr(parameters[name], "weight_loader", default_weight_loader)
-            loader(parameters[name], tensor)
-
-
-class Builder:
-    path = ""
-
-    def __init__(self, *_) -> None: ...
-
-    def build(self, *, is_quantized: bool = True):
-        torch.manual_seed(0)
-        model = Plain()
-        if not is_quantized:
-            return model, None
-        refit = ModelRefit(model, Options(), {}, list)
-        refit.attach()
-        return model, refit
-
-    @staticmethod
-    def load(model, weights):
-        model.load_weights(iter(weights))
 
 
 def _judged(architecture, directory, rank, *, broken_on=None):
@@ -148,7 +113,7 @@ def test_a_layout_is_told_to_every_rank_alike():
 
 
 def test_ranks_get_the_names_and_sizes_of_one_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr("tools.census.one_rank.Builder", Builder)
+    monkeypatch.setattr("tools.census.one_rank.Builder", lambda *_: Builder())
     path = tmp_path / "names.json"
     rows = []
     with pytest.raises(Judged):
