@@ -24,6 +24,7 @@ from typing import Annotated
 import measured
 import torch
 import typer
+from bench_gpu import conditions
 
 from sglang_fp8rl.formats.format import BlockGrid
 from sglang_fp8rl.numerics import cast_into, through_fp8
@@ -81,7 +82,7 @@ def main(
         rows.append(_row(tasks, weight.nbytes, device, runs, threads, "cast of torch.bfloat16"))
     for row in rows:
         print(json.dumps(row))
-    measured.append(json_path, rows)
+    measured.append(json_path, rows, **(conditions(data.device) if data.is_cuda else {}))
 
 
 def _verified(weight: torch.Tensor) -> int:

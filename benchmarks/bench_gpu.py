@@ -64,6 +64,16 @@ class Clock:
         return measured.interleaved(runs, repetitions, self.seconds)
 
 
+def host_seconds(device: torch.device, run: Run, repeat: int) -> float:
+    """What a call takes of the host, launch included: the GPU is idle, and nothing waits for it (median)."""
+    found = []
+    for _ in range(repeat):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(measured.seconds_of(run))
+    return measured.spread(found)["median_s"]
+
+
 def destination(rows: int, cols: int, block: tuple[int, int], device: torch.device) -> Any:
     codes = torch.zeros(rows, cols, dtype=torch.uint8, device=device).view(numerics.FP8_DTYPE)
     blocks = (-(-rows // block[0]), -(-cols // block[1]))
@@ -165,7 +175,8 @@ def single(
     for what, reason in reasons.items():
         yield {"id": number, "case": case, "what": what, "left_out": reason}
     runs = {what: rotated([one[what] for one in sets]) for what in sets[0] if what not in reasons}
-    yield from rows_of(number, case, clock.interleaved(runs, repeat), floor)
+    for row in rows_of(number, case, clock.interleaved(runs, repeat), floor):
+        yield row | {"host_median_s": host_seconds(device, runs[row["what"]], repeat)}
 
 
 def whole_model(clock: Clock, name: str, dtype: torch.dtype, repeat: int) -> Iterator[dict]:
@@ -242,10 +253,14 @@ def rows_of(
 def cases(clock: Clock, smoke: bool, repeat: int) -> list[Callable[[], Iterator[dict]]]:
     """Most important first."""
     large = (512, 512) if smoke else (16384, 8192)
+    small = (256, 256) if smoke else (1024, 1024)
+    middle = (256, 384) if smoke else (4096, 4096)
     names = ["Qwen3-0.6B"] if smoke else ["Qwen3-30B-A3B", "Qwen3-8B"]
     found: list[Callable[[], Iterator[dict]]] = [
         lambda: single(clock, f"{large} BF16", "G1", torch.bfloat16, large, repeat),
         lambda: single(clock, f"{large} FP32", "G2", torch.float32, large, repeat),
+        lambda: single(clock, f"{middle} BF16", "G1", torch.bfloat16, middle, repeat),
+        lambda: single(clock, f"{small} BF16", "G1", torch.bfloat16, small, repeat),
     ]
     for name in names:
         for dtype in (torch.bfloat16,) if smoke else (torch.bfloat16, torch.float32):
@@ -280,16 +295,17 @@ def main(
             measured.append(None if smoke else json_path, found, **where)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    columns = ("id", "case", "what", "median ms", "GB/s of floor", "of copy")
+    columns = ("id", "case", "what", "median ms", "GB/s of floor", "of copy", "host µs")
     table = measured.table(f"cast on {_device_name(device)}", columns, words=3)
     for row in rows:
         if "left_out" in row:
             console.print(f"{row['id']} {row['case']}: {row['what']} left out: {row['left_out']}")
             continue
         of_copy = f"{row['of_copy']:.2f}" if row["of_copy"] else ""
+        host = f"{row['host_median_s'] * 1e6:.0f}" if "host_median_s" in row else ""
         table.add_row(
             row["id"], row["case"], row["what"], f"{row['median_s'] * 1e3:.3f}",
-            f"{row['gb_per_s']:.0f}", of_copy,
+            f"{row['gb_per_s']:.0f}", of_copy, host,
         )  # fmt: skip
     console.print(table)
 

@@ -1,6 +1,6 @@
 """The laws on a GPU: pairs of real servers, all at once; a refitted one equals a fresh one, and more.
 
-    python benchmarks/bench_gpu_pairs.py [--json FILE]     # on a GPU: 16 servers, five minutes
+    python benchmarks/bench_gpu_pairs.py [--json FILE]     # on a GPU: 22 servers, five minutes
     python benchmarks/bench_gpu_pairs.py --smoke           # one pair on the CPU
 
 Each step is written as it ends. One that fails is written with its error, and the others go on; then the exit status is 1.

@@ -47,7 +47,8 @@ from sglang_fp8rl.errors import Fp8RlError, HostError
 
 ModelName = Enum("ModelName", {name: name for name in REAL}, type=str)  # type: ignore[misc]
 REFIT_COLUMNS = (
-    "id", "what", "median_s", "p10_s", "p90_s", "server_median_s", "request_floor_s", "buckets",
+    "id", "what", "median_s", "p10_s", "p90_s", "server_median_s", "first_load_s", "request_floor_s",
+    "buckets",
 )  # fmt: skip
 DECODE_COLUMNS = ("id", "what", "batch", "tokens_per_s", "slowest_tokens_per_s")
 GRAPH_COLUMNS = ("id", "what", "captures_before", "captures_after", "answers_equal_to_fresh")
@@ -89,7 +90,7 @@ class Run:
         what = ", ".join(mode.what for mode in modes)
         if not self.budget.allows(f"servers of {what}", self.start_s):
             return
-        tick = self._bar(f"starting {what}", len(modes) * (refit.WARM_UPS + refits))
+        tick = self._bar(f"starting {what}", len(modes) * (1 + refits))
         with serving(self.setting, self.model, modes, self.budget) as servers:
             self.start_s = max(served.server.start_seconds for served in servers)
             samples = refit.measure(servers, values, refits, self.budget, tick)
@@ -105,7 +106,7 @@ class Run:
     def _decode(self, servers: list[Served], output_tokens: int, repetitions: int) -> None:
         """One server after the other: SGLang's benchmark keeps to one."""
         limit = self.setting.max_batch
-        if not servers:
+        if not servers or not repetitions:
             return
         tick = self._bar("decode", len(servers))
         for served in servers:
@@ -148,7 +149,7 @@ def main(
     model: Annotated[ModelName, typer.Option(help="configuration; no download")] = "qwen3-8b",  # type: ignore
     smoke: Annotated[bool, typer.Option("--smoke", help="a tiny model on the CPU")] = False,
     repetitions: Annotated[int, typer.Option(min=2, help="timed refits of each server")] = 30,
-    decode_repetitions: Annotated[int, typer.Option(min=1, help="timed runs of a batch size")] = 3,
+    decode_repetitions: Annotated[int, typer.Option(min=0, help="timed runs of a batch size")] = 3,
     max_batch: Annotated[int, typer.Option(min=1, help="largest batch; a power of two")] = 256,
     output_tokens: Annotated[int, typer.Option(min=1, help="decoded by each request")] = 128,
     fp8_gemm_backend: Annotated[str, typer.Option(help="SGLang's flag (docs/gpu.md)")] = "auto",

@@ -52,7 +52,7 @@ class Part:
 PARTS = {
     "laws": (
         Part("gpu_bytes.py", (), 60, "bytes_gpu.jsonl"),
-        Part("bench_gpu_pairs.py", (), 200, "servers_gpu.jsonl"),
+        Part("bench_gpu_pairs.py", (), 230, "servers_gpu.jsonl"),
         Part("bench_gpu.py", ("--repetitions", "20"), 60, "cast_gpu.jsonl"),
         Part("bench_fingerprint.py", ("--device", "cuda"), 40, "fingerprint_gpu.jsonl"),
         Part("bench_linear_gpu.py", (), 60, "linear_gpu.jsonl"),
@@ -62,14 +62,18 @@ PARTS = {
             "bench_gpu_server.py",
             (
                 *("--model", "qwen3-8b", "--budget-s", "300"),
-                *("--decode-repetitions", "5", "--repetitions", "10"),
+                *("--decode-repetitions", "4", "--repetitions", "10", "--output-tokens", "64"),
             ),
             330,
             "server_gpu.jsonl",
         ),
         Part(
             "bench_gpu_server.py",
-            ("--model", "qwen3-30b-a3b", "--budget-s", "150", "--max-batch", "1"),
+            (
+                *("--model", "qwen3-30b-a3b", "--budget-s", "150", "--max-batch", "1"),
+                *("--decode-repetitions", "0", "--repetitions", "5"),
+                *("--server-arg", "--disable-cuda-graph"),
+            ),
             200,
             "server_gpu.jsonl",
         ),

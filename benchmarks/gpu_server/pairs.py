@@ -89,6 +89,21 @@ CONFIGURATIONS = (
     Configuration(
         "experts, BF16 activations", "qwen3_moe", _EXPERTS, options={"activations": "bf16"}
     ),
+    Configuration(
+        "Triton's GEMM, BF16 activations",
+        args=(_NO_PREFILL_GRAPH, "--fp8-gemm-backend=triton"),
+        options={"activations": "bf16"},
+    ),
+    Configuration(
+        "per channel, BF16 activations",
+        options={"activations": "bf16", "granularity": "per_channel"},
+    ),
+    Configuration(
+        "MLA, colocated",
+        "deepseek_v3",
+        args=(_NO_PREFILL_GRAPH, "--enable-memory-saver"),
+        is_colocated=True,
+    ),
 )
 
 

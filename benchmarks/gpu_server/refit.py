@@ -15,7 +15,7 @@ from sglang_fp8rl.lab.testing.outputs import ask, make_prompts
 
 from .budget import Budget
 from .models import Layout, Values, bucket_count
-from .servers import Served
+from .servers import OURS, Served
 
 BUCKET_BYTES = 512 << 20
 FEWEST = 5
@@ -35,12 +35,16 @@ class Samples:
         end_to_end: the same and what the sender does: copying into buckets, serializing.
         server: of `load_weights`, as the server's status has it; only ours reports it.
         floor: waiting for the server for a refit of its smallest tensor alone.
+        stages: of each timed refit, the server's seconds by stage; only ours reports them.
+        first: `load_weights` of its first refit, whose layout is learnt.
     """
 
     request: list[float] = field(default_factory=list)
     end_to_end: list[float] = field(default_factory=list)
     server: list[float] = field(default_factory=list)
     floor: list[float] = field(default_factory=list)
+    stages: list[dict[str, float]] = field(default_factory=list)
+    first: float | None = None
     buckets: int = 0
     nbytes: int = 0
 
@@ -62,19 +66,8 @@ def measure(
     samples = {served.mode.what: Samples() for served in servers}
     prompts = make_prompts(values.layout.vocab_size)
     for served in servers:
-        before = None
-        for warm_up in range(WARM_UPS):
-            tick(f"first refits of {served.mode.what}")
-            _refit(served, values, _seed(warm_up), Samples())
-            after = [answer.tokens for answer in ask(served.client, prompts)]
-            if after == before:
-                raise GateError(
-                    served.mode.what,
-                    "the same answers before and after a refit with other weights",
-                    "a refit has to change what is served",
-                    f"See {served.server.log_path}.",
-                )
-            before = after
+        tick(f"first refits of {served.mode.what}")
+        samples[served.mode.what].first = _warm_up(served, values, prompts)
         _floors(served, values, samples[served.mode.what], repetitions)
     for repetition in range(repetitions):
         if repetition >= FEWEST and budget.left() < budget.total / 2:
@@ -86,10 +79,41 @@ def measure(
         for served in servers:
             tick(f"refit of {served.mode.what}")
             _refit(served, values, _seed(repetition), samples[served.mode.what])
+    samples |= {
+        f"{served.mode.what}, verified": _verified(served, values)
+        for served in servers
+        if served.mode == OURS
+    }
     for served in servers:
         _refit(served, values, _seed(0), Samples())
         served.answers = [answer.tokens for answer in ask(served.client, prompts)]
     return samples
+
+
+def _warm_up(served: Served, values: Values, prompts: Sequence[Any]) -> float | None:
+    """Refit until it is replayed; seconds of the first `load_weights`, if the server reports them."""
+    refits = Samples()
+    before = None
+    for warm_up in range(WARM_UPS):
+        _refit(served, values, _seed(warm_up), refits)
+        after = [answer.tokens for answer in ask(served.client, prompts)]
+        if after == before:
+            raise GateError(
+                served.mode.what,
+                "the same answers before and after a refit with other weights",
+                "a refit has to change what is served",
+                f"See {served.server.log_path}.",
+            )
+        before = after
+    return refits.server[0] if refits.server else None
+
+
+def _verified(served: Served, values: Values) -> Samples:
+    """Refits that prove what they left."""
+    found = Samples()
+    for repetition in range(FEWEST):
+        _refit(served, values, _seed(repetition), found, verify=True)
+    return found
 
 
 def compare_answers(one: Served, other: Served) -> None:
@@ -120,7 +144,9 @@ def rows_of(number: str, samples: dict[str, Samples]) -> list[dict[str, Any]]:
                     "what": what,
                     **measured.spread(seconds),
                     "server_median_s": statistics.median(one.server) if one.server else None,
-                    "request_floor_s": statistics.median(one.floor),
+                    "first_load_s": one.first,
+                    "stages_s": _medians(one.stages),
+                    "request_floor_s": statistics.median(one.floor) if one.floor else None,
                     "buckets": one.buckets,
                     "bytes": one.nbytes,
                     "repetitions": len(seconds),
@@ -129,15 +155,26 @@ def rows_of(number: str, samples: dict[str, Samples]) -> list[dict[str, Any]]:
     return found
 
 
+def _medians(stages: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each stage; empty where none is reported."""
+    names = {name for one in stages for name in one}
+    return {
+        name: round(statistics.median(one.get(name, 0.0) for one in stages), 6)
+        for name in sorted(names)
+    }
+
+
 def _seed(repetition: int) -> int:
     return 1 + repetition % 2
 
 
-def _refit(served: Served, values: Values, seed: int, into: Samples) -> None:
+def _refit(
+    served: Served, values: Values, seed: int, into: Samples, *, verify: bool = False
+) -> None:
     tensors = served.mode.tensors(values, seed)
     expected = bucket_count(tensors, BUCKET_BYTES)
     _synchronize(values.device)  # making the values is not what is timed
-    result = served.client.update(tensors, bucket_bytes=BUCKET_BYTES)
+    result = served.client.update(tensors, bucket_bytes=BUCKET_BYTES, verify=verify)
     if (result.tensors, result.buckets) != (len(tensors), expected):
         raise GateError(
             served.mode.what,
@@ -149,7 +186,9 @@ def _refit(served: Served, values: Values, seed: int, into: Samples) -> None:
     into.end_to_end.append(result.seconds)
     into.buckets, into.nbytes = result.buckets, result.nbytes
     if served.mode.is_ours:
-        into.server.append(_check_status(served, values.layout)["seconds"])
+        last = _check_status(served, values.layout)
+        into.server.append(last["seconds"])
+        into.stages.append(last["stages"])
 
 
 def _check_status(served: Served, layout: Layout) -> dict[str, Any]:
