@@ -8,6 +8,7 @@ A line for each function and backend. Exit status: 0 all bytes are equal; 1 some
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -56,6 +57,10 @@ def compare(name: str, device: str, backend: str) -> str:
     return difference(expected, found)
 
 
+def _compare(job: tuple[str, str, str]) -> str:
+    return compare(*job)
+
+
 def main(
     smoke: Annotated[bool, typer.Option("--smoke", help="on the CPU")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="append JSON lines")] = None,
@@ -67,9 +72,17 @@ def main(
     where: dict[str, Any] = {} if smoke else conditions(device)
     wrong = []
     pairs = [(name, backend) for backend in BACKENDS[: 2 if smoke else 3] for name in names]
-    with Progress(console=console) as progress:
-        for name, backend in progress.track(pairs, description="comparing bytes"):
-            text = compare(name, device.type, backend)
+    jobs = [(name, device.type, backend) for name, backend in pairs]
+    # Most of the time goes to compiling, which takes a core each.
+    processes = min(8, os.cpu_count() or 1)
+    with (
+        Progress(console=console) as progress,
+        torch.multiprocessing.get_context("spawn").Pool(processes) as pool,
+    ):
+        texts = pool.imap(_compare, jobs)
+        for (name, backend), text in progress.track(
+            zip(pairs, texts, strict=True), total=len(pairs), description="comparing bytes"
+        ):
             row = {"function": name.removeprefix("call_"), "backend": backend, "wrong": text}
             measured.append(None if smoke else json_path, [row], **where)
             if text:

@@ -210,7 +210,8 @@ def served_of(x, scale, finite, KIND: tl.constexpr, ROUND: tl.constexpr, PACKED:
         codes = codes_of(x, scale, KIND, ROUND, False).to(tl.int16)
         # The bits behind the sign, moved up by seven, are FP16's of the value over 256: an exact step either way.
         half = ((codes & 0x7F) << 7) | (codes & -32768)
-        product = half.to(tl.float16, bitcast=True).to(tl.float32) * (scale * 256.0)
+        # The scale times 256 would be infinite, and nothing times it a NaN, beside FP32 sources near the largest.
+        product = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0 * scale
         served = round_bits_to_bf16(product.to(tl.int32, bitcast=True))
         bits = fp32_bits(x, KIND)
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000

@@ -21,16 +21,24 @@ def not_finite(dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
+def near_the_largest() -> torch.Tensor:
+    """In FP32, beyond BF16; what is small or zero beside it is still a number afterwards."""
+    x = torch.randn(140, 150, generator=torch.Generator().manual_seed(4))
+    x[3, 4], x[3, 5] = 3.3962e38, 0.0
+    return x
+
+
 def jobs_of(cases: dict[str, torch.Tensor], rows: int | None) -> list[tuple]:
     """The interpreter spends milliseconds on each program, that is, on each block or row."""
     jobs = []
     for source, by_rows in itertools.product(cases.values(), (False, True)):
         few = source[:rows] if by_rows else source[: rows and 40 * rows]
         block = (1, source.shape[1]) if by_rows else (128, 128)
-        for pow2 in (False, True):
+        for pow2, rounded in itertools.product((False, True), repeat=2):
             # Without the step to BF16 in one of them.
-            options = {"pow2_scale": pow2, "round_to_bf16": not pow2 or rows is None}
-            jobs.append((few, block, options))
+            if rows is None or rounded is not pow2:
+                options = {"pow2_scale": pow2, "round_to_bf16": rounded}
+                jobs.append((few, block, options))
     return jobs
 
 
@@ -45,6 +53,7 @@ def expect_the_reference(jobs: list[tuple], results: list[torch.Tensor]) -> None
 
 def test_the_interpreter_gives_the_reference_bytes(tmp_path):
     odd = {str(dtype): not_finite(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    odd["near the largest"] = near_the_largest()
     jobs = jobs_of({**CASES, **odd}, rows=4)
     expect_the_reference(jobs, interpreted(through_in_interpreter, jobs, tmp_path))
 
@@ -52,6 +61,7 @@ def test_the_interpreter_gives_the_reference_bytes(tmp_path):
 @pytest.mark.gpu
 def test_hardware_gives_the_reference_bytes():
     odd = {str(dtype): not_finite(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    odd["near the largest"] = near_the_largest()
     wide = {"a long row": torch.randn(5, 40000)}
     cases = {name: source.cuda() for name, source in {**CASES, **odd, **wide}.items()}
     jobs = jobs_of(cases, rows=None)
