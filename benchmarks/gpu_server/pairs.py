@@ -101,7 +101,8 @@ CONFIGURATIONS = (
     Configuration(
         "MLA, colocated",
         "deepseek_v3",
-        {"kv_lora_rank": 512},  # SGLang's Triton attention compiles for real sizes only
+        # SGLang's Triton attention compiles for real sizes only; routing takes FlashInfer's sources.
+        {"kv_lora_rank": 512, "first_k_dense_replace": 2},
         args=(_NO_PREFILL_GRAPH, "--enable-memory-saver"),
         is_colocated=True,
     ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import pkgutil
 from typing import Any
 
@@ -17,7 +18,7 @@ from support.numerics.public_calls import Calls
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_fp8rl import numerics, trainer
-from sglang_fp8rl.numerics.kv_bounds import _row_sums
+from sglang_fp8rl.numerics.kv_bounds import _row_sums, _square_root
 from sglang_fp8rl.trainer import served_weights
 
 # What computes nothing with tensors, is compared elsewhere, or is on its way in these.
@@ -38,7 +39,7 @@ DIVISIONS = {"div", "div_", "divide", "divide_", "true_divide", "true_divide_"}
 # Rounded otherwise, or multiplied with a reciprocal, somewhere.
 REFUSED = {
     "reciprocal", "reciprocal_", "mean", "var", "std", "rsqrt", "exp", "exp2", "log", "log2", "addcdiv",
-    "addcdiv_", "_foreach_div", "_foreach_div_", "mm", "bmm", "addmm", "dot", "linalg_vector_norm", "cumsum",
+    "addcdiv_", "_foreach_div", "sqrt", "sqrt_", "_foreach_div_", "mm", "bmm", "addmm", "dot", "linalg_vector_norm", "cumsum",
 }  # fmt: skip
 
 
@@ -81,6 +82,7 @@ def test_no_public_function_does_what_differs_between_devices():
         lambda x: x.div_(448),
         lambda x: x / torch.tensor(448.0),
         lambda x: x.reciprocal(),
+        lambda x: x.double().sqrt(),
         lambda x: x.mean(),
         lambda x: x.sum(1),
         lambda x: (x * 1e6).to(numerics.FP8_DTYPE),
@@ -115,6 +117,11 @@ def _functions_of(module: Any) -> list[str]:
         return inspect.isfunction(made) and made.__module__ == module.__name__
 
     return [name for name, value in vars(module).items() if name[0] != "_" and is_ours(value)]
+
+
+def test_a_root_is_the_nearest_number():
+    values = torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert _square_root(values).tolist() == [math.sqrt(one) for one in values.tolist()]
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 7, 384, 1001])
