@@ -51,11 +51,11 @@ class Part:
 
 PARTS = {
     "laws": (
-        Part("gpu_bytes.py", (), 60, "bytes_gpu.jsonl"),
+        Part("gpu_bytes.py", (), 90, "bytes_gpu.jsonl"),
         Part("bench_gpu_pairs.py", (), 230, "servers_gpu.jsonl"),
         Part("bench_gpu.py", ("--repetitions", "20"), 60, "cast_gpu.jsonl"),
         Part("bench_fingerprint.py", ("--device", "cuda"), 40, "fingerprint_gpu.jsonl"),
-        Part("bench_linear_gpu.py", (), 60, "linear_gpu.jsonl"),
+        Part("bench_linear_gpu.py", ("--repetitions", "10"), 120, "linear_gpu.jsonl"),
     ),
     "speed": (
         Part(

@@ -131,16 +131,19 @@ def serving(
     setting: Setting, model: Model, modes: Sequence[Mode], budget: Budget
 ) -> Iterator[list[Served]]:
     """Servers of these modes with dummy weights, ready for a refit."""
-    found = []
+    timeout = max(1.0, budget.left())
+    processes = {}
     for mode in modes:
         name = mode.what.replace(" ", "-")
         native = mode.is_fp8 and not mode.is_ours
         path = write_config(setting.directory / f"{model.name}-{name}", model.config(), fp8=native)
-        timeout = max(1.0, budget.left())
-        server = setting.server(path, mode, name, timeout, "--load-format=dummy")
-        found.append(Served(mode, server, RefitClient(server.url, timeout=timeout)))
-    with running([served.server for served in found]):
-        yield found
+        processes[mode] = setting.server(path, mode, name, timeout, "--load-format=dummy")
+    with running(list(processes.values())):
+        # Not before: a server takes another port where its own is taken meanwhile.
+        yield [
+            Served(mode, process, RefitClient(process.url, timeout=timeout))
+            for mode, process in processes.items()
+        ]
 
 
 def groups_of(layout: Layout, setting: Setting, modes: Sequence[Mode]) -> list[list[Mode]]:

@@ -154,3 +154,16 @@ def test_what_needs_more_than_the_gpu_has_is_served_one_by_one(monkeypatch, tmp_
     assert groups_of(layout, setting, MODES) == [[mode] for mode in MODES]
     free[0] = 2 * bytes_needed(layout, MODES)
     assert groups_of(layout, setting, MODES) == [list(MODES)]
+
+
+def test_a_server_that_had_to_take_another_port_is_asked_there(monkeypatch, tmp_path):
+    """As one had on a GPU, where all that was to be measured was lost by it."""
+    pytest.importorskip("transformers")
+    from gpu_server.budget import Budget
+    from gpu_server.models import TINY
+    from gpu_server.servers import OURS, ServerProcess, Setting, serving
+
+    monkeypatch.setattr(ServerProcess, "start", lambda self: self._use_port(12345))
+    setting = Setting(tmp_path, torch.device("cpu"), 4, 10)
+    with serving(setting, TINY, [OURS], Budget(10.0)) as (served,):
+        assert served.client.url == "http://127.0.0.1:12345"

@@ -8,6 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 from linear_code import DOUBLED_LIMIT, HOPPER_SHARED, compiled, compiled_doubled, tile_for
+from sass import compile_kernel
+
+from sglang_fp8rl.numerics.triton import fingerprint, kernels
+from sglang_fp8rl.numerics.triton import linear as products
+from sglang_fp8rl.numerics.write_table import DTYPES
 
 SMALL, LARGE = 4096, 24576  # rows of Qwen3-8B's narrowest layer and of its widest
 GPUS = [90, 100]
@@ -53,3 +58,45 @@ def test_rows_are_doubled_in_wide_accesses_and_registers(dtype, group, gpu):
     assert len(code.executed) <= DOUBLED_LIMIT * elements
     assert "div.rn.f32" in code.ptx  # of the quotient too: its codes are the definition's
     assert "div.full" not in code.ptx
+
+
+POINTERS = {"x": "*i16", "out": "*i16", "codes": "*i8", "weight_scale": "*fp32", "output": "*bf16"}
+CONSTANTS = {
+    "linear_kernel": products.tile_of(SMALL) | {"BLOCKWISE": True, "WHOLE": False},
+    "doubled_kernel": products.doubled_tile(128) | {"KIND": DTYPES[torch.bfloat16], "POW2": False},
+}
+
+
+def sizes_of(kernel) -> list[str]:
+    """Arguments that Triton makes the constant 1 where they are 1: those it may, but for pointers."""
+    return [
+        one.name
+        for one in kernel.params
+        if not (one.is_constexpr or one.do_not_specialize or one.name in POINTERS)
+    ]
+
+
+KERNELS = {
+    name: kernel
+    for module in (fingerprint, kernels, products)
+    for name, kernel in vars(module).items()
+    if name.endswith("_kernel")
+}
+OF_TABLES = {"table", "owners", "call", "flags", "matrices", "numbers"}  # pointers as well
+SIZES = [
+    (name, size) for name in KERNELS for size in sizes_of(KERNELS[name]) if size not in OF_TABLES
+]
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_a_kernel_compiles_where_a_size_is_one(name, size):
+    """One token, one column: the doubled rows of one token once failed at a server's first answer."""
+    kernel, constants = KERNELS[name], dict(CONSTANTS[name])
+    options = {one: constants.pop(one) for one in ("num_warps", "maxnreg") if one in constants}
+    types = {
+        one.name: POINTERS.get(one.name, "i32") for one in kernel.params if not one.is_constexpr
+    }
+    if name == "linear_kernel":
+        types["x"] = "*bf16"
+    del types[size]
+    assert compile_kernel(kernel, constants | {size: 1}, types=types, **options).executed
