@@ -172,7 +172,7 @@ class LoaderCalls:
         if writes is None:
             if not is_pair:
                 check_dtype(target, name, loaded)
-            check_shape(target, name, loaded, args, kwargs)
+            check_shape(target, native, name, loaded, args, kwargs)
 
             def run(parameter: torch.Tensor) -> None:
                 native(parameter, loaded, *args, **kwargs)

@@ -6,6 +6,7 @@ The parts are SGLang's own. What their models do with a name is written here.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable
 from types import SimpleNamespace
 
@@ -20,17 +21,17 @@ INNER = HEADS * HEAD
 CONVOLVED = INNER + 2 * 2 * STATE  # of Mamba2: x, and B and C of two groups
 
 
-def mamba2() -> nn.Module:
-    """Nemotron-H, Falcon-H1, Granite hybrid, Zamba2."""
+def mamba2(groups: int = 2) -> nn.Module:
+    """Nemotron-H, Granite hybrid, Zamba2; with one group, which ranks share, most of Falcon-H1."""
     from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
     from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 
-    sizes = {"intermediate_size": INNER, "n_groups": 2, "num_heads": HEADS, "head_dim": HEAD}
+    sizes = {"intermediate_size": INNER, "n_groups": groups, "num_heads": HEADS, "head_dim": HEAD}
     shape = Mamba2StateShape.create(
         tp_world_size=RANKS, state_size=STATE, conv_kernel=KERNEL, **sizes
     )
     params = Mamba2CacheParams(shape=shape, layers=[0])
-    return MambaMixer2(params, HIDDEN, use_conv_bias=True, use_bias=False, n_groups=2)
+    return MambaMixer2(params, HIDDEN, use_conv_bias=True, use_bias=False, n_groups=groups)
 
 
 def kimi_delta() -> nn.Module:
@@ -80,6 +81,14 @@ PARTS: dict[str, tuple] = {
             CONV: ((CONVOLVED, 1, KERNEL), CONV),
             "conv1d.bias": ((CONVOLVED,), "conv1d.bias"),
             "norm.weight": ((INNER,), "norm.weight"),
+        },
+    ),
+    "mamba2 of one group": (
+        functools.partial(mamba2, groups=1),
+        {
+            CONV: ((INNER + 2 * STATE, 1, KERNEL), CONV),
+            "conv1d.bias": ((INNER + 2 * STATE,), "conv1d.bias"),
+            "in_proj.weight": ((2 * INNER + 2 * STATE + HEADS, HIDDEN), "in_proj.weight"),
         },
     ),
     "delta_net": (
