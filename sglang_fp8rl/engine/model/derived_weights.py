@@ -31,8 +31,8 @@ from .placed import kept_in_place, names_of, owners_of
 # Methods that write what they compute from weights: behind the loading, at the first forward pass (Gemma 4's
 # router folds its scale into a norm), or behind the start (Inkling's shared experts are turned; later its
 # loader does that, if it is given the parameter itself, and not a stand-in).
-_AT_FIRST_PASS, _BEHIND_START = "fuse_scale", "process_weights_after_loading"
-_DERIVE = ("post_load_weights", _AT_FIRST_PASS, _BEHIND_START)
+_BY_LOADING, _AT_FIRST_PASS = "post_load_weights", "fuse_scale"
+_DERIVE = (_BY_LOADING, _AT_FIRST_PASS, "process_weights_after_loading")
 
 
 class DerivedWeights:
@@ -126,7 +126,7 @@ class DerivedWeights:
         """
         used = [one for one in self._derivers if one.is_used]
         if natively:
-            used = [one for one in used if one.method == _BEHIND_START]
+            used = [one for one in used if one.method != _BY_LOADING]
         if not used or not (names := list(names)):
             return
         with torch.no_grad(), self.in_place():

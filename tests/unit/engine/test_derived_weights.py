@@ -1,6 +1,7 @@
 """Names that a model binds anew in an update: back in the memory that they had, or refused."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +167,32 @@ def test_what_is_derived_behind_the_start_is_derived_behind_every_update(replays
         update(refit, weights(refit.model, seed))
         assert torch.equal(refit.model.turned, weights(refit.model, seed)["a.weight"].t())
         assert refit.model.turned.data_ptr() == place
+
+
+class RoutesAsGemma4(Toy):
+    """SGLang's own router: at its first pass it folds its scale into a norm, once and for all."""
+
+    names = ("a.weight", "router.scale", "router.proj.weight")
+
+    def __init__(self) -> None:
+        super().__init__()
+        from sglang.srt.models.gemma4_causal import Gemma4Router
+
+        sizes = {"hidden_size": 8, "num_experts": 4, "rms_norm_eps": 1e-6}
+        self.router = Gemma4Router(SimpleNamespace(**sizes)).requires_grad_(False)
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_what_is_folded_at_the_first_pass_is_folded_again_behind_every_update(replays):
+    refit = loaded(RoutesAsGemma4, 0)
+    refit.options = refit.options.model_copy(update={"replay": replays})
+    refit.note_loaded()
+    router = refit.model.router
+    router.fuse_scale()  # as the first pass does
+    for seed in (1, 2, 3):  # the first is learnt
+        update(refit, weights(refit.model, seed))
+        folded = weights(refit.model, seed)["router.scale"] * router.root_size
+        assert torch.equal(router.norm.weight, folded)
 
 
 class WantsItsLayer(Toy):
