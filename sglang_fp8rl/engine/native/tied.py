@@ -86,7 +86,7 @@ def note_draft_write(
     """
     name, parameter = target.name, target.parameter
     check_dtype(target, name, loaded)
-    check_shape(target, name, loaded, args, kwargs)
+    check_shape(target, native, name, loaded, args, kwargs)
     nothing = ModelMemory(torch.nn.Module(), ())
     found = Observer(SourceIndex(), nothing, lambda *_: None, {}, stores=True).writes_of(
         lambda one: native(one, loaded, *args, **kwargs),
