@@ -183,7 +183,7 @@ class ModelMemory:
         return None
 
 
-NOT_HELD = frozenset({"_parameters", "_buffers", "_modules"})
+_NOT_HELD = frozenset({"_parameters", "_buffers", "_modules"})
 _DEPTH = 3  # of containers and plain objects inside a module's attribute
 
 
@@ -219,7 +219,7 @@ def held_tensors(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[Hel
             if parameter is not None:
                 yield HeldTensor(start + name, parameter, module)
         for name, value in (*module._buffers.items(), *vars(module).items()):
-            if name not in NOT_HELD:
+            if name not in _NOT_HELD:
                 yield from _tensors_in(value, start + name, module, _DEPTH)
 
 

@@ -1,13 +1,9 @@
-"""Tensors that a module binds anew get their values in the memory they had: CUDA graphs hold its address.
-
-By a name of their own, or in a list, tuple or dict that has one, as Kimi-K3 keeps the arguments of a kernel. A container that
-comes back with other places, or tensors of other sizes, may be work space: it is left alone.
-"""
+"""Tensors that a module binds anew get their values in the memory they had: CUDA graphs hold its address."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -15,73 +11,47 @@ import torch
 
 from ...errors import RefitError
 from ..interception import storage_of
-from .parameters import NOT_HELD, held_tensors
+from .parameters import held_tensors
 
 Modules = Mapping[str, torch.nn.Module]
-Names = dict[tuple[int, str, Any], "Name"]
+Names = dict[tuple[int, str], "Name"]
 
 
 class Name(NamedTuple):
-    """A name of a module, and what it stood for: the object, and the memory that it had.
-
-    Attributes:
-        container: that the name stands for, where the object is one of its parts; and `at`, its key there.
-    """
+    """A name of a module, and what it stood for: the object, and the memory that it had."""
 
     prefix: str
     owner: dict[str, Any]
     attribute: str
     tensor: torch.Tensor
-    container: Any
-    at: Any
     data: torch.Tensor
 
     @property
     def place(self) -> str:
-        place = f"{self.prefix}.{self.attribute}" if self.prefix else self.attribute
-        return place if self.container is None else f"{place}.{self.at}"
+        return f"{self.prefix}.{self.attribute}" if self.prefix else self.attribute
 
     def bind(self) -> None:
         """Have the name stand for that object in that memory again."""
         mine = self.tensor
         if (mine.data_ptr(), mine.shape) != (self.data.data_ptr(), self.data.shape):
             mine.data = self.data
-        if self.container is None:
-            self.owner[self.attribute] = mine
-            return
-        self.owner[self.attribute] = self.container
-        if not isinstance(self.container, tuple):
-            self.container[self.at] = mine
+        self.owner[self.attribute] = self.tensor
 
     def stands_for(self, tensor: torch.Tensor) -> bool:
         """Whether this is the same object, in the same memory."""
         return self.tensor is tensor and _address(self.data) == _address(tensor)
 
-    def fits(self, new: torch.Tensor) -> bool:
-        """Whether its memory can have that value."""
-        old = self.data
-        return (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
-
     def put_back(self, new: torch.Tensor) -> None:
-        """Copy the new value into the old memory, and bind that again; whatever else a container has is the new."""
+        """Copy the new value into the old memory, and bind that again."""
         old = self.data
-        if not self.fits(new):
+        if (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
             raise _changed(
                 self,
                 f"{new.dtype} of shape {tuple(new.shape)} instead of {old.dtype} of shape {tuple(old.shape)}",
             )
         with torch.no_grad():
             old.copy_(new)
-        container = self.owner[self.attribute]
         self.bind()
-        if isinstance(container, tuple):
-            parts = [self.tensor if at == self.at else one for at, one in enumerate(container)]
-            made = type(container)
-            container = made(*parts) if hasattr(made, "_fields") else made(parts)
-        elif self.container is not None:
-            container[self.at] = self.tensor
-        if self.container is not None:
-            self.owner[self.attribute] = container
 
 
 def owners_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
@@ -91,33 +61,15 @@ def owners_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
 
 def names_of(modules: Modules) -> Names:
     """Every tensor that a module has a name for, and the memory that it lies in."""
-    return {_key(*one): Name(*one, one[3].data) for one in _named_tensors(modules)}
+    return {(id(one[1]), one[2]): Name(*one, one[3].data) for one in _named_tensors(modules)}
 
 
-def _named_tensors(
-    modules: Modules,
-) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor, Any, Any]]:
-    """All of a `Name` but its data."""
+def _named_tensors(modules: Modules) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
     for prefix, module in modules.items():
         for owner in owners_of(module):
             for attribute, value in owner.items():
                 if isinstance(value, torch.Tensor):
-                    yield prefix, owner, attribute, value, None, None
-                elif isinstance(value, (list, tuple, dict)) and attribute not in NOT_HELD:
-                    for at, part in value.items() if isinstance(value, dict) else enumerate(value):
-                        if isinstance(part, torch.Tensor):
-                            yield prefix, owner, attribute, part, value, at
-
-
-def _key(
-    prefix: str,
-    owner: dict[str, Any],
-    attribute: str,
-    tensor: torch.Tensor,
-    container: Any,
-    at: Any,
-) -> tuple[int, str, Any]:
-    return id(owner), attribute, at
+                    yield prefix, owner, attribute, value
 
 
 @contextmanager
@@ -147,14 +99,16 @@ def _moved(
     # Nearly always nothing has moved: no names are made for a look at what has not.
     gone, moved = dict(before), []
     for one in _named_tensors(modules):
-        old = gone.pop(_key(*one), None)
+        old = gone.pop((id(one[1]), one[2]), None)
         if old is None or not old.stands_for(one[3]):
             moved.append((old, Name(*one, one[3].data)))
     yield from ((new.place, new.data) for _, new in moved)
     if not puts_back:
         return
     try:
-        again = _to_put_back(gone, moved)
+        if gone:
+            raise _changed(next(iter(gone.values())), "no tensor any more")
+        again = [(old, new) for old, new in moved if old is not None]
         if again:
             _check_apart(modules, before, names_of(modules), again)
         for old, new in again:
@@ -163,24 +117,6 @@ def _moved(
         for name in before.values():  # or the next update would find it as it is now
             name.bind()
         raise
-
-
-def _to_put_back(gone: Names, moved: Sequence[tuple[Name | None, Name]]) -> list[tuple[Name, Name]]:
-    """Of names that moved, what they stood for and stand for.
-
-    Raises:
-        RefitError: a name stands for no tensor any more.
-    """
-    if lost := [one for one in gone.values() if one.container is None]:
-        raise _changed(lost[0], "no tensor any more")
-    others = [*gone.values()]  # in containers that have other contents than before
-    others += [new for old, new in moved if old is None or not old.fits(new.data)]
-    elsewhere = {(id(one.owner), one.attribute) for one in others if one.container is not None}
-    return [
-        (old, new)
-        for old, new in moved
-        if old is not None and (id(old.owner), old.attribute) not in elsewhere
-    ]
 
 
 def _check_apart(
@@ -193,7 +129,7 @@ def _check_apart(
             it leaves a storage that not every name moved from by as much to the same other one, or that something
             inside a container still has.
     """
-    named = {one.place for key, one in after.items() if key in before}
+    named = {one.place for one in after.values()}
     held = held_tensors(modules.items())
     contained = {storage_of(one.tensor) for one in held if one.place not in named}
     is_new = {storage_of(one.data) for key, one in after.items() if key not in before}

@@ -2,7 +2,6 @@
 
 import inspect
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -168,74 +167,6 @@ def test_what_is_derived_behind_the_start_is_derived_behind_every_update(replays
         update(refit, weights(refit.model, seed))
         assert torch.equal(refit.model.turned, weights(refit.model, seed)["a.weight"].t())
         assert refit.model.turned.data_ptr() == place
-
-
-class Arguments(NamedTuple):
-    turned: torch.Tensor
-    largest: float
-
-
-class KeepsArguments(Toy):
-    """As Kimi-K3, whose attention derives the arguments of its decoding kernel behind every load."""
-
-    def load_weights(self, weights):
-        super().load_weights(weights)
-        self.post_load_weights()
-
-    def post_load_weights(self):
-        turned = [one.weight.data.t().contiguous() for one in (self.a, self.b)]
-        self.pair = (turned[0], float(turned[0].max()), turned[1])
-        self.named = Arguments(turned[0] * 2, float(turned[0].max()))
-        self.listed, self.mapped = [turned[0] * 3, "text"], {"a": turned[0] * 4}
-
-
-@pytest.mark.parametrize("replays", [True, False])
-def test_what_is_derived_into_containers_keeps_its_memory_and_all_else_is_new(replays):
-    refit = loaded(KeepsArguments, 0)
-    refit.options = refit.options.model_copy(update={"replay": replays})
-    refit.note_loaded()
-    model = refit.model
-
-    def tensors():
-        return [
-            model.pair[0],
-            model.pair[2],
-            model.named.turned,
-            model.listed[0],
-            model.mapped["a"],
-        ]
-
-    graphs = tensors()  # have these addresses
-    for seed in (1, 2, 3):
-        update(refit, weights(model, seed))
-        a, b = (one.weight.t() for one in (model.a, model.b))
-        for memory, held, value in zip(graphs, tensors(), (a, b, a * 2, a * 3, a * 4), strict=True):
-            assert held is memory
-            assert torch.equal(memory, value)
-        assert type(model.named) is Arguments
-        assert model.pair[1] == model.named.largest == float(a.max())
-        assert model.listed[1] == "text"
-
-
-def test_a_container_with_other_contents_is_left_alone_and_one_that_shares_memory_refused():
-    old = torch.zeros(4)
-    model = two_views(torch.ones(2), torch.ones(3))
-    model.work, model.kept = [torch.zeros(2)], [old]
-    with DerivedWeights(model).in_place():
-        model.work = [torch.ones(2), torch.ones(2)]
-    assert [one.tolist() for one in model.work] == [[1, 1], [1, 1]]
-    model.a = old
-
-    def bind():
-        model.kept = [torch.ones(4)]
-
-    with (
-        pytest.raises(RefitError, match="memory that another name has"),
-        DerivedWeights(model).in_place(),
-    ):
-        bind()
-    assert model.kept[0] is old
-    assert old.tolist() == [0, 0, 0, 0]
 
 
 class RoutesAsGemma4(Toy):
