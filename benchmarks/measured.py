@@ -6,6 +6,8 @@ import json
 import shutil
 import statistics
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
@@ -71,10 +73,21 @@ def table(title: str, columns: Iterable[str], *, words: int = 1) -> Table:
 
 
 def append(path: Path | None, rows: Iterable[Mapping[str, Any]], **conditions: Any) -> None:
-    """Append a JSON line for each row, with the conditions behind it; does nothing without a path."""
+    """Append a JSON line for each row, with the conditions behind it; does nothing without a path.
+
+    Results are published: what an error names is told from the folder for scratch files, Python or home on.
+    """
     if path is not None:
+        lines = (json.dumps({**row, **conditions}) for row in rows)
         with path.open("a") as file:
-            file.writelines(json.dumps({**row, **conditions}) + "\n" for row in rows)
+            file.writelines(without_places(line) + "\n" for line in lines)
+
+
+def without_places(text: str) -> str:
+    """Without what names this machine's folders."""
+    for place in (tempfile.gettempdir(), sys.prefix, str(Path.home())):
+        text = text.replace(f"{place.rstrip('/')}/", "") if place != "/" else text
+    return text
 
 
 def commit() -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -64,7 +65,8 @@ def write(rows: Sequence[Row], layout: Layout = ONE_RANK) -> Path:
     }
     path = path_of(version("sglang"), layout)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    text = json.dumps(found, indent=1).replace(f"{tempfile.gettempdir()}/", "")  # what errors name
+    path.write_text(text + "\n")
     return path
 
 

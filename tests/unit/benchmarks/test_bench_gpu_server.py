@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,14 @@ def test_a_server_that_had_to_take_another_port_is_asked_there(monkeypatch, tmp_
     setting = Setting(tmp_path, torch.device("cpu"), 4, 10)
     with serving(setting, TINY, [OURS], Budget(10.0)) as (served,):
         assert served.client.url == "http://127.0.0.1:12345"
+
+
+def test_results_name_no_folder_of_the_machine_that_they_are_from(tmp_path):
+    import measured
+
+    folders = (Path(tempfile.gettempdir()), Path(sys.prefix), Path.home())
+    error = ", ".join(str(folder / "a" / "b.log") for folder in folders)
+    measured.append(tmp_path / "found.jsonl", [{"error": error}])
+    assert json.loads((tmp_path / "found.jsonl").read_text()) == {
+        "error": "a/b.log, a/b.log, a/b.log"
+    }
