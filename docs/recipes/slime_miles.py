@@ -18,6 +18,7 @@ parser and the sender of miles-rl 0.0.2. Not tried: slime and miles themselves, 
 
 from __future__ import annotations
 
+import argparse
 import json
 import runpy
 import sys
@@ -33,9 +34,12 @@ INSTALL = "{} from a checkout of its repository, without dependencies (not the r
 
 def check_checkpoint(arguments: list[str]) -> None:
     """Leave where the trainer would quantize before it sends."""
-    if "--hf-checkpoint" not in arguments[:-1]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--hf-checkpoint", type=Path)
+    model = parser.parse_known_args(arguments)[0].hf_checkpoint
+    if model is None:
         raise SystemExit("error: --hf-checkpoint MODEL is missing")
-    config = Path(arguments[arguments.index("--hf-checkpoint") + 1]) / "config.json"
+    config = model / "config.json"
     if config.is_file() and json.loads(config.read_text()).get("quantization_config"):
         raise SystemExit(
             f"error: {config} has a quantization_config, by which the trainer would quantize before it sends. "

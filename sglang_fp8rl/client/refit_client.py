@@ -11,7 +11,7 @@ from uuid import uuid4
 import torch
 
 from ..errors import RefitError
-from ..wire.bucket import NamedTensor
+from ..wire.bucket import NamedTensor, sendable
 from ..wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Verification, compare
 from ..wire.plan import PLAN_PATH, STATUS_PATH, RefitPlan
 from ..wire.refit_note import ALL, PARTIAL, RefitNote
@@ -106,6 +106,7 @@ class RefitClient:
         """
         if plan is not None:
             self.check_plan(plan)
+        named_tensors = sendable(named_tensors)
         numbers = None
         if verify:
             from ..trainer.fingerprint import Fingerprinter

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -153,6 +154,10 @@ class Region(NamedTuple):
             for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)
         )
 
+    def lies_in(self, shape: Sequence[int]) -> bool:
+        ends = [at + n for at, n in zip(self.start, self.shape, strict=True)]
+        return len(ends) == len(shape) and all(map(operator.le, ends, shape))
+
     def __str__(self) -> str:
         sides = zip(self.start, self.shape, strict=True)
         return f"[{', '.join(f'{first}:{first + size}' for first, size in sides)}]"
@@ -185,8 +190,8 @@ def region_of(
         if sizes[dim] != 1:
             return None
         sizes[dim] = size
-    fits = all(a + n <= full for a, n, full in zip(start, sizes, parameter_shape, strict=True))
-    return Region(tuple(start), tuple(sizes)) if fits else None
+    region = Region(tuple(start), tuple(sizes))
+    return region if region.lies_in(parameter_shape) else None
 
 
 def box_of(offset: int | None, view: torch.Tensor, shape: tuple[int, ...]) -> Region | None:

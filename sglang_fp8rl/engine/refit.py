@@ -16,7 +16,6 @@ import torch
 
 from ..config import Options
 from ..errors import Fp8RlError, HostError
-from ..numerics.fingerprint import MASK
 from ..scheme import Scheme
 from ..wire.stages import ANSWERING, LOADING
 from .arrival.bucket import Bucket, apart, bucket_of, check_bucket
@@ -106,15 +105,6 @@ class ModelRefit:
 
         set_loader(parameter, weight_loader)
 
-    def memory_number(self) -> int:
-        """One number for all that updates write: the same as long as no byte of it changes."""
-        numbers = (
-            (index + 1) * _sum_of_bytes(target.parameter.data)
-            for index, target in enumerate(self._written())
-            if target.parameter.device.type != "meta"
-        )
-        return sum(numbers) & MASK
-
     def wait_for_device(self) -> None:
         """A forward pass that SGLang overlaps with requests reads old codes with old scales to its end."""
         for device in self._devices:
@@ -127,10 +117,10 @@ class ModelRefit:
             self.learned_names()
         except Fp8RlError as error:  # each refit says that it can't be judged
             self.report.unknown_because = str(error)
-        self.derived.note_loaded(self._written())
+        self.derived.note_loaded(self.written_targets())
 
-    def _written(self) -> list[Target]:
-        """Targets that updates write; every one, where nothing was loaded."""
+    def written_targets(self) -> list[Target]:
+        """Those that updates write; every one, where nothing was loaded."""
         landings = [one for known in self.names.known.values() for one in known.landings]
         landed = {id(one.target.parameter) for one in landings} or set(self.targets)
         scales = {id(one.scale) for one in self.targets.values() if one.scale is not None}
@@ -294,11 +284,3 @@ class ModelRefit:
 def refit_of(model: Any) -> ModelRefit | None:
     """The bookkeeping of a model served with `fp8_blockwise_online`, else None."""
     return getattr(model, "fp8rl_refit", None)
-
-
-def _sum_of_bytes(tensor: torch.Tensor) -> int:
-    """Of its eight-byte words and what is left behind them: at the speed of memory, at every session's start."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    whole = 0 if data.storage_offset() % 8 else len(data) // 8 * 8
-    words = data[:whole].view(torch.int64).sum() if whole else 0
-    return int(words) + int(data[whole:].sum())

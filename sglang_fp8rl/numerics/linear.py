@@ -37,8 +37,12 @@ def _(x: torch.Tensor, codes: torch.Tensor, weight_scale: torch.Tensor) -> torch
 
 @torch.library.custom_op("sglang_fp8rl::doubled", mutates_args=(), device_types="cuda")
 def doubled(x: torch.Tensor, group: int, pow2: bool = False) -> torch.Tensor:
-    """`[M, K]` BF16 or FP16 to `[2M, K]`: the rows, and below them what is left of each by its quantization to e4m3 with a
-    scale, an `amax / 448`, for every `group` columns: a power of two with `pow2`, rounded up."""
+    """`[M, K]` BF16 or FP16 to `[2M, K]`: the rows as e4m3 holds them, with a scale, an `amax / 448`, for every `group` columns
+    (a power of two with `pow2`, rounded up), and below them what that leaves of each.
+
+    SGLang's kernels quantize both again. Some multiply where others divide, which at a tie takes another code; so the
+    first half lies at codes, and whoever quantizes it finds these.
+    """
     from .triton.linear import doubled as on_cuda
 
     _check(x)

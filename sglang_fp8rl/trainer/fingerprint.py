@@ -25,7 +25,7 @@ from ..numerics.cast import cast_into, refuse_not_finite
 from ..numerics.fingerprint import MASK, Box, NumberTable, scaled_boxes, seed_of
 from ..wire.fingerprint import Fingerprint, Number, form_of
 from ..wire.plan import FP8, UNUSED, RefitPlan, TensorPlan
-from ..wire.sent_names import one_by_one
+from ..wire.sent_names import one_by_one, why_not_in_plan
 from .shards import LocalShard, shard_of
 
 
@@ -41,8 +41,11 @@ def fingerprint_of(
         plan: of the server.
         source: what messages call it.
 
+    Returns:
+        Names that the server takes without a number (scales of a KV cache) are in its `unproven`.
+
     Raises:
-        RefitError: a name that the plan doesn't know, a shape that is not the plan's, a shard that
+        RefitError: a name that plan and server don't know, a shape that is not the plan's, a shard that
             cuts blocks.
         QuantizationError: NaN or Inf, or a dtype that is not cast.
     """
@@ -60,6 +63,7 @@ def added_up(parts: Iterable[Fingerprint], plan: RefitPlan) -> Fingerprint:
         source = source or part.source
         for name, number in part.numbers.items():
             numbers.count(name, number)
+        numbers.unproven.update(part.unproven)
     return numbers.fingerprint(source)
 
 
@@ -84,6 +88,7 @@ class Fingerprinter:
 
     def __init__(self, plan: RefitPlan) -> None:
         self.plan = plan
+        self.unproven: dict[str, str] = {}  # names that have no number, and why
         self._numbers: dict[str, Number] = {}
         self._started: dict[torch.device, _Started] = {}
 
@@ -133,12 +138,15 @@ class Fingerprinter:
                 numbers[name] = number
             elif numbers.setdefault(other, number) != number:
                 differing[name] = f"not the same as {other}, to which the server's model ties it"
-        return Fingerprint(source, numbers, differing)
+        return Fingerprint(source, numbers, differing, dict(self.unproven))
 
     def _add(self, name: str, tensor: Any) -> None:
         weight, other = weight_name_of(name), self.plan.tied_to(name)
         is_scale = weight != name and weight in self.plan.tensors and name not in self.plan.tensors
         if not is_scale and not other and self.plan.why_not_needed(name):
+            return
+        if not is_scale and (reason := why_not_in_plan(name, self.plan)):
+            self.unproven[name] = reason
             return
         entry = self.plan.of(weight if is_scale else other or name)
         if entry.scheme == UNUSED:

@@ -19,7 +19,7 @@ import torch
 
 from ..numerics import FP8_DTYPE, quantize
 from ..wire.plan import RefitPlan, TensorPlan
-from ..wire.sent_names import kv_scale_name, one_by_one
+from ..wire.sent_names import one_by_one, why_not_in_plan
 from .shards import LocalShard, like, shard_of
 
 
@@ -75,13 +75,13 @@ def quantize_for_refit(
         `lm_head`, rotary tables) are left out.
 
     Raises:
-        RefitError: a name that the plan doesn't know, a shape that is not the plan's, a shard that
+        RefitError: a name that plan and server don't know, a shape that is not the plan's, a shard that
             cuts blocks.
         QuantizationError: NaN or Inf, or a dtype that is not cast.
     """
     singly = (item for name, sent in named_tensors for item in one_by_one(name, sent, plan))
     for name, tensor in singly:
-        if kv_scale_name(name) is not None:  # the server says what becomes of it
+        if why_not_in_plan(name, plan):  # the server says what becomes of it
             made = [(name, tensor)]
         elif plan.why_not_needed(name):
             continue

@@ -35,6 +35,8 @@ class LocalShard:
     start: Box
 
     def __post_init__(self) -> None:
+        for field in ("full_shape", "start"):  # a list is not equal to the plan's tuple
+            object.__setattr__(self, field, tuple(getattr(self, field)))
         fits = len(self.full_shape) == len(self.start) == self.tensor.dim() and all(
             at >= 0 and at + size <= full
             for at, size, full in zip(self.start, self.tensor.shape, self.full_shape, strict=True)

@@ -32,6 +32,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 EXTENT_KEY = "fp8rl_extent"
+SERVED_ACTOR = f"{__package__}.served_actor"
 FLUSH_SECONDS = 30.0
 
 
@@ -43,6 +44,7 @@ class ServerAdapter(verls.ServerAdapter):
     - Each bucket goes as one tensor, instead of every tensor pickled by itself; to a server of this package with
       a text layout.
     - The served weights carry the trainer's step as SGLang's `weight_version`.
+    - An actor that trains what is served, and has another plan than the server, is refused at the first refit.
 
     LoRA adapters, deltas and disaggregation go veRL's own way, and so do buckets that veRL has to make.
 
@@ -50,6 +52,7 @@ class ServerAdapter(verls.ServerAdapter):
     """
 
     _engine: Any
+    _is_plan_checked = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         prepare_rank()
@@ -60,31 +63,35 @@ class ServerAdapter(verls.ServerAdapter):
 
         Raises:
             RefitError: what any rank of the server's group met, on all of them: the server refused,
-                does not answer, or was not sent all that was announced.
+                does not answer, was not sent all that was announced, or has another plan than its actor.
         """
-        by_verl = functools.partial(
-            super().update_weights, weights, global_steps=global_steps, **kwargs
-        )
+        by_verl = functools.partial(super().update_weights, weights, **kwargs)
         found = await outcome_of(self._init_server_adapter)
         if self._pd_role is not None or self.device_mesh is None:
-            await by_verl()
+            await by_verl(global_steps=global_steps)
             return
         is_delta = kwargs.get("wire_format") == WIRE_FORMAT
         try:
             self._group.share(found)
+            if not self._is_plan_checked and self._trains_what_is_served:
+                await self._ask(self._check_plan)
+                self._is_plan_checked = True
             if is_delta and await self._ask(
                 lambda: is_ours(self._connection.get(SERVER_INFO_PATH))
             ):
                 raise deltas_refused(f"wire_format {WIRE_FORMAT!r}")
             if is_delta or (kwargs.get("peft_config") and kwargs.get("base_sync_done")):
-                await by_verl()
+                await self._all_by_verl(by_verl)
+                await self._tell_steps(global_steps)
             else:
-                await self._refit(weights, global_steps, kwargs)
+                await self._refit(weights, global_steps, by_verl)
         except RefitError:
             await outcome_of(lambda: _drain(weights))
             raise
 
-    async def _refit(self, weights: Any, global_steps: Any, kwargs: dict[str, Any]) -> None:
+    async def _refit(
+        self, weights: Any, global_steps: Any, by_verl: Callable[[], Awaitable[None]]
+    ) -> None:
         version = None if global_steps is None else str(global_steps)
         note = RefitNote(uuid4().hex, version, self._extent)
         update: Any = TensorUpdate(self._connection, note) if self._group.leads else None
@@ -96,15 +103,12 @@ class ServerAdapter(verls.ServerAdapter):
 
             layout_as_text = await self._ask(begin)
             if self._is_cut_by_verl:
-                await super().update_weights(weights, **kwargs)
+                await self._all_by_verl(by_verl)
             else:
                 await self._send(weights, update, layout_as_text)
             await self._ask(session.close)
         # Behind the session: an update that failed keeps its old version. veRL generates nothing meanwhile.
-        if global_steps is not None:
-            await self._group.by_leader(
-                lambda: self.server_actor.set_global_steps.remote(global_steps)
-            )
+        await self._tell_steps(global_steps)
         if not await self._ask(lambda: update.finish(FLUSH_SECONDS)):
             logger.warning("fp8rl: the server runs requests, and its cache is not flushed")
 
@@ -121,6 +125,32 @@ class ServerAdapter(verls.ServerAdapter):
 
             # The server has read every rank's memory when it answers; then it may go.
             is_last = await self._ask(post)
+
+    async def _all_by_verl(self, update: Callable[[], Awaitable[None]]) -> None:
+        """veRL's own way, on every rank. What the server refuses there is raised on the leading rank alone, while
+        the others gather the next bucket with it; so it is kept until all of them are through."""
+        refused: list[RefitError] = []
+        if self._engine is not None:
+            self._engine.refused = refused
+        said = self._group.gather(await outcome_of(update))
+        failed = (one for one in [*refused, *said] if isinstance(one, RefitError))
+        self._group.share(next(failed, None))
+
+    async def _tell_steps(self, global_steps: Any) -> None:
+        if global_steps is not None:
+            await self._group.by_leader(
+                lambda: self.server_actor.set_global_steps.remote(global_steps)
+            )
+
+    def _check_plan(self) -> None:
+        from .served_actor import check_plan  # veRL has imported it: importing it changes veRL
+
+        check_plan(self._connection)
+
+    @property
+    def _trains_what_is_served(self) -> bool:
+        """Whether the actor does; veRL gives the same configuration of the model to its rollout."""
+        return SERVED_ACTOR in (getattr(self.model_config, "external_lib", None) or ())
 
     @property
     def _is_cut_by_verl(self) -> bool:
@@ -173,7 +203,23 @@ def prepare_rank() -> None:
 
 
 class HttpAdapter(verls.AsyncHttpServerAdapter):
-    """veRL's, with the two methods that SGLang's base class has since 0.5.21."""
+    """veRL's, with the two methods that SGLang's base class has since 0.5.21.
+
+    Attributes:
+        refused: where a list, the first refusal of a bucket goes there instead of being raised, and the buckets
+            behind it are not sent.
+    """
+
+    refused: list[RefitError] | None = None
+
+    async def update_weights_from_tensor(self, req: Any) -> Any:
+        if self.refused is None:
+            return await super().update_weights_from_tensor(req)
+        if not self.refused:
+            said = await outcome_of(functools.partial(super().update_weights_from_tensor, req))
+            if isinstance(said, RefitError):
+                self.refused.append(said)
+        return {}
 
     async def begin_weight_update(self, selector: str = "all") -> dict[str, Any]:
         return await self._make_async_request("begin_weight_update", {"selector": selector})

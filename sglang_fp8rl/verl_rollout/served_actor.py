@@ -13,9 +13,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..client.connection import Connection
+from ..errors import ConfigError, RefitError
 from ..trainer.served_weights import compute_as_served
-from ..wire.plan import RefitPlan
+from ..wire.plan import PLAN_PATH, RefitPlan
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,21 @@ def plan_of_the_run() -> RefitPlan:
             "workers.",
         )
     return RefitPlan.from_dict(json.loads(path.read_text()))
+
+
+def check_plan(connection: Connection) -> None:
+    """Raise `RefitError` where the server has another plan than the actor trains with."""
+    ours = plan_of_the_run()
+    theirs = connection.get(PLAN_PATH, **{"If-None-Match": f'"{ours.digest}"'})
+    if theirs:
+        other = [key for key in theirs if theirs[key] != ours.document.get(key) and key != "digest"]
+        raise RefitError(
+            f"{PLAN_FILE} {os.environ[PLAN_FILE]}",
+            f"the plan {ours.digest}; {connection.url} has {theirs['digest']}, with other {', '.join(other)}",
+            "an actor that trains what is served has the plan of its rollout servers",
+            "Write it again with what they are started with: `sglang-fp8rl plan MODEL --tp N --ep N --dtype D "
+            "--options JSON --json > FILE`.",
+        )
 
 
 def _names_this(external_lib: Any) -> bool:

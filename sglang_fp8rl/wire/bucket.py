@@ -106,6 +106,28 @@ def payload_of(
     return Payload(texts * (ranks // len(texts)), content, len(bucket), nbytes)
 
 
+def sendable(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Pass tensors on. Raises `RefitError` for what has not all of its elements in memory here, or of no dtype that
+    travels."""
+    for name, tensor in named_tensors:
+        if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "full_tensor"):
+            raise RefitError(
+                name,
+                f"a {type(tensor).__name__}",
+                "what is sent is a full torch.Tensor",
+                "Gather DTensors with full_tensors(named_tensors), LocalShards with assemble(name, shards).",
+            )
+        is_here = tensor.layout is torch.strided and not tensor.is_meta
+        if not is_here or tensor.dtype not in layout_text.DTYPES.values():
+            raise RefitError(
+                name,
+                f"{tensor.dtype}, {tensor.layout}, on {tensor.device.type}",
+                f"a tensor comes with its elements in memory, in one of {', '.join(layout_text.DTYPES)}",
+                "Send the weight instead of its description on meta; tensor.to_dense(); or another dtype.",
+            )
+        yield name, tensor
+
+
 def buckets_of(
     named_tensors: Iterable[NamedTensor], limit: int
 ) -> Iterator[tuple[list[NamedTensor], bool]]:

@@ -18,7 +18,11 @@ VERSION = 2  # also of how a bucket names its buffer (`staging`)
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
-                  torch.uint8, torch.int32, torch.int64)
+                  torch.uint8, torch.int32, torch.int64,
+                  # An older server refuses these with the list of what it knows.
+                  torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+                  torch.float64, torch.complex64, torch.complex128, torch.float8_e5m2,
+                  torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 }  # fmt: skip
 _COLUMNS = ("names", "shapes", "dtypes", "starts", "ends")
 

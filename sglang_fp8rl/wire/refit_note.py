@@ -31,8 +31,10 @@ class RefitNote:
         if self.extent not in (None, ALL, PARTIAL):
             raise ValueError(f"extent {self.extent!r}")
         texts = [self.id] if self.version is None else [self.id, self.version]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{texts} are no texts")
+        for text in texts:
+            if not isinstance(text, str):
+                rule = "the id of a refit and the version of its weights are text"
+                raise RefitError("a refit", repr(text), rule, "Pass weight_version=str(step).")
         "".join(texts).encode()  # what can't be is no text either, and no status could say it
 
     def to_text(self) -> str:
@@ -66,4 +68,9 @@ def apart_from_versions(text: Any) -> tuple[Any, list[str]]:
     """Such a text as it was, and the versions that it says: of an answer, one of each replica that moved."""
     if not isinstance(text, str):
         return text, []
-    return _SAID.sub("", text), [json.loads(one) for one in _SAID.findall(text)]
+    return without_versions(text), [json.loads(one) for one in _SAID.findall(text)]
+
+
+def without_versions(text: str) -> str:
+    """A text of somebody else, without what looks as if it said a version: the name of a tensor may."""
+    return _SAID.sub("", text)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import RefitError
 from .plan import RefitPlan
 
 KEYS, VALUES = "k", "v"
@@ -38,6 +39,18 @@ def kv_scale_name(name: str) -> KvScaleName | None:
     return KvScaleName(found["attention"], found["side"])
 
 
+def why_not_in_plan(name: str, plan: RefitPlan) -> str:
+    """Why a server takes a name all the same that its plan has not; empty for any other name."""
+    if name in plan.tensors:
+        return ""
+    if kv_scale_name(name) is not None:
+        return "a scale of the KV cache, in no fingerprint; kv_scales of GET /fp8rl/status says what is used"
+    may_pass = plan.document["options"].get("unknown_names") == "warn"
+    if may_pass and not plan.why_not_needed(name):
+        return "no parameter of the server takes it, which only warns (unknown_names)"
+    return ""
+
+
 # `gate_up_proj` is `[E, 2I, H]`, gate rows first; `down_proj` `[E, H, I]`.
 FUSED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -51,16 +64,23 @@ def matrices_of(prefix: str, leaf: str, fused: torch.Tensor) -> Iterator[tuple[s
 
 
 def one_by_one(name: str, tensor: Any, plan: RefitPlan) -> Iterator[tuple[str, Any]]:
-    """Fused experts as `matrices_of`, where the plan has them so; anything else as it is."""
+    """Fused experts as `matrices_of`, where the plan has them so; anything else as it is. Raises `RefitError` for a
+    shard of them."""
     prefix, _, leaf = name.rpartition(".")
     is_fused = (
         leaf in FUSED_PARTS
         and name not in plan.tensors
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.dim() == 3
         and all(f"{prefix}.0.{part}.weight" in plan.tensors for part in FUSED_PARTS[leaf])
     )
-    if is_fused:
+    is_full = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if is_fused and not is_full:
+        raise RefitError(
+            name,
+            f"a {type(tensor).__name__}",
+            "fused experts are taken apart where all of them are at hand",
+            "Gather it first: tensor.full_tensor() of a DTensor, assemble() of LocalShards.",
+        )
+    if is_fused and tensor.dim() == 3:
         yield from matrices_of(prefix, leaf, tensor.detach())
     else:
         yield name, tensor

@@ -10,15 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 from support.engine.models import checkpoint
+from support.plans import make_plan
 from support.server.served import MODEL
 from support.server.verl_ranks import WORLD_SIZE, Trainer
 
 from sglang_fp8rl.wire import layout_text
+from sglang_fp8rl.wire.plan import PLAN_PATH
 from sglang_fp8rl.wire.refit_note import note_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 
 UPDATE = "/update_weights_from_tensor"
+PLAN, OTHER_PLAN = make_plan({}), make_plan({}, use_weight_pow2_scale=True)
+SERVED_ACTOR = "sglang_fp8rl.verl_rollout.served_actor"
 NAMES = sorted(MODEL.first)
 
 
@@ -61,13 +65,17 @@ class _Answer(BaseHTTPRequestHandler):
         if self.path == "/server_info":
             section = {"flat_layout": layout_text.VERSION} if server.is_ours else None
             answer = {"tp_size": WORLD_SIZE, "internal_states": [{"fp8rl": section}]}
+        elif self.path == PLAN_PATH:
+            known = self.headers["If-None-Match"] == f'"{PLAN.digest}"'
+            status, answer = (304, {}) if known else (200, PLAN.document)
         elif self.path.endswith("_weight_update") and not server.has_sessions:
             status, answer = 404, {"detail": "Not Found"}
         elif self.path == server.refuses and server.paths().count(self.path) > server.good:
             status, answer = 400, {"success": False, "message": "it does not like this one"}
-        text = json.dumps(answer).encode()
+        text = b"" if status == 304 else json.dumps(answer).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        if text:
+            self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
@@ -160,6 +168,44 @@ def test_an_extent_that_nobody_knows_is_named_before_anything_is_sent(listed, re
     assert UPDATE not in listed.paths()
 
 
+@pytest.fixture
+def trains_by(tmp_path):
+    """An actor that trains what is served, with that plan in its file."""
+
+    def command(plan) -> dict:
+        file = tmp_path / "plan.json"
+        file.write_text(json.dumps(plan.document))
+        return {"external_lib": SERVED_ACTOR, "plan_file": str(file)}
+
+    return command
+
+
+def test_an_actor_that_trains_by_another_plan_is_refused_on_every_rank(listed, refit, trains_by):
+    listed.expect()
+    for said in refit(**trains_by(OTHER_PLAN)):
+        for words in ("plan.json", PLAN.digest, OTHER_PLAN.digest, "other options", "--options"):
+            assert words in said["error"]
+    assert listed.paths() == [PLAN_PATH]
+
+
+def test_an_actor_s_plan_is_compared_once_and_the_server_s_goes_on(listed, refit, trains_by):
+    listed.expect()
+    assert refit(**trains_by(PLAN), times=2) == [{"answers": []}] * 2
+    assert listed.paths().count("/end_weight_update") == 2
+    assert [path for path in listed.paths() if path == PLAN_PATH] == listed.paths()[:1]
+
+
+def test_an_actor_whose_plan_s_file_is_gone_is_refused_on_every_rank(listed, refit):
+    listed.expect()
+    for said in refit(external_lib=SERVED_ACTOR, plan_file="/nowhere"):
+        assert "SGLANG_FP8RL_SERVED_PLAN: '/nowhere'" in said["error"]
+    assert listed.paths() == []
+
+
+# What veRL sends by itself: buckets that it cuts, an adapter (whose server does not list it), deltas.
+CUT_BY_VERL = {"model_type": "deepseek_v4"}
+ADAPTER_OF_LORA = {"peft_config": {"r": 8}, "base_sync_done": True}
+DELTAS = {"wire_format": "delta_flush", "as_flushes": True}
 FAILURES = {
     "looking the server up": ({"fails": ["look-up"]}, {}, "Failed to look up actor"),
     "the first bucket": ({}, {"refuses": UPDATE}, "does not like"),
@@ -174,6 +220,10 @@ FAILURES = {
     "a bucket without sessions": ({}, {"has_sessions": False, "refuses": UPDATE}, "does not like"),
     "the beginning": ({}, {"refuses": "/begin_weight_update"}, "does not like"),
     "the end": ({}, {"refuses": "/end_weight_update"}, "does not like"),
+    "the first bucket of veRL's": (CUT_BY_VERL, {"refuses": UPDATE}, "400"),
+    "the second bucket of veRL's": (CUT_BY_VERL, {"refuses": UPDATE, "good": 1}, "400"),
+    "a LoRA adapter": (ADAPTER_OF_LORA, {}, "KeyError: 'data'"),
+    "a plain server's delta": (DELTAS, {"is_ours": False, "refuses": UPDATE, "good": 1}, "400"),
 }
 
 

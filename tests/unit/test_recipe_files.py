@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,17 +30,28 @@ TRAINERS = {
 }
 
 
-def composed(name: str, *overrides: str):
-    """The configuration that `verl.trainer.main_ppo --config-dir … --config-name NAME` starts with."""
+ROLLOUT = "actor_rollout_ref.rollout"
+ENGINE = f"{ROLLOUT}.engine_kwargs.sglang"
+
+
+def composed(algorithm: str, *overrides: str):
     pytest.importorskip("verl")
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(str(RECIPES), version_base=None):
-        search = "hydra.searchpath=[pkg://verl.trainer.config]"
-        return compose(name, overrides=[search, MODEL, *MICRO, *overrides])
+    return verl_fp8.composed(algorithm, [MODEL, *MICRO, *overrides])
 
 
-@pytest.mark.parametrize("name", ["verl_grpo", "verl_dapo"])
+def test_what_the_recipe_reads_is_what_verl_runs_with():
+    """As Hydra prints it for veRL's own program."""
+    pytest.importorskip("verl")
+    from omegaconf import OmegaConf
+
+    overrides = [MODEL, f"++{ROLLOUT}.dtype=float16", f"+{ENGINE}.ep_size=2"]
+    command = [*verl_fp8.command("dapo", overrides), "--cfg", "job"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    said = OmegaConf.create(done.stdout[done.stdout.index("actor_rollout_ref:") :])
+    assert said.actor_rollout_ref == verl_fp8.composed("dapo", overrides).actor_rollout_ref
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
 def test_verl_takes_the_configuration_and_serves_by_this_method(name):
     config = composed(name, verl_fp8.ACTOR)
     from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -49,18 +61,42 @@ def test_verl_takes_the_configuration_and_serves_by_this_method(name):
     assert rollout.engine_kwargs["sglang"] == {"quantization": "fp8_blockwise_online"}
     assert (rollout.name, rollout.quantization) == ("sglang", None)
     filtered = omega_conf_to_dataclass(config.algorithm).filter_groups
-    assert (filtered.enable, filtered.metric) == (name == "verl_dapo", "reward")
+    assert (filtered.enable, filtered.metric) == (name == "dapo", "reward")
 
 
 def test_verl_s_dapo_reward_manager_reads_the_penalty():
-    config = composed("verl_dapo")
+    config = composed("dapo")
     from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
 
     manager = DAPORewardManager(config, tokenizer=None, compute_score=lambda **_: 0.0)
     assert (manager.max_resp_len, manager.overlong_buffer_cfg.len) == (8192, 2048)
 
 
-def test_the_served_actor_gets_the_plan_of_the_servers_that_will_be_started(monkeypatch, tmp_path):
+OPTIONS = """'{"quantization_config": {"use_weight_pow2_scale": true}}'"""
+# How veRL is told of its servers, and what of it is not its default.
+STARTED = {
+    "veRL's defaults": ([], {}),
+    "its own keys": (
+        [f"{ROLLOUT}.tensor_model_parallel_size=4", f"{ROLLOUT}.expert_parallel_size=2",
+         f"{ROLLOUT}.dtype=float16", "actor_rollout_ref.model.trust_remote_code=true"],
+        {"tp_size": 4, "ep_size": 2, "dtype": "float16", "trust_remote_code": True},
+    ),
+    "keys with a plus": (
+        [f"++{ROLLOUT}.tensor_model_parallel_size=1", f"+{ENGINE}.ep_size=8"],
+        {"tp_size": 1, "ep_size": 8},
+    ),
+    "the method's options": (
+        [f"+{ENGINE}.json_model_override_args={OPTIONS}"],
+        {"options": {"use_weight_pow2_scale": True}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", STARTED)
+def test_the_served_actor_gets_the_plan_of_the_servers_that_will_be_started(
+    monkeypatch, tmp_path, how
+):
+    pytest.importorskip("verl")
     from sglang_fp8rl.lab import plan_offline
 
     asked = {}
@@ -71,9 +107,30 @@ def test_the_served_actor_gets_the_plan_of_the_servers_that_will_be_started(monk
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plan_offline, "make_plan", make_plan)
-    file = verl_fp8.write_plan([MODEL, f"{verl_fp8.RANKS}=4"])
-    assert asked == {"model": "model", "tp_size": 4, "dtype": "bfloat16"}
+    overrides, expected = STARTED[how]
+    file = verl_fp8.write_plan("grpo", [MODEL, *overrides])
+    default = {"tp_size": 2, "ep_size": 1, "dtype": "bfloat16", "trust_remote_code": False}
+    assert asked == {"model": "model", "options": {}, **default, **expected}
     assert json.loads(file.read_text()) == {"tensors": {}}
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        (f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.data_parallel_size"),
+        (f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization"),
+        (f"{ROLLOUT}.disaggregation.enabled=true", f"{ROLLOUT}.disaggregation.enabled"),
+        (f"+{ENGINE}.enable_dp_attention=true", f"{ENGINE}.enable_dp_attention"),
+        (f"{ENGINE}.quantization=null", f"{ENGINE}.quantization"),
+        (
+            f"+{ENGINE}.json_model_override_args='{{\"num_hidden_layers\": 2}}'",
+            f"{ENGINE}.json_model_override_args: num_hidden_layers",
+        ),
+    ],
+)
+def test_servers_that_the_recipe_can_t_plan_are_refused_by_name(override, name):
+    with pytest.raises(SystemExit, match=f"error: --served: {re.escape(name)}[;, ]"):
+        verl_fp8.servers(composed("grpo", override))
 
 
 @pytest.mark.parametrize("recipe", TRAINERS)
@@ -98,8 +155,9 @@ def test_a_recipe_without_arguments_says_how_it_is_called(monkeypatch, recipe):
 def test_a_checkpoint_by_which_slime_and_miles_would_quantize_is_refused(tmp_path):
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit, match="the trainer would quantize before it sends"):
-        slime_miles.check_checkpoint(["--hf-checkpoint", str(tmp_path)])
+    for arguments in (["--hf-checkpoint", str(tmp_path)], [f"--hf-checkpoint={tmp_path}", "--x"]):
+        with pytest.raises(SystemExit, match="the trainer would quantize before it sends"):
+            slime_miles.check_checkpoint(arguments)
     (tmp_path / "config.json").write_text("{}")
     slime_miles.check_checkpoint(["--hf-checkpoint", str(tmp_path)])
     with pytest.raises(SystemExit, match="--hf-checkpoint MODEL is missing"):

@@ -46,20 +46,6 @@ def _on_every_rank(scheduler: Any, holds: bool) -> bool:
     return Boundary(scheduler.weight_updater.tp_cpu_group).on_every_rank(holds)
 
 
-def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
-    """`Scheduler.flush_cache`: what it did, on every rank alike."""
-    refit = refit_of(scheduler.tp_worker.model_runner.model)
-    if refit is None or refit.calls.update.origin.is_serving:
-        return is_empty  # within a request of an update, which says so itself
-    is_empty = Boundary(scheduler.weight_updater.tp_cpu_group).on_every_rank(is_empty)
-    if not is_empty:
-        return False
-    refit.report.flushed()  # behind a session's end there is no refit that this could divide
-    for extension in refit.extensions:
-        is_empty = extension.cache_is_empty(scheduler.weight_updater) and is_empty
-    return is_empty
-
-
 def clear_stored_cache(manager: Any) -> None:
     """Clear what HiCache's storage backend or LMCache keeps: no flush reaches it, and it is of the old weights. Raises
     `HostError` where it can't be cleared."""

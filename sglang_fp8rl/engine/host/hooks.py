@@ -21,8 +21,9 @@ from ..model.draft import Draft
 from ..modules.config import Fp8BlockwiseOnlineConfig
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 from ..refit import ModelRefit, refit_of
-from .flush import RefitFlushWrapper, after_flush
+from .flush import RefitFlushWrapper
 from .payload import flattened_bucket
+from .refit_end import after_flush
 from .status import add_routes, add_status
 from .updater import RefitUpdater
 from .weight_version import with_whole_version

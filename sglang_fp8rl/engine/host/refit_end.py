@@ -15,16 +15,17 @@ import torch
 
 from ...errors import RefitError, listed
 from ...versions import RECORDS_WEIGHT_VERSIONS
-from ...wire.refit_note import apart_from_versions
+from ...wire.refit_note import without_versions
 from ...wire.stages import BETWEEN_REQUESTS
 from ...wire.staging import OPEN_BUFFERS
 from ..arrival.update import Origin, Update
 from ..native.calls import NOTHING_SENT
-from ..refit import ModelRefit
+from ..refit import ModelRefit, refit_of
 from ..report.refit_record import Outcome, Refit, Verdict
 from .boundary import Boundary
 from .flush import clear_stored_cache
 from .metrics import observe_refit
+from .unseen_writes import wrong_with_an_empty_session
 from .weight_version import tell_version
 
 _NOTHING_SEEN = RefitError(
@@ -82,6 +83,8 @@ class RequestEnd:
         """What the client is told, once all ranks have agreed. A collective."""
         step, refit, update, result = self.boundary.step, self.refit, self.update, self.result
         ended = self._end_request() or update.refit
+        if ended is not None and _is_stored_cache_old(ended, update):
+            step(clear_stored_cache, self.manager)
         if update.ends_session:
             refit.report.log.session = None  # it is over, whatever was raised there
             for extension in refit.extensions:
@@ -96,6 +99,7 @@ class RequestEnd:
         if ended is not None:
             step(ended.add_stages, [*update.marks, (BETWEEN_REQUESTS, perf_counter())])
         version = refit.report.log.moved_to
+        result.message = without_versions(result.message)
         step(tell_version, refit.report.log, result)
         is_told = not fail_behind(self.boundary, refit, ended, result)  # the same on every rank
         if is_told and version and RECORDS_WEIGHT_VERSIONS:
@@ -105,14 +109,17 @@ class RequestEnd:
 
     def _end_request(self) -> Refit | None:
         """The refit of a request goes on, or ends here; returns what ended. A collective."""
-        boundary, report = self.boundary, self.refit.report
+        boundary, report, update = self.boundary, self.refit.report, self.update
+        session = report.log.session
+        if session is not None and update.in_session and self.is_asked and not update.ends_session:
+            session.has_begun = True  # also by a draft alone
         own = boundary.step(self._said) or _Said()
         if boundary.errors:
             own = replace(own, error=own.error or " | ".join(boundary.errors))
         ranks = boundary.gathered(own)
         boundary.errors.clear()  # what is raised from here on, `fail_behind` reports
         ended = boundary.step(self._end_together, ranks)
-        if report.log.running is None and (self.update.ends_session or not self.update.in_session):
+        if report.log.running is None and (update.ends_session or not update.in_session):
             report.sent_twice.forget()
         return ended
 
@@ -123,7 +130,7 @@ class RequestEnd:
         if self.is_asked and not result.success and update.cache_flushed is not False:
             error = result.message
         elif update.ends_session:
-            error = _wrong_with_an_empty_session(self.refit)
+            error = wrong_with_an_empty_session(self.refit)
         elif self.is_asked and not update.calls and update.touches_target:
             error = result.message = str(_NOTHING_SEEN)
             result.success = False
@@ -159,8 +166,6 @@ class RequestEnd:
             ended = log.end_request(Verdict.of_all(verdicts), update)
         if ended is None and update.ends_session:
             ended = self.refit.report.end_session()
-        if ended is not None and ended.has_taken:
-            clear_stored_cache(self.manager)
         _tell(ended, update, self.result)
         return ended
 
@@ -184,6 +189,12 @@ class RequestEnd:
             report.log.failed(update.refit, texts)
 
 
+def _is_stored_cache_old(refit: Refit, update: Update) -> bool:
+    """Whether new weights may be computed with behind this request: its refit has ended, or the cache was flushed."""
+    is_over = refit.outcome is not Outcome.OPEN
+    return refit.has_taken and (is_over or bool(update.cache_flushed))
+
+
 def _tell(ended: Refit | None, update: Update, result: Any) -> None:
     """The answer says how the refit ended, if it did, and what of it was stored otherwise than it is served."""
     if ended is not None and ended.outcome is Outcome.FAILED:
@@ -200,6 +211,27 @@ def _tell(ended: Refit | None, update: Update, result: Any) -> None:
         )
 
 
+def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
+    """`Scheduler.flush_cache`: what it did, on every rank alike. A refit without session or name may end there."""
+    refit = refit_of(scheduler.tp_worker.model_runner.model)
+    if refit is None or refit.calls.update.origin.is_serving:
+        return is_empty  # within a request of an update, which says so itself
+    manager = scheduler.weight_updater
+    boundary = Boundary(manager.tp_cpu_group)
+    if not boundary.on_every_rank(is_empty):
+        return False
+    own = boundary.step(refit.report.verdict_at_flush)
+    ranks = [one for one in boundary.gathered(own) if one is not None]
+    # Behind a session's end there is no refit that this could divide.
+    ended = boundary.step(refit.report.flushed, Verdict.of_all(ranks) if ranks else None)
+    if ended is not None and ended.has_taken:
+        boundary.step(clear_stored_cache, manager)
+    is_empty = not fail_behind(boundary, refit, ended)
+    for extension in refit.extensions:
+        is_empty = extension.cache_is_empty(manager) and is_empty
+    return is_empty
+
+
 def fail_behind(
     boundary: Boundary, refit: ModelRefit, ended: Refit | None = None, result: Any = None
 ) -> list[str]:
@@ -213,7 +245,7 @@ def fail_behind(
     if not errors:
         return errors
     if result is not None:
-        told = [] if result.success else [apart_from_versions(result.message)[0]]
+        told = [] if result.success else [without_versions(result.message)]
         result.success, result.message = False, " | ".join([*told, *errors])
     log, before = refit.report.log, len(boundary.errors)
     if ended is not None:
@@ -229,18 +261,3 @@ def _wrong_with_empty_ranks(ranks: Sequence[_Said]) -> RefitError | None:
         return NOTHING_SENT
     is_apart = len({one.refit for one in ranks}) > 1
     return _BEGUN_WITHOUT if is_apart and any(one.is_empty for one in ranks) else None
-
-
-def _wrong_with_an_empty_session(refit: ModelRefit) -> str | None:
-    """What is wrong with the session that ends, if nothing was loaded in it."""
-    session = refit.report.log.session
-    if session is None or session.has_begun:
-        return None
-    if session.note is not None:
-        return "the session was opened for a refit, and nothing came in it. Send it again"
-    if refit.memory_number() == session.number:
-        return None
-    return (
-        "weights changed in a session in which nothing was loaded: what wrote them (by RDMA?) was not seen, "
-        "so neither scales nor completeness are known. Send all weights through update_weights_from_*"
-    )

@@ -22,6 +22,7 @@ from ..model.draft import lose_drafts
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .refit_end import RequestEnd, fail_behind
+from .unseen_writes import memory_number
 from .update_request import (
     answer_update,
     are_weights_released,
@@ -82,6 +83,7 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
                 boundary.step(around.close)
                 return io_struct.EndWeightUpdateReqOutput(success=False, message=" | ".join(errors))
             result = boundary.step(boundary.asked, original, recv_req, around=around)
+            boundary.step(refit.derived.end_of_update)  # of what SGLang processed at the end
             self._session = None
             if result is None:
                 text = " | ".join(boundary.errors)
@@ -139,7 +141,7 @@ def _announced(manager: Any, request: Any, refit: ModelRefit) -> None:
     note = note_of(request.rid)
     check_weights_are_there(manager, "an update writes them")
     check_selector(manager, request)
-    refit.report.begin_session(note, refit.memory_number() if note is None else None)
+    refit.report.begin_session(note, memory_number(refit) if note is None else None)
 
 
 def _prepare_end(manager: Any, refit: ModelRefit, around: ExitStack) -> None:
@@ -162,7 +164,11 @@ def _read_unfolded(original: Callable[..., Any], manager: Any, request: Any) -> 
             result = reading.step(original, request)
         changing.step(around.close)
         if getattr(request, "action", "") == "reset_tensors":
-            changing.step(refit.report.weights_lost)
+            selector = getattr(request, "selector", "all")
+            if selector != "draft":
+                changing.step(refit.report.weights_lost)
+            if selector != "target":
+                changing.step(lose_drafts)
         errors = [*reading.failures(), *fail_behind(changing, refit)]
     return _not_read(request, errors) if errors else result
 

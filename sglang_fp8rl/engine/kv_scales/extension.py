@@ -122,13 +122,18 @@ class KvScaling(Extension):
     def end_session(self, manager: Any) -> None:
         """Where nothing was flushed: flush if an exponent has to move. Where requests are running the
         flush is refused; then the exponents stay, and with them what is in the cache is right."""
-        if not self.is_stale:
-            return
-        wanted = self._chosen()
-        if torch.equal(exponents_of(wanted), self.fold.exponents):
-            self._adopt(wanted)
-        else:
-            self.is_frozen = not manager.flush_cache()  # `cache_is_empty` comes before this returns
+        has_to_move = False
+        try:
+            if self.is_stale:
+                wanted = self._chosen()
+                has_to_move = not torch.equal(exponents_of(wanted), self.fold.exponents)
+                if not has_to_move:
+                    self._adopt(wanted)
+        finally:
+            # All flush if one has to: with DP attention, ranks choose apart.
+            if not Boundary(manager.tp_cpu_group).on_every_rank(not has_to_move):
+                # `cache_is_empty` comes before this returns
+                self.is_frozen = not manager.flush_cache() and has_to_move
 
     def _choose(self) -> None:
         self._adopt(self._chosen())

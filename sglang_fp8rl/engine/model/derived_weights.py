@@ -3,7 +3,8 @@
 MLA is the case that matters: `kv_b_proj` is served as `w_kc` and `w_vc`, plain attributes of the
 attention module, computed by the model's `post_load_weights`, the last step of its `load_weights`. Here it is
 called too where that step is not reached: after a replayed bucket, and after a call that failed half-way.
-Some derivations bind a new tensor (`w_scale` of an FP8 `kv_b_proj` on every update): `placed.py`.
+Some derivations bind a new tensor (`w_scale` of an FP8 `kv_b_proj` on every update), Kimi-K3's a new tuple of
+them: `placed.py`.
 
 Packed scales (`modules/method.py`) and copies that SGLang keeps of a weight (`kept_copies.py`) are made again
 at the end of every update call, session or not.
@@ -26,7 +27,7 @@ from ..modules.method import DecidedMethod, ServedWithPackedScales
 from .gemma_norms import GemmaNorms
 from .kept_copies import KeptCopies
 from .parameters import Target, held_tensors
-from .placed import kept_in_place, names_of, owners_of
+from .placed import KernelArguments, kept_in_place, kernel_arguments, names_of, owners_of
 
 # Methods that write what they compute from weights: behind the loading, at the first forward pass (Gemma 4's
 # router folds its scale into a norm), or behind the start (Inkling's shared experts are turned; later its
@@ -54,9 +55,11 @@ class DerivedWeights:
         self.norms = GemmaNorms(model)  # before loaders are wrapped
         self._derived_places = set(self.norms.places)
         self._is_held_back = self._is_deriving = self._are_placed = False
+        self._arguments: list[KernelArguments] = []
 
     def note_loaded(self, weights: Sequence[Target]) -> None:
         """SGLang has loaded the model, nothing has run on it yet; `weights` are all that updates write."""
+        self._arguments = kernel_arguments(self._modules)
         self.kept_copies = KeptCopies(self._modules, weights, self._is_derived, self._has_run)
 
     def attach(self) -> None:
@@ -82,6 +85,8 @@ class DerivedWeights:
                 result = deriver.native(*args, **kwargs)
                 if not (deriver.is_checked or is_in_a_pass):  # a pass may be captured
                     self._check_repeatable(deriver, lambda: deriver.native(*args, **kwargs))
+                for one in self._arguments if self._are_placed else ():
+                    one.put_back()
             self._derived_places |= {place for place, _ in moved}
             return result
         finally:

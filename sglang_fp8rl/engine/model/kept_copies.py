@@ -115,7 +115,7 @@ class KeptCopies:
                 one.place,
                 f"a copy of {' or of '.join(target.name for target in equal)}",
                 "these have the same values, so it is not known which one it has to follow",
-                "Start the server on weights that differ.",
+                "Start the server on weights that differ: those of a checkpoint, for dummy ones of a size are alike.",
             )
         elif equal:
             self._copies[one.place] = (one.tensor, equal[0])

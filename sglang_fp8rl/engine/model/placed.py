@@ -146,6 +146,51 @@ def _check_apart(
             raise _changed(old, "in memory that another name has, or had")
 
 
+# Kimi-K3's, of the kernels that decode a token of its delta attention.
+_ARGUMENTS = ("_k3_fused_decode_args", "_k3_hip_fused_decode_args")
+
+
+class KernelArguments(NamedTuple):
+    """A tuple of tensors and numbers that a derivation makes, and a captured graph reads: known by its name.
+
+    Any tuple may be shared, or half made, or written by something else: no rule told those from arguments of a kernel.
+    """
+
+    owner: dict[str, Any]
+    attribute: str
+    held: tuple[Any, ...]
+
+    def put_back(self) -> None:
+        """Copy what was bound anew into the tensors that were there, and bind these again; what is not alike stays."""
+        new = self.owner.get(self.attribute)
+        if new is self.held or type(new) is not tuple or len(new) != len(self.held):
+            return
+        pairs = list(zip(self.held, new, strict=True))
+        if not all(_are_alike(old, one) for old, one in pairs):
+            return
+        with torch.no_grad():
+            for old, one in pairs:  # at one address it is (a view of) a weight
+                if isinstance(old, torch.Tensor) and _address(old) != _address(one):
+                    old.copy_(one)
+        self.owner[self.attribute] = self.held
+
+
+def _are_alike(old: Any, new: Any) -> bool:
+    if type(old) is not torch.Tensor or type(new) is not torch.Tensor:
+        return type(old) is type(new) and bool(old == new)
+    return (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+
+
+def kernel_arguments(modules: Modules) -> list[KernelArguments]:
+    """Those that these modules have now."""
+    return [
+        KernelArguments(vars(module), name, vars(module)[name])
+        for module in modules.values()
+        for name in _ARGUMENTS
+        if type(vars(module).get(name)) is tuple
+    ]
+
+
 def _address(tensor: torch.Tensor) -> tuple[int, int]:
     # On `meta`, and of nothing, every address is 0.
     return tensor.data_ptr(), 0 if tensor.data_ptr() else storage_of(tensor)

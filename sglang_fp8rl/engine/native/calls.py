@@ -153,10 +153,11 @@ class Calls:
         """
         told = self._told(error, call.sources.latest_name)
         call.errors |= dict(call.raised.values())
-        if str(told) not in call.errors.values():
-            before = filter(None, [call.errors.get(told.subject)])
-            call.errors[told.subject] = " | ".join([*before, str(told)])
-        self._derived.refresh(call.sources.consumed)
+        _add(call, told)
+        try:
+            self._derived.refresh(call.sources.consumed)
+        except Exception as another:  # noqa: BLE001 it is raised with the first, which it may be
+            _add(call, self._told(another, call.sources.latest_name))
         call.errors = {**not_finite_errors(call.not_finite), **call.errors}
         for name, text in self._pairs.give_up().items():
             call.errors.setdefault(name, text)
@@ -180,9 +181,16 @@ class Calls:
             numbers = self._report.brought.numbers_of(call.sources.names)
             brought = brought._replace(numbers=numbers)
         call.update.tensors += call.size
-        self._report.end_call(brought, call.errors, call.update)
+        call.update.refit = self._report.end_call(brought, call.errors, call.update)
         if call.errors:
             self._pairs.drop()
+
+
+def _add(call: Call, told: Fp8RlError) -> None:
+    """One more thing that went wrong in a call, which may have been said."""
+    if str(told) not in call.errors.values():
+        before = filter(None, [call.errors.get(told.subject)])
+        call.errors[told.subject] = " | ".join([*before, str(told)])
 
 
 def _raise(told: Fp8RlError, error: Exception) -> NoReturn:

@@ -171,6 +171,8 @@ def _held(name: str, known: Known) -> tuple[Held, list[list[Box]]]:
             held.reason = "its loader does more than copy boxes of it"
         elif not target.is_repeatable:
             held.reason = "SGLang may move its experts while it serves"
+        elif not region.lies_in(target.parameter.shape):
+            held.reason = "between updates SGLang keeps it in another layout"
         else:
             try:
                 form, boxes = _memory_of(name, known.shape, target, box, region)

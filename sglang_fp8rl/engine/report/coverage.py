@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from ...formats import scale_suffixes
 from ..interception import Region
-from ..model.landings import NameTable
+from ..model.landings import Known, NameTable
 from ..model.parameters import Target
 
 NEVER = -1
@@ -149,7 +149,7 @@ class FullExtent:
         self._known = -1  # names that the arrays below are of
         self._elements = np.zeros(0, np.int64)
         self._is_reached = self._was_never = self._are_no_biases = np.zeros(0, bool)
-        self._made_into: list[str] = []
+        self._made_into: dict[str, int | None] = {}  # by name the parameter that it alone writes
 
     def lacking(self, since: int) -> np.ndarray:
         """Per parameter, whether some of it was left out since that stamp."""
@@ -160,10 +160,18 @@ class FullExtent:
         is_whole |= self._are_no_biases & (reached_at == NEVER)
         return ~is_whole | (self._is_reached & ~has_come)
 
-    def names_without_boxes(self) -> list[str]:
-        """What SGLang does more with than copy boxes of it: no box of a parameter says whether all of it was stored."""
+    def names_without_boxes(self, since: int) -> list[str]:
+        """What SGLang does more with than copy boxes of it: no box of a parameter says whether all of it was stored.
+
+        But for those that alone write a parameter, which was reached since: it may have come by another name.
+        """
         self._count()
-        return self._made_into
+        reached_at = self._coverage.reached_at
+        return [
+            name
+            for name, alone in self._made_into.items()
+            if alone is None or reached_at[alone] < since
+        ]
 
     def names_of(
         self, lacking: np.ndarray, not_brought: Callable[[list[str]], list[str]]
@@ -191,8 +199,13 @@ class FullExtent:
         if self._known == len(known):
             return
         self._known = len(known)
-        self._made_into = [name for name, one in known.items() if not one.is_counted]
         landings = [landing for one in known.values() for landing in one.landings]
+        writers = Counter(index for one in known.values() for index in _indices(one))
+        self._made_into = {}
+        for name, one in known.items():
+            if not one.is_counted:
+                (alone,) = _indices(one) if len(_indices(one)) == 1 else (None,)
+                self._made_into[name] = alone if alone is not None and writers[alone] == 1 else None
         self._is_reached = np.zeros(len(sizes), bool)
         self._is_reached[[one.target.index for one in landings]] = True
         counted = np.zeros_like(sizes)
@@ -209,6 +222,11 @@ class FullExtent:
 
     def _each(self, holds: Callable[[Target], bool]) -> np.ndarray:
         return np.array([holds(one) for one in self._targets], bool)
+
+
+def _indices(known: Known) -> set[int]:
+    """The parameters that a name lands in."""
+    return {landing.target.index for landing in known.landings}
 
 
 def _is_sent(target: Target) -> bool:

@@ -101,6 +101,7 @@ class RefitLog:
         refit.calls = list(calls)
         self.begun.append(refit)
         if refit.session is not None:
+            refit.session.note = refit.note  # of its first call, if it was opened without
             refit.session.has_begun = True
         return refit
 
@@ -117,11 +118,16 @@ class RefitLog:
         return Refit(self.count, update.origin, since, note, version, self._session(update))
 
     def _session(self, update: Update) -> Session | None:
-        return self.session if update.in_session and update.note is None else None
+        """The session that a request belongs to: not to one that is of a refit by another name."""
+        session, note = self.session if update.in_session else None, update.note
+        if session is None or note is None:
+            return session
+        is_free = session.note is None and not session.has_begun
+        return session if is_free or (session.note and session.note.id) == note.id else None
 
     def _note(self, update: Update) -> RefitNote | None:
         session = self._session(update)
-        return update.note if session is None else session.note
+        return update.note if session is None or session.note is None else session.note
 
     # -- where it ends -----------------------------------------------------------------------------
 
@@ -195,7 +201,7 @@ class RefitLog:
                 self.complete = refit
                 self.failures, self.is_unloaded, self.is_in_step = [], False, True
                 self.left_out.clear()
-            if not (self.failures or self.is_unloaded or self.left_out):
+            if not (self.failures or self.is_unloaded or self.left_out or lost_of_drafts()):
                 self.moved_to = refit.version
         return refit
 

@@ -38,6 +38,7 @@ class RefitReport:
         self.brought, self.sent_twice, self.log = NamesBrought(), SentTwice(), RefitLog()
         self._extent = FullExtent(self.targets, self.coverage, names)
         self._started = 0.0
+        self._is_behind = False  # the call that runs, behind a refit in which everything has come
 
     # -- filled during an update -----------------------------------------------------------------
 
@@ -61,9 +62,14 @@ class RefitReport:
         elif log.current is not None and latest >= log.current.since:
             self._begin_behind(log.current, latest, f"{name} came again", update)
         refit = log.current or log.begin(update, log.stamp)
-        refit.outcome = Outcome.OPEN
-        refit.version = update.version or refit.version
+        self._is_behind = log.running is None
+        if not self._is_behind:
+            self._goes_on(update)
         return refit.since
+
+    def _goes_on(self, update: Update) -> None:
+        self.refit.outcome = Outcome.OPEN
+        self.refit.version = update.version or self.refit.version
 
     def _begin_behind(self, current: Refit, latest: int, reason: str, update: Update) -> None:
         """A tensor comes again: a refit has it once, so it began behind the call that brought it before."""
@@ -85,21 +91,29 @@ class RefitReport:
         assert self.log.current is not None
         return self.log.current
 
-    def end_call(self, arrived: Arrived, errors: dict[str, str], update: Update) -> None:
-        """Add one call to its refit, which ends here if anything went wrong.
+    def end_call(self, arrived: Arrived, errors: dict[str, str], update: Update) -> Refit:
+        """Add one call to its refit, which ends here if anything went wrong; returns that refit.
 
         Args:
             errors: name (or "") to what went wrong.
         """
+        if self._is_behind:
+            if (
+                arrived.has_taken or errors
+            ):  # by names that never came: a refit has each parameter once
+                self.log.begin(update, self.log.stamp)
+            self._goes_on(update)
+        refit, self._is_behind = self.refit, False
         stamp, seconds = self.log.stamp, time.perf_counter() - self._started
         self.brought.bring(arrived.numbers, stamp)
         has_waited = not update.is_last_call
         call = arrived._replace(stamp=stamp, seconds=seconds, has_waited=has_waited)
-        self.refit.calls.append(call)
+        refit.calls.append(call)
         if errors:
             self.fail(errors.values(), update)
         elif update.origin is Origin.STARTUP:
             self.log.conclude(self.verdict())
+        return refit
 
     def fail(self, texts: Iterable[str], update: Update) -> Refit:
         """Something was not stored, or could not be read: the refit that it belongs to ends here."""
@@ -124,7 +138,7 @@ class RefitReport:
         refit = self.refit
         lacking = self.lacking()
         not_brought = functools.partial(self.brought.not_brought, since=refit.since)
-        others = not_brought(self._extent.names_without_boxes())
+        others = not_brought(self._extent.names_without_boxes(refit.since))
         count = int(lacking.sum()) + len(others)
         failures = (self.unknown_because,) if self.unknown_because else ()
         found = Verdict(count, (), failures, refit.has_taken)
@@ -140,14 +154,32 @@ class RefitReport:
             found = replace(found, failures=(*found.failures, found.left_out()))
         return found
 
-    def flushed(self) -> None:
-        """A client flushed the cache outside of any update: what came before is one refit, what follows another."""
-        log = self.log
+    def verdict_at_flush(self) -> Verdict | None:
+        """What this rank has to say of the refit that a flush outside of any update ends; None if there is none."""
+        running = self.log.running
+        if running is None or not running.is_bare or running.found is None:
+            return None
+        found = self.verdict()
+        differing = self.sent_twice.differing(running.since)
+        return replace(found, failures=found.failures + differing)
+
+    def flushed(self, found: Verdict | None) -> Refit | None:
+        """A client flushed the cache outside of any update: what came before is one refit, what follows another.
+
+        Args:
+            found: of all ranks, as `verdict_at_flush`.
+
+        Returns:
+            the refit that ends here, if any. It moves no version: a flush's answer has no place for one.
+        """
+        log, ended = self.log, None
         if log.session is not None or (log.current is not None and not log.current.is_bare):
-            return
-        if log.running is not None and log.running.found is not None:
-            log.conclude(replace(log.running.found, names=self.verdict().names))
-        log.current, log.is_in_step = None, True
+            return None
+        if found is not None:
+            ended = log.conclude(found)
+            self.sent_twice.forget()
+        log.current, log.is_in_step, log.moved_to = None, True, None
+        return ended
 
     def give_up(self, reason: str) -> None:
         """The running refit ends here, though nobody ended it: it is not complete, whatever came."""

@@ -49,7 +49,10 @@ def doubled_in_torch(x: torch.Tensor, group: int, pow2: bool = False) -> torch.T
     # As Triton's kernel: with 20 bits of the scale, its product with a code is exact.
     scale = (scale.view(torch.int32) & -16).view(torch.float32)
     held = q.float() * scale.repeat_interleave(group, dim=1)[:, : x.shape[1]]
-    return torch.cat([x, (x.float() - held).to(x.dtype)])
+    near = held.to(x.dtype)
+    if x.dtype == torch.bfloat16:  # its ties as the kernel rounds them
+        near = ((held.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(x.dtype)
+    return torch.cat([near, (x.float() - held).to(x.dtype)])
 
 
 def exact_linear(

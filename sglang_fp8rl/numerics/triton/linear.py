@@ -122,11 +122,13 @@ def doubled_kernel(
     held = ((lifted - lift.to(tl.float32, bitcast=True)) * scale).to(tl.int32, bitcast=True)
     held = (held | (bits & -2147483648)).to(tl.float32, bitcast=True)
     left = bits.to(tl.float32, bitcast=True) - held
-    if KIND == BF16:
+    if KIND == BF16:  # of what lies at codes, how a tie is rounded makes no difference
+        near = ((held.to(tl.int32, bitcast=True) + 0x8000) >> 16).to(tl.int16)
         left = (round_bits_to_bf16(left.to(tl.int32, bitcast=True)) >> 16).to(tl.int16)
     else:
+        near = held.to(tl.float16).to(tl.int16, bitcast=True)
         left = left.to(tl.float16).to(tl.int16, bitcast=True)
-    tl.store(where, some, mask=inside)
+    tl.store(where, near, mask=inside)
     tl.store(where + m.to(tl.int64) * k, left, mask=inside)
 
 

@@ -174,7 +174,11 @@ class ServedExperts(nn.Module):
 
     def straight_through(self, leaf: str) -> torch.Tensor:
         """A parameter as served, whose gradient is the parameter's."""
-        return _StraightThrough.apply(self._parameters[leaf], self.served_rules[leaf])
+        parameter: Any = self._parameters[leaf]
+        rule, device = self.served_rules[leaf], parameter.device.type
+        if torch.is_autocast_enabled(device):
+            check_compute_dtype(torch.get_autocast_dtype(device), rule)
+        return _StraightThrough.apply(parameter, rule)
 
     def _saved_as_parameters(self, lent: dict[str, torch.Tensor]) -> AbstractContextManager[Any]:
         """While it lasts, autograd saves a parameter for what lies in the memory that was lent for it."""

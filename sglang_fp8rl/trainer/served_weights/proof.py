@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...numerics import dequantize, quantize
 from ...wire.fingerprint import Fingerprint, Verification, compare
+from ...wire.plan import UNUSED
 from ...wire.sent_names import one_by_one
 from ..fingerprint import Fingerprinter
 from ..shards import full_tensors
@@ -50,8 +51,8 @@ def check_as_served(
 
     Raises:
         ServedWeightsError: the server's plan is another than the model computes by; a weight that is
-            held in FP8 could not be compared; or a module, or one that reads its weight, computes with
-            something else.
+            held in FP8 could not be compared; a swapped module was replaced; or a module, or one that
+            reads its weight, computes with something else.
         RefitError: names whose bytes differ.
     """
     plan, theirs = plan_of(model), server.plan()
@@ -113,7 +114,7 @@ def _check_run(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> dict
     `ServedWeightsError` for a parameter that is computed with otherwise than as served, or not at all."""
     reads = _Reads(model)
     devices = {one.device for one in model.parameters() if one.is_cuda}
-    as_it_is = torch.no_grad(), torch.random.fork_rng(devices)
+    as_it_is = torch.no_grad(), torch.random.fork_rng(devices), _buffers_kept(model)
     with ExitStack() as stack:
         for context in (*as_it_is, torch.compiler.set_stance("force_eager"), *reads.hooks(), reads):
             stack.enter_context(context)
@@ -141,13 +142,44 @@ def _run(model: nn.Module) -> None:
     model(input_ids=torch.tensor([list(_TOKENS)], device=next(model.parameters()).device))
 
 
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back what a model in train mode counts in (BatchNorm). Not what is no part of the state dict: a
+    cache, and what the module knows of it."""
+    held = [
+        (module._buffers, leaf, one, one.clone())
+        for module in model.modules()
+        for leaf, one in _persistent_buffers(module)
+    ]
+    try:
+        yield
+    finally:
+        for buffers, leaf, one, before in held:
+            buffers[leaf] = one
+            if not torch.equal(one, before):
+                one.copy_(before)
+
+
+def _persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Those that are in the state dict."""
+    leaves = module._buffers.keys() - module._non_persistent_buffers_set
+    return [(leaf, one) for leaf in leaves if (one := module._buffers[leaf]) is not None]
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, int]]:
+    """Its memory, and there its first byte and the one behind its last."""
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    return tensor.untyped_storage()._cdata, (first, first + (reach + 1) * tensor.itemsize)
+
+
 class _Reads(TorchDispatchMode):
-    """Notes which operations read the parameters of a model that runs.
+    """Notes which operations read the parameters and persistent buffers of a model that runs.
 
     Attributes:
         wrong: parameters served in FP8 that something else than the cast reads.
         left: those that the cast has not read yet.
-        unrounded: other parameters that are read with more digits than are served.
+        unrounded: parameters and buffers not in FP8 that are read with more digits than are served.
     """
 
     supports_higher_order_operators = True
@@ -160,7 +192,8 @@ class _Reads(TorchDispatchMode):
         self._names = {module: plain_name(name) for name, module in model.named_modules()}
         self._served = served_rules(model).keys()
         self.left = set(self._served)
-        self._by_memory: dict[int, tuple[nn.Module, str]] = {}
+        # Many may lie in one memory (ZeRO, apex): by it, and by the bytes that each has there.
+        self._by_memory: dict[int, dict[tuple[int, int], tuple[nn.Module, str]]] = {}
         self._running: list[str] = []
 
     def hooks(self) -> Iterator[Any]:
@@ -172,9 +205,10 @@ class _Reads(TorchDispatchMode):
     def _begins(self, module: nn.Module, args: Any) -> None:
         self._running.append(self._names[module] or "the model")
         for below in module.modules():  # FSDP has gathered them
-            for leaf, parameter in below._parameters.items():
-                if parameter is not None and not hasattr(parameter, "to_local"):
-                    self._by_memory[parameter.untyped_storage()._cdata] = (below, leaf)
+            for leaf, one in (*below._parameters.items(), *_persistent_buffers(below)):
+                if one is not None and not hasattr(one, "to_local"):
+                    memory, place = _place(one)
+                    self._by_memory.setdefault(memory, {})[place] = (below, leaf)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -182,16 +216,25 @@ class _Reads(TorchDispatchMode):
         options = kwargs or {}
         for one in () if getattr(func, "is_view", False) else tree_leaves((args, options)):
             if isinstance(one, torch.Tensor) and not hasattr(one, "to_local"):
-                memory = one.untyped_storage()._cdata
-                module, leaf = self._by_memory.get(memory, (None, ""))
-                parameter: Any = module and module._parameters[leaf]
-                if module is not None and parameter.untyped_storage()._cdata == memory:
-                    name = f"{self._names[module]}.{leaf}".lstrip(".")
-                    self._is_read(name, parameter, func, options)
+                for name, held in self._held_by(one):
+                    self._is_read(name, held, func, options)
         return func(*args, **options)
 
+    def _held_by(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """What lies in the bytes of a tensor: the one that is just these, or all that have some of them."""
+        here = self._by_memory.get(tensor.untyped_storage()._cdata)
+        if not here or not tensor.numel():
+            return
+        memory, (first, end) = _place(tensor)
+        for place in [(first, end)] if (first, end) in here else list(here):
+            module, leaf = here[place]
+            held: Any = module._parameters.get(leaf, module._buffers.get(leaf))
+            is_there = held is not None and _place(held) == (memory, place)
+            if is_there and place[0] < end and first < place[1]:
+                yield f"{self._names[module]}.{leaf}".lstrip("."), held
+
     def _is_read(
-        self, name: str, parameter: torch.Tensor, func: Any, options: Mapping[str, Any]
+        self, name: str, held: torch.Tensor, func: Any, options: Mapping[str, Any]
     ) -> None:
         how = f"{func} in {self._running[-1] if self._running else 'no module'}"
         if func is torch.ops.sglang_fp8rl.served.default:
@@ -200,9 +243,11 @@ class _Reads(TorchDispatchMode):
         if name in self._served:
             self.wrong.setdefault(name, f"{how} reads it as it is stored")
             return
-        for one, part in one_by_one(name, parameter, self._plan):
+        for one, part in one_by_one(name, held, self._plan):
             entry = self._plan.tensors.get(one)
-            dtype = getattr(torch, entry.dtype) if entry is not None else part.dtype
+            if entry is None or entry.scheme == UNUSED:
+                continue
+            dtype = getattr(torch, entry.dtype)
             is_rounded = func is torch.ops.aten._to_copy.default and options.get("dtype") == dtype
             if dtype == part.dtype or is_rounded or one in self.unrounded:
                 continue

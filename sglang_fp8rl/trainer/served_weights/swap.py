@@ -38,7 +38,7 @@ def compute_as_served(
         ServedWeightsError: it computes so already; the plan is of another model; or a forward was set on a
             module. Nothing is changed then.
     """
-    if hasattr(model, _PLAN) or served_rules(model):
+    if hasattr(model, _PLAN) or any(served_modules(model)):
         raise ServedWeightsError(
             type(model).__name__,
             f"it computes as served already, and is given the plan {plan.digest[:15]}…",
@@ -109,17 +109,45 @@ def served_modules(model: nn.Module) -> Iterator[tuple[dict[str, WeightRule], nn
 
 
 def served_rules(model: nn.Module) -> dict[str, WeightRule]:
-    """The rules of all parameters that are computed with as served, by name."""
-    return {rule.name: rule for rules, _ in served_modules(model) for rule in rules.values()}
+    """The rules of all parameters that the plan's server holds in FP8, by name. Raises `ServedWeightsError` where
+    a module that was swapped has been replaced since."""
+    swapped = {module: rules for rules, module in served_modules(model)}
+    found = rules_of(model, plan_of(model), getattr(model, NOT_SERVED))
+    for _, module, rules in found:
+        if swapped.get(module) != rules:
+            raise ServedWeightsError(
+                next(rule.name for rule in rules.values()),
+                f"in a {type(module).__name__} that compute_as_served has not made",
+                "what is served in FP8 is computed with by the modules that were swapped",
+                "Replace modules (as FP8 training of torchao or accelerate does) elsewhere only; or call "
+                "compute_as_stored(model), then compute_as_served(model, plan) again.",
+            )
+    return {rule.name: rule for _, _, rules in found for rule in rules.values()}
 
 
 @functools.cache
 def _served_class(cls: type[nn.Module], leaves: tuple[str, ...]) -> type[nn.Module]:
     content: dict[str, Any] = {"__module__": __name__, "stored_class": cls}
+    content["__reduce_ex__"] = _reduced
     if issubclass(cls, nn.Linear) and cls.forward is nn.Linear.forward:
         return type(f"Served{cls.__name__}", (ServedLinear, cls), content)
     content |= {leaf: lent_weight(leaf) for leaf in leaves}
     return type(f"Served{cls.__name__}", (ServedExperts, cls), content)
+
+
+def _reduced(module: Any, protocol: int) -> Any:
+    """For pickle, which looks classes up by name: the swapped class is made again where it is loaded."""
+    cls: Any = type(module)
+    whole: Any = object.__reduce_ex__(module, 2)
+    # Not of what fully_shard derives from it, nor of a class that has a way of its own.
+    if "stored_class" not in vars(cls) or cls.__reduce__ is not object.__reduce__:
+        return whole
+    return _new_served, (cls.stored_class, tuple(module.served_rules)), *whole[2:]
+
+
+def _new_served(cls: Any, leaves: tuple[str, ...]) -> Any:
+    made = _served_class(cls, leaves)
+    return made.__new__(made)
 
 
 def _stored_class(cls: type) -> type:

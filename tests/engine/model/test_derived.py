@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,3 +137,47 @@ def test_a_part_of_the_wrong_shape_is_refused_by_name(host):
     assert key in message
     assert "(256, 256)" in message
     assert host.call(digests) == before
+
+
+@pytest.mark.skipif(Version("0.5.21") > HOST, reason="this SGLang has no sessions")
+@on("qwen3-tp1")
+def test_what_a_method_makes_at_the_end_of_a_session_is_no_change_by_a_forward_pass(host):
+    """SGLang's hpc_ops pads the scales of experts there."""
+    host.call(pad_scales)
+    assert host.call(begin)[0]
+    assert host.call(update, list(MODELS["qwen3"].second.items()))[0]
+    assert host.call(end)[0]
+    host.call(run_a_pass)
+    ok, message = host.call(update, list(MODELS["qwen3"].first.items()))
+    assert ok, message
+    host.call(leave_scales)
+
+
+def pad_scales(scheduler):
+    """As on a server on which nothing has run."""
+    model = model_of(scheduler)
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
+    native = layer.quant_method.process_weights_after_loading
+
+    def process(layer):
+        native(layer)
+        layer.padded = torch.nn.functional.pad(layer.weight_scale_inv.data, (0, 3))
+
+    process(layer)
+    layer.quant_method.process_weights_after_loading = process
+    refit = model.fp8rl_refit
+    scheduler.test_runner, refit.runner = refit.runner, SimpleNamespace(forward_pass_id=0)
+    scheduler.test_copies = refit.derived.kept_copies
+    refit.derived.note_loaded(refit.written_targets())
+
+
+def run_a_pass(scheduler):
+    model_of(scheduler).fp8rl_refit.runner.forward_pass_id = 1
+
+
+def leave_scales(scheduler):
+    model = model_of(scheduler)
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
+    del layer.quant_method.process_weights_after_loading, layer.padded
+    model.fp8rl_refit.runner = scheduler.test_runner
+    model.fp8rl_refit.derived.kept_copies = scheduler.test_copies

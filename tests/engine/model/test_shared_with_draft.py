@@ -26,6 +26,7 @@ from support.engine.pool import runs_on
 
 from sglang_fp8rl.lab.testing.checkpoints import perturbed, save_checkpoint
 from sglang_fp8rl.versions import HAS_SESSIONS
+from sglang_fp8rl.wire.refit_note import RefitNote
 
 pytestmark = [
     pytest.mark.engine,
@@ -166,3 +167,13 @@ def test_a_draft_whose_memory_was_released_is_missing_until_it_came(host):
     assert host.call(status)["state"] == "unloaded"
     assert host.call(update, items, selector="draft")[0]
     assert host.call(status)["state"] == "whole", host.call(status)["problems"]
+
+
+@runs_on("mimo-mtp")
+def test_a_session_for_the_draft_alone_ends_well(host):
+    draft = [(name, one) for name, one in state("second").items() if "mtp_layers" in name]
+    note = RefitNote("draft", extent="partial").to_text()
+    assert host.call(begin, rid=note, selector="draft")[0]
+    assert host.call(update, draft, selector="draft")[0]
+    assert host.call(end) == (True, "Success")
+    assert host.call(status)["state"] == "whole"

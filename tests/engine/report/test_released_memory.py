@@ -184,14 +184,14 @@ def while_released(scheduler, act, *args):
     """What `act` answers while the memory of the weights is released, and how often a weight was read."""
     updater = scheduler.weight_updater
     refit = model_of(scheduler).fp8rl_refit
-    reads, native = [], refit.memory_number
-    refit.memory_number = lambda: reads.append(1) or native()
+    reads, native = [], refit.written_targets
+    refit.written_targets = lambda: reads.append(1) or native()
     updater.offload_tags.add("weights")
     try:
         return *act(scheduler, *args), len(reads)
     finally:
         updater.offload_tags.remove("weights")
-        refit.memory_number = native
+        refit.written_targets = native
 
 
 @on("qwen3-tp2")

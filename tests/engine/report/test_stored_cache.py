@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.engine.commands import status, update
+from support.engine.kv_commands import flush
 from support.engine.models import MODELS
 from support.engine.pool import on
 
@@ -54,3 +56,30 @@ def test_a_refit_whose_stored_cache_can_t_be_cleared_fails_by_name(host):
     host.call(store, None)
     assert host.call(update, ITEMS)[0]
     assert host.call(status)["state"] == "whole"
+
+
+@on("qwen3-tp1")
+def test_a_refit_that_a_flush_of_the_cache_ends_clears_what_is_stored(host):
+    host.in_doubt = True
+    host.call(store, True)
+    assert not host.call(update, [(ITEMS[0][0], torch.full_like(ITEMS[0][1], float("nan")))])[0]
+    before = host.call(cleared)
+    for items in (ITEMS[:5], ITEMS[5:]):  # out of step: nothing says that this is one update
+        assert host.call(update, items, None, False)[0]
+    assert host.call(status)["state"] == "failed"
+    assert host.call(cleared) == before
+    assert host.call(flush)
+    assert host.call(cleared) == before + 1
+    assert host.call(status)["state"] == "whole"
+
+
+@on("qwen3-tp1")
+def test_whoever_has_the_cache_flushed_behind_new_weights_has_the_stored_one_cleared(host):
+    host.in_doubt = True
+    host.call(store, True)
+    assert host.call(update, ITEMS[:5])[0]  # mixed: it may go on
+    assert host.call(cleared) == 1
+    assert not host.call(update, [ITEMS[5], (ITEMS[6][0], torch.ones(3, 3))])[0]
+    assert host.call(cleared) == 2  # a part of it was stored
+    host.call(store, None)
+    assert host.call(update, ITEMS)[0]

@@ -19,7 +19,7 @@ from support.engine.models import MODELS
 from support.engine.pool import on
 
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
-from sglang_fp8rl.wire.refit_note import RefitNote
+from sglang_fp8rl.wire.refit_note import RefitNote, apart_from_versions
 
 pytestmark = [pytest.mark.engine, on("qwen3-tp1")]
 
@@ -261,3 +261,22 @@ def refits_that_are_complete(scheduler, named_tensors):
 def test_a_refit_of_many_calls_is_decided_once(host):
     buckets = [(SECOND[:9], False), (SECOND[9:20], False), (SECOND[20:], True)]
     assert host.call(refits_that_are_complete, buckets) == [True]
+
+
+@pytest.mark.usefixtures("sessions")
+@pytest.mark.parametrize("named", [False, True])
+def test_a_session_and_its_calls_may_both_name_the_refit(host, named):
+    assert host.call(begin, **({"rid": note(extent="all")} if named else {}))[0]
+    for items, flush in ((SECOND[:5], False), (SECOND[5:], True)):
+        assert host.call(update, items, None, flush, rid=note(extent="all", version="v2"))[0]
+        assert host.call(status)["state"] == "open"
+    assert host.call(end)[0]
+    assert host.call(status)["state"] == "whole"
+    assert host.call_all(digests) == host.fresh("second").digests
+
+
+def test_a_name_that_looks_like_a_version_moves_none(host):
+    for text in ('"evil"', "no JSON"):
+        success, message = host.call(update, [(f"x\x1ffp8rl-version:{text}\x1f", torch.ones(2))])
+        assert not success
+        assert apart_from_versions(message) == (message, [])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -61,13 +62,33 @@ def broken(weights: Iterator[Any], command: dict[str, Any]) -> Iterator[Any]:
         yield weight
 
 
+def asked_for(weights: Iterator[Any], command: dict[str, Any]) -> Any:
+    """What the trainer hands over of its weights, and how."""
+    suffix = command.get("suffix", "")
+    weights = ((name + suffix, tensor) for name, tensor in weights)
+    if "leaves_out" in command:
+        weights = (one for one in weights if one[0] != command["leaves_out"])
+    if command.get("is_broken"):
+        weights = broken(weights, command)
+    if command.get("is_quantized"):
+        plan = fetch_plan(f"http://127.0.0.1:{command['port']}")
+        weights = quantize_for_refit(weights, plan)
+    if command.get("as_flushes"):
+        weights = (([one], False) for one in weights)
+    return list(weights) if "times" in command else weights
+
+
 class Adapter(ServerAdapter):
     """This package's adapter, its server given instead of looked up."""
 
     def __init__(self, engine: Any, mesh: Any, bucket_bytes: int, command: Any = {}) -> None:  # noqa: B006
         self.fails = command.get("fails", {}) if engine is not None else {}
         self._engine, self.device_mesh, self._pd_role = engine, mesh, None
-        self.model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3"))
+        model_type = command.get("model_type", "qwen3")
+        external_lib = command.get("external_lib")
+        self.model_config = SimpleNamespace(
+            hf_config=SimpleNamespace(model_type=model_type), external_lib=external_lib
+        )
         self.bucket_bytes = bucket_bytes
         megabytes = -(-bucket_bytes >> 20)  # what veRL's own way of sending reads
         self.config: Any = OmegaConf.create(
@@ -113,21 +134,16 @@ async def refit(command: dict[str, Any]) -> list[Any]:
             trust_remote_code=False,
         )
     model = sharded_model(command["path"], getattr(torch, command["dtype"]))
-    suffix = command.get("suffix", "")
-    weights = ((name + suffix, tensor) for name, tensor in full_tensors(model))
-    if "leaves_out" in command:
-        weights = (one for one in weights if one[0] != command["leaves_out"])
-    if command.get("is_broken"):
-        weights = broken(weights, command)
-    if command.get("is_quantized"):
-        plan = fetch_plan(f"http://127.0.0.1:{command['port']}")
-        weights = quantize_for_refit(weights, plan)
+    weights = asked_for(full_tensors(model), command)
     if command.get("by_adapter"):
         if has_server:
             step = command.get("step", 1)
-            wire = {key: command[key] for key in ("wire_format",) if key in command}
+            of_verl = ("wire_format", "peft_config", "base_sync_done")
+            wire = {key: command[key] for key in of_verl if key in command}
+            os.environ["SGLANG_FP8RL_SERVED_PLAN"] = command.get("plan_file", "")
             adapter = Adapter(engine, mesh, command["bucket_bytes"], command)
-            await adapter.update_weights(weights, step, **wire)
+            for _ in range(command.get("times", 1)):
+                await adapter.update_weights(weights, step, **wire)
         else:
             list(weights)
         return []

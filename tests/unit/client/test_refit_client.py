@@ -16,9 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.plans import PLAIN, make_plan
 
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.errors import NoAnswerError, RefitError
+from sglang_fp8rl.trainer import LocalShard, fingerprint_of
 from sglang_fp8rl.wire import layout_text
 from sglang_fp8rl.wire.bucket import flatten, serialize
 from sglang_fp8rl.wire.staging import BUFFER, FILES, OpenBuffers, default_bucket_bytes
@@ -155,6 +157,75 @@ def test_every_tensor_arrives_whatever_the_buckets(server, bucket_bytes):
         assert torch.equal(received.float(), tensor.float())
     assert result.buckets == len(server.updates) == {1: 4, 30: 2, 1 << 20: 1}[bucket_bytes]
     assert progress[-1] == (result.tensors, result.nbytes) == (4, 24 + 10 + 6 + 4)
+
+
+INTEGERS = [
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
+OTHERS = [torch.bool, torch.float64, torch.complex64, torch.float8_e5m2, torch.float8_e8m0fnu]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS + OTHERS, ids=str)
+def test_a_tensor_of_any_dtype_that_a_parameter_has_arrives(server, dtype):
+    sent = torch.tensor([0, 1, 1, 0, 1]).to(dtype)
+    RefitClient(server.url).update([TENSORS[0], ("any", sent)])
+    received = server.received["any"]
+    assert received.dtype == dtype
+    assert torch.equal(received.view(torch.uint8), sent.view(torch.uint8))
+
+
+NOT_SENT = {
+    "meta": (torch.empty(2, device="meta"), "on meta"),
+    "sparse": (torch.eye(2).to_sparse(), "torch.sparse_coo"),
+    "of no dtype that travels": (
+        torch.zeros(2).byte().view(torch.float4_e2m1fn_x2),
+        "torch.float4_e2m1fn_x2",
+    ),
+    "a shard": (LocalShard(torch.ones(2), (4,), (0,)), r"a LocalShard.*assemble"),
+    "no tensor": ([1.0], "a list"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_SENT)
+def test_what_can_t_be_sent_is_refused_by_name_and_as_the_first_one_before_any_request(
+    server, case
+):
+    tensor, words = NOT_SENT[case]
+    client = RefitClient(server.url)
+    with pytest.raises(RefitError, match=words) as refused:
+        client.update([("x", tensor), *TENSORS])
+    assert (refused.value.subject, server.calls) == ("x", [])
+    with pytest.raises(RefitError, match=words) as refused:
+        client.update([*TENSORS, ("x", tensor)], bucket_bytes=1)
+    assert refused.value.subject == "x"
+
+
+def test_a_version_that_is_no_text_is_refused_with_the_remedy_before_any_request(server):
+    with pytest.raises(RefitError, match=r"12; .*weight_version=str\(step\)"):
+        RefitClient(server.url).update(TENSORS, weight_version=12)
+    assert not server.calls
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("model.layers.0.self_attn.k_scale", {}), ("other", {"unknown_names": "warn"})],
+)
+def test_what_the_server_takes_without_a_number_is_sent_and_said_to_be_unproven(
+    server, monkeypatch, name, options
+):
+    plan, client = make_plan({"a": (PLAIN, (2, 3))}, **options), RefitClient(server.url)
+    monkeypatch.setattr(client, "plan", lambda: plan)
+    monkeypatch.setattr(client, "fingerprint", lambda: fingerprint_of(TENSORS[:1], plan))
+    result = client.update([TENSORS[0], (name, torch.ones(1))], verify=True)
+    assert list(server.received) == ["a", name]
+    assert list(result.unproven) == [name]
 
 
 def test_the_last_bucket_and_no_other_flushes_the_cache(server):

@@ -221,3 +221,88 @@ def test_sglangs_inkling_still_says_so_by_that_name():
     if "is self.w13_weight" not in source:
         pytest.skip("this SGLang has no loader of it that asks")
     assert "self._w13_gate_up_contiguous and param is self.w13_weight" in source
+
+
+class DecodesAsKimiK3(Toy):
+    """SGLang's own preparation of the arguments of Kimi-K3's decoding kernel, of 12 heads of 128 (eight ranks)."""
+
+    names = ("attn.conv_weights", "attn.A_log", "attn.dt_bias", "o_norm.weight")
+
+    def __init__(self) -> None:
+        super().__init__()
+        seg = 12 * 128
+        shapes = {"conv_weights": (3 * seg, 4), "A_log": (1, 1, 12, 1), "dt_bias": (seg,)}
+        self.attn, self.o_norm = torch.nn.Module(), torch.nn.Module()
+        for name, shape in shapes.items():
+            self.attn.register_parameter(name, frozen(shape))
+        self.attn.bias = None
+        self.o_norm.register_parameter("weight", frozen((128,)))
+        self.o_norm.eps = 1e-6
+
+    def load_weights(self, sent):
+        super().load_weights(sent)
+        self.post_load_weights()
+
+    def post_load_weights(self):
+        kimi_k3 = pytest.importorskip(
+            "sglang.srt.models.kimi_k3", reason="this SGLang has no Kimi-K3"
+        )
+        kimi_k3.KimiK3DeltaAttention._prepare_fused_decode(self)
+
+
+def frozen(shape):
+    return torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_arguments_of_a_kernel_keep_their_memory_and_follow_every_update(replays):
+    refit = loaded(DecodesAsKimiK3, 0)
+    refit.options = refit.options.model_copy(update={"replay": replays})
+    refit.note_loaded()
+    captured = refit.model.attn._k3_fused_decode_args  # what a CUDA graph reads from then on
+    for seed in (1, 2, 3):  # the first is learnt
+        sent = weights(refit.model, seed)
+        update(refit, sent)
+        assert refit.model.attn._k3_fused_decode_args is captured
+        parts = sent["attn.conv_weights"].t().split(12 * 128, dim=1)
+        expected = (
+            *parts,
+            torch.zeros(3 * 12 * 128),
+            sent["attn.A_log"].reshape(-1),
+            sent["o_norm.weight"],
+        )
+        for held, one in zip(captured, expected, strict=False):
+            assert torch.equal(held, one)
+    assert captured[4].data_ptr() == refit.model.attn.A_log.data_ptr()
+
+
+def bound_anew(name, bind):
+    """Arguments by that name, and what they are when a derivation has bound them anew, as `bind` makes them."""
+    model, held = Derives(lambda norm: None), (torch.zeros(4), torch.ones(4), 1.0)
+    setattr(model, name, held)
+    derived = DerivedWeights(model)
+    derived.attach()
+    model.post_load_weights()  # behind the load
+    derived.note_loaded([])
+    model.derive = lambda norm: setattr(model, name, bind(*held))
+    with derived.in_place():
+        model.post_load_weights()
+    return held, getattr(model, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "bind"),
+    [
+        ("_k3_fused_decode_args", lambda a, b, c: (a + 1, b.double(), c)),
+        ("_k3_fused_decode_args", lambda a, b, c: (a + 1, b)),
+        ("_k3_fused_decode_args", lambda a, b, c: [a + 1, b, c]),
+        ("_k3_fused_decode_args", lambda a, b, c: (a + 1, b, 2.0)),
+        ("_k3_fused_decode_args", lambda a, b, c: None),
+        ("any_other_tuple", lambda a, b, c: (a + 1, b, c)),
+    ],
+    ids=["dtype", "shorter", "list", "number", "none", "name"],
+)
+def test_what_is_not_alike_or_not_known_by_its_name_stays_as_the_derivation_made_it(name, bind):
+    held, left = bound_anew(name, bind)
+    assert left is not held
+    assert [held[0].tolist(), held[1].tolist()] == [[0] * 4, [1] * 4]

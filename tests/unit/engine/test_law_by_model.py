@@ -36,7 +36,8 @@ class Both:
             assert self.server.end_session() == self.model.end()
 
     def flush(self) -> None:
-        self.server.report.flushed()
+        report = self.server.report
+        report.flushed(report.verdict_at_flush())
         self.model.flush()
 
 

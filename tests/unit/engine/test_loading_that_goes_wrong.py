@@ -13,7 +13,7 @@ from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.native.checks import not_finite_errors
 from sglang_fp8rl.engine.refit import ModelRefit
-from sglang_fp8rl.engine.report.refit_record import State
+from sglang_fp8rl.engine.report.refit_record import Outcome, State
 from sglang_fp8rl.errors import Fp8RlError, HostError, RefitError
 from sglang_fp8rl.numerics import quantize_per_channel
 from sglang_fp8rl.wire.refit_note import RefitNote
@@ -229,3 +229,35 @@ def test_a_tied_head_is_held_against_the_embedding_in_a_stream_too(origin, head_
             refit.model.load_weights(sent if origin is Origin.TENSOR else iter(sent))
             refit.report.log.end_request(refit.report.verdict(update), update)
         assert refit.report.log.state is (State.FAILED if differs else State.WHOLE)
+
+
+class DerivesInVain(Toy):
+    """Its derivation raises, behind what its loaders have stored, and again where the call is stopped."""
+
+    is_bad = False
+
+    def load_weights(self, sent):
+        super().load_weights(sent)
+        self.post_load_weights()
+
+    def post_load_weights(self):
+        if self.is_bad:
+            raise ValueError("no room for it")
+        self.derived = self.a.weight.data.clone()
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_a_derivation_that_raises_fails_its_refit_and_the_next_one_is_good(replays):
+    refit = loaded(DerivesInVain, 0)
+    refit.options = refit.options.model_copy(update={"replay": replays})
+    refit.note_loaded()
+    update(refit, weights(refit.model, 1))
+    refit.model.is_bad = True
+    with pytest.raises(RefitError, match="ValueError: no room for it"):
+        update(refit, weights(refit.model, 2))
+    assert refit.report.log.running is None
+    assert refit.report.log.last.outcome is Outcome.FAILED
+    assert str(refit.report.log.failures).count("no room for it") == 1
+    refit.model.is_bad = False
+    update(refit, weights(refit.model, 3))
+    assert torch.equal(refit.model.derived, weights(refit.model, 3)["a.weight"])

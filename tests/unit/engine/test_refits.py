@@ -12,7 +12,7 @@ from sglang_fp8rl.engine.host.status import problems, served
 from sglang_fp8rl.engine.interception import Region
 from sglang_fp8rl.engine.model.landings import Known, Landing, NameTable
 from sglang_fp8rl.engine.model.parameters import Target
-from sglang_fp8rl.engine.report import report
+from sglang_fp8rl.engine.report import law, report
 from sglang_fp8rl.engine.report.refit_record import Arrived, Outcome, State
 from sglang_fp8rl.engine.report.report import RefitReport
 from sglang_fp8rl.errors import RefitError
@@ -173,7 +173,7 @@ def test_buckets_may_come_in_another_order_at_each_refit(server, order):
 
 
 def flush_the_cache(server):
-    server.report.flushed()
+    server.report.flushed(server.report.verdict_at_flush())
 
 
 def open_a_session(server):
@@ -223,14 +223,14 @@ def test_a_client_that_flushes_always_is_never_called_whole_out_of_step(
 
 def test_a_flush_of_the_cache_ends_a_refit_that_nobody_named(server):
     server.call(*HALVES[0])
-    server.report.flushed()
+    server.report.flushed(server.report.verdict_at_flush())
     assert server.log.state is State.MIXED
     assert server.log.last.outcome is Outcome.MIXED
     assert set(server.log.last.found.names) == set(HALVES[1])
     assert server.full() is State.WHOLE
     server.report.begin_session(None)
     server.call(*HALVES[0], in_session=True)
-    server.report.flushed()
+    server.report.flushed(server.report.verdict_at_flush())
     assert server.log.state is State.OPEN
 
 
@@ -363,3 +363,81 @@ def test_what_is_kept_of_undeclared_partial_refits_is_bounded(server, monkeypatc
     with pytest.raises(RefitError, match="a new name"):
         server.report.brought.numbers_of(["stray 3"])
     assert server.full() is State.WHOLE
+
+
+# -- the same parameters by other names, sessions and names of refits together ---------------------
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_other_names_behind_a_complete_refit_are_of_another_one(server, flush):
+    """A trainer that sends experts one by one, and one that sends them fused."""
+    others = {f"model.{name}": target for name, target in server.targets.items()}
+    server.targets |= others
+    assert server.call(*NAMES, flush=True) is State.WHOLE
+    complete = server.log.complete
+    first, *rest = others
+    assert server.call(first, flush=flush) is (State.MIXED if flush else State.OPEN)
+    assert server.log.complete is complete
+    assert server.call(*rest, flush=True) is State.WHOLE
+    assert server.served == [server.log.complete.id] != [complete.id]
+
+
+def test_a_failure_by_a_new_name_does_not_undo_a_complete_refit(server):
+    assert server.call(*NAMES, flush=True) is State.WHOLE
+    complete = server.log.complete
+    assert server.call("unheard of", flush=True, failed=True) is State.FAILED
+    assert server.log.complete is complete
+    assert server.log.complete.outcome is Outcome.OK
+    assert server.log.last is not complete
+
+
+@pytest.mark.parametrize("of_session", [None, RefitNote("step", extent="all")])
+def test_a_session_takes_the_calls_that_name_its_refit(server, of_session):
+    note = RefitNote("step", "v2", extent="all")
+    server.report.begin_session(of_session)
+    for names, flush in zip(HALVES, (False, True), strict=True):
+        assert server.call(*names, in_session=True, note=note, flush=flush) is State.OPEN
+    assert server.log.moved_to is None
+    assert server.end_session()
+    assert server.log.state is State.WHOLE
+    assert server.log.last.note.extent == "all"
+
+
+def test_a_session_that_is_named_by_its_calls_has_to_bring_what_they_announce(server):
+    server.report.begin_session(None)
+    server.call(*HALVES[0], in_session=True, note=RefitNote("step", extent="all"))
+    assert not server.end_session()
+    assert server.log.state is State.FAILED
+
+
+def test_a_call_of_another_refit_is_not_of_the_session(server):
+    server.report.begin_session(RefitNote("a"))
+    server.call(*HALVES[0], in_session=True)
+    server.call(*NAMES, in_session=True, note=RefitNote("b"), flush=True)
+    assert server.log.last.note.id == "b"
+    assert server.log.last.session is None
+
+
+def test_no_version_moves_while_a_draft_lacks_what_it_lost(server, monkeypatch):
+    monkeypatch.setattr(law, "lost_of_drafts", lambda: ["fc.weight"])
+    server.call(*NAMES, flush=True, version="v7")
+    assert server.log.complete.version == "v7"
+    assert server.log.moved_to is None
+
+
+def test_what_sglang_computes_from_may_come_by_another_name(server):
+    """Nemotron-H takes its layers below `backbone.` and below `model.`, and computes with each `A_log`."""
+    server.report.names.known["norm"].reason = "SGLang computes with it while loading"
+    server.targets["model.norm"] = server.targets["norm"]
+    update = {"note": RefitNote("step", extent="all"), "flush": True}
+    assert server.call(*NAMES[:3], **update) is State.FAILED
+    assert server.call(*NAMES[:3], "model.norm", **update) is State.WHOLE
+
+
+def test_of_two_names_that_are_computed_into_one_parameter_both_have_to_come(server):
+    known = server.report.names.known
+    known["norm"].reason = "SGLang computes with it while loading"
+    known["half"] = Known((1,), known["norm"].landings, known["norm"].reason)
+    server.targets["half"] = server.targets["norm"]
+    assert server.call(*NAMES, flush=True) is State.MIXED
+    assert server.call("half", flush=True) is State.WHOLE

@@ -47,11 +47,45 @@ def test_two_e4m3_numbers_hold_a_bf16_one(group, outliers, pow2):
     x = activations(64, 1024, torch.bfloat16, outliers=outliers)
     group = group or x.shape[1]
     both = doubled(x, group, pow2)
-    assert torch.equal(both[:64], x)
     q, scale = quantize_per_token_group(both, group, pow2_scale=pow2)
     held = q.double() * scale.double().repeat_interleave(group, 1)
     quantized = sqnr_db(x.double(), held[:64])
     assert sqnr_db(x.double(), held[:64] + held[64:]) > max(62, quantized + 20)
+
+
+def by_blocks(x):
+    """SGLang 0.5.23's `per_token_group_quant.cuh`: a product with 448 / amax."""
+    amax = x.abs().amax(1, keepdim=True).clamp_min(1e-10)
+    return (x * (448.0 / amax)).clamp(-448, 448).to(torch.float8_e4m3fn), amax * (1.0 / 448.0)
+
+
+def by_rows(x):
+    """SGLang 0.5.23's `per_token_quant_fp8.cuh`: a product with 1 / (amax / 448)."""
+    scale = x.abs().amax(1, keepdim=True) / 448.0
+    return (x * (1.0 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def by_division(x):
+    scale = x.abs().amax(1, keepdim=True) / 448.0
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+# Mantissas, of 128, of largest numbers at which these take other codes of a tie; and one at which they don't.
+@pytest.mark.parametrize("mantissa", [68, 76, 80, 120, 10, 24, 38, 1])
+@pytest.mark.parametrize("quantize", [by_blocks, by_rows, by_division])
+def test_whoever_quantizes_the_rows_again_finds_the_codes_that_the_rest_completes(
+    quantize, mantissa
+):
+    generator = torch.Generator().manual_seed(mantissa)
+    x = torch.randn(512, 128, generator=generator).clamp(-3.9, 3.9)
+    x[:, 5] = 4.0 * (1 + mantissa / 128)
+    x = x.to(torch.bfloat16)
+    both = doubled(x, 128).float()
+    (codes, scale), (rest, rest_scale) = quantize(both[:512]), quantize(both[512:])
+    held = codes.double() * scale.double() + rest.double() * rest_scale.double()
+    worst = (held - x.double()).abs() / x.double().abs().clamp_min(2**-6)
+    assert worst.max() < 2**-7
+    assert sqnr_db(x.double(), held) > 62
 
 
 def test_the_operator_says_a_shape_without_running_and_can_be_traced():
@@ -68,9 +102,8 @@ def test_a_nan_stays_one():
     x = activations(2, 256, torch.bfloat16)
     x[1, 200] = float("nan")
     both = doubled(x, 128)
-    assert both[:2].isnan().sum() == 1
     assert both[3, 200].isnan()
-    assert not both[2].isnan().any()
+    assert not both[::2].isnan().any()
 
 
 @pytest.mark.gpu

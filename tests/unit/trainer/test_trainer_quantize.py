@@ -15,10 +15,19 @@ import torch
 from support.by_definition import quantize_blockwise, quantize_per_channel
 from support.paths import SUPPORT, python_path
 from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan, plan_schema
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
 from sglang_fp8rl.lab.testing.ports import free_port
-from sglang_fp8rl.trainer import LocalShard, WireStats, assemble, quantize_for_refit
+from sglang_fp8rl.trainer import (
+    LocalShard,
+    WireStats,
+    added_up,
+    assemble,
+    fingerprint_of,
+    quantize_for_refit,
+)
+from sglang_fp8rl.wire.bucket import sendable
 from sglang_fp8rl.wire.plan import RefitPlan
 
 SHAPES = {
@@ -87,6 +96,25 @@ def test_scales_of_the_kv_cache_pass_and_what_looks_like_one_is_refused():
     assert list(quantize_for_refit([scale], PLAN)) == [scale]
     with pytest.raises(RefitError, match="not in the plan"):
         list(quantize_for_refit([("model.layers.0.self_attn.k_scales", torch.ones(1))], PLAN))
+
+
+def test_names_that_the_server_only_warns_of_pass_and_a_typing_error_is_refused_elsewhere():
+    other, warns = [("other", torch.ones(1))], make_plan(SHAPES, unknown_names="warn")
+    assert list(quantize_for_refit(other, warns)) == other
+    head = ("lm_head.weight", torch.zeros(3))
+    assert list(quantize_for_refit([head], warns)) == []
+    for call in (quantize_for_refit, fingerprint_of):
+        with pytest.raises(RefitError, match="not in the plan"):
+            list(call(other, PLAN))
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.k_scale", "other"])
+def test_names_without_a_number_are_unproven_over_all_ranks(name):
+    plan = make_plan(SHAPES, unknown_names="warn")
+    one = fingerprint_of([*weights().items(), (name, torch.ones(1))], plan)
+    whole = added_up([one, fingerprint_of(weights().items(), plan)], plan)
+    assert one.unproven.keys() == whole.unproven.keys() == {name}
+    assert whole.numbers == fingerprint_of(weights().items(), PLAN).numbers
 
 
 def test_fused_experts_go_one_by_one_where_the_plan_has_them_so():
@@ -189,6 +217,30 @@ def test_nan_is_refused_naming_the_tensor_and_the_block():
         list(quantize_for_refit([("a.weight", weight)], PLAN))
     with pytest.raises(QuantizationError, match="float64"):
         list(quantize_for_refit([("a.weight", torch.zeros(300, 256).double())], PLAN))
+
+
+def test_a_shard_may_be_described_by_lists():
+    weight = weights()["a.weight"]
+    shard = LocalShard(weight[:128], [300, 256], [0, 0])
+    got = dict(quantize_for_refit([("a.weight", shard)], PLAN))["a.weight"].tensor
+    assert torch.equal(bits(got), bits(quantize_blockwise(weight)[0][:128]))
+
+
+def test_a_dtensor_that_was_not_gathered_is_refused_by_name_where_it_has_to_be(tmp_path):
+    shapes = {f"experts.0.{one}_proj.weight": (BLOCKWISE, (128, 256)) for one in ("gate", "up")}
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        fused = distribute_tensor(torch.ones(1, 256, 256), mesh, [Shard(0)])
+        name = "experts.gate_up_proj"
+        with pytest.raises(RefitError, match=rf"{name}: a DTensor; .*\.full_tensor\(\)"):
+            list(quantize_for_refit([(name, fused)], make_plan(shapes)))
+        with pytest.raises(RefitError, match=r"w: a DTensor; .*full_tensors\(named_tensors\)"):
+            list(sendable([("w", fused)]))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_shard_outside_of_its_tensor_is_refused():

@@ -42,6 +42,12 @@ def test_a_note_that_is_nested_too_deep_is_refused():
         note_of(rid)
 
 
+@pytest.mark.parametrize("texts", [(7,), ("a", 0), ("a", b"1")], ids=str)
+def test_a_note_of_anything_but_text_is_refused_where_it_is_made(texts):
+    with pytest.raises(RefitError, match=r"Pass weight_version=str\(step\)"):
+        RefitNote(*texts)
+
+
 @pytest.mark.parametrize("field", ["id", "version"])
 def test_a_note_with_half_a_character_is_refused_in_words_that_can_be_sent(field):
     rid = json.dumps({KEY: {"id": "a", field: "a\ud800"}})

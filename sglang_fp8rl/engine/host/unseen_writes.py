@@ -1,0 +1,41 @@
+"""Sessions in which nothing was loaded: whether something wrote weights past `load_weights`, as RDMA does."""
+
+from __future__ import annotations
+
+import torch
+
+from ...numerics.fingerprint import MASK
+from ..refit import ModelRefit
+
+
+def memory_number(refit: ModelRefit) -> int:
+    """One number for all that updates write: the same as long as no byte of it changes."""
+    numbers = (
+        (index + 1) * _checksum(target.parameter.data)
+        for index, target in enumerate(refit.written_targets())
+        if target.parameter.device.type != "meta"
+    )
+    return sum(numbers) & MASK
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Sum its int64 words and the tail bytes: at the speed of memory, at every session's start."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    whole = 0 if data.storage_offset() % 8 else len(data) // 8 * 8
+    words = data[:whole].view(torch.int64).sum() if whole else 0
+    return int(words) + int(data[whole:].sum())
+
+
+def wrong_with_an_empty_session(refit: ModelRefit) -> str | None:
+    """What is wrong with the session that ends, if nothing was loaded in it."""
+    session = refit.report.log.session
+    if session is None or session.has_begun:
+        return None
+    if session.note is not None:
+        return "the session was opened for a refit, and nothing came in it. Send it again"
+    if memory_number(refit) == session.number:
+        return None
+    return (
+        "weights changed in a session in which nothing was loaded: what wrote them (by RDMA?) was not seen, "
+        "so neither scales nor completeness are known. Send all weights through update_weights_from_*"
+    )
