@@ -85,7 +85,7 @@ def append(path: Path | None, rows: Iterable[Mapping[str, Any]], **conditions: A
 
 def without_places(text: str) -> str:
     """Without what names this machine's folders."""
-    for place in (tempfile.gettempdir(), sys.prefix, str(Path.home())):
+    for place in sorted((tempfile.gettempdir(), sys.prefix, str(Path.home())), key=len)[::-1]:
         text = text.replace(f"{place.rstrip('/')}/", "") if place != "/" else text
     return text
 

@@ -23,7 +23,7 @@ from ..native.calls import NOTHING_SENT
 from ..refit import ModelRefit, refit_of
 from ..report.refit_record import Outcome, Refit, Verdict
 from .boundary import Boundary
-from .flush import clear_stored_cache
+from .flush import are_weights_released, clear_stored_cache
 from .metrics import observe_refit
 from .unseen_writes import wrong_with_an_empty_session
 from .weight_version import tell_version
@@ -110,15 +110,15 @@ class RequestEnd:
     def _end_request(self) -> Refit | None:
         """The refit of a request goes on, or ends here; returns what ended. A collective."""
         boundary, report, update = self.boundary, self.refit.report, self.update
-        session = report.log.session
-        if session is not None and update.in_session and self.is_asked and not update.ends_session:
-            session.has_begun = True  # also by a draft alone
         own = boundary.step(self._said) or _Said()
         if boundary.errors:
             own = replace(own, error=own.error or " | ".join(boundary.errors))
         ranks = boundary.gathered(own)
         boundary.errors.clear()  # what is raised from here on, `fail_behind` reports
         ended = boundary.step(self._end_together, ranks)
+        session, is_of_it = report.log.session, update.in_session and not update.ends_session
+        if session is not None and is_of_it and self.result.success:
+            session.others.add(update.touches_target)
         if report.log.running is None and (update.ends_session or not update.in_session):
             report.sent_twice.forget()
         return ended
@@ -150,6 +150,9 @@ class RequestEnd:
         update, log, ended = self.update, self.refit.report.log, None
         # Where a request failed on one rank, others may have begun a refit in it; the next one is the same again.
         log.count = max(one.count for one in ranks)
+        numbers = [one.refit for one in ranks if one.refit is not None]
+        newest = max(numbers, default=0)
+        self.refit.report.part(update, newest)
         if update.cache_flushed is None and any(one.flushed for one in ranks):
             # A rank that failed asked for no flush; its prefixes would not be those of the others.
             update.cache_flushed = bool(self.manager.flush_cache())
@@ -157,7 +160,7 @@ class RequestEnd:
         if errors.count(None) == len(ranks) and (wrong := _wrong_with_empty_ranks(ranks)):
             errors = [str(wrong)] * len(ranks)
         if errors.count(None) < len(ranks):
-            self._fail_together(errors)
+            self._fail_together(errors, newest)
             return update.refit
         if update.refit is not None:
             update.refit.cache_flushed = update.cache_flushed
@@ -169,8 +172,12 @@ class RequestEnd:
         _tell(ended, update, self.result)
         return ended
 
-    def _fail_together(self, errors: Sequence[str | None]) -> None:
-        """One rank failed, so all did; `errors` are by rank. What this rank's own calls found is written down already."""
+    def _fail_together(self, errors: Sequence[str | None], newest: int) -> None:
+        """One rank failed, so all did; `errors` are by rank. What this rank's own calls found is written down already.
+
+        Args:
+            newest: number of the refit on other ranks, which may have begun it in this request; 0 if there is none.
+        """
         update, result, report = self.update, self.result, self.refit.report
         own = torch.distributed.get_rank(self.boundary.group)
         is_known = update.refit is not None and update.refit.outcome is Outcome.FAILED
@@ -184,15 +191,20 @@ class RequestEnd:
         elif result.success:
             result.success, result.message = False, errors[own]
         if update.refit is None or update.refit is report.log.current:
+            count = report.log.count
+            if update.refit is None and newest:
+                report.log.count = newest - 1
             update.refit = report.fail(texts, update)
+            report.log.count = max(count, report.log.count)
         else:
             report.log.failed(update.refit, texts)
 
 
 def _is_stored_cache_old(refit: Refit, update: Update) -> bool:
     """Whether new weights may be computed with behind this request: its refit has ended, or the cache was flushed."""
+    has_taken = refit.has_taken if refit.found is None else refit.found.has_taken
     is_over = refit.outcome is not Outcome.OPEN
-    return refit.has_taken and (is_over or bool(update.cache_flushed))
+    return has_taken and (is_over or bool(update.cache_flushed))
 
 
 def _tell(ended: Refit | None, update: Update, result: Any) -> None:
@@ -220,16 +232,22 @@ def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
     boundary = Boundary(manager.tp_cpu_group)
     if not boundary.on_every_rank(is_empty):
         return False
+    if not are_weights_released(manager):
+        is_empty = _end_by_flush(boundary, manager, refit)
+    for extension in refit.extensions:
+        is_empty = extension.cache_is_empty(manager) and is_empty
+    return is_empty
+
+
+def _end_by_flush(boundary: Boundary, manager: Any, refit: ModelRefit) -> bool:
+    """Whether nothing was raised, on any rank. A collective."""
     own = boundary.step(refit.report.verdict_at_flush)
     ranks = [one for one in boundary.gathered(own) if one is not None]
     # Behind a session's end there is no refit that this could divide.
     ended = boundary.step(refit.report.flushed, Verdict.of_all(ranks) if ranks else None)
-    if ended is not None and ended.has_taken:
+    if ended is not None and ended.found is not None and ended.found.has_taken:
         boundary.step(clear_stored_cache, manager)
-    is_empty = not fail_behind(boundary, refit, ended)
-    for extension in refit.extensions:
-        is_empty = extension.cache_is_empty(manager) and is_empty
-    return is_empty
+    return not fail_behind(boundary, refit, ended)
 
 
 def fail_behind(
@@ -250,6 +268,7 @@ def fail_behind(
     log, before = refit.report.log, len(boundary.errors)
     if ended is not None:
         boundary.step(log.failed, ended, errors)
+        log.current = None if log.current is ended else log.current
     if ended is None or len(boundary.errors) > before:
         log.add_failures(errors)
     return errors

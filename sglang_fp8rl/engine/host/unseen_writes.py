@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...numerics.fingerprint import MASK
+from ...wire.refit_note import ALL
 from ..refit import ModelRefit
 
 
@@ -32,8 +33,10 @@ def wrong_with_an_empty_session(refit: ModelRefit) -> str | None:
     if session is None or session.has_begun:
         return None
     if session.note is not None:
+        if session.others and session.note.extent != ALL:
+            return None  # a draft's weights are no refit
         return "the session was opened for a refit, and nothing came in it. Send it again"
-    if memory_number(refit) == session.number:
+    if True in session.others or memory_number(refit) == session.number:
         return None
     return (
         "weights changed in a session in which nothing was loaded: what wrote them (by RDMA?) was not seen, "

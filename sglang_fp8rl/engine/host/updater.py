@@ -21,11 +21,11 @@ from ..arrival.update import Origin, Update
 from ..model.draft import lose_drafts
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
+from .flush import are_weights_released
 from .refit_end import RequestEnd, fail_behind
 from .unseen_writes import memory_number
 from .update_request import (
     answer_update,
-    are_weights_released,
     check_selector,
     check_weights_are_there,
 )

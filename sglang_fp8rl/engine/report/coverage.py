@@ -166,11 +166,13 @@ class FullExtent:
         But for those that alone write a parameter, which was reached since: it may have come by another name.
         """
         self._count()
-        reached_at = self._coverage.reached_at
+        if not self._made_into:
+            return []
+        written, sizes = self._coverage.new_elements(since), self._coverage.sizes
+        has_come = self._coverage.reached_at >= since
+        has_come &= (written == 0) | (written >= sizes)
         return [
-            name
-            for name, alone in self._made_into.items()
-            if alone is None or reached_at[alone] < since
+            name for name, alone in self._made_into.items() if alone is None or not has_come[alone]
         ]
 
     def names_of(

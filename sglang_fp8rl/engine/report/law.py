@@ -101,7 +101,6 @@ class RefitLog:
         refit.calls = list(calls)
         self.begun.append(refit)
         if refit.session is not None:
-            refit.session.note = refit.note  # of its first call, if it was opened without
             refit.session.has_begun = True
         return refit
 
@@ -118,16 +117,18 @@ class RefitLog:
         return Refit(self.count, update.origin, since, note, version, self._session(update))
 
     def _session(self, update: Update) -> Session | None:
-        """The session that a request belongs to: not to one that is of a refit by another name."""
+        """The session that a request belongs to: none if it names a refit, and the session not that one."""
         session, note = self.session if update.in_session else None, update.note
         if session is None or note is None:
             return session
-        is_free = session.note is None and not session.has_begun
-        return session if is_free or (session.note and session.note.id) == note.id else None
+        return session if session.note is not None and session.note.id == note.id else None
 
     def _note(self, update: Update) -> RefitNote | None:
-        session = self._session(update)
-        return update.note if session is None or session.note is None else session.note
+        session, own = self._session(update), update.note
+        if session is None or session.note is None or own is None:
+            return own if session is None else session.note
+        extent, version = session.note.extent or own.extent, session.note.version or own.version
+        return replace(session.note, extent=extent, version=version)
 
     # -- where it ends -----------------------------------------------------------------------------
 

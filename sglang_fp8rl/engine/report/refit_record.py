@@ -84,12 +84,14 @@ class Session:
     Attributes:
         number: of the model's memory when it was opened; None where the note says what is to come.
         has_begun: whether a refit has.
+        others: what else came in it: a refit by another name (True), a draft's weights alone (False).
         failed: the last refit in it that failed.
     """
 
     note: RefitNote | None = None
     number: int | None = None
     has_begun: bool = False
+    others: set[bool] = field(default_factory=set)
     failed: Refit | None = None
 
 

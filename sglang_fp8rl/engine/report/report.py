@@ -64,12 +64,8 @@ class RefitReport:
         refit = log.current or log.begin(update, log.stamp)
         self._is_behind = log.running is None
         if not self._is_behind:
-            self._goes_on(update)
+            refit.outcome, refit.version = Outcome.OPEN, update.version or refit.version
         return refit.since
-
-    def _goes_on(self, update: Update) -> None:
-        self.refit.outcome = Outcome.OPEN
-        self.refit.version = update.version or self.refit.version
 
     def _begin_behind(self, current: Refit, latest: int, reason: str, update: Update) -> None:
         """A tensor comes again: a refit has it once, so it began behind the call that brought it before."""
@@ -97,13 +93,12 @@ class RefitReport:
         Args:
             errors: name (or "") to what went wrong.
         """
-        if self._is_behind:
-            if (
-                arrived.has_taken or errors
-            ):  # by names that never came: a refit has each parameter once
-                self.log.begin(update, self.log.stamp)
-            self._goes_on(update)
-        refit, self._is_behind = self.refit, False
+        if self._is_behind and (arrived.has_taken or errors):
+            # By names that never came: a refit has each parameter once.
+            self.log.begin(update, self.log.stamp)
+            self._is_behind = False
+        refit = self.refit
+        refit.outcome = Outcome.OPEN
         stamp, seconds = self.log.stamp, time.perf_counter() - self._started
         self.brought.bring(arrived.numbers, stamp)
         has_waited = not update.is_last_call
@@ -114,6 +109,15 @@ class RefitReport:
         elif update.origin is Origin.STARTUP:
             self.log.conclude(self.verdict())
         return refit
+
+    def part(self, update: Update, number: int) -> None:
+        """Begin the refit of that number, where the call joined one in which all had come: another rank began it."""
+        whole = update.refit
+        if not self._is_behind or whole is None or whole.id >= number:
+            return
+        whole.outcome, self._is_behind = Outcome.OK, False
+        self.log.count = number - 1
+        update.refit = self.log.begin(update, self.log.stamp, [whole.calls.pop()])
 
     def fail(self, texts: Iterable[str], update: Update) -> Refit:
         """Something was not stored, or could not be read: the refit that it belongs to ends here."""
@@ -176,9 +180,9 @@ class RefitReport:
         if log.session is not None or (log.current is not None and not log.current.is_bare):
             return None
         if found is not None:
-            ended = log.conclude(found)
+            ended, log.moved_to = log.conclude(found), None
             self.sent_twice.forget()
-        log.current, log.is_in_step, log.moved_to = None, True, None
+        log.current, log.is_in_step = None, True
         return ended
 
     def give_up(self, reason: str) -> None:

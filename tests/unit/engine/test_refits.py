@@ -391,7 +391,7 @@ def test_a_failure_by_a_new_name_does_not_undo_a_complete_refit(server):
     assert server.log.last is not complete
 
 
-@pytest.mark.parametrize("of_session", [None, RefitNote("step", extent="all")])
+@pytest.mark.parametrize("of_session", [RefitNote("step"), RefitNote("step", extent="all")])
 def test_a_session_takes_the_calls_that_name_its_refit(server, of_session):
     note = RefitNote("step", "v2", extent="all")
     server.report.begin_session(of_session)
@@ -401,10 +401,11 @@ def test_a_session_takes_the_calls_that_name_its_refit(server, of_session):
     assert server.end_session()
     assert server.log.state is State.WHOLE
     assert server.log.last.note.extent == "all"
+    assert server.log.moved_to == "v2"
 
 
 def test_a_session_that_is_named_by_its_calls_has_to_bring_what_they_announce(server):
-    server.report.begin_session(None)
+    server.report.begin_session(RefitNote("step"))
     server.call(*HALVES[0], in_session=True, note=RefitNote("step", extent="all"))
     assert not server.end_session()
     assert server.log.state is State.FAILED
@@ -418,6 +419,33 @@ def test_a_call_of_another_refit_is_not_of_the_session(server):
     assert server.log.last.session is None
 
 
+def test_what_reaches_nothing_behind_a_complete_refit_does_not_rename_it(server):
+    server.call(*NAMES, flush=True, version="v1")
+    assert server.call("a rotary table", version="v2") is State.WHOLE
+    assert server.log.complete.version == "v1"
+
+
+def test_a_call_that_joined_on_this_rank_is_of_the_refit_that_another_rank_began(server):
+    server.call(*NAMES, flush=True)
+    whole = server.log.complete
+    update = Update(Origin.TENSOR, is_last_call=False)
+    server.report.start_call(update, server.report.brought.numbers_of(["none of this rank's"]))
+    nothing = Arrived(server.report.brought.numbers_of(["none of this rank's"]), 1, False)
+    update.refit = server.report.end_call(nothing, {}, update)
+    assert update.refit is whole
+    server.report.part(update, whole.id + 1)
+    assert (update.refit.id, whole.outcome) == (whole.id + 1, Outcome.OK)
+    assert server.log.current is update.refit
+    assert len(update.refit.calls) == 1
+    assert server.report.verdict().lacking == len(NAMES)
+
+
+def test_a_flush_that_ends_nothing_takes_no_version_away(server):
+    server.call(*NAMES, flush=True, version="v1")
+    flush_the_cache(server)
+    assert server.log.moved_to == "v1"
+
+
 def test_no_version_moves_while_a_draft_lacks_what_it_lost(server, monkeypatch):
     monkeypatch.setattr(law, "lost_of_drafts", lambda: ["fc.weight"])
     server.call(*NAMES, flush=True, version="v7")
@@ -425,19 +453,33 @@ def test_no_version_moves_while_a_draft_lacks_what_it_lost(server, monkeypatch):
     assert server.log.moved_to is None
 
 
+def computes_with(server, *names):
+    """As learnt at the start: SGLang does more with these than copy them."""
+    for name in names:
+        server.report.names.known[name].reason = "SGLang computes with it while loading"
+    server.report._extent._known = -1  # count anew
+
+
 def test_what_sglang_computes_from_may_come_by_another_name(server):
     """Nemotron-H takes its layers below `backbone.` and below `model.`, and computes with each `A_log`."""
-    server.report.names.known["norm"].reason = "SGLang computes with it while loading"
+    computes_with(server, "norm")
     server.targets["model.norm"] = server.targets["norm"]
     update = {"note": RefitNote("step", extent="all"), "flush": True}
     assert server.call(*NAMES[:3], **update) is State.FAILED
     assert server.call(*NAMES[:3], "model.norm", **update) is State.WHOLE
 
 
+def test_a_part_of_what_is_computed_with_is_not_all_of_it(server):
+    computes_with(server, "norm")
+    server.report.coverage.sizes[3] = 2  # of which one element has a box
+    server.targets["model.norm"] = server.targets["norm"]
+    assert server.call(*NAMES[:3], "model.norm", flush=True) is State.MIXED
+
+
 def test_of_two_names_that_are_computed_into_one_parameter_both_have_to_come(server):
     known = server.report.names.known
-    known["norm"].reason = "SGLang computes with it while loading"
-    known["half"] = Known((1,), known["norm"].landings, known["norm"].reason)
+    known["half"] = Known((1,), known["norm"].landings)
+    computes_with(server, "norm", "half")
     server.targets["half"] = server.targets["norm"]
     assert server.call(*NAMES, flush=True) is State.MIXED
     assert server.call("half", flush=True) is State.WHOLE
