@@ -46,13 +46,6 @@ def _on_every_rank(scheduler: Any, holds: bool) -> bool:
     return Boundary(scheduler.weight_updater.tp_cpu_group).on_every_rank(holds)
 
 
-def are_weights_released(manager: Any) -> bool:
-    """Whether `release_memory_occupation` took their memory: touching it ends the process."""
-    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
-
-    return GPU_MEMORY_TYPE_WEIGHTS in manager.offload_tags
-
-
 def clear_stored_cache(manager: Any) -> None:
     """Clear what HiCache's storage backend or LMCache keeps: no flush reaches it, and it is of the old weights. Raises
     `HostError` where it can't be cleared."""

@@ -23,9 +23,8 @@ from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 from ..refit import ModelRefit, refit_of
 from .flush import RefitFlushWrapper
 from .payload import flattened_bucket
-from .refit_end import after_flush
 from .status import add_routes, add_status
-from .updater import RefitUpdater
+from .updater import RefitUpdater, after_flush
 from .weight_version import with_whole_version
 
 logger = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ from ...wire.stages import BETWEEN_REQUESTS
 from ...wire.staging import OPEN_BUFFERS
 from ..arrival.update import Origin, Update
 from ..native.calls import NOTHING_SENT
-from ..refit import ModelRefit, refit_of
+from ..refit import ModelRefit
 from ..report.refit_record import Outcome, Refit, Verdict
 from .boundary import Boundary
-from .flush import are_weights_released, clear_stored_cache
+from .flush import clear_stored_cache
 from .metrics import observe_refit
 from .unseen_writes import wrong_with_an_empty_session
 from .weight_version import tell_version
@@ -221,33 +221,6 @@ def _tell(ended: Refit | None, update: Update, result: Any) -> None:
         result.message += (
             f" Stored, though it came with fewer bits than it is served with: {listed(names)}"
         )
-
-
-def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
-    """`Scheduler.flush_cache`: what it did, on every rank alike. A refit without session or name may end there."""
-    refit = refit_of(scheduler.tp_worker.model_runner.model)
-    if refit is None or refit.calls.update.origin.is_serving:
-        return is_empty  # within a request of an update, which says so itself
-    manager = scheduler.weight_updater
-    boundary = Boundary(manager.tp_cpu_group)
-    if not boundary.on_every_rank(is_empty):
-        return False
-    if not are_weights_released(manager):
-        is_empty = _end_by_flush(boundary, manager, refit)
-    for extension in refit.extensions:
-        is_empty = extension.cache_is_empty(manager) and is_empty
-    return is_empty
-
-
-def _end_by_flush(boundary: Boundary, manager: Any, refit: ModelRefit) -> bool:
-    """Whether nothing was raised, on any rank. A collective."""
-    own = boundary.step(refit.report.verdict_at_flush)
-    ranks = [one for one in boundary.gathered(own) if one is not None]
-    # Behind a session's end there is no refit that this could divide.
-    ended = boundary.step(refit.report.flushed, Verdict.of_all(ranks) if ranks else None)
-    if ended is not None and ended.found is not None and ended.found.has_taken:
-        boundary.step(clear_stored_cache, manager)
-    return not fail_behind(boundary, refit, ended)
 
 
 def fail_behind(

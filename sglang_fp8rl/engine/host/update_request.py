@@ -18,7 +18,6 @@ from ...wire.refit_note import apart_from_versions, note_of
 from ..arrival.update import Origin, Update
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
-from .flush import are_weights_released
 from .payload import check_load_format, not_read
 from .refit_end import RequestEnd
 
@@ -173,6 +172,13 @@ def check_request(manager: Any, request: Any) -> None:
             f"there is one for each of the {size} tensor-parallel rank(s)",
             "Send as many as the server's tp_size; RefitClient asks for it.",
         )
+
+
+def are_weights_released(manager: Any) -> bool:
+    """Whether `release_memory_occupation` took their memory: touching it ends the process."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    return GPU_MEMORY_TYPE_WEIGHTS in manager.offload_tags
 
 
 def check_weights_are_there(manager: Any, rule: str) -> None:

@@ -1,4 +1,5 @@
-"""What answers SGLang's requests that write, release or read served weights: a class in place of its own.
+"""What answers SGLang's requests that write, release or read served weights: a class in place of its own, and what
+follows a flush of the cache.
 
 Each method asks SGLang's own; for models that are served otherwise it does nothing else.
 """
@@ -20,12 +21,14 @@ from ...wire.stages import ANSWERING
 from ..arrival.update import Origin, Update
 from ..model.draft import lose_drafts
 from ..refit import ModelRefit, refit_of
+from ..report.refit_record import Verdict
 from .boundary import Boundary
-from .flush import are_weights_released
+from .flush import clear_stored_cache
 from .refit_end import RequestEnd, fail_behind
 from .unseen_writes import memory_number
 from .update_request import (
     answer_update,
+    are_weights_released,
     check_selector,
     check_weights_are_there,
 )
@@ -135,6 +138,33 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
 
     def save_sharded_model(self, params: Any) -> Any:
         return _read_unfolded(super().save_sharded_model, self, params)
+
+
+def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
+    """`Scheduler.flush_cache`: what it did, on every rank alike. A refit without session or name may end there."""
+    refit = refit_of(scheduler.tp_worker.model_runner.model)
+    if refit is None or refit.calls.update.origin.is_serving:
+        return is_empty  # within a request of an update, which says so itself
+    manager = scheduler.weight_updater
+    boundary = Boundary(manager.tp_cpu_group)
+    if not boundary.on_every_rank(is_empty):
+        return False
+    if not are_weights_released(manager):
+        is_empty = _end_by_flush(boundary, manager, refit)
+    for extension in refit.extensions:
+        is_empty = extension.cache_is_empty(manager) and is_empty
+    return is_empty
+
+
+def _end_by_flush(boundary: Boundary, manager: Any, refit: ModelRefit) -> bool:
+    """Whether nothing was raised, on any rank. A collective."""
+    own = boundary.step(refit.report.verdict_at_flush)
+    ranks = [one for one in boundary.gathered(own) if one is not None]
+    # Behind a session's end there is no refit that this could divide.
+    ended = boundary.step(refit.report.flushed, Verdict.of_all(ranks) if ranks else None)
+    if ended is not None and ended.found is not None and ended.found.has_taken:
+        boundary.step(clear_stored_cache, manager)
+    return not fail_behind(boundary, refit, ended)
 
 
 def _announced(manager: Any, request: Any, refit: ModelRefit) -> None:

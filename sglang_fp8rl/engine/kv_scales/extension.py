@@ -16,8 +16,8 @@ import torch
 from ...errors import ConfigError
 from ..extension import Extension, Received
 from ..host.boundary import Boundary
-from ..host.flush import are_weights_released
 from ..host.refit_end import fail_behind
+from ..host.update_request import are_weights_released
 from .attention_layers import Fold, attention_layers, refused
 from .calibration import Calibration, calibration_of
 from .choice import ROOM, Sides, chosen, exponents_of, table_of
