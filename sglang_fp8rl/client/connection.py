@@ -73,6 +73,10 @@ class Connection:
         self.info = self.info or self.get(SERVER_INFO_PATH)
         return self.info
 
+    def plan_unless(self, digest: str) -> Any:
+        """`GET /fp8rl/plan`; nothing where it is the plan of that digest, which alone goes over the wire then."""
+        return self.get(PLAN_PATH, **{"If-None-Match": f'"{digest}"'})
+
     def post_if_known(self, path: str, body: dict[str, Any]) -> bool:
         """As `post`; False if the server has no such endpoint, which it is asked once."""
         if path in self._unknown:

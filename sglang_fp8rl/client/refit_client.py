@@ -149,7 +149,7 @@ class RefitClient:
     def check_plan(self, plan: RefitPlan) -> None:
         """Ask the server whether `plan` is its own; only the digest goes over the wire. Raises `RefitError` with both
         digests if it is not."""
-        theirs = self._connection.get(PLAN_PATH, **{"If-None-Match": f'"{plan.digest}"'})
+        theirs = self._connection.plan_unless(plan.digest)
         if not theirs:
             return
         model, sizes = plan.document["model"]["architecture"], plan.document["parallel"]

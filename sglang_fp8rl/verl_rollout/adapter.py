@@ -26,13 +26,13 @@ from ..client.tensor_update import TensorUpdate, is_ours
 from ..errors import RefitError
 from ..wire.refit_note import ALL, PARTIAL, RefitNote
 from ..wire.verl_deltas import WIRE_FORMAT, deltas_refused
+from . import trains_what_is_served
 from .buckets import flat_buckets, of_all_ranks
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 EXTENT_KEY = "fp8rl_extent"
-SERVED_ACTOR = f"{__package__}.served_actor"
 FLUSH_SECONDS = 30.0
 
 
@@ -150,7 +150,7 @@ class ServerAdapter(verls.ServerAdapter):
     @property
     def _trains_what_is_served(self) -> bool:
         """Whether the actor does; veRL gives the same configuration of the model to its rollout."""
-        return SERVED_ACTOR in (getattr(self.model_config, "external_lib", None) or ())
+        return trains_what_is_served(getattr(self.model_config, "external_lib", None))
 
     @property
     def _is_cut_by_verl(self) -> bool:

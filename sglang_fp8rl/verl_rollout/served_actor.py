@@ -16,7 +16,8 @@ from typing import Any
 from ..client.connection import Connection
 from ..errors import ConfigError, RefitError
 from ..trainer.served_weights import compute_as_served
-from ..wire.plan import PLAN_PATH, RefitPlan
+from ..wire.plan import RefitPlan
+from . import trains_what_is_served
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,10 @@ def install() -> None:
     @functools.wraps(build)
     def build_and_swap(engine: Any) -> None:
         build(engine)
-        if _names_this(engine.model_config.external_lib) and not engine.engine_config.forward_only:
+        if (
+            trains_what_is_served(engine.model_config.external_lib)
+            and not engine.engine_config.forward_only
+        ):
             swapped = compute_as_served(engine.module, plan_of_the_run())
             logger.info("fp8rl: %d modules of the actor compute as served", len(swapped))
 
@@ -63,8 +67,7 @@ def plan_of_the_run() -> RefitPlan:
 def check_plan(connection: Connection) -> None:
     """Raise `RefitError` where the server has another plan than the actor trains with."""
     ours = plan_of_the_run()
-    theirs = connection.get(PLAN_PATH, **{"If-None-Match": f'"{ours.digest}"'})
-    if theirs:
+    if theirs := connection.plan_unless(ours.digest):
         other = [key for key in theirs if theirs[key] != ours.document.get(key) and key != "digest"]
         raise RefitError(
             f"{PLAN_FILE} {os.environ[PLAN_FILE]}",
@@ -73,11 +76,6 @@ def check_plan(connection: Connection) -> None:
             "Write it again with what they are started with: `sglang-fp8rl plan MODEL --tp N --ep N --dtype D "
             "--options JSON --json > FILE`.",
         )
-
-
-def _names_this(external_lib: Any) -> bool:
-    """veRL takes a name, or several."""
-    return __name__ in ([external_lib] if isinstance(external_lib, str) else external_lib or ())
 
 
 install()

@@ -49,6 +49,7 @@ class Update:
         touches_target: whether it updates the served model, not a draft alone.
         calls, tensors: of `load_weights` that belong to it, so far, and what came in them.
         refit: that its last call belongs to.
+        refit_number: of the refit that other ranks began in it, and this one did not; known when all have said so.
         cache_flushed: whether SGLang flushed its cache; None if it was not asked to.
         marks: when it came to which of the stages.
     """
@@ -63,6 +64,7 @@ class Update:
     calls: int = 0
     tensors: int = 0
     refit: Any = None
+    refit_number: int | None = None
     cache_flushed: bool | None = None
     marks: list[Mark] = field(default_factory=list)
 

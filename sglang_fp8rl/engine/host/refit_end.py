@@ -118,7 +118,7 @@ class RequestEnd:
         ended = boundary.step(self._end_together, ranks)
         session, is_of_it = report.log.session, update.in_session and not update.ends_session
         if session is not None and is_of_it and self.result.success:
-            session.others.add(update.touches_target)
+            session.was_used, session.was_loaded = True, session.was_loaded or update.touches_target
         if report.log.running is None and (update.ends_session or not update.in_session):
             report.sent_twice.forget()
         return ended
@@ -150,9 +150,10 @@ class RequestEnd:
         update, log, ended = self.update, self.refit.report.log, None
         # Where a request failed on one rank, others may have begun a refit in it; the next one is the same again.
         log.count = max(one.count for one in ranks)
-        numbers = [one.refit for one in ranks if one.refit is not None]
-        newest = max(numbers, default=0)
-        self.refit.report.part(update, newest)
+        newest = max((one.refit or 0 for one in ranks), default=0)
+        if newest > (0 if update.refit is None else update.refit.id):
+            update.refit_number = newest
+            log.part(update)
         if update.cache_flushed is None and any(one.flushed for one in ranks):
             # A rank that failed asked for no flush; its prefixes would not be those of the others.
             update.cache_flushed = bool(self.manager.flush_cache())
@@ -160,7 +161,7 @@ class RequestEnd:
         if errors.count(None) == len(ranks) and (wrong := _wrong_with_empty_ranks(ranks)):
             errors = [str(wrong)] * len(ranks)
         if errors.count(None) < len(ranks):
-            self._fail_together(errors, newest)
+            self._fail_together(errors)
             return update.refit
         if update.refit is not None:
             update.refit.cache_flushed = update.cache_flushed
@@ -172,12 +173,8 @@ class RequestEnd:
         _tell(ended, update, self.result)
         return ended
 
-    def _fail_together(self, errors: Sequence[str | None], newest: int) -> None:
-        """One rank failed, so all did; `errors` are by rank. What this rank's own calls found is written down already.
-
-        Args:
-            newest: number of the refit on other ranks, which may have begun it in this request; 0 if there is none.
-        """
+    def _fail_together(self, errors: Sequence[str | None]) -> None:
+        """One rank failed, so all did; `errors` are by rank. What this rank's own calls found is written down already."""
         update, result, report = self.update, self.result, self.refit.report
         own = torch.distributed.get_rank(self.boundary.group)
         is_known = update.refit is not None and update.refit.outcome is Outcome.FAILED
@@ -191,20 +188,15 @@ class RequestEnd:
         elif result.success:
             result.success, result.message = False, errors[own]
         if update.refit is None or update.refit is report.log.current:
-            count = report.log.count
-            if update.refit is None and newest:
-                report.log.count = newest - 1
             update.refit = report.fail(texts, update)
-            report.log.count = max(count, report.log.count)
         else:
             report.log.failed(update.refit, texts)
 
 
 def _is_stored_cache_old(refit: Refit, update: Update) -> bool:
     """Whether new weights may be computed with behind this request: its refit has ended, or the cache was flushed."""
-    has_taken = refit.has_taken if refit.found is None else refit.found.has_taken
     is_over = refit.outcome is not Outcome.OPEN
-    return has_taken and (is_over or bool(update.cache_flushed))
+    return refit.has_changed_weights and (is_over or bool(update.cache_flushed))
 
 
 def _tell(ended: Refit | None, update: Update, result: Any) -> None:
@@ -241,7 +233,6 @@ def fail_behind(
     log, before = refit.report.log, len(boundary.errors)
     if ended is not None:
         boundary.step(log.failed, ended, errors)
-        log.current = None if log.current is ended else log.current
     if ended is None or len(boundary.errors) > before:
         log.add_failures(errors)
     return errors

@@ -33,10 +33,10 @@ def wrong_with_an_empty_session(refit: ModelRefit) -> str | None:
     if session is None or session.has_begun:
         return None
     if session.note is not None:
-        if session.others and session.note.extent != ALL:
+        if session.was_used and session.note.extent != ALL:
             return None  # a draft's weights are no refit
         return "the session was opened for a refit, and nothing came in it. Send it again"
-    if True in session.others or memory_number(refit) == session.number:
+    if session.was_loaded or memory_number(refit) == session.number:
         return None
     return (
         "weights changed in a session in which nothing was loaded: what wrote them (by RDMA?) was not seen, "

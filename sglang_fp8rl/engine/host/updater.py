@@ -162,7 +162,7 @@ def _end_by_flush(boundary: Boundary, manager: Any, refit: ModelRefit) -> bool:
     ranks = [one for one in boundary.gathered(own) if one is not None]
     # Behind a session's end there is no refit that this could divide.
     ended = boundary.step(refit.report.flushed, Verdict.of_all(ranks) if ranks else None)
-    if ended is not None and ended.found is not None and ended.found.has_taken:
+    if ended is not None and ended.has_changed_weights:
         boundary.step(clear_stored_cache, manager)
     return not fail_behind(boundary, refit, ended)
 

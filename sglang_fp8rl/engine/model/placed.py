@@ -44,7 +44,7 @@ class Name(NamedTuple):
     def put_back(self, new: torch.Tensor) -> None:
         """Copy the new value into the old memory, and bind that again."""
         old = self.data
-        if (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
+        if not _fits(new, old):
             raise _changed(
                 self,
                 f"{new.dtype} of shape {tuple(new.shape)} instead of {old.dtype} of shape {tuple(old.shape)}",
@@ -178,7 +178,12 @@ class KernelArguments(NamedTuple):
 def _are_alike(old: Any, new: Any) -> bool:
     if type(old) is not torch.Tensor or type(new) is not torch.Tensor:
         return type(old) is type(new) and bool(old == new)
-    return (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+    return _fits(new, old)
+
+
+def _fits(new: torch.Tensor, old: torch.Tensor) -> bool:
+    """Whether the values of one can go into the memory of the other."""
+    return (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
 
 
 def kernel_arguments(modules: Modules) -> list[KernelArguments]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import Counter, defaultdict
@@ -151,29 +152,20 @@ class FullExtent:
         self._is_reached = self._was_never = self._are_no_biases = np.zeros(0, bool)
         self._made_into: dict[str, int | None] = {}  # by name the parameter that it alone writes
 
-    def lacking(self, since: int) -> np.ndarray:
-        """Per parameter, whether some of it was left out since that stamp."""
+    def left_out(self, since: int) -> tuple[np.ndarray, list[str]]:
+        """Per parameter, whether some of it was left out since that stamp; and names of which no box says so.
+
+        With these SGLang does more than copy boxes. One that alone writes a parameter is not among them if that was
+        reached since: it may have come by another name.
+        """
         self._count()
         reached_at = self._coverage.reached_at
         written, has_come = self._coverage.new_elements(since), reached_at >= since
         is_whole = (written >= self._elements) | (self._was_never & has_come & (written == 0))
         is_whole |= self._are_no_biases & (reached_at == NEVER)
-        return ~is_whole | (self._is_reached & ~has_come)
-
-    def names_without_boxes(self, since: int) -> list[str]:
-        """What SGLang does more with than copy boxes of it: no box of a parameter says whether all of it was stored.
-
-        But for those that alone write a parameter, which was reached since: it may have come by another name.
-        """
-        self._count()
-        if not self._made_into:
-            return []
-        written, sizes = self._coverage.new_elements(since), self._coverage.sizes
-        has_come = self._coverage.reached_at >= since
-        has_come &= (written == 0) | (written >= sizes)
-        return [
-            name for name, alone in self._made_into.items() if alone is None or not has_come[alone]
-        ]
+        has_all = has_come & ((written == 0) | (written >= self._coverage.sizes))
+        names = [one for one, at in self._made_into.items() if at is None or not has_all[at]]
+        return ~is_whole | (self._is_reached & ~has_come), names
 
     def names_of(
         self, lacking: np.ndarray, not_brought: Callable[[list[str]], list[str]]
@@ -202,12 +194,13 @@ class FullExtent:
             return
         self._known = len(known)
         landings = [landing for one in known.values() for landing in one.landings]
-        writers = Counter(index for one in known.values() for index in _indices(one))
-        self._made_into = {}
-        for name, one in known.items():
-            if not one.is_counted:
-                (alone,) = _indices(one) if len(_indices(one)) == 1 else (None,)
-                self._made_into[name] = alone if alone is not None and writers[alone] == 1 else None
+        indices = {name: _indices(one) for name, one in known.items()}
+        writers = Counter(itertools.chain.from_iterable(indices.values()))
+        self._made_into = {
+            name: next((at for at in indices[name] if len(indices[name]) == writers[at] == 1), None)
+            for name, one in known.items()
+            if not one.is_counted
+        }
         self._is_reached = np.zeros(len(sizes), bool)
         self._is_reached[[one.target.index for one in landings]] = True
         counted = np.zeros_like(sizes)

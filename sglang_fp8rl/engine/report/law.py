@@ -104,6 +104,14 @@ class RefitLog:
             refit.session.has_begun = True
         return refit
 
+    def part(self, update: Update) -> None:
+        """Begin the refit that other ranks began, where the call joined one here in which all had come."""
+        whole = self.complete
+        if whole is None or whole is not update.refit or update.refit_number is None:
+            return
+        whole.outcome = Outcome.OK
+        update.refit = self.begin(update, self.stamp, [whole.calls.pop()])
+
     def refuse(self, update: Update, texts: Iterable[str]) -> Refit:
         """A request failed that does not belong to the current refit, which goes on."""
         refit = self.last = self._new(update, self.stamp)
@@ -111,10 +119,10 @@ class RefitLog:
         return refit
 
     def _new(self, update: Update, since: int) -> Refit:
-        self.count += 1
-        note = self._note(update)
+        number, note = update.refit_number or self.count + 1, self._note(update)
+        self.count = max(self.count, number)
         version = update.version or (note.version if note else None)
-        return Refit(self.count, update.origin, since, note, version, self._session(update))
+        return Refit(number, update.origin, since, note, version, self._session(update))
 
     def _session(self, update: Update) -> Session | None:
         """The session that a request belongs to: none if it names a refit, and the session not that one."""
@@ -208,6 +216,8 @@ class RefitLog:
 
     def failed(self, refit: Refit, texts: Sequence[str]) -> None:
         """It ended, and these things are wrong with it."""
+        if self.current is refit:
+            self.current = None
         refit.outcome = Outcome.FAILED
         refit.errors += [text for text in dict.fromkeys(texts) if text not in refit.errors]
         self.add_failures(f"{refit.describe()} failed: {text}" for text in refit.errors)

@@ -84,14 +84,16 @@ class Session:
     Attributes:
         number: of the model's memory when it was opened; None where the note says what is to come.
         has_begun: whether a refit has.
-        others: what else came in it: a refit by another name (True), a draft's weights alone (False).
+        was_used: whether any request in it succeeded: of its refit, of one by another name, of a draft alone.
+        was_loaded: whether one that updates the served model did.
         failed: the last refit in it that failed.
     """
 
     note: RefitNote | None = None
     number: int | None = None
     has_begun: bool = False
-    others: set[bool] = field(default_factory=set)
+    was_used: bool = False
+    was_loaded: bool = False
     failed: Refit | None = None
 
 
@@ -163,6 +165,11 @@ class Refit:
     @property
     def has_taken(self) -> bool:
         return any(call.has_taken for call in self.calls)
+
+    @property
+    def has_changed_weights(self) -> bool:
+        """Whether any of it reached a parameter: on any rank, once they have said so."""
+        return self.has_taken if self.found is None else self.found.has_taken
 
     @property
     def has_waited(self) -> bool:

@@ -38,7 +38,6 @@ class RefitReport:
         self.brought, self.sent_twice, self.log = NamesBrought(), SentTwice(), RefitLog()
         self._extent = FullExtent(self.targets, self.coverage, names)
         self._started = 0.0
-        self._is_behind = False  # the call that runs, behind a refit in which everything has come
 
     # -- filled during an update -----------------------------------------------------------------
 
@@ -62,8 +61,7 @@ class RefitReport:
         elif log.current is not None and latest >= log.current.since:
             self._begin_behind(log.current, latest, f"{name} came again", update)
         refit = log.current or log.begin(update, log.stamp)
-        self._is_behind = log.running is None
-        if not self._is_behind:
+        if log.running is not None:  # else everything has come in it
             refit.outcome, refit.version = Outcome.OPEN, update.version or refit.version
         return refit.since
 
@@ -93,10 +91,9 @@ class RefitReport:
         Args:
             errors: name (or "") to what went wrong.
         """
-        if self._is_behind and (arrived.has_taken or errors):
-            # By names that never came: a refit has each parameter once.
+        if self.log.running is None and (arrived.has_taken or errors):
+            # Everything has come in the current one, and this by other names: a refit has each parameter once.
             self.log.begin(update, self.log.stamp)
-            self._is_behind = False
         refit = self.refit
         refit.outcome = Outcome.OPEN
         stamp, seconds = self.log.stamp, time.perf_counter() - self._started
@@ -109,15 +106,6 @@ class RefitReport:
         elif update.origin is Origin.STARTUP:
             self.log.conclude(self.verdict())
         return refit
-
-    def part(self, update: Update, number: int) -> None:
-        """Begin the refit of that number, where the call joined one in which all had come: another rank began it."""
-        whole = update.refit
-        if not self._is_behind or whole is None or whole.id >= number:
-            return
-        whole.outcome, self._is_behind = Outcome.OK, False
-        self.log.count = number - 1
-        update.refit = self.log.begin(update, self.log.stamp, [whole.calls.pop()])
 
     def fail(self, texts: Iterable[str], update: Update) -> Refit:
         """Something was not stored, or could not be read: the refit that it belongs to ends here."""
@@ -140,9 +128,9 @@ class RefitReport:
             update: a request behind which it may go on; then names are looked for only if it does not.
         """
         refit = self.refit
-        lacking = self.lacking()
+        lacking, others = self._extent.left_out(refit.since)
         not_brought = functools.partial(self.brought.not_brought, since=refit.since)
-        others = not_brought(self._extent.names_without_boxes(refit.since))
+        others = not_brought(others)
         count = int(lacking.sum()) + len(others)
         failures = (self.unknown_because,) if self.unknown_because else ()
         found = Verdict(count, (), failures, refit.has_taken)
@@ -209,7 +197,7 @@ class RefitReport:
 
     def lacking(self) -> np.ndarray:
         """Per parameter, whether the running refit left some of it out until now."""
-        return self._extent.lacking(self.refit.since)
+        return self._extent.left_out(self.refit.since)[0]
 
 
 MAX_NAMES = 1 << 20  # ten times what the largest checkpoints have

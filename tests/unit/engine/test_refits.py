@@ -433,7 +433,8 @@ def test_a_call_that_joined_on_this_rank_is_of_the_refit_that_another_rank_began
     nothing = Arrived(server.report.brought.numbers_of(["none of this rank's"]), 1, False)
     update.refit = server.report.end_call(nothing, {}, update)
     assert update.refit is whole
-    server.report.part(update, whole.id + 1)
+    update.refit_number = whole.id + 1
+    server.log.part(update)
     assert (update.refit.id, whole.outcome) == (whole.id + 1, Outcome.OK)
     assert server.log.current is update.refit
     assert len(update.refit.calls) == 1
