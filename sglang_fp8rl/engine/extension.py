@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 _EXTENSIONS = (
+    "law.extension:LawOfServer",
     "replay.extension:Replay",
     "plan.extension:Plan",
     "proof.extension:Fingerprints",
@@ -30,7 +31,7 @@ class Way(NamedTuple):
     """How a bucket is written without SGLang's loaders.
 
     Attributes:
-        brings: what is known of the bucket (`report.refit_record.Arrived`).
+        brings: what is known of the bucket (`ledger.ledger.Arrived`).
         write: do it, in a `Call`.
     """
 
@@ -59,6 +60,7 @@ class Extension:
         gauges: of Prometheus, name to description.
         mark: with which the requests for the internal state begin that `answer` is for.
         section: of the status; null where nothing takes part in updates.
+        request_end: a class in the place of `host.request_end.RequestEnd`.
     """
 
     routes: ClassVar[Mapping[str, Callable[[Any], Awaitable[Any]]]] = {}
@@ -66,6 +68,7 @@ class Extension:
     gauges: ClassVar[Mapping[str, str]] = {}
     mark: ClassVar[str | None] = None
     section: ClassVar[str | None] = None
+    request_end: ClassVar[type | None] = None
 
     def __init__(self, refit: Any) -> None:
         self.refit = refit  # the model's `ModelRefit`, still being made: kept here, not asked
@@ -95,12 +98,34 @@ class Extension:
         """
         return None
 
+    def begin(self, call: Any) -> None:
+        """A `native.call.Call` begins: nothing of it was written."""
+
+    def refused(self, update: Any, error: Exception) -> None:
+        """A call of this `arrival.update.Update` could not begin."""
+
+    def closed(self, call: Any) -> None:
+        """A call has ended; its `errors` say what of it was not stored."""
+
     def stored(self, call: Any) -> None:
-        """Behind a `native.call.Call` of which everything was stored."""
+        """Behind a call of which everything was stored."""
 
     def receive(self, sent: Mapping[str, torch.Tensor], *, is_serving: bool) -> Received:
         """Take tensors that no parameter takes; `is_serving` is false while the checkpoint is loaded."""
         return Received()
+
+    def begin_session(self, note: Any) -> None:
+        """A client opens a session, on every rank; `note` (`wire.refit_note.RefitNote`) says what is to come, or None."""
+
+    def drop_session(self) -> None:
+        """The session is over, or did not open."""
+
+    def weights_lost(self) -> None:
+        """The memory of the served weights was given back."""
+
+    def fail_served(self, errors: list[str], ended: Any) -> None:
+        """These things went wrong behind all that a request did; `ended` is what it ended, see
+        `host.request_end.fail_behind`."""
 
     def end_request(self, *, was_flushed: bool) -> None:
         """Behind an update request that SGLang was asked, on every rank; `was_flushed` is this rank's cache."""
@@ -116,10 +141,18 @@ class Extension:
         """Return the `section`, without reading anything off the device."""
         return None
 
+    def add_to_status(self, status: dict[str, Any]) -> None:
+        """Add to a status more than a section, which reads nothing off the device either."""
+
     @staticmethod
     def planned(refit: Any) -> dict[str, Any]:
         """Sections of the plan."""
         return {}
+
+    @staticmethod
+    def badness(status: Mapping[str, Any]) -> tuple[int, ...]:
+        """Rank a replica's status among those of others; the worst one is shown."""
+        return ()
 
     @staticmethod
     def measured(status: Mapping[str, Any]) -> Mapping[str, float]:

@@ -23,6 +23,7 @@ from .arrival.sent_tensors import SourceIndex
 from .arrival.update import Origin, Update
 from .extension import Way, extensions
 from .interception import StreamLane, Write
+from .ledger.ledger import NOTHING, Arrived, Ledger
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
 from .model.parameters import (
@@ -45,8 +46,6 @@ from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
 from .native.tied import note_draft_write, noted
-from .report.refit_record import NOTHING
-from .report.report import RefitReport
 
 
 class ModelRefit:
@@ -74,13 +73,13 @@ class ModelRefit:
         self.names, self.pairs = NameTable(), PairTable()
         self.runner: Any = None  # SGLang's, which counts forward passes
         self.derived = DerivedWeights(model, self._has_run)
-        self.report = RefitReport(self.targets.values(), self.names)
+        self.ledger = Ledger(self.targets.values(), self.names)
         self._probe_names = probe_names
         self.extensions = [kind(self) for kind in extensions()]
         self.laid_out_for_proof: Any = None  # of `proof/extension.py`, for its next fingerprint
-        self.calls = Calls(model, options, self.pairs, self.report, self.derived, self.extensions)
+        self.calls = Calls(model, options, self.pairs, self.ledger, self.derived, self.extensions)
         self.during = self.calls.during
-        self._loaders = LoaderCalls(options, self.pairs, self.report)
+        self._loaders = LoaderCalls(options, self.pairs, self.ledger)
         self._load_weights = load_parts_singly(model)  # before its loaders are wrapped
 
     def attach(self) -> None:
@@ -98,8 +97,8 @@ class ModelRefit:
             call, update = self.calls.running, self.calls.update
             given = target, native, loaded_weight, args, kwargs
             if call is None and update.origin.is_serving:
-                stamp = self.report.log.stamp + (not update.calls)
-                note_draft_write(self.report, *given, stamp)
+                stamp = self.ledger.stamp + (not update.calls)
+                note_draft_write(self.ledger, *given, stamp)
             else:
                 self._loaders.load(call, *given)
 
@@ -116,7 +115,7 @@ class ModelRefit:
         try:
             self.learned_names()
         except Fp8RlError as error:  # each refit says that it can't be judged
-            self.report.unknown_because = str(error)
+            self.names.unknown_because = str(error)
         self.derived.note_loaded(self.written_targets())
 
     def written_targets(self) -> list[Target]:
@@ -180,8 +179,8 @@ class ModelRefit:
 
     def _is_written(self, parameter: torch.nn.Parameter) -> bool:
         """Whether this call wrote it, or a part of it."""
-        reached_at = self.report.coverage.reached_at
-        return reached_at[self.targets[id(parameter)].index] == self.report.log.stamp
+        reached_at = self.ledger.coverage.reached_at
+        return reached_at[self.targets[id(parameter)].index] == self.ledger.stamp
 
     def _has_run(self) -> bool:
         return self.runner is None or self.runner.forward_pass_id > 0
@@ -205,7 +204,7 @@ class ModelRefit:
             sent: the pairs of a bucket of which another may have the same layout.
         """
         sources = SourceIndex(keeps_tensors=not update.origin.is_alone)
-        brings = NOTHING if bucket is None else self.calls.brings(bucket)
+        brings = NOTHING if bucket is None else Arrived(len(bucket.names), bucket.nbytes)
         device = self._device
         lane: Any = nullcontext
         if device is not None and device.type != "meta":
@@ -233,7 +232,7 @@ class ModelRefit:
             if call.update.origin.is_serving:
                 weights = of_known_sizes(weights, self.names.known)
                 if tied := self.calls.untaken.tied:
-                    weights = noted(weights, call, self.report, tied)
+                    weights = noted(weights, call, self.ledger, tied)
             result = self._load_weights(call.sources.watch(weights), *args, **kw)
             load_left_experts(self.model, call.sources.left(), self._load_weights)
         quantized = {one.name for one in self.targets.values() if one.is_fp8} if moved else ()

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 from support.by_definition import quantize_blockwise
-from support.engine.commands import begin, end, send, serialized, status, update_from_disk
+from support.engine.commands import (
+    begin,
+    end,
+    send,
+    serialized,
+    status,
+    to_all_ranks,
+    update_from_disk,
+)
 from support.engine.fingerprint_commands import fingerprint
 from support.engine.models import MODELS
 
@@ -94,14 +102,14 @@ def _call(scheduler: Any, step: Step) -> tuple[bool, str]:
     if step.form != "flat" or not tensors:
         content = serialized(tensors, serialize)
         payload = content[:24] if step.fault == "pickle" else content
-        return send(scheduler, [payload], None, step.flush)
+        return send(scheduler, to_all_ranks(scheduler, payload), None, step.flush)
     flat, metadata = flatten(tensors)
     if step.fault == "layout":
         metadata[step.at].start_idx -= 1 << 20
     layout = layout_text.to_text(metadata)
     content = serialized({"flattened_tensor": flat, "metadata": layout}, serialize)
     payload = content[:24] if step.fault == "pickle" else content
-    return send(scheduler, [payload], "flattened_bucket", step.flush)
+    return send(scheduler, to_all_ranks(scheduler, payload), "flattened_bucket", step.flush)
 
 
 def _tensors(step: Step) -> list[tuple[str, torch.Tensor]]:

@@ -19,9 +19,10 @@ import torch
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.bucket import FlatBucket
 from sglang_fp8rl.engine.arrival.update import Origin, Update
+from sglang_fp8rl.engine.law.law import law_of
+from sglang_fp8rl.engine.law.record import State
 from sglang_fp8rl.engine.proof.extension import fingerprint_of_ranks, rank_of
 from sglang_fp8rl.engine.refit import ModelRefit
-from sglang_fp8rl.engine.report.refit_record import State
 from sglang_fp8rl.errors import QuantizationError, RefitError
 from sglang_fp8rl.numerics import FP8_DTYPE, quantize_blockwise, quantize_per_channel
 from sglang_fp8rl.wire.bucket import flatten
@@ -187,7 +188,7 @@ class Run:
         with torch.no_grad():
             for one in (*self.served.parameters(), *self.served.buffers(), self.served.plain):
                 one.view(-1).view(torch.uint8).fill_(0x45)
-        self.refit.report.weights_lost()
+        law_of(self.refit).weights_lost()
         assert self.state is not State.WHOLE
         self.is_tainted = True
 
@@ -238,9 +239,9 @@ class Run:
                     self.served.load_weights(FlatBucket(*flatten(sent)) if self.is_flat else sent)
             except RefitError as error:
                 return str(error)
-            report = self.refit.report
-            if report.log.current is not None:
-                report.log.end_request(report.verdict(update), update)
+            law = law_of(self.refit)
+            if law.log.current is not None:
+                law.log.end_request(law.verdict(update), update)
             self.refit.derived.end_of_update()
         return ""
 
@@ -318,7 +319,7 @@ class Run:
 
     @property
     def state(self) -> State:
-        return self.refit.report.log.state
+        return law_of(self.refit).log.state
 
     def _text(self, what: str) -> str:
         return f"seed {self.seed}, update {self.at}: {what}\n" + "\n".join(self.served.log)

@@ -14,11 +14,6 @@ from ..refit import ModelRefit
 from .status import status_section
 
 PREFIX = "sglang:fp8rl_"
-_GAUGES = {
-    "refit_seconds": "Time of the last refit, in load_weights.",
-    "refit_bytes": "Bytes that the last refit was sent.",
-    "consistent": "1 if the served weights are of one piece, else 0.",
-}
 
 
 def observe_refit(manager: Any, refit: ModelRefit, call: str | None, success: bool) -> None:
@@ -49,7 +44,7 @@ class RefitMetrics:
         text = "Calls of update_weights_from_*, by source and outcome (ok or failed)."
         self._calls = made(Counter, "update_calls", text, "source", "outcome")
         self._refits = made(Counter, "refits", "Refits begun.")
-        described = dict(_GAUGES)
+        described: dict[str, str] = {}
         for kind in extensions():
             described |= kind.gauges
         self._gauges = {
@@ -67,10 +62,7 @@ class RefitMetrics:
             call: `tensor`, `distributed`, `disk` or `ipc`; None at the end of a session.
             success: of the call.
         """
-        refit = status["last_refit"]
-        found: dict[str, float] = {"consistent": int(status["consistent"])}
-        if refit is not None:
-            found |= {"refit_seconds": refit["seconds"], "refit_bytes": refit["bytes"]}
+        refit, found = status.get("last_refit"), dict[str, float]()
         if call is not None:
             outcome = "ok" if success else "failed"
             self._calls.labels(**labels, source=call, outcome=outcome).inc()

@@ -11,35 +11,28 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from http import HTTPStatus
+from itertools import chain
 from typing import Any
 
-import numpy as np
 from starlette.responses import JSONResponse, Response
 
 from ... import __version__
-from ...errors import listed
+from ...errors import MAX_LISTED
 from ...scheme import module_rows
 from ...versions import RANKS_ARE_GLOBAL
 from ...wire.layout_text import VERSION as FLAT_LAYOUT_VERSION
 from ...wire.plan import STATUS_PATH
 from ..extension import extensions
-from ..model.draft import lost_of_drafts
 from ..refit import ModelRefit, refit_of
-from ..report.law import MAX_LISTED
-from ..report.refit_record import State, Verdict
-from ..report.report import RefitReport
 from .boundary import Boundary
 
 SERVER_MODULE = "sglang.srt.entrypoints.http_server"
-_MAX_TEXT = 500
-_UNLOADED = "weights that were never loaded (dummy weights, or memory that was released?): no complete refit has come since"
 
 
 def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) -> dict[str, Any]:
     """What a user wants to know of a running server, as JSON types. `replica` is the data-parallel rank of the scheduler
     that says it, `manager` SGLang's weight updater, or None if nothing is to be said of a session."""
-    report, log = refit.report, refit.report.log
-    found = [*problems(report), *refit.pairs.open_halves().values()]
+    found = list(refit.pairs.open_halves().values())
     if getattr(manager, "_session", None) is not None:
         found.append("a weight-update session is open: call end_weight_update()")
     fp8_bytes = sum(target.parameter.numel() for target in refit.targets.values() if target.is_fp8)
@@ -49,110 +42,27 @@ def status_section(refit: ModelRefit, *, replica: int = 0, manager: Any = None) 
         "schemes": dict(Counter(scheme.name for scheme in refit.schemes.values())),
         "fp8_bytes": fp8_bytes,
         "bf16_bytes_replaced": 2 * fp8_bytes,
-        "last_refit": last_refit(report),
-        "last_complete_refit": log.complete
-        and {"id": log.complete.id, "version": log.complete.version},
-        "served": served(report),
         "flat_layout": FLAT_LAYOUT_VERSION,
-        "state": log.state.value,
-        "consistent": log.state is State.WHOLE,
         "problems": found,
         "unproven": dict(list(refit.derived.kept_copies.unproven.items())[:MAX_LISTED]),
         "plan": module_rows(refit.schemes),
     }
     ours = {extension.section: extension.status() for extension in refit.extensions}
-    return section | {kind.section: ours.get(kind.section) for kind in extensions() if kind.section}
-
-
-def problems(report: RefitReport) -> list[str]:
-    """Why the served weights are not of one piece; empty if they are."""
-    log = report.log
-    if log.state is State.WHOLE:
-        return []
-    found = [_UNLOADED] if log.is_unloaded else []
-    lost = lost_of_drafts()
-    if lost:
-        found.append(
-            f"the draft model's memory was released, and {listed(lost)} have not come since"
-        )
-    found += [text[:_MAX_TEXT] for text in log.failures]
-    found += [f"{refit.describe()} is mixed: {refit.left_out()}" for refit in log.left_out]
-    if log.running is not None:
-        verdict = report.verdict()
-        found.append(f"{log.running.describe()} has not ended: {verdict.lacking} of {len(report.targets)} "
-                     f"parameters have not come in it: {listed(verdict.names)}")  # fmt: skip
-    shown = log.running or log.last
-    return found + (_partly_new(report, shown.since) if shown is not None else [])
-
-
-def _partly_new(report: RefitReport, since: int) -> list[str]:
-    fraction = report.coverage.new_elements(since) / np.maximum(report.coverage.sizes, 1)
-    mixed = np.flatnonzero((fraction > 0) & (fraction < 1) & (report.coverage.reached_at >= since))
-    found = [
-        f"{report.targets[index].name}: only {fraction[index]:.0%} is new, the rest is older"
-        for index in mixed[:MAX_LISTED].tolist()
-    ]
-    if len(mixed) > MAX_LISTED:
-        found.append(f"{len(mixed) - MAX_LISTED} more parameters are partly new")
-    return found
-
-
-def served(report: RefitReport) -> list[dict[str, Any]]:
-    """Which refits the parameters come from, the latest first; a parameter by its oldest part."""
-    written, oldest = report.coverage.oldest()
-    refits = report.log.refits_of(oldest)
-    number = np.searchsorted([refit.since for refit in refits], oldest, "right") - 1
-    return [
-        {
-            "refit": refit.id,
-            "version": refit.version,
-            "parameters": int((number == at).sum()),
-            "example": report.targets[written[np.argmax(number == at)]].name,
-        }
-        for at, refit in reversed(list(enumerate(refits)))
-    ][:MAX_LISTED]
-
-
-def last_refit(report: RefitReport) -> dict[str, Any] | None:
-    """The refit that runs, or else the one that ended last."""
-    current = report.log.running
-    refit = current if current is not None and current.calls else report.log.last
-    if refit is None:
-        return None
-    found = report.verdict() if refit is current else refit.found or Verdict()
-    seconds = sum(call.seconds for call in refit.calls)
-    nbytes = sum(call.nbytes for call in refit.calls)
-    return {
-        "id": refit.id,
-        "version": refit.version,
-        "origin": refit.origin.value,
-        "partial": refit.is_partial,
-        "outcome": refit.outcome.value,
-        "complete": refit.is_complete,
-        "missing": found.lacking,
-        "missing_names": list(found.names),
-        "errors": refit.errors[:MAX_LISTED],
-        "narrowed": refit.narrowed[:MAX_LISTED],
-        "cache_flushed": refit.cache_flushed,
-        "seconds": round(seconds, 6),
-        "stages": {stage: round(found, 6) for stage, found in refit.stages.items()},
-        "bytes": nbytes,
-        "gb_per_s": round(nbytes / seconds / 1e9, 3) if seconds else None,
-        "tensors": refit.tensors,
-        "calls": len(refit.calls),
-    }
+    section |= {kind.section: ours.get(kind.section) for kind in extensions() if kind.section}
+    for extension in refit.extensions:
+        extension.add_to_status(section)
+    return section
 
 
 def status_of_replicas(sections: list[dict[str, Any]]) -> dict[str, Any]:
     """The section of the replica that serves the worst state, and `replicas`: how many there are.
 
-    Of two that are alike, the one whose cache was not flushed goes first, then the lower number.
+    Of two that are alike, the lower number goes first.
     """
-    states = [state.value for state in State]
 
-    def badness(section: dict[str, Any]) -> tuple[int, bool, int]:
-        is_stale = (section["last_refit"] or {}).get("cache_flushed") is False
-        return states.index(section["state"]), is_stale, -section["replica"]
+    def badness(section: dict[str, Any]) -> tuple[int, ...]:
+        found = (kind.badness(section) for kind in extensions())
+        return *chain.from_iterable(found), -section["replica"]
 
     worst = max(sections, key=badness)
     return {**worst, "replicas": len(sections)}
@@ -232,7 +142,7 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
     result.internal_state["fp8rl"] = section or {
         "version": __version__,
         "replica": 0,
-        "state": State.FAILED.value,
+        "state": "failed",
         "consistent": False,
         "problems": [f"the status can't be read: {text}" for text in boundary.errors],
         "last_refit": None,

@@ -19,7 +19,7 @@ from ..arrival.update import Origin, Update
 from ..refit import ModelRefit, refit_of
 from .boundary import Boundary
 from .payload import check_load_format, not_read
-from .refit_end import RequestEnd
+from .request_end import request_end
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class _UpdateRequest:
             texts = [] if result is None or result.success else [result.message]
             message = " | ".join([*texts, *boundary.errors])
             result = _OUTPUTS[update.origin](success=False, message=message)
-        return RequestEnd(boundary, manager, refit, update, result, is_asked).answer()
+        return request_end(refit)(boundary, manager, refit, update, result, is_asked).answer()
 
     def _prepare(self) -> None:
         """All that may refuse the request or raise before SGLang, whose ranks wait for each other."""

@@ -21,11 +21,8 @@ from ...wire.stages import ANSWERING
 from ..arrival.update import Origin, Update
 from ..model.draft import lose_drafts
 from ..refit import ModelRefit, refit_of
-from ..report.refit_record import Verdict
 from .boundary import Boundary
-from .flush import clear_stored_cache
-from .refit_end import RequestEnd, fail_behind
-from .unseen_writes import memory_number
+from .request_end import fail_behind, request_end
 from .update_request import (
     answer_update,
     are_weights_released,
@@ -68,7 +65,8 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
                 if not errors:
                     return result
                 self._session = None
-            refit.report.log.session = None
+            for extension in refit.extensions:
+                extension.drop_session()
             return io_struct.BeginWeightUpdateReqOutput(success=False, message=" | ".join(errors))
 
         def end_weight_update(self, recv_req: Any) -> Any:
@@ -91,7 +89,7 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
             if result is None:
                 text = " | ".join(boundary.errors)
                 result = io_struct.EndWeightUpdateReqOutput(success=False, message=text)
-            return RequestEnd(boundary, self, refit, update, result).answer()
+            return request_end(refit)(boundary, self, refit, update, result).answer()
 
     def release_memory_occupation(self, recv_req: Any) -> Any:
         """Weights that nobody kept have to be sent again, all of them."""
@@ -108,7 +106,8 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
         boundary = Boundary(self.tp_cpu_group)
         boundary.step(refit.derived.kept_copies.keep_constants)
         result = original(recv_req)
-        boundary.step(refit.report.weights_lost)
+        for extension in refit.extensions:
+            boundary.step(extension.weights_lost)
         if not get_server_args().enable_draft_weights_cpu_backup:
             boundary.step(lose_drafts)
         # SGLang's answer to this request has no room for an error.
@@ -149,29 +148,17 @@ def after_flush(is_empty: bool, scheduler: Any, *_: Any, **__: Any) -> bool:
     boundary = Boundary(manager.tp_cpu_group)
     if not boundary.on_every_rank(is_empty):
         return False
-    if not are_weights_released(manager):
-        is_empty = _end_by_flush(boundary, manager, refit)
     for extension in refit.extensions:
         is_empty = extension.cache_is_empty(manager) and is_empty
     return is_empty
-
-
-def _end_by_flush(boundary: Boundary, manager: Any, refit: ModelRefit) -> bool:
-    """Whether nothing was raised, on any rank. A collective."""
-    own = boundary.step(refit.report.verdict_at_flush)
-    ranks = [one for one in boundary.gathered(own) if one is not None]
-    # Behind a session's end there is no refit that this could divide.
-    ended = boundary.step(refit.report.flushed, Verdict.of_all(ranks) if ranks else None)
-    if ended is not None and ended.has_changed_weights:
-        boundary.step(clear_stored_cache, manager)
-    return not fail_behind(boundary, refit, ended)
 
 
 def _announced(manager: Any, request: Any, refit: ModelRefit) -> None:
     note = note_of(request.rid)
     check_weights_are_there(manager, "an update writes them")
     check_selector(manager, request)
-    refit.report.begin_session(note, memory_number(refit) if note is None else None)
+    for extension in refit.extensions:
+        extension.begin_session(note)
 
 
 def _prepare_end(manager: Any, refit: ModelRefit, around: ExitStack) -> None:
@@ -196,7 +183,8 @@ def _read_unfolded(original: Callable[..., Any], manager: Any, request: Any) -> 
         if getattr(request, "action", "") == "reset_tensors":
             selector = getattr(request, "selector", "all")
             if selector != "draft":
-                changing.step(refit.report.weights_lost)
+                for extension in refit.extensions:
+                    changing.step(extension.weights_lost)
             if selector != "target":
                 changing.step(lose_drafts)
         errors = [*reading.failures(), *fail_behind(changing, refit)]

@@ -1,7 +1,8 @@
 """SGLang's `weight_version` moves when a refit is whole, not with its first bucket.
 
 SGLang takes the version of every call that succeeds. Here it goes to the scheduler out of SGLang's sight, behind `rid`,
-and comes back behind the answer's message where the refit that it names was the last step to weights of one piece.
+and comes back behind the answer's message (`RequestEnd`) where the refit that it names was the last step to weights of
+one piece.
 """
 
 from __future__ import annotations
@@ -11,13 +12,6 @@ from typing import Any
 
 from ...config import QUANTIZATION_METHOD
 from ...wire.refit_note import apart_from_versions, with_version
-from ..report.law import RefitLog
-
-
-def tell_version(log: RefitLog, result: Any) -> None:
-    """In each scheduler, at the end of a request: say once what the weights are called that are served now."""
-    if log.moved_to is not None:
-        result.message, log.moved_to = with_version(result.message, log.moved_to), None
 
 
 async def with_whole_version(

@@ -16,7 +16,7 @@ import torch
 from ...errors import ConfigError
 from ..extension import Extension, Received
 from ..host.boundary import Boundary
-from ..host.refit_end import fail_behind
+from ..host.request_end import fail_behind
 from ..host.update_request import are_weights_released
 from .attention_layers import Fold, attention_layers, refused
 from .calibration import Calibration, calibration_of

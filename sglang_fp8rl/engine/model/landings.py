@@ -55,11 +55,16 @@ class Known:
 
 
 class NameTable:
-    """Filled by one load or probe, complete from then on."""
+    """Filled by one load or probe, complete from then on.
+
+    Attributes:
+        unknown_because: why it is not known what a full refit writes; empty if it is.
+    """
 
     def __init__(self) -> None:
         self.known: dict[str, Known] = {}
         self.unused: dict[str, None] = {}
+        self.unknown_because = ""
         self._lock = threading.Lock()
 
     def landed(

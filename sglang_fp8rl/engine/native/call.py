@@ -15,8 +15,8 @@ from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source, SourceIndex
 from ..arrival.update import Update
 from ..interception import Write
+from ..ledger.ledger import NOTHING, Arrived
 from ..model.parameters import Target
-from ..report.refit_record import NOTHING, Arrived
 from .observer import Observer
 
 APART = "half of an FP8 pair, the other is in another bucket"
@@ -83,17 +83,22 @@ class Call:
     @property
     def size(self) -> int:
         """Tensors that were sent."""
-        return len(self.sources.names) if self.bucket is None else len(self.brings.numbers)
+        return len(self.sources.names) if self.bucket is None else self.brings.tensors
 
     @property
     def brought(self) -> Arrived:
-        """What is known of it behind the call; of a stream all but the numbers of its names."""
-        return Arrived(
-            self.brings.numbers,
-            self.sources.nbytes if self.bucket is None else self.brings.nbytes,
+        """What is known of it behind the call."""
+        return self.brings._replace(
+            tensors=self.size,
+            nbytes=self.sources.nbytes if self.bucket is None else self.brings.nbytes,
             has_taken=self.brings.has_taken or bool(self.sources.consumed),
             narrowed=self.brings.narrowed or tuple(self.narrowed),
         )
+
+    @property
+    def names(self) -> list[str]:
+        """Of what was sent; of a stream, of what has come by now."""
+        return list(self.sources.names) if self.bucket is None else self.bucket.names
 
     @property
     def error(self) -> RefitError:

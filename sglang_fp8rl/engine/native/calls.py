@@ -1,4 +1,4 @@
-"""Opens and closes the calls of a model: what each left out is found, and written down in its refit."""
+"""Opens and closes the calls of a model: what each left out is found, and extensions are told."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch
 from ...config import Options
 from ...errors import Fp8RlError, RefitError, listed
 from ...formats import weight_name_of
-from ..arrival.bucket import Bucket
 from ..arrival.update import Origin, Update
 from ..extension import Extension
+from ..ledger.ledger import Ledger
 from ..model.derived_weights import DerivedWeights
-from ..report.refit_record import Arrived
-from ..report.report import RefitReport
 from .call import APART, Call
 from .checks import foreign_error, not_finite_errors
 from .pairs import PairTable
@@ -31,11 +29,11 @@ NOTHING_SENT = RefitError(
 
 
 class Calls:
-    """The calls of a model, each of one of the report's refits.
+    """The calls of a model.
 
     Args:
         derived: renewed where an error ended a call.
-        extensions: may take what no parameter takes.
+        extensions: are told of every call, and may take what no parameter takes.
 
     Attributes:
         update: the request that is being served; the load at startup where there is none.
@@ -48,12 +46,13 @@ class Calls:
         model: torch.nn.Module,
         options: Options,
         pairs: PairTable,
-        report: RefitReport,
+        ledger: Ledger,
         derived: DerivedWeights,
         extensions: Sequence[Extension],
     ) -> None:
-        self._pairs, self._report, self._derived = pairs, report, derived
-        self.untaken = UntakenNames(model, options, report, extensions)
+        self._pairs, self._ledger, self._derived = pairs, ledger, derived
+        self._extensions = extensions
+        self.untaken = UntakenNames(model, options, ledger.names, extensions)
         self.update = Update(Origin.STARTUP)
         self.running: Call | None = None
 
@@ -75,37 +74,26 @@ class Calls:
         finally:
             self.running = before
 
-    def brings(self, bucket: Bucket) -> Arrived:
-        """What is known of a bucket before it is read."""
-        numbers = self._report.brought.numbers_of(bucket.names)
-        return Arrived(numbers, bucket.nbytes, has_taken=False)
-
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """What is raised in here refuses the call, of which nothing was looked at; it is written down."""
+        """What is raised in here refuses the call, of which nothing was looked at."""
         self.update.calls += 1
         try:
             yield
         except Exception as error:  # noqa: BLE001 `_raise` raises it
-            _raise(self._refused(error), error)
-
-    def _refused(self, error: Exception) -> Fp8RlError:
-        told = self._told(error, "")
-        self.update.refit = self._report.fail([str(told)], self.update)
-        if self._report.log.running is None:  # else it was another client's, who goes on
-            self._pairs.drop()
-        return told
+            told = self._told(error, "")
+            for extension in self._extensions:
+                extension.refused(self.update, told)
+            _raise(told, error)
 
     def begin(self, call: Call) -> None:
-        """It is of the running refit, or of a new one."""
-        since = self._report.start_call(call.update, call.brings.numbers)
-        if self._pairs.halves:
-            self._pairs.drop_before(since)
-        call.update.refit = self._report.refit
+        self._ledger.stamp += 1
+        for extension in self._extensions:
+            extension.begin(call)
 
     @contextmanager
     def open(self, call: Call) -> Iterator[None]:
-        """One call that has begun: what it left out is found and written down, also where an error stopped it.
+        """One call that has begun: what it left out is found, also where an error stopped it.
 
         Raises:
             RefitError: something that was sent was not stored; names all of it.
@@ -128,7 +116,7 @@ class Calls:
         """The error to tell the client; `name` went by last."""
         if isinstance(error, Fp8RlError):
             return error
-        return foreign_error(name, error, self._report.names.known)
+        return foreign_error(name, error, self._ledger.names.known)
 
     def _finish(self, call: Call) -> None:
         """A call came to its end: NaN, unknown names, open halves."""
@@ -165,7 +153,7 @@ class Calls:
         left = [
             name
             for name in sent
-            if weight_name_of(name) not in self._report.names.unused
+            if weight_name_of(name) not in self._ledger.names.unused
             and name not in call.sources.consumed
             and name not in call.errors
         ]
@@ -176,12 +164,9 @@ class Calls:
         return told if list(call.errors.values()) == [str(told)] else call.error
 
     def _close(self, call: Call) -> None:
-        brought = call.brought
-        if call.bucket is None:  # a stream: it is known by now
-            numbers = self._report.brought.numbers_of(call.sources.names)
-            brought = brought._replace(numbers=numbers)
         call.update.tensors += call.size
-        call.update.refit = self._report.end_call(brought, call.errors, call.update)
+        for extension in self._extensions:
+            extension.closed(call)
         if call.errors:
             self._pairs.drop()
 

@@ -15,8 +15,8 @@ from ...errors import Fp8RlError, RefitError
 from ...numerics.write_table import Piece
 from ..arrival.sent_tensors import UNKNOWN, Made, Source
 from ..interception import Write, make_stand_in, unwatched
+from ..ledger.ledger import Ledger
 from ..model.parameters import Target, part_of
-from ..report.report import RefitReport
 from .call import Call
 from .checks import (
     check_dtype,
@@ -79,11 +79,11 @@ def _as_refit_error(error: RefitError) -> tuple[Any, tuple[str, ...]]:
 class LoaderCalls:
     """Stores what one loader call was given. Loaders may call it from several threads.
 
-    Every region that is written is noted in the report.
+    Every region that is written is noted in the ledger.
     """
 
-    def __init__(self, options: Options, pairs: PairTable, report: RefitReport) -> None:
-        self.options, self.pairs, self.report = options, pairs, report
+    def __init__(self, options: Options, pairs: PairTable, ledger: Ledger) -> None:
+        self.options, self.pairs, self.ledger = options, pairs, ledger
         self._lock = threading.Lock()
         self._learned = LearnedLoaders()
 
@@ -164,7 +164,7 @@ class LoaderCalls:
                 loaded = loaded.contiguous()
         if made.is_scale:
             check_takes_scale(target, name)
-            half = Half(name, loaded, source, self.report.log.stamp)
+            half = Half(name, loaded, source, self.ledger.stamp)
             self._store_half(given, half, is_scale=True)
             return
         key = self._learned.key_of(target, native, loaded, args, kwargs)
@@ -188,7 +188,7 @@ class LoaderCalls:
             return
         if is_pair:
             blocks = blocks_of(name, loaded, writes)
-            half = Half(name, loaded, source, self.report.log.stamp, blocks)
+            half = Half(name, loaded, source, self.ledger.stamp, blocks)
             self._store_half(given, half, is_scale=False)
         else:
             self._do(given, writes, of_each)
@@ -203,13 +203,13 @@ class LoaderCalls:
                 call.sources.leave_native(one.sources, _MADE if one.sources else _NOT_SENT)
         for sources, theirs in groups.items():
             if call.update.origin.is_serving:
-                check_landing(sources, given.target, self.report.names.known)
+                check_landing(sources, given.target, self.ledger.names.known)
             call.sources.consume(sources)
             call.narrowed |= {
                 one.name: None for one in sources if has_fewer_bits(one, given.target)
             }
             if not call.update.origin.is_serving:
-                self.report.names.landed(sources, given.target, given.part, theirs)
+                self.ledger.names.landed(sources, given.target, given.part, theirs)
 
     def _do(self, given: _Given, writes: Sequence[Write], of_each: Sequence[Made]) -> None:
         recording = given.call.recording
@@ -218,7 +218,7 @@ class LoaderCalls:
                 check_integers(given.target, given.name, write)
             for one, write in zip(of_each, writes, strict=True):
                 done = self._store(given, write)
-                box = self.report.written(given.target, write.region)
+                box = self.ledger.write(given.target, write.region)
                 if recording is None or not one.is_view:
                     continue
                 if box is None:
@@ -264,7 +264,7 @@ class LoaderCalls:
                 "Add the module to ignored_layers.",
             )
         self._run_on_parameter(given, run)
-        self.report.written(target, None)
+        self.ledger.write(target, None)
         return []
 
     def _run_on_parameter(self, given: _Given, run: Callable[[torch.Tensor], None]) -> None:
@@ -299,7 +299,7 @@ class LoaderCalls:
             if pair is None:
                 return
             copies = store_pair(pair, self.options)
-        boxes = [self.report.written(target, write.region) for _, write in pair.weight.blocks]
+        boxes = [self.ledger.write(target, write.region) for _, write in pair.weight.blocks]
         if recording is not None:
             if target.takes_packed_scales and pair.scale.source is not None:
                 recording.add_exponents(pair.scale.source)

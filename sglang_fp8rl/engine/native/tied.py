@@ -1,6 +1,6 @@
 """Tensors for a parameter that another one writes: a head that is tied to the embedding, a draft model's copy.
 
-They are looked at and not stored: in the end they have to be what is served (`report/sent_twice.py`).
+They are looked at and not stored: in the end they have to be what is served (`ledger/sent_twice.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from ...errors import RefitError
 from ..arrival.sent_tensors import SourceIndex
 from ..interception import make_stand_in
+from ..ledger.ledger import Ledger
 from ..model.landings import Known, why_left_out
 from ..model.parameters import ModelMemory, Target
-from ..report.report import RefitReport
 from .call import Call
 from .checks import check_dtype, check_shape
 from .observer import Observer
@@ -28,7 +28,7 @@ _OF_A_DRAFT = (
 def noted(
     weights: Iterable[tuple[str, torch.Tensor]],
     call: Call,
-    report: RefitReport,
+    ledger: Ledger,
     rows: Sequence[Mapping[str, str]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass on what is sent; what the model ties to another tensor is noted as it goes by.
@@ -37,19 +37,19 @@ def noted(
         rows: of `left_out`, with the name that it computes with as `equals`.
     """
     for position, (name, tensor) in enumerate(weights):
-        row = why_left_out(name, rows) if name not in report.names.known else {}
+        row = why_left_out(name, rows) if name not in ledger.names.known else {}
         if row:
             call.tied[position] = row["equals"]
-            note_tied(report, call, name, tensor, row["equals"])
+            note_tied(ledger, call, name, tensor, row["equals"])
         yield name, tensor
 
 
-def note_tied(report: RefitReport, call: Call, name: str, tensor: torch.Tensor, other: str) -> None:
+def note_tied(ledger: Ledger, call: Call, name: str, tensor: torch.Tensor, other: str) -> None:
     """A tensor came that is the same as the `other` one: it is held against what is served in the end."""
     rule = f"this model ties it to {other}, and computes with that one"
-    known = report.names.known[other]
+    known = ledger.names.known[other]
     if tuple(tensor.shape) == known.shape:
-        report.sent_twice.note(name, _parts(tensor, known), report.log.stamp, rule)
+        ledger.sent_twice.note(name, _parts(tensor, known), ledger.stamp, rule)
         return
     call.errors[name] = (
         f"{name}: shape {tuple(tensor.shape)}; {rule}, of shape {known.shape}. Leave it out"
@@ -66,7 +66,7 @@ def _parts(tensor: torch.Tensor, known: Known) -> Iterator[tuple[torch.Tensor, t
 
 
 def note_draft_write(
-    report: RefitReport,
+    ledger: Ledger,
     target: Target,
     native: Any,
     loaded: torch.Tensor,
@@ -100,4 +100,4 @@ def note_draft_write(
     parts = [
         (one.source, one.destination(parameter)) for one in found.writes if one.source is not None
     ]
-    report.sent_twice.note(name, parts, stamp, _OF_A_DRAFT)
+    ledger.sent_twice.note(name, parts, stamp, _OF_A_DRAFT)

@@ -11,8 +11,7 @@ from ...config import Options
 from ...errors import listed
 from ...formats import weight_name_of
 from ..extension import Extension
-from ..model.landings import left_out, why_left_out
-from ..report.report import RefitReport
+from ..model.landings import NameTable, left_out, why_left_out
 from .call import Call
 from .checks import not_taken_errors
 
@@ -30,11 +29,11 @@ class UntakenNames:
         self,
         model: torch.nn.Module,
         options: Options,
-        report: RefitReport,
+        names: NameTable,
         extensions: Sequence[Extension],
     ) -> None:
         self._model, self._options = model, options
-        self._report, self._extensions = report, extensions
+        self._names, self._extensions = names, extensions
         self._rows: tuple[int, list[dict[str, str]]] | None = None
 
     def settle(self, call: Call) -> None:
@@ -43,17 +42,17 @@ class UntakenNames:
         unknown = [name for name in self._without_reason(call) if name not in passed]
         if not call.update.origin.is_serving:
             # A checkpoint may hold more than the model takes: SGLang loads it, so it may pass later.
-            self._report.names.not_taken(unknown)
+            self._names.not_taken(unknown)
         elif unknown and self._options.unknown_names == "warn":
             logger.warning("fp8rl: no parameter takes %s", listed(unknown))
             call.sources.leave_native((), "it has names that no parameter takes")
         else:
-            sent, known = call.sources.set_aside, self._report.names.known
+            sent, known = call.sources.set_aside, self._names.known
             call.errors |= not_taken_errors(unknown, sent, known)
 
     def note(self, call: Call) -> None:
         """Of a probe, which stores nothing: what the model does not take may pass later."""
-        self._report.names.not_taken(self._without_reason(call))
+        self._names.not_taken(self._without_reason(call))
 
     def _received(self, call: Call) -> set[str]:
         """What extensions take of it; returns names that are no longer unknown."""
@@ -73,8 +72,7 @@ class UntakenNames:
         return [
             name
             for name in call.sources.unused()
-            if weight_name_of(name) not in self._report.names.unused
-            and not why_left_out(name, rows)
+            if weight_name_of(name) not in self._names.unused and not why_left_out(name, rows)
         ]
 
     @property
@@ -85,7 +83,7 @@ class UntakenNames:
     @property
     def _left_out(self) -> list[dict[str, str]]:
         """The rows of `left_out`, made anew where more names are known."""
-        known = len(self._report.names.known)
+        known = len(self._names.known)
         if self._rows is None or self._rows[0] != known:
-            self._rows = known, left_out(self._model, self._report.names)
+            self._rows = known, left_out(self._model, self._names)
         return self._rows[1]

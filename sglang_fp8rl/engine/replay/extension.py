@@ -30,14 +30,14 @@ class Replay(Extension):
         recipe = self.recipes.find(bucket) if self.refit.options.replay else None
         if recipe is None:
             return None
-        return Way(recipe.brings, partial(replay, bucket, recipe, self.recipes, self.refit.report))
+        return Way(recipe.brings, partial(replay, bucket, recipe, self.recipes, self.refit.ledger))
 
     def recording_of(self, bucket: Bucket, sent: Any, sources: Any) -> Recording | None:
         return Recording(bucket, sent, sources) if self.refit.options.replay else None
 
     def stored(self, call: Call) -> None:
         if isinstance(call.recording, Recording):
-            learn(self.recipes, call.recording, self.refit.report, call, self.refit.options)
+            learn(self.recipes, call.recording, self.refit.ledger, call, self.refit.options)
 
     def status(self) -> dict[str, Any]:
         return self.recipes.as_dict()

@@ -21,13 +21,12 @@ from ...numerics.backends import TableRunner, make_runner
 from ...numerics.write_table import BAD_SCALE, NAN_CODE, CastTable, Kind
 from ..arrival.bucket import Bucket, FlatBucket, overlapping
 from ..interception import Write
+from ..ledger.ledger import Arrived, Ledger
 from ..model.parameters import Target
 from ..modules.method import are_no_exponents
 from ..native.call import Call
 from ..native.pairs import bad_scale_error, check_exponents, nan_code_error
 from ..native.tied import note_tied
-from ..report.refit_record import Arrived
-from ..report.report import RefitReport
 from .recording import Recording
 
 # Tensors of all recipes together: a table row of 136 bytes each, its name and its layout. Four times
@@ -50,7 +49,7 @@ class Recipe:
         regions, targets: numbers of the boxes that are written, indices of the parameters.
         owners: parameters and scales that are written, and where they were.
         exponents: positions of scales that have to be powers of two.
-        metadata: of a flattened bucket.
+        metadata, names: of a flattened bucket, which makes neither of them again.
     """
 
     layout: tuple[list, ...]
@@ -65,10 +64,11 @@ class Recipe:
     owners: list[tuple[torch.Tensor, int]]
     exponents: tuple[int, ...]
     metadata: Sequence[Any]
+    names: list[str]
 
     @property
     def size(self) -> int:
-        return len(self.brings.numbers)
+        return self.brings.tensors
 
 
 @dataclass
@@ -100,7 +100,7 @@ class RecipeStore:
             return None
         self._recipes.move_to_end(bucket.key)
         if isinstance(bucket, FlatBucket):
-            bucket.metadata = recipe.metadata
+            bucket.metadata, bucket.names = recipe.metadata, recipe.names
         return recipe
 
     def add(self, bucket: Bucket, recipe: Recipe) -> None:
@@ -130,7 +130,7 @@ class RecipeStore:
 def learn(
     recipes: RecipeStore,
     recording: Recording,
-    report: RefitReport,
+    ledger: Ledger,
     call: Call,
     options: Options,
 ) -> None:
@@ -138,8 +138,8 @@ def learn(
     counts = recipes.counts
     counts.native_calls += 1
     targets = np.unique(recording.boxes[:, 0])
-    owners = [report.targets[at] for at in targets.tolist()]
-    reasons = set(_why_native(recording, report, call, owners))
+    owners = [ledger.targets[at] for at in targets.tolist()]
+    reasons = set(_why_native(recording, ledger, call, owners))
     if reasons == {_KEPT}:
         gc.collect()  # what the model forgot in a circle
         reasons = {_KEPT} if recording.is_kept() else set()
@@ -154,7 +154,7 @@ def learn(
 
 
 def _why_native(
-    recording: Recording, report: RefitReport, call: Call, owners: Sequence[Target]
+    recording: Recording, ledger: Ledger, call: Call, owners: Sequence[Target]
 ) -> Iterator[str]:
     """Why buckets of this layout are left to SGLang's loaders; nothing, if all that is done with them is copying.
 
@@ -165,7 +165,7 @@ def _why_native(
     yield from call.sources.unsourced
     if recording.is_kept():
         yield _KEPT
-    if report.coverage.overlap(recording.boxes[:, 1]):
+    if ledger.coverage.overlap(recording.boxes[:, 1]):
         yield "two tensors of it are written to one place"
     parameters = [one.parameter for one in owners]
     if len({one.device for one in parameters}) > 1:
@@ -211,11 +211,12 @@ def _recipe_of(
         owners=[(one, one.data_ptr()) for one in memory],
         exponents=tuple(recording.exponents),
         metadata=bucket.metadata if isinstance(bucket, FlatBucket) else (),
+        names=bucket.names,
     )
 
 
 def replay(
-    bucket: Bucket, recipe: Recipe, recipes: RecipeStore, report: RefitReport, call: Call
+    bucket: Bucket, recipe: Recipe, recipes: RecipeStore, ledger: Ledger, call: Call
 ) -> None:
     """Write a bucket from its recipe, in a call.
 
@@ -228,10 +229,10 @@ def replay(
     flags = recipe.runner.run(bucket.addresses())
     if flags.any():
         _note_bad_pieces(call, recipe, bucket, flags)
-    report.coverage.write(recipe.targets, recipe.regions, report.log.stamp)
+    ledger.coverage.write(recipe.targets, recipe.regions, ledger.stamp)
     recipes.count_replayed(recipe)
     for position, other in recipe.tied.items():
-        note_tied(report, call, bucket.names[position], bucket.tensor(position), other)
+        note_tied(ledger, call, bucket.names[position], bucket.tensor(position), other)
     call.sources.set_aside = {bucket.names[at]: bucket.tensor(at) for at in recipe.kv_scales}
 
 

@@ -18,6 +18,7 @@ from support.engine.commands import (
 from support.engine.models import MODELS
 from support.engine.pool import on
 
+from sglang_fp8rl.engine.law.law import law_of
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 from sglang_fp8rl.wire.refit_note import RefitNote, apart_from_versions
 
@@ -241,7 +242,7 @@ def test_a_refused_flush_fails_no_refit(host):
 
 def refits_that_are_complete(scheduler, named_tensors):
     """How often `RefitLog.conclude` found one complete."""
-    log = model_of(scheduler).fp8rl_refit.report.log
+    log = law_of(model_of(scheduler).fp8rl_refit).log
     conclude, found = log.conclude, []
 
     def counted(verdict, **how):

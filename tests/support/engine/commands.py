@@ -75,8 +75,12 @@ def update(
             "metadata": bucket.get_metadata(),
         }
     one = serialized(payload, MultiprocessingSerializer.serialize)
-    size = torch.distributed.get_world_size(scheduler.weight_updater.tp_cpu_group)
-    return send(scheduler, [one] * size, load_format, flush_cache, **more)
+    return send(scheduler, to_all_ranks(scheduler, one), load_format, flush_cache, **more)
+
+
+def to_all_ranks(scheduler: Any, one: Any) -> list[Any]:
+    """The payloads of a request that brings every rank the same."""
+    return [one] * torch.distributed.get_world_size(scheduler.weight_updater.tp_cpu_group)
 
 
 def serialized(value: Any, serialize: Callable[[Any], T]) -> T:

@@ -50,7 +50,7 @@ def main(directory: Path) -> None:
                     "same_bytes": host.call(digests) == expected,
                     "same_words": repr(said(host)) == repr(words),
                     "replayed": found["replay"]["calls"] if "replay" in found else None,
-                    "state": found["state"],
+                    "state": found.get("state"),
                     "has_kv_section": "kv_scales" in found,
                 }
             )

@@ -20,7 +20,8 @@ pytest.importorskip("sglang")
 from sglang_fp8rl.engine.extension import Extension
 from sglang_fp8rl.engine.host.status import add_status
 from sglang_fp8rl.engine.host.updater import RefitUpdater
-from sglang_fp8rl.engine.report.law import MAX_LISTED
+from sglang_fp8rl.engine.law.law import law_of
+from sglang_fp8rl.engine.law.log import MAX_LISTED
 
 io_struct = pytest.importorskip("sglang.srt.managers.io_struct")
 pytestmark = pytest.mark.skipif(
@@ -246,7 +247,7 @@ def test_a_read_behind_which_weights_are_left_otherwise_fails_them(monkeypatch):
         assert not any(one.success for one in server.call(check))
     for manager in server.managers:
         assert manager.state()["state"] == "failed"
-        assert len(manager.refit.report.log.failures) <= MAX_LISTED
+        assert len(law_of(manager.refit).log.failures) <= MAX_LISTED
     server.managers[1].refit.extensions.pop()
     assert mended(server) == ""
 

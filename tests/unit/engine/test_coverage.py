@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_fp8rl.engine.interception import Region, region_of
-from sglang_fp8rl.engine.report.coverage import CoverageTable
+from sglang_fp8rl.engine.ledger.coverage import CoverageTable
 
 
 @pytest.mark.parametrize("shape", [(7,), (6, 5), (3, 4, 5), (1, 6, 1), (4, 1)])

@@ -21,7 +21,7 @@ class Both:
         in_session = self.model.in_session
         if fault == "unreadable":
             scope = Update(Origin.TENSOR, in_session, flush)
-            self.server.report.fail(["no pickle"], scope)
+            self.server.law.fail(["no pickle"], scope)
             self.model.fail(flush)
             return
         self.server.call(*names, flush=flush, failed=fault == "nan", in_session=in_session)
@@ -29,15 +29,15 @@ class Both:
 
     def begin(self) -> None:
         if self.model.begin():
-            self.server.report.begin_session(None)
+            self.server.law.begin_session(None)
 
     def end(self) -> None:
         if self.model.in_session:
             assert self.server.end_session() == self.model.end()
 
     def flush(self) -> None:
-        report = self.server.report
-        report.flushed(report.verdict_at_flush())
+        law = self.server.law
+        law.flushed(law.verdict_at_flush())
         self.model.flush()
 
 

@@ -11,9 +11,10 @@ import torch
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
+from sglang_fp8rl.engine.law.law import law_of
+from sglang_fp8rl.engine.law.record import Outcome, State
 from sglang_fp8rl.engine.native.checks import not_finite_errors
 from sglang_fp8rl.engine.refit import ModelRefit
-from sglang_fp8rl.engine.report.refit_record import Outcome, State
 from sglang_fp8rl.errors import Fp8RlError, HostError, RefitError
 from sglang_fp8rl.numerics import quantize_per_channel
 from sglang_fp8rl.wire.refit_note import RefitNote
@@ -37,7 +38,7 @@ def refused(refit: ModelRefit, tensors: dict[str, torch.Tensor], match: str) -> 
     for _ in range(2):
         with pytest.raises(Fp8RlError, match=match):
             update(refit, tensors)
-        assert refit.report.log.state is not State.WHOLE
+        assert law_of(refit).log.state is not State.WHOLE
 
 
 # -- what is kept of a refused call ----------------------------------------------------------------
@@ -227,8 +228,8 @@ def test_a_tied_head_is_held_against_the_embedding_in_a_stream_too(origin, head_
         update = Update(origin)
         with refit.during(update):
             refit.model.load_weights(sent if origin is Origin.TENSOR else iter(sent))
-            refit.report.log.end_request(refit.report.verdict(update), update)
-        assert refit.report.log.state is (State.FAILED if differs else State.WHOLE)
+            law_of(refit).log.end_request(law_of(refit).verdict(update), update)
+        assert law_of(refit).log.state is (State.FAILED if differs else State.WHOLE)
 
 
 class DerivesInVain(Toy):
@@ -255,9 +256,9 @@ def test_a_derivation_that_raises_fails_its_refit_and_the_next_one_is_good(repla
     refit.model.is_bad = True
     with pytest.raises(RefitError, match="ValueError: no room for it"):
         update(refit, weights(refit.model, 2))
-    assert refit.report.log.running is None
-    assert refit.report.log.last.outcome is Outcome.FAILED
-    assert str(refit.report.log.failures).count("no room for it") == 1
+    assert law_of(refit).log.running is None
+    assert law_of(refit).log.last.outcome is Outcome.FAILED
+    assert str(law_of(refit).log.failures).count("no room for it") == 1
     refit.model.is_bad = False
     update(refit, weights(refit.model, 3))
     assert torch.equal(refit.model.derived, weights(refit.model, 3)["a.weight"])

@@ -15,7 +15,8 @@ from torch import nn
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
-from sglang_fp8rl.engine.host.status import last_refit
+from sglang_fp8rl.engine.law.law import law_of
+from sglang_fp8rl.engine.law.status import last_refit
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
 from tools.census.toys.copies import (
@@ -202,8 +203,8 @@ def test_a_refit_that_leaves_out_a_scalar_or_a_buffer_is_not_complete(kind):
         rest = {key: value for key, value in tensors.items() if key != name}
         with refit.during(Update(Origin.TENSOR)):
             refit.model.load_weights(list(rest.items()))
-            verdict = refit.report.verdict()
-            refit.report.give_up("the test goes on")
+            verdict = law_of(refit).verdict()
+            law_of(refit).give_up("the test goes on")
         assert not verdict.is_complete
         assert verdict.lacking == 1
 
@@ -223,8 +224,8 @@ def test_a_probe_learns_what_a_load_learns_and_changes_nothing(kind):
     refit = unloaded(kind)
     before = {name: (one, one.clone()) for name, one in held(refit).items()}
     refit.note_loaded()
-    refit.report.start_call(Update(Origin.TENSOR), refit.report.brought.numbers_of([]))
-    assert refit.report.lacking().any()
+    law_of(refit).start_call(Update(Origin.TENSOR), None)
+    assert law_of(refit).lacking().any()
     assert list(held(refit)) == list(before)
     for name, one in held(refit).items():
         assert one is before[name][0]
@@ -242,7 +243,7 @@ def test_a_refit_whose_extent_can_t_be_learnt_fails_and_says_so():
     refit.note_loaded()
     with refit.during(Update(Origin.TENSOR)):
         refit.model.load_weights(list(weights(refit.model, 1).items()))
-    (why,) = refit.report.verdict().failures
+    (why,) = law_of(refit).verdict().failures
     assert "b.weight" in why
     assert "--load-format dummy" in why
     assert not refit.names.known
@@ -368,11 +369,11 @@ def test_what_comes_with_fewer_bits_than_it_is_served_with_is_named(kind, sent, 
     for seed in (1, 2, 3):  # natively, and replayed
         tensors = weights(refit.model, seed)
         update(refit, tensors | {"b.weight": tensors["b.weight"].to(sent)})
-        assert refit.report.refit.narrowed == (["b.weight"] if is_named else [])
+        assert law_of(refit).current.narrowed == (["b.weight"] if is_named else [])
         stored = tensors["b.weight"].to(sent).to(served)
         assert torch.equal(refit.model.b.weight, stored)
-        refit.report.give_up("the test goes on")
-    assert last_refit(refit.report)["narrowed"] == (["b.weight"] if is_named else [])
+        law_of(refit).give_up("the test goes on")
+    assert last_refit(law_of(refit))["narrowed"] == (["b.weight"] if is_named else [])
 
 
 def test_the_list_of_what_came_with_fewer_bits_is_short():
@@ -389,9 +390,9 @@ def test_the_list_of_what_came_with_fewer_bits_is_short():
         with refit.during(Update(Origin.TENSOR)):
             tensors = weights(refit.model, seed)
             refit.model.load_weights([(name, one.bfloat16()) for name, one in tensors.items()])
-            assert len(refit.report.refit.narrowed) == 100
-            assert last_refit(refit.report)["narrowed"] == list(Many.names[:16])
-            refit.report.give_up("the test goes on")
+            assert len(law_of(refit).current.narrowed) == 100
+            assert last_refit(law_of(refit))["narrowed"] == list(Many.names[:16])
+            law_of(refit).give_up("the test goes on")
 
 
 def test_a_name_that_reaches_nothing_is_refused():

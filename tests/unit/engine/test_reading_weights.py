@@ -10,6 +10,7 @@ from support.threads_as_ranks import Ranks
 pytest.importorskip("sglang")
 
 from sglang_fp8rl.engine.host import updater
+from sglang_fp8rl.engine.law.law import law_of
 from sglang_fp8rl.engine.proof.extension import rank_of
 from tools.census.toys.toy import Toy, loaded, update, weights
 
@@ -33,7 +34,7 @@ def test_what_is_reset_is_missing_until_it_came(monkeypatch, selector, lost):
     if selector is not None:
         request.selector = selector
     assert updater._read_unfolded(lambda _: "reset", manager, request) == "reset"
-    assert (refit.report.log.is_unloaded, bool(drafts)) == lost
+    assert (law_of(refit).log.is_unloaded, bool(drafts)) == lost
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4), (3, 8), (24,)])

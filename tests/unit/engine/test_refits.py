@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_fp8rl.engine.arrival.update import Origin, Update
-from sglang_fp8rl.engine.host.status import problems, served
 from sglang_fp8rl.engine.interception import Region
+from sglang_fp8rl.engine.law import law, log
+from sglang_fp8rl.engine.law.law import Law
+from sglang_fp8rl.engine.law.record import Outcome, State
+from sglang_fp8rl.engine.law.status import problems, served
+from sglang_fp8rl.engine.ledger.ledger import Arrived, Ledger
 from sglang_fp8rl.engine.model.landings import Known, Landing, NameTable
 from sglang_fp8rl.engine.model.parameters import Target
-from sglang_fp8rl.engine.report import law, report
-from sglang_fp8rl.engine.report.refit_record import Arrived, Outcome, State
-from sglang_fp8rl.engine.report.report import RefitReport
+from sglang_fp8rl.engine.native.pairs import PairTable
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.wire.refit_note import RefitNote
 
@@ -24,7 +27,7 @@ ALL = Region((0,), (1,))
 
 
 class Server:
-    """A report of four parameters of one element each, and calls as `Journal` and the hooks make them."""
+    """The law of four parameters of one element each, and calls as `Calls` and the hooks make them."""
 
     def __init__(self):
         names = NameTable()
@@ -34,24 +37,32 @@ class Server:
             target = Target(name, parameter, None, index=index)
             names.known[name] = Known((1,), [Landing(target, (), (ALL,), (ALL,))])
             self.targets[name] = target
-        self.report = RefitReport(self.targets.values(), names)
-        self.log = self.report.log
+        ledger = Ledger(self.targets.values(), names)
+        model = SimpleNamespace(ledger=ledger, pairs=PairTable(), written_targets=list)
+        self.law = Law(model)
+        self.log = self.law.log
         self.call(*NAMES, scope=Update(Origin.STARTUP))
 
     def call(self, *names, flush=False, failed=False, halves=(), scope=None, **more):
         """Of `halves` nothing is stored yet. Returns the state behind it."""
         scope = scope or Update(Origin.TENSOR, is_last_call=flush, **more)
-        report, log = self.report, self.log
-        numbers = report.brought.numbers_of(names)
-        report.start_call(scope, numbers)
+        law, log = self.law, self.log
+        numbers = self.start_call(scope, *names)
         stored = [name for name in names if name in self.targets and name not in halves]
         for name in stored:
-            report.written(self.targets[name], ALL)
+            law.ledger.write(self.targets[name], ALL)
         errors = {names[0]: "a NaN"} if failed else {}
-        report.end_call(Arrived(numbers, len(numbers), bool(stored)), errors, scope)
+        law.end_call(Arrived(len(names), 1, bool(stored), numbers=numbers), errors, scope)
         if scope.origin is not Origin.STARTUP and log.current is not None:
-            log.end_request(report.verdict(scope), scope)
+            log.end_request(law.verdict(scope), scope)
         return log.state
+
+    def start_call(self, scope, *names):
+        """Returns the numbers of the names."""
+        numbers = self.law.brought.numbers_of(names)
+        self.law.ledger.stamp += 1
+        self.law.start_call(scope, numbers)
+        return numbers
 
     def flushing(self, *calls):
         """A whole refit that asks for the flush with every call; the states behind them."""
@@ -60,15 +71,15 @@ class Server:
     @property
     def served(self):
         """Refits that the parameters come from."""
-        return [row["refit"] for row in served(self.report)]
+        return [row["refit"] for row in served(self.law)]
 
     def end_session(self):
         """As `refit_end.end_request`; returns whether the client is told that it succeeded."""
-        report, log = self.report, self.log
+        law, log = self.law, self.log
         update = Update(Origin.TENSOR, in_session=True, ends_session=True)
         is_running = log.current is not None
-        ended = log.end_request(report.verdict(update), update) if is_running else None
-        failed = report.end_session()
+        ended = log.end_request(law.verdict(update), update) if is_running else None
+        failed = law.close_session()
         return (ended or failed) is None or (ended or failed).outcome is not Outcome.FAILED
 
     def full(self):
@@ -147,7 +158,7 @@ def test_behind_a_stray_call_a_full_update_is_whole_at_its_end(server, stray, fl
     assert server.call(*HALVES[0]) is not State.WHOLE
     assert server.call(*HALVES[1], flush=True) is State.WHOLE
     assert server.served == [server.log.complete.id]
-    assert problems(server.report) == []
+    assert problems(server.law) == []
 
 
 @pytest.mark.parametrize("stray", [*STRAYS, HALVES[1]], ids="-".join)
@@ -173,15 +184,15 @@ def test_buckets_may_come_in_another_order_at_each_refit(server, order):
 
 
 def flush_the_cache(server):
-    server.report.flushed(server.report.verdict_at_flush())
+    server.law.flushed(server.law.verdict_at_flush())
 
 
 def open_a_session(server):
-    server.report.begin_session(None)
+    server.law.begin_session(None)
     for names in HALVES:
         server.call(*names, in_session=True)
-    server.log.conclude(server.report.verdict())
-    server.report.end_session()
+    server.log.conclude(server.law.verdict())
+    server.law.close_session()
 
 
 def send_all_in_one_call(server):
@@ -218,29 +229,29 @@ def test_a_client_that_flushes_always_is_never_called_whole_out_of_step(
     for _ in range(2):
         assert server.flushing(*HALVES) == [State.MIXED, State.WHOLE]
         assert server.served == [server.log.complete.id]
-    assert problems(server.report) == []
+    assert problems(server.law) == []
 
 
 def test_a_flush_of_the_cache_ends_a_refit_that_nobody_named(server):
     server.call(*HALVES[0])
-    server.report.flushed(server.report.verdict_at_flush())
+    server.law.flushed(server.law.verdict_at_flush())
     assert server.log.state is State.MIXED
     assert server.log.last.outcome is Outcome.MIXED
     assert set(server.log.last.found.names) == set(HALVES[1])
     assert server.full() is State.WHOLE
-    server.report.begin_session(None)
+    server.law.begin_session(None)
     server.call(*HALVES[0], in_session=True)
-    server.report.flushed(server.report.verdict_at_flush())
+    server.law.flushed(server.law.verdict_at_flush())
     assert server.log.state is State.OPEN
 
 
 def test_a_tensor_that_comes_again_leaves_what_came_behind_it(server):
     """In a session too: a client that begins anew in it is answered as if it had begun there."""
-    server.report.begin_session(None)
+    server.law.begin_session(None)
     for name in ("embed", "layer 0", "embed", "layer 0", "layer 1", "norm"):
         server.call(name, in_session=True)
-    server.log.conclude(server.report.verdict())
-    assert server.report.end_session() is None
+    server.log.conclude(server.law.verdict())
+    assert server.law.close_session() is None
     assert server.log.state is State.WHOLE
     assert server.log.last.tensors == len(NAMES)
 
@@ -256,14 +267,14 @@ BEHIND_A_FAILURE = {
 
 @pytest.mark.parametrize(("calls", "succeeds"), BEHIND_A_FAILURE.values(), ids=BEHIND_A_FAILURE)
 def test_a_session_with_a_refused_bucket_ends_well_only_behind_all_tensors(server, calls, succeeds):
-    server.report.begin_session(None)
+    server.law.begin_session(None)
     server.call(*HALVES[0], in_session=True, failed=True)
     for names in calls:
         server.call(*names, in_session=True)
     assert server.end_session() == succeeds
     assert server.log.state is (State.WHOLE if succeeds else State.FAILED)
     assert server.log.last.outcome is (Outcome.OK if succeeds else Outcome.FAILED)
-    server.report.begin_session(None)
+    server.law.begin_session(None)
     assert server.end_session()  # the next one is not blamed
 
 
@@ -271,17 +282,17 @@ def test_a_name_given_up_with_its_half_is_no_part_of_the_refit_before_it(server)
     """Its half was dropped with the session that came between; it is not of the last complete refit."""
     server.call(*NAMES, flush=True)
     server.call("norm", halves=["norm"])
-    server.report.begin_session(None)
-    server.report.end_session()
+    server.law.begin_session(None)
+    server.law.close_session()
     assert server.call("norm", flush=True) is State.MIXED
 
 
 def test_halves_behind_a_tensor_that_comes_again_go_on_waiting(server):
     server.call("norm")
-    stamp = server.log.stamp
+    stamp = server.law.ledger.stamp
     server.call("embed", "layer 0", halves=["embed"])
-    scope = Update(Origin.TENSOR)
-    assert server.report.start_call(scope, server.report.brought.numbers_of(["norm"])) == stamp + 1
+    server.start_call(Update(Origin.TENSOR), "norm")
+    assert server.log.current.since == stamp + 1
 
 
 def test_two_clients_that_take_turns_are_mixed(server):
@@ -300,7 +311,7 @@ def test_what_is_remembered_of_refits_is_bounded(server, monkeypatch):
         server.call("embed", flush=True)
     assert len(server.log.begun) < 300
     assert len(server.log.left_out) <= 16
-    assert [row["parameters"] for row in served(server.report)] == [
+    assert [row["parameters"] for row in served(server.law)] == [
         1,
         1,
         2,
@@ -324,11 +335,11 @@ def test_a_partial_refit_leaves_the_state_as_it_was(server):
 
 
 def test_a_session_is_a_refit_and_its_flushes_end_nothing(server):
-    server.report.begin_session(None)
+    server.law.begin_session(None)
     assert server.call(*HALVES[0], flush=True, in_session=True) is State.OPEN
     server.call("layer 1", flush=True, in_session=True)
-    server.log.conclude(server.report.verdict())
-    server.report.end_session()
+    server.log.conclude(server.law.verdict())
+    server.law.close_session()
     assert server.log.state is State.MIXED
 
 
@@ -339,14 +350,14 @@ def test_a_refit_that_wrote_nothing_is_none(server):
 
 
 def test_released_memory_is_unloaded_until_a_complete_refit(server):
-    server.report.weights_lost()
+    server.law.weights_lost()
     assert server.call(*HALVES[0], flush=True) is State.UNLOADED
     assert server.full() is State.WHOLE
 
 
 def test_names_that_never_came_are_among_those_that_did_not():
     """Of a server on dummy weights the first bucket is the first that names anything."""
-    brought = report.NamesBrought()
+    brought = law.NamesBrought()
     brought.bring(brought.numbers_of(["norm"]), 3)
     assert brought.not_brought([*NAMES, *"abc"], 3) == [*NAMES[:-1], *"abc"]
 
@@ -357,11 +368,11 @@ def test_what_is_kept_of_undeclared_partial_refits_is_bounded(server, monkeypatc
     assert len(server.log.left_out) <= 16
     assert server.log.state is State.MIXED
     known = len(NAMES)
-    monkeypatch.setattr(report, "MAX_NAMES", known + 3)
+    monkeypatch.setattr(law, "MAX_NAMES", known + 3)
     for at in range(3):
-        server.report.brought.numbers_of([f"stray {at}"])
+        server.law.brought.numbers_of([f"stray {at}"])
     with pytest.raises(RefitError, match="a new name"):
-        server.report.brought.numbers_of(["stray 3"])
+        server.law.brought.numbers_of(["stray 3"])
     assert server.full() is State.WHOLE
 
 
@@ -394,7 +405,7 @@ def test_a_failure_by_a_new_name_does_not_undo_a_complete_refit(server):
 @pytest.mark.parametrize("of_session", [RefitNote("step"), RefitNote("step", extent="all")])
 def test_a_session_takes_the_calls_that_name_its_refit(server, of_session):
     note = RefitNote("step", "v2", extent="all")
-    server.report.begin_session(of_session)
+    server.law.begin_session(of_session)
     for names, flush in zip(HALVES, (False, True), strict=True):
         assert server.call(*names, in_session=True, note=note, flush=flush) is State.OPEN
     assert server.log.moved_to is None
@@ -405,14 +416,14 @@ def test_a_session_takes_the_calls_that_name_its_refit(server, of_session):
 
 
 def test_a_session_that_is_named_by_its_calls_has_to_bring_what_they_announce(server):
-    server.report.begin_session(RefitNote("step"))
+    server.law.begin_session(RefitNote("step"))
     server.call(*HALVES[0], in_session=True, note=RefitNote("step", extent="all"))
     assert not server.end_session()
     assert server.log.state is State.FAILED
 
 
 def test_a_call_of_another_refit_is_not_of_the_session(server):
-    server.report.begin_session(RefitNote("a"))
+    server.law.begin_session(RefitNote("a"))
     server.call(*HALVES[0], in_session=True)
     server.call(*NAMES, in_session=True, note=RefitNote("b"), flush=True)
     assert server.log.last.note.id == "b"
@@ -429,16 +440,15 @@ def test_a_call_that_joined_on_this_rank_is_of_the_refit_that_another_rank_began
     server.call(*NAMES, flush=True)
     whole = server.log.complete
     update = Update(Origin.TENSOR, is_last_call=False)
-    server.report.start_call(update, server.report.brought.numbers_of(["none of this rank's"]))
-    nothing = Arrived(server.report.brought.numbers_of(["none of this rank's"]), 1, False)
-    update.refit = server.report.end_call(nothing, {}, update)
+    numbers = server.start_call(update, "none of this rank's")
+    update.refit = server.law.end_call(Arrived(1, 1, False, numbers=numbers), {}, update)
     assert update.refit is whole
     update.refit_number = whole.id + 1
     server.log.part(update)
     assert (update.refit.id, whole.outcome) == (whole.id + 1, Outcome.OK)
     assert server.log.current is update.refit
     assert len(update.refit.calls) == 1
-    assert server.report.verdict().lacking == len(NAMES)
+    assert server.law.verdict().lacking == len(NAMES)
 
 
 def test_a_flush_that_ends_nothing_takes_no_version_away(server):
@@ -448,7 +458,7 @@ def test_a_flush_that_ends_nothing_takes_no_version_away(server):
 
 
 def test_no_version_moves_while_a_draft_lacks_what_it_lost(server, monkeypatch):
-    monkeypatch.setattr(law, "lost_of_drafts", lambda: ["fc.weight"])
+    monkeypatch.setattr(log, "lost_of_drafts", lambda: ["fc.weight"])
     server.call(*NAMES, flush=True, version="v7")
     assert server.log.complete.version == "v7"
     assert server.log.moved_to is None
@@ -457,8 +467,8 @@ def test_no_version_moves_while_a_draft_lacks_what_it_lost(server, monkeypatch):
 def computes_with(server, *names):
     """As learnt at the start: SGLang does more with these than copy them."""
     for name in names:
-        server.report.names.known[name].reason = "SGLang computes with it while loading"
-    server.report._extent._known = -1  # count anew
+        server.law.ledger.names.known[name].reason = "SGLang computes with it while loading"
+    server.law._extent._known = -1  # count anew
 
 
 def test_what_sglang_computes_from_may_come_by_another_name(server):
@@ -472,13 +482,13 @@ def test_what_sglang_computes_from_may_come_by_another_name(server):
 
 def test_a_part_of_what_is_computed_with_is_not_all_of_it(server):
     computes_with(server, "norm")
-    server.report.coverage.sizes[3] = 2  # of which one element has a box
+    server.law.ledger.coverage.sizes[3] = 2  # of which one element has a box
     server.targets["model.norm"] = server.targets["norm"]
     assert server.call(*NAMES[:3], "model.norm", flush=True) is State.MIXED
 
 
 def test_of_two_names_that_are_computed_into_one_parameter_both_have_to_come(server):
-    known = server.report.names.known
+    known = server.law.ledger.names.known
     known["half"] = Known((1,), known["norm"].landings)
     computes_with(server, "norm", "half")
     server.targets["half"] = server.targets["norm"]

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("sglang")
 
 from sglang_fp8rl.engine.host.status import status_of_replicas
+from sglang_fp8rl.engine.law.record import State
 from sglang_fp8rl.engine.proof.extension import of_replicas
-from sglang_fp8rl.engine.report.refit_record import State
 from sglang_fp8rl.wire.fingerprint import Fingerprint, Number
 
 WORST_FIRST = ["failed", "unloaded", "mixed", "open", "whole"]

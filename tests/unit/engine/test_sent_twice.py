@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sglang_fp8rl.engine.report import sent_twice
-from sglang_fp8rl.engine.report.sent_twice import SentTwice
+from sglang_fp8rl.engine.ledger import sent_twice
+from sglang_fp8rl.engine.ledger.sent_twice import SentTwice
 
 
 def values(seed: int = 0) -> torch.Tensor:

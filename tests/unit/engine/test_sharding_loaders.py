@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("sglang")
 
 from sglang_fp8rl.config import Options
+from sglang_fp8rl.engine.law.law import law_of
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
 from tools.census.toys.sharded import (
@@ -46,9 +47,9 @@ def test_a_refit_is_what_sglang_makes_of_the_same_tensors(part, rank):
         with torch.no_grad():
             alone.load_weights(weights(part, seed).items())
         check_same(bytes_of(refit.model), bytes_of(alone))
-        lacking = np.flatnonzero(refit.report.lacking()).tolist()
+        lacking = np.flatnonzero(law_of(refit).lacking()).tolist()
         sent = {f"part.{place}" for _, place, *_ in refit.model.named.values()}
-        assert not sent & {refit.report.targets[at].name for at in lacking}
+        assert not sent & {refit.ledger.targets[at].name for at in lacking}
 
 
 @pytest.mark.parametrize("rank", range(RANKS))

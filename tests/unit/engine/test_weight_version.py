@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
 
 from sglang_fp8rl.config import QUANTIZATION_METHOD
-from sglang_fp8rl.engine.host.weight_version import tell_version, with_whole_version
+from sglang_fp8rl.engine.arrival.update import Origin, Update
+from sglang_fp8rl.engine.host.boundary import Boundary
+from sglang_fp8rl.engine.host.weight_version import with_whole_version
+from sglang_fp8rl.engine.law.law import Law
+from sglang_fp8rl.engine.law.refit_end import RefitEnd
+from sglang_fp8rl.engine.ledger.ledger import Ledger
+from sglang_fp8rl.engine.model.landings import NameTable
 from sglang_fp8rl.wire.refit_note import RefitNote, apart_from_versions, note_of, with_version
 
 
@@ -28,10 +35,13 @@ class Manager:
 
 def answer(message: str, version: str | None) -> str:
     """What a scheduler says behind a refit that moved to this version."""
-    log, result = SimpleNamespace(moved_to=version), SimpleNamespace(message=message)
-    tell_version(log, result)
-    assert log.moved_to is None
-    return result.message
+    law = Law(SimpleNamespace(ledger=Ledger([], NameTable())))
+    law.log.moved_to = version
+    refit: Any = SimpleNamespace(extensions=[law])
+    end = RefitEnd(Boundary(None), None, refit, Update(Origin.TENSOR), None)
+    told = end._told(None)
+    assert law.log.moved_to is None  # it is said once
+    return message if told is None else with_version(message, told)
 
 
 def ask(manager: Manager, success: bool, messages: list[str], *more, **fields):

@@ -7,6 +7,7 @@ import torch
 from ...numerics.fingerprint import MASK
 from ...wire.refit_note import ALL
 from ..refit import ModelRefit
+from .record import Session
 
 
 def memory_number(refit: ModelRefit) -> int:
@@ -27,9 +28,8 @@ def _checksum(tensor: torch.Tensor) -> int:
     return int(words) + int(data[whole:].sum())
 
 
-def wrong_with_an_empty_session(refit: ModelRefit) -> str | None:
+def wrong_with_an_empty_session(session: Session | None, refit: ModelRefit) -> str | None:
     """What is wrong with the session that ends, if nothing was loaded in it."""
-    session = refit.report.log.session
     if session is None or session.has_begun:
         return None
     if session.note is not None:

@@ -1,4 +1,4 @@
-"""What refits wrote, and what is still lacking in the one that runs."""
+"""The law of a refit beside the updates of one model: what came in it, what is still lacking, and how it ended."""
 
 from __future__ import annotations
 
@@ -7,67 +7,73 @@ import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ...errors import RefitError
 from ...wire.refit_note import ALL, RefitNote
 from ..arrival.update import Origin, Update
-from ..interception import Region
-from ..model.landings import NameTable
-from ..model.parameters import Target
-from .coverage import NEVER, CoverageTable, FullExtent
-from .law import MAX_LISTED, MAX_REMEMBERED, RefitLog
-from .refit_record import Arrived, Outcome, Refit, Session, Verdict
-from .sent_twice import SentTwice
+from ..extension import Extension
+from ..ledger.coverage import NEVER
+from ..ledger.ledger import Arrived
+from ..native.call import Call
+from .extent import FullExtent
+from .log import MAX_LISTED, MAX_REMEMBERED, RefitLog
+from .record import Outcome, Part, Refit, Session, Verdict
+from .unseen_writes import memory_number
 
 
-class RefitReport:
-    """Bookkeeping of one model: cheap on the way, read by the status section.
+class Law(Extension):
+    """What refits wrote, and what is still lacking in the one that runs.
 
     Attributes:
-        targets: every parameter.
-        names: that the model takes.
-        unknown_because: why it is not known what a full refit writes; empty if it is.
-        brought, coverage: when each name, and each part of a parameter, came last.
+        ledger: of the model.
+        brought: when each name came last.
+        log: of its refits.
     """
 
-    def __init__(self, targets: Iterable[Target], names: NameTable) -> None:
-        self.targets, self.names, self.unknown_because = list(targets), names, ""
-        self.coverage = CoverageTable([tuple(target.parameter.shape) for target in self.targets])
-        self.brought, self.sent_twice, self.log = NamesBrought(), SentTwice(), RefitLog()
-        self._extent = FullExtent(self.targets, self.coverage, names)
+    def __init__(self, refit: Any) -> None:
+        super().__init__(refit)
+        self.ledger = refit.ledger
+        self.brought, self.log = NamesBrought(), RefitLog()
+        self._extent = FullExtent(self.ledger)
         self._started = 0.0
 
     # -- filled during an update -----------------------------------------------------------------
 
-    def start_call(self, update: Update, numbers: np.ndarray) -> int:
-        """A call begins, of the current refit or of a new one.
+    def begin(self, call: Call) -> None:
+        """A call begins, of the current refit or of a new one."""
+        if call.bucket is not None and call.brings.numbers is None:
+            numbers = self.brought.numbers_of(call.bucket.names)
+            call.brings = call.brings._replace(numbers=numbers)
+        call.update.refit = self.start_call(call.update, call.brings.numbers)
+        if self.refit.pairs.halves:
+            self.refit.pairs.drop_before(call.update.refit.since)
+
+    def start_call(self, update: Update, numbers: np.ndarray | None) -> Refit:
+        """Returns the refit that a call belongs to.
 
         Args:
-            numbers: of the names to come; empty where they are not known (a checkpoint).
-
-        Returns:
-            the stamp of its refit's first call: what waits from an earlier one is of another refit.
+            numbers: of the names to come; None where they are not known (a checkpoint).
         """
         self._started = time.perf_counter()
-        log = self.log
-        log.stamp += 1
+        log, stamp = self.log, self.ledger.stamp
         if len(log.begun) > MAX_REMEMBERED:
-            log.refits_of(self.coverage.oldest()[1])
+            log.refits_of(self.ledger.coverage.oldest()[1])
         latest, name = self.brought.latest(numbers)
         if log.current is not None and (reason := log.why_another(update)):
             self.give_up(reason)
         elif log.current is not None and latest >= log.current.since:
             self._begin_behind(log.current, latest, f"{name} came again", update)
-        refit = log.current or log.begin(update, log.stamp)
+        refit = log.current or log.begin(update, stamp)
         if log.running is not None:  # else everything has come in it
             refit.outcome, refit.version = Outcome.OPEN, update.version or refit.version
-        return refit.since
+        return refit
 
     def _begin_behind(self, current: Refit, latest: int, reason: str, update: Update) -> None:
         """A tensor comes again: a refit has it once, so it began behind the call that brought it before."""
-        behind: list[Arrived] = []
+        behind: list[Part] = []
         if self.log.running is not None:
             behind = [call for call in current.calls if call.stamp > latest]
             current.calls = [call for call in current.calls if call.stamp <= latest]
@@ -75,32 +81,38 @@ class RefitReport:
         if behind:
             self.log.begin(update, latest + 1, behind)
 
-    def written(self, target: Target, region: Region | None) -> int | None:
-        """Returns the number of the box; None for what is no box."""
-        return self.coverage.write_one(target.index, region, self.log.stamp)
-
     @property
-    def refit(self) -> Refit:
+    def current(self) -> Refit:
         """The one that is being written."""
         assert self.log.current is not None
         return self.log.current
 
-    def end_call(self, arrived: Arrived, errors: dict[str, str], update: Update) -> Refit:
+    def refused(self, update: Update, error: Exception) -> None:
+        update.refit = self.fail([str(error)], update)
+        if self.log.running is None:  # else it was another client's, who goes on
+            self.refit.pairs.drop()
+
+    def closed(self, call: Call) -> None:
+        brought = call.brought
+        if brought.numbers is None:  # of a stream: it is known by now
+            brought = brought._replace(numbers=self.brought.numbers_of(call.names))
+        call.update.refit = self.end_call(brought, call.errors, call.update)
+
+    def end_call(self, brought: Arrived, errors: dict[str, str], update: Update) -> Refit:
         """Add one call to its refit, which ends here if anything went wrong; returns that refit.
 
         Args:
             errors: name (or "") to what went wrong.
         """
-        if self.log.running is None and (arrived.has_taken or errors):
+        stamp = self.ledger.stamp
+        if self.log.running is None and (brought.has_taken or errors):
             # Everything has come in the current one, and this by other names: a refit has each parameter once.
-            self.log.begin(update, self.log.stamp)
-        refit = self.refit
+            self.log.begin(update, stamp)
+        refit = self.current
         refit.outcome = Outcome.OPEN
-        stamp, seconds = self.log.stamp, time.perf_counter() - self._started
-        self.brought.bring(arrived.numbers, stamp)
-        has_waited = not update.is_last_call
-        call = arrived._replace(stamp=stamp, seconds=seconds, has_waited=has_waited)
-        refit.calls.append(call)
+        self.brought.bring(brought.numbers, stamp)
+        seconds = time.perf_counter() - self._started
+        refit.calls.append(Part(brought, stamp, seconds, has_waited=not update.is_last_call))
         if errors:
             self.fail(errors.values(), update)
         elif update.origin is Origin.STARTUP:
@@ -111,11 +123,11 @@ class RefitReport:
         """Something was not stored, or could not be read: the refit that it belongs to ends here."""
         log = self.log
         if log.running is not None and log.why_another(update):
-            return log.refuse(update, texts)
+            return log.refuse(update, self.ledger.stamp, texts)
         if log.running is None:
-            log.stamp += 1  # it wrote nothing: no stamp of what is served may be its own
-            log.begin(update, log.stamp)
-        refit = self.refit
+            self.ledger.stamp += 1  # it wrote nothing: no stamp of what is served may be its own
+            log.begin(update, self.ledger.stamp)
+        refit = self.current
         log.conclude(replace(self.verdict(), failures=tuple(dict.fromkeys(texts))))
         return refit
 
@@ -127,21 +139,23 @@ class RefitReport:
         Args:
             update: a request behind which it may go on; then names are looked for only if it does not.
         """
-        refit = self.refit
+        refit, names = self.current, self.ledger.names
         lacking, others = self._extent.left_out(refit.since)
         not_brought = functools.partial(self.brought.not_brought, since=refit.since)
         others = not_brought(others)
         count = int(lacking.sum()) + len(others)
-        failures = (self.unknown_because,) if self.unknown_because else ()
+        failures = (names.unknown_because,) if names.unknown_because else ()
         found = Verdict(count, (), failures, refit.has_taken)
         if update is not None:
             if not self.log.is_over(update, found):
                 return found
-            found = replace(found, failures=failures + self.sent_twice.differing(refit.since))
+            found = replace(
+                found, failures=failures + self.ledger.sent_twice.differing(refit.since)
+            )
         if not count:
             return found
-        names = others + self._extent.names_of(lacking, not_brought)
-        found = replace(found, names=tuple(names[:MAX_LISTED]))
+        examples = others + self._extent.names_of(lacking, not_brought)
+        found = replace(found, names=tuple(examples[:MAX_LISTED]))
         if refit.note is not None and refit.note.extent == ALL:
             found = replace(found, failures=(*found.failures, found.left_out()))
         return found
@@ -152,7 +166,7 @@ class RefitReport:
         if running is None or not running.is_bare or running.found is None:
             return None
         found = self.verdict()
-        differing = self.sent_twice.differing(running.since)
+        differing = self.ledger.sent_twice.differing(running.since)
         return replace(found, failures=found.failures + differing)
 
     def flushed(self, found: Verdict | None) -> Refit | None:
@@ -169,35 +183,45 @@ class RefitReport:
             return None
         if found is not None:
             ended, log.moved_to = log.conclude(found), None
-            self.sent_twice.forget()
+            self.ledger.sent_twice.forget()
         log.current, log.is_in_step = None, True
         return ended
 
     def give_up(self, reason: str) -> None:
         """The running refit ends here, though nobody ended it: it is not complete, whatever came."""
         if self.log.running is not None:
-            self.refit.given_up = reason
+            self.current.given_up = reason
             self.log.conclude(replace(self.verdict(), failures=()))
         self.log.current = None
 
-    def begin_session(self, note: RefitNote | None, number: int | None = None) -> None:
-        """What a client sends until `end_session` is a refit of its own; args as of `Session`."""
+    def begin_session(self, note: RefitNote | None) -> None:
+        """What a client sends until its end is a refit of its own."""
+        number = memory_number(self.refit) if note is None else None
         self.give_up("a session was opened before its end")
         self.log.session = Session(note, number)
 
-    def end_session(self) -> Refit | None:
+    def drop_session(self) -> None:
+        self.log.session = None
+
+    def close_session(self) -> Refit | None:
         """Returns the last refit in it that failed, if any."""
         session, self.log.session = self.log.session, None
         return session.failed if session is not None else None
 
+    def fail_served(self, errors: list[str], ended: Refit | None) -> None:
+        if ended is not None:
+            self.log.failed(ended, errors)
+        else:
+            self.log.add_failures(errors)
+
     def weights_lost(self) -> None:
-        """Their memory was given back: nothing of what was written is there any more."""
+        """Nothing of what was written is there any more."""
         self.log.current, self.log.is_unloaded = None, True
-        self.coverage.forget()
+        self.ledger.coverage.forget()
 
     def lacking(self) -> np.ndarray:
         """Per parameter, whether the running refit left some of it out until now."""
-        return self._extent.left_out(self.refit.since)[0]
+        return self._extent.left_out(self.current.since)[0]
 
 
 MAX_NAMES = 1 << 20  # ten times what the largest checkpoints have
@@ -232,9 +256,9 @@ class NamesBrought:
         """These names came in the call of that stamp, which is larger than any before."""
         self._stamps[numbers] = stamp
 
-    def latest(self, numbers: np.ndarray) -> tuple[int, str]:
+    def latest(self, numbers: np.ndarray | None) -> tuple[int, str]:
         """The stamp of the last call that brought any of these names, and the first one that it brought."""
-        if not len(numbers):
+        if numbers is None or not len(numbers):
             return NEVER, ""
         last = numbers[self._stamps[numbers].argmax()]
         return int(self._stamps[last]), self._names[last]
@@ -245,3 +269,8 @@ class NamesBrought:
         numbers = self.numbers_of(names)  # first: it makes room for names that never came
         came = self._stamps[numbers] >= since
         return [name for name, has_come in zip(names, came.tolist(), strict=True) if not has_come]
+
+
+def law_of(refit: Any) -> Law:
+    """The law of a served model (`ModelRefit`)."""
+    return next(one for one in refit.extensions if isinstance(one, Law))

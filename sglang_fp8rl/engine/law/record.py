@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-import numpy as np
-
 from ...wire.refit_note import PARTIAL, RefitNote
 from ...wire.stages import BETWEEN_REQUESTS, Mark, seconds_by_stage
 from ..arrival.update import Origin
+from ..ledger.ledger import Arrived
 
 
 class Outcome(str, Enum):
@@ -97,28 +96,19 @@ class Session:
     failed: Refit | None = None
 
 
-class Arrived(NamedTuple):
-    """What one call brought, and when.
+class Part(NamedTuple):
+    """One call of a refit.
 
     Attributes:
-        numbers: of all names, int64 [tensors].
-        nbytes: that came.
-        has_taken: whether any of it reached a parameter.
-        narrowed: names of what came with fewer bits than it is served with: BF16 for an FP32 parameter.
-        stamp: its number among all calls, once it has ended; and `seconds` that it took.
+        stamp: its number among all calls.
+        seconds: that it took.
         has_waited: whether it did not ask for the flush.
     """
 
-    numbers: np.ndarray
-    nbytes: int
-    has_taken: bool
-    narrowed: tuple[str, ...] = ()
-    stamp: int = -1
-    seconds: float = 0.0
-    has_waited: bool = False
-
-
-NOTHING = Arrived(np.empty(0, np.int64), 0, has_taken=False)
+    brought: Arrived
+    stamp: int
+    seconds: float
+    has_waited: bool
 
 
 @dataclass(eq=False)
@@ -141,7 +131,7 @@ class Refit:
     note: RefitNote | None = None
     version: str | None = None
     session: Session | None = None
-    calls: list[Arrived] = field(default_factory=list)
+    calls: list[Part] = field(default_factory=list)
     found: Verdict | None = None
     outcome: Outcome = Outcome.OPEN
     errors: list[str] = field(default_factory=list)
@@ -164,7 +154,7 @@ class Refit:
 
     @property
     def has_taken(self) -> bool:
-        return any(call.has_taken for call in self.calls)
+        return any(call.brought.has_taken for call in self.calls)
 
     @property
     def has_changed_weights(self) -> bool:
@@ -182,11 +172,11 @@ class Refit:
 
     @property
     def tensors(self) -> int:
-        return sum(len(call.numbers) for call in self.calls)
+        return sum(call.brought.tensors for call in self.calls)
 
     @property
     def narrowed(self) -> list[str]:
-        return [name for call in self.calls for name in call.narrowed]
+        return [name for call in self.calls for name in call.brought.narrowed]
 
     @property
     def is_partial(self) -> bool:

@@ -1,6 +1,6 @@
 """The law of a refit: where it begins and ends, how it ended, and what is served after it.
 
-docs/reliability.md states it for users. Nothing here knows a tensor: `RefitReport` says which names
+docs/reliability.md states it for users. Nothing here knows a tensor: `Law` says which names
 came and which parameters are still lacking.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from ...wire.refit_note import RefitNote
 from ..arrival.update import Update
 from ..model.draft import lost_of_drafts
-from .refit_record import Arrived, Outcome, Refit, Session, State, Verdict
+from .record import Outcome, Part, Refit, Session, State, Verdict
 
 MAX_LISTED = 16
 MAX_REMEMBERED = 256
@@ -25,7 +25,6 @@ class RefitLog:
     """Which refit runs, which was the last complete one, and what went wrong since.
 
     Attributes:
-        stamp: of the call that runs; calls are counted from 0, refused ones too.
         current: the refit that a call may go on with.
         last: the one that ended last, of those that took anything or failed.
         complete: the last complete one.
@@ -42,7 +41,6 @@ class RefitLog:
     """
 
     def __init__(self) -> None:
-        self.stamp = -1
         self.current: Refit | None = None
         self.last: Refit | None = None
         self.complete: Refit | None = None
@@ -89,7 +87,7 @@ class RefitLog:
             return "it had asked for the flush, and a call came that did not"
         return ""
 
-    def begin(self, update: Update, since: int, calls: Sequence[Arrived] = ()) -> Refit:
+    def begin(self, update: Update, since: int, calls: Sequence[Part] = ()) -> Refit:
         """The refit of a call that belongs to no current one.
 
         Args:
@@ -110,11 +108,12 @@ class RefitLog:
         if whole is None or whole is not update.refit or update.refit_number is None:
             return
         whole.outcome = Outcome.OK
-        update.refit = self.begin(update, self.stamp, [whole.calls.pop()])
+        behind = whole.calls.pop()
+        update.refit = self.begin(update, behind.stamp, [behind])
 
-    def refuse(self, update: Update, texts: Iterable[str]) -> Refit:
-        """A request failed that does not belong to the current refit, which goes on."""
-        refit = self.last = self._new(update, self.stamp)
+    def refuse(self, update: Update, stamp: int, texts: Iterable[str]) -> Refit:
+        """A request failed that does not belong to the current refit, which goes on; it wrote nothing since that stamp."""
+        refit = self.last = self._new(update, stamp)
         self.failed(refit, tuple(texts))
         return refit
 

@@ -1,0 +1,162 @@
+"""Where a refit ends: every rank says what it found, and all of them decide alike.
+
+Complete means complete on every rank; `RefitLog.conclude` writes it down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ...errors import RefitError, listed
+from ...wire.stages import BETWEEN_REQUESTS
+from ..arrival.update import Origin, Update
+from ..host.boundary import Boundary
+from ..host.flush import clear_stored_cache
+from ..host.request_end import RequestEnd, Said, fail_behind, texts_of
+from .law import Law, law_of
+from .record import Outcome, Refit, Verdict
+from .unseen_writes import wrong_with_an_empty_session
+
+_BEGUN_WITHOUT = RefitError(
+    "an update",
+    "an empty list of tensors for a rank, where a refit begins on others",
+    "a refit begins on all ranks together",
+    "Open a session, name the refit, or flush the cache before it; then send all weights again.",
+)
+
+
+@dataclass(frozen=True)
+class _Said(Said):
+    """What one rank says of a request.
+
+    Attributes:
+        verdict: on the refit that runs.
+        refit: the number of the refit that it belongs to; and `count`: of all refits that the rank knows of.
+    """
+
+    verdict: Verdict | None = None
+    refit: int = 0
+    count: int = 0
+
+
+class RefitEnd(RequestEnd):
+    """As `RequestEnd`; the refit of a request goes on behind it, or ends."""
+
+    said = _Said
+
+    @property
+    def _law(self) -> Law:
+        return law_of(self.refit)
+
+    def _told(self, ended: Refit | None) -> str | None:
+        log = self._law.log
+        if ended is not None:
+            ended.add_stages([*self.update.marks, (BETWEEN_REQUESTS, perf_counter())])
+        version, log.moved_to = log.moved_to, None
+        return version
+
+    def _end_together(self) -> Refit | None:
+        update, law = self.update, self._law
+        ended = super()._end_together() or update.refit
+        session, is_of_it = law.log.session, update.in_session and not update.ends_session
+        if session is not None and is_of_it and self.result.success:
+            session.was_used, session.was_loaded = True, session.was_loaded or update.touches_target
+        if law.log.running is None and (update.ends_session or not update.in_session):
+            law.ledger.sent_twice.forget()
+        if ended is not None and _is_stored_cache_old(ended, update):
+            self.boundary.step(clear_stored_cache, self.manager)
+        return ended
+
+    def _said(self) -> _Said:
+        update, law, missing = self.update, self._law, self._halves()
+        error, verdict = self._failure(), None
+        if error is None and update.ends_session:
+            error = wrong_with_an_empty_session(law.log.session, self.refit)
+        if law.log.current is not None and (update.calls or update.ends_session):
+            verdict = law.verdict(update)
+            verdict = replace(verdict, failures=(*missing, *verdict.failures))
+        elif update.ends_session or not update.in_session:  # a draft alone was written
+            missing += law.ledger.sent_twice.differing(law.ledger.stamp + 1)
+        if error is not None or (missing and verdict is None):
+            error = " | ".join(filter(None, (error, *missing)))
+        is_empty = error is None and self._is_empty
+        number = 0 if update.refit is None else update.refit.id
+        return _Said(error, update.cache_flushed, is_empty, verdict, number, law.log.count)
+
+    def _decide(self, ranks: Sequence[_Said]) -> Refit | None:
+        update, log = self.update, self._law.log
+        # Where a request failed on one rank, others may have begun a refit in it; the next one is the same again.
+        log.count = max(one.count for one in ranks)
+        newest = max(one.refit for one in ranks)
+        if newest > (0 if update.refit is None else update.refit.id):
+            update.refit_number = newest
+            log.part(update)
+        return super()._decide(ranks)
+
+    def _wrong_between(self, ranks: Sequence[_Said]) -> RefitError | None:
+        is_apart = len({one.refit for one in ranks}) > 1 and any(one.is_empty for one in ranks)
+        return super()._wrong_between(ranks) or (_BEGUN_WITHOUT if is_apart else None)
+
+    def _fail(self, errors: dict[int, str]) -> None:
+        """What this rank's own calls found is written down already."""
+        update, law, own = self.update, self._law, torch.distributed.get_rank(self.boundary.group)
+        is_known = update.refit is not None and update.refit.outcome is Outcome.FAILED
+        new = {rank: text for rank, text in errors.items() if not (rank == own and is_known)}
+        super()._fail(errors)
+        if update.refit is None or update.refit is law.log.current:
+            update.refit = law.fail(texts_of(new, own), update)
+        else:
+            law.log.failed(update.refit, texts_of(new, own))
+
+    def _concluded(self, ranks: Sequence[_Said], *, has_failed: bool) -> Refit | None:
+        update, law, ended = self.update, self._law, None
+        if has_failed:
+            return update.refit
+        if update.refit is not None:
+            update.refit.cache_flushed = update.cache_flushed
+        verdicts = [one.verdict for one in ranks if one.verdict is not None]
+        if verdicts:
+            ended = law.log.end_request(Verdict.of_all(verdicts), update)
+        if ended is None and update.ends_session:
+            ended = law.close_session()
+        _tell(ended, update, self.result)
+        return ended
+
+
+def _is_stored_cache_old(refit: Refit, update: Update) -> bool:
+    """Whether new weights may be computed with behind this request: its refit has ended, or the cache was flushed."""
+    is_over = refit.outcome is not Outcome.OPEN
+    return refit.has_changed_weights and (is_over or bool(update.cache_flushed))
+
+
+def _tell(ended: Refit | None, update: Update, result: Any) -> None:
+    """The answer says how the refit ended, if it did, and what of it was stored otherwise than it is served."""
+    if ended is not None and ended.outcome is Outcome.FAILED:
+        text = f"{ended.describe()} failed: {' | '.join(ended.errors)}"
+        result.message = text if result.success else f"{result.message} | {text}"
+        result.success = False
+    elif ended is not None and ended.outcome is Outcome.MIXED:
+        result.message = f"{result.message} {ended.describe()} is mixed: {ended.left_out()}"
+        result.success = result.success and update.origin is not Origin.DISK
+    told = ended or update.refit
+    if told is not None and (names := told.narrowed):
+        result.message += (
+            f" Stored, though it came with fewer bits than it is served with: {listed(names)}"
+        )
+
+
+def end_by_flush(law: Law, manager: Any) -> bool:
+    """A client flushed the cache outside of any update: returns whether nothing was raised, on any rank. A collective."""
+    boundary = Boundary(manager.tp_cpu_group)
+    own = boundary.step(law.verdict_at_flush)
+    ranks = [one for one in boundary.gathered(own) if one is not None]
+    # Behind a session's end there is no refit that this could divide.
+    ended = boundary.step(law.flushed, Verdict.of_all(ranks) if ranks else None)
+    if ended is not None and ended.has_changed_weights:
+        boundary.step(clear_stored_cache, manager)
+    return not fail_behind(boundary, law.refit, ended)

@@ -1,0 +1,1 @@
+"""What came in which call, and where it was written: facts, for whoever repeats or judges an update."""
