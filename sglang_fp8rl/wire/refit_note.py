@@ -59,13 +59,14 @@ def note_of(rid: Any) -> RefitNote | None:
         ) from error
 
 
-def with_version(text: str | None, version: str) -> str:
-    """A request's `rid`, or an answer's message, that says beside all else what weights are called."""
+def with_version(text: str | None, version: str | None) -> str:
+    """A request's `rid`, or an answer's message, that says beside all else what weights are called from now on; None if
+    that does not change."""
     return f"{text or ''}\x1ffp8rl-version:{json.dumps(version)}\x1f"
 
 
-def apart_from_versions(text: Any) -> tuple[Any, list[str]]:
-    """Such a text as it was, and the versions that it says: of an answer, one of each replica that moved."""
+def apart_from_versions(text: Any) -> tuple[Any, list[str | None]]:
+    """Such a text as it was, and the versions that it says: of an answer, one of each replica."""
     if not isinstance(text, str):
         return text, []
     return without_versions(text), [json.loads(one) for one in _SAID.findall(text)]

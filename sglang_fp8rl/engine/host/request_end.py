@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -37,11 +38,16 @@ class Said:
         error: why it failed there.
         flushed: as `Update.cache_flushed`.
         is_empty: whether no tensor came in what was loaded.
+        refit: the number of the refit that the request belongs to; 0 where there is none.
     """
 
     error: str | None = None
     flushed: bool | None = None
     is_empty: bool = False
+    refit: int = 0
+
+
+_REFIT = attrgetter("refit")
 
 
 @dataclass
@@ -79,10 +85,10 @@ class RequestEnd:
             step(OPEN_BUFFERS.close)  # a refit that goes on brings its handles anew
         result.message = without_versions(result.message)
         version = step(self._told, ended)
-        if version is not None:
-            result.message = with_version(result.message, version)
-        is_told = not fail_behind(self.boundary, refit, ended, result)  # the same on every rank
-        if is_told and version and RECORDS_WEIGHT_VERSIONS:
+        if fail_behind(self.boundary, refit, ended, result):  # the same on every rank
+            version = None
+        result.message = with_version(result.message, version)
+        if version and RECORDS_WEIGHT_VERSIONS:
             scheduler = self.manager.scheduler
             step(lambda: scheduler.record_weight_version_change(new_version=version))
         return result
@@ -93,13 +99,23 @@ class RequestEnd:
 
     def _end_together(self) -> Any:
         """The ranks agree on how the request ended; returns what ended with it. A collective."""
+        ranks = self._gathered()
+        if len(set(map(_REFIT, ranks))) > 1:  # the same on every rank
+            self.boundary.step(self._join, max(map(_REFIT, ranks)))
+            ranks = self._gathered()
+        self.boundary.errors.clear()  # what is raised from here on, `fail_behind` reports
+        return self.boundary.step(self._decide, ranks)
+
+    def _gathered(self) -> list[Said]:
+        """What every rank says. A collective."""
         boundary = self.boundary
         own = boundary.step(self._said) or self.said()
         if boundary.errors:
             own = replace(own, error=own.error or " | ".join(boundary.errors))
-        ranks = boundary.gathered(own)
-        boundary.errors.clear()  # what is raised from here on, `fail_behind` reports
-        return boundary.step(self._decide, ranks)
+        return boundary.gathered(own)
+
+    def _join(self, newest: int) -> None:
+        """Join the refit of that number, which began on other ranks."""
 
     def _said(self) -> Said:
         error = " | ".join(filter(None, (self._failure(), *self._halves())))
@@ -135,14 +151,14 @@ class RequestEnd:
         if not errors and (wrong := self._wrong_between(ranks)):
             errors = dict.fromkeys(range(len(ranks)), str(wrong))
         if errors:
-            self._fail(errors)
+            self._fail(errors, ranks)
         return self._concluded(ranks, has_failed=bool(errors))
 
     def _wrong_between(self, ranks: Sequence[Any]) -> RefitError | None:
         """What is wrong with what came on all ranks together, though none failed."""
         return NOTHING_SENT if all(one.is_empty for one in ranks) else None
 
-    def _fail(self, errors: dict[int, str]) -> None:
+    def _fail(self, errors: dict[int, str], ranks: Sequence[Any]) -> None:
         """Some rank failed, so all did; `errors` are by rank."""
         own, result = torch.distributed.get_rank(self.boundary.group), self.result
         if own not in errors:
@@ -180,7 +196,7 @@ def fail_behind(
     if not errors:
         return errors
     if result is not None:
-        told = [] if result.success else [without_versions(result.message)]
+        told = [] if result.success else [result.message]
         result.success, result.message = False, " | ".join([*told, *errors])
     for extension in refit.extensions:
         before = len(boundary.errors)

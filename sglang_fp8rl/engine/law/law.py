@@ -63,7 +63,7 @@ class Law(Extension):
             log.refits_of(self.ledger.coverage.oldest()[1])
         latest, name = self.brought.latest(numbers)
         if log.current is not None and (reason := log.why_another(update)):
-            self.give_up(reason)
+            self.give_up(reason, is_broken_into=True)
         elif log.current is not None and latest >= log.current.since:
             self._begin_behind(log.current, latest, f"{name} came again", update)
         refit = log.current or log.begin(update, stamp)
@@ -80,6 +80,24 @@ class Law(Extension):
         self.give_up(reason)
         if behind:
             self.log.begin(update, latest + 1, behind)
+
+    def join(self, update: Update) -> None:
+        """A request for a draft alone is of the refit that runs, if it says what that says: its last one may end it."""
+        running = self.log.running
+        if running is not None and not self.log.why_another(update):
+            update.refit, running.version = running, update.version or running.version
+
+    def part(self, update: Update, number: int) -> None:
+        """Other ranks began a refit of that number in a call which joined an older one here: it begins here too."""
+        log, joined = self.log, self.log.current
+        if joined is None or joined is not update.refit:
+            return
+        behind = joined.calls.pop()
+        if joined is log.complete:
+            joined.outcome = Outcome.OK
+        self.give_up("another one began on other ranks")
+        update.refit_number = number
+        update.refit = log.begin(update, behind.stamp, [behind])
 
     @property
     def current(self) -> Refit:
@@ -145,13 +163,11 @@ class Law(Extension):
         others = not_brought(others)
         count = int(lacking.sum()) + len(others)
         failures = (names.unknown_because,) if names.unknown_because else ()
-        found = Verdict(count, (), failures, refit.has_taken)
+        found = Verdict(count, failures=failures, has_taken=refit.has_taken)
         if update is not None:
             if not self.log.is_over(update, found):
                 return found
-            found = replace(
-                found, failures=failures + self.ledger.sent_twice.differing(refit.since)
-            )
+            found = replace(found, differing=self.ledger.sent_twice.differing(refit.since))
         if not count:
             return found
         examples = others + self._extent.names_of(lacking, not_brought)
@@ -165,9 +181,7 @@ class Law(Extension):
         running = self.log.running
         if running is None or not running.is_bare or running.found is None:
             return None
-        found = self.verdict()
-        differing = self.ledger.sent_twice.differing(running.since)
-        return replace(found, failures=found.failures + differing)
+        return replace(self.verdict(), differing=self.ledger.sent_twice.differing(running.since))
 
     def flushed(self, found: Verdict | None) -> Refit | None:
         """A client flushed the cache outside of any update: what came before is one refit, what follows another.
@@ -182,31 +196,41 @@ class Law(Extension):
         if log.session is not None or (log.current is not None and not log.current.is_bare):
             return None
         if found is not None:
-            ended, log.moved_to = log.conclude(found), None
+            ended, log.moved_to = log.conclude(found.at_the_end()), None
             self.ledger.sent_twice.forget()
         log.current, log.is_in_step = None, True
         return ended
 
-    def give_up(self, reason: str) -> None:
-        """The running refit ends here, though nobody ended it: it is not complete, whatever came."""
-        if self.log.running is not None:
-            self.current.given_up = reason
-            self.log.conclude(replace(self.verdict(), failures=()))
+    def give_up(self, reason: str, *, is_broken_into: bool = False) -> None:
+        """The running refit ends here, though nobody ended it: it is not complete, whatever came.
+
+        Args:
+            is_broken_into: whether its client may go on with it.
+        """
+        running = self.log.running
+        if running is not None:
+            running.given_up = reason
+            if running.session is not None:
+                running.session.given_up = running
+            if is_broken_into and running.note is not None and running.is_partial:
+                self.log.broken_into.append(running.note.id)
+            has_taken = running.has_changed_weights  # on any rank
+            self.log.conclude(replace(self.verdict(), failures=(), has_taken=has_taken))
         self.log.current = None
 
     def begin_session(self, note: RefitNote | None) -> None:
         """What a client sends until its end is a refit of its own."""
         number = memory_number(self.refit) if note is None else None
-        self.give_up("a session was opened before its end")
+        self.give_up("a session was opened before its end", is_broken_into=True)
         self.log.session = Session(note, number)
 
     def drop_session(self) -> None:
         self.log.session = None
 
     def close_session(self) -> Refit | None:
-        """Returns the last refit in it that failed, if any."""
+        """Returns the last refit in it that failed, or that was given up, if any."""
         session, self.log.session = self.log.session, None
-        return session.failed if session is not None else None
+        return None if session is None else session.failed or session.given_up
 
     def fail_served(self, errors: list[str], ended: Refit | None) -> None:
         if ended is not None:
@@ -216,8 +240,9 @@ class Law(Extension):
 
     def weights_lost(self) -> None:
         """Nothing of what was written is there any more."""
-        self.log.current, self.log.is_unloaded = None, True
         self.ledger.coverage.forget()
+        self.give_up("the memory of the weights was given back before its end")
+        self.log.is_unloaded, self.log.moved_to = True, None
 
     def lacking(self) -> np.ndarray:
         """Per parameter, whether the running refit left some of it out until now."""

@@ -32,10 +32,12 @@ class RefitLog:
         left_out: the last refits since then that ended `mixed`.
         is_unloaded: no complete one since the start, or since the memory was released; drafts say so themselves.
         session: whether one is open.
-        moved_to: the version of the refit that ended last, where what is served is of one piece since, until it was
-            told.
+        moved_to: the version of the refit that ended last and was right, until it was told: when what is served is of
+            one piece.
         count: refits so far, the same on every rank.
         begun: refits that something may be served of, in order; and some more.
+        broken_into: names of partial refits into which another one came: what comes of them later is a rest.
+        has_lost_drafts: whether any rank's draft model lacks what it lost, as the ranks last said.
         is_in_step: whether the calls of clients that open no session and name nothing are known to begin
             with the first call of an update.
     """
@@ -49,6 +51,8 @@ class RefitLog:
         self.is_unloaded = True
         self.session: Session | None = None
         self.moved_to: str | None = None
+        self.broken_into: deque[str] = deque(maxlen=MAX_LISTED)
+        self.has_lost_drafts = False
         self.is_in_step = True
         self.begun: list[Refit] = []
         self.count = 0
@@ -57,7 +61,7 @@ class RefitLog:
     def state(self) -> State:
         if self.failures:
             return State.FAILED
-        if self.is_unloaded or lost_of_drafts():
+        if self.is_unloaded or self.has_lost_drafts or lost_of_drafts():
             return State.UNLOADED
         running = self.running
         if self.left_out or (running is not None and running.outcome is Outcome.MIXED):
@@ -99,17 +103,10 @@ class RefitLog:
         refit.calls = list(calls)
         self.begun.append(refit)
         if refit.session is not None:
-            refit.session.has_begun = True
+            refit.session.has_begun, refit.session.given_up = True, None
+        if refit.is_partial and refit.note is not None and refit.note.id in self.broken_into:
+            refit.given_up = "which another one came into"
         return refit
-
-    def part(self, update: Update) -> None:
-        """Begin the refit that other ranks began, where the call joined one here in which all had come."""
-        whole = self.complete
-        if whole is None or whole is not update.refit or update.refit_number is None:
-            return
-        whole.outcome = Outcome.OK
-        behind = whole.calls.pop()
-        update.refit = self.begin(update, behind.stamp, [behind])
 
     def refuse(self, update: Update, stamp: int, texts: Iterable[str]) -> Refit:
         """A request failed that does not belong to the current refit, which goes on; it wrote nothing since that stamp."""
@@ -124,8 +121,9 @@ class RefitLog:
         return Refit(number, update.origin, since, note, version, self._session(update))
 
     def _session(self, update: Update) -> Session | None:
-        """The session that a request belongs to: none if it names a refit, and the session not that one."""
-        session, note = self.session if update.in_session else None, update.note
+        """The session that a request belongs to: none if it is a refit by itself, or names another than the session does."""
+        is_part = update.in_session and not update.origin.is_alone
+        session, note = self.session if is_part else None, update.note
         if session is None or note is None:
             return session
         return session if session.note is not None and session.note.id == note.id else None
@@ -154,7 +152,8 @@ class RefitLog:
         if update.is_last_call and (current.has_waited or not verdict.has_taken):
             return True
         # All came, once each. Of one update, if the first of these calls was its first.
-        return verdict.is_complete and (self.is_in_step or len(current.calls) == 1)
+        is_of_one = self.is_in_step or len(current.calls) <= max(1, update.calls)
+        return verdict.is_complete and is_of_one
 
     def end_request(self, verdict: Verdict, update: Update) -> Refit | None:
         """Behind a request of the current refit. Returns the refit, if it ends here.
@@ -172,7 +171,7 @@ class RefitLog:
             )
             verdict = replace(verdict, failures=(*verdict.failures, text))
         if self.is_over(update, verdict):
-            ended = self.conclude(verdict)
+            ended = self.conclude(verdict.at_the_end())
             is_flushed = update.is_last_call and current.has_waited
             if current.is_complete and current.is_bare and not is_flushed:
                 self.current = current  # names may follow that bring nothing which can be counted
@@ -209,7 +208,7 @@ class RefitLog:
                 self.complete = refit
                 self.failures, self.is_unloaded, self.is_in_step = [], False, True
                 self.left_out.clear()
-            if not (self.failures or self.is_unloaded or self.left_out or lost_of_drafts()):
+            if not (self.failures or self.is_unloaded or self.left_out):
                 self.moved_to = refit.version
         return refit
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from typing import NamedTuple
 
 from ...wire.refit_note import PARTIAL, RefitNote
@@ -40,12 +41,14 @@ class Verdict:
     Attributes:
         lacking: parameters that did not come in it, and `names`: examples of what would have brought them.
         failures: why it can't be `ok`, whatever came.
+        differing: what is wrong with tensors that came twice, if it ends here.
         has_taken: whether any tensor reached a parameter.
     """
 
     lacking: int = 0
     names: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
     has_taken: bool = True
 
     @staticmethod
@@ -54,13 +57,18 @@ class Verdict:
         return Verdict(
             lacking=max(one.lacking for one in ranks),
             names=next((one.names for one in ranks if one.names), ()),
-            failures=tuple(dict.fromkeys(text for one in ranks for text in one.failures)),
+            failures=_all(one.failures for one in ranks),
+            differing=_all(one.differing for one in ranks),
             has_taken=any(one.has_taken for one in ranks),
         )
 
     @property
     def is_complete(self) -> bool:
         return not self.lacking
+
+    def at_the_end(self) -> Verdict:
+        """With what counts only where the refit ends."""
+        return replace(self, failures=self.failures + self.differing, differing=())
 
     def left_out(self) -> str:
         """In words; also why a refit in which all came is not whole."""
@@ -76,6 +84,11 @@ class Verdict:
         )
 
 
+def _all(of_ranks: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    """Each text once."""
+    return tuple(dict.fromkeys(chain.from_iterable(of_ranks)))
+
+
 @dataclass
 class Session:
     """What a client opened with `begin_weight_update`.
@@ -86,6 +99,7 @@ class Session:
         was_used: whether any request in it succeeded: of its refit, of one by another name, of a draft alone.
         was_loaded: whether one that updates the served model did.
         failed: the last refit in it that failed.
+        given_up: the last one that was given up, until another one begins.
     """
 
     note: RefitNote | None = None
@@ -94,6 +108,7 @@ class Session:
     was_used: bool = False
     was_loaded: bool = False
     failed: Refit | None = None
+    given_up: Refit | None = None
 
 
 class Part(NamedTuple):
@@ -187,4 +202,7 @@ class Refit:
         return f"refit {self.id}{version}" + (f", {self.given_up}:" if self.given_up else "")
 
     def left_out(self) -> str:
-        return (self.found or Verdict()).left_out()
+        found = self.found or Verdict()
+        if self.given_up and (self.is_partial or found.is_complete):
+            return "send the update again, whole, as another refit"
+        return found.left_out()

@@ -18,10 +18,17 @@ from ..arrival.update import Origin, Update
 from ..host.boundary import Boundary
 from ..host.flush import clear_stored_cache
 from ..host.request_end import RequestEnd, Said, fail_behind, texts_of
+from ..model.draft import lost_of_drafts
 from .law import Law, law_of
-from .record import Outcome, Refit, Verdict
+from .record import Outcome, Refit, State, Verdict
 from .unseen_writes import wrong_with_an_empty_session
 
+_PARTED = RefitError(
+    "an update",
+    "a refit that runs on some ranks only",
+    "a refit begins and ends on all ranks together",
+    "Send the update again, whole.",
+)
 _BEGUN_WITHOUT = RefitError(
     "an update",
     "an empty list of tensors for a rank, where a refit begins on others",
@@ -36,12 +43,15 @@ class _Said(Said):
 
     Attributes:
         verdict: on the refit that runs.
-        refit: the number of the refit that it belongs to; and `count`: of all refits that the rank knows of.
+        running: the number of the refit that runs; 0 if there is none.
+        count: of all refits that the rank knows of.
+        has_lost_drafts: whether a draft model lacks what it lost.
     """
 
     verdict: Verdict | None = None
-    refit: int = 0
+    running: int = 0
     count: int = 0
+    has_lost_drafts: bool = False
 
 
 class RefitEnd(RequestEnd):
@@ -57,61 +67,89 @@ class RefitEnd(RequestEnd):
         log = self._law.log
         if ended is not None:
             ended.add_stages([*self.update.marks, (BETWEEN_REQUESTS, perf_counter())])
+        if log.state is not State.WHOLE:
+            return None  # it is told when it is
         version, log.moved_to = log.moved_to, None
         return version
 
     def _end_together(self) -> Refit | None:
+        ended = super()._end_together() or self.update.refit
+        self.boundary.step(self._settle, ended)
+        return ended
+
+    def _settle(self, ended: Refit | None) -> None:
+        """What follows from it for the session, and for what came before."""
         update, law = self.update, self._law
-        ended = super()._end_together() or update.refit
         session, is_of_it = law.log.session, update.in_session and not update.ends_session
         if session is not None and is_of_it and self.result.success:
             session.was_used, session.was_loaded = True, session.was_loaded or update.touches_target
-        if law.log.running is None and (update.ends_session or not update.in_session):
+        if law.log.running is None and not self._goes_on:
             law.ledger.sent_twice.forget()
         if ended is not None and _is_stored_cache_old(ended, update):
-            self.boundary.step(clear_stored_cache, self.manager)
-        return ended
+            clear_stored_cache(self.manager)
 
     def _said(self) -> _Said:
         update, law, missing = self.update, self._law, self._halves()
         error, verdict = self._failure(), None
+        if not update.touches_target:
+            law.join(update)
         if error is None and update.ends_session:
             error = wrong_with_an_empty_session(law.log.session, self.refit)
-        if law.log.current is not None and (update.calls or update.ends_session):
+        if law.log.current is not None and (update.refit is not None or update.ends_session):
             verdict = law.verdict(update)
             verdict = replace(verdict, failures=(*missing, *verdict.failures))
-        elif update.ends_session or not update.in_session:  # a draft alone was written
+        elif not self._goes_on:  # a draft alone was written
             missing += law.ledger.sent_twice.differing(law.ledger.stamp + 1)
         if error is not None or (missing and verdict is None):
             error = " | ".join(filter(None, (error, *missing)))
         is_empty = error is None and self._is_empty
-        number = 0 if update.refit is None else update.refit.id
-        return _Said(error, update.cache_flushed, is_empty, verdict, number, law.log.count)
+        return _Said(
+            error,
+            update.cache_flushed,
+            is_empty,
+            refit=0 if update.refit is None else update.refit.id,
+            verdict=verdict,
+            running=0 if law.log.running is None else law.log.running.id,
+            count=law.log.count,
+            has_lost_drafts=bool(lost_of_drafts()),
+        )
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the client says that more requests of the same refit follow."""
+        return self.update.keeps_halves and not self.update.ends_session
+
+    def _join(self, newest: int) -> None:
+        if newest > (0 if self.update.refit is None else self.update.refit.id):
+            self._law.part(self.update, newest)
 
     def _decide(self, ranks: Sequence[_Said]) -> Refit | None:
-        update, log = self.update, self._law.log
+        log = self._law.log
         # Where a request failed on one rank, others may have begun a refit in it; the next one is the same again.
         log.count = max(one.count for one in ranks)
-        newest = max(one.refit for one in ranks)
-        if newest > (0 if update.refit is None else update.refit.id):
-            update.refit_number = newest
-            log.part(update)
+        log.has_lost_drafts = any(one.has_lost_drafts for one in ranks)
         return super()._decide(ranks)
 
     def _wrong_between(self, ranks: Sequence[_Said]) -> RefitError | None:
-        is_apart = len({one.refit for one in ranks}) > 1 and any(one.is_empty for one in ranks)
-        return super()._wrong_between(ranks) or (_BEGUN_WITHOUT if is_apart else None)
+        if wrong := super()._wrong_between(ranks):
+            return wrong
+        if len({one.refit for one in ranks}) > 1 and any(one.is_empty for one in ranks):
+            return _BEGUN_WITHOUT
+        return _PARTED if len({one.verdict is None for one in ranks}) > 1 else None
 
-    def _fail(self, errors: dict[int, str]) -> None:
+    def _fail(self, errors: dict[int, str], ranks: Sequence[_Said]) -> None:
         """What this rank's own calls found is written down already."""
         update, law, own = self.update, self._law, torch.distributed.get_rank(self.boundary.group)
         is_known = update.refit is not None and update.refit.outcome is Outcome.FAILED
         new = {rank: text for rank, text in errors.items() if not (rank == own and is_known)}
-        super()._fail(errors)
+        super()._fail(errors, ranks)
         if update.refit is None or update.refit is law.log.current:
             update.refit = law.fail(texts_of(new, own), update)
         else:
             law.log.failed(update.refit, texts_of(new, own))
+        running = law.log.running
+        if running is not None and any(one.running != running.id for one in ranks):
+            law.give_up("another one came before its end, on other ranks")
 
     def _concluded(self, ranks: Sequence[_Said], *, has_failed: bool) -> Refit | None:
         update, law, ended = self.update, self._law, None

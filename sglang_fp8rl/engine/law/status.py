@@ -49,6 +49,10 @@ def problems(law: Law) -> list[str]:
         found.append(
             f"the draft model's memory was released, and {listed(lost)} have not come since"
         )
+    elif log.has_lost_drafts:
+        found.append(
+            "the draft model's memory was released, and not all has come since on every rank"
+        )
     found += [text[:_MAX_TEXT] for text in log.failures]
     found += [f"{refit.describe()} is mixed: {refit.left_out()}" for refit in log.left_out]
     if log.running is not None:

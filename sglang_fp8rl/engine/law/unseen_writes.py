@@ -30,7 +30,11 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 def wrong_with_an_empty_session(session: Session | None, refit: ModelRefit) -> str | None:
     """What is wrong with the session that ends, if nothing was loaded in it."""
-    if session is None or session.has_begun:
+    if session is None:
+        return None
+    if session.given_up is not None and session.note is not None and session.note.extent == ALL:
+        return f"{session.given_up.describe()} did not bring what was announced. Send the update again, whole"
+    if session.has_begun:
         return None
     if session.note is not None:
         if session.was_used and session.note.extent != ALL:

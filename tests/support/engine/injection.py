@@ -22,6 +22,8 @@ _BOUNDARY = {
     "gathered",
     "failures",
     "fail_behind",
+    "_end_together",
+    "end_by_flush",
     "asked",
     "end_weight_update",
 }

@@ -95,7 +95,7 @@ class Manager(RefitUpdater):
 class Server:
     """Two ranks of a toy model, on its first weights."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, kind=Toy):
         monkeypatch.setattr(
             f"{add_status.__module__}.RANKS_ARE_GLOBAL", False
         )  # nobody wrote them in this process
@@ -103,7 +103,7 @@ class Server:
             if callable(method):
                 monkeypatch.setattr(RefitUpdater.__mro__[1], name, method, raising=False)
         self.ranks = Ranks(SIZE, monkeypatch)
-        self.managers = [Manager(loaded(Toy, 0), group) for group in self.ranks.groups]
+        self.managers = [Manager(loaded(kind, 0), group) for group in self.ranks.groups]
 
     def call(self, act, *, name="", at=0):
         """`act(manager)` on every rank; with a name, its first call on rank `at` raises."""

@@ -443,8 +443,7 @@ def test_a_call_that_joined_on_this_rank_is_of_the_refit_that_another_rank_began
     numbers = server.start_call(update, "none of this rank's")
     update.refit = server.law.end_call(Arrived(1, 1, False, numbers=numbers), {}, update)
     assert update.refit is whole
-    update.refit_number = whole.id + 1
-    server.log.part(update)
+    server.law.part(update, whole.id + 1)
     assert (update.refit.id, whole.outcome) == (whole.id + 1, Outcome.OK)
     assert server.log.current is update.refit
     assert len(update.refit.calls) == 1
@@ -461,7 +460,7 @@ def test_no_version_moves_while_a_draft_lacks_what_it_lost(server, monkeypatch):
     monkeypatch.setattr(log, "lost_of_drafts", lambda: ["fc.weight"])
     server.call(*NAMES, flush=True, version="v7")
     assert server.log.complete.version == "v7"
-    assert server.log.moved_to is None
+    assert server.log.state is State.UNLOADED  # and of what is not whole no version is told
 
 
 def computes_with(server, *names):

@@ -36,12 +36,12 @@ class Manager:
 def answer(message: str, version: str | None) -> str:
     """What a scheduler says behind a refit that moved to this version."""
     law = Law(SimpleNamespace(ledger=Ledger([], NameTable())))
-    law.log.moved_to = version
+    law.log.moved_to, law.log.is_unloaded = version, False
     refit: Any = SimpleNamespace(extensions=[law])
     end = RefitEnd(Boundary(None), None, refit, Update(Origin.TENSOR), None)
     told = end._told(None)
     assert law.log.moved_to is None  # it is said once
-    return message if told is None else with_version(message, told)
+    return with_version(message, told)
 
 
 def ask(manager: Manager, success: bool, messages: list[str], *more, **fields):
@@ -68,7 +68,7 @@ def test_a_version_comes_back_as_it_was_sent_and_nothing_of_how_is_seen(version)
 
 def test_an_update_that_is_not_whole_leaves_the_version():
     manager = Manager()
-    (_, message), _ = ask(manager, True, ["Success"], weight_version="7")
+    (_, message), _ = ask(manager, True, [answer("Success", None)], weight_version="7")
     assert (manager.version, message) == ("default", "Success")
 
 
@@ -88,7 +88,9 @@ def test_weights_that_are_whole_have_their_version_though_the_flush_was_refused(
 
 
 @pytest.mark.parametrize(
-    ("success", "versions"), [(False, ["8", None]), (True, ["8", "9"])], ids=["one fails", "differ"]
+    ("success", "versions"),
+    [(False, ["8", None]), (True, ["8", None]), (True, ["8", "9"])],
+    ids=["one fails", "one is not whole", "differ"],
 )
 def test_replicas_that_differ_are_of_no_version(success, versions):
     manager = Manager(replicas=2)

@@ -1,0 +1,295 @@
+"""One refit on two ranks, through the real updater: whatever each of them is sent, both say the same, and what is called
+whole is what was sent. The model is a toy, its ranks are threads."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from test_any_call_raises import ONE_AT_A_TIME, SIZE, Server, end, io_struct
+from test_any_call_raises import pytestmark as pytestmark
+
+from sglang_fp8rl.engine.host.updater import RefitUpdater
+from sglang_fp8rl.engine.law import log, refit_end, status
+from sglang_fp8rl.engine.law.law import law_of
+from sglang_fp8rl.wire.refit_note import ALL, PARTIAL, RefitNote, apart_from_versions
+from tools.census.toys.toy import Toy, weights
+
+ROTARY = "r"
+HERE = threading.local()  # whose thread this is
+
+
+class Four(Toy):
+    names = ("a.weight", "b.weight", "c.weight", "d.weight")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.d = (torch.nn.Linear(4, 6, bias=False) for _ in range(2))
+        for parameter in self.parameters():
+            parameter.requires_grad = False
+
+    def load(self, name, tensor):
+        if "rotary" not in name:
+            super().load(name, tensor)
+
+
+def tensors(letters, seed):
+    found = weights(Four(), seed) | {"rotary_emb.inv_freq": torch.ones(2)}
+    names = ("rotary_emb.inv_freq" if one == ROTARY else f"{one}.weight" for one in letters)
+    return [(name, found[name]) for name in names]
+
+
+def from_tensor(manager, request):
+    """SGLang's, which knows drafts: the target's tensors, or those of a draft that shares them."""
+    with ONE_AT_A_TIME:
+        model = manager.refit.model
+        if request.selector != "draft":
+            model.load_weights(request.tensors)
+        else:
+            for name, tensor in request.tensors:
+                parameter = dict(model.named_parameters())[name]
+                parameter.weight_loader(parameter, tensor)
+    if request.flush_cache:
+        manager.flush_cache()
+    manager.barrier()
+    return io_struct.UpdateWeightsFromTensorReqOutput(success=True, message="")
+
+
+def from_ipc(manager, request):
+    """SGLang's: a checkpoint engine's request brings several buckets."""
+    with ONE_AT_A_TIME:
+        for bucket in request.buckets:
+            manager.refit.model.load_weights(bucket)
+    manager.flush_cache()
+    manager.barrier()
+    return io_struct.UpdateWeightsFromIPCReqOutput(success=True, message="")
+
+
+class Ranks(Server):
+    def __init__(self, monkeypatch):
+        super().__init__(monkeypatch, Four)
+        base = RefitUpdater.__mro__[1]
+        monkeypatch.setattr(base, "update_weights_from_tensor", from_tensor, raising=False)
+        monkeypatch.setattr(base, "update_weights_from_ipc", from_ipc, raising=False)
+        for rank, manager in enumerate(self.managers):
+            manager.rank, manager.draft_worker = rank, object()
+
+    def send(
+        self, *letters, seed=1, flush=True, note=None, version=None, selector="all", lost=None
+    ):
+        """One request; letters for both ranks, or for each. The handles of rank `lost` can't be opened."""
+
+        def act(manager):
+            fields = {"tensors": tensors(letters[manager.rank % len(letters)], seed)}
+            if manager.rank == lost:
+                fields = {}
+            request = SimpleNamespace(
+                serialized_named_tensors=[b""] * SIZE,
+                load_format=None,
+                flush_cache=flush,
+                rid=note and note.to_text(),
+                weight_version=version,
+                selector=selector,
+                **fields,
+            )
+            return manager.update_weights_from_tensor(request)
+
+        return self.told(act)
+
+    def disk(self, letters, seed, version=None):
+        request = SimpleNamespace(tensors=tensors(letters, seed), rid=None, weight_version=version)
+        return self.told(lambda manager: manager.update_weights_from_disk(request))
+
+    def ipc(self, *buckets, seed, version=None):
+        found = [tensors(letters, seed) for letters in buckets]
+        request = SimpleNamespace(buckets=found, rid=None, weight_version=version)
+        return self.told(lambda manager: manager.update_weights_from_ipc(request))
+
+    def begin(self, note=None):
+        rid = note and note.to_text()
+        return self.call(
+            lambda one: one.begin_weight_update(io_struct.BeginWeightUpdateReqInput(rid=rid))
+        )
+
+    def end(self):
+        return self.told(end)
+
+    def told(self, act):
+        """Whether it succeeded, and the version that it moved to: both ranks say the same."""
+
+        def on_its_rank(manager):
+            HERE.rank = manager.rank
+            return act(manager)
+
+        found = {
+            (one.success, apart_from_versions(one.message)[1][0]) for one in self.call(on_its_rank)
+        }
+        assert len(found) == 1, found
+        return found.pop()
+
+    @property
+    def state(self):
+        found = {manager.state()["state"] for manager in self.managers}
+        assert len(found) == 1, found
+        return found.pop()
+
+    def holds(self, seed):
+        expected = weights(Four(), seed)
+        return all(
+            torch.equal(one.data, expected[name])
+            for manager in self.managers
+            for name, one in manager.refit.model.named_parameters()
+        )
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    return Ranks(monkeypatch)
+
+
+STEP = RefitNote("step", "v2", ALL)
+
+
+# -- where it begins on other ranks only -----------------------------------------------------------
+
+
+def test_a_rank_that_is_sent_nothing_of_an_update_is_not_whole(ranks):
+    assert ranks.send("abcd", version="v1") == (True, "v1")
+    assert ranks.send("abcd", ROTARY, seed=2, version="v2") == (True, None)
+    assert ranks.state == "mixed"
+
+
+@pytest.mark.parametrize("note", [None, STEP])
+def test_what_a_rank_has_of_a_broken_off_update_is_of_no_other(ranks, note):
+    ranks.send("abc", flush=False, note=note)
+    assert ranks.send("abcd", "d", seed=2, note=note, version="v2")[1] is None
+    assert ranks.state != "whole"
+    assert ranks.send("abcd", seed=3, note=RefitNote("next", "v3", ALL)) == (True, "v3")
+    assert ranks.state == "whole"
+
+
+def test_nor_in_a_session(ranks):
+    ranks.begin(STEP)
+    ranks.send("abc", flush=False)
+    ranks.send("abcd", "d", seed=2, flush=False)
+    assert ranks.end() == (False, None)
+    assert ranks.state == "failed"
+
+
+def test_an_update_that_begins_anew_may_bring_ranks_other_lists(ranks):
+    ranks.send("a", "c", flush=False, note=STEP)
+    for lists in (("a", "d"), ("bc", "")):
+        assert ranks.send(*lists, seed=2, flush=False, note=STEP)[0]
+    assert ranks.send("d", "abc", seed=2, note=STEP) == (True, "v2")
+    assert ranks.state == "whole"
+    assert ranks.holds(2)
+
+
+# -- several clients -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "come_between",
+    [
+        lambda ranks: ranks.send("abcd", seed=2, note=RefitNote("another", "vB", ALL)),
+        lambda ranks: ranks.disk("abcd", 2, "vB"),
+        lambda ranks: ranks.call(lambda one: law_of(one.refit).weights_lost()),
+    ],
+    ids=["named", "disk", "memory"],
+)
+@pytest.mark.parametrize("came", ["ab", "abcd"])
+def test_the_end_of_a_session_says_that_its_refit_was_given_up(ranks, come_between, came):
+    ranks.begin(STEP)
+    ranks.send(came, flush=False)
+    come_between(ranks)
+    assert ranks.end() == (False, None)
+    assert ranks.state == "failed"
+
+
+def test_a_partial_refit_that_another_came_into_is_not_all_there(ranks):
+    partial = RefitNote("a part", "v3", PARTIAL)
+    ranks.send("a", seed=7, flush=False, note=partial)
+    ranks.disk("abcd", 8)
+    assert ranks.send("b", seed=7, note=partial) == (True, None)
+    assert ranks.state == "mixed"
+
+
+def test_a_client_that_one_rank_can_t_read_ends_the_session_s_refit_on_all(ranks):
+    ranks.begin()
+    ranks.send("abcd", flush=False)
+    assert ranks.send("ab", seed=2, note=RefitNote("another"), lost=0) == (False, None)
+    assert ranks.end()[1] is None
+    assert ranks.state == "failed"
+    assert ranks.send("abcd", seed=3, note=STEP) == (True, "v2")
+
+
+def test_the_version_waits_for_a_session_that_nobody_ended(ranks):
+    ranks.begin()
+    assert ranks.send("abcd", note=STEP) == (True, None)
+    assert ranks.state == "open"
+    assert ranks.end() == (True, "v2")
+
+
+# -- one request with several calls ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", ["a stray call", "a NaN"])
+def test_one_request_that_brings_all_is_whole_whatever_came_before(ranks, before):
+    assert ranks.ipc("ab", "cd", seed=1, version="v1") == (True, "v1")
+    if before == "a NaN":
+        bad = [[("a.weight", torch.full((6, 4), float("nan")))], tensors("bcd", 9)]
+        request = SimpleNamespace(buckets=bad, rid=None, weight_version=None)
+        assert not ranks.told(lambda one: one.update_weights_from_ipc(request))[0]
+    else:
+        ranks.send("a", seed=9, flush=False)
+    assert ranks.ipc("ab", "cd", seed=2, version="v2") == (True, "v2")
+    assert ranks.state == "whole"
+    assert ranks.holds(2)
+
+
+# -- drafts ----------------------------------------------------------------------------------------
+
+
+def test_the_last_call_of_a_named_refit_may_be_for_the_draft(ranks):
+    for letters in ("ab", "cd"):
+        assert ranks.send(letters, flush=False, note=STEP) == (True, None)
+    assert ranks.send("", note=STEP, selector="draft") == (True, "v2")
+    assert ranks.state == "whole"
+
+
+@pytest.mark.parametrize("order", [["draft", "abcd"], ["bc", "draft", "ad"]], ids="-".join)
+def test_a_draft_of_the_same_refit_may_come_before_its_target(ranks, order):
+    for at, letters in enumerate(order):
+        is_last, selector = at == len(order) - 1, "target"
+        if letters == "draft":
+            letters, selector = "a", "draft"
+        told = ranks.send(letters, seed=2, flush=is_last, note=STEP, selector=selector)
+        assert told == (True, "v2" if is_last else None)
+    assert ranks.state == "whole"
+
+
+def test_the_version_of_a_session_may_come_with_the_draft(ranks):
+    ranks.begin()
+    ranks.send("abcd", flush=False, selector="target")
+    ranks.send("", version="v3", selector="draft")
+    assert ranks.end() == (True, "v3")
+
+
+def test_the_version_waits_for_what_a_draft_of_any_rank_lost(ranks, monkeypatch):
+    lost = {"fc.weight"}
+
+    def lost_of_drafts():
+        return sorted(lost) if getattr(HERE, "rank", 0) == 1 else []
+
+    for module in (log, refit_end, status):
+        monkeypatch.setattr(module, "lost_of_drafts", lost_of_drafts)
+    assert ranks.send("abcd", note=STEP, selector="target") == (True, None)
+    assert ranks.state == "unloaded"
+    lost.clear()
+    assert ranks.send("", selector="draft") == (True, "v2")
+    assert ranks.state == "whole"
