@@ -47,10 +47,12 @@ def tile_for(n: int) -> Tile:
 
 
 @cache
-def compiled(n: int, gpu: int, *, blockwise: bool = True, whole: bool = True) -> MachineCode:
-    """For BF16 activations, and rows of a multiple of 16 columns."""
-    tile = dict(tile_of(n))
-    options = {name: tile.pop(name) for name in ("num_warps", "maxnreg")}
+def compiled(
+    n: int, gpu: int, *, blockwise: bool = True, whole: bool = True, is_aligned: bool = True
+) -> MachineCode:
+    """For BF16 activations, and rows of a multiple of 16 columns or not."""
+    tile = dict(tile_of(n, is_aligned=is_aligned))
+    options = {name: tile.pop(name) for name in ("num_warps", "maxnreg") if name in tile}
     types = {"x": "*bf16", "codes": "*i8", "weight_scale": "*fp32"}
     types |= {"output": "*bf16", **dict.fromkeys(_SIZES, "i32")}
     return compile_kernel(
@@ -58,7 +60,7 @@ def compiled(n: int, gpu: int, *, blockwise: bool = True, whole: bool = True) ->
         {"BLOCKWISE": blockwise, "WHOLE": whole, **tile},
         gpu,
         types=types,
-        divisible=("n", "k", "x_stride", "codes_stride"),
+        divisible=("n", "k", "x_stride", "codes_stride") if is_aligned else ("n",),
         **options,
     )
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...wire.refit_note import RefitNote
+from ...wire.refit_note import PARTIAL, RefitNote
 from ..arrival.update import Update
 from ..model.draft import lost_of_drafts
 from .record import Outcome, Part, Refit, Session, State, Verdict
@@ -104,7 +104,8 @@ class RefitLog:
         self.begun.append(refit)
         if refit.session is not None:
             refit.session.has_begun, refit.session.given_up = True, None
-        if refit.is_partial and refit.note is not None and refit.note.id in self.broken_into:
+        note = refit.note
+        if note is not None and note.extent == PARTIAL and note.id in self.broken_into:
             refit.given_up = "which another one came into"
         return refit
 

@@ -29,12 +29,6 @@ _PARTED = RefitError(
     "a refit begins and ends on all ranks together",
     "Send the update again, whole.",
 )
-_BEGUN_WITHOUT = RefitError(
-    "an update",
-    "an empty list of tensors for a rank, where a refit begins on others",
-    "a refit begins on all ranks together",
-    "Open a session, name the refit, or flush the cache before it; then send all weights again.",
-)
 
 
 @dataclass(frozen=True)
@@ -133,9 +127,7 @@ class RefitEnd(RequestEnd):
     def _wrong_between(self, ranks: Sequence[_Said]) -> RefitError | None:
         if wrong := super()._wrong_between(ranks):
             return wrong
-        if len({one.refit for one in ranks}) > 1 and any(one.is_empty for one in ranks):
-            return _BEGUN_WITHOUT
-        return _PARTED if len({one.verdict is None for one in ranks}) > 1 else None
+        return _PARTED if len({(one.refit, one.verdict is None) for one in ranks}) > 1 else None
 
     def _fail(self, errors: dict[int, str], ranks: Sequence[_Said]) -> None:
         """What this rank's own calls found is written down already."""

@@ -9,9 +9,12 @@ from ...wire.refit_note import ALL
 from ..refit import ModelRefit
 from .record import Session
 
+# Of each parameter. Who writes past `load_weights` writes whole tensors: of 32,768 FP8 codes a step of RL changes some.
+_WORDS = 4096
+
 
 def memory_number(refit: ModelRefit) -> int:
-    """One number for all that updates write: the same as long as no byte of it changes."""
+    """One number for all that updates write: the same as long as none of the words that it looks at changes."""
     numbers = (
         (index + 1) * _checksum(target.parameter.data)
         for index, target in enumerate(refit.written_targets())
@@ -21,10 +24,11 @@ def memory_number(refit: ModelRefit) -> int:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Sum its int64 words and the tail bytes: at the speed of memory, at every session's start."""
+    """Sum some of its int64 words, evenly spread, and the tail bytes."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     whole = 0 if data.storage_offset() % 8 else len(data) // 8 * 8
-    words = data[:whole].view(torch.int64).sum() if whole else 0
+    step = max(1, whole // 8 // _WORDS)
+    words = data[:whole].view(torch.int64)[::step].sum() if whole else 0
     return int(words) + int(data[whole:].sum())
 
 

@@ -71,12 +71,15 @@ def linear_kernel(
     tl.store(where, total.to(output.dtype.element_ty), mask=is_row[:, None] & is_token[None, :])
 
 
-def tile_of(n: int) -> dict[str, int]:
-    """Sizes and launch options of `linear_kernel` for `n` rows.
+def tile_of(n: int, *, is_aligned: bool = True) -> dict[str, int]:
+    """Sizes and launch options of `linear_kernel` for `n` rows, which are of a multiple of 16 columns or are read byte by
+    byte.
 
     The more rows in a tile, the less often the tokens are read; but every multiprocessor has to have
     a tile, and warps enough to hide the memory's latency: of one program, or of four.
     """
+    if not is_aligned:  # an address for each code: with more of them registers spill
+        return {"TOKENS": TOKENS, "ROWS": 32, "COLUMNS": 32, "PARTS": 8, "num_warps": 8}
     rows, parts = (64, 4) if n >= _MANY_ROWS else (32, 8)
     tile = {"TOKENS": TOKENS, "ROWS": rows, "COLUMNS": _COLUMNS, "PARTS": parts}
     return {**tile, "num_warps": parts, "maxnreg": 128}  # for four such programs at once
@@ -90,13 +93,13 @@ def linear(
     (m, k), n = x.shape, codes.shape[0]
     output = x.new_empty(m, n)
     if m:
-        tile = tile_of(n)
+        tile = tile_of(n, is_aligned=k % 16 == 0)
         programs = triton.cdiv(m, TOKENS) * triton.cdiv(n, tile["ROWS"])
         with torch.cuda.device_of(x):  # on which Triton launches
             linear_kernel[(programs,)](
                 x, codes.detach().view(torch.int8), weight_scale.detach(), output, m, n, k,
                 x.stride(0), codes.stride(0), weight_scale.stride(0), BLOCKWISE=blockwise,
-                WHOLE=k % (tile["PARTS"] * _COLUMNS) == 0, **tile,
+                WHOLE=k % (tile["PARTS"] * tile["COLUMNS"]) == 0, **tile,
             )  # fmt: skip
     return output
 

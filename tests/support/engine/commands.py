@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from sglang_fp8rl.wire.refit_note import with_version
 from support.replayed import recipes_of
 
 T = TypeVar("T")
@@ -107,8 +108,12 @@ def send(
     request = UpdateWeightsFromTensorReqInput(
         serialized_named_tensors=payload, load_format=load_format, flush_cache=flush_cache, **more
     )
-    result = scheduler.weight_updater.update_weights_from_tensor(request)
-    return result.success, result.message
+    return _answered(scheduler.weight_updater.update_weights_from_tensor(request))
+
+
+def _answered(result: Any) -> tuple[bool, str]:
+    """What an answer says, but that no version moved: SGLang's tokenizer manager takes that away."""
+    return result.success, result.message.removesuffix(with_version("", None))
 
 
 def begin(scheduler: Any, **fields: Any) -> tuple[bool, str]:
@@ -121,16 +126,14 @@ def begin(scheduler: Any, **fields: Any) -> tuple[bool, str]:
 def end(scheduler: Any) -> tuple[bool, str]:
     from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
-    result = scheduler.weight_updater.end_weight_update(EndWeightUpdateReqInput())
-    return result.success, result.message
+    return _answered(scheduler.weight_updater.end_weight_update(EndWeightUpdateReqInput()))
 
 
 def update_from_disk(scheduler: Any, path: str) -> tuple[bool, str]:
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
     request = UpdateWeightFromDiskReqInput(model_path=path, load_format="auto")
-    result = scheduler.weight_updater.update_weights_from_disk(request)
-    return result.success, result.message
+    return _answered(scheduler.weight_updater.update_weights_from_disk(request))
 
 
 def release_and_resume(scheduler: Any, tags: list[str] | None, is_paged: bool) -> None:

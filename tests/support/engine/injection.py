@@ -23,6 +23,7 @@ _BOUNDARY = {
     "failures",
     "fail_behind",
     "_end_together",
+    "_gathered",
     "end_by_flush",
     "asked",
     "end_weight_update",

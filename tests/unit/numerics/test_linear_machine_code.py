@@ -21,7 +21,9 @@ GPUS = [90, 100]
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("n", [SMALL, LARGE])
 def test_nothing_is_spilled_and_a_tile_fits(n, gpu):
-    for code in (compiled(n, gpu), compiled(n, gpu, blockwise=False, whole=False)):
+    odd = {"whole": False, "is_aligned": False}  # 1368 columns: DeepSeek-V2-Lite on eight ranks
+    for how in ({}, {"blockwise": False, "whole": False}, odd, {"blockwise": False, **odd}):
+        code = compiled(n, gpu, **how)
         assert code.spilled == 0
         assert code.shared <= HOPPER_SHARED
 
