@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .errors import HostError
+from .errors import ConfigError, HostError
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -31,7 +31,11 @@ def safetensors_files(directory: Path) -> list[Path]:
     """The files of a checkpoint: those of its index, else all; empty if it has none."""
     index = directory / INDEX_NAME
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            rule = "it has to be JSON with a weight_map"
+            raise ConfigError(str(index), repr(error), rule, "Copy it again.") from error
         found = [directory / name for name in names]
         return found if all(path.exists() for path in found) else []
     return sorted(directory.glob("*.safetensors"))
@@ -39,10 +43,15 @@ def safetensors_files(directory: Path) -> list[Path]:
 
 def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """`(name, tensor)` as on disk, one at a time: mapped, so that values are read when they are used."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     for path in files:
-        with safe_open(path, framework="pt") as file:
+        try:
+            opened = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            rule = "it has to be a whole safetensors file"
+            raise ConfigError(str(path), str(error), rule, "Copy it again.") from error
+        with opened as file:
             for name in file.keys():  # noqa: SIM118  not a mapping
                 yield name, file.get_tensor(name)
 
@@ -51,9 +60,12 @@ def checkpoint_directory(model_path: str) -> Path | None:
     """Where a checkpoint lies: a directory, or what is cached here of a name on the hub; None if nothing is."""
     if Path(model_path).is_dir():
         return Path(model_path)
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub import errors, try_to_load_from_cache
 
-    config = try_to_load_from_cache(model_path, "config.json")
+    try:
+        config = try_to_load_from_cache(model_path, "config.json")
+    except errors.HFValidationError:  # a path that leads nowhere
+        return None
     return Path(config).parent if isinstance(config, str) else None
 
 
@@ -66,12 +78,10 @@ def _of_model_class(hf_config: Any) -> Iterable[tuple[str, torch.Tensor]]:
         (auto._model_mapping[kind] for auto in classes if kind in auto._model_mapping), None
     )
     if found is None:
-        raise HostError(
-            kind.__name__,
-            "no weights, and no transformers class for this config",
-            "names come from a checkpoint's headers or from the model class",
-            "Put the checkpoint's safetensors beside its config.json.",
-        )
+        rule = "names come from a checkpoint's headers or from the model class"
+        remedy = "Put the checkpoint's safetensors beside its config.json."
+        missing = "no weights, and no transformers class for this config"
+        raise HostError(kind.__name__, missing, rule, remedy)
     with torch.device("meta"):
         model = found(hf_config)
     # Experts are fused in memory and one by one on disk; this undoes it, on meta as well.

@@ -90,12 +90,9 @@ class Options(BaseModel):
         if not last:
             return ""
         if num_layers is None:
-            raise ConfigError(
-                "num_last_layers_in_bf16",
-                str(last),
-                "the model's config has no num_hidden_layers to count back from",
-                "Write the layers into ignored_layers.",
-            )
+            rule = "the model's config has no num_hidden_layers to count back from"
+            remedy = "Write the layers into ignored_layers."
+            raise ConfigError("num_last_layers_in_bf16", str(last), rule, remedy)
         is_last = num_layers - last <= layer < num_layers
         return f"num_last_layers_in_bf16: {last}" if is_last else ""
 
@@ -139,12 +136,12 @@ def _check_keys(given: Mapping[str, Any], known: list[str]) -> None:
     unknown = [key for key in given if key not in known]
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
-        raise ConfigError(
-            "quantization_config",
+        found, rule = (
             f"unknown key {', '.join(map(repr, unknown))}",
             f"known keys are {', '.join(known)}",
-            f"Did you mean {near[0]!r}?" if near else "Remove it.",
         )
+        remedy = f"Did you mean {near[0]!r}?" if near else "Remove it."
+        raise ConfigError("quantization_config", found, rule, remedy)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Fp8RlError(ValueError):
 
     def __init__(self, subject: str, value: str, rule: str, remedy: str) -> None:
         self.subject, self.value, self.rule, self.remedy = subject, value, rule, remedy
-        super().__init__(as_text(f"{subject}: {value}; {rule}. {remedy}"))
+        super().__init__(as_text(f"{subject}: {value}; {rule}. {remedy}".rstrip()))
 
     def __reduce__(self) -> tuple[type[Fp8RlError], tuple[str, str, str, str]]:
         """Errors travel between processes: over Ray, and between the ranks of a trainer."""

@@ -19,8 +19,8 @@ _IDLE_SECONDS = (
     2  # SGLang closes what is idle for 5: a request that comes just then would get no answer
 )
 _KEYS = (
-    "RefitClient(api_key=…, admin_api_key=…): SGLang wants the admin key for updates and sessions where "
-    "it has one, the api key otherwise."
+    "RefitClient(api_key=…, admin_api_key=…), or --api-key and --admin-api-key of a command: SGLang wants the "
+    "admin key for updates, sessions and fingerprints where it has one, the api key otherwise."
 )
 _REMEDIES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: _KEYS,
@@ -30,6 +30,15 @@ _REMEDIES: dict[int, str] = {
 _REMEDY = (
     "It goes on serving, and GET /fp8rl/status names what is old. Compare what was sent with GET "
     "/fp8rl/plan, which has its names and shapes; `sglang-fp8rl doctor` and its log say more."
+)
+
+
+_UNANSWERED = ("a running server gives one", "Look whether it is up, and whether the URL is right.")
+_UNANSWERED_UPDATE = (
+    "a running server gives one; without it, it is not known whether it did what it was asked",
+    "Look whether it is up; its log says why it is not. Unless last_refit in GET /fp8rl/status has this update's "
+    "version and outcome ok, send the update again, whole. A trainer that can't start a server again (veRL can't) "
+    "goes on from its last checkpoint.",
 )
 
 
@@ -120,14 +129,8 @@ class Connection:
             )
         except requests.RequestException as error:
             self.forget()
-            raise NoAnswerError(
-                url,
-                f"no answer: {error}",
-                "a running server gives one; without it, it is not known whether it did what it was asked",
-                "Look whether it is up; its log says why it is not. Unless last_refit in GET /fp8rl/status "
-                "has this update's version and outcome ok, send the update again, whole. A trainer that "
-                "can't start a server again (veRL can't) goes on from its last checkpoint.",
-            ) from error
+            told = _UNANSWERED if method == "GET" else _UNANSWERED_UPDATE
+            raise NoAnswerError(url, f"no answer: {error}", *told) from error
         self._used = time.monotonic()
         self.seconds_waited += answer.elapsed.total_seconds()
         return answer

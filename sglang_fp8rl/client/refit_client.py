@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import torch
 
-from ..errors import RefitError
+from ..errors import NoAnswerError, RefitError
 from ..wire.bucket import NamedTensor, sendable
 from ..wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Verification, compare
 from ..wire.plan import PLAN_PATH, STATUS_PATH, RefitPlan
@@ -212,8 +212,15 @@ class RefitClient:
         return self._connection.get(STATUS_PATH)
 
     def close_session(self) -> None:
-        """End a session that a client which is gone left open; what it sent stays."""
-        self._connection.post("/end_weight_update", {})
+        """End a session that a client which is gone left open; what it sent stays. What that refit lacked is in the
+        status; raises `RefitError` where the session is still open."""
+        try:
+            self._connection.post("/end_weight_update", {})
+        except NoAnswerError:
+            raise
+        except RefitError:
+            if any("session is open" in problem for problem in self.status()["problems"]):
+                raise
 
 
 def fetch_plan(url: str, *, timeout: float = 600, api_key: str | None = None) -> RefitPlan:

@@ -10,14 +10,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import __version__
-from ..errors import ConfigError
+from ..errors import ConfigError, RefitError
 from .commands import add_commands
-from .terminal import FOUND_WRONG, JsonFlag, console, errors_told
+from .terminal import (
+    FOUND_WRONG,
+    AdminApiKey,
+    ApiKey,
+    JsonFlag,
+    TellingGroup,
+    console,
+    errors_told,
+)
 
 if TYPE_CHECKING:
     from ..wire.fingerprint import Verification
 
 app = typer.Typer(
+    cls=TellingGroup,
     help="FP8 rollout for RL on SGLang: every weight update is re-quantized in place, exactly.",
     epilog="Exit status: 0 fine; 1 something is wrong; 2 bad input or a server failed; "
     "130 interrupted.",
@@ -51,13 +60,8 @@ def verify(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Directory of the weights that they should serve.")
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="SGLANG_API_KEY", help="Bearer token of the servers.")
-    ] = None,
-    admin_api_key: Annotated[
-        str | None,
-        typer.Option(envvar="SGLANG_ADMIN_API_KEY", help="Of servers that have an admin key."),
-    ] = None,
+    api_key: ApiKey = None,
+    admin_api_key: AdminApiKey = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Prove what servers hold: against themselves, each other, and a checkpoint. Sends no weights.
@@ -121,7 +125,15 @@ def verify_servers(
             continue
         plan = client.plan()
         if plan.digest not in expected:
-            expected[plan.digest] = fingerprint_of(tensors_in(files), plan, source=str(checkpoint))
+            try:
+                made = fingerprint_of(tensors_in(files), plan, source=str(checkpoint))
+            except RefitError as error:
+                if not error.value.startswith("shape "):
+                    raise
+                rule = f"a checkpoint of the served model has the shapes of its plan: {error.rule}"
+                remedy = "Compare with the checkpoint that was sent."
+                raise RefitError(error.subject, error.value, rule, remedy) from error
+            expected[plan.digest] = made
         comparisons.append((url, str(checkpoint), compare(held, expected[plan.digest])))
     for url, held in zip(urls[1:], served[1:], strict=True):
         comparisons.append((url, urls[0], compare(held, served[0])))

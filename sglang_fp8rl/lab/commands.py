@@ -119,8 +119,12 @@ def demo(
     """
     from .demo.run import run_demo
     from .demo.show import Screen, print_report
+    from .testing.weight_sets import Checkpoint
 
     shown = console(stderr=as_json)
+    if model is not None:
+        with errors_told():  # before there is a directory
+            Checkpoint(model).check()
     directory = Path(tempfile.mkdtemp(prefix="sglang-fp8rl-demo-"))
     delete = not keep
     try:
@@ -263,7 +267,11 @@ def parsed_options(text: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError("--options", repr(text), f"it is JSON: {error}", "Correct it.") from error
+        raise ConfigError(
+            "--options", repr(text), f"it has to be JSON: {error}", "Correct it."
+        ) from error
     if not isinstance(parsed, dict):
-        raise ConfigError("--options", repr(text), "it is a JSON object", 'Write {"key": value}.')
+        raise ConfigError(
+            "--options", repr(text), "it has to be a JSON object", 'Write {"key": value}.'
+        )
     return parsed

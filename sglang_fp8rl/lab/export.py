@@ -6,6 +6,7 @@ What is quantized is what the plan says. Streams file by file: no more than one 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from ..scheme import Cause
 from ..trainer import quantize_for_refit
 from ..wire.plan import UNUSED, RefitPlan, TensorPlan
 from .plan_offline import make_plan
+from .testing.weight_sets import Checkpoint
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 # SGLang asks for the parts of a fused module, whatever the checkpoint calls it.
@@ -58,7 +60,8 @@ def export_checkpoint(
         on_start, on_bytes: called with all bytes to read, and with those of each tensor.
 
     Raises:
-        ConfigError: no such checkpoint, already quantized, or `out` is not empty. Nothing was written.
+        ConfigError: no such checkpoint, already quantized, nothing to quantize, or `out` is not empty or can't
+            be written. Nothing was written.
         HostError: SGLang can't build the model.
         QuantizationError: a weight with NaN or Inf. `out` has no config.json then.
     """
@@ -69,11 +72,9 @@ def export_checkpoint(
     if directory is None or not files:
         rule, remedy = "an export reads them", "Name its directory, or download it first."
         raise ConfigError(model, "no safetensors", rule, remedy)
-    if out.exists() and any(out.iterdir()):
-        rule = "an export writes into a new directory"
-        raise ConfigError(str(out), "not empty", rule, "Move it.")
-    config = json.loads((directory / "config.json").read_text())
-    found = config.get("quantization_config", {}).get("quant_method", "fp8_blockwise_online")
+    _check_place(out)
+    config = Checkpoint(directory).config
+    found = (config.get("quantization_config") or {}).get("quant_method", "fp8_blockwise_online")
     if found != "fp8_blockwise_online":
         raise _quantized_already(model, f"quant_method {found!r}")
     plan = make_plan(
@@ -83,6 +84,10 @@ def export_checkpoint(
         options=options,
         trust_remote_code=trust_remote_code,
     )
+    if not any(_is_exported_in_fp8(entry) for entry in plan.tensors.values()):
+        rule = "an export writes what is served in FP8 blocks"
+        remedy = "`sglang-fp8rl plan` with the same --options has the reasons."
+        raise ConfigError(model, "no weight is served in FP8 blocks", rule, remedy)
     out.mkdir(parents=True, exist_ok=True)
     on_start(sum(path.stat().st_size for path in files))
     report = ExportReport()
@@ -108,6 +113,16 @@ def export_checkpoint(
     # Last, so that what was left half-way is no checkpoint.
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return report
+
+
+def _check_place(out: Path) -> None:
+    above = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        rule, remedy = "it has to be a directory that can be written", "Choose another place."
+        raise ConfigError(str(out), f"no directory can be made at {above}", rule, remedy)
+    if out.exists() and any(out.iterdir()):
+        rule = "an export writes into a new directory"
+        raise ConfigError(str(out), "not empty", rule, "Move it.")
 
 
 def quantization_config(plan: RefitPlan) -> dict[str, Any]:

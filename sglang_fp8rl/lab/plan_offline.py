@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,8 +25,10 @@ from ..config import QUANTIZATION_METHOD
 from ..errors import Fp8RlError, HostError
 from ..versions import RANKS_ARE_GLOBAL
 from ..wire.plan import RefitPlan
+from .testing.weight_sets import Checkpoint
 
 _TIMEOUT_SECONDS = 600
+_EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Exit|Interrupt)(:|$)")
 
 
 def make_plan(
@@ -45,8 +48,11 @@ def make_plan(
         options: of `fp8_blockwise_online`, as in the model's `quantization_config`.
 
     Raises:
+        ConfigError: a path without a config.json that can be read.
         HostError: the model can't be built or has a module that can't be served; with its reason.
     """
+    if Path(model).is_dir() or model.startswith(("/", ".", "~")):
+        Checkpoint(Path(model)).config  # noqa: B018  read, or refused
     argv = [f"--model-path={model}", f"--tp-size={tp_size}", f"--ep-size={ep_size}"]
     argv += [f"--quantization={QUANTIZATION_METHOD}", "--load-format=dummy", "--device=cpu"]
     argv += ["--skip-tokenizer-init", f"--dtype={dtype}"]
@@ -60,11 +66,12 @@ def make_plan(
         args = [str(answer_path), str(tp_size), *argv]
         outcome = run_in_new_interpreter(args, _child_env(tp_size), log_path)
         if not answer_path.exists():
-            tail = log_path.read_text(errors="replace")[-2000:]
+            said = last_error(log_path.read_text(errors="replace"))
+            how = "" if outcome in ("exit status 0", "exit status 1") else f" ({outcome})"
             raise HostError(
                 model,
-                f"SGLang did not come to build the model ({outcome}):\n{tail}",
-                "the plan needs a config.json that this SGLang knows",
+                f"SGLang did not come to build the model{how}: {said}",
+                "SGLang has to build this model at this --tp, --ep and --dtype",
                 "Try `python -m sglang.launch_server` with the same model.",
             )
         answer = json.loads(answer_path.read_text())
@@ -84,10 +91,23 @@ def _child_env(tp_size: int) -> dict[str, str]:
     }
 
 
+def last_error(log: str) -> str:
+    """What the last traceback in a log ends with, and its statement where the exception says nothing; its last
+    line if there is none."""
+    lines = [line.strip() for line in log.splitlines() if line.strip(" \t^~")]
+    ends = [at for at, line in enumerate(lines) if _EXCEPTION.match(line)]
+    if not ends:
+        return lines[-1] if lines else "its log is empty"
+    found = lines[ends[-1]]
+    return found if ": " in found else f"{found}: {lines[max(0, ends[-1] - 1)]}"
+
+
 def run_in_new_interpreter(args: Sequence[str], env: Mapping[str, str], log_path: Path) -> str:
     """Run `child_main(args)` with `env` added, and what it prints in `log_path`; how it ended, in words."""
     # SGLang's scheduler sends SIGQUIT to its parent when it fails. The parent is this process.
     before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    # So that the child goes with this process.
+    ours = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
         with log_path.open("wb") as log:
             ended = subprocess.run(
@@ -103,6 +123,7 @@ def run_in_new_interpreter(args: Sequence[str], env: Mapping[str, str], log_path
         return f"not done after {_TIMEOUT_SECONDS} s"
     finally:
         signal.signal(signal.SIGQUIT, before)
+        signal.signal(signal.SIGTERM, ours)
 
 
 # -- in the child ------------------------------------------------------------------------------

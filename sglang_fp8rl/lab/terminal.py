@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from ..errors import Fp8RlError
 
@@ -15,6 +19,13 @@ from ..errors import Fp8RlError
 # BAD_INPUT: the input is bad, or a server failed. INTERRUPTED: Ctrl-C, as shells count it.
 FINE, FOUND_WRONG, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="SGLANG_API_KEY", help="Bearer token of the servers.")
+]
+AdminApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="SGLANG_ADMIN_API_KEY", help="Of servers that have an admin key."),
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
 
 
@@ -33,17 +44,32 @@ def errors_told(*more_lines: str, interrupted: str | None = None) -> Iterator[No
         interrupted: said after Ctrl-C: what is kept, and how to go on.
 
     Raises:
-        typer.Exit: with BAD_INPUT after a `Fp8RlError`, with INTERRUPTED after Ctrl-C.
+        typer.Exit: with BAD_INPUT after an error of this package, of the operating system or in a file
+            that is read; with INTERRUPTED after Ctrl-C.
     """
     try:
         yield
-    except Fp8RlError as error:
+    except BrokenPipeError:
+        raise  # who read stdout is gone: click leaves without a word
+    except (Fp8RlError, OSError, json.JSONDecodeError) as error:
         told = console(stderr=True)
         told.out(f"error: {error}", style="red", highlight=False)
         for line in more_lines:
             told.out(line, highlight=False)
+        try:
+            sys.stdout.flush()
+        except OSError:  # of a full disk: Python would try once more at its end, and leave with 120
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         raise typer.Exit(BAD_INPUT) from error
     except KeyboardInterrupt as error:
         if interrupted is not None:
             console(stderr=True).out(interrupted, highlight=False)
         raise typer.Exit(INTERRUPTED) from error
+
+
+class TellingGroup(TyperGroup):
+    """Commands whose errors are told, wherever in a command they come up: printing the result included."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with errors_told():
+            return super().invoke(ctx)

@@ -110,12 +110,9 @@ class Fingerprinter:
         if known is not None and number.numel is not None:
             number = known + number
         elif known is not None and known != number:
-            raise RefitError(
-                name,
-                f"{known.value:016x} and {number.value:016x}",
-                "two ranks that hold all of a tensor hold the same",
-                "Look at the trainer's own replicas.",
-            )
+            found = f"{known.value:016x} and {number.value:016x}"
+            rule = "two ranks that hold all of a tensor hold the same"
+            raise RefitError(name, found, rule, "Look at the trainer's own replicas.")
         self._numbers[name] = number
 
     def fingerprint(self, source: str) -> Fingerprint:

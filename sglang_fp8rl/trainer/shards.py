@@ -42,12 +42,9 @@ class LocalShard:
             for at, size, full in zip(self.start, self.tensor.shape, self.full_shape, strict=True)
         )
         if not fits:
-            raise RefitError(
-                "LocalShard",
-                f"shape {tuple(self.tensor.shape)} at {self.start} of {self.full_shape}",
-                "a shard lies inside the full tensor",
-                "start counts rows and columns of the full tensor, not ranks.",
-            )
+            found = f"shape {tuple(self.tensor.shape)} at {self.start} of {self.full_shape}"
+            remedy = "start counts rows and columns of the full tensor, not ranks."
+            raise RefitError("LocalShard", found, "a shard lies inside the full tensor", remedy)
 
     @property
     def shape(self) -> Box:
@@ -92,11 +89,9 @@ def shard_of(name: str, sent: Any) -> LocalShard:
             raise _gather_first(name, tuple(local.shape), f"{full_shape} is cut into {shape}")
         return LocalShard(local, full_shape, start)
     if not isinstance(sent, torch.Tensor):
+        rule = "what is sent is a tensor, a DTensor or a LocalShard"
         raise RefitError(
-            name,
-            f"a {type(sent).__name__}",
-            "what is sent is a tensor, a DTensor or a LocalShard",
-            "Look at what the iterator yields.",
+            name, f"a {type(sent).__name__}", rule, "Look at what the iterator yields."
         )
     return LocalShard(sent.detach(), tuple(sent.shape), (0,) * sent.dim())
 
@@ -169,11 +164,7 @@ def assemble(name: str, shards: Iterable[LocalShard]) -> torch.Tensor:
         full[box] = part.tensor
         seen[box] = True
     if not bool(seen.all()):
-        missing = int((~seen).sum())
-        raise RefitError(
-            name,
-            f"{missing} of {math.prod(first.full_shape)} values are in no shard",
-            "the shards of all ranks make the whole tensor",
-            "Gather over all ranks that hold a part of it.",
-        )
+        found = f"{int((~seen).sum())} of {math.prod(first.full_shape)} values are in no shard"
+        rule = "the shards of all ranks make the whole tensor"
+        raise RefitError(name, found, rule, "Gather over all ranks that hold a part of it.")
     return full

@@ -163,12 +163,9 @@ class ServerAdapter(verls.ServerAdapter):
         """What a refit brings: all, unless the user's config declares the rest still right."""
         extent = (self.config.get("custom", None) or {}).get(EXTENT_KEY, ALL)
         if extent not in (ALL, PARTIAL):
-            raise RefitError(
-                f"rollout.custom.{EXTENT_KEY}",
-                repr(extent),
-                f"a refit brings {ALL!r} parameters, or is {PARTIAL!r}",
-                "Leave it out where the trainer sends all of its weights.",
-            )
+            rule = f"a refit brings {ALL!r} parameters, or is {PARTIAL!r}"
+            remedy = "Leave it out where the trainer sends all of its weights."
+            raise RefitError(f"rollout.custom.{EXTENT_KEY}", repr(extent), rule, remedy)
         return extent
 
     async def _ask(self, request: Callable[[], T]) -> T:
@@ -269,9 +266,6 @@ async def outcome_of(ask: Callable[[], Awaitable[Any]]) -> Any:
         return error
     except Exception as error:  # raised on all ranks: one alone would leave the others waiting
         logger.warning("fp8rl: a refit fails on all ranks of its server", exc_info=True)
-        return RefitError(
-            "a refit",
-            f"{type(error).__name__}: {error}",
-            "what one rank of a server's group raises ends the refit on all of them",
-            "The log of that rank has the traceback; send all weights again.",
-        )
+        rule = "what one rank of a server's group raises ends the refit on all of them"
+        remedy = "The log of that rank has the traceback; send all weights again."
+        return RefitError("a refit", f"{type(error).__name__}: {error}", rule, remedy)

@@ -43,12 +43,10 @@ def of_all_ranks(said: Sequence[Any]) -> tuple[list[str], bool]:
         raise failed
     ended = [rank for rank, one in enumerate(said) if one is None or one[1]]
     if None in said or 0 < len(ended) < len(said):
-        raise RefitError(
-            "a refit",
-            f"rank(s) {ended} of {len(said)} have no more tensors, the others have",
-            "every rank of a server's group is given the same tensors",
-            "Check what the trainer hands to update_weights on these ranks.",
-        )
+        found = f"rank(s) {ended} of {len(said)} have no more tensors, the others have"
+        rule = "every rank of a server's group is given the same tensors"
+        remedy = "Check what the trainer hands to update_weights on these ranks."
+        raise RefitError("a refit", found, rule, remedy)
     return [text for text, _ in said], bool(ended)
 
 

@@ -80,7 +80,8 @@ def test_every_command_tells_an_error_on_stderr_letter_by_letter(run_into, comma
 
 @pytest.mark.parametrize("command", ["plan", "export", "sensitivity"])
 @pytest.mark.parametrize(
-    ("options", "rule"), [("{misaligned: bf16}", "it is JSON"), ("[1]", "it is a JSON object")]
+    ("options", "rule"),
+    [("{misaligned: bf16}", "it has to be JSON"), ("[1]", "it has to be a JSON object")],
 )
 def test_options_that_are_no_json_object_are_told(command, options, rule):
     result = run(command, *COMMANDS[command][1], "--options", options)

@@ -68,7 +68,10 @@ def eval_aime(
     timeout: Annotated[float, typer.Option(help="Seconds for one response.")] = 3600.0,
     alpha: Annotated[float, typer.Option(help="Level of the test against the baseline.")] = 0.05,
     api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token of the servers.")
+        str | None,
+        typer.Option(
+            envvar=["SGLANG_API_KEY", "OPENAI_API_KEY"], help="Bearer token of the servers."
+        ),
     ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder of Inspect's logs; what it holds is continued.")

@@ -18,7 +18,7 @@ from ...trainer.served_weights import check_as_served, compute_as_served
 from ..metrics import MismatchMetrics, mismatch_metrics
 from .options import check_values
 from .prompts import load_prompts
-from .server import Rollout, sample_rollouts
+from .server import Rollout, identify, normalize_url, sample_rollouts
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -48,6 +48,8 @@ def run_mismatch(
     precision: Precision = "bfloat16",
     device: str = "cpu",
     as_served: bool = False,
+    api_key: str | None = None,
+    admin_api_key: str | None = None,
 ) -> MismatchReport:
     """Sample completions from `url`, rescore them with `model`, and measure the gap.
 
@@ -64,14 +66,17 @@ def run_mismatch(
         ("--temperature", temperature, temperature > 0, "above 0: greedy tokens are no samples"),
         ("--dtype", precision, precision in ("float32", "bfloat16"), "float32 or bfloat16"),
     )
+    identify(normalize_url(url), api_key)  # before a model is loaded for nothing
     reference = load_model(model, precision, device)
     if as_served:
-        client = RefitClient(url)
+        client = RefitClient(url, api_key=api_key, admin_api_key=admin_api_key)
         compute_as_served(reference, client.plan())
         check_as_served(reference, client)
     vocabulary = reference.get_input_embeddings().num_embeddings
     ids = load_prompts(prompts, load_tokenizer(model), vocabulary)
-    rollouts = sample_rollouts(url, ids, max_new_tokens=max_new_tokens, temperature=temperature)
+    rollouts = sample_rollouts(
+        url, ids, max_new_tokens=max_new_tokens, temperature=temperature, api_key=api_key
+    )
     settings = {
         "url": url,
         "model": model,
@@ -99,22 +104,27 @@ def compare_rollouts(
 
 def load_model(path: str, precision: Precision, device: str) -> Any:
     """A causal language model for inference. Raises `EvaluationError`: no such model, or no such device."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, precision))
-    except (OSError, ValueError) as error:  # what from_pretrained raises for a bad path or config
+    except (
+        OSError,
+        ValueError,
+        SafetensorError,
+    ) as error:  # what from_pretrained raises for a bad path or config
         raise EvaluationError(
             "--model",
             f"{path!r}: {error}",
-            "it is a checkpoint folder or model id that transformers loads",
+            "it has to be a checkpoint folder or model id that transformers loads",
             "Pass the unquantized model that the server was started from.",
         ) from error
     try:
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:  # torch's for an unknown or absent device
         raise EvaluationError(
-            "--device", f"{device!r}: {error}", "torch can use the device", "Use cpu or cuda."
+            "--device", f"{device!r}: {error}", "torch has to find the device", "Use cpu or cuda."
         ) from error
 
 
@@ -132,7 +142,7 @@ def load_tokenizer(path: str) -> Any | None:
         raise EvaluationError(
             "--model",
             f"{path!r}: {error}",
-            "its tokenizer can be loaded",
+            "its tokenizer has to load",
             "Give --prompts with `input_ids` to do without a tokenizer.",
         ) from error
 

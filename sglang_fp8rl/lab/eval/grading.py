@@ -81,7 +81,7 @@ class Grader:
             raise EvaluationError(
                 "grading",
                 f"the verifier's process ended with status {error.exitcode}",
-                "it lives until it is closed",
+                "it has to live until it is closed",
                 "Run the same command again to resume.",
             ) from error
 

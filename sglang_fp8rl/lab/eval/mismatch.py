@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ import typer
 from rich.table import Table
 
 from ...errors import ConfigError
-from ..terminal import JsonFlag, console, errors_told
+from ..terminal import AdminApiKey, ApiKey, JsonFlag, console, errors_told
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,6 +52,8 @@ def mismatch(
     as_served: Annotated[
         bool, typer.Option("--as-served", help="The reference computes with the served weights.")
     ] = False,
+    api_key: ApiKey = None,
+    admin_api_key: AdminApiKey = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the gap: .png, .pdf, .svg.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -72,6 +75,8 @@ def mismatch(
             precision=dtype,  # type: ignore[arg-type]  # checked by run_mismatch
             device=device,
             as_served=as_served,
+            api_key=api_key,
+            admin_api_key=admin_api_key,
         )
         if plot is not None:
             plot_mismatch(report, plot)
@@ -104,14 +109,17 @@ def check_plot_path(path: Path) -> None:
     """Refuse, before any work is done, what could not be written at its end.
 
     Raises:
-        ConfigError: no matplotlib, a format that isn't drawn, or no such folder.
+        ConfigError: no matplotlib, a format that isn't drawn, or no folder that can be written.
     """
     if path.suffix.lower() not in _FORMATS:
         raise ConfigError(
-            "--plot", str(path), f"the name ends in {', '.join(_FORMATS)}", "Rename the file."
+            "--plot", str(path), f"the name has to end in {', '.join(_FORMATS)}", "Rename the file."
         )
-    if not path.absolute().parent.is_dir():
-        raise ConfigError("--plot", str(path), "its folder exists", "Create the folder.")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError("--plot", str(path), "its folder has to exist", "Create the folder.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError("--plot", str(path), "it has to be writable", "Choose another place.")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "--plot",

@@ -63,7 +63,7 @@ def check_values(*checks: tuple[str, object, bool, str]) -> None:
     """Raise `ConfigError` for the first that is not good of (option, value, is good, what is good)."""
     for option, value, is_good, good in checks:
         if not is_good:
-            raise ConfigError(option, str(value), f"it is {good}", "Choose another value.")
+            raise ConfigError(option, str(value), f"it has to be {good}", "Choose another value.")
 
 
 def _has_a_place(template: str) -> bool:

@@ -45,7 +45,7 @@ def load_problems(source: str, split: str, template: str) -> list[Sample]:
         raise EvaluationError(
             "--problems",
             f"{source!r}, after {rows} rows: {type(error).__name__}: {error}",
-            "it is a file of JSON objects, one a line, or a dataset that can be loaded",
+            "it has to be a file of JSON objects, one a line, or a dataset that can be loaded",
             "Check the path or the dataset's id, and --split; nothing was sent.",
         ) from error
     ids = [sample.id for sample in samples]
@@ -54,7 +54,7 @@ def load_problems(source: str, split: str, template: str) -> list[Sample]:
         raise EvaluationError(
             "--problems",
             f"{source!r}: {len(ids)} rows, ids that come twice: {sorted(map(str, twice))}",
-            "it holds problems, each under an id of its own",
+            "it has to hold problems, each under an id of its own",
             "Repair the rows; nothing was sent.",
         )
     return samples

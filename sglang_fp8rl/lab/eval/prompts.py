@@ -53,7 +53,7 @@ def prompt_lines(path: Path) -> list[tuple[str, str]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        rule = "it is a UTF-8 text file"
+        rule = "it has to be a UTF-8 text file"
         raise EvaluationError("--prompts", f"{path}: {error}", rule, "Check the path.") from error
     found = [(f"{path}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
     if not found:

@@ -15,7 +15,7 @@ from ...errors import ConfigError, EvaluationError
 _IDENTITY = ("model_path", "weight_version", "quantization", "dtype", "kv_cache_dtype")
 _CONNECT_S, _PAGE_S, _COMPLETION_S = 10.0, 30.0, 600.0
 _BATCH = 32  # prompts per request
-_RULE = "each reply holds `meta_info.output_token_logprobs`"
+_RULE = "each reply has to hold `meta_info.output_token_logprobs`"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,10 @@ def normalize_url(url: str) -> str:
     """Return `url` without a trailing slash or `/v1`; refuse what is no http(s) URL."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(
-            "--url", url, "it starts with http:// or https://", "Example: http://127.0.0.1:30000"
+            "--url",
+            url,
+            "it has to start with http:// or https://",
+            "Example: http://127.0.0.1:30000",
         )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
@@ -42,7 +45,7 @@ def identify(url: str, api_key: str | None = None) -> dict[str, Any]:
     Raises:
         EvaluationError: nobody answers, or it serves no model.
     """
-    rule = "the server lists the model that it serves"
+    rule = "the server has to list the model that it serves"
     listing = _request_json(url, "/v1/models", rule=rule, api_key=api_key)
     try:
         model = str(listing["data"][0]["id"])
@@ -101,7 +104,12 @@ def _unexpected(url: str, found: str, rule: str) -> EvaluationError:
 
 
 def sample_rollouts(
-    url: str, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float = 1.0
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    api_key: str | None = None,
 ) -> list[Rollout]:
     """Sample one completion of each prompt (token ids) over the whole vocabulary.
 
@@ -118,7 +126,7 @@ def sample_rollouts(
     for start in range(0, len(prompts), _BATCH):
         batch = [list(ids) for ids in prompts[start : start + _BATCH]]
         body = {"input_ids": batch, "sampling_params": sampling, "return_logprob": True}
-        answer = _request_json(url, "/generate", rule=_RULE, body=body)
+        answer = _request_json(url, "/generate", rule=_RULE, body=body, api_key=api_key)
         replies = answer if isinstance(answer, list) else [answer]
         if len(replies) != len(batch):
             found = f"/generate gave {len(replies)} completions of {len(batch)} prompts"

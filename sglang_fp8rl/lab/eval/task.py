@@ -86,7 +86,7 @@ def take_samples(
             raise EvaluationError(
                 url,
                 log.error.message if log.error else f"the run ended as {log.status}",
-                "every request is answered",
+                "every request has to be answered",
                 "Check the server; a prompt and --max-tokens must fit its context. Samples are "
                 f"kept in {options.out}, the same command resumes.",
             )

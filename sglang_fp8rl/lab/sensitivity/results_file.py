@@ -66,7 +66,7 @@ class ResultsFile:
         try:
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
-            rule = "the file can be written"
+            rule = "the file has to be writable"
             raise _refused(str(error), rule, "Choose another place.") from error
         if not rows:
             self.add("run", **_FORMAT, key=key)
@@ -82,14 +82,28 @@ class ResultsFile:
         self._file.flush()
 
 
-def _check_key(path: Path, first: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+def check_place(path: Path) -> None:
+    """Refuse, before any work is done, what could not be taken as results then. Raises as `ResultsFile`."""
+    rows = _read(path)
+    if rows:
+        _key_in(path, rows[0])
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise _refused(str(path), "the file has to be writable", "Choose another place.")
+
+
+def _key_in(path: Path, first: Mapping[str, Any]) -> Mapping[str, Any]:
     theirs = first.get("key")
     if not theirs or any(first.get(name) != value for name, value in _FORMAT.items()):
         raise _refused(
             f"{path} begins with {str(first)[:60]!r}",
-            f"it holds measurements of format {_FORMAT['format']!r}, version {_FORMAT['version']}",
+            f"it has to hold measurements of format {_FORMAT['format']!r}, version {_FORMAT['version']}",
             "Choose another file.",
         )
+    return theirs
+
+
+def _check_key(path: Path, first: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    theirs = _key_in(path, first)
     for name in ours.keys() | theirs.keys():
         if ours.get(name) != theirs.get(name):
             raise _refused(
@@ -106,7 +120,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        rule = "it is a file of JSON lines"
+        rule = "it has to be a file of JSON lines"
         raise _refused(f"{path}: {error}", rule, "Choose another file.") from error
     whole, end, rest = text.rpartition("\n")
     if rest:

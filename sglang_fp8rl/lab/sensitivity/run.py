@@ -17,7 +17,7 @@ from ..plan_offline import make_plan
 from .finding import Finding, effects_of, finding_of
 from .measure import Measurement, Settings, key_of
 from .reference import load_reference
-from .results_file import ResultsFile
+from .results_file import ResultsFile, check_place
 from .samples import Groups
 from .served_modules import budget_bytes, choose, served_modules
 
@@ -47,6 +47,7 @@ def run_sensitivity(
         ("--dtype", dtype, dtype in _VALUE_BYTES, "float32 or bfloat16"),
         ("--dtype", dtype, goes_together, "float32 where round_to_bf16 is false"),
     )
+    check_place(settings.results)
     plan = make_plan(
         model, tp_size=settings.tp_size, ep_size=settings.ep_size, options=settings.options
     )
@@ -129,7 +130,10 @@ def free_bytes(device: str) -> int:
             return torch.cuda.mem_get_info(torch.device(device))[0]
         except (RuntimeError, AssertionError, ValueError) as error:  # torch's for an absent device
             raise ConfigError(
-                "--device", f"{device!r}: {error}", "torch can use the device", "Use cpu or cuda."
+                "--device",
+                f"{device!r}: {error}",
+                "torch has to find the device",
+                "Use cpu or cuda.",
             ) from error
     free = psutil.virtual_memory().available
     limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"

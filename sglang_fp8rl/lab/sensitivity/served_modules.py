@@ -119,7 +119,7 @@ def budget_bytes(text: str, modules: Sequence[ServedModule]) -> int:
         raise ConfigError(
             "--budget",
             repr(text),
-            "it is a share of what FP8 saves, or bytes",
+            "it has to be a share of what FP8 saves, or bytes",
             "Write 10%, 12MB, 1.5GiB or 4096.",
         )
     amount = Fraction(found.group(1))

@@ -58,8 +58,9 @@ def print_finding(finding: Finding, console: Console) -> None:
 
 def _print_choice(finding: Finding, console: Console) -> None:
     choice = finding.choice
+    count = len(choice.modules)
     console.print(
-        f"{len(choice.modules)} modules in BF16 take {choice.extra_bytes / 1e6:.2f} MB more: "
+        f"{count} {'module in BF16 takes' if count == 1 else 'modules in BF16 take'} {choice.extra_bytes / 1e6:.2f} MB more: "
         f"{choice.extra_bytes / finding.saved_bytes:.2%} of what FP8 saves, "
         f"{choice.extra_bytes / finding.served_bytes:.2%} of the served model."
     )

@@ -33,7 +33,15 @@ class Checkpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        return json.loads((self.path / "config.json").read_text())
+        """Of its model. Raises `ConfigError` if it can't be read."""
+        path = self.path / "config.json"
+        try:
+            return dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            rule = "it has to be a JSON object"
+            raise ConfigError(
+                str(path), str(error), rule, "Name a checkpoint's directory."
+            ) from error
 
     @property
     def vocab_size(self) -> int:
@@ -56,6 +64,7 @@ class Checkpoint:
                 "this method quantizes FP32, BF16 or FP16 weights while they load",
                 "Give the unquantized checkpoint.",
             )
+        _ = self.nbytes  # every file can be opened
         return self
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

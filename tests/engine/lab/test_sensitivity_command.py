@@ -132,10 +132,10 @@ def test_the_command_says_how_it_ended(tmp_path, prompts, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--options", "{"), "it is JSON"),
+        (("--options", "{"), "it has to be JSON"),
         (("--options", "[]"), "JSON object"),
         (("--dtype", "float8"), "float32 or bfloat16"),
-        (("--plot", "a.gif"), "the name ends in"),
+        (("--plot", "a.gif"), "the name has to end in"),
         (("--options", '{"ignored_layers": ["re:.*"]}'), "no module is served in FP8"),
     ],
 )

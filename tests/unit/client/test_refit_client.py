@@ -10,6 +10,7 @@ import pickle
 import shutil
 import threading
 import time
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from types import SimpleNamespace
@@ -397,6 +398,29 @@ def test_a_failed_update_keeps_the_old_version():
         RefitClient(server.url).update(TENSORS, weight_version="step-7", bucket_bytes=1)
     assert server.versions == []
     server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("problems", "raises"),
+    [
+        ([], False),
+        (["refit 3 is mixed: b has not come"], False),
+        (["a weight-update session is open: call end_weight_update()"], True),
+    ],
+)
+def test_a_session_that_ends_in_an_error_is_closed_all_the_same(problems, raises):
+    """A client was killed after it had announced all: the server says what has not come, and the session ends."""
+    server = FakeServer(sessions=True)
+    server.status["problems"] = problems
+    server.answer = lambda path, body: (400, {"success": False, "message": "b has not come"})
+    with pytest.raises(RefitError, match="b has not come") if raises else nullcontext():
+        RefitClient(server.url).close_session()
+    server.shutdown()
+
+
+def test_a_session_whose_server_is_gone_is_not_taken_for_closed():
+    with pytest.raises(NoAnswerError):
+        RefitClient("http://127.0.0.1:9").close_session()
 
 
 def test_an_empty_update_is_refused_before_it_is_sent(server):

@@ -18,6 +18,7 @@ from support.eval.eval_server import serving
 from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import ConfigError, EvaluationError
+from sglang_fp8rl.lab.eval import aime
 from sglang_fp8rl.lab.eval.aime import eval_aime, run_eval
 from sglang_fp8rl.lab.eval.grading import Grader
 from sglang_fp8rl.lab.eval.options import EvalOptions
@@ -253,3 +254,21 @@ def test_ctrl_c_ends_at_once_and_keeps_what_was_sampled(problems):
     assert b"the same command resumes" in told
     [log] = list_eval_logs(str(out))
     assert len(read_eval_log(log).samples) == 5
+
+
+@pytest.mark.parametrize("name", ["SGLANG_API_KEY", "OPENAI_API_KEY"])
+def test_the_key_is_read_from_either_variable(monkeypatch, name):
+    taken = []
+
+    def take(options):
+        taken.append(options.api_key)
+        raise ConfigError("a", "b", "c", "d")
+
+    monkeypatch.setattr(aime, "run_eval", take)
+    for other in ("SGLANG_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(other, raising=False)
+    app = typer.Typer()
+    app.command()(eval_aime)
+    args = ["--url", "http://h:1", "--problems", "p"]
+    CliRunner().invoke(app, args, env={name: "a key"})
+    assert taken == ["a key"]

@@ -13,6 +13,7 @@ from support.eval.eval_server import serving
 from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import ConfigError, EvaluationError
+from sglang_fp8rl.lab.eval import gap
 from sglang_fp8rl.lab.eval.gap import compare_rollouts, load_model, rescore, run_mismatch
 from sglang_fp8rl.lab.eval.mismatch import check_plot_path, mismatch
 from sglang_fp8rl.lab.eval.prompts import load_prompts
@@ -146,12 +147,41 @@ def test_command_ends_with_status_two(checkpoint, tmp_path):
     gone = invoke("--url", url, "--model", checkpoint)
     assert (gone.exit_code, gone.stdout) == (2, "")
     assert "did not answer" in gone.stderr
-    nowhere = invoke("--url", url, "--model", tmp_path)
+    with serving(str) as server:
+        nowhere = invoke("--url", server.url, "--model", tmp_path)
     assert nowhere.exit_code == 2
     assert "--model" in nowhere.stderr
     unwritable = invoke("--url", url, "--model", checkpoint, "--plot", tmp_path / "no" / "a.png")
     assert unwritable.exit_code == 2
-    assert "its folder exists" in unwritable.stderr
+    assert "its folder has to exist" in unwritable.stderr
+
+
+def test_every_request_has_the_keys_that_the_environment_names(server, checkpoint, monkeypatch):
+    seen, made = [], []
+    native = server.RequestHandlerClass.parse_request
+
+    def parse(handler):
+        is_good = native(handler)
+        seen.append(handler.headers.get("authorization"))
+        return is_good
+
+    class Client:
+        def __init__(self, url, **keys):
+            made.append(keys)
+
+        def plan(self):
+            return None
+
+    monkeypatch.setattr(server.RequestHandlerClass, "parse_request", parse)
+    monkeypatch.setattr(gap, "RefitClient", Client)
+    for name in ("compute_as_served", "check_as_served"):
+        monkeypatch.setattr(gap, name, lambda *_: None)
+    monkeypatch.setenv("SGLANG_API_KEY", "one")
+    monkeypatch.setenv("SGLANG_ADMIN_API_KEY", "two")
+    args = ("--url", server.url, "--model", checkpoint, "--max-new-tokens", 1, "--as-served")
+    assert invoke(*args).exit_code == 0
+    assert set(seen) == {"Bearer one"}
+    assert made == [{"api_key": "one", "admin_api_key": "two"}]
 
 
 def invoke(*args):

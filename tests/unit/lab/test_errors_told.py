@@ -1,0 +1,250 @@
+"""What a user can do wrong is told in one line on stderr, with status 2, before the work is done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.plans import PLAIN, make_plan
+from typer.testing import CliRunner
+
+from sglang_fp8rl.checkpoint import INDEX_NAME, checkpoint_directory
+from sglang_fp8rl.client import RefitClient
+from sglang_fp8rl.errors import Fp8RlError, RefitError
+from sglang_fp8rl.lab import cli, export, plan_offline
+from sglang_fp8rl.lab.eval import gap
+from sglang_fp8rl.lab.eval.mismatch import check_plot_path
+from sglang_fp8rl.lab.sensitivity import run as sensitivity_run
+from sglang_fp8rl.lab.terminal import BAD_INPUT
+
+URL = "http://127.0.0.1:9"
+
+
+def refused(*args) -> str:
+    result = CliRunner().invoke(cli.app, [str(arg) for arg in args], env={"TERM": "dumb"})
+    assert (result.exit_code, result.stdout) == (BAD_INPUT, ""), repr(result.exception)
+    assert "error: " in result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    save_file({"a.weight": torch.zeros(4, 4)}, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture
+def truncated(model):
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    return model
+
+
+@pytest.fixture
+def asked_for(monkeypatch):
+    """The plans that were asked for: none is made."""
+    asked = []
+
+    def make(model, **_):
+        asked.append(model)
+        return SimpleNamespace(tensors={})
+
+    monkeypatch.setattr(export, "make_plan", make)
+    return asked
+
+
+def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(tmp_path):
+    nowhere = tmp_path / "a" / "typo"
+    assert checkpoint_directory(str(nowhere)) is None
+    assert "no safetensors" in refused("export", nowhere, tmp_path / "out")
+    assert "config.json" in refused("plan", nowhere)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
+@pytest.mark.parametrize("command", ["plan", "export", "demo", "sensitivity"])
+def test_a_folder_without_a_config_that_can_be_read_is_named(tmp_path, model, command, content):
+    config = model / "config.json"
+    config.unlink()
+    if content is not None:
+        config.write_text(content)
+    args = {"demo": ("--model", model), "export": (model, tmp_path / "out")}
+    told = refused(command, *args.get(command, (model,)))
+    assert str(model) in told
+    assert "config.json" in told
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 1}'])
+def test_a_broken_index_is_named(tmp_path, model, content):
+    (model / INDEX_NAME).write_text(content)
+    assert INDEX_NAME in refused("export", model, tmp_path / "out")
+    assert INDEX_NAME in refused("verify", URL, "--checkpoint", model)
+
+
+def test_a_truncated_file_is_named(truncated, monkeypatch):
+    assert "model.safetensors" in refused("demo", "--model", truncated)
+    held = SimpleNamespace(fingerprint=lambda: None, plan=lambda: make_plan({}))
+    monkeypatch.setattr("sglang_fp8rl.client.RefitClient", lambda *_, **__: held)
+    assert "model.safetensors" in refused("verify", URL, "--checkpoint", truncated)
+
+
+def test_a_truncated_file_of_a_reference_is_bad_input(truncated):
+    from transformers import LlamaConfig
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    LlamaConfig(**sizes, num_hidden_layers=1).save_pretrained(truncated)
+    with pytest.raises(Fp8RlError, match="--model"):
+        gap.load_model(str(truncated), "float32", "cpu")
+
+
+@pytest.mark.parametrize("below", ["", "a", "a/b"])
+def test_an_export_into_a_file_is_refused_before_the_plan_is_made(
+    tmp_path, model, asked_for, below
+):
+    (tmp_path / "file").touch()
+    assert str(tmp_path / "file") in refused("export", model, tmp_path / "file" / below)
+    assert not asked_for
+
+
+@pytest.mark.parametrize("below", ["", "a/b"])
+def test_an_export_that_can_t_be_written_is_refused_before_the_plan_is_made(
+    tmp_path, model, asked_for, below, monkeypatch
+):
+    place = tmp_path / "locked"
+    place.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != place or not mode & os.W_OK)
+    assert "can be written" in refused("export", model, place / below)
+    assert not asked_for
+
+
+def test_an_export_that_quantizes_nothing_is_refused(tmp_path, model, asked_for):
+    out = tmp_path / "out"
+    told = refused("export", model, out, "--options", '{"granularity": "per_channel"}')
+    assert "no weight is served in FP8 blocks" in told
+    assert asked_for
+    assert not out.exists()
+
+
+def test_a_plot_that_can_t_be_written_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(Fp8RlError, match="it has to be writable"):
+        check_plot_path(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("place", ["nowhere/a.jsonl", "other"])
+def test_a_place_for_results_is_looked_at_before_the_model(tmp_path, monkeypatch, place):
+    (tmp_path / "other").write_text("{}\n")
+
+    def make(*_, **__):
+        raise AssertionError("the plan is made")
+
+    monkeypatch.setattr(sensitivity_run, "make_plan", make)
+    assert place in refused("sensitivity", "model", "--results", tmp_path / place)
+
+
+def test_a_server_that_is_gone_is_told_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setattr(gap, "load_model", lambda *_: pytest.fail("the model is loaded"))
+    assert URL in refused("mismatch", "--url", URL, "--model", "model")
+
+
+def test_a_result_that_can_t_be_printed_is_told():
+    code = (
+        "from types import SimpleNamespace\n"
+        "from sglang_fp8rl.lab import cli, plan_offline\n"
+        "plan_offline.make_plan = lambda *_, **__: SimpleNamespace(document={})\n"
+        "cli.app(['plan', 'model', '--json'])"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == BAD_INPUT
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_demo_leaves_nothing_behind_for_a_model_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    refused("demo", "--model", tmp_path / "nope")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_of_other_shapes_is_told_as_such(model, monkeypatch):
+    plan = make_plan({"a.weight": (PLAIN, (8, 4))})
+    held = SimpleNamespace(fingerprint=lambda: None, plan=lambda: plan)
+    monkeypatch.setattr("sglang_fp8rl.client.RefitClient", lambda *_, **__: held)
+    told = refused("verify", URL, "--checkpoint", model)
+    assert "a.weight: shape (4, 4); a checkpoint of the served model" in told
+    assert "LocalShard" not in told
+
+
+def test_a_server_that_is_only_asked_is_told_nothing_of_updates():
+    with pytest.raises(RefitError, match="no answer") as raised:
+        RefitClient(URL).status()
+    assert "update" not in str(raised.value)
+
+
+def test_an_error_without_a_remedy_ends_at_its_rule():
+    assert str(Fp8RlError("a", "b", "c", "")) == "a: b; c."
+
+
+LOG = """[2026-01-01] INFO
+Traceback (most recent call last):
+  File "a.py", line 1, in f
+    g()
+    ~^^
+  File "b.py", line 2, in g
+    assert heads % tp == 0
+           ^^^^^^^^^^^^^^^
+{}
+[2026-01-01] ends
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (LOG.format("AssertionError"), "AssertionError: assert heads % tp == 0"),
+        (LOG.format("a.b.OwnError: 3 heads"), "a.b.OwnError: 3 heads"),
+        ("usage: …\nserver: --dtype: invalid choice\n", "server: --dtype: invalid choice"),
+        ("", "its log is empty"),
+    ],
+)
+def test_what_sglang_refuses_is_the_last_exception_of_its_log(tmp_path, monkeypatch, log, said):
+    def run(args, env, path):
+        path.write_text(log)
+        return "exit status 0"
+
+    monkeypatch.setattr(plan_offline, "run_in_new_interpreter", run)
+    told = refused("plan", "some/model")
+    assert f"did not come to build the model: {said}; SGLang has to build" in told
+    assert "exit status" not in told
+
+
+def test_a_plan_that_is_terminated_takes_its_child_along(tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    started = []
+
+    class Child(subprocess.Popen):
+        def __init__(self, args, **kwargs):
+            started.append(self)
+            super().__init__(["sleep", "60"], **kwargs)
+
+        def communicate(self, *_, **__):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Child)
+    with pytest.raises(SystemExit) as left:
+        plan_offline.run_in_new_interpreter([], {}, tmp_path / "log")
+    assert left.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert started[0].wait(5) == -signal.SIGKILL
