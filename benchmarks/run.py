@@ -23,7 +23,7 @@ BENCHMARKS = {
     "replay": ("bench_replay.py", "--json", "replay_cpu.jsonl"),
     "refit": ("bench_refit.py", "--json", "refit_cpu.jsonl"),
     "request": ("bench_request.py", "--json", "request_cpu.jsonl"),
-    "wire": ("bench_wire.py",),
+    "wire": ("bench_wire.py", "--json", "wire.jsonl"),
     "sass": ("bench_sass.py", "--json", "sass.jsonl"),
 }
 # What of them CI runs: few repetitions, since times decide nothing there.

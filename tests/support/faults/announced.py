@@ -22,7 +22,7 @@ def a_note_with_an_extent_that_nobody_knows(trainer: ServerTrainer) -> Answer:
 
 
 @row(code=200, then=Then.MIXED, serves=[DOWN])
-def a_rid_that_is_no_note(trainer: ServerTrainer) -> Answer:
+def a_rid_that_is_not_a_note(trainer: ServerTrainer) -> Answer:
     return trainer.noted("request-17", trainer.fresh(DOWN))
 
 

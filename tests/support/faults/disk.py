@@ -52,7 +52,7 @@ def a_file_that_is_cut(trainer: Trainer) -> Answer:
 
 
 @row("deserializing header", host=True)
-def a_file_that_is_no_checkpoint(trainer: Trainer) -> Answer:
+def a_file_that_is_not_a_checkpoint(trainer: Trainer) -> Answer:
     path = written(trainer)
     (path / "model.safetensors").write_bytes(b"not a checkpoint" * 100)
     return trainer.disk(path)

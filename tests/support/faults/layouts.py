@@ -59,12 +59,12 @@ def offsets_that_are_negative_but_a_valid_slice(trainer: Trainer) -> Answer:
 
 
 @row(INSIDE, about=NORM)
-def a_tensor_that_ends_behind_its_bucket(trainer: Trainer) -> Answer:
+def a_tensor_that_ends_after_its_bucket(trainer: Trainer) -> Answer:
     return twice(trainer, moved(2, 16, 16))
 
 
 @row(INSIDE, about=NORM)
-def a_tensor_a_terabyte_behind_its_bucket(trainer: Trainer) -> Answer:
+def a_tensor_a_terabyte_after_its_bucket(trainer: Trainer) -> Answer:
     return twice(trainer, moved(2, 1 << 40, 1 << 40))
 
 
@@ -143,7 +143,7 @@ def a_layout_of_another_version(trainer: Trainer) -> Answer:
 
 
 @row("it is JSON")
-def a_layout_that_is_no_json(trainer: Trainer) -> Answer:
+def a_layout_that_is_not_json(trainer: Trainer) -> Answer:
     return trainer.flat([trainer.fresh(DOWN)], lambda metadata: "{")
 
 

@@ -49,7 +49,7 @@ def a_name_of_a_megabyte(trainer: Trainer) -> Answer:
 
 
 @row(NO_PARAMETER)
-def a_name_that_is_no_ascii(trainer: Trainer) -> Answer:
+def a_name_that_is_not_ascii(trainer: Trainer) -> Answer:
     return trainer.send(("model.größe\n\0weight", trainer.new[NORM]))
 
 
@@ -98,7 +98,7 @@ of_shape("an_embedding_for_another_vocabulary", EMBEDDING, 511, 256)
 
 
 @row("shape", about=DOWN, serves=[UP])
-def a_wrong_shape_behind_a_good_tensor(trainer: Trainer) -> Answer:
+def a_wrong_shape_after_a_good_tensor(trainer: Trainer) -> Answer:
     """The one before it is stored; the one behind it has no turn and is named."""
     answer = trainer.send(trainer.fresh(UP), (DOWN, torch.ones(3, 3)), trainer.fresh(NORM))
     assert NORM in answer.text, answer

@@ -28,7 +28,7 @@ GIVEN_UP = None if HAS_SESSIONS else Then.OPEN
 
 
 @row(host=True, then=Then.WHOLE)
-def a_body_that_is_no_json(trainer: ServerTrainer) -> Answer:
+def a_body_that_is_not_json(trainer: ServerTrainer) -> Answer:
     headers = {"Content-Type": "application/json"}
     return trainer.http("POST", UPDATE, data=b"{not json", headers=headers)
 
@@ -54,7 +54,7 @@ def a_body_with_other_keys(trainer: ServerTrainer) -> Answer:
 
 
 @row(host=True, then=Then.WHOLE)
-def a_payload_that_is_no_base64(trainer: ServerTrainer) -> Answer:
+def a_payload_that_is_not_base64(trainer: ServerTrainer) -> Answer:
     return trainer.payload(["not base64 at all!"])
 
 
