@@ -1,4 +1,9 @@
-"""Which tests run, on which worker, and the engines, servers and checkpoints that they share."""
+"""Which tests run, on which worker, and the engines, servers and checkpoints that they share.
+
+`@on("qwen3-tp2")` gives a test the fixture `host`: an engine on its first weights that others share. Other weights are put back
+afterwards and compared; what a full update can't put back is declared with `host.in_doubt = True`. `host.fresh("second")` has bytes
+and outputs of a fresh start.
+"""
 
 from __future__ import annotations
 

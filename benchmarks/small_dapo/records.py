@@ -1,4 +1,23 @@
-"""Results as JSON lines: one line for an arm, a seed and a step, and what they were made with."""
+"""Results as JSON lines: one line for an arm, a seed and a step, and what they were made with.
+
+Step 0 is the start, with the run's conditions. Figures of rollouts are over everything that was sampled in the step.
+
+- `val_accuracy`: of 128 held-out problems, the fraction that the served model answers right, greedily, after the refit.
+- `train_accuracy`, `reward`: of sampled responses, the fraction right; the mean of ±1 and overlong punishment.
+- `response_tokens`, `entropy`: mean length; mean of −log-probability per sampled token, by the trainer.
+- `groups_drawn`, `groups_used`: problems sampled, trained on.
+- `kl_k3`, `kl_k1`: of KL(rollout ‖ trainer) per token, the mean of `ratio − 1 − log ratio`, and of `−log ratio`. `ratio` is
+  the trainer's probability over the rollout engine's, before the step's update.
+- `ratio_max`, `mult_prob_error`, `prob_pearson`: the largest ratio; mean of exp(abs(log ratio)); correlation of the two
+  probabilities.
+- `tis_capped`: fraction of trained tokens whose weight was cut at C.
+- `loss`, `grad_norm`, `clip_fraction`: means over the step's two updates; the norm before it is clipped to 1.
+- `refit_bytes`, `refit_seconds`: on the wire; until served, quantization by the trainer included.
+- `codes_changed`, `blocks_changed`: fraction of FP8 codes, and of 128×128 blocks, that changed since the step before;
+  `blocks_sent`: that were sent, all of them.
+- `rollout_digest`: equal digests are equal tokens and log-probabilities, bit for bit.
+- `equals_full`: the 128 answers are bitwise those after a full FP32 refit of the same masters.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 """How large keys and values can get, from the weights alone, whatever the prompt: one FP64 number per channel. And the
 powers of two by which weights may be multiplied without losing a bit.
 
-`docs/kv_cache.md` has the proof (an RMSNorm's output `n * g` has `|n|_2 <= sqrt(K)`). Each of the roundings that lie
-between what it bounds and the number that is stored has its factor here.
+An RMSNorm gives `n * g` with `|n|_2 <= sqrt(K)`: by Cauchy and Schwarz a channel is at most `sqrt(K) * |W_c * g|_2`, plus
+its bias. Activations in e4m3 are a factor `1 + 2**-4`, and for subnormal codes `_SUBNORMAL * sqrt(w) * sqrt(K) * max|g|` of
+each group of `w` channels. RoPE turns a pair: each of the two is at most the pair's norm times the length of (cos, sin). A norm
+after the projection needs none of this: a pair's is at most `max|g| * sqrt(d)`. Each rounding has its factor here.
 """
 
 from __future__ import annotations
