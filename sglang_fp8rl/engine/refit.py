@@ -166,7 +166,7 @@ class ModelRefit:
                 try:
                     if bucket is not None and way is not None:
                         way.write(call)
-                        self.derived.refresh(bucket.names)
+                        self.derived.refresh(self.ledger.written(), are_served=True)
                     else:
                         result = self._load_natively(call, weights, *args, **kw)
                         del weights  # or it would be kept

@@ -41,6 +41,10 @@ class CoverageTable:
         self._overlaps = np.empty(0, bool)
         self._lock = threading.Lock()
 
+    def reached_in(self, stamp: int) -> list[int]:
+        """The parameters that this call wrote last."""
+        return np.flatnonzero(self.reached_at == stamp).tolist()
+
     def number_of(self, parameter: int, region: Region) -> int:
         """The number of a box of a parameter; it stays the same."""
         numbers = self._numbers[parameter]

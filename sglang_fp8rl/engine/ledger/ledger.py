@@ -52,3 +52,7 @@ class Ledger:
     def write(self, target: Target, region: Region | None) -> int | None:
         """The call that runs wrote there. Returns the number of the box; None for what is no box."""
         return self.coverage.write_one(target.index, region, self.stamp)
+
+    def written(self) -> list[str]:
+        """The parameters of which the call that runs wrote any."""
+        return [self.targets[at].name for at in self.coverage.reached_in(self.stamp)]

@@ -123,11 +123,15 @@ class DerivedWeights:
             for one in self._derivers
         )
 
-    def refresh(self, names: Iterable[str], *, natively: bool = False) -> None:
+    def refresh(
+        self, names: Iterable[str], *, natively: bool = False, are_served: bool = False
+    ) -> None:
         """Derive again what depends on these weights, from the bytes that are served now.
 
         Args:
             natively: SGLang's own `load_weights` ran, and has derived what it derives.
+            are_served: the names are those of the model's parameters, all that were written. SGLang looks for these;
+                names as they were sent it knows only once its loader renamed them, as MistralLarge3's does.
         """
         used = [one for one in self._derivers if one.is_used]
         if natively:
@@ -136,7 +140,7 @@ class DerivedWeights:
             return
         with torch.no_grad(), self.in_place():
             for deriver in used:
-                limit = {"weight_names": names} if deriver.takes_names else {}
+                limit = {"weight_names": names} if are_served and deriver.takes_names else {}
                 self._derive(deriver, **limit)
 
     @contextmanager
@@ -202,8 +206,7 @@ class _Deriver:
     """A method of a module that writes what it computes from weights.
 
     Attributes:
-        takes_names: of weights, and derives only what they lead to. A model inside another is given names
-            that the outer one made of those that were sent.
+        takes_names: of weights, and derives only what they lead to. A model inside another has other names.
         needs_nothing: can be called without arguments.
         is_used: SGLang calls it by itself.
         is_checked: it has run, and left the same when it ran again.

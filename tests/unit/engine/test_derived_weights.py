@@ -139,6 +139,42 @@ def test_a_derivation_that_writes_a_weight_anew_is_none():
     assert model.norm.tolist() == [3, 3, 3, 3]
 
 
+class RenamesWhatIsSent(Toy):
+    """As MistralLarge3: its loader renames, and what derives looks for the names that come of it."""
+
+    names = ("sent.a", "sent.b")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = torch.zeros(4, 6)
+
+    def shapes(self):
+        return dict.fromkeys(self.names, (6, 4))
+
+    def load_weights(self, sent):
+        served = [(f"{name[-1]}.weight", one) for name, one in sent]
+        super().load_weights(served)
+        self.post_load_weights([name for name, _ in served])
+
+    def post_load_weights(self, weight_names=None):
+        if "a.weight" in (weight_names or ["a.weight"]):
+            self.turned = self.a.weight.data.t().contiguous()
+
+
+def test_what_is_derived_by_names_that_a_loader_made_follows_a_replayed_bucket():
+    refit = loaded(RenamesWhatIsSent, 0)
+    for seed in (1, 2, 3):  # the first is learnt
+        for name, one in weights(refit.model, seed).items():
+            update(refit, {name: one})
+        assert torch.equal(refit.model.turned, refit.model.a.weight.t())
+
+
+def test_all_that_a_model_derives_by_renamed_names_is_renewed_by_the_proof():
+    refit = loaded(RenamesWhatIsSent, 0)
+    refit.model.turned.zero_()
+    assert refit.derived.renewed(refit.names.known) == ["turned"]
+
+
 class TurnedByItsLoader(Toy):
     """As Inkling's shared experts: a loader that is given the parameter itself turns it into a buffer as well."""
 
