@@ -51,6 +51,7 @@ UNKNOWN: dict[str, Any] = {
 
 _FEW_KIMI_LAYERS = {
     "num_hidden_layers": 3,
+    "attn_res_block_size": 2,  # K3's checkpoint has it
     "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [3]},
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }

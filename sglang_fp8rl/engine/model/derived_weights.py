@@ -3,8 +3,8 @@
 MLA is the case that matters: `kv_b_proj` is served as `w_kc` and `w_vc`, plain attributes of the
 attention module, computed by the model's `post_load_weights`, the last step of its `load_weights`. Here it is
 called too where that step is not reached: after a replayed bucket, and after a call that failed half-way.
-Some derivations bind a new tensor (`w_scale` of an FP8 `kv_b_proj` on every update), Kimi-K3's a new tuple of
-them: `placed.py`.
+Some derivations bind a new tensor (`w_scale` of an FP8 `kv_b_proj` on every update), Kimi-K3's new containers
+of them: `placed.py`.
 
 Packed scales (`modules/method.py`) and copies that SGLang keeps of a weight (`kept_copies.py`) are made again
 at the end of every update call, session or not.
@@ -82,11 +82,16 @@ class DerivedWeights:
             is_in_a_pass = deriver.method == _AT_FIRST_PASS and not self._are_placed
             places = self.in_place(from_now_on=self._are_placed)
             with unwatched(), nullcontext(()) if is_in_a_pass else places as moved:
-                result = deriver.native(*args, **kwargs)
-                if not (deriver.is_checked or is_in_a_pass):  # a pass may be captured
-                    self._check_repeatable(deriver, lambda: deriver.native(*args, **kwargs))
-                for one in self._arguments if self._are_placed else ():
-                    one.put_back()
+                held = self._arguments if self._are_placed else []
+                for one in held:
+                    one.forget()
+                try:
+                    result = deriver.native(*args, **kwargs)
+                    if not (deriver.is_checked or is_in_a_pass):  # a pass may be captured
+                        self._check_repeatable(deriver, lambda: deriver.native(*args, **kwargs))
+                finally:
+                    for one in held:
+                        one.put_back()
             self._derived_places |= {place for place, _ in moved}
             return result
         finally:

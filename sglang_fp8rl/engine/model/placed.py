@@ -146,26 +146,37 @@ def _check_apart(
             raise _changed(old, "in memory that another name has, or had")
 
 
-# Kimi-K3's, of the kernels that decode a token of its delta attention.
-_ARGUMENTS = ("_k3_fused_decode_args", "_k3_hip_fused_decode_args")
+# Kimi-K3's: arguments of the kernels that decode a token of its delta attention, and norms times projections of its
+# attention residuals, by dtype, which are made where there are none.
+_ARGUMENTS = ("_k3_fused_decode_args", "_k3_hip_fused_decode_args", "_attn_res_cw_cache")
 
 
 class KernelArguments(NamedTuple):
-    """A tuple of tensors and numbers that a derivation makes, and a captured graph reads: known by its name.
+    """A tuple or cache of tensors and numbers that a derivation makes, and a captured graph reads: known by its name.
 
     Any tuple may be shared, or half made, or written by something else: no rule told those from arguments of a kernel.
     """
 
     owner: dict[str, Any]
     attribute: str
-    held: tuple[Any, ...]
+    held: tuple[Any, ...] | dict[Any, Any]
+
+    def forget(self) -> None:
+        """Have a derivation make a cache again, which it would find full."""
+        if isinstance(self.held, dict):
+            self.owner[self.attribute] = None
 
     def put_back(self) -> None:
         """Copy what was bound anew into the tensors that were there, and bind these again; what is not alike stays."""
         new = self.owner.get(self.attribute)
-        if new is self.held or type(new) is not tuple or len(new) != len(self.held):
+        if new is None and isinstance(self.held, dict):  # another one's
+            self.owner[self.attribute] = self.held
+        if new is self.held or type(new) is not type(self.held):
             return
-        pairs = list(zip(self.held, new, strict=True))
+        before, after = _by_key(self.held), _by_key(new)
+        if before.keys() != after.keys():
+            return
+        pairs = [(old, after[key]) for key, old in before.items()]
         if not all(_are_alike(old, one) for old, one in pairs):
             return
         with torch.no_grad():
@@ -173,6 +184,10 @@ class KernelArguments(NamedTuple):
                 if isinstance(old, torch.Tensor) and _address(old) != _address(one):
                     old.copy_(one)
         self.owner[self.attribute] = self.held
+
+
+def _by_key(held: Any) -> dict[Any, Any]:
+    return held if isinstance(held, dict) else dict(enumerate(held))
 
 
 def _are_alike(old: Any, new: Any) -> bool:
@@ -192,7 +207,7 @@ def kernel_arguments(modules: Modules) -> list[KernelArguments]:
         KernelArguments(vars(module), name, vars(module)[name])
         for module in modules.values()
         for name in _ARGUMENTS
-        if type(vars(module).get(name)) is tuple
+        if type(vars(module).get(name)) in (tuple, dict)
     ]
 
 

@@ -312,6 +312,44 @@ def test_arguments_of_a_kernel_keep_their_memory_and_follow_every_update(replays
     assert captured[4].data_ptr() == refit.model.attn.A_log.data_ptr()
 
 
+class WeighsResidualsAsKimiK3(Toy):
+    """SGLang's own products of norms and projections, which it makes where it finds none."""
+
+    names = ("proj.weight", "norm.weight", "other.weight")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.norm, self.other = (torch.nn.Module() for _ in range(3))
+        for module, shape in ((self.proj, (1, 8)), (self.norm, (8,)), (self.other, (8,))):
+            module.register_parameter("weight", frozen(shape))
+
+    def load_weights(self, sent):
+        super().load_weights(sent)
+        self.post_load_weights()
+
+    def post_load_weights(self):
+        residual = pytest.importorskip(
+            "sglang.srt.layers.attn_residual", reason="this SGLang has no Kimi-K3"
+        )
+        for dtype in (torch.bfloat16, torch.float32):
+            residual.get_cw(self.proj, self.norm, dtype=dtype)
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_a_cache_that_a_derivation_fills_once_keeps_its_memory_and_follows_every_update(replays):
+    refit = loaded(WeighsResidualsAsKimiK3, 0)
+    refit.options = refit.options.model_copy(update={"replay": replays})
+    refit.note_loaded()
+    captured = dict(refit.model.proj._attn_res_cw_cache)
+    for seed in (1, 2, 3):  # the first is learnt
+        sent = weights(refit.model, seed)
+        update(refit, sent)
+        product = sent["proj.weight"][0] * sent["norm.weight"]
+        for dtype, one in refit.model.proj._attn_res_cw_cache.items():
+            assert one is captured[dtype]
+            assert torch.equal(one, product.to(dtype))
+
+
 def bound_anew(name, bind):
     """Arguments by that name, and what they are when a derivation has bound them anew, as `bind` makes them."""
     model, held = Derives(lambda norm: None), (torch.zeros(4), torch.ones(4), 1.0)
