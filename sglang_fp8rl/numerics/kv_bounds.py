@@ -147,15 +147,16 @@ def exact_range(smallest: float, largest: float) -> tuple[int, int]:
     """The lowest and the highest `e` with which numbers of these `magnitudes` times `2**e` lose nothing.
 
     0 always lies between. A subnormal has fewer bits than it would need one binade lower, so it may only
-    move up. What is not finite does not move at all.
+    move up. What is not finite does not move at all, and nothing by more than there is a normal power of two for, both ways.
     """
+    furthest = -SMALLEST_NORMAL
     if largest == 0:
-        return SMALLEST_NORMAL, -SMALLEST_NORMAL
+        return -furthest, furthest
     if not (math.isfinite(smallest) and math.isfinite(largest)):
         return 0, 0
     least, most = math.frexp(smallest)[1] - 1, math.frexp(largest)[1] - 1
     low = min(SMALLEST_NORMAL - least, 0) if least >= SMALLEST_NORMAL else 0
-    return low, max(LARGEST - most, 0)
+    return max(low, -furthest), min(max(LARGEST - most, 0), furthest)
 
 
 def multiply_by_powers(tensors: Sequence[torch.Tensor], exponents: Sequence[int]) -> None:

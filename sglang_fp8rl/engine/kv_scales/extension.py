@@ -30,6 +30,7 @@ REFUSED = {
     "enable_lmcache": "a cache on the host or in a store outlives a change of scales",
     "enable_lora": "an adapter on q, k, v or o is added beside the weights that carry the scales",
     "lora_paths": "an adapter on q, k, v or o is added beside the weights that carry the scales",
+    "quantization_param_path": "SGLang reads scales from that file and applies them beside those in the weights",
     "disaggregation_mode": "bytes of the cache go to another server, which has scales of its own",
 }
 REFUSED_CALIBRATED = {

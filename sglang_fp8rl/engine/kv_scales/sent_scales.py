@@ -42,10 +42,18 @@ class SentScales:
                 meant[name] = of
         numbers, errors = _numbers({name: sent[name] for name in meant})
         # q gets its range from the fold of k.
-        held = {meant[name]: one for name, one in numbers.items() if meant[name].side in _SIDES}
+        held: dict[KvScaleName, float] = {}
+        first: dict[KvScaleName, str] = {}
+        for name, one in numbers.items():
+            if (of := meant[name]).side not in _SIDES:
+                continue
+            other = first.setdefault(of, name)
+            if held.setdefault(of, one) != one:
+                errors[name] = str(_differ_error(name, one, other, held[of]))
+        held = {of: one for of, one in held.items() if of not in {meant[name] for name in errors}}
         self._held |= held
         self._new |= held.keys()
-        return Received(taken=list(numbers), errors=errors)
+        return Received(taken=[name for name in numbers if name not in errors], errors=errors)
 
     def largest(self, layers: Sequence[AttentionLayer]) -> torch.Tensor:
         """What each scale makes room for: FP64 `[layers, 2]`, keys and values; NaN where none came."""
@@ -69,6 +77,15 @@ class SentScales:
     def _by_module(self, names: Iterable[KvScaleName]) -> dict[tuple[str, str], float]:
         named = ((self._module_of(name.attention), name) for name in names)
         return {(at, name.side): self._held[name] for at, name in named if at is not None}
+
+
+def _differ_error(name: str, value: float, other: str, before: float) -> RefitError:
+    return RefitError(
+        name,
+        f"{value!r}, and {other} {before!r}",
+        "these are two names of one scale, which has one value",
+        "The layer keeps its last scale. Send one of the two.",
+    )
 
 
 def _numbers(sent: Mapping[str, torch.Tensor]) -> tuple[dict[str, float], dict[str, str]]:

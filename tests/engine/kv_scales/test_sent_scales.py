@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from support.engine.kv_commands import (
 from support.engine.models import MODELS, Model
 from support.engine.options import overridden
 from support.engine.pool import engine_key, on, runs_on
+
+from sglang_fp8rl.engine.kv_scales.sent_scales import SentScales
 
 pytestmark = pytest.mark.engine
 
@@ -190,3 +193,19 @@ def test_a_checkpoint_with_scales_is_served_where_nothing_is_scaled(engine_pool)
 
 def _is_folded(scheduler):
     return kv_of(scheduler) is not None
+
+
+def test_two_names_of_one_scale_have_one_value_or_neither_is_taken():
+    names = ("model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.attn.k_scale")
+    scales = SentScales(lambda attention: attention)
+    layers = [SimpleNamespace(name="model.layers.0.self_attn")]
+    for values, errors, held in (
+        ((2.0, 2.0), [], 2.0),
+        ((4.0, 0.5), [names[1]], 2.0),
+        ((0.5, 0.5), [], 0.5),
+    ):
+        sent = {name: torch.tensor([one]) for name, one in zip(names, values, strict=True)}
+        received = scales.receive(sent, is_serving=True)
+        assert list(received.errors) == errors
+        assert all(names[0] in received.errors[name] for name in errors)
+        assert scales.largest(layers)[0, 0] == held * 448

@@ -136,6 +136,7 @@ def test_attention_that_was_not_proven_is_refused_at_the_start_by_name(
         ("enable_lmcache", True),
         ("enable_lora", True),
         ("lora_paths", ["adapter"]),
+        ("quantization_param_path", "scales.json"),
         ("disaggregation_mode", "prefill"),
         ("enable_dp_attention", True),
     ],

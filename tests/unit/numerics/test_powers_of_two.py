@@ -76,6 +76,16 @@ def test_what_is_not_finite_does_not_move():
     assert exact_range(*magnitudes([torch.zeros(3)]).tolist()) == (-126, 126)
 
 
+@pytest.mark.parametrize("value", [TINY, 3e38])
+def test_the_furthest_that_anything_moves_is_there_and_back_without_a_loss(value):
+    values = torch.tensor([value], dtype=torch.bfloat16)
+    for exponent in exact_range(*magnitudes([values]).tolist()):
+        moved = values.clone()
+        for by in (exponent, -exponent):
+            multiply_by_powers([moved], [by])
+        assert same_bits(moved, values)
+
+
 @pytest.mark.parametrize("limit", [448.0, 57344.0])
 def test_the_exponent_is_the_smallest_that_keeps_the_bound_at_or_below_the_limit(limit):
     edge = [math.ldexp(limit, n) for n in (-40, -3, 0, 1, 12)]
