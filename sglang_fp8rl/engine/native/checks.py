@@ -17,14 +17,18 @@ Sent = tuple[str, torch.Tensor]
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # SGLang's loader of Mamba2: where ranks share a group, they have more rows together than the checkpoint.
 _REPEATS_A_GROUP = "mamba_v2_sharded_weight_loader."
-_INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16)
+_INTEGER_DTYPES = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
+_WHOLE_DTYPES = (*_INTEGER_DTYPES, torch.bool)
 
 
 def check_dtype(target: Target, name: str, loaded: torch.Tensor) -> None:
     """Raises `RefitError` for a dtype that is neither the parameter's own nor one we cast."""
     if loaded.dtype in _FLOAT_DTYPES or loaded.dtype == target.parameter.dtype:
         return
-    if target.parameter.dtype in _INTEGER_DTYPES:
+    if target.parameter.dtype in _WHOLE_DTYPES:
         return  # `check_integers` looks at the values
     raise RefitError(
         name,
@@ -41,13 +45,16 @@ def check_integers(target: Target, name: str, write: Write) -> None:
     there is another one by now.
     """
     dtype = target.parameter.dtype
-    if dtype not in _INTEGER_DTYPES:
+    if dtype not in _WHOLE_DTYPES:
         return
     source = write.values(target.parameter)
     if source.dtype == dtype:
         return
-    limits, wide = torch.iinfo(dtype), source.double()
-    is_held = (wide == wide.trunc()) & (wide >= limits.min) & (wide < limits.max + 1.0)
+    least, most = (
+        (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    )
+    wide = source.double()
+    is_held = (wide == wide.trunc()) & (wide >= least) & (wide < most + 1.0)
     bad = wide[~is_held]
     if len(bad) or source.dtype not in (*_INTEGER_DTYPES, torch.float32, torch.float64):
         raise RefitError(

@@ -146,6 +146,8 @@ class LoaderCalls:
                     "SGLang writes it without a weight_loader, so its codes and scales can't be paired",
                     "Send this tensor in BF16 or FP32.",
                 )
+            if source is not None and made.is_view:  # what a model makes it converts itself
+                check_dtype(target, name, source)
             self._note(given, [write], [made])
             if call.update.origin.stores:
                 self._do(given, [write], [made])

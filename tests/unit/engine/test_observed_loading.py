@@ -342,6 +342,62 @@ def test_what_an_integer_can_t_hold_is_refused_by_name_at_the_start_and_later(na
     assert not held(fresh)[name].any()
 
 
+class OfAnyDtype(Slices):
+    """A buffer that the model copies into by itself, and a parameter with a loader, of one dtype."""
+
+    names = (*Toy.names, "own", "given")
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("own", torch.zeros(3, dtype=self.dtype))
+        self.given = nn.Parameter(torch.zeros(3, dtype=self.dtype), requires_grad=False)
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "own":
+            self.own.copy_(tensor)
+        else:
+            super().load(name, tensor)
+
+
+@pytest.mark.parametrize("name", ["own", "given"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+)
+def test_what_has_no_sign_takes_whole_numbers_that_it_can_hold(name, dtype, monkeypatch):
+    monkeypatch.setattr(OfAnyDtype, "dtype", dtype)
+    refit = started_on_zeros(OfAnyDtype)
+    for good in (
+        torch.tensor([0.0, 1, 1]),
+        torch.tensor([1, 0, 1]),
+        torch.tensor([1, 1, 0]).to(dtype),
+    ):
+        update(refit, {name: good})
+        assert torch.equal(held(refit)[name], good.to(dtype))
+    before = held(refit)[name].clone()
+    for wrong in ([0.5, 0, 1], [-1.0, 0, 1], [2.0**64, 0, 1]):
+        with pytest.raises(RefitError, match=f"{name}: .*with a value of"):
+            update(refit, {name: torch.tensor(wrong)})
+        assert torch.equal(held(refit)[name], before)
+
+
+@pytest.mark.parametrize("name", ["own", "given"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
+def test_what_no_cast_is_made_of_is_refused_with_a_loader_or_without(name, dtype):
+    refit = started_on_zeros(OfAnyDtype)
+    with pytest.raises(RefitError, match=f"{name}: dtype"):
+        update(refit, {name: torch.tensor([1, 0, 1]).to(dtype)})
+    assert not held(refit)[name].any()
+
+
+def started_on_zeros(kind):
+    model = kind()
+    refit = ModelRefit(model, Options(), {}, list)
+    refit.attach()
+    model.load_weights((name, held(refit)[name].clone()) for name in kind.names)
+    return refit
+
+
 @pytest.mark.parametrize("value", [2.0**15, 0.5, NAN])
 def test_one_integer_that_is_loaded_by_its_value_is_refused_too(value):
     refit = loaded(Integers, 0)
