@@ -181,6 +181,8 @@ class Observer:
         """Note a write into a stand-in, do one into the model; False if it is into neither."""
         loader = self._thread.loader
         if loader is not None and loader.has(destination):
+            if destination.dtype != loader.stand_in.dtype:
+                loader.stop("a copy of bits, into a view of another dtype")
             if destination.numel():  # the padding of a vocabulary that needs none is empty
                 loader.writes.append(write_into(loader.stand_in, destination, source, fill))
             return True

@@ -333,6 +333,17 @@ class Folded(Toy):
         super().load(name, tensor)
 
 
+class Bits(Toy):
+    """A loader that copies bits, into a view of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight.weight_loader = self._load_b
+
+    def _load_b(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        parameter.data.view(torch.int32).copy_(tensor.view(torch.int32))
+
+
 class Rebound(Toy):
     """A parameter's data is replaced instead of written."""
 
@@ -346,5 +357,5 @@ class Rebound(Toy):
 NATIVE = (
     *(Refreshed, Joined, Broadcast, Computed, Added, Value, OfWhatWasSent, Rebound, Padded, Listed),
     *(ThreadsThatRead, Zeroed, ZeroedInPart, Overwritten, ZeroedByItsLoader, Catching, Attribute),
-    *(OneAtATime, DefaultBeside, KeptByLoader, Halves, Merged, Negated, Turned, Integers),
+    *(OneAtATime, DefaultBeside, KeptByLoader, Halves, Merged, Negated, Turned, Integers, Bits),
 )
