@@ -45,13 +45,14 @@ class DerivedWeights:
         self.kept_copies = KeptCopies({}, (), self._is_derived, has_run)
         methods = (getattr(module, "quant_method", None) for module in self._modules.values())
         self._methods = [method for method in methods if isinstance(method, DecidedMethod)]
-        derivers = (
+        derivers = [
             _Deriver(prefix, module, method)
             for prefix, module in self._modules.items()
             for method in _DERIVE
             if callable(getattr(module, method, None))
-        )
+        ]
         self._derivers = [one for one in derivers if one.needs_nothing]
+        self._left = [one for one in derivers if not one.needs_nothing]
         self.norms = GemmaNorms(model)  # before loaders are wrapped
         self._derived_places = set(self.norms.places)
         self._is_held_back = self._is_deriving = self._are_placed = False
@@ -61,19 +62,26 @@ class DerivedWeights:
         """SGLang has loaded the model, nothing has run on it yet; `weights` are all that updates write."""
         self._arguments = kernel_arguments(self._modules)
         self.kept_copies = KeptCopies(self._modules, weights, self._is_derived, self._has_run)
+        self.kept_copies.unproven |= {
+            f"{one.prefix}.{one.method}".lstrip("."): "wants arguments, so no update calls it again"
+            for one in self._left
+            if one.is_used
+        }
 
     def attach(self) -> None:
         """See which methods SGLang calls that derive weights, of the model or of any module in it.
 
         Side effects on the host: each is replaced by one that notes its call (an instance attribute).
         """
-        for deriver in self._derivers:
+        for deriver in (*self._derivers, *self._left):
             setattr(deriver.module, deriver.method, functools.partial(self._called, deriver))
 
     def _called(self, deriver: _Deriver, *args: Any, **kwargs: Any) -> Any:
         if self._is_held_back:
             return None
         deriver.is_used = deriver.is_used or not self._is_deriving
+        if not deriver.needs_nothing:
+            return deriver.native(*args, **kwargs)
         return self._derive(deriver, *args, **kwargs)
 
     def _derive(self, deriver: _Deriver, *args: Any, **kwargs: Any) -> Any:
@@ -222,7 +230,10 @@ class _Deriver:
         self.native = getattr(module, method)
         parameters = inspect.signature(self.native).parameters
         self.takes_names = not prefix and "weight_names" in parameters
-        self.needs_nothing = all(one.default is not one.empty for one in parameters.values())
+        self.needs_nothing = all(
+            one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+            for one in parameters.values()
+        )
         self.is_used = self.is_checked = False
 
 

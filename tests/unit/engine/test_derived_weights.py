@@ -192,9 +192,15 @@ class TurnedByItsLoader(Toy):
         self.turned.copy_(self.a.weight.data.t())
 
 
+class TakesAnything(TurnedByItsLoader):
+    def process_weights_after_loading(self, *args, **kwargs):
+        super().process_weights_after_loading()
+
+
+@pytest.mark.parametrize("kind", [TurnedByItsLoader, TakesAnything])
 @pytest.mark.parametrize("replays", [True, False])
-def test_what_is_derived_behind_the_start_is_derived_behind_every_update(replays):
-    refit = loaded(TurnedByItsLoader, 0)
+def test_what_is_derived_behind_the_start_is_derived_behind_every_update(replays, kind):
+    refit = loaded(kind, 0)
     refit.options = refit.options.model_copy(update={"replay": replays})
     refit.model.process_weights_after_loading()  # SGLang's loader of models, once
     refit.note_loaded()
@@ -240,6 +246,23 @@ def test_a_method_that_wants_arguments_is_not_called():
     refit = loaded(WantsItsLayer, 0)
     refit.note_loaded()
     update(refit, weights(refit.model, 1))
+
+
+class IsGivenItsDtype(TurnedByItsLoader):
+    def process_weights_after_loading(self, dtype=torch.float32, *, scale):
+        self.turned.copy_(self.a.weight.data.t() * scale)
+
+    def load_a(self, parameter, loaded_weight):
+        parameter.data.copy_(loaded_weight)
+
+
+def test_a_method_that_was_called_with_arguments_is_named_as_unproven():
+    refit = loaded(IsGivenItsDtype, 0)
+    refit.note_loaded()
+    assert not refit.derived.kept_copies.unproven
+    refit.model.process_weights_after_loading(scale=2.0)
+    refit.note_loaded()
+    assert list(refit.derived.kept_copies.unproven) == ["process_weights_after_loading"]
 
 
 def test_a_loader_that_turns_rows_for_its_own_parameter_only_is_refused_at_the_start():
