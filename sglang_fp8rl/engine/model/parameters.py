@@ -212,12 +212,13 @@ class HeldTensor(NamedTuple):
 
 
 def held_tensors(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[HeldTensor]:
-    """Every tensor that these modules hold by themselves; of parameters, their own."""
+    """Every tensor that these modules hold by themselves; of parameters, their own and what was kept on them."""
     for prefix, module in modules:
         start = f"{prefix}." if prefix else ""
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield HeldTensor(start + name, parameter, module)
+                yield from _tensors_in(vars(parameter), start + name, module, _DEPTH)
         for name, value in (*module._buffers.items(), *vars(module).items()):
             if name not in _NOT_HELD:
                 yield from _tensors_in(value, start + name, module, _DEPTH)

@@ -236,6 +236,17 @@ def test_what_is_made_behind_the_first_update_is_found_before_a_second():
         assert torch.equal(module.kept, module.a.to(torch.bfloat16))
 
 
+def test_a_copy_that_is_kept_on_its_parameter_follows_it():
+    module = Held(1.0, 2.0)
+
+    def copy():
+        if getattr(module.a, "_halved", None) is None:
+            module.a._halved = module.a.detach().bfloat16()
+        return module.a._halved
+
+    assert follows(served(module, lambda _: copy()), module.a, copy)
+
+
 def test_a_proof_and_a_release_look_too():
     for look in (
         lambda refit: refit.derived.renewed([]),
