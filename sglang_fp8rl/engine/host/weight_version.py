@@ -25,8 +25,9 @@ async def with_whole_version(
         request.rid, request.weight_version = with_version(request.rid, version), None
     success, message, *more = await original(manager, request, *args, **kw)
     message, moved = apart_from_versions(message)
-    # Replicas that differ are of no version; one that was left behind says none.
-    new = moved[0] if len(set(moved)) == 1 else None
+    # Replicas that differ are of no version; one that was left behind says none, or fails the answer of them all.
+    are_alike = len(set(moved)) == 1 and (success or len(moved) == manager.server_args.dp_size)
+    new = moved[0] if are_alike else None
     if new is not None:
         manager._update_weight_version_if_provided(new)
         message += f" Weight version updated to {new}."

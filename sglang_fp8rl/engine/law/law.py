@@ -63,7 +63,7 @@ class Law(Extension):
             log.refits_of(self.ledger.coverage.oldest()[1])
         latest, name = self.brought.latest(numbers)
         if log.current is not None and (reason := log.why_another(update)):
-            self.give_up(reason, is_broken_into=True)
+            self.give_up(reason)
         elif log.current is not None and latest >= log.current.since:
             self._begin_behind(log.current, latest, f"{name} came again", update)
         refit = log.current or log.begin(update, stamp)
@@ -77,27 +77,27 @@ class Law(Extension):
         if self.log.running is not None:
             behind = [call for call in current.calls if call.stamp > latest]
             current.calls = [call for call in current.calls if call.stamp <= latest]
-        self.give_up(reason)
+        self.give_up(reason, begins_anew=True)
         if behind:
             self.log.begin(update, latest + 1, behind)
 
     def join(self, update: Update) -> None:
-        """A request for a draft alone is of the refit that runs, if it says what that says: its last one may end it."""
+        """A request for a draft alone is of the refit that runs, if it names that: its last one may end it."""
         running = self.log.running
-        if running is not None and not self.log.why_another(update):
+        if running is not None and not (running.is_bare or self.log.why_another(update)):
             update.refit, running.version = running, update.version or running.version
 
-    def part(self, update: Update, number: int) -> None:
-        """Other ranks began a refit of that number in a call which joined an older one here: it begins here too."""
+    def part(self, update: Update) -> None:
+        """Other ranks began a refit in this request, whose calls joined an older one here: it begins here too."""
         log, joined = self.log, self.log.current
-        if joined is None or joined is not update.refit:
+        is_of_it = joined is not None and joined is update.refit and update.calls
+        if joined is None or not is_of_it or joined.id == update.refit_number:
             return
-        behind = joined.calls.pop()
-        if joined is log.complete:
-            joined.outcome = Outcome.OK
+        first = self.ledger.stamp - update.calls + 1
+        behind = [call for call in joined.calls if call.stamp >= first]
+        joined.calls = [call for call in joined.calls if call.stamp < first]
         self.give_up("another one began on other ranks")
-        update.refit_number = number
-        update.refit = log.begin(update, behind.stamp, [behind])
+        update.refit = log.begin(update, first, behind)
 
     @property
     def current(self) -> Refit:
@@ -127,7 +127,8 @@ class Law(Extension):
             # Everything has come in the current one, and this by other names: a refit has each parameter once.
             self.log.begin(update, stamp)
         refit = self.current
-        refit.outcome = Outcome.OPEN
+        if refit is self.log.running:  # else it is complete, and this brought nothing
+            refit.outcome = Outcome.OPEN
         self.brought.bring(brought.numbers, stamp)
         seconds = time.perf_counter() - self._started
         refit.calls.append(Part(brought, stamp, seconds, has_waited=not update.is_last_call))
@@ -165,6 +166,8 @@ class Law(Extension):
         failures = (names.unknown_because,) if names.unknown_because else ()
         found = Verdict(count, failures=failures, has_taken=refit.has_taken)
         if update is not None:
+            is_of_one = self.log.is_in_step or len(refit.calls) <= max(1, update.calls)
+            found = replace(found, has_waited=refit.has_waited, is_of_one=is_of_one)
             if not self.log.is_over(update, found):
                 return found
             found = replace(found, differing=self.ledger.sent_twice.differing(refit.since))
@@ -201,18 +204,18 @@ class Law(Extension):
         log.current, log.is_in_step = None, True
         return ended
 
-    def give_up(self, reason: str, *, is_broken_into: bool = False) -> None:
+    def give_up(self, reason: str, *, begins_anew: bool = False) -> None:
         """The running refit ends here, though nobody ended it: it is not complete, whatever came.
 
         Args:
-            is_broken_into: whether its client may go on with it.
+            begins_anew: whether its client does; else it may go on as if nothing were lost.
         """
         running = self.log.running
         if running is not None:
             running.given_up = reason
             if running.session is not None:
                 running.session.given_up = running
-            if is_broken_into and running.note is not None and running.is_partial:
+            if running.note is not None and running.is_partial and not begins_anew:
                 self.log.broken_into.append(running.note.id)
             has_taken = running.has_changed_weights  # on any rank
             self.log.conclude(replace(self.verdict(), failures=(), has_taken=has_taken))
@@ -221,7 +224,7 @@ class Law(Extension):
     def begin_session(self, note: RefitNote | None) -> None:
         """What a client sends until its end is a refit of its own."""
         number = memory_number(self.refit) if note is None else None
-        self.give_up("a session was opened before its end", is_broken_into=True)
+        self.give_up("a session was opened before its end")
         self.log.session = Session(note, number)
 
     def drop_session(self) -> None:

@@ -150,11 +150,10 @@ class RefitLog:
             return update.is_last_call
         if verdict.failures:
             return True
-        if update.is_last_call and (current.has_waited or not verdict.has_taken):
+        if update.is_last_call and (verdict.has_waited or not verdict.has_taken):
             return True
         # All came, once each. Of one update, if the first of these calls was its first.
-        is_of_one = self.is_in_step or len(current.calls) <= max(1, update.calls)
-        return verdict.is_complete and is_of_one
+        return verdict.is_complete and verdict.is_of_one
 
     def end_request(self, verdict: Verdict, update: Update) -> Refit | None:
         """Behind a request of the current refit. Returns the refit, if it ends here.
@@ -173,7 +172,7 @@ class RefitLog:
             verdict = replace(verdict, failures=(*verdict.failures, text))
         if self.is_over(update, verdict):
             ended = self.conclude(verdict.at_the_end())
-            is_flushed = update.is_last_call and current.has_waited
+            is_flushed = update.is_last_call and verdict.has_waited
             if current.is_complete and current.is_bare and not is_flushed:
                 self.current = current  # names may follow that bring nothing which can be counted
             return ended

@@ -43,6 +43,8 @@ class Verdict:
         failures: why it can't be `ok`, whatever came.
         differing: what is wrong with tensors that came twice, if it ends here.
         has_taken: whether any tensor reached a parameter.
+        has_waited: whether a call did not ask for the flush.
+        is_of_one: whether all calls are known to be of one update.
     """
 
     lacking: int = 0
@@ -50,6 +52,8 @@ class Verdict:
     failures: tuple[str, ...] = ()
     differing: tuple[str, ...] = ()
     has_taken: bool = True
+    has_waited: bool = False
+    is_of_one: bool = True
 
     @staticmethod
     def of_all(ranks: Sequence[Verdict]) -> Verdict:
@@ -60,6 +64,8 @@ class Verdict:
             failures=_all(one.failures for one in ranks),
             differing=_all(one.differing for one in ranks),
             has_taken=any(one.has_taken for one in ranks),
+            has_waited=any(one.has_waited for one in ranks),
+            is_of_one=all(one.is_of_one for one in ranks),
         )
 
     @property

@@ -114,8 +114,8 @@ class RefitEnd(RequestEnd):
         return self.update.keeps_halves and not self.update.ends_session
 
     def _join(self, newest: int) -> None:
-        if newest > (0 if self.update.refit is None else self.update.refit.id):
-            self._law.part(self.update, newest)
+        self.update.refit_number = newest
+        self._law.part(self.update)
 
     def _decide(self, ranks: Sequence[_Said]) -> Refit | None:
         log = self._law.log

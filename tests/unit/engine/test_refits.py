@@ -443,7 +443,8 @@ def test_a_call_that_joined_on_this_rank_is_of_the_refit_that_another_rank_began
     numbers = server.start_call(update, "none of this rank's")
     update.refit = server.law.end_call(Arrived(1, 1, False, numbers=numbers), {}, update)
     assert update.refit is whole
-    server.law.part(update, whole.id + 1)
+    update.refit_number, update.calls = whole.id + 1, 1
+    server.law.part(update)
     assert (update.refit.id, whole.outcome) == (whole.id + 1, Outcome.OK)
     assert server.log.current is update.refit
     assert len(update.refit.calls) == 1

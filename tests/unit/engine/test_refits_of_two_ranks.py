@@ -65,7 +65,8 @@ def from_ipc(manager, request):
     with ONE_AT_A_TIME:
         for bucket in request.buckets:
             manager.refit.model.load_weights(bucket)
-    manager.flush_cache()
+    if request.flush_cache:
+        manager.flush_cache()
     manager.barrier()
     return io_struct.UpdateWeightsFromIPCReqOutput(success=True, message="")
 
@@ -105,10 +106,20 @@ class Ranks(Server):
         request = SimpleNamespace(tensors=tensors(letters, seed), rid=None, weight_version=version)
         return self.told(lambda manager: manager.update_weights_from_disk(request))
 
-    def ipc(self, *buckets, seed, version=None):
-        found = [tensors(letters, seed) for letters in buckets]
-        request = SimpleNamespace(buckets=found, rid=None, weight_version=version)
-        return self.told(lambda manager: manager.update_weights_from_ipc(request))
+    def ipc(self, *buckets, seed, version=None, note=None, flush=True):
+        """One request; letters of each bucket for both ranks, or for each."""
+
+        def act(manager):
+            mine = [one if isinstance(one, str) else one[manager.rank] for one in buckets]
+            request = SimpleNamespace(
+                buckets=[tensors(letters, seed) for letters in mine],
+                rid=note and note.to_text(),
+                weight_version=version,
+                flush_cache=flush,
+            )
+            return manager.update_weights_from_ipc(request)
+
+        return self.told(act)
 
     def begin(self, note=None):
         rid = note and note.to_text()
@@ -130,6 +141,7 @@ class Ranks(Server):
             (one.success, apart_from_versions(one.message)[1][0]) for one in self.call(on_its_rank)
         }
         assert len(found) == 1, found
+        assert len({law_of(one.refit).log.count for one in self.managers}) == 1
         return found.pop()
 
     @property
@@ -190,6 +202,42 @@ def test_an_update_that_begins_anew_may_bring_ranks_other_lists(ranks):
     assert ranks.holds(2)
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_after_a_request_that_one_rank_can_t_read_all_refits_have_one_number(ranks, lost):
+    assert ranks.send("abcd", lost=lost) == (False, None)
+    assert ranks.ipc("ab", "cd", seed=2, version="v2") == (True, "v2")
+    assert ranks.send("ab", seed=3, flush=False) == (True, None)
+    assert ranks.send("cd", seed=3, version="v3") == (True, "v3")
+    assert ranks.state == "whole"
+
+
+def test_all_calls_of_a_request_are_of_the_refit_that_began_on_other_ranks(ranks):
+    ranks.send("a", "c", flush=False, note=STEP)
+    assert ranks.ipc(("a", "d"), ("b", "ab"), seed=2, note=STEP, flush=False)[0]
+    assert ranks.ipc(("c", "c"), ("d", "r"), seed=2, note=STEP) == (True, "v2")
+    assert ranks.state == "whole"
+    assert ranks.holds(2)
+
+
+def test_a_bucket_that_reaches_nothing_leaves_the_complete_refit_complete(ranks):
+    ranks.ipc("abcd", seed=1, version="v1")
+    ranks.ipc(ROTARY, "ab", seed=2)
+    assert ranks.state == "mixed"
+    assert {law_of(one.refit).log.complete.outcome.value for one in ranks.managers} == {"ok"}
+    assert ranks.ipc("ab", "cd", seed=3, version="v3") == (True, "v3")
+
+
+def test_ranks_with_other_lists_say_alike_whether_they_are_in_step(ranks):
+    ranks.send("abcd")
+    ranks.send("a", "", flush=False)
+    ranks.send("ab", "c", seed=2, flush=True)
+    for seed in (3, 4):
+        ranks.send("ab", seed=seed, flush=False)
+        ranks.send("cd", seed=seed, flush=True, version=f"v{seed}")
+        assert ranks.state in ("whole", "mixed", "open")
+    assert ranks.state == "whole"
+
+
 # -- several clients -------------------------------------------------------------------------------
 
 
@@ -219,6 +267,26 @@ def test_a_partial_refit_that_another_came_into_is_not_all_there(ranks):
     assert ranks.state == "mixed"
 
 
+@pytest.mark.parametrize("between", ["unreadable", "memory"])
+def test_nor_where_only_some_ranks_could_read_what_came_into_it(ranks, between):
+    partial = RefitNote("a part", "v3", PARTIAL)
+    ranks.send("a", seed=7, flush=False, note=partial)
+    if between == "memory":
+        ranks.call(lambda one: law_of(one.refit).weights_lost())
+    else:
+        ranks.send("b", seed=9, note=RefitNote("another"), lost=0)
+    ranks.send("abcd", seed=8, note=STEP)
+    assert ranks.send("b", seed=7, note=partial) == (True, None)
+    assert ranks.state == "mixed"
+
+
+def test_a_draft_of_another_client_ends_no_refit_and_names_none(ranks):
+    ranks.send("ab", flush=False, version="v2")
+    ranks.send("", version="vD", selector="draft")
+    assert ranks.send("cd") == (True, "v2")
+    assert ranks.state == "whole"
+
+
 def test_a_client_that_one_rank_can_t_read_ends_the_session_s_refit_on_all(ranks):
     ranks.begin()
     ranks.send("abcd", flush=False)
@@ -243,7 +311,7 @@ def test_one_request_that_brings_all_is_whole_whatever_came_before(ranks, before
     assert ranks.ipc("ab", "cd", seed=1, version="v1") == (True, "v1")
     if before == "a NaN":
         bad = [[("a.weight", torch.full((6, 4), float("nan")))], tensors("bcd", 9)]
-        request = SimpleNamespace(buckets=bad, rid=None, weight_version=None)
+        request = SimpleNamespace(buckets=bad, rid=None, weight_version=None, flush_cache=True)
         assert not ranks.told(lambda one: one.update_weights_from_ipc(request))[0]
     else:
         ranks.send("a", seed=9, flush=False)

@@ -98,6 +98,12 @@ def test_replicas_that_differ_are_of_no_version(success, versions):
     assert manager.version == "default"
 
 
+def test_a_replica_that_refused_says_nothing():
+    manager = Manager(replicas=2)
+    ask(manager, False, [answer("Success", "8"), "no session is open"], 0)
+    assert manager.version == "default"
+
+
 def test_replicas_that_agree_are_of_that_version():
     manager = Manager(replicas=2)
     (_, message, paused), _ = ask(manager, True, [answer("Success", "8")] * 2, [0, 0])
