@@ -33,12 +33,17 @@ _REMEDY = (
 )
 
 
-_UNANSWERED = ("a running server gives one", "Look whether it is up, and whether the URL is right.")
+_RESTART = (
+    "A trainer that can't start a server again (veRL can't) goes on from its last checkpoint."
+)
+_UNANSWERED = (
+    "a running server gives one",
+    f"Look whether it is up, and whether the URL is right. {_RESTART}",
+)
 _UNANSWERED_UPDATE = (
     "a running server gives one; without it, it is not known whether it did what it was asked",
     "Look whether it is up; its log says why it is not. Unless last_refit in GET /fp8rl/status has this update's "
-    "version and outcome ok, send the update again, whole. A trainer that can't start a server again (veRL can't) "
-    "goes on from its last checkpoint.",
+    f"version and outcome ok, send the update again, whole. {_RESTART}",
 )
 
 

@@ -59,7 +59,7 @@ def errors_told(*more_lines: str, interrupted: str | None = None) -> Iterator[No
         try:
             sys.stdout.flush()
         except OSError:  # of a full disk: Python would try once more at its end, and leave with 120
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BAD_INPUT) from error
     except KeyboardInterrupt as error:
         if interrupted is not None:

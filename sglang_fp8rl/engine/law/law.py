@@ -96,7 +96,7 @@ class Law(Extension):
         first = self.ledger.stamp - update.calls + 1
         behind = [call for call in joined.calls if call.stamp >= first]
         joined.calls = [call for call in joined.calls if call.stamp < first]
-        self.give_up("another one began on other ranks")
+        self.give_up("another one began on other ranks", begins_anew=True)
         update.refit = log.begin(update, first, behind)
 
     @property

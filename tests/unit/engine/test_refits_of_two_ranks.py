@@ -211,6 +211,13 @@ def test_after_a_request_that_one_rank_can_t_read_all_refits_have_one_number(ran
     assert ranks.state == "whole"
 
 
+def test_a_partial_update_that_begins_anew_is_the_same_on_both_ranks(ranks):
+    partial = RefitNote("a part", "v3", PARTIAL)
+    ranks.send("ac", flush=False, note=partial)
+    ranks.send("bcd", "bd", seed=2, note=partial)
+    assert ranks.send("abcd", seed=3, note=partial) == (True, "v3")
+
+
 def test_all_calls_of_a_request_are_of_the_refit_that_began_on_other_ranks(ranks):
     ranks.send("a", "c", flush=False, note=STEP)
     assert ranks.ipc(("a", "d"), ("b", "ab"), seed=2, note=STEP, flush=False)[0]
