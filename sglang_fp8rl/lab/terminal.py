@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -65,6 +66,11 @@ def errors_told(*more_lines: str, interrupted: str | None = None) -> Iterator[No
         if interrupted is not None:
             console(stderr=True).out(interrupted, highlight=False)
         raise typer.Exit(INTERRUPTED) from error
+
+
+def can_be_written(path: Path) -> bool:
+    """Whether a file may be written there, in a folder that exists."""
+    return os.access(path if path.exists() else path.absolute().parent, os.W_OK)
 
 
 class TellingGroup(TyperGroup):

@@ -150,24 +150,22 @@ class RequestEnd:
         errors = {rank: one.error for rank, one in enumerate(ranks) if one.error is not None}
         if not errors and (wrong := self._wrong_between(ranks)):
             errors = dict.fromkeys(range(len(ranks)), str(wrong))
-        if errors:
-            self._fail(errors, ranks)
-        return self._concluded(ranks, has_failed=bool(errors))
+        return self._fail(errors, ranks) if errors else self._concluded(ranks)
 
     def _wrong_between(self, ranks: Sequence[Any]) -> RefitError | None:
         """What is wrong with what came on all ranks together, though none failed."""
         return NOTHING_SENT if all(one.is_empty for one in ranks) else None
 
-    def _fail(self, errors: dict[int, str], ranks: Sequence[Any]) -> None:
-        """Some rank failed, so all did; `errors` are by rank."""
+    def _fail(self, errors: dict[int, str], ranks: Sequence[Any]) -> Any:
+        """Some rank failed, so all did; `errors` are by rank. Returns what ended."""
         own, result = torch.distributed.get_rank(self.boundary.group), self.result
         if own not in errors:
             result.success, result.message = False, " | ".join(texts_of(errors, own))
         elif result.success:
             result.success, result.message = False, errors[own]
 
-    def _concluded(self, ranks: Sequence[Any], *, has_failed: bool) -> Any:
-        """What ends with the request; nothing, where nobody keeps a record of it."""
+    def _concluded(self, ranks: Sequence[Any]) -> Any:
+        """What ends with a request that failed nowhere; nothing, where nobody keeps a record of it."""
         return None
 
 

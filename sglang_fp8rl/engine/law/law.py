@@ -90,8 +90,9 @@ class Law(Extension):
     def part(self, update: Update) -> None:
         """Other ranks began a refit in this request, whose calls joined an older one here: it begins here too."""
         log, joined = self.log, self.log.current
-        is_of_it = joined is not None and joined is update.refit and update.calls
-        if joined is None or not is_of_it or joined.id == update.refit_number:
+        if joined is None or joined is not update.refit or not update.calls:
+            return
+        if joined.id == update.refit_number:
             return
         first = self.ledger.stamp - update.calls + 1
         behind = [call for call in joined.calls if call.stamp >= first]

@@ -129,8 +129,8 @@ class RefitEnd(RequestEnd):
             return wrong
         return _PARTED if len({(one.refit, one.verdict is None) for one in ranks}) > 1 else None
 
-    def _fail(self, errors: dict[int, str], ranks: Sequence[_Said]) -> None:
-        """What this rank's own calls found is written down already."""
+    def _fail(self, errors: dict[int, str], ranks: Sequence[_Said]) -> Refit | None:
+        """As `RequestEnd._fail`; what this rank's own calls found is written down already."""
         update, law, own = self.update, self._law, torch.distributed.get_rank(self.boundary.group)
         is_known = update.refit is not None and update.refit.outcome is Outcome.FAILED
         new = {rank: text for rank, text in errors.items() if not (rank == own and is_known)}
@@ -142,11 +142,10 @@ class RefitEnd(RequestEnd):
         running = law.log.running
         if running is not None and any(one.running != running.id for one in ranks):
             law.give_up("another one came before its end, on other ranks")
+        return update.refit
 
-    def _concluded(self, ranks: Sequence[_Said], *, has_failed: bool) -> Refit | None:
+    def _concluded(self, ranks: Sequence[_Said]) -> Refit | None:
         update, law, ended = self.update, self._law, None
-        if has_failed:
-            return update.refit
         if update.refit is not None:
             update.refit.cache_flushed = update.cache_flushed
         verdicts = [one.verdict for one in ranks if one.verdict is not None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ import typer
 from rich.table import Table
 
 from ...errors import ConfigError
-from ..terminal import AdminApiKey, ApiKey, JsonFlag, console, errors_told
+from ..terminal import AdminApiKey, ApiKey, JsonFlag, can_be_written, console, errors_told
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,10 +114,9 @@ def check_plot_path(path: Path) -> None:
         raise ConfigError(
             "--plot", str(path), f"the name has to end in {', '.join(_FORMATS)}", "Rename the file."
         )
-    folder = path.absolute().parent
-    if not folder.is_dir():
+    if not path.absolute().parent.is_dir():
         raise ConfigError("--plot", str(path), "its folder has to exist", "Create the folder.")
-    if not os.access(path if path.exists() else folder, os.W_OK):
+    if not can_be_written(path):
         raise ConfigError("--plot", str(path), "it has to be writable", "Choose another place.")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(

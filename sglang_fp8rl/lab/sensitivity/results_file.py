@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import EvaluationError
+from ..terminal import can_be_written
 from .noise import Fit
 from .quantized_products import Operand
 from .samples import Sample
@@ -87,7 +88,7 @@ def check_place(path: Path) -> None:
     rows = _read(path)
     if rows:
         _key_in(path, rows[0])
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+    if not can_be_written(path):
         raise _refused(str(path), "the file has to be writable", "Choose another place.")
 
 

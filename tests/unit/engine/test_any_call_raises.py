@@ -51,12 +51,29 @@ class Host:
         return io_struct.EndWeightUpdateReqOutput(success=True, message="")
 
     def update_weights_from_tensor(self, request):
+        """The target's tensors, or those of a draft that shares them."""
         with ONE_AT_A_TIME:
-            self.refit.model.load_weights(request.tensors)
+            model = self.refit.model
+            if request.selector != "draft":
+                model.load_weights(request.tensors)
+            else:
+                for name, tensor in request.tensors:
+                    parameter = dict(model.named_parameters())[name]
+                    parameter.weight_loader(parameter, tensor)
         if request.flush_cache:
             self.flush_cache()
         self.barrier()
         return io_struct.UpdateWeightsFromTensorReqOutput(success=True, message="")
+
+    def update_weights_from_ipc(self, request):
+        """A checkpoint engine's request brings several buckets."""
+        with ONE_AT_A_TIME:
+            for bucket in request.buckets:
+                self.refit.model.load_weights(bucket)
+        if request.flush_cache:
+            self.flush_cache()
+        self.barrier()
+        return io_struct.UpdateWeightsFromIPCReqOutput(success=True, message="")
 
     def update_weights_from_disk(self, request):
         with ONE_AT_A_TIME:
@@ -126,6 +143,7 @@ def update(seed=1, part=slice(None), flush=True):
             tensors=tensors(seed, part),
             load_format=None,
             flush_cache=flush,
+            selector="all",
             rid=None,
         )
         return manager.update_weights_from_tensor(request)

@@ -11,10 +11,9 @@ import torch
 
 pytest.importorskip("sglang")
 
-from test_any_call_raises import ONE_AT_A_TIME, SIZE, Server, end, io_struct
+from test_any_call_raises import SIZE, Server, end, io_struct
 from test_any_call_raises import pytestmark as pytestmark
 
-from sglang_fp8rl.engine.host.updater import RefitUpdater
 from sglang_fp8rl.engine.law import log, refit_end, status
 from sglang_fp8rl.engine.law.law import law_of
 from sglang_fp8rl.wire.refit_note import ALL, PARTIAL, RefitNote, apart_from_versions
@@ -44,39 +43,9 @@ def tensors(letters, seed):
     return [(name, found[name]) for name in names]
 
 
-def from_tensor(manager, request):
-    """SGLang's, which knows drafts: the target's tensors, or those of a draft that shares them."""
-    with ONE_AT_A_TIME:
-        model = manager.refit.model
-        if request.selector != "draft":
-            model.load_weights(request.tensors)
-        else:
-            for name, tensor in request.tensors:
-                parameter = dict(model.named_parameters())[name]
-                parameter.weight_loader(parameter, tensor)
-    if request.flush_cache:
-        manager.flush_cache()
-    manager.barrier()
-    return io_struct.UpdateWeightsFromTensorReqOutput(success=True, message="")
-
-
-def from_ipc(manager, request):
-    """SGLang's: a checkpoint engine's request brings several buckets."""
-    with ONE_AT_A_TIME:
-        for bucket in request.buckets:
-            manager.refit.model.load_weights(bucket)
-    if request.flush_cache:
-        manager.flush_cache()
-    manager.barrier()
-    return io_struct.UpdateWeightsFromIPCReqOutput(success=True, message="")
-
-
 class Ranks(Server):
     def __init__(self, monkeypatch):
         super().__init__(monkeypatch, Four)
-        base = RefitUpdater.__mro__[1]
-        monkeypatch.setattr(base, "update_weights_from_tensor", from_tensor, raising=False)
-        monkeypatch.setattr(base, "update_weights_from_ipc", from_ipc, raising=False)
         for rank, manager in enumerate(self.managers):
             manager.rank, manager.draft_worker = rank, object()
 
