@@ -40,8 +40,10 @@ class KeptCopies:
         self._looked_behind: bool | None = None
         self.unproven: dict[str, str] = {}
         self._constants: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # With a number as loaded, until a look behind a forward pass compared it.
-        self._known = {one.memory: one.number() for one in self.others()}
+        # By place and memory; with its number as loaded, until a look behind a forward pass compared it.
+        self._known: dict[tuple[str, int], tuple[HeldTensor, int] | None] = {
+            one.memory: _numbered(one) for one in self.others()
+        }
 
     def others(self) -> Iterator[HeldTensor]:
         """What the modules hold beside weights, and beside what every update derives from them."""
@@ -69,11 +71,11 @@ class KeptCopies:
         known, self._known = self._known, {}
         has_run = self._has_run()
         for one in self.others():
-            number = known.get(one.memory)
-            self._known[one.memory] = None if has_run else number
+            numbered = known.get(one.memory)
+            self._known[one.memory] = None if has_run else numbered
             if one.memory not in known:
                 self._explain(one)
-            elif number is not None and number != one.number():
+            elif numbered is not None and numbered[1] != one.number():
                 self._refused = (
                     one.place,
                     "changed by a forward pass",
@@ -83,9 +85,9 @@ class KeptCopies:
 
     def number_again(self) -> None:
         """Weights changed, or came back from a release: as long as nothing has run, all is as it should be."""
-        for one in () if self._has_run() else self.others():
-            if self._known.get(one.memory) is not None:
-                self._known[one.memory] = one.number()
+        for memory, numbered in () if self._has_run() else self._known.items():
+            if numbered is not None and numbered[0].memory == memory:
+                self._known[memory] = _numbered(numbered[0])
 
     def keep_constants(self) -> None:
         """The weights' memory is about to be given back: look while it is there, and copy to the CPU what no
@@ -130,6 +132,11 @@ class KeptCopies:
         for copy, target in self._copies.values():
             copy.copy_(target.parameter.data.reshape(copy.shape))
         self.number_again()
+
+
+def _numbered(one: HeldTensor) -> tuple[HeldTensor, int] | None:
+    number = one.number()
+    return None if number is None else (one, number)
 
 
 def _is_copy(made: torch.Tensor, weight: torch.Tensor) -> bool:
