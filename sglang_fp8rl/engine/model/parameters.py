@@ -55,7 +55,7 @@ class Target:
         kinds = (MergedColumnParallelLinear, QKVParallelLinear)
         return isinstance(self.module, kinds) and self.name.endswith(".weight")
 
-    def scales_of(self, name: str, region: Region) -> list[torch.Tensor]:
+    def scales_of(self, name: str, region: Region) -> tuple[torch.Tensor, ...]:
         """The scales of each matrix of a region of an FP8 weight, where the tensor `name` is written.
 
         Raises:
@@ -63,9 +63,7 @@ class Target:
         """
         assert self.scale is not None
         scales = self.scale.data
-        if scales.dim() == 3:  # one matrix per expert
-            scales = scales[region.start[0] : region.start[0] + region.shape[0]]
-        part = self._grid.scales_of(
+        part: tuple[slice, ...] = self._grid.scales_of(
             region.start[-2:],
             region.shape[-2:],
             name=name,
@@ -73,7 +71,9 @@ class Target:
             error=RefitError,
             remedy=f"Add the module of {self.name} to ignored_layers, or use another tensor-parallel size.",
         )
-        return [one[part] for one in matrices(scales)]
+        if scales.dim() == 3:  # one matrix per expert
+            part = slice(region.start[0], region.start[0] + region.shape[0]), *part
+        return matrices(scales[part])
 
     @cached_property
     def _grid(self) -> BlockGrid:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..interception import Write, storage_of, unwatched
+from ..interception import Write, extent_of, storage_of, unwatched
 from ..model.parameters import Target
 from .observer import LoaderWrites
 
@@ -84,10 +84,13 @@ class LearnedLoaders:
 
 
 def _is_of(source: torch.Tensor | None, loaded: torch.Tensor) -> bool:
-    """Whether it is a view of that tensor; a loader may write what it made, or what came before."""
+    """Whether it is a part of that tensor; a loader may write what it made, or another one in that storage."""
     if source is None:
         return True
-    return source.dtype == loaded.dtype and storage_of(source) == storage_of(loaded)
+    if source.dtype != loaded.dtype or storage_of(source) != storage_of(loaded):
+        return False
+    (first, end), (start, behind) = extent_of(source), extent_of(loaded)
+    return start <= first and end <= behind
 
 
 def _copy(write: Write, loaded: torch.Tensor) -> _Copy:

@@ -171,6 +171,7 @@ class LoaderCalls:
             return
         key = self._learned.key_of(target, native, loaded, args, kwargs)
         writes = self._learned.again(key, loaded)
+        is_learned = writes is not None
         if writes is None:
             if not is_pair:
                 check_dtype(target, name, loaded)
@@ -180,9 +181,10 @@ class LoaderCalls:
                 native(parameter, loaded, *args, **kwargs)
 
             writes = self._writes(given, loaded, run, key)
-        # A write may be of something else, which a loader kept.
+        # A write may be of something else, which a loader kept; what is learnt is not.
+        is_of_it = is_pair or is_learned
         of_each = [
-            made if is_pair or one.source is None else call.sources.made_of(one.source)
+            made if is_of_it or one.source is None else call.sources.made_of(one.source)
             for one in writes
         ]
         self._note(given, writes, of_each)

@@ -65,6 +65,20 @@ class Turned(Fused):
 LEARNED = [Fused, Turned]
 
 
+class WritesWhatCameFirst(Fused):
+    """Half of each part is of the first tensor of the call, which lies in the same storage."""
+
+    def load_weights(self, pairs: Named) -> None:
+        pairs = list(pairs)
+        self.came_first = pairs[0][1]
+        super().load_weights(pairs)
+
+    def load_part(self, parameter, loaded, part):
+        self.runs += 1
+        parameter.data[6 * part : 6 * part + 3].copy_(self.came_first[:3])
+        parameter.data[6 * part + 3 : 6 * part + 6].copy_(loaded[3:])
+
+
 class Keeps(Fused):
     """Half of each is written at once, the rest with the next one's."""
 
@@ -199,6 +213,22 @@ def check_updates(kind):
         alone.load_weights(pairs)
         for name in ("both", "beside"):
             assert torch.equal(getattr(refit.model, name), getattr(alone, name)), (seed, name)
+
+
+@pytest.mark.usefixtures("known")
+def test_another_tensor_in_the_same_storage_is_not_taken_for_a_part_of_what_came():
+    refit, alone = served(WritesWhatCameFirst), WritesWhatCameFirst()
+    refit.model.load_weights(iter(sorted(weights(alone, 0).items())))
+    for seed in range(1, 5):
+        named = sorted(weights(alone, seed).items())
+        if seed == 4:
+            named[1:] = reversed(named[1:])
+        storage = torch.cat([one.flatten() for _, one in named]).split(24)
+        pairs = [(name, one.view(6, 4)) for (name, _), one in zip(named, storage, strict=True)]
+        with refit.during(Update(Origin.TENSOR)):
+            refit.model.load_weights(iter(pairs))  # those of a list get storages of their own
+        alone.load_weights(pairs)
+        assert torch.equal(refit.model.both, alone.both), seed
 
 
 @pytest.mark.usefixtures("known")
