@@ -21,7 +21,7 @@ from ...errors import ConfigError, HostError
 from ...scheme import Cause, Scheme
 from ...versions import derives_from_row_scales
 from .linear import Fp8BlockwiseOnlineLinearMethod
-from .method import DecidedMethod
+from .method import DecidedMethod, check_misaligned
 
 _TOWER = "not in a decoder layer of a multimodal model: a vision tower or its projector"
 _WRITTEN = "its model writes it in place while it runs: FP8 codes are no numbers to compute with"
@@ -45,8 +45,8 @@ def check_and_complete(model: torch.nn.Module, config: Any) -> None:
     if any(isinstance(module, VisionAttention) for module in model.modules()):
         _leave_vision_towers(model, config)
     _leave_what_its_model_writes(model, config)
-    for error in config.refused.values():
-        raise error
+    for prefix, scheme in config.schemes.items():  # of what is quantized for sure by now
+        check_misaligned(prefix, scheme, config.options.misaligned, ("per_channel", "bf16"))
     _leave_fusions(model)
     _check_derivable(model)
     check_no_copies_of_the_start(model)
@@ -74,7 +74,6 @@ def _leave(layer: Any, config: Any, cause: Cause, reason: str) -> None:
         layer.quant_method.leave_unquantized(layer)
     scheme = config.schemes[prefix]
     if scheme.is_fp8 or scheme.cause is not Cause.ASKED:
-        config.refused.pop(prefix, None)  # nothing about it can be refused any more
         config.schemes[prefix] = Scheme(None, cause, reason)
 
 

@@ -38,11 +38,9 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
 
     Attributes:
         schemes: of every module, by full name, in building order.
-        refused: why modules can't be served as asked; the start fails with the first one, unless the
-            built model shows that the module stays in high precision (`built.py`).
 
     Raises:
-        HostError: a hook that SGLang did not apply.
+        HostError: a hook that SGLang did not apply, or an option that it can't serve.
     """
 
     def __init__(
@@ -54,14 +52,21 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         check_hooks_in_force()
         # SGLang calls this with nothing too; the environment's ignored layers count all the same.
         self.options = Options.from_dict({}) if options is None else options
+        asks_for_pow2 = self.options.use_activation_pow2_scale
+        if asks_for_pow2 and not HAS_POW2_ACTIVATIONS:
+            raise HostError(
+                "use_activation_pow2_scale",
+                "True",
+                "this SGLang has no way to ask its kernels for power-of-two activation scales",
+                "Use a newer SGLang (since 0.5.20), or leave the option out.",
+            )
         super().__init__(
             is_checkpoint_fp8_serialized=True,
             activation_scheme="dynamic",
             weight_block_size=list(self.options.weight_block_size),
-            **_activation_arguments(self.options),
+            **({"scale_fmt": "ue8m0"} if asks_for_pow2 else {}),
         )
         self.schemes: dict[str, Scheme] = {}
-        self.refused: dict[str, ConfigError] = {}
         # What `Fp8Config` read from the environment is in `options` too, with stricter matching.
         self.ignored_layers: list[str] = []
         mapping = {**_FUSED_PARTS, **(packed_modules_mapping or {})}
@@ -134,17 +139,3 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
                         f"{', '.join(list(self.schemes)[:3])}",
                         "Correct the prefix; `sglang-fp8rl plan MODEL` lists them all.",
                     )
-
-
-def _activation_arguments(options: Options) -> dict[str, str]:
-    """How SGLang is asked for power-of-two activation scales; raises `HostError` where it can't be."""
-    if not options.use_activation_pow2_scale:
-        return {}
-    if not HAS_POW2_ACTIVATIONS:
-        raise HostError(
-            "use_activation_pow2_scale",
-            "True",
-            "this SGLang has no way to ask its kernels for power-of-two activation scales",
-            "Use a newer SGLang (since 0.5.20), or leave the option out.",
-        )
-    return {"scale_fmt": "ue8m0"}

@@ -29,17 +29,6 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
     """
 
     weight_leaves = ("weight",)
-    fallbacks = ("per_channel", "bf16")
-
-    def __init__(self, quant_config: Any, prefix: str, keeps_activations: bool = False) -> None:
-        super().__init__(quant_config, prefix, keeps_activations)
-        if self.use_marlin:
-            raise HostError(
-                prefix,
-                "SGLang chose Marlin weight-only FP8 for this GPU",
-                "Marlin repacks the weight, so it can't be written in place",
-                "Use a GPU of compute capability 8.9 or newer, and unset SGLANG_FORCE_FP8_MARLIN.",
-            )
 
     def create_weights(
         self,
@@ -56,7 +45,17 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
         Side effects on the host: registers on `layer` an FP8 `weight` `[N, K]` with an FP32
         `weight_scale_inv` `[ceil(N/128), ceil(K/128)]` (blockwise) or an FP32 `weight_scale`
         `[N, 1]` (per channel); or leaves it unquantized (misaligned and `bf16`).
+
+        Raises:
+            HostError: SGLang would repack the weight.
         """
+        if self.use_marlin:
+            raise HostError(
+                self.prefix,
+                "SGLang chose Marlin weight-only FP8 for this GPU",
+                "Marlin repacks the weight, so it can't be written in place",
+                "Use a GPU of compute capability 8.9 or newer, and unset SGLANG_FORCE_FP8_MARLIN.",
+            )
         sizes: dict[str, Any] = {
             "input_size_per_partition": input_size_per_partition,
             "output_partition_sizes": output_partition_sizes,

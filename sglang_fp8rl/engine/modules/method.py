@@ -28,13 +28,11 @@ class DecidedMethod:
         quant_config: the model's `Fp8BlockwiseOnlineConfig`; the scheme is recorded there.
         prefix: the module's full name.
         weight_leaves: names of a layer's FP8 weights.
-        fallbacks: values of the option `misaligned` that this kind of layer can be served with.
         reads_packed_scales: whether a layer's kernel takes its scales as exponents; only powers of two are any.
         served: the layer with packed scales, where its kernel reads those.
     """
 
     weight_leaves: tuple[str, ...]
-    fallbacks: tuple[str, ...]
     block_quant: bool
     weight_block_size: list[int] | None
     quant_config: Any
@@ -47,7 +45,7 @@ class DecidedMethod:
         self.served: ServedWithPackedScales | None = None
 
     def decide(self, why_misaligned: str) -> Scheme:
-        """Decide the scheme from the shape, and record it, or why there is none."""
+        """Decide the scheme from the shape, and record it."""
         config, options = self.quant_config, self.quant_config.options
         scheme = decide_scheme(
             why_misaligned,
@@ -55,14 +53,6 @@ class DecidedMethod:
             options.granularity,
             keeps_activations=self._keeps_activations,
         )
-        if scheme.cause is Cause.MISALIGNED and options.misaligned not in self.fallbacks:
-            config.refused[self.prefix] = ConfigError(
-                self.prefix,
-                why_misaligned,
-                f"misaligned={options.misaligned!r} allows it no fallback",
-                f"Set misaligned to {' or '.join(map(repr, self.fallbacks))}, add the module to "
-                "ignored_layers, or use another tensor-parallel or expert-parallel size.",
-            )
         self.fp8rl_scheme = config.schemes[self.prefix] = scheme
         # SGLang asks its own method by these: what allocates and multiplies, what `w_kc` and `w_vc` are derived from.
         self.weight_block_size = scheme.format.weight_block_size if scheme.format else None
@@ -82,6 +72,20 @@ class DecidedMethod:
         elif self.reads_packed_scales(layer):
             names = {leaf: self.held.scale_name(leaf) for leaf in self.weight_leaves}
             self.served = ServedWithPackedScales(layer, names, self.prefix)
+
+
+def check_misaligned(
+    prefix: str, scheme: Scheme, misaligned: str, fallbacks: tuple[str, ...]
+) -> None:
+    """Raise `ConfigError` for a shape that none of the `fallbacks` of its kind of layer is allowed for."""
+    if scheme.cause is Cause.MISALIGNED and misaligned not in fallbacks:
+        raise ConfigError(
+            prefix,
+            scheme.reason,
+            f"misaligned={misaligned!r} allows it no fallback",
+            f"Set misaligned to {' or '.join(map(repr, fallbacks))}, add the module to "
+            "ignored_layers, or use another tensor-parallel or expert-parallel size.",
+        )
 
 
 def format_of(layer: Any) -> Format | None:

@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ...scheme import expert_misalignment
 from .built import experts_may_move
 from .experts import DoubledExperts, unmade
-from .method import DecidedMethod, takes_packed_scales
+from .method import DecidedMethod, check_misaligned, takes_packed_scales
 
 _KEPT = "activations in BF16"
 
@@ -31,7 +31,6 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
     """
 
     weight_leaves = ("w13_weight", "w2_weight")
-    fallbacks = ("per_channel",)
 
     def create_weights(
         self,
@@ -57,14 +56,13 @@ class Fp8BlockwiseOnlineMoEMethod(DecidedMethod, Fp8MoEMethod):
                 "they are published in MXFP4, and no FP8 path of this method carries their biases",
                 "Serve the model with its own quantization, or add the module to ignored_layers.",
             )
+        options = self.quant_config.options
         reason = expert_misalignment(
             hidden_size=hidden_size,
             intermediate_size_per_partition=intermediate_size_per_partition,
-            block_size=self.quant_config.options.weight_block_size,
+            block_size=options.weight_block_size,
         )
-        self.decide(reason)
-        if self.prefix in self.quant_config.refused:
-            raise self.quant_config.refused[self.prefix]
+        check_misaligned(self.prefix, self.decide(reason), options.misaligned, ("per_channel",))
         sizes = (num_experts, hidden_size, intermediate_size_per_partition)
         if self.block_quant:
             super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)

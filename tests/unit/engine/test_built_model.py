@@ -19,7 +19,6 @@ from sglang_fp8rl.engine.modules.built import (
 )
 from sglang_fp8rl.engine.modules.method import DecidedMethod
 from sglang_fp8rl.engine.refit import ModelRefit
-from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.formats import FORMATS
 from sglang_fp8rl.scheme import Cause, Scheme
 
@@ -69,7 +68,7 @@ def test_a_tower_is_said_to_be_one_whatever_was_decided_before(scheme, cause):
     layer = bare(LinearBase)
     layer.fp8rl_prefix, layer.quant_method = "visual.fc", None
     tower = torch.nn.ModuleList([bare(VisionAttention), layer])
-    config = SimpleNamespace(schemes={"visual.fc": scheme}, refused={})
+    config = SimpleNamespace(schemes={"visual.fc": scheme})
     _leave_vision_towers(tower, config)
     assert config.schemes["visual.fc"].cause is cause
     assert not config.schemes["visual.fc"].is_fp8
@@ -133,8 +132,8 @@ def test_what_sglang_copies_while_it_loads_is_not_written_by_its_model():
     assert not [kind for kind in kinds if _written_in_place(kind)]
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_what_a_model_writes_stays_in_high_precision_with_its_reason(is_refused):
+@pytest.mark.parametrize("decided", [BLOCKWISE, Scheme(None, Cause.MISALIGNED, "576")])
+def test_what_a_model_writes_stays_in_high_precision_with_its_reason(decided):
     class Clamping(torch.nn.Module):
         def forward(self, x):
             self.layer.weight.data.clamp_(-1, 1)
@@ -145,13 +144,10 @@ def test_what_a_model_writes_stays_in_high_precision_with_its_reason(is_refused)
         layer = bare(LinearBase)
         layer.fp8rl_prefix, layer.quant_method = name, None
         setattr(model, name, layer)
-    schemes = dict.fromkeys(("layer", "other"), BLOCKWISE)
-    config = SimpleNamespace(
-        schemes=schemes, refused={"layer": ConfigError("", "", "", "")} if is_refused else {}
-    )
+    schemes = {"layer": decided, "other": BLOCKWISE}
+    config = SimpleNamespace(schemes=schemes)
     _leave_what_its_model_writes(torch.nn.ModuleList([model]), config)
     assert schemes["layer"].cause is Cause.WRITTEN
     assert "in place" in schemes["layer"].reason
     assert not schemes["layer"].is_fp8
     assert schemes["other"] is BLOCKWISE
-    assert not config.refused
