@@ -13,7 +13,7 @@ from support.engine.commands import model_of
 from support.engine.generation import finish, generate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_fp8rl.engine.kv_scales.calibration import Calibration
+from sglang_fp8rl.engine.kv_scales.calibration import largest_of_text
 from sglang_fp8rl.engine.kv_scales.choice import ROOM, chosen, exponents_of, table_of
 
 
@@ -37,9 +37,10 @@ def largest(scheduler: Any, prompts: list[list[int]]) -> list[tuple[float, float
 
 def calibrated(scheduler: Any, tokens: list[int]) -> list[tuple[int, int]]:
     """What a server that calibrates with these tokens would choose."""
-    fold, text = kv_commands.fold_of(scheduler), Calibration(model_of(scheduler), tokens)
+    fold = kv_commands.fold_of(scheduler)
     with fold.unfolded():
-        read = functools.partial(table_of, fold.layers, text.largest(fold.layers))
+        largest_now = largest_of_text(model_of(scheduler), tokens, fold.layers)
+        read = functools.partial(table_of, fold.layers, largest_now)
         found = chosen(kv_commands.kv_of(scheduler).group, read, ROOM["calibrated"])
     return [tuple(one) for one in exponents_of(found).tolist()]
 

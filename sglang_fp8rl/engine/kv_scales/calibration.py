@@ -7,8 +7,6 @@ taken, nothing in it is read or written, and its memory may even be released.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -25,33 +23,34 @@ from .attention_layers import AttentionLayer
 MAX_TOKENS = 512
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Of one served model, with the ids of one sequence: the same at every server and every update."""
+def largest_of_text(
+    model: torch.nn.Module, tokens: Sequence[int], layers: Sequence[AttentionLayer]
+) -> torch.Tensor:
+    """FP64 `[layers, 2]` of this rank's heads, of one sequence. A collective where the model's layers are.
 
-    model: torch.nn.Module
-    tokens: Sequence[int]
+    Keys are measured behind their rotation, as they are stored.
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-    def largest(self, layers: Sequence[AttentionLayer]) -> torch.Tensor:
-        """FP64 `[layers, 2]` of this rank's heads. A collective where the model's layers are.
-
-        Keys are measured behind their rotation, as they are stored.
-        """
-        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-
-        body: Any = self.model.get_submodule(layers[0].name.split(".layers.")[0])
-        batch = _one_sequence(self.tokens, layers[0].input_norm.device)
-        attention = _MeasuringAttention()
-        with torch.no_grad(), forward_context(ForwardContext(attn_backend=attention)):
-            body(batch.input_ids, batch.positions, batch)
-        found = torch.stack([attention.found[one.layer_id] for one in layers])
-        return found.double().cpu()
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the status section: equal at servers that measure the same."""
-        text = ",".join(map(str, self.tokens))
-        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        return {"tokens": len(self.tokens), "digest": digest}
+    count, ids = len(tokens), torch.tensor(tokens, device=layers[0].input_norm.device)
+    # A prefill of one request without a prefix; what only an attention backend would read is left out.
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=ids,
+        positions=torch.arange(count, device=ids.device),
+        req_pool_indices=ids.new_zeros(1),
+        out_cache_loc=torch.zeros_like(ids),  # nobody writes there
+        seq_lens=ids.new_tensor([count]),
+        seq_lens_sum=count,
+        extend_num_tokens=count,
+    )
+    body: Any = model.get_submodule(layers[0].name.split(".layers.")[0])
+    attention = _MeasuringAttention()
+    with torch.no_grad(), forward_context(ForwardContext(attn_backend=attention)):
+        body(batch.input_ids, batch.positions, batch)
+    return torch.stack([attention.found[one.layer_id] for one in layers]).double().cpu()
 
 
 @dataclass
@@ -81,26 +80,8 @@ class _MeasuringAttention:
         return out.transpose(1, 2).reshape(len(q), -1)
 
 
-def _one_sequence(tokens: Sequence[int], device: torch.device) -> Any:
-    """A prefill of one request without a prefix; what only an attention backend would read is left out."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-
-    count, ints = len(tokens), functools.partial(torch.tensor, dtype=torch.int64, device=device)
-    return ForwardBatch(
-        forward_mode=ForwardMode.EXTEND,
-        batch_size=1,
-        input_ids=ints(tokens),
-        positions=ints(range(count)),
-        req_pool_indices=ints([0]),
-        out_cache_loc=ints([0] * count),  # nobody writes there
-        seq_lens=ints([count]),
-        seq_lens_sum=count,
-        extend_num_tokens=count,
-    )
-
-
-def calibration_of(runner: Any, options: Options) -> Calibration:
-    """For the model of a `ModelRunner`.
+def tokens_for(runner: Any, options: Options) -> list[int]:
+    """What the model of a `ModelRunner` is calibrated with: the same at every server and every update.
 
     Raises:
         ConfigError: no tokens to be had, or some that the model does not know.
@@ -116,7 +97,7 @@ def calibration_of(runner: Any, options: Options) -> Calibration:
             f"this model has {size} tokens and room for {length} in a sequence",
             "Give ids of this model's tokenizer.",
         )
-    return Calibration(runner.model, tokens)
+    return tokens
 
 
 def _of_text(args: Any) -> list[int]:

@@ -18,10 +18,8 @@ from .attention_layers import AttentionLayer
 # Calibrated: a binade, as other text, and later positions, may have larger values.
 ROOM = {"certified": None, "sent": 1.0, "calibrated": 2.0}
 
-
-Sides = list[
-    dict[str, Any]
-]  # of each layer in turn its keys and its values, as the status has them
+# Of each layer in turn its keys and its values, as the status has them.
+Sides = list[dict[str, Any]]
 
 
 def chosen(group: Any, read: Callable[[], torch.Tensor], room: float | None) -> Sides:

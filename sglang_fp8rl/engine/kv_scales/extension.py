@@ -7,6 +7,7 @@ and these move only at the moment in which the cache is empty: right after SGLan
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +20,7 @@ from ..host.boundary import Boundary
 from ..host.request_end import fail_behind
 from ..host.update_request import are_weights_released
 from .attention_layers import Fold, attention_layers, refused
-from .calibration import Calibration, calibration_of
+from .calibration import largest_of_text, tokens_for
 from .choice import ROOM, Sides, chosen, exponents_of, table_of
 from .sent_scales import SentScales
 
@@ -44,6 +45,7 @@ class KvScaling(Extension):
     Attributes:
         fold: the exponents in force.
         sides: what they were chosen from; empty before.
+        tokens: that are run to calibrate; empty in other modes.
         group: the ranks that choose together.
         is_stale: whether an update came since the choice; the same on every rank.
         is_frozen: whether a flush was refused that a choice waited for.
@@ -63,7 +65,7 @@ class KvScaling(Extension):
         self.sides: Sides = []
         # While the checkpoint is loaded, the cache's dtype is not known yet.
         self.sent = SentScales(self._attention_of) if self.mode == "sent" else None
-        self.calibration: Calibration | None = None
+        self.tokens: list[int] = []
         self.is_stale = self.is_frozen = False
         self.moves = 0
         self._ignored: set[str] = set()
@@ -84,7 +86,7 @@ class KvScaling(Extension):
         if not layers:
             return False
         if self.mode == "calibrated":
-            self.calibration = calibration_of(runner, self.refit.options)
+            self.tokens = tokens_for(runner, self.refit.options)
         self.fold, self.group = Fold(layers), get_attn_tp_group().cpu_group
         self._choose()
         self.moves = 0
@@ -145,13 +147,13 @@ class KvScaling(Extension):
 
     def _table(self) -> torch.Tensor:
         layers, renew = self.fold.layers, self.refit.derived.end_of_update
-        if self.calibration is None:
+        if not self.tokens:
             with self.fold.unfolded():
                 return table_of(layers, None if self.sent is None else self.sent.largest(layers))
         try:  # kernels read packed scales: of the weights that the text runs on, then of those in force
             with self.fold.unfolded():
                 renew()
-                return table_of(layers, self.calibration.largest(layers))
+                return table_of(layers, largest_of_text(self.refit.model, self.tokens, layers))
         finally:
             renew()
 
@@ -181,6 +183,8 @@ class KvScaling(Extension):
             return None
         reason = f"kv_scales is {self.mode!r}: this server chooses scales itself"
         ignored = {"ignored": len(self._ignored), "reason": reason} if self._ignored else None
+        digest = hashlib.blake2b(",".join(map(str, self.tokens)).encode(), digest_size=8)
+        calibration = {"tokens": len(self.tokens), "digest": digest.hexdigest()}
         by_layer = zip(self.fold.layers, self.sides[::2], self.sides[1::2], strict=True)
         return {
             "mode": self.mode,
@@ -188,7 +192,7 @@ class KvScaling(Extension):
             "follows_weights": not self.is_stale,
             "frozen": self.is_frozen,
             "moves": self.moves,
-            "calibration": None if self.calibration is None else self.calibration.as_dict(),
+            "calibration": calibration if self.tokens else None,
             "sent": ignored if self.sent is None else self.sent.as_dict(self.fold.layers),
             "layers": [{"module": one.name, "keys": k, "values": v} for one, k, v in by_layer],
         }

@@ -49,7 +49,13 @@ class SentScales:
                 continue
             other = first.setdefault(of, name)
             if held.setdefault(of, one) != one:
-                errors[name] = str(_differ_error(name, one, other, held[of]))
+                error = RefitError(
+                    name,
+                    f"{one!r}, and {other} {held[of]!r}",
+                    "these are two names of one scale, which has one value",
+                    "The layer keeps its last scale. Send one of the two.",
+                )
+                errors[name] = str(error)
         held = {of: one for of, one in held.items() if of not in {meant[name] for name in errors}}
         self._held |= held
         self._new |= held.keys()
@@ -77,15 +83,6 @@ class SentScales:
     def _by_module(self, names: Iterable[KvScaleName]) -> dict[tuple[str, str], float]:
         named = ((self._module_of(name.attention), name) for name in names)
         return {(at, name.side): self._held[name] for at, name in named if at is not None}
-
-
-def _differ_error(name: str, value: float, other: str, before: float) -> RefitError:
-    return RefitError(
-        name,
-        f"{value!r}, and {other} {before!r}",
-        "these are two names of one scale, which has one value",
-        "The layer keeps its last scale. Send one of the two.",
-    )
 
 
 def _numbers(sent: Mapping[str, torch.Tensor]) -> tuple[dict[str, float], dict[str, str]]:

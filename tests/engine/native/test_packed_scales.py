@@ -3,8 +3,8 @@ and a pair whose scales are none is refused before it is stored."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from support.engine.kv_commands import fold_at_random, fold_of, unfold
 from support.engine.options import plain_experts
 from support.engine.pool import on
 
-from sglang_fp8rl.engine.kv_scales.extension import KvScaling
+from sglang_fp8rl.engine.kv_scales import extension
 
 pytestmark = [pytest.mark.engine, on(plain_experts("tp1"))]
 
@@ -129,15 +129,16 @@ def ask_for_the_fingerprint(scheduler: Any) -> dict[str, Any]:
 def choose_by_a_text(scheduler: Any) -> list[bool]:
     """`kv_scales: calibrated` chooses: whether the packed scales are those stored while the text runs,
     and afterwards. The text itself can't run, for no kernel of a CPU reads packed scales."""
-    kv, found = KvScaling(model_of(scheduler).fp8rl_refit), []
+    kv, found = extension.KvScaling(model_of(scheduler).fp8rl_refit), []
     kv.fold = fold_of(scheduler)
 
-    def largest(layers: Any) -> torch.Tensor:
+    def largest(model: Any, tokens: Any, layers: Any) -> torch.Tensor:
         found.append(is_packed_as_stored(scheduler))
         return torch.ones(len(layers), 2, dtype=torch.float64)
 
-    kv.calibration = SimpleNamespace(largest=largest)
-    kv._table()
+    kv.tokens = [0]
+    with mock.patch.object(extension, "largest_of_text", largest):
+        kv._table()
     return [*found, is_packed_as_stored(scheduler)]
 
 
