@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-from test_any_call_raises import SIZE, Server, end, io_struct
+from test_any_call_raises import SIZE, Folding, Server, check, end, io_struct
 from test_any_call_raises import pytestmark as pytestmark
 
 from sglang_fp8rl.engine.law import log, refit_end, status
@@ -201,6 +201,17 @@ def test_a_bucket_that_reaches_nothing_leaves_the_complete_refit_complete(ranks)
     assert ranks.state == "mixed"
     assert {law_of(one.refit).log.complete.outcome.value for one in ranks.managers} == {"ok"}
     assert ranks.ipc("ab", "cd", seed=3, version="v3") == (True, "v3")
+
+
+def test_a_bucket_that_reaches_nothing_mends_nothing(ranks):
+    assert ranks.send("abcd", version="v1") == (True, "v1")
+    broken = ranks.managers[1].refit
+    broken.extensions.append(Folding(broken))
+    ranks.call(check)
+    broken.extensions.pop()
+    assert ranks.send(ROTARY, version="v2") == (True, None)
+    assert ranks.state == "failed"
+    assert ranks.send("abcd", seed=2, version="v3") == (True, "v3")
 
 
 def test_ranks_with_other_lists_say_alike_whether_they_are_in_step(ranks):
