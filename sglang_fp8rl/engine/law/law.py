@@ -216,8 +216,8 @@ class Law(Extension):
             running.given_up = reason
             if running.session is not None:
                 running.session.given_up = running
-            if running.note is not None and running.is_partial and not begins_anew:
-                self.log.broken_into.append(running.note.id)
+            if not begins_anew:
+                self.log.break_off(running)
             has_taken = running.has_changed_weights  # on any rank
             self.log.conclude(replace(self.verdict(), failures=(), has_taken=has_taken))
         self.log.current = None

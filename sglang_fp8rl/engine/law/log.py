@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...wire.refit_note import PARTIAL, RefitNote
+from ...wire.refit_note import RefitNote
 from ..arrival.update import Update
 from ..model.draft import lost_of_drafts
 from .record import Outcome, Part, Refit, Session, State, Verdict
@@ -36,7 +36,8 @@ class RefitLog:
             one piece.
         count: refits so far, the same on every rank.
         begun: refits that something may be served of, in order; and some more.
-        broken_into: names of partial refits into which another one came: what comes of them later is a rest.
+        broken_off: names of partial refits that failed, or into which another one came: what comes of them later is a
+            rest.
         has_lost_drafts: whether any rank's draft model lacks what it lost, as the ranks last said.
         is_in_step: whether the calls of clients that open no session and name nothing are known to begin
             with the first call of an update.
@@ -51,7 +52,7 @@ class RefitLog:
         self.is_unloaded = True
         self.session: Session | None = None
         self.moved_to: str | None = None
-        self.broken_into: deque[str] = deque(maxlen=MAX_LISTED)
+        self.broken_off: deque[str | None] = deque(maxlen=MAX_LISTED)
         self.has_lost_drafts = False
         self.is_in_step = True
         self.begun: list[Refit] = []
@@ -104,10 +105,14 @@ class RefitLog:
         self.begun.append(refit)
         if refit.session is not None:
             refit.session.has_begun, refit.session.given_up = True, None
-        note = refit.note
-        if note is not None and note.extent == PARTIAL and note.id in self.broken_into:
-            refit.given_up = "which another one came into"
+        if refit.is_partial and refit.name in self.broken_off:
+            refit.given_up = "whose name is that of one that was broken off"
         return refit
+
+    def break_off(self, refit: Refit) -> None:
+        """It ended before all of it came: what its client may still send, as if nothing were lost, is a rest."""
+        if refit.is_partial and refit.name not in self.broken_off:
+            self.broken_off.append(refit.name)
 
     def refuse(self, update: Update, stamp: int, texts: Iterable[str]) -> Refit:
         """A request failed that does not belong to the current refit, which goes on; it wrote nothing since that stamp."""
@@ -221,6 +226,7 @@ class RefitLog:
         refit.outcome = Outcome.FAILED
         refit.errors += [text for text in dict.fromkeys(texts) if text not in refit.errors]
         self.add_failures(f"{refit.describe()} failed: {text}" for text in refit.errors)
+        self.break_off(refit)
         if refit.session is not None:
             refit.session.failed = refit
         if refit.is_bare:

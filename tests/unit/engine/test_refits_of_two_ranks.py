@@ -254,6 +254,15 @@ def test_a_partial_refit_that_another_came_into_is_not_all_there(ranks):
     assert ranks.state == "mixed"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nor_one_of_which_something_failed(ranks, rank):
+    partial = RefitNote("a part", "v3", PARTIAL)
+    assert ranks.send("a", seed=7, flush=False, note=partial, lost=rank) == (False, None)
+    assert ranks.send("abcd", seed=8, note=STEP) == (True, "v2")
+    assert ranks.send("b", seed=7, note=partial) == (True, None)
+    assert ranks.state == "mixed"
+
+
 @pytest.mark.parametrize("between", ["unreadable", "memory"])
 def test_nor_where_only_some_ranks_could_read_what_came_into_it(ranks, between):
     partial = RefitNote("a part", "v3", PARTIAL)
