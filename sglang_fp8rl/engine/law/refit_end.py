@@ -89,7 +89,7 @@ class RefitEnd(RequestEnd):
             law.join(update)
         if error is None and update.ends_session:
             error = wrong_with_an_empty_session(law.log.session, self.refit)
-        if law.log.current is not None and (update.refit is not None or update.ends_session):
+        if law.log.current is not None and (update.refit is not None or law.log.may_end(update)):
             verdict = law.verdict(update)
             verdict = replace(verdict, failures=(*missing, *verdict.failures))
         elif not self._goes_on:  # a draft alone was written

@@ -292,6 +292,20 @@ def test_a_client_that_one_rank_can_t_read_ends_the_session_s_refit_on_all(ranks
     assert ranks.send("abcd", seed=3, note=STEP) == (True, "v2")
 
 
+@pytest.mark.parametrize("extent", [ALL, PARTIAL])
+@pytest.mark.parametrize("came", ["", "ab"])
+def test_the_end_of_a_session_ends_no_refit_of_another_client(ranks, came, extent):
+    ranks.begin(RefitNote("a part", "v3", PARTIAL))
+    if came:
+        ranks.send(came, seed=3, flush=False)
+    another = RefitNote("another", "v2", extent)
+    assert ranks.send("abc", seed=2, flush=False, note=another) == (True, None)
+    assert ranks.end()[1] is None
+    assert ranks.state == ("mixed" if came else "open")
+    told = ranks.send("d", seed=2, note=another)
+    assert told == (True, "v2")
+
+
 def test_the_version_waits_for_a_session_that_nobody_ended(ranks):
     ranks.begin()
     assert ranks.send("abcd", note=STEP) == (True, None)
