@@ -141,13 +141,9 @@ class Law(Extension):
 
     def fail(self, texts: Iterable[str], update: Update) -> Refit:
         """Something was not stored, or could not be read: the refit that it belongs to ends here."""
-        log = self.log
-        if log.running is not None and log.why_another(update):
-            return log.refuse(update, self.ledger.stamp, texts)
-        if log.running is None:
-            self.ledger.stamp += 1  # it wrote nothing: no stamp of what is served may be its own
-            log.begin(update, self.ledger.stamp)
-        refit = self.current
+        log, refit = self.log, self.log.running
+        if refit is None or log.why_another(update):
+            return log.refuse(update, self.ledger.stamp + 1, texts)
         log.conclude(replace(self.verdict(), failures=tuple(dict.fromkeys(texts))))
         return refit
 

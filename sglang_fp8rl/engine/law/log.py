@@ -103,8 +103,6 @@ class RefitLog:
         self.moved_to = None
         refit.calls = list(calls)
         self.begun.append(refit)
-        if refit.session is not None:
-            refit.session.has_begun, refit.session.given_up = True, None
         if refit.is_partial and refit.name in self.broken_off:
             refit.given_up = "whose name is that of one that was broken off"
         return refit
@@ -115,7 +113,8 @@ class RefitLog:
             self.broken_off.append(refit.name)
 
     def refuse(self, update: Update, stamp: int, texts: Iterable[str]) -> Refit:
-        """A request failed that does not belong to the current refit, which goes on; it wrote nothing since that stamp."""
+        """A request failed that does not belong to the running refit, which goes on; it wrote nothing since that stamp."""
+        self.current = self.running
         refit = self.last = self._new(update, stamp)
         self.failed(refit, tuple(texts))
         return refit
@@ -124,7 +123,10 @@ class RefitLog:
         number, note = update.refit_number or self.count + 1, self._note(update)
         self.count = max(self.count, number)
         version = update.version or (note.version if note else None)
-        return Refit(number, update.origin, since, note, version, self._session(update))
+        session = self._session(update)
+        if session is not None:
+            session.has_begun, session.given_up = True, None
+        return Refit(number, update.origin, since, note, version, session)
 
     def _session(self, update: Update) -> Session | None:
         """The session that a request belongs to: none if it is a refit by itself, or names another than the session does."""

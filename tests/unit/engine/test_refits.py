@@ -318,6 +318,21 @@ def test_what_is_remembered_of_refits_is_bounded(server, monkeypatch):
     ]
 
 
+def test_nothing_is_remembered_of_requests_that_could_not_be_read(server):
+    server.call(*NAMES, flush=True)
+    begun = list(server.log.begun)
+    for _ in range(100):
+        server.law.fail(["it can't be read"], Update(Origin.TENSOR))
+    assert server.log.begun == begun
+    assert server.log.current is None
+    assert server.log.state is State.FAILED
+    assert server.log.last.id == server.log.count == begun[-1].id + 100
+    assert (
+        server.flushing(*HALVES)[-1] is not State.WHOLE
+    )  # it is not known where its client's next update begins
+    assert server.full() is State.WHOLE
+
+
 def test_two_named_refits_do_not_add_up_to_one(server):
     one, other = RefitNote("one", extent="all"), RefitNote("other", extent="all")
     server.call("embed", note=one)
