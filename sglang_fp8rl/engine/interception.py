@@ -15,7 +15,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,27 +61,20 @@ def each_new_thread(enter: Callable[[], object]) -> Iterator[None]:
         threading.setprofile(before)
 
 
-class StreamLane:
-    """The current stream of a device, as the thread that makes this object has it.
+def stream_lane(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which any thread queues on the stream of this device that the calling thread has now.
 
     Models of DeepSeek's family hand their experts to a thread pool. A new thread has the default stream
     (and the first device) as its own, while the scheduler works on another stream, and reads there
     whether what was cast was finite: without waiting, it would read before the cast has run.
     """
+    module: Any = torch.get_device_module(device)
+    stream, thread = module.current_stream(device), threading.get_ident()
 
-    def __init__(self, device: torch.device) -> None:
-        self._module: Any = torch.get_device_module(device)
-        self._stream = self._module.current_stream(device)
-        self._thread = threading.get_ident()
+    def lane() -> Any:
+        return nullcontext() if threading.get_ident() == thread else module.stream(stream)
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """What is queued in here goes to that stream, of that device, in any thread."""
-        if threading.get_ident() == self._thread:
-            yield
-            return
-        with self._module.stream(self._stream):
-            yield
+    return lane
 
 
 def unwatched() -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from .arrival.bucket import Bucket, apart, bucket_of, check_bucket
 from .arrival.sent_tensors import SourceIndex
 from .arrival.update import Origin, Update
 from .extension import Way, extensions
-from .interception import StreamLane, Write
+from .interception import Write, stream_lane
 from .ledger.ledger import NOTHING, Arrived, Ledger
 from .model.derived_weights import DerivedWeights
 from .model.landings import NameTable
@@ -208,7 +208,7 @@ class ModelRefit:
         device = self._device
         lane: Any = nullcontext
         if device is not None and device.type != "meta":
-            lane = StreamLane(device).entered
+            lane = stream_lane(device)
         raised: dict[tuple, tuple[str, str]] = {}
         memory = ModelMemory(self.model, self.targets.values())
         observer = Observer(sources, memory, self._store, raised, stores=update.origin.stores)

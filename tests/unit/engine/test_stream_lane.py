@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from sglang_fp8rl.engine.interception import StreamLane
+from sglang_fp8rl.engine.interception import stream_lane
 
 DEVICE = torch.device("cpu")
 
@@ -38,12 +38,12 @@ def test_another_thread_works_on_the_stream_of_the_call(monkeypatch):
     seen = []
 
     def load(lane):
-        with lane.entered():
+        with lane():
             seen.append(streams.current)
         seen.append(streams.current)
 
     with torch.cpu.stream("scheduler"):
-        lane = StreamLane(DEVICE)
+        lane = stream_lane(DEVICE)
         load(lane)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(load, lane).result()
