@@ -12,7 +12,7 @@ import torch
 from ...errors import RefitError
 from ...formats import BlockGrid, Format
 from ...numerics.fingerprint import tensor_number
-from ..interception import Region, extent_of, storage_of
+from ..interception import Region, extent_of, make_stand_in, storage_of
 from ..modules.built import experts_may_move
 from ..modules.method import format_of
 
@@ -34,7 +34,13 @@ class Target:
     scale: torch.nn.Parameter | None = None
     format: Format | None = None
     index: int = 0
-    stand_ins: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    _stand_ins: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+    def stand_in(self, dtype: torch.dtype) -> torch.Tensor:
+        """What a loader is given in the place of the parameter, for tensors of that dtype."""
+        if dtype not in self._stand_ins:
+            self._stand_ins[dtype] = make_stand_in(self.parameter, dtype)
+        return self._stand_ins[dtype]
 
     @property
     def is_repeatable(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from ...config import Options
 from ...errors import Fp8RlError, RefitError
 from ...numerics.write_table import Piece
 from ..arrival.sent_tensors import UNKNOWN, Made, Source
-from ..interception import Write, make_stand_in, unwatched
+from ..interception import Write, unwatched
 from ..ledger.ledger import Ledger
 from ..model.parameters import Target, part_of
 from .call import Call
@@ -84,7 +83,6 @@ class LoaderCalls:
 
     def __init__(self, options: Options, pairs: PairTable, ledger: Ledger) -> None:
         self.options, self.pairs, self.ledger = options, pairs, ledger
-        self._lock = threading.Lock()
         self._learned = LearnedLoaders()
 
     def load(
@@ -249,13 +247,9 @@ class LoaderCalls:
         Raises:
             RefitError: it does, and that is quantized.
         """
-        target, observer, dtype = given.target, given.call.observer, loaded.dtype
+        target, observer = given.target, given.call.observer
         assert observer is not None
-        with self._lock:
-            if dtype not in target.stand_ins:
-                target.stand_ins[dtype] = make_stand_in(target.parameter, dtype)
-            stand_in = target.stand_ins[dtype]
-        found = observer.writes_of(run, stand_in, target.parameter)
+        found = observer.writes_of(run, target, loaded.dtype)
         if key is not None and given.call.update.origin.is_serving:
             self._learned.note(key, loaded, found)
         if not found.other:

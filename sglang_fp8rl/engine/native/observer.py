@@ -117,11 +117,12 @@ class Observer:
             self._thread.is_watched = False
 
     def writes_of(
-        self, run: Callable[[torch.Tensor], None], stand_in: torch.Tensor, parameter: torch.Tensor
+        self, run: Callable[[torch.Tensor], None], target: Target, dtype: torch.dtype
     ) -> LoaderWrites:
-        """What a loader writes, which `run` gives a parameter: `stand_in` in the place of `parameter`."""
+        """What a loader writes of a tensor of that dtype, which `run` gives the target's stand-in."""
         outer = self._thread.loader
-        found = self._thread.loader = LoaderWrites(stand_in, parameter)
+        stand_in = target.stand_in(dtype)
+        found = self._thread.loader = LoaderWrites(stand_in, target.parameter)
         try:
             with self.watching_thread():
                 run(stand_in)

@@ -12,7 +12,6 @@ import torch
 
 from ...errors import RefitError
 from ..arrival.sent_tensors import SourceIndex
-from ..interception import make_stand_in
 from ..ledger.ledger import Ledger
 from ..model.landings import Known, why_left_out
 from ..model.parameters import ModelMemory, Target
@@ -89,9 +88,7 @@ def note_draft_write(
     check_shape(target, native, name, loaded, args, kwargs)
     nothing = ModelMemory(torch.nn.Module(), ())
     found = Observer(SourceIndex(), nothing, lambda *_: None, {}, stores=True).writes_of(
-        lambda one: native(one, loaded, *args, **kwargs),
-        make_stand_in(parameter, loaded.dtype),
-        parameter,
+        lambda one: native(one, loaded, *args, **kwargs), target, loaded.dtype
     )
     if target.is_fp8 or found.other:
         value = f"written by a draft model's load, {found.other or 'and served in FP8'}"
