@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -267,16 +268,11 @@ def why_not_finite(place: str, made: torch.Tensor, sources: Sequence[Source]) ->
 
 def not_finite_errors(found: list[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """One line per tensor with a NaN or Inf. Synchronizes with each device once."""
-    if not found:
-        return {}
     lines: dict[str, str] = {}
-    any_bad: dict[int, bool] = {}
     for device in {bad.device for _, bad in found}:  # a model may lie on several
-        there = [(at, bad.any()) for at, (_, bad) in enumerate(found) if bad.device == device]
-        numbers, flags = zip(*there, strict=True)
-        any_bad |= zip(numbers, torch.stack(flags).cpu().tolist(), strict=True)
-    for at, (name, bad) in enumerate(found):
-        if any_bad[at]:
+        there = [one for one in found if one[1].device == device]
+        flags = torch.stack([bad.any() for _, bad in there])
+        for name, bad in compress(there, flags.tolist()):
             count = int(bad.sum())
             first = bad.nonzero()[0].tolist()
             lines[name] = (
