@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -204,8 +203,7 @@ def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return steps == sorted(steps, reverse=True)
 
 
-@dataclass(frozen=True)
-class Write:
+class Write(NamedTuple):
     """One intercepted copy (or fill) into a parameter.
 
     Attributes:

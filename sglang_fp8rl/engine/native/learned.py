@@ -7,7 +7,6 @@ what an update costs would be to watch that choice for each of 18,000 experts, e
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +36,8 @@ class _Copy(NamedTuple):
         if self.part is None:
             return self.write
         offset, shape, stride = self.part
-        source, one = loaded.as_strided(shape, stride, loaded.storage_offset() + offset), self.write
-        return Write(source, one.fill, one.offset, one.shape, one.stride, one.region)
+        source = loaded.as_strided(shape, stride, loaded.storage_offset() + offset)
+        return self.write._replace(source=source)
 
 
 class LearnedLoaders:
@@ -98,4 +97,4 @@ def _copy(write: Write, loaded: torch.Tensor) -> _Copy:
     if source is not None:
         offset = int(source.storage_offset()) - int(loaded.storage_offset())
         part = offset, tuple(source.shape), source.stride()
-    return _Copy(part, replace(write, source=None))
+    return _Copy(part, write._replace(source=None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -231,5 +231,5 @@ def blocks_of(
                 "the scales of an FP8 tensor can only be split along with its rows and columns",
                 "Send this tensor in BF16 or FP32.",
             )
-        blocks.append((box, replace(write, source=None)))  # the sender's memory is not kept by it
+        blocks.append((box, write._replace(source=None)))  # the sender's memory is not kept by it
     return blocks
