@@ -113,14 +113,13 @@ class DerivedWeights:
                 in an earlier call of a refit would be changed a second time.
         """
 
-        def numbers() -> dict[str, int]:
+        def numbers() -> dict[str, int | None]:
             held = held_tensors(deriver.module.named_modules())
-            kinds = ((one.place, one.tensor.detach()) for one in held if not one.tensor.is_meta)
-            return _numbers_of((place, one) for place, one in kinds if one.is_floating_point())
+            return {one.place: one.number() for one in held if not one.tensor.is_meta}
 
         before = numbers()
         again()
-        for place, number in numbers().items():  # but for integers, which may count what happens
+        for place, number in numbers().items():
             if before.get(place) != number:
                 raise HostError(
                     f"{deriver.prefix}.{place}" if deriver.prefix else place,
