@@ -296,11 +296,12 @@ class LoaderCalls:
             pair = self.pairs.add(target, given.part, half, is_scale=is_scale)
             if pair is None:
                 return
-            copies = store_pair(pair, self.options)
-        boxes = [self.ledger.write(target, write.region) for _, write in pair.weight.blocks]
+            weight, scale = pair
+            copies = store_pair(target, weight, scale, self.options)
+        boxes = [self.ledger.write(target, write.region) for _, write in weight.blocks]
         if recording is not None:
-            if target.takes_packed_scales and pair.scale.source is not None:
-                recording.add_exponents(pair.scale.source)
+            if target.takes_packed_scales and scale.source is not None:
+                recording.add_exponents(scale.source)
             done = [(half.source, one) for half, one in copies]
             recording.add(target, done, [box for box in boxes if box is not None])
 

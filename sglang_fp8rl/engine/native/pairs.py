@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -42,14 +41,6 @@ class Half:
         self.tensor, self.source = self.tensor.clone(), None
 
 
-class Pair(NamedTuple):
-    """Codes and scale of one FP8 weight (one logical matrix of a fused layer)."""
-
-    target: Target
-    weight: Half
-    scale: Half
-
-
 def _sent_twice_error(name: str, other: str, target: str) -> RefitError:
     return RefitError(
         other,
@@ -77,8 +68,10 @@ class PairTable:
         """A call begins whose refit has been running since that stamp: what waits from before is of another."""
         self.halves = {key: half for key, half in self.halves.items() if half.stamp >= since}
 
-    def add(self, target: Target, key: tuple, half: Half, *, is_scale: bool) -> Pair | None:
-        """Take a half; `target` is the weight's. Returns the pair when this completed it.
+    def add(
+        self, target: Target, key: tuple, half: Half, *, is_scale: bool
+    ) -> tuple[Half, Half] | None:
+        """Take a half; `target` is the weight's. Returns codes and scale when this completed them.
 
         Raises:
             RefitError: another one of its kind waits, under another name.
@@ -91,7 +84,7 @@ class PairTable:
                     raise _sent_twice_error(waiting.name, half.name, target.name)
                 self.halves[id(target), key, is_scale] = half
                 return None
-        return Pair(target, other, half) if is_scale else Pair(target, half, other)
+        return (other, half) if is_scale else (half, other)
 
     def open_halves(self) -> dict[str, str]:
         """Names of the halves that wait for the other one, each with a line that says so."""
@@ -123,8 +116,10 @@ class PairTable:
         return bool(came)
 
 
-def store_pair(pair: Pair, options: Options) -> list[tuple[Half, Piece]]:
-    """Copy the codes, and the block scales (or row scales) that belong to this rank's part.
+def store_pair(
+    target: Target, weight: Half, scale: Half, options: Options
+) -> list[tuple[Half, Piece]]:
+    """Copy the codes of one logical matrix, and the block scales (or row scales) that belong to this rank's part.
 
     Returns:
         what was copied, scales before their codes.
@@ -134,15 +129,14 @@ def store_pair(pair: Pair, options: Options) -> list[tuple[Half, Piece]]:
             where it is served as an exponent), or a code is NaN. Nothing was copied.
         QuantizationError: this rank's part starts inside a block.
     """
-    copies = _copies_of(pair)
+    copies = _copies_of(target, weight, scale)
     for half, copy in copies:
         store_piece(copy, half.name, options)
     return copies
 
 
-def _copies_of(pair: Pair) -> list[tuple[Half, Piece]]:
+def _copies_of(target: Target, weight: Half, scale: Half) -> list[tuple[Half, Piece]]:
     """What to copy, once both halves were looked at. Waits for a GPU."""
-    target, weight, scale = pair
     held, scales = target.format, scale.tensor
     assert held is not None
     sent, shapes = held.grid(weight.tensor.shape), held.sent_scale_shapes(weight.tensor.shape)
