@@ -164,8 +164,8 @@ class LoaderCalls:
                 loaded = loaded.contiguous()
         if made.is_scale:
             check_takes_scale(target, name)
-            half = Half(name, loaded, source, self.ledger.stamp)
-            self._store_half(given, half, is_scale=True)
+            half = Half(name, loaded, source, self.ledger.stamp, is_scale=True)
+            self._store_half(given, half)
             return
         key = self._learned.key_of(target, native, loaded, args, kwargs)
         writes = self._learned.again(key, loaded)
@@ -190,8 +190,8 @@ class LoaderCalls:
             return
         if is_pair:
             blocks = blocks_of(name, loaded, writes)
-            half = Half(name, loaded, source, self.ledger.stamp, blocks)
-            self._store_half(given, half, is_scale=False)
+            half = Half(name, loaded, source, self.ledger.stamp, is_scale=False, blocks=blocks)
+            self._store_half(given, half)
         else:
             self._do(given, writes, of_each)
 
@@ -287,13 +287,13 @@ class LoaderCalls:
             for bad in found:
                 parameter.data.copy_(torch.where(bad, before, parameter.data))
 
-    def _store_half(self, given: _Given, half: Half, *, is_scale: bool) -> None:
+    def _store_half(self, given: _Given, half: Half) -> None:
         """Half of an FP8 weight came; with the other one it is stored."""
         target, recording = given.target, given.call.recording
         with unwatched():
             if given.call.bucket is None:  # a stream, whose next tensor may get this one's memory
                 half.keep()
-            pair = self.pairs.add(target, given.part, half, is_scale=is_scale)
+            pair = self.pairs.add(target, given.part, half)
             if pair is None:
                 return
             weight, scale = pair

@@ -34,6 +34,7 @@ class Half:
     tensor: torch.Tensor
     source: Source | None
     stamp: int
+    is_scale: bool
     blocks: list[tuple[Region, Write]] = field(default_factory=list)
 
     def keep(self) -> None:
@@ -68,30 +69,27 @@ class PairTable:
         """A call begins whose refit has been running since that stamp: what waits from before is of another."""
         self.halves = {key: half for key, half in self.halves.items() if half.stamp >= since}
 
-    def add(
-        self, target: Target, key: tuple, half: Half, *, is_scale: bool
-    ) -> tuple[Half, Half] | None:
+    def add(self, target: Target, key: tuple, half: Half) -> tuple[Half, Half] | None:
         """Take a half; `target` is the weight's. Returns codes and scale when this completed them.
 
         Raises:
             RefitError: another one of its kind waits, under another name.
         """
         with self._lock:
-            other = self.halves.pop((id(target), key, not is_scale), None)
+            other = self.halves.pop((id(target), key, not half.is_scale), None)
             if other is None:
-                waiting = self.halves.setdefault((id(target), key, is_scale), half)
+                waiting = self.halves.setdefault((id(target), key, half.is_scale), half)
                 if waiting.name != half.name:
                     raise _sent_twice_error(waiting.name, half.name, target.name)
-                self.halves[id(target), key, is_scale] = half
+                self.halves[id(target), key, half.is_scale] = half
                 return None
-        return (other, half) if is_scale else (half, other)
+        return (other, half) if half.is_scale else (half, other)
 
     def open_halves(self) -> dict[str, str]:
         """Names of the halves that wait for the other one, each with a line that says so."""
         lacking = {False: "FP8 without its scale", True: "a scale without its FP8 weight"}
         return {
-            half.name: f"{half.name}: {lacking[is_scale]}"
-            for (_, _, is_scale), half in self.halves.items()
+            half.name: f"{half.name}: {lacking[half.is_scale]}" for half in self.halves.values()
         }
 
     def give_up(self) -> dict[str, str]:
