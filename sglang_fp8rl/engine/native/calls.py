@@ -167,8 +167,6 @@ class Calls:
         call.update.tensors += call.size
         for extension in self._extensions:
             extension.closed(call)
-        if call.errors:
-            self._pairs.drop()
 
 
 def _add(call: Call, told: Fp8RlError) -> None:
