@@ -59,7 +59,7 @@ class Extension:
         admin_routes: the same, for those who may change the server.
         gauges: of Prometheus, name to description.
         mark: with which the requests for the internal state begin that `answer` is for.
-        section: of the status; null where nothing takes part in updates.
+        section: of the status; null where there is nothing to do.
         request_end: a class in the place of `host.request_end.RequestEnd`.
     """
 
@@ -77,9 +77,9 @@ class Extension:
         """SGLang has loaded the model and knows its cache's dtype; nothing has run yet.
 
         Returns:
-            whether this takes part in updates; else nothing below is called any more.
+            whether there is anything to do for this model; else nothing of the object is called any more.
         """
-        return False
+        return True
 
     def unfolded(self) -> AbstractContextManager[None]:
         """Weights are as they were sent in here: somebody loads them, or reads them to compare or to keep."""
@@ -159,7 +159,6 @@ class Extension:
         """The gauges that a status has a number for."""
         return {}
 
-    @staticmethod
-    def answer(refit: Any, scheduler: Any, asked: str) -> dict[str, Any]:
+    def answer(self, scheduler: Any, asked: str) -> dict[str, Any]:
         """The internal state for a request with its mark, on every rank, where nothing may be raised."""
         raise NotImplementedError

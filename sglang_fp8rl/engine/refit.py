@@ -76,7 +76,6 @@ class ModelRefit:
         self.ledger = Ledger(self.targets.values(), self.names)
         self._probe_names = probe_names
         self.extensions = [kind(self) for kind in extensions()]
-        self.laid_out_for_proof: Any = None  # of `proof/extension.py`, for its next fingerprint
         self.calls = Calls(model, options, self.pairs, self.ledger, self.derived, self.extensions)
         self.during = self.calls.during
         self._loaders = LoaderCalls(options, self.pairs, self.ledger)

@@ -150,11 +150,11 @@ def child_main(args: Sequence[str]) -> None:
             leave({"error": str(error)})
 
     def leave_with_plan(model: Any) -> None:
-        from ..engine.plan.extension import plan_of
+        from ..engine.plan.extension import Plan
         from ..engine.refit import refit_of
 
         refit: Any = refit_of(model)  # is there: `--quantization` asks for it
-        leave({"document": plan_of(refit).as_dict()})
+        leave({"document": Plan(refit).made.as_dict()})
 
     load = "sglang.srt.model_loader.loader.DummyModelLoader.load_model"
     fill = "sglang.srt.model_loader.loader.initialize_dummy_weights"

@@ -21,7 +21,7 @@ from sglang_fp8rl.engine.arrival.bucket import FlatBucket
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.law.law import law_of
 from sglang_fp8rl.engine.law.record import State
-from sglang_fp8rl.engine.proof.extension import fingerprint_of_ranks, rank_of
+from sglang_fp8rl.engine.proof.extension import Fingerprints, fingerprint_of_ranks
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import QuantizationError, RefitError
 from sglang_fp8rl.numerics import FP8_DTYPE, quantize_blockwise, quantize_per_channel
@@ -308,7 +308,9 @@ class Run:
         refit.attach()
         for bucket in buckets_of(self.order, tensors):
             fresh.load_weights(iter([(n, one.clone()) for n, one in bucket.items()]))
-        ours, theirs = (fingerprint_of_ranks([rank_of(one)]) for one in (self.refit, refit))
+        ours, theirs = (
+            fingerprint_of_ranks([Fingerprints(one).rank()]) for one in (self.refit, refit)
+        )
         for name, number in theirs.numbers.items():
             if self._is_determined(refit, name, masks) and name not in ours.unproven:
                 assert ours.numbers[name] == number, self._text(f"fingerprint of {name}")

@@ -129,9 +129,10 @@ def add_status(result: Any, scheduler: Any, recv_req: Any = None) -> Any:
     if refit is None:
         return result
     mark = getattr(recv_req, "rid", None) or ""
-    for kind in extensions():
-        if kind.mark is not None and mark.startswith(kind.mark):
-            result.internal_state = kind.answer(refit, scheduler, mark.removeprefix(kind.mark))
+    for extension in refit.extensions:
+        if extension.mark is not None and mark.startswith(extension.mark):
+            asked = mark.removeprefix(extension.mark)
+            result.internal_state = extension.answer(scheduler, asked)
             return result
     updater = scheduler.weight_updater
     boundary = Boundary(updater.tp_cpu_group)

@@ -22,9 +22,6 @@ class LawOfServer(Law):
     }
     badness = staticmethod(badness)
 
-    def start(self, runner: Any) -> bool:
-        return True
-
     def cache_is_empty(self, manager: Any) -> bool:
         """A refit without session or name ends here."""
         return are_weights_released(manager) or end_by_flush(self, manager)

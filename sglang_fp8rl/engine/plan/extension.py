@@ -47,32 +47,22 @@ class Plan(Extension):
     routes = {PLAN_PATH: serve_plan}  # noqa: RUF012
     mark = _MARK
 
-    def start(self, runner: Any) -> bool:
-        return True
-
     @functools.cached_property
     def made(self) -> RefitPlan:
+        """The public document. Raises `HostError` where the model's loaders need values."""
         return RefitPlan.from_dict(_document(self.refit))
 
-    @staticmethod
-    def answer(refit: Any, scheduler: Any, asked: str) -> dict[str, Any]:
+    def answer(self, scheduler: Any, asked: str) -> dict[str, Any]:
         boundary = Boundary(scheduler.weight_updater.tp_cpu_group)
-        state = boundary.step(_state, refit, asked)
+        state = boundary.step(self._state, asked)
         return state or {_ERROR: " | ".join(boundary.errors)}
 
-
-def plan_of(refit: ModelRefit) -> RefitPlan:
-    """The public document. Raises `HostError` where the model's loaders need values."""
-    return next(one.made for one in refit.extensions if isinstance(one, Plan))
-
-
-def _state(refit: ModelRefit, known: str) -> dict[str, Any]:
-    """The plan, for a client that knows the one with the digest `known`."""
-    plan = plan_of(refit)
-    state: dict[str, Any] = {_DIGEST: plan.digest}
-    if known != plan.digest:
-        state[_PLAN] = json.dumps(plan.document, ensure_ascii=False)
-    return state
+    def _state(self, known: str) -> dict[str, Any]:
+        """The plan, for a client that knows the one with the digest `known`."""
+        state: dict[str, Any] = {_DIGEST: self.made.digest}
+        if known != self.made.digest:
+            state[_PLAN] = json.dumps(self.made.document, ensure_ascii=False)
+        return state
 
 
 # -- the document: JSON types only -----------------------------------------------------------------

@@ -26,7 +26,6 @@ from ..host.update_request import check_weights_are_there
 from ..interception import Region
 from ..model.landings import Known
 from ..model.parameters import Target
-from ..refit import ModelRefit
 
 
 class HeldBox(NamedTuple):
@@ -61,45 +60,6 @@ class Rank:
     held: dict[str, Held] = field(default_factory=dict)
     stale: list[str] = field(default_factory=list)
     unproven: dict[str, str] = field(default_factory=dict)
-
-
-def rank_of(refit: ModelRefit) -> Rank:
-    """What this rank holds.
-
-    Weights that SGLang derived from others are derived again and compared; what was stale is put
-    right by that.
-    """
-    known = refit.learned_names().known
-    # Derived from the weights as they are served, which those of the trainer are not.
-    stale = refit.derived.renewed(list(known))
-    with refit.unfolded():
-        held, table = _laid_out(refit, known)
-        values = iter(table.numbers())  # of all at once: a GPU is waited for once
-    read = {
-        name: replace(one, boxes=[box._replace(value=next(values)) for box in one.boxes])
-        for name, one in held.items()
-    }
-    return Rank(read, stale, refit.derived.kept_copies.unproven)
-
-
-def _laid_out(refit: ModelRefit, known: Mapping[str, Known]) -> tuple[dict[str, Held], NumberTable]:
-    """What this rank holds of every name, without values, and the table of these, in that order.
-
-    Made once: as long as memory stays where it is, the next request reads the same places.
-    """
-    places = [
-        (one.parameter.data_ptr(), one.scale.data_ptr() if one.scale is not None else 0, one.is_repeatable)
-        for one in refit.targets.values()
-    ]  # fmt: skip
-    valid_for = (known, sum(len(one.landings) for one in known.values()), places)
-    if refit.laid_out_for_proof is None or refit.laid_out_for_proof[0] != valid_for:
-        held, to_read = dict[str, Held](), list[list[Box]]()
-        for name, one in known.items():
-            held[name], memory = _held(name, one)
-            to_read += memory
-        refit.laid_out_for_proof = valid_for, held, NumberTable(to_read)
-    _, held, table = refit.laid_out_for_proof
-    return held, table
 
 
 def fingerprint_of_ranks(ranks: Sequence[Rank]) -> Fingerprint:
@@ -238,24 +198,62 @@ def of_replicas(documents: dict[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 class Fingerprints(Extension):
-    """Answers what a model holds; takes no part in its updates."""
+    """Answers what a model holds; takes no part in its updates.
+
+    Attributes:
+        made: what this rank holds of every name, without values, and the table of these, in that order; before
+            them what both are right for.
+    """
 
     admin_routes = {FINGERPRINT_PATH: serve_fingerprint}  # noqa: RUF012
     mark = _MARK
+    made: tuple[tuple, dict[str, Held], NumberTable] | None = None
 
-    @staticmethod
-    def answer(refit: Any, scheduler: Any, asked: str) -> dict[str, Any]:
+    def answer(self, scheduler: Any, asked: str) -> dict[str, Any]:
         boundary = Boundary(scheduler.weight_updater.tp_cpu_group)
-        own = boundary.step(_read, refit, scheduler.weight_updater)
+        own = boundary.step(self._read, scheduler.weight_updater)
         ranks, failures = boundary.gathered(own), boundary.failures()
         found = None if failures else boundary.step(_answer, ranks, scheduler)
         return found or {_ERROR: " | ".join(failures or boundary.errors)}
 
+    def _read(self, manager: Any) -> Rank:
+        """What this rank has to say. Raises `HostError` while the weights' memory is released."""
+        check_weights_are_there(manager, "a fingerprint reads every weight")
+        return self.rank()
 
-def _read(refit: ModelRefit, manager: Any) -> Rank:
-    """What this rank has to say. Raises `HostError` while the weights' memory is released."""
-    check_weights_are_there(manager, "a fingerprint reads every weight")
-    return rank_of(refit)
+    def rank(self) -> Rank:
+        """What this rank holds.
+
+        Weights that SGLang derived from others are derived again and compared; what was stale is put
+        right by that.
+        """
+        refit = self.refit
+        known = refit.learned_names().known
+        # Derived from the weights as they are served, which those of the trainer are not.
+        stale = refit.derived.renewed(list(known))
+        with refit.unfolded():
+            held, table = self._laid_out(known)
+            values = iter(table.numbers())  # of all at once: a GPU is waited for once
+        read = {
+            name: replace(one, boxes=[box._replace(value=next(values)) for box in one.boxes])
+            for name, one in held.items()
+        }
+        return Rank(read, stale, refit.derived.kept_copies.unproven)
+
+    def _laid_out(self, known: Mapping[str, Known]) -> tuple[dict[str, Held], NumberTable]:
+        """Made once: as long as memory stays where it is, the next request reads the same places."""
+        places = [
+            (one.parameter.data_ptr(), one.scale.data_ptr() if one.scale is not None else 0, one.is_repeatable)
+            for one in self.refit.targets.values()
+        ]  # fmt: skip
+        valid_for = (known, sum(len(one.landings) for one in known.values()), places)
+        if self.made is None or self.made[0] != valid_for:
+            held, to_read = dict[str, Held](), list[list[Box]]()
+            for name, one in known.items():
+                held[name], memory = _held(name, one)
+                to_read += memory
+            self.made = valid_for, held, NumberTable(to_read)
+        return self.made[1:]
 
 
 def _answer(ranks: list[Rank], scheduler: Any) -> dict[str, Any]:

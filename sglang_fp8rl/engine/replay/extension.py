@@ -23,9 +23,6 @@ class Replay(Extension):
         super().__init__(refit)
         self.recipes = RecipeStore()
 
-    def start(self, runner: Any) -> bool:
-        return True
-
     def way_of(self, bucket: Bucket) -> Way | None:
         recipe = self.recipes.find(bucket) if self.refit.options.replay else None
         if recipe is None:

@@ -35,9 +35,7 @@ SAMPLE, WHOLE_SAMPLE = 4, 24  # of the functions that are called; the latter in 
 
 def forget_what_was_made(scheduler: Any) -> None:
     """It is made once; what makes it is to run again."""
-    refit = model_of(scheduler).fp8rl_refit
-    refit.laid_out_for_proof = None
-    for extension in refit.extensions:
+    for extension in model_of(scheduler).fp8rl_refit.extensions:
         vars(extension).pop("made", None)
 
 

@@ -167,9 +167,9 @@ def status(scheduler: Any) -> dict[str, Any]:
 
 def plan_document(scheduler: Any) -> dict[str, Any]:
     """What `GET /fp8rl/plan` answers."""
-    from sglang_fp8rl.engine.plan.extension import plan_of
+    from sglang_fp8rl.engine.plan.extension import Plan
 
-    return plan_of(model_of(scheduler).fp8rl_refit).as_dict()
+    return Plan(model_of(scheduler).fp8rl_refit).made.as_dict()
 
 
 def set_longest_row(_: Any, columns: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sglang_fp8rl.engine.host.boundary import Boundary
-from sglang_fp8rl.engine.proof.extension import fingerprint_of_ranks, rank_of
+from sglang_fp8rl.engine.proof.extension import Fingerprints, fingerprint_of_ranks
 from sglang_fp8rl.wire.fingerprint import Fingerprint
 from support.engine.commands import model_of, served_tensors
 
@@ -15,7 +15,7 @@ from support.engine.commands import model_of, served_tensors
 def fingerprint(scheduler: Any) -> Fingerprint:
     """What `GET /fp8rl/fingerprint` answers, on every rank."""
     group = scheduler.weight_updater.tp_cpu_group
-    own = rank_of(model_of(scheduler).fp8rl_refit)
+    own = Fingerprints(model_of(scheduler).fp8rl_refit).rank()
     return fingerprint_of_ranks(Boundary(group).gathered(own))
 
 

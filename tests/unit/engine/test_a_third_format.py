@@ -20,7 +20,7 @@ from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.modules.method import DecidedMethod
 from sglang_fp8rl.engine.plan.extension import Plan
-from sglang_fp8rl.engine.proof.extension import fingerprint_of_ranks, rank_of
+from sglang_fp8rl.engine.proof.extension import Fingerprints, fingerprint_of_ranks
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.formats import FORMATS, Format
@@ -229,7 +229,7 @@ def test_its_plan_says_all_that_a_trainer_needs():
 def test_the_fingerprint_of_what_is_served_is_the_trainer_s(is_quantized):
     server = Server(0).update(*in_buckets(weights(1)))
     plan = server.plan
-    found = fingerprint_of_ranks([rank_of(server.refit)])
+    found = fingerprint_of_ranks([Fingerprints(server.refit).rank()])
     sent = quantize_for_refit(weights(1).items(), plan) if is_quantized else weights(1).items()
     expected = fingerprint_of(sent, plan)
     assert {one.form for one in found.numbers.values()} == {"float8_e4m3fn[64,64]", "bfloat16"}

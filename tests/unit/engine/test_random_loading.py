@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from support.replayed import recipes_of
 
-from sglang_fp8rl.engine.proof.extension import rank_of
+from sglang_fp8rl.engine.proof.extension import Fingerprints
 from tools.random_loading.judge import run
 
 
@@ -32,9 +32,10 @@ def test_every_update_leaves_what_it_determines_whatever_went_before(first):
 
 def test_a_fingerprint_answers_where_a_scalar_lands_in_fp8_and_again_from_the_same_places():
     one = run(1005)
-    held, laid_out = rank_of(one.refit).held, one.refit.laid_out_for_proof
-    assert rank_of(one.refit).held == held
-    assert one.refit.laid_out_for_proof is laid_out  # the same places, read again
+    proof = Fingerprints(one.refit)
+    held, made = proof.rank().held, proof.made
+    assert proof.rank().held == held
+    assert proof.made is made  # the same places, read again
     assert any(
         len(known.shape) < 2 and "fewer than two dimensions" in held[name].reason
         for name, known in one.refit.names.known.items()

@@ -11,7 +11,7 @@ pytest.importorskip("sglang")
 
 from sglang_fp8rl.engine.host import updater
 from sglang_fp8rl.engine.law.law import law_of
-from sglang_fp8rl.engine.proof.extension import rank_of
+from sglang_fp8rl.engine.proof.extension import Fingerprints
 from tools.census.toys.toy import Toy, loaded, update, weights
 
 
@@ -44,6 +44,6 @@ def test_what_lies_in_another_layout_between_updates_has_no_number_and_says_why(
     refit.note_loaded()
     update(refit, weights(refit.model, 1))
     refit.model.a.weight.data = refit.model.a.weight.data.reshape(shape).clone()
-    held = rank_of(refit).held
+    held = Fingerprints(refit).rank().held
     assert held["a.weight"].reason == "between updates SGLang keeps it in another layout"
     assert not held["b.weight"].reason
