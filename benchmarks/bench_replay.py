@@ -155,23 +155,21 @@ def scan_only(scheduler: Any) -> float:
 
 def build_plan(scheduler: Any) -> float:
     """Seconds that making the recipe takes, of a load that is recorded."""
-    from sglang_fp8rl.engine.replay import extension
-    from sglang_fp8rl.engine.replay.recipes import RecipeStore
-
     replay = replay_of(commands.model_of(scheduler).fp8rl_refit)
-    plans, replay.recipes = replay.recipes, RecipeStore()
-    learn, seconds = extension.learn, []
+    before, stored, seconds = dict(vars(replay)), replay.stored, []
 
-    def timed(*arguments: Any) -> None:
+    def timed(call: Any) -> None:
         began = time.perf_counter()
-        learn(*arguments)
+        stored(call)
         seconds.append(time.perf_counter() - began)
 
-    extension.learn = timed  # type: ignore[assignment]
+    replay.__init__(replay.refit)
+    replay.stored = timed
     try:
         load(scheduler)
     finally:
-        extension.learn, replay.recipes = learn, plans
+        vars(replay).clear()
+        vars(replay).update(before)
     return seconds[0]
 
 

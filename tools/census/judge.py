@@ -118,7 +118,7 @@ class Judge:
         except Fp8RlError as error:
             row.kind, row.reasons = "refused", [line_of(error)]
             return
-        counts = next(one for one in refit.extensions if one.section == "replay").recipes.counts
+        counts = next(one for one in refit.extensions if one.section == "replay").counts
         row.kind = "replayed" if counts.calls else "native"
         row.reasons = sorted(counts.native_reasons)
         row.relies_on = reliance.found(row.reasons)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from sglang_fp8rl.wire.refit_note import with_version
-from support.replayed import recipes_of
+from support.replayed import replay_of
 
 T = TypeVar("T")
 
@@ -182,6 +182,6 @@ def set_longest_row(_: Any, columns: int) -> int:
 
 def forget_buckets(scheduler: Any) -> None:
     """As if no bucket had been sent yet: nothing to replay, counts of zero."""
-    recipes = recipes_of(model_of(scheduler).fp8rl_refit)
-    if recipes is not None:
-        recipes.__init__()
+    replay = replay_of(model_of(scheduler).fp8rl_refit)
+    if replay is not None:
+        replay.__init__(replay.refit)

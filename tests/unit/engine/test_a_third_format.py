@@ -14,7 +14,7 @@ from torch import nn
 
 pytest.importorskip("sglang")
 from sglang.srt.distributed import parallel_state
-from support.replayed import recipes_of
+from support.replayed import replay_of
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
@@ -246,9 +246,7 @@ def test_later_updates_are_replayed_with_the_same_bytes_where_kernels_take_any_b
         sent = weights(seed).items()
         server.update(quantize_for_refit(sent, server.plan) if is_quantized else sent)
     assert_same(server, Server(3))
-    recipes = recipes_of(server.refit)
-    assert recipes is not None
-    counts = recipes.counts
+    counts = replay_of(server.refit).counts
     if is_there("numba"):
         assert (counts.native_calls, counts.calls, counts.native_reasons) == (1, 2, {})
     else:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.engine.injection import INJECTED, injected, traced
-from support.replayed import recipes_of
+from support.replayed import replay_of
 from support.threads_as_ranks import Ranks
 
 from tools.census.toys.toy import Toy, check_same, loaded, weights
@@ -231,7 +231,7 @@ def mended(server):
 def wrong(server, request, name, at):
     before, act = REQUESTS[request]
     for manager in server.managers:
-        recipes_of(manager.refit).__init__()  # as when its calls were traced
+        replay_of(manager.refit).__init__(manager.refit)  # as when its calls were traced
         for extension in manager.refit.extensions:
             vars(extension).pop("made", None)
     for one in before:

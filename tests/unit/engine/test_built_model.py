@@ -6,7 +6,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.vision import VisionAttention
 from sglang.srt.layers.linear import LinearBase
-from support.replayed import recipes_of
+from support.replayed import replay_of
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
@@ -109,7 +109,7 @@ def test_projections_that_sglang_would_join_stay_as_updates_write_them():
             model.load_weights([(name, sent) for name, _ in model.named_parameters()])
         for name in ("qkv_proj", "index_qkv_proj"):
             assert torch.equal(getattr(model[0], name).weight, sent.bfloat16())
-    assert recipes_of(refit).counts.calls == 1
+    assert replay_of(refit).counts.calls == 1
 
 
 def test_a_linear_layer_whose_weight_its_model_writes_while_it_runs_is_told_by_its_class():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.replayed import recipes_of
+from support.replayed import replay_of
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
@@ -73,8 +73,8 @@ def test_a_bucket_with_a_norm_is_replayed_and_what_the_norm_keeps_follows():
     for seed in (1, 2, 3):
         send(refit, weights(seed).items())
         check_same(refit.model, fresh(seed))
-    assert recipes_of(refit).counts.calls == 2
-    assert not recipes_of(refit).counts.native_tensors
+    assert replay_of(refit).counts.calls == 2
+    assert not replay_of(refit).counts.native_tensors
     assert places == [
         one.gemma_weight.data_ptr() for one in (refit.model.first, refit.model.second)
     ]

@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from support.replayed import recipes_of
+from support.replayed import replay_of
 from torch import nn
 
 from sglang_fp8rl.config import Options
@@ -73,7 +73,7 @@ def test_copies_are_replayed_whoever_makes_them(kind):
     refit = loaded(kind, 0)
     for seed in (1, 2):
         update(refit, weights(refit.model, seed))
-    counts = recipes_of(refit).counts
+    counts = replay_of(refit).counts
     assert (counts.calls, counts.native_tensors) == (1, 0), counts
 
 
@@ -82,7 +82,7 @@ def test_what_is_more_than_copies_is_native_and_says_why(kind):
     refit = loaded(kind, 0)
     for seed in (1, 2):
         update(refit, weights(refit.model, seed))
-    counts = recipes_of(refit).counts
+    counts = replay_of(refit).counts
     assert (counts.calls, counts.native_tensors) == (0, 2 * len(refit.model.shapes())), counts
     assert counts.native_reasons
 
@@ -94,7 +94,7 @@ def test_what_is_kept_of_a_loaded_parameter_follows_it():
         fresh = loaded(Kept, seed).model
         assert torch.equal(refit.model.doubled[0], fresh.doubled[0])
         assert refit.model.first == fresh.first
-    assert any("reads b.weight" in why for why in recipes_of(refit).counts.native_reasons)
+    assert any("reads b.weight" in why for why in replay_of(refit).counts.native_reasons)
 
 
 def test_a_fill_with_what_was_computed_is_no_copy():
@@ -112,7 +112,7 @@ def test_what_a_loader_fills_is_filled_again():
         update(refit, weights(refit.model, seed))
         check_same(refit, loaded(FilledTail, seed))
         assert not refit.model.b.weight[4:].any()
-    assert recipes_of(refit).counts.calls == 2
+    assert replay_of(refit).counts.calls == 2
 
 
 def test_a_tensor_is_seen_to_be_kept_where_the_one_before_it_was():
@@ -121,7 +121,7 @@ def test_a_tensor_is_seen_to_be_kept_where_the_one_before_it_was():
         for name, tensor in weights(refit.model, seed).items():
             staged[name].copy_(tensor)  # a sender's buffers, each time
         update(refit, staged)
-    assert not recipes_of(refit).counts.calls
+    assert not replay_of(refit).counts.calls
     assert refit.model.listed["a.weight"].data_ptr() == staged["a.weight"].data_ptr()
 
 
@@ -154,7 +154,7 @@ def test_what_was_forgotten_in_a_circle_is_not_kept():
     refit = loaded(Circle, 0)
     for seed in (1, 2):
         update(refit, weights(refit.model, seed))
-    assert recipes_of(refit).counts.calls == 1
+    assert replay_of(refit).counts.calls == 1
 
 
 def test_tensors_that_share_memory_are_told_apart():

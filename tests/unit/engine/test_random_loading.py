@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from support.replayed import recipes_of
+from support.replayed import replay_of
 
 from sglang_fp8rl.engine.proof.extension import Fingerprints
 from tools.random_loading.judge import run
@@ -26,8 +26,8 @@ def test_every_update_leaves_what_it_determines_whatever_went_before(first):
     # Else it says nothing.
     assert outcomes["whole"] > 8
     assert outcomes["refused again"] > 5
-    assert any(recipes_of(one.refit).counts.calls for one in found)
-    assert any(recipes_of(one.refit).counts.native_reasons for one in found)
+    assert any(replay_of(one.refit).counts.calls for one in found)
+    assert any(replay_of(one.refit).counts.native_reasons for one in found)
 
 
 def test_a_fingerprint_answers_where_a_scalar_lands_in_fp8_and_again_from_the_same_places():
