@@ -36,9 +36,7 @@ def hooks_table(hooks) -> str:
 def test_the_hooks_table_is_the_code_s(section):
     pytest.importorskip("sglang")
     if section == "hooks":
-        from sglang_fp8rl.engine.host.hooks import HOOKS, SESSION_HOOKS
-
-        hooks = (*HOOKS, *SESSION_HOOKS)
+        from sglang_fp8rl.engine.host.hooks import HOOKS as hooks
     else:
         from sglang_fp8rl.lab.cpu_platform.cpu_hooks import CPU_HOOKS as hooks
     found = re.search(f"<!-- {section} -->\n(.*?)\n?<!-- /{section} -->", HOST, re.DOTALL)

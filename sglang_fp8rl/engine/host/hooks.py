@@ -169,7 +169,7 @@ HOOKS = (
             target,
             "AROUND",
             with_whole_version,
-            "the version moves when the refit is whole; SGLang takes that of any call that succeeds",
+            "the version moves when the refit is whole, that of a session at its end; SGLang takes that of any call that succeeds",
             "SGLang takes a version at the end of a session alone",
         )
         for target in (
@@ -177,17 +177,8 @@ HOOKS = (
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_distributed",
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_ipc",
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update",
         )
-    ),
-)
-# Registered where SGLang has sessions.
-SESSION_HOOKS = (
-    Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update",
-        "AROUND",
-        with_whole_version,
-        "as above: the refit of a session is whole at its end",
-        "as above",
     ),
 )
 
@@ -203,9 +194,7 @@ def register_method() -> None:
     from sglang.srt.server_args import add_quantization_method_choices
 
     # First: SGLang logs what a plugin raises and goes on, and there is no method without its hooks.
-    register_hooks(HOOKS)
-    if HAS_SESSIONS:
-        register_hooks(SESSION_HOOKS)
+    register_hooks(HOOKS if HAS_SESSIONS else HOOKS[:-1])  # the last one is at a session's end
     if QUANTIZATION_METHOD in QUANTIZATION_METHODS:
         return
     add_quantization_method_choices([QUANTIZATION_METHOD])

@@ -95,10 +95,10 @@ def _is_inside(frame: Any) -> bool:
 @functools.cache
 def _hooks() -> frozenset[Any]:
     """What SGLang calls: hooks, and of a class in place of SGLang's, methods and what they hand their request to."""
-    from sglang_fp8rl.engine.host.hooks import HOOKS, SESSION_HOOKS
+    from sglang_fp8rl.engine.host.hooks import HOOKS
 
     functions = []
-    for hook in (*HOOKS, *SESSION_HOOKS):
+    for hook in HOOKS:
         if not isinstance(hook.function, type):
             functions.append(hook.function)
             continue

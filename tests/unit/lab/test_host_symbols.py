@@ -26,10 +26,10 @@ def test_imports_attributes_and_texts_are_read_off_the_sources():
 
 def test_targets_of_hooks_are_read_off_the_sources():
     pytest.importorskip("sglang")
-    from sglang_fp8rl.engine.host.hooks import HOOKS, SESSION_HOOKS
+    from sglang_fp8rl.engine.host.hooks import HOOKS
     from sglang_fp8rl.lab.cpu_platform.cpu_hooks import CPU_HOOKS
 
-    targets = {hook.target for hook in (*HOOKS, *SESSION_HOOKS, *CPU_HOOKS)}
+    targets = {hook.target for hook in (*HOOKS, *CPU_HOOKS)}
     assert {target for target in targets if target.startswith("sglang.")} <= SYMBOLS
 
 
