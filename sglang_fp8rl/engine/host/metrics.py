@@ -44,12 +44,10 @@ class RefitMetrics:
         text = "Calls of update_weights_from_*, by source and outcome (ok or failed)."
         self._calls = made(Counter, "update_calls", text, "source", "outcome")
         self._refits = made(Counter, "refits", "Refits begun.")
-        described: dict[str, str] = {}
-        for kind in extensions():
-            described |= kind.gauges
         self._gauges = {
             name: made(Gauge, name, text, multiprocess_mode="mostrecent")
-            for name, text in described.items()
+            for kind in extensions()
+            for name, text in kind.gauges.items()
         }
         self._refit: int | None = None
 
@@ -62,7 +60,7 @@ class RefitMetrics:
             call: `tensor`, `distributed`, `disk` or `ipc`; None at the end of a session.
             success: of the call.
         """
-        refit, found = status.get("last_refit"), dict[str, float]()
+        refit = status.get("last_refit")
         if call is not None:
             outcome = "ok" if success else "failed"
             self._calls.labels(**labels, source=call, outcome=outcome).inc()
@@ -70,9 +68,8 @@ class RefitMetrics:
                 self._refit = refit["id"]
                 self._refits.labels(**labels).inc()
         for kind in extensions():
-            found |= kind.measured(status)
-        for name, value in found.items():
-            self._gauges[name].labels(**labels).set(value)
+            for name, value in kind.measured(status).items():
+                self._gauges[name].labels(**labels).set(value)
 
 
 # prometheus_client refuses a name that is registered twice, so: one set a process.
