@@ -107,8 +107,7 @@ class ModelRefit:
     def wait_for_device(self) -> None:
         """A forward pass that SGLang overlaps with requests reads old codes with old scales to its end."""
         for device in self._devices:
-            if device.type not in ("cpu", "meta"):
-                torch.get_device_module(device).synchronize(device)
+            wait_for(device)
 
     def note_loaded(self) -> None:
         """SGLang has loaded and processed the model; nothing has run on it yet."""
@@ -150,8 +149,10 @@ class ModelRefit:
             behind.callback(self.wait_for_device)
             update.marks.append((LOADING, perf_counter()))
             with self.calls.arriving():
-                bucket = self._arrived(weights)
-                way = self._way_of(bucket) if comes_again else None
+                bucket = bucket_of(weights)  # None for a stream
+                if bucket is not None and self._device is not None:
+                    bucket = bucket.on_device(self._device)
+                way = self._way_of(bucket) if bucket is not None and comes_again else None
                 if way is not None:
                     call = Call(update, SourceIndex(), bucket, way.brings)
                 else:
@@ -164,7 +165,7 @@ class ModelRefit:
                 if update.origin.is_serving:
                     self.derived.kept_copies.check()
                 try:
-                    if bucket is not None and way is not None:
+                    if way is not None:
                         way.write(call)
                         self.derived.refresh(self.ledger.written(), are_served=True)
                     else:
@@ -185,15 +186,8 @@ class ModelRefit:
     def _has_run(self) -> bool:
         return self.runner is None or self.runner.forward_pass_id > 0
 
-    def _arrived(self, weights: Any) -> Bucket | None:
-        """What arrived, on the model's device; None for a stream."""
-        bucket = bucket_of(weights)
-        return bucket if bucket is None or self._device is None else bucket.on_device(self._device)
-
-    def _way_of(self, bucket: Bucket | None) -> Way | None:
+    def _way_of(self, bucket: Bucket) -> Way | None:
         """How it is written without loaders."""
-        if bucket is None:
-            return None
         ways = (extension.way_of(bucket) for extension in self.extensions)
         return next((way for way in ways if way is not None), None)
 
@@ -278,6 +272,12 @@ class ModelRefit:
                 "can't be run without values",
                 "Start the server on a checkpoint, not with --load-format dummy.",
             ) from error
+
+
+def wait_for(device: torch.device) -> None:
+    """Until everything is done that was asked of the device."""
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).synchronize(device)
 
 
 def refit_of(model: Any) -> ModelRefit | None:

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import torch
-
 from ...wire.refit_note import RefitNote
 from ...wire.stages import Mark
 
@@ -73,10 +71,3 @@ class Update:
         """Whether half of an FP8 pair may wait for the other one beyond this call: where the client says
         which calls are of one refit. The scale of one trainer says nothing of the codes of another."""
         return self.in_session or (self.note is not None and not self.is_last_call)
-
-
-def wait_for_reads(flat: torch.Tensor) -> None:
-    """Until everything that was asked of the device has been read from this memory, which the sender fills
-    again once it is answered (`StagingBuffers`)."""
-    if flat.device.type != "cpu":
-        torch.get_device_module(flat.device).synchronize(flat.device)

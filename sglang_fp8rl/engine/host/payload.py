@@ -14,8 +14,7 @@ from ...wire.layout_text import from_text
 from ...wire.staging import BUFFER, FLAT, NBYTES, OPEN_BUFFERS
 from ...wire.verl_deltas import LOADER, deltas_refused
 from ..arrival.bucket import FlatBucket
-from ..arrival.update import wait_for_reads
-from ..refit import refit_of
+from ..refit import refit_of, wait_for
 
 
 def check_load_format(load_format: str | None) -> None:
@@ -52,7 +51,9 @@ def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **k
         if is_staged:
             marks = [] if refit is None else refit.calls.update.marks
             marks.append((stages.WAITING_FOR_READS, perf_counter()))
-            wait_for_reads(flat)
+            wait_for(
+                flat.device
+            )  # the sender fills this memory again once it is answered (`StagingBuffers`)
             marks.append((stages.ANSWERING, perf_counter()))
 
 

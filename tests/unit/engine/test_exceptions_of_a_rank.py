@@ -9,11 +9,11 @@ import pytest
 import torch
 from support.threads_as_ranks import Ranks
 
-from sglang_fp8rl.engine.arrival.update import wait_for_reads
 from sglang_fp8rl.engine.host.boundary import Boundary
 from sglang_fp8rl.engine.host.hooks import check_control
 from sglang_fp8rl.engine.host.update_request import check_weights_are_there
 from sglang_fp8rl.engine.kv_scales import choice
+from sglang_fp8rl.engine.refit import wait_for
 from sglang_fp8rl.errors import ConfigError, HostError, RefitError
 
 RANKS = 3
@@ -86,8 +86,8 @@ def test_the_sender_s_memory_is_waited_for_on_its_own_device(monkeypatch):
     waited = []
     module = SimpleNamespace(synchronize=waited.append)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    wait_for_reads(SimpleNamespace(device=torch.device("cpu")))
-    wait_for_reads(SimpleNamespace(device=torch.device("cuda", 1)))
+    wait_for(torch.device("cpu"))
+    wait_for(torch.device("cuda", 1))
     assert waited == [torch.device("cuda", 1)]
 
 
@@ -97,7 +97,7 @@ def test_a_draft_model_s_copies_are_waited_for_too(monkeypatch, fails):
     from sglang_fp8rl.engine.host import payload as of_request
 
     events = []
-    monkeypatch.setattr(of_request, "wait_for_reads", lambda flat: events.append("waited"))
+    monkeypatch.setattr(of_request, "wait_for", lambda device: events.append("waited"))
 
     def original(updater, payload):
         events.append("copied")
