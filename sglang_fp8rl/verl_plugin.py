@@ -8,6 +8,7 @@ imports nothing of SGLang.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,8 +29,8 @@ ADAPTER = "sglang_fp8rl.verl_rollout.adapter.ServerAdapter"
 
 
 def register() -> None:
-    """Register server and adapter of the rollout `sglang`; idempotent. What is wrong is logged, as veRL writes what
-    a plugin raises to its debug log only.
+    """Register server and adapter of the rollout `sglang`. What is wrong is logged, as veRL writes what a plugin raises
+    to its debug log only.
 
     Side effects on the host: one entry of `RolloutReplicaRegistry`, one of `_ROLLOUT_REGISTRY`.
     """
@@ -47,9 +48,7 @@ def register() -> None:
             "fp8rl: veRL keeps its rollouts elsewhere (%s); %s is tested", error, TESTED_VERL
         )
         return
-    if isinstance(verls_own, ReplicaLoader):
-        return
-    registry.register(ROLLOUT, ReplicaLoader(verls_own, problems))
+    registry.register(ROLLOUT, functools.partial(replica_class, verls_own, problems))
     if not problems:
         adapters[ROLLOUT, "async"] = ADAPTER
 
@@ -60,23 +59,18 @@ def check_verl() -> list[str]:
     return check_version("verl", OLDEST_VERL, NEWEST_VERL_EXCLUDED, remedy)
 
 
-class ReplicaLoader:
-    """What veRL calls for the replica's class, when a rollout by SGLang is wanted. Where there are problems it is one
-    that refuses a rollout by this method and serves all others."""
+def replica_class(load_verls_own: Callable[[], Any], problems: Sequence[str]) -> Any:
+    """What veRL asks for when a rollout by SGLang is wanted. Where there are problems it is a class that refuses a
+    rollout by this method and serves all others."""
+    if problems:
+        return _refusing(load_verls_own(), "; ".join(problems))
+    # veRL's own prepares imports that its modules need. On a CPU that is SGLang's CPU engine, whose kernels
+    # are not in the released wheel.
+    if not on_cpu_platform():
+        load_verls_own()
+    from .verl_rollout.server import Replica
 
-    def __init__(self, load_verls_own: Callable[[], Any], problems: Sequence[str]) -> None:
-        self._load_verls_own, self._problems = load_verls_own, problems
-
-    def __call__(self) -> Any:
-        if self._problems:
-            return _refusing(self._load_verls_own(), "; ".join(self._problems))
-        # veRL's own prepares imports that its modules need. On a CPU that is SGLang's CPU engine, whose kernels
-        # are not in the released wheel.
-        if not on_cpu_platform():
-            self._load_verls_own()
-        from .verl_rollout.server import Replica
-
-        return Replica
+    return Replica
 
 
 def _refusing(verls_own: Any, problems: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 SERVED_ACTOR = f"{__name__}.served_actor"
 
 
-def trains_what_is_served(external_lib: Any) -> bool:
+def trains_what_is_served(model_config: Any) -> bool:
     """Whether a model names the served actor, whose import changes veRL. veRL takes a name, or several."""
-    names = [external_lib] if isinstance(external_lib, str) else external_lib or ()
-    return SERVED_ACTOR in names
+    names = getattr(model_config, "external_lib", None) or ()
+    return SERVED_ACTOR in ([names] if isinstance(names, str) else names)

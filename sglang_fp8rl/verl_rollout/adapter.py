@@ -73,7 +73,8 @@ class ServerAdapter(verls.ServerAdapter):
         is_delta = kwargs.get("wire_format") == WIRE_FORMAT
         try:
             self._group.share(found)
-            if not self._is_plan_checked and self._trains_what_is_served:
+            # veRL gives its rollout the actor's configuration of the model.
+            if not self._is_plan_checked and trains_what_is_served(self.model_config):
                 await self._ask(self._check_plan)
                 self._is_plan_checked = True
             if is_delta and await self._ask(
@@ -146,11 +147,6 @@ class ServerAdapter(verls.ServerAdapter):
         from .served_actor import check_plan  # veRL has imported it: importing it changes veRL
 
         check_plan(self._connection)
-
-    @property
-    def _trains_what_is_served(self) -> bool:
-        """Whether the actor does; veRL gives the same configuration of the model to its rollout."""
-        return trains_what_is_served(getattr(self.model_config, "external_lib", None))
 
     @property
     def _is_cut_by_verl(self) -> bool:

@@ -25,27 +25,22 @@ PLAN_FILE = "SGLANG_FP8RL_SERVED_PLAN"
 
 
 def install() -> None:
-    """Have veRL's FSDP engine swap an actor that it has built; idempotent.
+    """Have veRL's FSDP engine swap an actor that it has built.
 
     Side effects on the host: `FSDPEngine._build_model_optimizer` is wrapped.
     """
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     build = FSDPEngine._build_model_optimizer
-    if getattr(build, "fp8rl_served", False):
-        return
 
     @functools.wraps(build)
     def build_and_swap(engine: Any) -> None:
         build(engine)
-        if (
-            trains_what_is_served(engine.model_config.external_lib)
-            and not engine.engine_config.forward_only
-        ):
+        is_actor = not engine.engine_config.forward_only
+        if is_actor and trains_what_is_served(engine.model_config):
             swapped = compute_as_served(engine.module, plan_of_the_run())
             logger.info("fp8rl: %d modules of the actor compute as served", len(swapped))
 
-    build_and_swap.fp8rl_served = True  # type: ignore[attr-defined]
     FSDPEngine._build_model_optimizer = build_and_swap
 
 

@@ -10,11 +10,11 @@ import contextlib
 import os
 import struct
 import threading
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -180,13 +180,13 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         )
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    with shared_by_file_name():
-        shared = torch.UntypedStorage._new_shared(nbytes, device="cpu")
-        handle = shared._share_filename_cpu_()[1]  # `/torch_PID_…`
+    shared = torch.UntypedStorage._new_using_filename_cpu(nbytes)
+    handle = shared._share_filename_cpu_()[1]  # `/torch_PID_…`
     file = FILES / os.fsdecode(handle).removeprefix("/")
     with file.open("r+b") as header:
         header.write(_NEVER_THE_LAST_READER)
-    weakref.finalize(shared, _delete, file, os.getpid())
+    # Also when this process ends; not when one that it forked does.
+    Finalize(shared, file.unlink, kwargs={"missing_ok": True}, exitpriority=0)
     return torch.empty(0, dtype=torch.uint8).set_(shared)
 
 
@@ -199,11 +199,6 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
-
-
-def _delete(file: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a process that it forked ends too
-        file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

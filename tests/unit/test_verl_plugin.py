@@ -26,7 +26,7 @@ from verl.workers.rollout import base, replica
 print(json.dumps({
     "sglang": "sglang" in sys.modules,
     "adapter": base._ROLLOUT_REGISTRY["sglang", "async"],
-    "loader": type(replica.RolloutReplicaRegistry._registry["sglang"]).__module__,
+    "loader": replica.RolloutReplicaRegistry._registry["sglang"].func.__module__,
 }))
 """
 
@@ -67,7 +67,7 @@ class VerlsOwn:
 
 
 def test_a_rollout_by_this_method_is_refused_on_versions_that_can_t_serve_it():
-    replica = verl_plugin.ReplicaLoader(lambda: VerlsOwn, ["verl 0.7.1 is too old"])()
+    replica = verl_plugin.replica_class(lambda: VerlsOwn, ["verl 0.7.1 is too old"])
     assert replica(3, {"engine_kwargs": {"sglang": {}}}).replica_rank == 3
     with pytest.raises(HostError, match=r"0\.7\.1 is too old.*docs/verl\.md"):
         replica(0, {"engine_kwargs": {"sglang": {"quantization": "fp8_blockwise_online"}}})
