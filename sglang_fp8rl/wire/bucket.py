@@ -18,12 +18,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.multiprocessing
 from torch.multiprocessing import reductions
 
 from ..errors import RefitError
 from ..formats import weight_name_of
 from . import layout_text
-from .staging import FLAT, StagingBuffers, allocate, shared_by_file_name
+from .staging import FLAT, StagingBuffers, allocate
 
 NamedTensor = tuple[str, torch.Tensor]
 DEVICE = 6  # which argument of `reductions.rebuild_cuda_tensor` is the GPU's number
@@ -70,9 +71,14 @@ class HandlePickler(ForkingPickler):
 def serialize(value: Any) -> str:
     """`value` as `MultiprocessingSerializer.serialize(..., output_str=True)` would, for a server
     that did not start this process."""
-    stream = io.BytesIO()
-    with shared_by_file_name():
+    stream, before = io.BytesIO(), torch.multiprocessing.get_sharing_strategy()
+    # torch's default (file descriptors) is refused between processes that did not start each other:
+    # `AuthenticationError: digest sent was rejected`.
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
         HandlePickler(stream).dump(value)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
     return base64.b64encode(stream.getvalue()).decode("ascii")
 
 

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import MAX_LISTED, RefitError
+from ..numerics.fingerprint import MASK
 
 FINGERPRINT_PATH = "/fp8rl/fingerprint"
 FINGERPRINT_FORMAT = "sglang-fp8rl/fingerprint"
 FINGERPRINT_VERSION = 1
-_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Number:
         """Of two boxes of one tensor together."""
         if self.form != other.form or self.numel is None or other.numel is None:
             raise ValueError(f"{self} and {other} are not parts of one tensor")
-        return Number(self.form, (self.value + other.value) & _MASK, self.numel + other.numel)
+        return Number(self.form, (self.value + other.value) & MASK, self.numel + other.numel)
 
 
 def form_of(dtype: str, block: Iterable[int] | None = None) -> str:

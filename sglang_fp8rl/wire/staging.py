@@ -6,12 +6,10 @@ other memory than before. The first bucket in it brings the handle, later ones s
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
@@ -20,7 +18,6 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-import torch.multiprocessing
 
 from ..errors import RefitError
 
@@ -199,15 +196,3 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
-
-
-@contextlib.contextmanager
-def shared_by_file_name() -> Iterator[None]:
-    """torch's default (file descriptors) is refused between processes that did not start each
-    other: `AuthenticationError: digest sent was rejected`."""
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        yield
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)

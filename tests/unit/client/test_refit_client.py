@@ -491,12 +491,6 @@ def test_tensors_in_a_bucket_are_aligned_for_their_dtype():
         assert torch.equal(view.float(), tensor.float())
 
 
-def test_strided_tensors_are_sent_as_they_read():
-    tensor = torch.arange(12, dtype=torch.float32).reshape(3, 4).t()[1:]
-    flat, (meta,) = flatten([("t", tensor)])
-    assert torch.equal(flat[meta.start_idx : meta.end_idx].view(meta.dtype).view(3, 3), tensor)
-
-
 def test_a_process_that_was_not_started_by_this_one_can_read_it():
     flat, metadata = flatten(TENSORS)
     text = serialize({"flattened_tensor": flat, "metadata": metadata})
