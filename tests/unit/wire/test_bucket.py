@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-from multiprocessing import get_context, util
+from multiprocessing import Pipe, get_context, util
 from pathlib import Path
 
 import pytest
@@ -67,6 +67,22 @@ def test_a_file_that_somebody_deleted_aborts_no_trainer():
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+def ends_with_a_bucket(pipe):
+    global held  # until the process ends
+    held = allocate(100, CPU)
+    pipe.send(file_of(held))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_that_ends_leaves_no_file(method):
+    """A fork ends without `atexit`."""
+    end, other = Pipe()
+    process = get_context(method).Process(target=ends_with_a_bucket, args=(other,))
+    process.start()
+    process.join()
+    assert not end.recv().exists()
 
 
 def test_a_fork_that_ends_deletes_nothing():
