@@ -45,7 +45,6 @@ from .native.checks import of_known_sizes, why_not_finite
 from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
-from .native.recording import Recording
 from .native.tied import note_draft_write, noted
 
 
@@ -206,9 +205,9 @@ class ModelRefit:
         raised: dict[tuple, tuple[str, str]] = {}
         memory = ModelMemory(self.model, self.targets.values())
         observer = Observer(sources, memory, self._store, raised, stores=update.origin.stores)
-        recording = None
-        if bucket is not None and sent is not None and self.options.replay:
-            recording = Recording(bucket, sent, sources)
+        wanted = self.extensions if bucket is not None and sent is not None else ()
+        recordings = (one.recording_of(bucket, sent, sources) for one in wanted)
+        recording = next((one for one in recordings if one is not None), None)
         return Call(update, sources, bucket, brings, observer, recording, lane=lane, raised=raised)
 
     def _store(self, target: Target, write: Write) -> None:

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from ...errors import MAX_LISTED, RefitError
+from ...numerics.write_table import Piece
 from ..arrival.bucket import Bucket
-from ..arrival.sent_tensors import SourceIndex
+from ..arrival.sent_tensors import Source, SourceIndex
 from ..arrival.update import Update
+from ..interception import Write
 from ..ledger.ledger import NOTHING, Arrived
+from ..model.parameters import Target
 from .observer import Observer
-from .recording import Recording
+
+APART = "half of an FP8 pair, the other is in another bucket"
+
+
+class Recording(Protocol):
+    """Is told of every write of a call, from several threads."""
+
+    def add(
+        self,
+        target: Target,
+        done: Iterable[tuple[Source | None, Piece]],
+        boxes: Iterable[int],
+    ) -> None:
+        """Writes into a target, as they were done.
+
+        Args:
+            done: each with the sent tensor that it is a view of; None if that came in another call.
+            boxes: numbers of what was written.
+        """
+
+    def add_fill(self, target: Target, write: Write, box: int) -> None:
+        """A write of no sent tensor: the padding of a vocabulary."""
+
+    def add_exponents(self, scale: Source) -> None:
+        """A sent scale that has to consist of powers of two."""
 
 
 @dataclass
@@ -27,7 +55,7 @@ class Call:
         brings: what is known of it before it is read; of a stream nothing.
         sources: the tensors that go by.
         observer: of what SGLang does with them; None where a recipe is replayed.
-        recording: of what the loaders do with this bucket, where another may have the same layout.
+        recording: of what the loaders do with this bucket, where somebody wants one.
         lane: what loaders do is done in it, whichever thread they run in.
         raised: what was raised at a write, by name and place, and not made good: subject and text. Some models
             catch what their loaders raise, and a thread's is nobody's.

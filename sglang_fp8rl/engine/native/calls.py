@@ -15,9 +15,9 @@ from ..arrival.update import Origin, Update
 from ..extension import Extension
 from ..ledger.ledger import Ledger
 from ..model.derived_weights import DerivedWeights
-from .call import Call
+from .call import APART, Call
 from .checks import foreign_error, not_finite_errors
-from .pairs import APART, PairTable
+from .pairs import PairTable
 from .untaken import UntakenNames
 
 NOTHING_SENT = RefitError(

@@ -301,7 +301,7 @@ class LoaderCalls:
         boxes = [self.ledger.write(target, write.region) for _, write in weight.blocks]
         if recording is not None:
             if target.takes_packed_scales and scale.source is not None:
-                recording.exponents.append(scale.source.position)
+                recording.add_exponents(scale.source)
             done = [(half.source, one) for half, one in copies]
             recording.add(target, done, [box for box in boxes if box is not None])
 

@@ -18,8 +18,6 @@ from ..model.parameters import Target
 from ..modules.method import are_no_exponents
 from .matrix_writes import store_piece
 
-APART = "half of an FP8 pair, the other is in another bucket"
-
 
 @dataclass
 class Half:

@@ -20,8 +20,8 @@ from ..model.parameters import Target
 from ..modules.method import are_no_exponents
 from ..native.call import Call
 from ..native.pairs import bad_scale_error, check_exponents, nan_code_error
-from ..native.recording import Recording
 from ..native.tied import note_tied
+from .recording import Recording
 
 
 @dataclass

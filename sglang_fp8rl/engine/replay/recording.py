@@ -14,8 +14,8 @@ from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source, SourceIndex
 from ..interception import Write
 from ..model.parameters import Target
-from .matrix_writes import row_of
-from .pairs import APART
+from ..native.call import APART
+from ..native.matrix_writes import row_of
 
 
 class Recording:
@@ -66,12 +66,6 @@ class Recording:
         done: Iterable[tuple[Source | None, Piece]],
         boxes: Iterable[int],
     ) -> None:
-        """Writes into a target, as they were done.
-
-        Args:
-            done: each with the sent tensor that it is a view of; None if that came in another call.
-            boxes: numbers of what was written.
-        """
         rows, positions = [], []
         for source, one in done:
             if source is None:
@@ -95,6 +89,9 @@ class Recording:
     def add_fill(self, target: Target, write: Write, box: int) -> None:
         self.fills.append((target, write))
         self.add(target, (), [box])
+
+    def add_exponents(self, scale: Source) -> None:
+        self.exponents.append(scale.position)
 
     def _row(self, source: Source, one: Piece) -> tuple[int, ...] | None:
         offset = source.offset_of(one.source)
