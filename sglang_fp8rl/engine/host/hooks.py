@@ -103,6 +103,7 @@ def check_control(args: Any) -> None:
         )
 
 
+_SESSION_END = "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update"
 HOOKS = (
     Hook(
         "sglang.srt.model_loader.loader._initialize_model",
@@ -177,7 +178,7 @@ HOOKS = (
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_distributed",
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_ipc",
-            "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update",
+            _SESSION_END,
         )
     ),
 )
@@ -194,7 +195,7 @@ def register_method() -> None:
     from sglang.srt.server_args import add_quantization_method_choices
 
     # First: SGLang logs what a plugin raises and goes on, and there is no method without its hooks.
-    register_hooks(HOOKS if HAS_SESSIONS else HOOKS[:-1])  # the last one is at a session's end
+    register_hooks([one for one in HOOKS if HAS_SESSIONS or one.target != _SESSION_END])
     if QUANTIZATION_METHOD in QUANTIZATION_METHODS:
         return
     add_quantization_method_choices([QUANTIZATION_METHOD])

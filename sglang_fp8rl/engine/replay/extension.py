@@ -53,7 +53,7 @@ class Replay(Extension):
         self._recipes: OrderedDict[tuple, list[Recipe]] = OrderedDict()
 
     def way_of(self, bucket: Bucket) -> Way | None:
-        recipe = self._find(bucket)
+        recipe = self._find(bucket) if self.refit.options.replay else None
         if recipe is None:
             return None
         return Way(recipe.brings, partial(self._replay, recipe, bucket))
