@@ -193,14 +193,9 @@ def _as_int64(values: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(values.view(np.int64).copy()).to(device)
 
 
+@functools.lru_cache(64)  # a model has few widths
 def _column_keys(words: int) -> np.ndarray:
-    """At least `words` of them: one table, made for the next power of two."""
-    return _column_table(max(12, (words - 1).bit_length()))
-
-
-@functools.cache
-def _column_table(bits: int) -> np.ndarray:
-    return keys(COLUMN_SEED, 0, 1 << bits)
+    return keys(COLUMN_SEED, 0, words)
 
 
 def scaled_boxes(

@@ -22,12 +22,12 @@ def linear(x: torch.Tensor, codes: torch.Tensor, weight_scale: torch.Tensor) -> 
 
     Args:
         codes: `[N, K]` e4m3; rows are contiguous, and may lie apart.
-        weight_scale: FP32, `[ceil(N / 128), ceil(K / 128)]` of blocks, or `[N, 1]` of rows.
+        weight_scale: FP32, `[ceil(N / 128), ceil(K / 128)]` of blocks, or `[N, 1]` of rows; of a single block both mean the same.
     """
     from .triton.linear import linear as on_cuda
 
     _check(x)
-    return on_cuda(x, codes, weight_scale, blockwise=not is_per_channel(codes, weight_scale))
+    return on_cuda(x, codes, weight_scale)
 
 
 @linear.register_fake
@@ -59,8 +59,3 @@ def _check(x: torch.Tensor) -> None:
         raise QuantizationError(
             "x", str(x.dtype), "activations are BF16 or FP16", "Serve the model in BF16."
         )
-
-
-def is_per_channel(codes: torch.Tensor, weight_scale: torch.Tensor) -> bool:
-    """Whether `[N, K]` codes have a scale for each row. (Of a single block both mean the same.)"""
-    return tuple(weight_scale.shape) == (codes.shape[0], 1)

@@ -19,7 +19,7 @@ import torch
 
 from ...errors import ConfigError
 from ...formats.format import ceil_div
-from ...numerics.linear import doubled, is_per_channel, linear
+from ...numerics.linear import doubled, linear
 
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-10  # SGLang's kernels use the same: a group of zeros gets 1e-10 / 448, not 0
@@ -100,7 +100,7 @@ def exact_product(
         block: `[block_n, block_k]`.
     """
     wide_x, wide_weight = widened(x, sums), widened(codes, sums)
-    if is_per_channel(codes, weight_scale):
+    if weight_scale.shape == (len(codes), 1):
         total = (wide_x @ wide_weight.t()).float()
         total = total if x_scale is None else total * x_scale
         return total * weight_scale.float().reshape(-1)

@@ -41,8 +41,6 @@ def by_rows(work: Callable[[int, int], T], rows: int, cols: int, block_n: int) -
     """What `work(first row, row behind the last)` returns, over all rows, cut between rows of blocks."""
     block_rows = ceil_div(rows, block_n)
     count = min(threads_for(rows * cols), block_rows)
-    if count == 1:
-        return [work(0, rows)]
     edges = [min(rows, block_n * (block_rows * part // count)) for part in range(count + 1)]
     return in_threads(work, edges, count)
 

@@ -85,9 +85,7 @@ def tile_of(n: int, *, is_aligned: bool = True) -> dict[str, int]:
     return {**tile, "num_warps": parts, "maxnreg": 128}  # for four such programs at once
 
 
-def linear(
-    x: torch.Tensor, codes: torch.Tensor, weight_scale: torch.Tensor, *, blockwise: bool
-) -> torch.Tensor:
+def linear(x: torch.Tensor, codes: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
     """As `numerics.linear`, for tensors of one GPU; what is launched depends on shapes alone."""
     x = x if x.stride(1) == 1 else x.contiguous()
     (m, k), n = x.shape, codes.shape[0]
@@ -98,7 +96,7 @@ def linear(
         with torch.cuda.device_of(x):  # on which Triton launches
             linear_kernel[(programs,)](
                 x, codes.detach().view(torch.int8), weight_scale.detach(), output, m, n, k,
-                x.stride(0), codes.stride(0), weight_scale.stride(0), BLOCKWISE=blockwise,
+                x.stride(0), codes.stride(0), weight_scale.stride(0), BLOCKWISE=weight_scale.shape != (n, 1),
                 WHOLE=k % (tile["PARTS"] * tile["COLUMNS"]) == 0, **tile,
             )  # fmt: skip
     return output

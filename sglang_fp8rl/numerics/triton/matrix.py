@@ -18,7 +18,6 @@ from .kernels import matrix_cast_kernel, matrix_copy_kernel
 
 BLOCK = 128  # rows and columns of the blocks that have kernels
 WIDEST = 16  # bytes of a load or store
-WIDEST_THROUGH = 2**24  # columns
 # A row is one program's, of one of these sizes: a launch for each that a table has. Registers hold 65,536
 # columns, longer rows are spilled.
 CHUNKS = (64, 512, *(2**n for n in range(11, LONGEST_ROW.bit_length())))
@@ -69,8 +68,7 @@ def cast_into(
     """
     cols, is_through = source.shape[1], target.dtype == torch.bfloat16
     is_row, is_block = kernels_for(*block, cols)
-    widest = LONGEST_ROW if is_row else WIDEST_THROUGH
-    if not (is_row or is_block) or (cols > widest and (is_row or is_through)):
+    if not (is_row or is_block) or (cols > LONGEST_ROW and (is_row or is_through)):
         outs = (target, scales, nonfinite)
         reference.cast_into(source, *outs, block, pow2_scale, round_to_bf16)
         return

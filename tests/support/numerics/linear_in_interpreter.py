@@ -7,13 +7,12 @@ import sys
 
 import torch
 
-from sglang_fp8rl.numerics.linear import is_per_channel
 from sglang_fp8rl.numerics.triton.linear import linear
 
 
 def run(jobs: list[tuple]) -> list[torch.Tensor]:
     """Each job is `x`, codes, and their scales."""
-    return [linear(*job, blockwise=not is_per_channel(*job[1:3])) for job in jobs]
+    return [linear(*job) for job in jobs]
 
 
 if __name__ == "__main__":
