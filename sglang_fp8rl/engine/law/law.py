@@ -20,7 +20,7 @@ from ..ledger.ledger import Arrived
 from ..native.call import Call
 from .extent import FullExtent
 from .log import MAX_LISTED, MAX_REMEMBERED, RefitLog
-from .record import Outcome, Part, Refit, Session, Verdict
+from .record import Outcome, Refit, Session, Verdict
 from .unseen_writes import memory_number
 
 
@@ -73,7 +73,7 @@ class Law(Extension):
 
     def _begin_behind(self, current: Refit, latest: int, reason: str, update: Update) -> None:
         """A tensor comes again: a refit has it once, so it began behind the call that brought it before."""
-        behind: list[Part] = []
+        behind: list[Arrived] = []
         if self.log.running is not None:
             behind = [call for call in current.calls if call.stamp > latest]
             current.calls = [call for call in current.calls if call.stamp <= latest]
@@ -132,7 +132,9 @@ class Law(Extension):
             refit.outcome = Outcome.OPEN
         self.brought.bring(brought.numbers, stamp)
         seconds = time.perf_counter() - self._started
-        refit.calls.append(Part(brought, stamp, seconds, has_waited=not update.is_last_call))
+        has_waited = not update.is_last_call
+        call = brought._replace(numbers=None, stamp=stamp, seconds=seconds, has_waited=has_waited)
+        refit.calls.append(call)
         if errors:
             self.fail(errors.values(), update)
         elif update.origin is Origin.STARTUP:

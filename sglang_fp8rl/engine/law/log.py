@@ -14,8 +14,9 @@ import numpy as np
 
 from ...wire.refit_note import RefitNote
 from ..arrival.update import Update
+from ..ledger.ledger import Arrived
 from ..model.draft import lost_of_drafts
-from .record import Outcome, Part, Refit, Session, State, Verdict
+from .record import Outcome, Refit, Session, State, Verdict
 
 MAX_LISTED = 16
 MAX_REMEMBERED = 256
@@ -92,7 +93,7 @@ class RefitLog:
             return "it had asked for the flush, and a call came that did not"
         return ""
 
-    def begin(self, update: Update, since: int, calls: Sequence[Part] = ()) -> Refit:
+    def begin(self, update: Update, since: int, calls: Sequence[Arrived] = ()) -> Refit:
         """The refit of a call that belongs to no current one.
 
         Args:

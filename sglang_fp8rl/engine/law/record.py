@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
-from typing import NamedTuple
 
 from ...wire.refit_note import PARTIAL, RefitNote
 from ...wire.stages import BETWEEN_REQUESTS, Mark, seconds_by_stage
@@ -117,21 +116,6 @@ class Session:
     given_up: Refit | None = None
 
 
-class Part(NamedTuple):
-    """One call of a refit.
-
-    Attributes:
-        stamp: its number among all calls.
-        seconds: that it took.
-        has_waited: whether it did not ask for the flush.
-    """
-
-    brought: Arrived
-    stamp: int
-    seconds: float
-    has_waited: bool
-
-
 @dataclass(eq=False)
 class Refit:
     """One refit: what came, and how it ended.
@@ -152,7 +136,7 @@ class Refit:
     note: RefitNote | None = None
     version: str | None = None
     session: Session | None = None
-    calls: list[Part] = field(default_factory=list)
+    calls: list[Arrived] = field(default_factory=list)
     found: Verdict | None = None
     outcome: Outcome = Outcome.OPEN
     errors: list[str] = field(default_factory=list)
@@ -175,7 +159,7 @@ class Refit:
 
     @property
     def has_taken(self) -> bool:
-        return any(call.brought.has_taken for call in self.calls)
+        return any(call.has_taken for call in self.calls)
 
     @property
     def has_changed_weights(self) -> bool:
@@ -193,11 +177,11 @@ class Refit:
 
     @property
     def tensors(self) -> int:
-        return sum(call.brought.tensors for call in self.calls)
+        return sum(call.tensors for call in self.calls)
 
     @property
     def narrowed(self) -> list[str]:
-        return [name for call in self.calls for name in call.brought.narrowed]
+        return [name for call in self.calls for name in call.narrowed]
 
     @property
     def name(self) -> str | None:

@@ -101,7 +101,7 @@ def last_refit(law: Law) -> dict[str, Any] | None:
         return None
     found = law.verdict() if refit is current else refit.found or Verdict()
     seconds = sum(call.seconds for call in refit.calls)
-    nbytes = sum(call.brought.nbytes for call in refit.calls)
+    nbytes = sum(call.nbytes for call in refit.calls)
     return {
         "id": refit.id,
         "version": refit.version,

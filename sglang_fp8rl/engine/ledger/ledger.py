@@ -21,6 +21,9 @@ class Arrived(NamedTuple):
         has_taken: whether any of it reached a parameter.
         narrowed: names of what came with fewer bits than it is served with: BF16 for an FP32 parameter.
         numbers: of all names, from whoever counts them; the same for each bucket of one layout.
+        stamp: its number among all calls, once it has ended.
+        seconds: that it took.
+        has_waited: whether it did not ask for the flush.
     """
 
     tensors: int = 0
@@ -28,6 +31,9 @@ class Arrived(NamedTuple):
     has_taken: bool = False
     narrowed: tuple[str, ...] = ()
     numbers: Any = None
+    stamp: int = -1
+    seconds: float = 0.0
+    has_waited: bool = False
 
 
 NOTHING = Arrived()
