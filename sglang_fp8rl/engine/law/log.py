@@ -101,7 +101,6 @@ class RefitLog:
             calls: of it before this one.
         """
         refit = self.current = self._new(update, since)
-        self.moved_to = None
         refit.calls = list(calls)
         self.begun.append(refit)
         if refit.is_partial and refit.name in self.broken_off:
@@ -212,7 +211,7 @@ class RefitLog:
             self.is_in_step = not (refit.given_up or verdict.failures)
         if not (verdict.has_taken or verdict.failures or refit.errors):
             return None
-        refit.found = verdict
+        refit.found, self.moved_to = verdict, None
         self.last = refit
         if verdict.failures or refit.errors:
             self.failed(refit, verdict.failures)

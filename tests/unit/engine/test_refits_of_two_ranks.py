@@ -313,6 +313,13 @@ def test_the_version_waits_for_a_session_that_nobody_ended(ranks):
     assert ranks.end() == (True, "v2")
 
 
+def test_what_reaches_nothing_takes_no_version_away(ranks):
+    ranks.begin()
+    assert ranks.send("abcd", note=STEP) == (True, None)
+    assert ranks.send(ROTARY) == (True, None)
+    assert ranks.end() == (True, "v2")
+
+
 # -- one request with several calls ----------------------------------------------------------------
 
 
