@@ -34,6 +34,7 @@ class UntakenNames:
     ) -> None:
         self._model, self._options = model, options
         self._names, self._extensions = names, extensions
+        self._rows: tuple[int, list[dict[str, str]]] | None = None
 
     def settle(self, call: Call) -> None:
         """Find them behind a call; what has neither reason nor taker is one of its errors."""
@@ -67,13 +68,22 @@ class UntakenNames:
 
     def _without_reason(self, call: Call) -> list[str]:
         """Names that went by and reached no parameter, without a reason. A scale has its weight's."""
-        unused = [
-            name for name in call.sources.unused() if weight_name_of(name) not in self._names.unused
+        rows = self._left_out
+        return [
+            name
+            for name in call.sources.unused()
+            if weight_name_of(name) not in self._names.unused and not why_left_out(name, rows)
         ]
-        rows = left_out(self._model, self._names) if unused else ()
-        return [name for name in unused if not why_left_out(name, rows)]
 
     @property
     def tied(self) -> list[dict[str, str]]:
         """The rows of names that are another tensor of the model."""
-        return [row for row in left_out(self._model, self._names) if "equals" in row]
+        return [row for row in self._left_out if "equals" in row]
+
+    @property
+    def _left_out(self) -> list[dict[str, str]]:
+        """The rows of `left_out`, made anew where more names are known."""
+        known = len(self._names.known)
+        if self._rows is None or self._rows[0] != known:
+            self._rows = known, left_out(self._model, self._names)
+        return self._rows[1]
