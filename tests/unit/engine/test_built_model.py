@@ -8,7 +8,6 @@ from sglang.srt.layers.attention.vision import VisionAttention
 from sglang.srt.layers.linear import LinearBase
 from support.replayed import replay_of
 
-from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.model.parameters import targets_of
 from sglang_fp8rl.engine.modules.built import (
@@ -18,9 +17,9 @@ from sglang_fp8rl.engine.modules.built import (
     _written_in_place,
 )
 from sglang_fp8rl.engine.modules.method import DecidedMethod
-from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.formats import FORMATS
 from sglang_fp8rl.scheme import Cause, Scheme
+from tools.census.toys.toy import attached
 
 BLOCKWISE = Scheme(FORMATS["blockwise"], Cause.ALIGNED, "")
 
@@ -101,8 +100,7 @@ def sparse_attention_in_bf16():
 def test_projections_that_sglang_would_join_stay_as_updates_write_them():
     model = sparse_attention_in_bf16()
     _leave_fusions(model)
-    refit = ModelRefit(model, Options(), {}, list)
-    refit.attach()
+    refit = attached(model)
     for value, origin in enumerate((Origin.STARTUP, Origin.TENSOR, Origin.TENSOR)):
         sent = torch.full((4, 8), float(value))
         with refit.during(Update(origin)):

@@ -6,14 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_fp8rl.config import Options
 from sglang_fp8rl.errors import ConfigError, HostError, RefitError
 
 pytest.importorskip("sglang")
 
 from sglang_fp8rl.engine.model.derived_weights import DerivedWeights
-from sglang_fp8rl.engine.refit import ModelRefit
-from tools.census.toys.toy import Toy, loaded, update, weights
+from tools.census.toys.toy import Toy, attached, loaded, update, weights
 
 
 def two_views(first, second):
@@ -33,35 +31,33 @@ def test_views_that_move_together_keep_their_memory_and_get_their_values():
     assert model.a.data_ptr() == old.data_ptr()
 
 
-def test_views_of_the_same_memory_that_part_are_refused():
-    old = torch.zeros(4)
-    model = two_views(old, old.view(4))
-
-    def part():
-        new = torch.arange(8.0)
-        model.a, model.b = new[:4], new[4:]
-
-    with (
-        pytest.raises(RefitError, match="memory that another name has"),
-        DerivedWeights(model).in_place(),
-    ):
-        part()
+def part(model):
+    new = torch.arange(8.0)
+    model.a, model.b = new[:4], new[4:]
 
 
-def test_memory_that_a_container_has_as_well_is_not_given_another_value():
+def bind_one(model):
+    model.a = torch.ones(4)
+
+
+def in_a_container(memory):
     model = torch.nn.Module()
-    model.a = torch.zeros(4)
-    model.kept = {"a": model.a}
+    model.a, model.kept = memory, {"b": memory}
+    return model
 
-    def bind():
-        model.a = torch.ones(4)
 
-    with (
-        pytest.raises(RefitError, match="memory that another name has"),
-        DerivedWeights(model).in_place(),
-    ):
-        bind()
-    assert model.kept["a"].tolist() == [0, 0, 0, 0]
+@pytest.mark.parametrize(
+    ("made", "bind"),
+    [(lambda old: two_views(old, old.view(4)), part), (in_a_container, bind_one)],
+    ids=["views that part", "one of a container"],
+)
+def test_memory_that_another_name_has_is_not_given_another_value(made, bind):
+    old = torch.zeros(4)
+    model = made(old)
+    derived = DerivedWeights(model)
+    with pytest.raises(RefitError, match="memory that another name has"), derived.in_place():
+        bind(model)
+    assert not old.any()
 
 
 class Derives(torch.nn.Module):
@@ -107,7 +103,7 @@ def scale_past_torch(norm):
 
 def start(derive):
     model = Derives(derive)
-    ModelRefit(model, Options(), {}, list).attach()
+    attached(model)
     model.load_weights([("norm", torch.arange(4.0))])
     return model
 
@@ -129,7 +125,7 @@ def test_a_derivation_of_a_buffer_by_its_own_value_is_refused_too():
 
     model = Derives(derive)
     model.register_buffer("table", torch.ones(4))
-    ModelRefit(model, Options(), {}, list).attach()
+    attached(model)
     with pytest.raises(HostError, match="table: changed each time"):
         model.load_weights([("norm", torch.arange(4.0))])
 
@@ -200,8 +196,7 @@ class TakesAnything(TurnedByItsLoader):
 @pytest.mark.parametrize("kind", [TurnedByItsLoader, TakesAnything])
 @pytest.mark.parametrize("replays", [True, False])
 def test_what_is_derived_behind_the_start_is_derived_behind_every_update(replays, kind):
-    refit = loaded(kind, 0)
-    refit.options = refit.options.model_copy(update={"replay": replays})
+    refit = loaded(kind, 0, replay=replays)
     refit.model.process_weights_after_loading()  # SGLang's loader of models, once
     refit.note_loaded()
     place = refit.model.turned.data_ptr()
@@ -226,8 +221,7 @@ class RoutesAsGemma4(Toy):
 
 @pytest.mark.parametrize("replays", [True, False])
 def test_what_is_folded_at_the_first_pass_is_folded_again_behind_every_update(replays):
-    refit = loaded(RoutesAsGemma4, 0)
-    refit.options = refit.options.model_copy(update={"replay": replays})
+    refit = loaded(RoutesAsGemma4, 0, replay=replays)
     refit.note_loaded()
     router = refit.model.router
     router.fuse_scale()  # as the first pass does
@@ -269,7 +263,7 @@ def test_a_loader_that_turns_rows_for_its_own_parameter_only_is_refused_at_the_s
     model = Toy()
     model.a._w13_gate_up_contiguous = True  # as Inkling's shared experts with LoRA's triton_v2
     with pytest.raises(ConfigError, match=r"a: rows of gate and up .* without LoRA"):
-        ModelRefit(model, Options(), {}, list).attach()
+        attached(model)
 
 
 def test_sglangs_inkling_still_says_so_by_that_name():
@@ -282,7 +276,13 @@ def test_sglangs_inkling_still_says_so_by_that_name():
     assert "self._w13_gate_up_contiguous and param is self.w13_weight" in source
 
 
-class DecodesAsKimiK3(Toy):
+class DerivesBehindItsLoad(Toy):
+    def load_weights(self, sent):
+        super().load_weights(sent)
+        self.post_load_weights()
+
+
+class DecodesAsKimiK3(DerivesBehindItsLoad):
     """SGLang's own preparation of the arguments of Kimi-K3's decoding kernel, of 12 heads of 128 (eight ranks)."""
 
     names = ("attn.conv_weights", "attn.A_log", "attn.dt_bias", "o_norm.weight")
@@ -298,10 +298,6 @@ class DecodesAsKimiK3(Toy):
         self.o_norm.register_parameter("weight", frozen((128,)))
         self.o_norm.eps = 1e-6
 
-    def load_weights(self, sent):
-        super().load_weights(sent)
-        self.post_load_weights()
-
     def post_load_weights(self):
         kimi_k3 = pytest.importorskip(
             "sglang.srt.models.kimi_k3", reason="this SGLang has no Kimi-K3"
@@ -315,8 +311,7 @@ def frozen(shape):
 
 @pytest.mark.parametrize("replays", [True, False])
 def test_arguments_of_a_kernel_keep_their_memory_and_follow_every_update(replays):
-    refit = loaded(DecodesAsKimiK3, 0)
-    refit.options = refit.options.model_copy(update={"replay": replays})
+    refit = loaded(DecodesAsKimiK3, 0, replay=replays)
     refit.note_loaded()
     captured = refit.model.attn._k3_fused_decode_args  # what a CUDA graph reads from then on
     for seed in (1, 2, 3):  # the first is learnt
@@ -335,7 +330,7 @@ def test_arguments_of_a_kernel_keep_their_memory_and_follow_every_update(replays
     assert captured[4].data_ptr() == refit.model.attn.A_log.data_ptr()
 
 
-class WeighsResidualsAsKimiK3(Toy):
+class WeighsResidualsAsKimiK3(DerivesBehindItsLoad):
     """SGLang's own products of norms and projections, which it makes where it finds none."""
 
     names = ("proj.weight", "norm.weight", "other.weight")
@@ -345,10 +340,6 @@ class WeighsResidualsAsKimiK3(Toy):
         self.proj, self.norm, self.other = (torch.nn.Module() for _ in range(3))
         for module, shape in ((self.proj, (1, 8)), (self.norm, (8,)), (self.other, (8,))):
             module.register_parameter("weight", frozen(shape))
-
-    def load_weights(self, sent):
-        super().load_weights(sent)
-        self.post_load_weights()
 
     def post_load_weights(self):
         residual = pytest.importorskip(
@@ -360,8 +351,7 @@ class WeighsResidualsAsKimiK3(Toy):
 
 @pytest.mark.parametrize("replays", [True, False])
 def test_a_cache_that_a_derivation_fills_once_keeps_its_memory_and_follows_every_update(replays):
-    refit = loaded(WeighsResidualsAsKimiK3, 0)
-    refit.options = refit.options.model_copy(update={"replay": replays})
+    refit = loaded(WeighsResidualsAsKimiK3, 0, replay=replays)
     refit.note_loaded()
     captured = dict(refit.model.proj._attn_res_cw_cache)
     for seed in (1, 2, 3):  # the first is learnt

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.law.law import law_of
 from sglang_fp8rl.engine.law.record import Outcome, State
@@ -28,7 +27,7 @@ from tools.census.toys.going_wrong import (
     tied,
 )
 from tools.census.toys.more_than_copies import Added, OfWhatWasSent, Rebound, Value
-from tools.census.toys.toy import Toy, check_same, loaded, update, weights
+from tools.census.toys.toy import Toy, attached, check_same, loaded, update, weights
 
 NAN = float("nan")
 
@@ -79,10 +78,8 @@ def test_a_refused_bucket_is_let_go_of_at_once(without_collector, wrong):
 
 
 def quantized() -> ModelRefit:
-    model = Quantized()
-    refit = ModelRefit(model, Options(), {}, list)
-    refit.attach()
-    model.load_weights(iter([("linear.weight", torch.ones(6, 4)), ("bias", torch.ones(4))]))
+    refit = attached(Quantized())
+    refit.model.load_weights(iter([("linear.weight", torch.ones(6, 4)), ("bias", torch.ones(4))]))
     return refit
 
 
@@ -125,8 +122,7 @@ def streamed(tensors: dict[str, torch.Tensor]):
 def test_a_tensor_of_a_stream_is_not_taken_for_the_one_whose_memory_it_got():
     for _ in range(100):  # an allocator gives freed memory out again, mostly
         model = PaddedFromStream()
-        refit = ModelRefit(model, Options(), {}, list)
-        refit.attach()
+        refit = attached(model)
         model.load_weights(streamed(weights(model, 0)))
         landed = {
             name: [one.target.name for one in known.landings]
@@ -249,8 +245,7 @@ class DerivesInVain(Toy):
 
 @pytest.mark.parametrize("replays", [True, False])
 def test_a_derivation_that_raises_fails_its_refit_and_the_next_one_is_good(replays):
-    refit = loaded(DerivesInVain, 0)
-    refit.options = refit.options.model_copy(update={"replay": replays})
+    refit = loaded(DerivesInVain, 0, replay=replays)
     refit.note_loaded()
     update(refit, weights(refit.model, 1))
     refit.model.is_bad = True

@@ -36,10 +36,20 @@ class Dispatcher(BaseDispatcher):
         raise NotImplementedError
 
 
-def experts(monkeypatch, scheme: str, backend: MoeRunnerBackend):
-    """A method and a layer as SGLang's `FusedMoE` has them before it asks for a runner."""
+def choose(monkeypatch, backend: MoeRunnerBackend):
     for module in (fp8, moe):
         monkeypatch.setattr(module, "get_moe_runner_backend", lambda: backend)
+    monkeypatch.setattr(fp8, "MoeRunner", lambda chosen, _: SimpleNamespace(runner_backend=chosen))
+
+
+def experts(monkeypatch, scheme: str, backend: MoeRunnerBackend, *, bf16: bool = False, **runner):
+    """A method and a layer as SGLang's `FusedMoE` has them before it asks for a runner.
+
+    `bf16` keeps activations; `runner` is in the layer's configuration.
+    """
+    # SGLang asks for a GPU before it takes CUTLASS; the choice of a runner needs none.
+    is_cutlass = backend is MoeRunnerBackend.CUTLASS
+    choose(monkeypatch, MoeRunnerBackend.TRITON if is_cutlass else backend)
     monkeypatch.setattr(fp8, "cutlass_fp8_supported", lambda: False)
     config = fp8.Fp8Config(
         is_checkpoint_fp8_serialized=True,
@@ -48,9 +58,10 @@ def experts(monkeypatch, scheme: str, backend: MoeRunnerBackend):
     )
     method = moe.Fp8BlockwiseOnlineMoEMethod(config, "model.layers.0.experts")
     layer = torch.nn.Module()
-    layer.moe_runner_config = SimpleNamespace(is_gated=True)
+    layer.moe_runner_config = SimpleNamespace(**{"is_gated": True, "activation": "silu", **runner})
     reason = "" if scheme == "blockwise" else "192 is not a multiple of 128"
-    method.fp8rl_scheme = decide_scheme(reason, "per_channel", "blockwise")
+    decided = decide_scheme(reason, "per_channel", "blockwise")
+    method.fp8rl_scheme = replace(decided, keeps_activations=bf16)
     method.weight_block_size = method.fp8rl_scheme.format.weight_block_size
     method.block_quant = method.weight_block_size is not None
     if not method.block_quant:
@@ -62,37 +73,35 @@ def experts(monkeypatch, scheme: str, backend: MoeRunnerBackend):
             layer.register_parameter(f"{name}_weight", torch.nn.Parameter(weight, False))
             layer.register_parameter(f"{name}_weight_scale_inv", torch.nn.Parameter(scale, False))
     layer.dispatcher = Dispatcher()
+    choose(monkeypatch, backend)
     return method, layer
 
 
-def told(layer) -> torch.dtype | None:
-    return layer.dispatcher.quant_config.get("weight_dtype")
-
-
-def test_the_dispatcher_of_per_channel_experts_knows_that_they_are_fp8(monkeypatch):
-    method, layer = experts(monkeypatch, "per_channel", MoeRunnerBackend.TRITON)
-    method.process_weights_after_loading(layer)
-    assert told(layer) is torch.float8_e4m3fn
-
-
-def test_the_dispatcher_of_experts_with_packed_scales_knows_that_they_are_fp8(monkeypatch):
-    method, layer = experts(monkeypatch, "blockwise", MoeRunnerBackend.DEEP_GEMM)
+@pytest.mark.parametrize(
+    ("scheme", "name"), [("per_channel", "TRITON"), ("blockwise", "DEEP_GEMM")]
+)
+def test_the_dispatcher_knows_that_experts_are_fp8(monkeypatch, scheme, name):
+    """Those of blocks, where their scales are packed."""
+    method, layer = experts(monkeypatch, scheme, MoeRunnerBackend[name])
     monkeypatch.setattr(moe, "takes_packed_scales", lambda *_, **__: True)
     method.process_weights_after_loading(layer)
-    assert method.served is not None
-    assert told(layer) is torch.float8_e4m3fn
+    assert (method.served is not None) is (scheme == "blockwise")
+    assert layer.dispatcher.quant_config.get("weight_dtype") is torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("name", ["DEEP_GEMM", "FLASHINFER_TRTLLM", "CUTLASS"])
-def test_a_runner_that_can_t_read_one_scale_a_row_is_refused_by_name(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("scheme", "bf16", "words"),
+    [
+        ("per_channel", False, "{}.*triton"),
+        ("blockwise", True, "BF16.*{}.*one by one.*--moe-runner-backend triton"),
+    ],
+    ids=["one scale a row", "steps one by one"],
+)
+def test_a_runner_that_can_t_serve_them_is_refused_by_name(monkeypatch, name, scheme, bf16, words):
     backend = MoeRunnerBackend[name]
-    # SGLang asks for a GPU before it takes CUTLASS; the choice of a runner needs none.
-    start = MoeRunnerBackend.TRITON if name == "CUTLASS" else backend
-    method, layer = experts(monkeypatch, "per_channel", start)
-    for module in (fp8, moe):
-        monkeypatch.setattr(module, "get_moe_runner_backend", lambda: backend)
-    monkeypatch.setattr(fp8, "MoeRunner", lambda chosen, _: SimpleNamespace(runner_backend=chosen))
-    with pytest.raises(ConfigError, match=rf"layers\.0\.experts.*{backend.value}.*triton"):
+    method, layer = experts(monkeypatch, scheme, backend, bf16=bf16)
+    with pytest.raises(ConfigError, match=rf"layers\.0\.experts.*{words.format(backend.value)}"):
         method.create_moe_runner(layer, layer.moe_runner_config)
 
 
@@ -102,17 +111,14 @@ def test_a_runner_that_can_t_read_one_scale_a_row_is_refused_by_name(monkeypatch
 )
 def test_runners_that_can_read_the_scales_are_taken(monkeypatch, scheme, name):
     method, layer = experts(monkeypatch, scheme, MoeRunnerBackend[name])
-    monkeypatch.setattr(fp8, "MoeRunner", lambda chosen, _: SimpleNamespace(runner_backend=chosen))
     monkeypatch.setattr(method, "is_deepgemm_moe_runner_backend_enabled", lambda *_: False)
     method.create_moe_runner(layer, layer.moe_runner_config)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_cutlass_with_expert_parallelism_is_refused_as_sglang_refuses_it_of_fp8(monkeypatch, ranks):
-    method, layer = experts(monkeypatch, "blockwise", MoeRunnerBackend.TRITON)
+    method, layer = experts(monkeypatch, "blockwise", MoeRunnerBackend.CUTLASS)
     layer.moe_ep_size = ranks
-    for module in (fp8, moe):
-        monkeypatch.setattr(module, "get_moe_runner_backend", lambda: MoeRunnerBackend.CUTLASS)
     if ranks == 1:
         method.create_moe_runner(layer, layer.moe_runner_config)
         return
@@ -125,14 +131,10 @@ def test_cutlass_with_expert_parallelism_is_refused_as_sglang_refuses_it_of_fp8(
 def test_packed_scales_of_experts_that_move_are_refused(monkeypatch, option, packed):
     """They are no parameters, so they would stay where they are."""
     method, layer = experts(monkeypatch, "blockwise", MoeRunnerBackend.DEEP_GEMM)
-    monkeypatch.setattr(fp8, "MoeRunner", lambda chosen, _: SimpleNamespace(runner_backend=chosen))
     monkeypatch.setattr(moe, "takes_packed_scales", lambda *_, **__: packed)
-    arguments = {
-        "enable_eplb": False,
-        "elastic_ep_backend": None,
-        **({option: True} if option else {}),
-    }
-    server = SimpleNamespace(**arguments)
+    server = SimpleNamespace(enable_eplb=False, elastic_ep_backend=None)
+    if option:
+        setattr(server, option, True)
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: server)
     if not (packed and option):
         method.create_moe_runner(layer, layer.moe_runner_config)
@@ -141,31 +143,9 @@ def test_packed_scales_of_experts_that_move_are_refused(monkeypatch, option, pac
         method.create_moe_runner(layer, layer.moe_runner_config)
 
 
-def with_bf16_activations(monkeypatch, scheme: str, backend: MoeRunnerBackend, **config):
-    method, layer = experts(monkeypatch, scheme, backend)
-    method.fp8rl_scheme = replace(method.fp8rl_scheme, keeps_activations=True)
-    layer.moe_runner_config = SimpleNamespace(**{"is_gated": True, "activation": "silu", **config})
-    monkeypatch.setattr(fp8, "MoeRunner", lambda chosen, _: SimpleNamespace(runner_backend=chosen))
-    return method, layer
-
-
-@pytest.mark.parametrize("name", ["DEEP_GEMM", "FLASHINFER_TRTLLM", "CUTLASS"])
-def test_a_runner_whose_steps_can_t_be_called_one_by_one_is_refused_by_name(monkeypatch, name):
-    backend = MoeRunnerBackend[name]
-    start = MoeRunnerBackend.TRITON if name == "CUTLASS" else backend
-    method, layer = with_bf16_activations(monkeypatch, "blockwise", start)
-    for module in (fp8, moe):
-        monkeypatch.setattr(module, "get_moe_runner_backend", lambda: backend)
-    words = rf"layers\.0\.experts.*BF16.*{backend.value}.*one by one.*--moe-runner-backend triton"
-    with pytest.raises(ConfigError, match=words):
-        method.create_moe_runner(layer, layer.moe_runner_config)
-
-
 @pytest.mark.parametrize("asked", [{"activation": "relu2"}, {"swiglu_limit": 10.0}])
 def test_a_nonlinearity_that_is_not_made_is_refused_by_name(monkeypatch, asked):
-    method, layer = with_bf16_activations(
-        monkeypatch, "blockwise", MoeRunnerBackend.TRITON, **asked
-    )
+    method, layer = experts(monkeypatch, "blockwise", MoeRunnerBackend.TRITON, bf16=True, **asked)
     ((name, value),) = asked.items()
     with pytest.raises(ConfigError, match=rf"experts.*{name}={value}.*bf16_activations"):
         method.create_moe_runner(layer, layer.moe_runner_config)
@@ -173,7 +153,7 @@ def test_a_nonlinearity_that_is_not_made_is_refused_by_name(monkeypatch, asked):
 
 def test_an_adapter_of_experts_with_bf16_activations_is_refused(monkeypatch):
     """SGLang's LoRA layer asks for this, and would run its own runner with it, which quantizes."""
-    method, layer = with_bf16_activations(monkeypatch, "per_channel", MoeRunnerBackend.TRITON)
+    method, layer = experts(monkeypatch, "per_channel", MoeRunnerBackend.TRITON, bf16=True)
     with pytest.raises(ConfigError, match=r"layers\.0\.experts.*LoRA.*adapters of experts"):
         method.get_triton_quant_info(layer)
     method.fp8rl_scheme = replace(method.fp8rl_scheme, keeps_activations=False)

@@ -13,11 +13,9 @@ import torch
 from support.replayed import replay_of
 from torch import nn
 
-from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.law.law import law_of
 from sglang_fp8rl.engine.law.status import last_refit
-from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
 from tools.census.toys.copies import (
     REPLAYED,
@@ -46,26 +44,28 @@ from tools.census.toys.more_than_copies import (
     Turned,
     Value,
 )
-from tools.census.toys.toy import Named, Toy, check_same, held, loaded, unloaded, update, weights
+from tools.census.toys.toy import (
+    Named,
+    Toy,
+    attached,
+    check_same,
+    held,
+    loaded,
+    unloaded,
+    update,
+    weights,
+)
 
 
+@pytest.mark.parametrize("replays", [True, False])
 @pytest.mark.parametrize("kind", [*REPLAYED, *NATIVE])
-def test_every_update_leaves_what_a_fresh_load_leaves(kind):
-    refit = loaded(kind, 0)
+def test_every_update_leaves_what_a_fresh_load_leaves(kind, replays):
+    refit = loaded(kind, 0, replay=replays)
     places = {name: one.data_ptr() for name, one in held(refit).items()}
     for seed in (1, 2, 3, 0):
         update(refit, weights(refit.model, seed))
         check_same(refit, loaded(kind, seed))
         assert {name: one.data_ptr() for name, one in held(refit).items()} == places
-
-
-@pytest.mark.parametrize("kind", [*REPLAYED, *NATIVE])
-def test_every_update_without_recipes_leaves_it_too(kind):
-    refit = loaded(kind, 0)
-    refit.options = refit.options.model_copy(update={"replay": False})
-    for seed in (1, 2):
-        update(refit, weights(refit.model, seed))
-        check_same(refit, loaded(kind, seed))
 
 
 @pytest.mark.parametrize("kind", REPLAYED)
@@ -335,8 +335,7 @@ def test_what_an_integer_can_t_hold_is_refused_by_name_at_the_start_and_later(na
         with pytest.raises(RefitError, match=rf"{name}: .*(int32|paired)"):
             update(refit, {name: wrong})
         check_same(refit, loaded(Integers, 0))
-    fresh = ModelRefit(Integers(), Options(), {}, list)
-    fresh.attach()
+    fresh = attached(Integers())
     with pytest.raises(RefitError, match=rf"{name}: .*(int32|paired)"):
         fresh.model.load_weights(iter((weights(fresh.model, 0) | {name: wrong}).items()))
     assert not held(fresh)[name].any()
@@ -391,10 +390,8 @@ def test_what_no_cast_is_made_of_is_refused_with_a_loader_or_without(name, dtype
 
 
 def started_on_zeros(kind):
-    model = kind()
-    refit = ModelRefit(model, Options(), {}, list)
-    refit.attach()
-    model.load_weights((name, held(refit)[name].clone()) for name in kind.names)
+    refit = attached(kind())
+    refit.model.load_weights((name, held(refit)[name].clone()) for name in kind.names)
     return refit
 
 

@@ -9,13 +9,12 @@ from torch import nn
 pytest.importorskip("sglang")
 from support.by_definition import quantize_blockwise
 
-from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.modules.linear import Fp8BlockwiseOnlineLinearMethod
 from sglang_fp8rl.engine.native.pairs import Half
-from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.scheme import decide_scheme
+from tools.census.toys.toy import attached
 
 PART = 256  # rows, and this rank's columns, of each matrix
 
@@ -71,8 +70,7 @@ def sent(seed: int, is_turned: bool) -> tuple[list, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_has_the_codes_and_the_scales_of_its_columns(rank, is_turned, is_apart):
     model = Fused(rank, is_turned)
-    refit = ModelRefit(model, Options(), {}, list)
-    refit.attach()
+    refit = attached(model)
     for seed in range(3):
         pair, *_ = sent(seed, is_turned)
         for bucket in [[one] for one in pair] if is_apart else [pair]:
@@ -94,8 +92,7 @@ def test_a_part_has_the_codes_and_the_scales_of_its_columns(rank, is_turned, is_
 def test_codes_that_a_loader_copies_are_refused_before_a_byte_is_stored(rank, is_apart):
     """Which of the scales belong to a copy is not known."""
     model = Fused(rank, copies=True)
-    refit = ModelRefit(model, Options(), {}, list)
-    refit.attach()
+    refit = attached(model)
     pair, *_ = sent(0, False)
     with (
         pytest.raises(RefitError, match=r"fused\.weight: .*plain block"),
@@ -129,8 +126,7 @@ def in_one_memory(pair):
 @pytest.mark.parametrize("is_scale_first", [False, True])
 def test_half_of_a_pair_outlives_its_memory_while_a_checkpoint_streams(origin, is_scale_first):
     model = Alone(0)
-    refit = ModelRefit(model, Options(), {}, list)
-    refit.attach()
+    refit = attached(model)
     pair, codes, scale = sent(0, False)
     with refit.during(Update(origin)):
         model.load_weights(in_one_memory(pair[::-1] if is_scale_first else pair))
@@ -141,8 +137,7 @@ def test_half_of_a_pair_outlives_its_memory_while_a_checkpoint_streams(origin, i
 def test_a_call_waits_for_the_device_behind_the_last_that_reads_what_was_sent(monkeypatch):
     """A half that is kept is copied, and the device has read it, before the sender is answered."""
     model, done = Alone(0), []
-    refit = ModelRefit(model, Options(), {}, list)
-    refit.attach()
+    refit = attached(model)
     keep = Half.keep
     monkeypatch.setattr(Half, "keep", lambda half: (done.append("copy"), keep(half)))
     monkeypatch.setattr(refit, "wait_for_device", lambda: done.append("wait"))

@@ -99,13 +99,6 @@ def test_half_of_the_modules_in_good_order_are_mixed_until_all_came(server):
     assert server.full() is State.WHOLE
 
 
-def test_a_client_that_flushes_with_every_call_is_whole_when_all_came(server):
-    for _ in range(2):
-        for name in sorted(NAMES)[:-1]:
-            assert server.call(name, flush=True) is State.MIXED
-        assert server.call(sorted(NAMES)[-1], flush=True) is State.WHOLE
-
-
 def test_what_comes_behind_the_last_parameter_belongs_to_the_same_refit(server):
     server.call(*NAMES, flush=True)
     last = server.log.last
@@ -118,16 +111,6 @@ def test_a_client_that_never_flushes_is_whole_when_all_came(server):
     for _ in range(2):
         assert server.call(*HALVES[0]) is State.OPEN
         assert server.call(*HALVES[1]) is State.WHOLE
-
-
-@pytest.mark.parametrize("given_up", [["embed"], ["embed", "layer 0", "layer 1"]])
-def test_a_full_update_is_whole_whatever_was_sent_before_it(server, given_up):
-    server.call(*given_up)
-    assert server.full() is State.WHOLE
-    server.call(*given_up, failed=True)
-    assert server.log.state is State.FAILED
-    assert server.full() is State.WHOLE
-    assert not server.log.failures
 
 
 def test_a_failure_lasts_until_a_complete_refit(server):

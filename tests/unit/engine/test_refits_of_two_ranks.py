@@ -139,10 +139,12 @@ STEP = RefitNote("step", "v2", ALL)
 # -- where it begins on other ranks only -----------------------------------------------------------
 
 
-def test_a_rank_that_is_sent_nothing_of_an_update_is_not_whole(ranks):
+@pytest.mark.parametrize("nothing", [ROTARY, ""])
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_rank_that_is_sent_nothing_of_an_update_is_not_whole(ranks, nothing, flush):
     assert ranks.send("abcd", version="v1") == (True, "v1")
-    assert ranks.send("abcd", ROTARY, seed=2, version="v2") == (True, None)
-    assert ranks.state == "mixed"
+    assert ranks.send("abcd", nothing, seed=2, version="v2", flush=flush) == (True, None)
+    assert ranks.state == ("mixed" if flush else "open")
 
 
 @pytest.mark.parametrize("note", [None, STEP])

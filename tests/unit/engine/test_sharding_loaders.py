@@ -14,9 +14,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.law.law import law_of
-from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
 from tools.census.toys.sharded import (
     CONVOLUTIONS,
@@ -30,7 +28,7 @@ from tools.census.toys.sharded import (
     loaded,
     weights,
 )
-from tools.census.toys.toy import update
+from tools.census.toys.toy import attached, update
 
 context = pytest.importorskip("sglang.srt.runtime_context")
 if "enable_cp_tp_group_sharing" not in inspect.getsource(context):
@@ -75,14 +73,13 @@ def test_what_is_too_long_or_too_short_is_refused_on_every_rank(part, name, time
 @pytest.mark.parametrize(("part", "name"), CONVOLUTIONS)
 @pytest.mark.parametrize("tail", [(KERNEL,), (1, KERNEL + 1), (KERNEL, 1)])
 def test_a_convolution_takes_rows_one_and_kernel_at_the_start_and_later(part, name, tail):
-    refit, model = loaded(part, 0), Model(part, 0)
+    refit, starting = loaded(part, 0), attached(Model(part, 0))
     rows = PARTS[part][1][name][0][0]
     wrong = weights(part, 1) | {name: torch.randn(rows, *tail)}
     with pytest.raises(RefitError, match=f"{name}: shape"):
         update(refit, wrong)
-    ModelRefit(model, Options(), {}, list).attach()
     with pytest.raises(RefitError, match=f"{name}: shape"):
-        model.load_weights(iter(wrong.items()))
+        starting.model.load_weights(iter(wrong.items()))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1000.0])

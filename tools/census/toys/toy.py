@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,11 +54,17 @@ def weights(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def loaded(kind: type[nn.Module], seed: int) -> ModelRefit:
+def attached(model: nn.Module, **options: Any) -> ModelRefit:
+    """As a server that is about to load it."""
+    refit = ModelRefit(model, Options(**options), {}, list)
+    refit.attach()
+    return refit
+
+
+def loaded(kind: type[nn.Module], seed: int, **options: Any) -> ModelRefit:
     """As a server that was started on these weights."""
     model = kind()
-    refit = ModelRefit(model, Options(), {}, list)
-    refit.attach()
+    refit = attached(model, **options)
     model.load_weights(iter(weights(model, seed).items()))
     return refit
 
