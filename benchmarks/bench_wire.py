@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import measured
 from host_log import host_log
-from support.engine import commands, trainer_commands
+from support.engine import commands
 from support.engine.engine_host import EngineHost
 
 from sglang_fp8rl import RefitPlan
@@ -99,7 +99,7 @@ def main(
     ):
         path = save_checkpoint(Path(directory), config, first)
         with EngineHost(path) as host:
-            plan = RefitPlan.from_dict(host.call(trainer_commands.plan))
+            plan = RefitPlan.from_dict(host.call(commands.plan_document))
             rows = measure(Sender(host, progress), plan, first)
     table = Table("way", "MB", "of FP32", "of BF16")
     for way, row in rows.items():

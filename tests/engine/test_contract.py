@@ -10,8 +10,7 @@ import random
 import pytest
 import torch
 from block_fp8 import BLOCK_FP8_CONFIG
-from packaging.version import Version
-from support.by_definition import quantize_blockwise, quantize_per_channel
+from support.by_definition import quantize_blockwise
 from support.engine.commands import (
     addresses,
     begin,
@@ -22,15 +21,14 @@ from support.engine.commands import (
     status,
     update_from_disk,
 )
-from support.engine.contract import CASES, DEFAULT, ENTRIES, HOST, case_id, no_forward_of
+from support.engine.contract import CASES, DEFAULT, ENTRIES, case_id, no_forward_of
 from support.engine.engine_host import EngineHost
 from support.engine.generation import NEW_TOKENS, PROMPT, generate
 from support.engine.models import checkpoint
-from support.engine.pool import as_param, engine_key
+from support.engine.pool import as_param, engine_key, needs_sessions
+from support.engine.trainer import in_fp8
 
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
-
-QUANTIZE = {"blockwise": quantize_blockwise, "per_channel": quantize_per_channel}
 
 
 def param(entry, layout):
@@ -64,10 +62,7 @@ class Case:
         """Update to one of the weight sets and check that it was taken."""
         state = getattr(self.model, which)
         for bucket in buckets or [list(state)]:
-            self.send_items([(name, state[name]) for name in bucket], **options)
-
-    def send_items(self, items, load_format=None):
-        self.host.send(items, load_format)
+            self.host.send([(name, state[name]) for name in bucket], **options)
 
     def check(self, which):
         for rank, found in enumerate(self.host.call_all(digests)):
@@ -153,35 +148,25 @@ def test_the_scheme_is_decided_once(case):
 def test_bf16_and_fp16_sources_give_the_bytes_of_their_values(case):
     for dtype in (torch.bfloat16, torch.float16):
         rounded = {name: weight.to(dtype) for name, weight in case.model.first.items()}
-        case.send_items(list(rounded.items()))
+        case.host.send(list(rounded.items()))
         found = case.host.call_all(digests)
-        case.send_items([(name, weight.float()) for name, weight in rounded.items()])
+        case.host.send([(name, weight.float()) for name, weight in rounded.items()])
         assert case.host.call_all(digests) == found
     case.send("first")
 
 
 def test_the_engine_and_the_trainer_quantize_to_the_same_bytes(case):
     """What the plan says may travel in FP8 does, with its scales; split for each rank."""
-    tensors = case.host.call(plan_document)["tensors"]
-    sent = {}
-    for name, weight in case.model.second.items():
-        wire = tensors[name]["wire"]
-        if "scale" in wire:
-            sent[name], sent[wire["scale"]] = QUANTIZE[tensors[name]["scheme"]](weight)
-        else:
-            sent[name] = weight
-    assert any(weight.dtype == torch.float8_e4m3fn for weight in sent.values())
-    items = list(sent.items())
-    random.Random(0).shuffle(items)  # a scale may come before its weight
+    items = in_fp8(case.host, "second")
+    assert any(weight.dtype == torch.float8_e4m3fn for _, weight in items)
     for _ in range(2):  # through the loaders, and replayed
-        case.send_items(items)
+        case.host.send(items)
         case.check("second")
         case.send("first")
 
 
+@needs_sessions
 def test_a_session_of_buckets_equals_one_call(case):
-    if Version("0.5.21") > HOST:
-        pytest.skip("this SGLang has no sessions")
     assert all(ok for ok, _ in case.host.call_all(begin))
     assert not case.host.call(status)["consistent"]
     case.send("second", shuffled_buckets(case.model.second, 9, (4,)))

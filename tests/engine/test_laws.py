@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.by_definition import quantize_blockwise, quantize_per_channel
-from support.engine.commands import digests, parameter, status, update
+from support.engine.commands import digests, parameter, status
 from support.engine.engine_host import EngineHost
 from support.engine.models import MODELS, checkpoint
 from support.engine.pool import engine_key, on, runs_on
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 @on("qwen3-tp2")
 def test_row_parallel_scales_are_refreshed_on_every_rank_at_tp2(host):
     name = "model.layers.0.mlp.down_proj"
-    host.send(list(host.model.second.items()))
+    host.update_to("second")
     scales = host.call_all(parameter, f"{name}.weight_scale_inv")
     _, whole = quantize_blockwise(host.model.second[f"{name}.weight"])
     columns = whole.shape[1] // 2
@@ -78,7 +78,7 @@ def test_a_model_may_be_misaligned_only_when_sharded_and_decides_alike_at_every_
             before = host.call_all(status)
             # One tensor per call: a decision taken from the tensor at hand would differ.
             for item in model.second.items():
-                assert all(ok for ok, _ in host.call_all(update, [item]))
+                host.send([item])
             assert [s["plan"] for s in host.call_all(status)] == [s["plan"] for s in before]
             plans[tp_size] = {e["module"]: e for e in before[0]["plan"]}
             if tp_size == 2:
@@ -125,8 +125,7 @@ def test_checkpoints_in_16_bit_and_in_shards_load_as_their_values(checkpoint_dir
     path = checkpoint(checkpoint_dir, model, "first", dtype=dtype, shards=3)
     with EngineHost(path) as host:
         found = host.call_all(digests)
-        widened = [(name, w.to(dtype).float()) for name, w in model.first.items()]
-        assert host.call(update, widened)[0]
+        host.send([(name, weight.to(dtype).float()) for name, weight in model.first.items()])
         assert host.call_all(digests) == found
 
 
@@ -140,7 +139,6 @@ def test_dummy_weights_and_a_full_update_equal_a_fresh_load(checkpoint_dir, engi
         state = host.call(status)
         assert not state["consistent"]
         assert "never loaded" in state["problems"][0]
-        items = list(MODELS["qwen3"].second.items())
-        assert all(ok for ok, _ in host.call_all(update, items))
+        host.send(list(key.model.second.items()))
         assert host.call_all(digests) == expected
         assert host.call(status)["consistent"]

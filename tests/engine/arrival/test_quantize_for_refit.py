@@ -7,11 +7,10 @@ import random
 import jsonschema
 import pytest
 import torch
-from support.engine.commands import digests, status
+from support.engine.commands import digests, plan_document, status, stored
 from support.engine.contract import DEFAULT, HOST, OLDEST
 from support.engine.models import MODELS
 from support.engine.pool import as_param, on
-from support.engine.trainer_commands import plan, stored
 from support.fused_experts import with_fused_experts
 from support.plans import plan_schema
 
@@ -36,10 +35,10 @@ on_every_model = pytest.mark.parametrize(
 @on_every_model
 def test_quantized_by_the_trainer_or_the_engine_the_bytes_are_one(host):
     model = host.model
-    host.send(list(model.second.items()))
+    host.update_to("second")
     engine_made = host.call_all(digests)
-    host.send(list(model.first.items()))
-    found, stats = RefitPlan.from_dict(host.call(plan)), WireStats()
+    host.update_to("first")
+    found, stats = RefitPlan.from_dict(host.call(plan_document)), WireStats()
     items = list(quantize_for_refit(model.second.items(), found, stats=stats))
     random.Random(0).shuffle(items)  # a scale may come before its weight
     host.send(items)
@@ -51,7 +50,7 @@ def test_quantized_by_the_trainer_or_the_engine_the_bytes_are_one(host):
 
 @on("qwen3-moe-ep2", slow=("qwen3-moe-tp1",))
 def test_fused_experts_of_the_trainer_are_those_of_the_plan(host):
-    found = RefitPlan.from_dict(host.call(plan))
+    found = RefitPlan.from_dict(host.call(plan_document))
     fused = with_fused_experts(host.model.second)
     host.send(list(quantize_for_refit(fused.items(), found)))
     assert host.call_all(digests) == host.fresh("second").digests
@@ -59,9 +58,9 @@ def test_fused_experts_of_the_trainer_are_those_of_the_plan(host):
 
 @on_every_model
 def test_every_rank_gives_one_document_and_it_is_what_the_parameters_are(host):
-    model, document = host.model, host.call(plan)
+    model, document = host.model, host.call(plan_document)
     jsonschema.Draft202012Validator(plan_schema()).validate(document)
-    assert all(other == document for other in host.call_all(plan))
+    assert all(other == document for other in host.call_all(plan_document))
     found, parameters = RefitPlan.from_dict(document), host.call(stored)
     needed = {name for name in model.first if not found.why_not_needed(name)}
     assert set(found.tensors) == needed
@@ -87,7 +86,7 @@ def test_every_rank_gives_one_document_and_it_is_what_the_parameters_are(host):
 
 @on_every_model
 def test_per_channel_stays_unquantized_on_the_wire_where_ranks_have_scales_of_their_own(host):
-    for name, entry in RefitPlan.from_dict(host.call(plan)).tensors.items():
+    for name, entry in RefitPlan.from_dict(host.call(plan_document)).tensors.items():
         row_parallel = name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight"))
         if entry.scheme != "per_channel":
             continue

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from packaging.version import Version
 from support.engine.commands import (
     begin,
     digests,
@@ -19,17 +18,17 @@ from support.engine.commands import (
     update,
     update_from_disk,
 )
-from support.engine.contract import HOST
 from support.engine.engine_host import EngineError
 from support.engine.injection import INJECTED, injected_in, traced_in
 from support.engine.models import MODELS
 from support.engine.pool import on
 
+from sglang_fp8rl.versions import HAS_SESSIONS
+
 pytestmark = pytest.mark.engine
 
 MODEL = MODELS["qwen3"]
 FIRST, SECOND = list(MODEL.first.items()), list(MODEL.second.items())
-HAS_SESSIONS = Version("0.5.21") <= HOST
 SAMPLE, WHOLE_SAMPLE = 4, 24  # of the functions that are called; the latter in `test-all`
 
 
@@ -46,13 +45,10 @@ def check_weights(scheduler: Any) -> tuple[bool, str]:
     return result.success, result.message
 
 
-def asked(mark: str) -> Callable[[Any], tuple[bool, str]]:
-    """An internal state that is asked for by `rid`."""
-    return _Asked(mark)
-
-
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
+    """Asks for an internal state by `rid`."""
+
     mark: str
 
     def __call__(self, scheduler: Any) -> tuple[bool, str]:
@@ -87,14 +83,10 @@ REQUESTS = [
     Request("end", end, (), [(begin, ()), (update, (FIRST,))], needs_sessions=True),
     Request("empty-end", end, (), [(begin, ())], needs_sessions=True),
     Request("disk", update_from_disk, ("a checkpoint that is not there",)),
-    Request("fingerprint", asked("fp8rl-fingerprint")),
-    Request("plan", asked("fp8rl-plan:")),
+    Request("fingerprint", Asked("fp8rl-fingerprint")),
+    Request("plan", Asked("fp8rl-plan:")),
     Request("check-weights", check_weights),
 ]
-
-
-def request(name: str) -> Request:
-    return next(one for one in REQUESTS if one.name == name)
 
 
 def mended(host: Any, *, with_bytes: bool) -> str:

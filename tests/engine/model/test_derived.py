@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 from packaging.version import Version
 from support.by_definition import quantize_blockwise
-from support.engine.commands import (
-    addresses,
-    begin,
-    digests,
-    end,
-    model_of,
-    parameter,
-    status,
-    update,
-)
+from support.engine.commands import addresses, begin, digests, end, model_of, parameter
 from support.engine.contract import HOST
 from support.engine.models import MODELS, checkpoint
 from support.engine.options import log_of_a_failed_start
-from support.engine.pool import on
+from support.engine.pool import needs_sessions, on
+
+from sglang_fp8rl.versions import HAS_SESSIONS
 
 pytestmark = pytest.mark.engine
 
@@ -36,21 +28,16 @@ KV_B = f"{ATTENTION}.kv_b_proj.weight"
 on_blocks = on("deepseek-v3-tp1")
 
 
-@pytest.fixture
-def fresh_second(host):
-    return host.fresh("second").digests[0]
-
-
 def derive_again(scheduler):
     """SGLang's own derivation from the bytes that are served; changes nothing if nothing is stale."""
     model_of(scheduler).post_load_weights()
 
 
 @on_blocks
-def test_a_bucket_with_only_kv_b_proj_brings_its_derived_weights_along(host, fresh_second):
+def test_a_bucket_with_only_kv_b_proj_brings_its_derived_weights_along(host):
+    fresh_second = host.fresh("second").digests[0]
     before = host.call(digests)
-    ok, message = host.call(update, [(KV_B, MODELS["deepseek-v3"].second[KV_B])])
-    assert ok, message
+    host.send([(KV_B, host.model.second[KV_B])])
     after = host.call(digests)
     for leaf in ("kv_b_proj.weight", "w_kc", "w_vc"):
         assert after[f"{ATTENTION}.{leaf}"] == fresh_second[f"{ATTENTION}.{leaf}"]
@@ -59,29 +46,16 @@ def test_a_bucket_with_only_kv_b_proj_brings_its_derived_weights_along(host, fre
 
 
 @on_blocks
-def test_a_replayed_bucket_brings_its_derived_weights_along(host, fresh_second):
-    model = MODELS["deepseek-v3"]
-    assert host.call(update, list(model.first.items()))[0]  # recorded
-    calls = host.call(status)["replay"]["calls"]
-    assert host.call(update, list(model.second.items()))[0]
-    assert host.call(status)["replay"]["calls"] == calls + 1
-    assert host.call(digests) == fresh_second
-
-
-@on_blocks
 def test_derived_weights_are_of_the_served_bytes_after_a_failed_update(host):
-    second = MODELS["deepseek-v3"].second
+    second = host.model.second
     bad = f"{ATTENTION}.o_proj.weight"
     norm = "model.norm.weight"
-    items = [(KV_B, second[KV_B]), (bad, second[bad][:, :-1])]
-    if Version("0.5.21") <= HOST:
+    if HAS_SESSIONS:
         host.call(begin)
-    ok, message = host.call(update, items)
-    assert not ok
-    assert bad in message
+    host.refuses([(KV_B, second[KV_B]), (bad, second[bad][:, :-1])], bad)
     # After a call that succeeds, SGLang derives nothing at the end of the session.
-    assert host.call(update, [(norm, second[norm])])[0]
-    if Version("0.5.21") <= HOST:
+    host.send([(norm, second[norm])])
+    if HAS_SESSIONS:
         host.call(end)
     found = host.call(digests)
     host.call(derive_again)
@@ -114,42 +88,35 @@ def test_a_host_that_derives_from_blocks_only_refuses_row_scales(checkpoint_dir,
 @on_blocks
 def test_either_part_of_the_fused_projection_may_come_alone(host):
     """SGLang keeps the first part until the second comes, and forgets it at the end of the call."""
-    second = MODELS["deepseek-v3"].second
+    second = host.model.second
     name = f"{ATTENTION}.fused_qkv_a_proj_with_mqa.weight"
     old = host.call(parameter, name)
     expected = old.clone()
     for part, rows in (("kv_a_proj_with_mqa", slice(256, None)), ("q_a_proj", slice(0, 256))):
         key = f"{ATTENTION}.{part}.weight"
         codes, _ = quantize_blockwise(second[key])
-        ok, message = host.call(update, [(key, second[key])])
-        assert ok, message
+        host.send([(key, second[key])])
         expected[rows] = codes.view(torch.uint8)
         assert torch.equal(host.call(parameter, name), expected), part
-    assert hashlib.sha256(old.numpy()).digest() != hashlib.sha256(expected.numpy()).digest()
+    assert not torch.equal(old, expected)
 
 
 @on_blocks
 def test_a_part_of_the_wrong_shape_is_refused_by_name(host):
     key = f"{ATTENTION}.q_a_proj.weight"
-    before = host.call(digests)
-    ok, message = host.call(update, [(key, torch.zeros(448, 256))])
-    assert not ok
-    assert key in message
-    assert "(256, 256)" in message
-    assert host.call(digests) == before
+    host.refuses_and_keeps([(key, torch.zeros(448, 256))], key, "(256, 256)")
 
 
-@pytest.mark.skipif(Version("0.5.21") > HOST, reason="this SGLang has no sessions")
+@needs_sessions
 @on("qwen3-tp1")
 def test_what_a_method_makes_at_the_end_of_a_session_is_no_change_by_a_forward_pass(host):
     """SGLang's hpc_ops pads the scales of experts there."""
     host.call(pad_scales)
     assert host.call(begin)[0]
-    assert host.call(update, list(MODELS["qwen3"].second.items()))[0]
+    host.update_to("second")
     assert host.call(end)[0]
     host.call(run_a_pass)
-    ok, message = host.call(update, list(MODELS["qwen3"].first.items()))
-    assert ok, message
+    host.update_to("first")
     host.call(leave_scales)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from packaging.version import Version
-from support.engine.commands import begin, digests, end, status, update, update_from_disk
-from support.engine.contract import HOST
+from support.engine.commands import begin, digests, end, status, update_from_disk
 from support.engine.engine_host import EngineHost
 from support.engine.pool import on
 from support.fused_experts import with_fused_experts
 
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
+from sglang_fp8rl.versions import HAS_SESSIONS
 
 pytestmark = pytest.mark.engine
 
@@ -33,8 +32,7 @@ def test_a_checkpoint_of_fused_experts_is_loaded_as_one_of_single_ones(checkpoin
     path, layout = fused_path(checkpoint_dir, host.model, "first"), host.key.layout
     with EngineHost(path, tp_size=layout.tp_size, args=layout.args) as fused:
         assert fused.call_all(digests) == host.as_loaded.digests
-        fused_names = with_fused_experts(host.model.second)
-        assert all(ok for ok, _ in fused.call_all(update, list(fused_names.items())))
+        fused.send(list(with_fused_experts(host.model.second).items()))
         assert fused.call_all(digests) == host.fresh("second").digests
 
 
@@ -56,11 +54,11 @@ def test_fused_and_single_experts_give_the_same_bytes(checkpoint_dir, host):
 
 @on("qwen3-moe-ep2")
 def test_fused_experts_may_come_in_any_bucket_of_a_session(host):
-    if Version("0.5.21") <= HOST:
+    if HAS_SESSIONS:
         host.call_all(begin)
     for item in reversed(with_fused_experts(host.model.second).items()):
         host.send([item])
-    if Version("0.5.21") <= HOST:
+    if HAS_SESSIONS:
         assert all(ok for ok, _ in host.call_all(end))
     assert host.call_all(digests) == host.fresh("second").digests
 
@@ -70,18 +68,11 @@ def test_fused_experts_of_the_other_orientation_are_refused_and_nothing_is_store
     name = "model.layers.0.mlp.experts.gate_up_proj"
     turned = with_fused_experts(host.model.second)[name].transpose(1, 2).contiguous()
     assert turned.shape[1] != turned.shape[2]
-    before = host.call_all(digests)
-    ok, message = host.call(update, [(name, turned)])
-    assert not ok
-    assert name in message
-    assert "(128, 512)" in message  # half of it, as an expert's gate
-    assert host.call_all(digests) == before
+    host.refuses_and_keeps([(name, turned)], name, "(128, 512)")  # half of it, as an expert's gate
 
 
 @on("mixtral-tp1")
 def test_fused_experts_under_a_name_that_the_model_has_not_are_refused_by_name(host):
     """`transformers` calls Mixtral's block `mlp`, checkpoints and SGLang `block_sparse_moe`."""
     name = "model.layers.0.mlp.experts.down_proj"
-    ok, message = host.call(update, [(name, torch.zeros(4, 256, 512))])
-    assert not ok
-    assert name in message
+    host.refuses([(name, torch.zeros(4, 256, 512))], name)

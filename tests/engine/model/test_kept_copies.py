@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
+from tools.census.toys.toy import attached
 
 pytestmark = pytest.mark.engine
 
@@ -25,8 +25,7 @@ def served(module: torch.nn.Module, forward) -> ModelRefit:
     model.load_weights = lambda pairs: [
         model.get_parameter(name).data.copy_(tensor) for name, tensor in pairs
     ]
-    refit = ModelRefit(model, Options(), {}, list)
-    refit.attach()
+    refit = attached(model)
     model.load_weights([(name, one.data.clone()) for name, one in model.named_parameters()])
     refit.note_loaded()
     forward(module)
@@ -81,33 +80,15 @@ def test_the_fp32_copy_of_a_gate(module):
 
 
 class Folds(torch.nn.Module):
-    """Gemma 4's router, whose class needs more of SGLang to be built."""
+    """Into a tensor that is none of the names that this package knows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(8))
         self.register_buffer("norm", torch.ones(8))
 
-    def fuse_scale(self) -> None:
+    def forward(self) -> None:
         self.norm.data.copy_(2 * self.scale)
-
-    def forward(self) -> None:
-        self.fuse_scale()
-
-
-def test_a_scale_that_is_folded_at_the_first_pass_is_folded_again():
-    module = Folds()
-    refit = served(module, lambda module: module.forward())
-    for _ in range(2):
-        update(refit)
-        assert torch.equal(module.norm, 2 * module.scale)
-
-
-class FoldsByAnotherName(Folds):
-    fuse_scale = None
-
-    def forward(self) -> None:
-        Folds.fuse_scale(self)
 
 
 class Held(torch.nn.Module):
@@ -131,7 +112,7 @@ def as_they_are(module: torch.nn.Module, forward) -> ModelRefit:
 
 
 def test_a_tensor_that_is_computed_at_the_first_pass_and_never_again_is_refused_every_time():
-    refit = served(FoldsByAnotherName(), lambda module: module.forward())
+    refit = served(Folds(), lambda module: module.forward())
     for _ in range(3):
         with pytest.raises(RefitError, match=r"0\.norm.*changed by a forward pass"):
             update(refit)

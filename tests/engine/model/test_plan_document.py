@@ -6,10 +6,10 @@ import shutil
 
 import jsonschema
 import pytest
+from support.engine.commands import plan_document, stored
 from support.engine.engine_host import EngineHost
 from support.engine.models import MODELS, checkpoint
 from support.engine.pool import on, runs_on
-from support.engine.trainer_commands import plan, stored
 from support.fused_experts import with_fused_experts
 from support.plans import plan_schema
 
@@ -28,7 +28,7 @@ def checked(document) -> RefitPlan:
 @on("llama-misaligned-tp2", "qwen3-moe-misaligned-tp2", slow=("qwen3-tied-tp1",))
 def test_the_child_process_and_the_server_give_the_same_document(checkpoint_dir, host):
     path = checkpoint(checkpoint_dir, host.model, "first")
-    served = host.call_all(plan)
+    served = host.call_all(plan_document)
     planned = make_plan(str(path), tp_size=host.tp_size).document
     assert all(document == planned for document in served)
     assert checked(planned).digest == served[0]["digest"]
@@ -45,7 +45,7 @@ def test_dummy_weights_give_the_document_of_the_checkpoint(checkpoint_dir, tmp_p
         path = tmp_path
     with EngineHost(path, args=("--load-format", "dummy")) as engine:
         before = engine.call(stored)
-        assert engine.call(plan) == expected
+        assert engine.call(plan_document) == expected
         assert engine.call(stored) == before
 
 
@@ -70,7 +70,7 @@ def test_a_checkpoint_of_fused_experts_has_one_document_too(checkpoint_dir):
         checkpoint_dir / "qwen3-moe-fused-plan", model.config, with_fused_experts(model.first)
     )
     with EngineHost(path) as engine:
-        served = engine.call(plan)
+        served = engine.call(plan_document)
     assert served == make_plan(str(path)).document
     entry = checked(served).of("model.layers.0.mlp.experts.gate_up_proj")
     assert (entry.scheme, entry.dtype) == ("blockwise", "bfloat16")

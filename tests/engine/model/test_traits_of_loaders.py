@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from support.engine.commands import begin, digests, end, forget_buckets, status, update
-from support.engine.contract import HOST, OLDEST
 from support.engine.engine_host import EngineHost
+from support.engine.pool import needs_sessions
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.xdist_group("traits")]
 
@@ -46,37 +46,38 @@ def checkpoints(tmp_path_factory):
 @pytest.mark.timeout(900)  # the first one makes all checkpoints
 @pytest.mark.parametrize("architecture", TRAITS)
 def test_a_refit_equals_a_fresh_load_whatever_the_loader_does(architecture, checkpoints):
-    weights = [list(load_file(_set(checkpoints, architecture, at)).items()) for at in range(3)]
-    with _engine(checkpoints, architecture, 2) as fresh:
-        expected = fresh.call(digests)
+    second, third, expected = _updates(checkpoints, architecture)
     with _engine(checkpoints, architecture, 0) as host:
         assert host.call(digests) != expected
         host.call(forget_buckets)
-        for items in (weights[1], weights[2]):  # recorded, then replayed
-            taken, message = host.call(update, items)
-            assert taken, message
+        for items in (second, third):  # recorded, then replayed
+            host.send(items)
         assert _differences(host.call(digests), expected) == []
         found = host.call(status)
         assert found["consistent"], found["problems"]
         replay = found["replay"]
-        assert (replay["calls"] > 0 and not replay["native_tensors"]) == TRAITS[architecture], (
-            replay
-        )
-        assert TRAITS[architecture] or replay["native_reasons"]
+        is_replayed = replay["calls"] > 0 and not replay["native_tensors"]
+        assert is_replayed == TRAITS[architecture], replay
+        assert is_replayed or replay["native_reasons"]
 
 
-@pytest.mark.skipif(HOST == OLDEST, reason="this SGLang has no sessions")
+@needs_sessions
 @pytest.mark.parametrize("architecture", ["KimiVLForConditionalGeneration", "Gemma4ForCausalLM"])
 def test_a_session_of_buckets_equals_a_fresh_load(architecture, checkpoints):
-    weights = [list(load_file(_set(checkpoints, architecture, at)).items()) for at in range(3)]
-    with _engine(checkpoints, architecture, 2) as fresh:
-        expected = fresh.call(digests)
+    second, third, expected = _updates(checkpoints, architecture)
     with _engine(checkpoints, architecture, 0) as host:
-        for items in (weights[1], weights[2]):
+        for items in (second, third):
             for step in (host.call(begin), *_sent(host, items, 5), host.call(end)):
                 assert step[0], step[1]
         assert _differences(host.call(digests), expected) == []
         assert host.call(status)["consistent"]
+
+
+def _updates(checkpoints, architecture):
+    """Two sets to send, and the bytes of a start on the latter."""
+    sets = [load_file(_set(checkpoints, architecture, at)) for at in (1, 2)]
+    with _engine(checkpoints, architecture, 2) as fresh:
+        return *(list(one.items()) for one in sets), fresh.call(digests)
 
 
 def _sent(host, items, size):

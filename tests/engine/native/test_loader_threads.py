@@ -6,40 +6,23 @@ import pytest
 import torch
 from support.engine.commands import update
 from support.engine.pool import on
+from support.streams import use_streams
 
 pytestmark = pytest.mark.engine
 
 
 def streams_of_casts(scheduler, named_tensors):
-    """The stream of each cast of an update, and how many threads other than this one cast.
-
-    A CPU has no streams, so torch's are replaced by ones that are a thread's own, as a GPU's are.
-    """
+    """The stream of each cast of an update, and how many threads other than this one cast."""
     from sglang_fp8rl.engine.native import loader_call
 
-    class Streams(threading.local):
-        current = "default"
-
-    streams, seen, here = Streams(), [], threading.get_ident()
-    matrix_writes = loader_call.matrix_writes
-
-    class stream:
-        def __init__(self, one):
-            self.one = one
-
-        def __enter__(self):
-            self.before, streams.current = streams.current, self.one
-
-        def __exit__(self, *_):
-            streams.current = self.before
+    seen, here, matrix_writes = [], threading.get_ident(), loader_call.matrix_writes
 
     def noted(*args):
         seen.append((streams.current, threading.get_ident()))
         return matrix_writes(*args)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cpu, "current_stream", lambda device=None: streams.current)
-        patched.setattr(torch.cpu, "stream", stream)
+        streams = use_streams(patched)
         patched.setattr(loader_call, "matrix_writes", noted)
         with torch.cpu.stream("the scheduler's"):
             assert update(scheduler, named_tensors)[0]

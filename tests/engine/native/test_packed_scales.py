@@ -8,14 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-from packaging.version import Version
 from support.by_definition import quantize_blockwise
-from support.engine.commands import begin, digests, end, model_of, status, update
-from support.engine.contract import HOST
+from support.engine.commands import begin, digests, end, model_of, status
 from support.engine.fingerprint_commands import fingerprint
 from support.engine.kv_commands import fold_at_random, fold_of, unfold
 from support.engine.options import plain_experts
-from support.engine.pool import on
+from support.engine.pool import needs_sessions, on
 
 from sglang_fp8rl.engine.kv_scales import extension
 
@@ -86,17 +84,13 @@ def test_a_scale_that_is_no_power_of_two_is_refused_with_its_codes(packed_host, 
             host.send(pairs(host.model, 1))
         assert host.call(status)["replay"]["calls"] == 1
     before = host.call(digests)
-    ok, message = host.call(update, pairs(host.model, 8, plain=name))
-    assert not ok
-    for word in (f"{name}_scale_inv", "power of two", "use_weight_pow2_scale"):
-        assert word in message, message
+    words = (f"{name}_scale_inv", "power of two", "use_weight_pow2_scale")
+    host.refuses(pairs(host.model, 8, plain=name), *words)
     after = host.call(digests)
     for leaf in (STORED_IN[name], f"{STORED_IN[name]}_scale_inv"):
         assert after[leaf] == before[leaf]
     assert host.call(is_packed_as_stored)
-    state = host.call(status)
-    assert state["state"] == "failed"
-    assert any(name in line for line in state["last_refit"]["errors"])
+    assert any(name in line for line in host.call(status)["last_refit"]["errors"])
     host.send(pairs(host.model, 8))  # it goes on
     assert (
         host.call(digests)[STORED_IN[name] + "_scale_inv"] != before[f"{STORED_IN[name]}_scale_inv"]
@@ -104,17 +98,16 @@ def test_a_scale_that_is_no_power_of_two_is_refused_with_its_codes(packed_host, 
     assert host.call(is_packed_as_stored)
 
 
+@needs_sessions
 def test_the_next_session_ends_after_a_scale_that_is_no_power_of_two(packed_host):
     """The end of a session processes all weights again."""
     host = packed_host
-    if Version("0.5.21") > HOST:
-        pytest.skip("this SGLang has no sessions")
     host.call(begin)
-    assert not host.call(update, pairs(host.model, 8, plain=LINEAR))[0]
+    host.refuses(pairs(host.model, 8, plain=LINEAR))
     host.call(end)
     assert host.call(status)["state"] == "failed"
     host.call(begin)
-    host.send(list(host.model.first.items()))
+    host.update_to("first")
     assert host.call(end)[0]
     state = host.call(status)
     assert state["consistent"], state["problems"]
@@ -150,16 +143,15 @@ def folded_host(packed_host):
 
 
 def test_a_fingerprint_leaves_the_scales_packed_that_are_served(packed_host):
-    host = packed_host
-    expected = host.call(ask_for_the_fingerprint)
-    host.call(fold_at_random, 3)
+    expected = packed_host.call(ask_for_the_fingerprint)
+    packed_host.call(fold_at_random, 3)
     try:
-        assert host.call(is_packed_as_stored)
+        assert packed_host.call(is_packed_as_stored)
         for _ in range(2):
-            assert host.call(ask_for_the_fingerprint) == expected
-            assert host.call(is_packed_as_stored)
+            assert packed_host.call(ask_for_the_fingerprint) == expected
+            assert packed_host.call(is_packed_as_stored)
     finally:
-        host.call(unfold)
+        packed_host.call(unfold)
 
 
 def test_a_text_runs_on_packed_scales_of_the_weights_that_it_runs_on(folded_host):

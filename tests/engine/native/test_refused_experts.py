@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.engine.commands import digests, status, update
+from support.engine.commands import digests
 from support.engine.options import EXPERTS, plain_experts
 from support.engine.pool import on
 from support.fused_experts import with_fused_experts
@@ -23,24 +23,15 @@ def half_of(weight, dim):
 def test_a_shard_of_an_expert_in_bf16_is_refused_by_name(host, leaf, dim):
     name = f"{EXPERTS}.0.{leaf}.weight"
     whole = host.model.second[name]
-    before = host.call_all(digests)
-    ok, message = host.call_all(update, [(name, half_of(whole, dim))])[0]
-    assert not ok
-    assert name in message
-    assert f"the full, unsharded {tuple(whole.shape)}" in message
-    assert host.call_all(digests) == before
-    assert host.call(status)["state"] == "failed"
+    words = f"the full, unsharded {tuple(whole.shape)}"
+    host.refuses_and_keeps([(name, half_of(whole, dim))], name, words)
 
 
 @pytest.mark.parametrize("leaf", ["gate_up_proj", "down_proj"])
 def test_a_shard_of_all_experts_together_is_refused_by_name(host, leaf):
     name = f"{EXPERTS}.{leaf}"
     half = half_of(with_fused_experts(host.model.second)[name], 1)
-    before = host.call_all(digests)
-    ok, message = host.call_all(update, [(name, half)])[0]
-    assert not ok
-    assert name in message
-    assert host.call_all(digests) == before
+    host.refuses_and_keeps([(name, half)], name)
 
 
 def test_whole_experts_of_every_kind_equal_a_fresh_load(host):

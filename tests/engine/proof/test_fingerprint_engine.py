@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.engine.commands import plan_document, update
+from support.engine.commands import plan_document
 from support.engine.engine_host import EngineHost
 from support.engine.fingerprint_commands import (
     fingerprint,
@@ -52,12 +52,10 @@ def test_the_engine_has_the_trainer_s_numbers_and_every_flipped_bit_is_found(hos
     assert found.compared == len(first.numbers) > 10
 
     # FP32 into the engine, then FP8 from the trainer: who quantizes doesn't matter.
-    assert all(ok for ok, _ in host.call_all(update, list(host.model.second.items())))
+    host.update_to("second")
     assert compare(served(host), second).ok
     assert not compare(served(host), first).ok
-    sent = list(quantize_for_refit(host.model.first.items(), plan))
-    results = host.call_all(update, sent)
-    assert all(ok for ok, _ in results), results
+    host.send(list(quantize_for_refit(host.model.first.items(), plan)))
     assert compare(served(host), first).ok
 
     for rank, place, bit, names in flips(host):
@@ -130,5 +128,5 @@ def test_dummy_weights_have_numbers_and_differ(checkpoint_dir):
         plan = RefitPlan.from_dict(host.call(plan_document))
         expected = fingerprint_of(model.first.items(), plan)
         assert not compare(served(host), expected).ok
-        assert host.call(update, list(model.first.items()))[0]
+        host.send(list(model.first.items()))
         assert compare(served(host), expected).ok

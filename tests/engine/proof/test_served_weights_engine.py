@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.engine.commands import plan_document, update
+from support.engine.commands import plan_document
 from support.engine.fingerprint_commands import fingerprint, fingerprint_after_flip
 from support.engine.generation import generate
 from support.engine.pool import on
@@ -66,7 +66,7 @@ def test_a_model_that_computes_as_served_is_proven_and_nearer_to_the_engine(host
     model.load_state_dict(with_fused_experts(host.model.second), strict=False)
     with pytest.raises(RefitError, match="have other bytes"):
         check_as_served(model, server)
-    assert all(ok for ok, _ in host.call_all(update, list(host.model.second.items())))
+    host.update_to("second")
     assert check_as_served(model, server).ok
 
     place = "model.layers.0.self_attn.o_proj.weight"

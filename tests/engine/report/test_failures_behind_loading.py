@@ -14,16 +14,8 @@ from support.engine.pool import needs_sessions, on
 pytestmark = [pytest.mark.engine, on("qwen3-tp1", "qwen3-tp2")]
 
 MODEL = MODELS["qwen3"]
-FIRST, SECOND = list(MODEL.first.items()), list(MODEL.second.items())
+SECOND = list(MODEL.second.items())
 BREAKS = "packing broke"
-
-
-@pytest.fixture(autouse=True)
-def _a_full_update_mends_it(host):
-    yield
-    assert host.call(update, FIRST)[0]
-    assert host.call_all(digests) == host.as_loaded.digests
-    assert host.call(status)["state"] == "whole"
 
 
 @contextlib.contextmanager
@@ -73,38 +65,31 @@ def assert_failed(host, answer):
         assert any(BREAKS in text for text in found["last_refit"]["errors"])
 
 
-def test_a_complete_update_that_fails_behind_its_loading_is_no_success(host):
-    assert_failed(host, host.call(update_that_breaks_behind_it, SECOND))
-
-
-def test_so_does_one_whose_flush_was_refused_too(host):
-    assert_failed(host, host.call(update_that_breaks_behind_it, SECOND, busy=True))
+@pytest.mark.parametrize("busy", [False, True], ids=["flushed", "flush refused"])
+def test_a_complete_update_that_fails_behind_its_loading_is_no_success(host, busy):
+    assert_failed(host, host.call(update_that_breaks_behind_it, SECOND, busy=busy))
 
 
 def test_a_bucket_in_the_middle_of_an_update_fails_it_with_its_reason(host):
-    assert host.call(update, SECOND[:9], flush_cache=False)[0]
+    host.send(SECOND[:9], flush_cache=False)
     assert_failed(host, host.call(update_that_breaks_behind_it, SECOND[9:20], flush_cache=False))
 
 
 @needs_sessions
-def test_a_session_whose_end_breaks_is_over_and_failed(host):
+@pytest.mark.parametrize("items", [SECOND, []], ids=["full", "empty"])
+def test_a_session_whose_end_breaks_is_over_and_failed(host, items):
     assert host.call(begin)[0]
-    assert host.call(update, SECOND)[0]
+    if items:
+        host.send(items)
     assert_failed(host, host.call(end_that_breaks))
     assert host.call(begin)[0]
-    assert host.call(update, SECOND)[0]
+    host.send(SECOND)
     assert host.call(end)[0]
     assert host.call(status)["state"] == "whole"
 
 
 @needs_sessions
-def test_an_empty_session_whose_end_breaks_is_failed_too(host):
-    assert host.call(begin)[0]
-    assert_failed(host, host.call(end_that_breaks))
-
-
-@needs_sessions
-def test_so_is_a_call_without_a_session_of_its_own(host):
+def test_a_call_whose_own_session_breaks_at_its_end_is_failed_too(host):
     assert_failed(host, host.call(update_whose_session_breaks, SECOND))
 
 

@@ -6,10 +6,8 @@ import importlib.util
 
 import pytest
 import torch
-from packaging.version import Version
 from support.engine.commands import begin, digests, end, model_of, status, update
-from support.engine.contract import HOST
-from support.engine.pool import engine_key, on
+from support.engine.pool import engine_key, needs_sessions, on
 
 from sglang_fp8rl.wire.refit_note import RefitNote
 
@@ -20,8 +18,6 @@ MODULE = NEWER if importlib.util.find_spec(NEWER) else "sglang.srt.model_executo
 DIRECT = f"{MODULE}._model_load_weights_direct"
 NORM, MATRIX = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
 
-has_sessions = pytest.mark.skipif(Version("0.5.21") > HOST, reason="this SGLang has no sessions")
-
 
 @on(
     engine_key(
@@ -31,17 +27,13 @@ has_sessions = pytest.mark.skipif(Version("0.5.21") > HOST, reason="this SGLang 
 @pytest.mark.parametrize("load_format", [DIRECT, "loader.of.mine", "direct", "upside_down"])
 def test_a_loader_of_the_client_s_choice_is_refused_on_every_rank(host, load_format):
     """Also one that the server was started with: SGLang's own test names the function behind `direct`."""
-    before = host.call_all(digests)
-    for ok, message in host.call_all(update, [(MATRIX, host.model.second[MATRIX])], load_format):
-        assert not ok
-        for words in (
-            f"load_format: {load_format!r}",
-            "leave FP8 scales behind",
-            "Leave load_format out",
-        ):
-            assert words in message
-    assert host.call_all(digests) == before
-    assert all(rank["state"] == "failed" for rank in host.call_all(status))
+    host.refuses_and_keeps(
+        [(MATRIX, host.model.second[MATRIX])],
+        f"load_format: {load_format!r}",
+        "leave FP8 scales behind",
+        "Leave load_format out",
+        load_format=load_format,
+    )
 
 
 def update_that_loads_nothing(scheduler, tensors):
@@ -70,7 +62,7 @@ def write_behind(scheduler, name):
     codes ^= (torch.rand(codes.shape, generator=torch.Generator().manual_seed(0)) < 0.001).byte()
 
 
-@has_sessions
+@needs_sessions
 @on("qwen3-tp1", "qwen3-tp2")
 def test_what_is_written_in_a_session_past_every_call_is_told(host):
     assert all(ok for ok, _ in host.call_all(begin))
@@ -81,15 +73,7 @@ def test_what_is_written_in_a_session_past_every_call_is_told(host):
     assert all(rank["state"] == "failed" for rank in host.call_all(status))
 
 
-@has_sessions
-@on("qwen3-tp1")
-def test_a_session_in_which_nothing_happens_leaves_the_weights_whole(host):
-    assert host.call(begin)[0]
-    assert host.call(end)[0]
-    assert host.call(status)["state"] == "whole"
-
-
-@has_sessions
+@needs_sessions
 @on("qwen3-tp1")
 @pytest.mark.parametrize("partial", [False, True])
 def test_an_announced_refit_in_which_nothing_comes_fails(host, partial):
@@ -109,7 +93,7 @@ def test_weights_that_sglang_s_checker_resets_are_not_whole(host):
     found = host.call(status)
     assert found["state"] == "unloaded"
     assert not found["consistent"]
-    host.send(list(host.model.first.items()))
+    host.update_to("first")
     assert host.call(status)["state"] == "whole"
 
 

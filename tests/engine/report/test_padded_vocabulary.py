@@ -1,7 +1,7 @@
 """Rows that SGLang adds to a vocabulary are in no checkpoint, and nothing old about them."""
 
 import pytest
-from support.engine.commands import digests, status, update
+from support.engine.commands import digests, status
 from support.engine.engine_host import EngineHost
 from support.engine.models import Model, checkpoint
 
@@ -26,7 +26,7 @@ def test_the_first_full_update_leaves_nothing_old(checkpoint_dir, size, load_for
         for state in host.call_all(status):
             assert state["consistent"] == (load_format == "auto"), state["problems"]
         for _ in range(2):  # natively, then replayed
-            assert host.call(update, list(case.first.items()))[0]
+            host.send(list(case.first.items()))
             for state in host.call_all(status):
                 assert state["consistent"], state["problems"]
                 assert state["last_refit"]["complete"]

@@ -11,6 +11,7 @@ from support.engine.commands import (
     digests,
     end,
     model_of,
+    release_and_resume,
     served_tensors,
     status,
     update,
@@ -28,41 +29,11 @@ BACKED_UP = engine_key("qwen3", args=("--enable-weights-cpu-backup",), label="ba
 BY_TAGS = [["weights"], ["kv_cache"]]
 
 
-def release_and_resume(scheduler, tags, is_paged, *, spoils=True):
-    """As a colocated trainer does: `tags` are resumed one after the other, where there are lists of them."""
-    from sglang.srt.managers.io_struct import (
-        ReleaseMemoryOccupationReqInput,
-        ResumeMemoryOccupationReqInput,
-    )
-    from sglang.srt.utils.torch_memory_saver_adapter import _TorchMemorySaverAdapterNoop
-
-    class Paging(_TorchMemorySaverAdapterNoop):
-        enabled = True
-
-        def resume(self, tag):
-            if spoils and tag == "weights":
-                spoil(scheduler)
-
-    updater = scheduler.weight_updater
-    adapter = updater.memory_saver_adapter
-    steps = tags if tags and isinstance(tags[0], list) else [tags]
-    if is_paged:
-        updater.memory_saver_adapter = Paging()
-    try:
-        for step in steps:
-            updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=step))
-        for step in steps:
-            updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=step))
-    finally:
-        updater.memory_saver_adapter = adapter
-
-
 def spoil(scheduler):
     """Fill all memory of the model with rubbish, NaN among it."""
     generator = torch.Generator().manual_seed(0)
-    for tensor in served_tensors(
-        scheduler
-    ).values():  # some are no rows and columns in their memory
+    # Some are no rows and columns in their memory.
+    for tensor in served_tensors(scheduler).values():
         data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         data.copy_(torch.randint(0, 256, data.shape, generator=generator, dtype=torch.uint8))
 
@@ -88,7 +59,7 @@ def test_a_colocated_trainer_replays_and_nothing_old_is_served(host, tags):
     for which in ("second", "first"):
         fresh, recipes = host.fresh(which), host.call(status)["replay"]["recipes"]
         before = host.call(status)["replay"]["native_calls"]
-        host.call_all(release_and_resume, tags, True)
+        host.call_all(release_and_resume, tags, True, spoil)
         state = host.call(status)
         assert (state["state"], state["replay"]["recipes"]) == ("unloaded", recipes)
         assert "never loaded" in state["problems"][0]
@@ -106,8 +77,8 @@ def test_a_colocated_trainer_replays_and_nothing_old_is_served(host, tags):
 @on("deepseek-v3-tp1", WITH_FP8_CACHE)
 def test_a_server_may_sleep_before_its_first_update(host):
     """veRL's first step: start, sleep, wake, update."""
-    host.call_all(release_and_resume, None, True)
-    host.send(list(host.model.second.items()))
+    host.call_all(release_and_resume, None, True, spoil)
+    host.update_to("second")
     assert host.call(status)["state"] == "whole", host.call(status)["problems"]
     assert host.call_all(digests) == host.fresh("second").digests
 
@@ -115,11 +86,11 @@ def test_a_server_may_sleep_before_its_first_update(host):
 @on("qwen3-tp1")
 def test_a_recipe_is_dropped_where_the_memory_came_back_elsewhere(host):
     host.in_doubt = True  # a weight has moved
-    host.send(list(host.model.first.items()))
-    host.call_all(release_and_resume, None, True)
+    host.update_to("first")
+    host.call_all(release_and_resume, None, True, spoil)
     host.call(move_a_scale)
     for calls in (0, 1):
-        host.send(list(host.model.second.items()))
+        host.update_to("second")
         assert host.call(status)["replay"]["recipes"] == 1
         assert replayed(host) == calls
     assert host.call_all(digests) == host.fresh("second").digests
@@ -136,7 +107,7 @@ def move_a_scale(scheduler):
 def test_constants_that_no_update_sends_come_back(host):
     host.in_doubt = True  # they stay
     host.call(give_a_constant)
-    host.call_all(release_and_resume, None, True)
+    host.call_all(release_and_resume, None, True, spoil)
     assert host.call(constant) == 0.5
 
 
@@ -144,11 +115,11 @@ def test_constants_that_no_update_sends_come_back(host):
 def test_what_a_resume_raises_on_one_rank_every_rank_says(host):
     """SGLang's answer to it has no room for an error, and its scheduler ends with what is raised."""
     name = "model.kept_copies:KeptCopies.put_constants_back"
-    host.call_all(injected_in, name, 1, release_and_resume, ["weights"], True)
+    host.call_all(injected_in, name, 1, release_and_resume, ["weights"], True, spoil)
     for rank in host.call_all(status):
         assert rank["state"] == "failed"
         assert any(INJECTED in text for text in rank["problems"])
-    host.send(list(host.model.first.items()))
+    host.update_to("first")
     assert host.call(status)["state"] == "whole"
 
 
@@ -166,18 +137,20 @@ def constant(scheduler):
     ("tags", "is_paged"), [(["kv_cache"], True), (["weights"], False)], ids=["cache", "not paged"]
 )
 def test_weights_that_stayed_are_not_missing(host, tags, is_paged):
-    host.call(release_and_resume, tags, is_paged, spoils=False)
+    host.call(release_and_resume, tags, is_paged)
     assert host.call(status)["consistent"], host.call(status)["problems"]
 
 
 @on(BACKED_UP)
-def test_weights_that_were_kept_on_the_cpu_are_not_missing(host):
-    host.send(list(host.model.first.items()))
-    host.call(release_and_resume, ["weights"], True, spoils=False)
+def test_weights_that_were_kept_on_the_cpu_are_not_missing(host, engine_pool):
+    host.update_to("first")
+    host.call(release_and_resume, ["weights"], True)
     assert host.call(status)["consistent"], host.call(status)["problems"]
-    host.send(list(host.model.second.items()))
+    host.update_to("second")
     assert replayed(host) == 1
-    assert host.call_all(digests) == host.fresh("second").digests
+    expected = engine_pool.fresh(engine_key("qwen3"))  # the backup changes nothing that is served
+    assert host.call_all(digests) == expected.digests
+    assert host.say() == expected.said
 
 
 def while_released(scheduler, act, *args):

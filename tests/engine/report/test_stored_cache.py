@@ -49,10 +49,7 @@ def test_a_refit_clears_what_is_stored_once_it_ends(host):
 def test_a_refit_whose_stored_cache_can_t_be_cleared_fails_by_name(host):
     host.in_doubt = True
     host.call(store, False)
-    ok, message = host.call(update, ITEMS)
-    assert not ok
-    assert "storage backend" in message
-    assert host.call(status)["state"] == "failed"
+    host.refuses(ITEMS, "storage backend")
     host.call(store, None)
     assert host.call(update, ITEMS)[0]
     assert host.call(status)["state"] == "whole"
@@ -62,7 +59,7 @@ def test_a_refit_whose_stored_cache_can_t_be_cleared_fails_by_name(host):
 def test_a_refit_that_a_flush_of_the_cache_ends_clears_what_is_stored(host):
     host.in_doubt = True
     host.call(store, True)
-    assert not host.call(update, [(ITEMS[0][0], torch.full_like(ITEMS[0][1], float("nan")))])[0]
+    host.refuses([(ITEMS[0][0], torch.full_like(ITEMS[0][1], float("nan")))])
     before = host.call(cleared)
     for items in (ITEMS[:5], ITEMS[5:]):  # out of step: nothing says that this is one update
         assert host.call(update, items, None, False)[0]
@@ -79,7 +76,7 @@ def test_whoever_has_the_cache_flushed_behind_new_weights_has_the_stored_one_cle
     host.call(store, True)
     assert host.call(update, ITEMS[:5])[0]  # mixed: it may go on
     assert host.call(cleared) == 1
-    assert not host.call(update, [ITEMS[5], (ITEMS[6][0], torch.ones(3, 3))])[0]
+    host.refuses([ITEMS[5], (ITEMS[6][0], torch.ones(3, 3))])
     assert host.call(cleared) == 2  # a part of it was stored
     host.call(store, None)
     assert host.call(update, ITEMS)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.engine.commands import digests, plan_document, status, update
+from support.engine.commands import digests, plan_document, status
 from support.engine.models import MODELS
 from support.engine.pool import on
 
@@ -31,10 +31,10 @@ def untied(which: str) -> torch.Tensor:
 
 
 def in_buckets(host, items, load_format, count=3):
-    for at in range(count):
-        bucket = items[at::count]
-        answers = host.call_all(update, bucket, load_format, at == count - 1)
-    return answers
+    """All but the last are sent; the last one."""
+    for at in range(count - 1):
+        host.send(items[at::count], load_format, False)
+    return items[count - 1 :: count]
 
 
 @TIED
@@ -44,14 +44,10 @@ def test_an_update_brings_the_head_with_the_embedding_or_is_refused(host, load_f
     # Natively, then replayed, with what was recorded of a good one and of a bad one.
     for which in ("second", "first", "second"):
         items = with_head(which, getattr(MODEL, which)[EMBEDDING])
-        for ok, message in in_buckets(host, items, load_format):
-            assert ok, message
+        host.send(in_buckets(host, items, load_format), load_format)
         assert host.call(status)["state"] == "whole", host.call(status)["problems"]
-        for ok, message in in_buckets(host, with_head(which, untied(which)), load_format):
-            assert not ok
-            assert HEAD in message
-            assert "tie" in message
-        assert host.call(status)["state"] == "failed"
+        last = in_buckets(host, with_head(which, untied(which)), load_format)
+        host.refuses(last, HEAD, "tie", load_format=load_format)
     assert host.call(status)["replay"]["calls"] > 0
     assert host.call_all(digests) == expected  # all else was stored
 
@@ -60,16 +56,11 @@ def test_an_update_brings_the_head_with_the_embedding_or_is_refused(host, load_f
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
 def test_a_head_alone_is_held_against_what_is_served(host, load_format):
     for _ in range(2):
-        assert host.call(update, [(HEAD, MODEL.first[EMBEDDING])], load_format)[0]
+        host.send([(HEAD, MODEL.first[EMBEDDING])], load_format)
         assert host.call(status)["state"] == "whole"
-        ok, message = host.call(update, [(HEAD, untied("first"))], load_format)
-        assert not ok
-        assert HEAD in message
-        assert host.call(status)["state"] == "failed"
-        host.send(list(MODEL.first.items()))
-    ok, message = host.call(update, [(HEAD, MODEL.first[EMBEDDING][:-1])], load_format)
-    assert not ok
-    assert "shape" in message
+        host.refuses([(HEAD, untied("first"))], HEAD, load_format=load_format)
+        host.update_to("first")
+    host.refuses([(HEAD, MODEL.first[EMBEDDING][:-1])], "shape", load_format=load_format)
 
 
 @TIED

@@ -16,7 +16,7 @@ from support.engine.commands import (
     update_from_disk,
 )
 from support.engine.models import MODELS
-from support.engine.pool import on
+from support.engine.pool import needs_sessions, on
 
 from sglang_fp8rl.engine.law.law import law_of
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
@@ -29,15 +29,6 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
 NORM = "model.norm.weight"
 SECOND = list(MODEL.second.items())
 NORMS = [name for name in MODEL.second if "norm" in name]
-
-
-@pytest.fixture(autouse=True)
-def _a_full_update_clears_everything(host):
-    yield
-    assert host.call(update, list(MODEL.first.items()))[0]
-    assert host.call_all(digests) == host.as_loaded.digests
-    state = host.call(status)
-    assert (state["state"], state["problems"]) == ("whole", [])
 
 
 def left_out(state):
@@ -62,17 +53,8 @@ def test_a_refit_of_every_fp8_weight_and_no_norm_is_mixed(host):
     assert [row["parameters"] for row in state["served"]][1] == len(NORMS)
 
 
-def test_the_norms_of_another_refit_do_not_make_it_whole(host):
-    first, *rest = without(*NORMS)
-    assert host.call(update, [first], None, False)[0]
-    assert host.call(update, rest)[0]
-    assert host.call(update, [(name, MODEL.second[name]) for name in NORMS])[0]
-    assert host.call_all(digests) == host.fresh("second").digests
-    assert host.call(status)["state"] == "mixed"
-
-
 def test_a_version_goes_with_its_refit(host):
-    assert host.call(update, SECOND, weight_version="step-7")[0]
+    host.send(SECOND, weight_version="step-7")
     state = host.call(status)
     assert state["last_refit"]["version"] == "step-7"
     assert state["last_complete_refit"]["version"] == "step-7"
@@ -87,108 +69,56 @@ def note(**fields):
 
 
 def test_all_that_the_plan_lists_may_be_announced(host):
-    success, message = host.call(update, without(NORM), rid=note(extent="all"))
-    assert not success
-    assert NORM in message
-    assert host.call(update, SECOND, rid=note(extent="all"))[0]
+    host.refuses(without(NORM), NORM, rid=note(extent="all"))
+    host.send(SECOND, rid=note(extent="all"))
     assert host.call(status)["state"] == "whole"
-
-
-def test_a_partial_refit_keeps_what_is_served_whole(host):
-    assert host.call(update, [(DOWN, MODEL.second[DOWN])], rid=note(extent="partial"))[0]
-    state = host.call(status)
-    assert state["state"] == "whole"
-    assert (state["last_refit"]["outcome"], state["last_refit"]["complete"]) == ("ok", False)
-
-
-def test_a_note_that_cannot_be_read_is_refused_and_nothing_is_stored(host):
-    before = host.call(digests)
-    success, message = host.call(update, SECOND, rid='{"fp8rl_refit": {"id": 3}}')
-    assert not success
-    assert "a note is" in message
-    assert host.call(digests) == before
-    assert host.call(status)["state"] == "failed"
 
 
 def test_another_client_s_unreadable_request_leaves_waiting_halves_alone(host):
     """Two halves of a pair under one name, and between them somebody's call that names a tensor twice."""
     mine = {"rid": note(extent="partial")}
     codes, scale = quantize_blockwise(MODEL.second[DOWN])
-    ok, message = host.call(update, [(DOWN, codes)], flush_cache=False, **mine)
-    assert ok, message
-    assert not host.call(update, [(NORM, MODEL.second[NORM])] * 2)[0]
-    ok, message = host.call(update, [(f"{DOWN}_scale_inv", scale)], **mine)
-    assert ok, message
-    served = host.call(parameter, DOWN)
-    assert torch.equal(served, codes.view(torch.uint8))
+    host.send([(DOWN, codes)], flush_cache=False, **mine)
+    host.refuses([(NORM, MODEL.second[NORM])] * 2)
+    host.send([(f"{DOWN}_scale_inv", scale)], **mine)
+    assert torch.equal(host.call(parameter, DOWN), codes.view(torch.uint8))
 
 
 # -- sessions --------------------------------------------------------------------------------------
 
 
-def _has_sessions(scheduler):
-    return hasattr(scheduler.weight_updater, "begin_weight_update")
-
-
-@pytest.fixture
-def sessions(host):
-    if not host.call(_has_sessions):
-        pytest.skip("this SGLang has no sessions")
-
-
-@pytest.mark.usefixtures("sessions")
-def test_a_session_that_leaves_out_what_it_announced_fails_at_its_end(host):
-    assert host.call(begin, rid=note(extent="all"))[0]
-    assert host.call(update, without(NORM))[0]
+@needs_sessions
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_a_session_names_what_it_left_out_and_fails_if_all_was_announced(host, is_announced):
+    assert host.call(begin, rid=note(extent="all") if is_announced else None)[0]
+    host.send(without(NORM))
     assert host.call(status)["state"] == "open"
     success, message = host.call(end)
-    assert not success
+    assert success is not is_announced
     assert NORM in message
+    assert host.call(status)["state"] == ("failed" if is_announced else "mixed")
     assert host.call(begin)[0]  # it is closed all the same
     assert host.call(end)[0]
-    assert host.call(status)["state"] == "failed"
+    assert host.call(status)["state"] == ("failed" if is_announced else "mixed")
 
 
-@pytest.mark.usefixtures("sessions")
-def test_a_session_that_announced_nothing_and_left_something_out_is_mixed(host):
-    assert host.call(begin)[0]
-    assert host.call(update, without(NORM))[0]
-    success, message = host.call(end)
-    assert success
-    assert NORM in message
-    assert host.call(status)["state"] == "mixed"
-
-
-@pytest.mark.usefixtures("sessions")
-def test_an_update_sent_again_in_its_session_is_whole(host):
-    assert host.call(begin, rid=note(extent="all"))[0]
-    assert not host.call(update, [*SECOND[:3], (DOWN, torch.ones(3, 3))])[0]
-    assert host.call(update, SECOND[:5])[0]
-    assert host.call(update, SECOND[5:])[0]
-    assert host.call(end)[0]
-    assert host.call(status)["state"] == "whole"
-
-
-@pytest.mark.usefixtures("sessions")
+@needs_sessions
 def test_a_session_that_ends_behind_a_failure_says_so_once_more(host):
     assert host.call(begin)[0]
-    assert not host.call(update, [(DOWN, torch.ones(3, 3))])[0]
+    host.refuses([(DOWN, torch.ones(3, 3))])
     success, message = host.call(end)
     assert not success
     assert DOWN in message
 
 
-@pytest.mark.usefixtures("sessions")
+@needs_sessions
 def test_halves_that_were_left_behind_meet_no_half_of_the_next_refit(host):
     """A session outlived its sender; the scale of the next one would scale codes that are stale."""
     codes, _ = quantize_blockwise(MODEL.second[DOWN])
     _, scale = quantize_blockwise(MODEL.first[DOWN])
-    before = host.call(digests)
     assert host.call(begin)[0]
-    assert host.call(update, [(DOWN, codes)], None, False)[0]
-    name = f"{DOWN}_scale_inv"
-    assert not host.call(update, [(name, scale)], rid=note(extent="all"))[0]
-    assert host.call(digests) == before
+    host.send([(DOWN, codes)], flush_cache=False)
+    host.refuses_and_keeps([(f"{DOWN}_scale_inv", scale)], rid=note(extent="all"))
     host.call(end)
 
 
@@ -264,20 +194,7 @@ def test_a_refit_of_many_calls_is_decided_once(host):
     assert host.call(refits_that_are_complete, buckets) == [True]
 
 
-@pytest.mark.usefixtures("sessions")
-@pytest.mark.parametrize("named", [False, True])
-def test_a_session_and_its_calls_may_both_name_the_refit(host, named):
-    assert host.call(begin, **({"rid": note(extent="all")} if named else {}))[0]
-    for items, flush in ((SECOND[:5], False), (SECOND[5:], True)):
-        assert host.call(update, items, None, flush, rid=note(extent="all", version="v2"))[0]
-        assert host.call(status)["state"] == "open"
-    assert host.call(end)[0]
-    assert host.call(status)["state"] == "whole"
-    assert host.call_all(digests) == host.fresh("second").digests
-
-
 def test_a_name_that_looks_like_a_version_moves_none(host):
     for text in ('"evil"', "no JSON"):
-        success, message = host.call(update, [(f"x\x1ffp8rl-version:{text}\x1f", torch.ones(2))])
-        assert not success
+        message = host.refuses([(f"x\x1ffp8rl-version:{text}\x1f", torch.ones(2))])
         assert apart_from_versions(message) == (message, [])

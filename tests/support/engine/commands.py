@@ -136,8 +136,17 @@ def update_from_disk(scheduler: Any, path: str) -> tuple[bool, str]:
     return _answered(scheduler.weight_updater.update_weights_from_disk(request))
 
 
-def release_and_resume(scheduler: Any, tags: list[str] | None, is_paged: bool) -> None:
-    """The weights' memory as a memory saver takes it and gives it back; pages are CUDA's, so bytes stay."""
+def release_and_resume(
+    scheduler: Any,
+    tags: list[str] | list[list[str]] | None,
+    is_paged: bool,
+    resumed: Callable[[Any], None] | None = None,
+) -> None:
+    """The weights' memory as a memory saver takes it and gives it back.
+
+    Pages are CUDA's, so bytes stay, unless `resumed(scheduler)` spoils them at that moment. Lists of tags are
+    resumed one after the other.
+    """
     from sglang.srt.managers.io_struct import (
         ReleaseMemoryOccupationReqInput,
         ResumeMemoryOccupationReqInput,
@@ -147,13 +156,20 @@ def release_and_resume(scheduler: Any, tags: list[str] | None, is_paged: bool) -
     class Paging(_TorchMemorySaverAdapterNoop):
         enabled = True
 
+        def resume(self, tag: str) -> None:
+            if resumed is not None and tag == "weights":
+                resumed(scheduler)
+
     updater = scheduler.weight_updater
     adapter = updater.memory_saver_adapter
+    steps = tags if tags and isinstance(tags[0], list) else [tags]
     if is_paged:
         updater.memory_saver_adapter = Paging()
     try:
-        updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
-        updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+        for step in steps:
+            updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=step))
+        for step in steps:
+            updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=step))
     finally:
         updater.memory_saver_adapter = adapter
 
@@ -170,6 +186,14 @@ def plan_document(scheduler: Any) -> dict[str, Any]:
     from sglang_fp8rl.engine.plan.extension import Plan
 
     return Plan(model_of(scheduler).fp8rl_refit).made.as_dict()
+
+
+def stored(scheduler: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Parameter name to dtype and shape."""
+    return {
+        name: (str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
+        for name, parameter in model_of(scheduler).named_parameters()
+    }
 
 
 def set_longest_row(_: Any, columns: int) -> int:

@@ -26,6 +26,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from support.engine.commands import digests, status, update
 from support.engine.forked import CONTEXT
 
 _START_SECONDS = 240
@@ -98,6 +99,27 @@ class EngineHost:
         for pipe in self._pipes:
             pipe.send((function, args))
         return self._receive_all()
+
+    def send(self, items: list[Any], *options: Any, **more: Any) -> None:
+        """Update, and check that it was taken on every rank."""
+        for success, message in self.call_all(update, items, *options, **more):
+            assert success, message
+
+    def refuses(self, items: list[Any], *words: str, **options: Any) -> str:
+        """Send what every rank has to refuse, in all of these words, and its status knows; what rank 0 says."""
+        answers = self.call_all(update, items, **options)
+        for success, message in answers:
+            assert not success
+            assert [word for word in words if word not in message] == [], message
+        assert [rank["state"] for rank in self.call_all(status)] == ["failed"] * self.tp_size
+        return answers[0][1]
+
+    def refuses_and_keeps(self, items: list[Any], *words: str, **options: Any) -> str:
+        """As `refuses`, and no byte of the model is another one."""
+        before = self.call_all(digests)
+        said = self.refuses(items, *words, **options)
+        assert self.call_all(digests) == before
+        return said
 
     def close(self) -> None:
         for pipe in self._pipes:

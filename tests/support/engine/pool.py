@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from sglang_fp8rl.versions import HAS_SESSIONS
-from support.engine.commands import digests, forget_buckets, status, update
+from support.engine.commands import digests, forget_buckets, status
 from support.engine.contract import LAYOUTS, Layout, no_forward_of
 from support.engine.engine_host import EngineHost
 from support.engine.generation import NEW_TOKENS, PROMPT, generate
@@ -117,16 +117,25 @@ class Engine(EngineHost):
         """Of an engine of the same key that was started on these weights."""
         return self.as_loaded if which == "first" else self._pool.fresh(self.key, which)
 
+    def check_fresh(self, which: str) -> None:
+        """Bytes and words are those of an engine that was started on these weights."""
+        fresh = self.fresh(which)
+        assert self.call_all(digests) == fresh.digests
+        assert self.say() == fresh.said
+
     def say(self) -> list[Any]:
         return self.call_all(generate, PROMPT, NEW_TOKENS)
 
-    def send(self, items: list[Any], *options: Any) -> None:
-        """Update, and check that it was taken on every rank."""
-        for success, message in self.call_all(update, items, *options):
-            assert success, message
+    def update_to(self, *which: str) -> None:
+        """Full updates to these weight sets, one after the other."""
+        for one in which:
+            self.send(list(getattr(self.model, one).items()))
 
     def restore(self) -> None:
-        """Put the first weights back, unless they are there and whole, and check their bytes."""
+        """Put the first weights back, unless they are there and whole, and check their bytes.
+
+        Behind every test: whatever it did, one full update mends it.
+        """
         if self._is_as_loaded():
             return
         self.send(list(self.model.first.items()))
@@ -135,7 +144,7 @@ class Engine(EngineHost):
     def _is_as_loaded(self) -> bool:
         ranks = self.call_all(status)
         as_loaded = self.call_all(digests) == self.as_loaded.digests
-        return as_loaded and all(rank["consistent"] for rank in ranks)
+        return as_loaded and all(rank["consistent"] and not rank["problems"] for rank in ranks)
 
 
 class EnginePool:
