@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from byte_tokenizer import save_tokenizer
-from support.engine.commands import begin, digests, end, model_of, status, update
+from support.engine.commands import begin, end, model_of, status, update
 from support.engine.engine_host import EngineHost
 from support.engine.generation import finish, generate
 from support.engine.kv_cases import (
@@ -16,15 +16,14 @@ from support.engine.kv_cases import (
     TOKENS,
     calibrated,
     drifted,
-    exponents_of,
     kv_status,
+    largest_of,
     with_calibration,
 )
 from support.engine.kv_commands import (
     clear_pool,
     exponents,
     flush,
-    poison,
     pool_codes,
     saturated,
     start_request,
@@ -37,33 +36,6 @@ from sglang_fp8rl.engine.kv_scales.calibration import MAX_TOKENS
 from sglang_fp8rl.versions import HAS_SESSIONS
 
 pytestmark = pytest.mark.engine
-
-
-def largest_of(found):
-    return [
-        (layer["keys"]["largest"], layer["values"]["largest"])
-        for layer in found["kv_scales"]["layers"]
-    ]
-
-
-@on(
-    with_calibration("qwen3"),
-    slow=(with_calibration("qwen2-bias"), with_calibration("qwen3", "tp2")),
-)
-def test_a_refit_ends_with_the_exponents_the_bytes_and_the_words_of_a_fresh_start(host):
-    far = list(drifted(host.model.second).items())
-    for which in range(5):
-        host.send(far[which::5], None, which == 4)
-    moved = host.call_all(exponents)
-    host.call(poison)  # whatever lies in the cache has no say
-    fresh = host.fresh("second")
-    assert moved != [exponents_of(one) for one in fresh.status]
-    host.send(list(host.model.second.items()))
-    assert host.call_all(exponents) == [exponents_of(one) for one in fresh.status]
-    assert largest_of(host.call(status)) == largest_of(fresh.status[0])
-    assert host.call_all(digests) == fresh.digests
-    assert host.say() == fresh.said
-    assert kv_status(host)["follows_weights"]
 
 
 @runs_on("qwen3")

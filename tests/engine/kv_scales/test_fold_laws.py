@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.engine.commands import digests, status
-from support.engine.kv_cases import LONGER, drifted, exponents_of, with_calibration, with_fp8_cache
+from support.engine.commands import digests, status, update
+from support.engine.kv_cases import (
+    LONGER,
+    drifted,
+    exponents_of,
+    largest_of,
+    with_calibration,
+    with_fp8_cache,
+)
 from support.engine.kv_commands import (
     FP8_CACHE,
     checksums,
@@ -29,6 +36,7 @@ from support.engine.pool import engine_key, on, runs_on
 pytestmark = pytest.mark.engine
 
 
+CHOSEN = (with_fp8_cache("qwen3"), with_calibration("qwen3"))
 UNIT = engine_key("qwen3", "tp1", (*FP8_CACHE, *overridden(kv_scales="unit")), "unit")
 
 
@@ -63,20 +71,33 @@ def test_with_a_bf16_cache_folded_and_unfolded_say_the_same(host):
         assert host.call_all(digests) == host.as_loaded.digests
 
 
-@on(with_fp8_cache("qwen3"), slow=(with_fp8_cache("qwen2-bias"), with_fp8_cache("qwen3", "tp2")))
+@on(
+    *CHOSEN,
+    slow=(
+        with_fp8_cache("qwen2-bias"),
+        with_fp8_cache("qwen3", "tp2"),
+        with_calibration("qwen2-bias"),
+        with_calibration("qwen3", "tp2"),
+    ),
+)
 def test_a_refit_ends_with_the_exponents_the_bytes_and_the_words_of_a_fresh_start(host):
-    far = drifted(host.model.second)
-    buckets = [list(far.items())[at::5] for at in range(5)]
+    far = list(drifted(host.model.second).items())
+    buckets = [far[at::5] for at in range(5)]
     for which, bucket in enumerate(reversed(buckets)):
         host.send(bucket, None, which == 4)
     moved = host.call_all(exponents)
-    assert moved != [exponents_of(one) for one in host.as_loaded.status]
-    host.send(list(host.model.second.items()))
+    host.call(poison)  # whatever lies in the cache has no say
     fresh = host.fresh("second")
+    assert moved != [exponents_of(one) for one in host.as_loaded.status]
+    assert moved != [exponents_of(one) for one in fresh.status]
+    host.update_to("second")
     assert host.call_all(exponents) == [exponents_of(one) for one in fresh.status]
+    found = host.call(status)
+    assert largest_of(found) == largest_of(fresh.status[0])
     assert host.call_all(digests) == fresh.digests
     assert host.say() == fresh.said
-    assert host.call(status)["kv_scales"]["certified"]
+    assert found["kv_scales"]["certified"] or found["kv_scales"]["mode"] == "calibrated"
+    assert found["kv_scales"]["follows_weights"]
 
 
 @runs_on("qwen3")
@@ -94,8 +115,6 @@ def test_what_is_read_is_what_was_sent_whatever_happened_to_the_update(engine_po
             [(key, model.second[key]) for key in model.second if "norm" in key],
             list(spoiled.items()),
         ):
-            from support.engine.commands import update
-
             answers = [one.call_all(update, items) for one in (folded, plain)]
             assert answers[0] == answers[1]
             assert folded.call(digests) != plain.call(digests)
@@ -138,7 +157,7 @@ def test_one_rank_and_two_choose_the_same_exponents(engine_pool):
             assert one.call(exponents) == first == second
 
 
-@on(with_fp8_cache("qwen3"), with_calibration("qwen3"))
+@on(*CHOSEN)
 def test_no_prefix_survives_a_change_of_exponents(host):
     """Exponents move there and back: what the pool held in between, poisoned, is never read."""
     first, hit = host.call(generate_cached, LONGER, 4)
@@ -156,3 +175,28 @@ def test_no_prefix_survives_a_change_of_exponents(host):
     host.call(poison)
     assert host.call(generate_cached, LONGER, 4) == (first, 0)
     assert host.call(status)["kv_scales"]["moves"] >= 2
+
+
+@on(
+    with_fp8_cache("qwen3", "tp2"),
+    slow=(engine_key("qwen3", "tp2", label="radix", radix_cache=True),),
+)
+def test_where_one_rank_fails_all_ranks_flush_and_go_on_alike(host):
+    """And none chooses exponents without the one that refused."""
+    host.call_all(generate_cached, LONGER, 4)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    spoiled = drifted(host.model.second)
+    spoiled[name] = spoiled[name].clone()
+    spoiled[name][-1] = float("nan")  # a row of the last rank
+    host.refuses(list(spoiled.items()), name)
+    first, second = host.call_all(generate_cached, LONGER, 4)
+    assert first == second
+    assert first[1] == 0  # no hit: what the old weights computed is gone
+    if host.call(status)["kv_scales"] is not None:
+        first, second = host.call_all(exponents)
+        assert first == second
+        assert (
+            first[0][1] != host.as_loaded.status[0]["kv_scales"]["layers"][0]["values"]["exponent"]
+        )
+    host.update_to("second")
+    assert host.call_all(digests) == host.fresh("second").digests

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.engine.commands import digests, status, update
+from support.engine.commands import digests, status
 from support.engine.kv_cases import LONGER, exponents_of, kv_status, with_fp8_cache
 from support.engine.kv_commands import (
     FP8_CACHE,
@@ -77,7 +77,7 @@ def test_a_refit_ends_with_the_exponents_the_bytes_and_the_words_of_a_fresh_star
     assert first != [exponents_of(one) for one in fresh.status]
     for buckets in ([items[at::3] for at in range(3)], [weights, scales], [scales, weights]):
         for _ in range(2):  # recorded, then replayed
-            host.send(list(host.model.first.items()))
+            host.update_to("first")
             assert host.call_all(exponents) == first
             for which, bucket in enumerate(buckets):
                 host.send(bucket, "flattened_bucket", which == len(buckets) - 1)
@@ -129,12 +129,8 @@ def test_what_is_no_scale_is_refused_by_name_and_the_last_one_stays(host, value)
     good = as_nemo_rl([(8.0, 0.1), (3.0, 1.0)])
     host.send(list(good.items()))
     name = "model.layers.1.self_attn.v_scale"
-    taken, message = host.call(update, [*list(good.items())[:3], (name, torch.tensor([value]))])
-    assert not taken
-    assert name in message
-    assert str(value) in message
-    assert "finite and larger than zero" in message
-    assert "Calibrate again" in message
+    items = [*list(good.items())[:3], (name, torch.tensor([value]))]
+    host.refuses(items, name, str(value), "finite and larger than zero", "Calibrate again")
     host.call(flush)
     assert host.call(exponents) == [(3, -3), (2, 0)]
 
@@ -142,17 +138,10 @@ def test_what_is_no_scale_is_refused_by_name_and_the_last_one_stays(host, value)
 @on(with_sent_scales(SCALED))
 def test_scales_of_other_shapes_and_of_layers_that_are_not_there_are_refused(host):
     name = "model.layers.1.self_attn.k_scale"
-    for tensor, words in (
-        (torch.ones(4), "shape (4,)"),
-        (torch.ones(1, dtype=torch.int32), "torch.int32"),
-    ):
-        taken, message = host.call(update, [(name, tensor)])
-        assert not taken
-        assert words in message
-    taken, message = host.call(update, [(name.replace(".1.", ".7."), torch.ones(1))])
-    assert not taken
-    assert "model.layers.7.self_attn.k_scale" in message
-    assert "no layer of that name" in message
+    host.refuses([(name, torch.ones(4))], "shape (4,)")
+    host.refuses([(name, torch.ones(1, dtype=torch.int32))], "torch.int32")
+    other = name.replace(".1.", ".7.")
+    host.refuses([(other, torch.ones(1))], other, "no layer of that name")
 
 
 @on(with_fp8_cache("qwen3"))
@@ -168,18 +157,13 @@ def test_a_server_that_chooses_itself_does_without_them_and_says_so(host):
         "reason": "kv_scales is 'certified': this server chooses scales itself",
     }
     assert host.call(status)["last_refit"]["outcome"] == "ok"
-    taken, message = host.call(update, [("model.layers.0.self_attn.k_scales", torch.ones(1))])
-    assert not taken
-    assert "no parameter takes" in message
+    host.refuses([("model.layers.0.self_attn.k_scales", torch.ones(1))], "no parameter takes")
 
 
 @on(engine_key("qwen3"), engine_key("qwen3", "tp1", UNIT, "unit"))
 def test_a_server_that_scales_nothing_refuses_them_with_the_remedy(host):
     items = list(as_nemo_rl([(8.0, 0.1), (3.0, 1.0)]).items())
-    taken, message = host.call(update, items)
-    assert not taken
-    assert "model.layers.0.self_attn.k_scale" in message
-    assert "kv_scales='sent'" in message
+    host.refuses(items, "model.layers.0.self_attn.k_scale", "kv_scales='sent'")
 
 
 @runs_on("qwen3")

@@ -108,13 +108,9 @@ def test_no_input_saturates_and_some_use_half_of_what_there_is(host):
 @on(with_fp8_cache("qwen3"))
 def test_without_the_fold_the_same_inputs_do_saturate(host):
     host.send(list(drifted(host.model.first, 9).items()))
-    host.call(_forget_the_fold)
+    host.call(unfold)
     host.in_doubt = True
     assert host.call(adversarial_codes)[0][2] > 0
-
-
-def _forget_the_fold(scheduler):
-    unfold(scheduler)
 
 
 @pytest.mark.parametrize("model", ["gemma3", pytest.param("deepseek-v3", marks=pytest.mark.slow)])

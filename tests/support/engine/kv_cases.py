@@ -40,5 +40,10 @@ def exponents_of(one):
     return [(layer["keys"]["exponent"], layer["values"]["exponent"]) for layer in layers]
 
 
+def largest_of(one):
+    layers = one["kv_scales"]["layers"]
+    return [(layer["keys"]["largest"], layer["values"]["largest"]) for layer in layers]
+
+
 def kv_status(host):
     return host.call(status)["kv_scales"]
