@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from packaging.version import Version
 from safetensors.torch import save_file
-from support.engine.commands import digests, model_of, status, update
+from support.engine.commands import digests, model_of, status
+from support.engine.drafts import build_draft, check_same, draft_values
 from support.engine.engine_host import EngineHost, command_line
 from support.engine.fingerprint_commands import fingerprint
 from support.engine.forked import run_forked
@@ -29,60 +31,18 @@ pytestmark = pytest.mark.engine
 WITH_DRAFT = Model("deepseek-mtp", "deepseek_v3", (("num_nextn_predict_layers", 1),))
 
 
-@on(engine_key("qwen3", args=("--enable-weights-cpu-backup",), label="backup"))
-def test_an_update_with_weights_backed_up_equals_a_fresh_start(host, engine_pool):
-    """Of an engine without the backup; it changes nothing that is served."""
-    expected = engine_pool.fresh(engine_key("qwen3"))
-    host.send(list(host.model.second.items()))
-    assert host.call_all(digests) == expected.digests
-    assert host.say() == expected.said
-
-
-def wrap_with_lora(scheduler):
-    """As `--enable-lora` does once the model is loaded; the flag itself wants pinned memory, a GPU."""
-    from sglang.srt.layers.linear import LinearBase
-    from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
-    from sglang.srt.lora.layers import get_lora_layer
-    from sglang.srt.utils import replace_submodule
-
-    model = model_of(scheduler)
-    backend = TorchNativeLoRABackend(max_loras_per_batch=1, device=torch.device("cpu"))
-    layers = [name for name, module in model.named_modules() if isinstance(module, LinearBase)]
-    for name in layers:
-        if name.endswith(("o_proj", "down_proj")):
-            replace_submodule(model, name, get_lora_layer(model.get_submodule(name), backend))
-    return sum(".base_layer." in name for name, _ in model.named_parameters())
-
-
-@on(engine_key("qwen3", label="with-lora"))
-def test_updates_reach_layers_that_lora_wrapped_after_they_were_loaded(host, engine_pool):
-    expected = engine_pool.fresh(engine_key("qwen3"))
-    host.in_doubt = True  # its layers stay wrapped
-    assert host.call(wrap_with_lora)
-    for which in ("second", "first", "second"):
-        host.send(list(getattr(host.model, which).items()))
-        assert host.call(status)["consistent"]
-    found = host.call(digests)
-    plain = {name.replace(".base_layer.", "."): value for name, value in found.items()}
-    assert [plain] == expected.digests
-    assert host.say() == expected.said
-
-
-class Unpinned:
+@contextmanager
+def unpinned():
     """SGLang's LoRA asks for pinned memory, which takes a GPU; in here it gets plain one."""
+    tensor = torch.tensor
 
-    def __enter__(self):
-        self._patched = pytest.MonkeyPatch()
-        tensor = torch.tensor
+    def plain(*args, pin_memory=False, **more):
+        return tensor(*args, **more)
 
-        def unpinned(*args, pin_memory=False, **more):
-            return tensor(*args, **more)
-
-        self._patched.setattr(torch, "tensor", unpinned)
-        self._patched.setattr(torch.Tensor, "pin_memory", lambda self: self)
-
-    def __exit__(self, *_):
-        self._patched.undo()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "tensor", plain)
+        patched.setattr(torch.Tensor, "pin_memory", lambda self: self)
+        yield
 
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -94,7 +54,7 @@ def start_lora(scheduler):
     from sglang.srt.lora.lora_manager import LoRAManager
 
     runner = scheduler.tp_worker.model_runner
-    with Unpinned():
+    with unpinned():
         scheduler.test_lora = LoRAManager(
             base_model=runner.model,
             base_hf_config=scheduler.model_config.hf_config,
@@ -114,7 +74,7 @@ def load_adapter(scheduler, path):
     from sglang.srt.lora.lora_registry import LoRARef
 
     reference, lora = LoRARef(lora_name=path, lora_path=path, pinned=False), scheduler.test_lora
-    with Unpinned():
+    with unpinned():
         answer = lora.load_lora_adapter(reference)
         assert answer.success, answer.error_message
         lora.fetch_new_loras({reference.lora_id})
@@ -165,6 +125,7 @@ def test_updates_of_the_base_go_on_where_adapters_are_loaded(host, engine_pool, 
     assert found.items() <= expected.digests[0].items()
     assert len(found) > 20
     assert not host.call(fingerprint).unproven
+    assert host.say() == expected.said
 
 
 def weight_digests(scheduler):
@@ -263,33 +224,18 @@ def draft_path(directory, which):
     return path
 
 
-def build_draft(scheduler):
-    """SGLang's own draft model, from the target's checkpoint; kept for the functions below."""
-    from sglang.srt.configs.device_config import DeviceConfig
-    from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_loader import get_model
-
-    args = scheduler.server_args
-    config = ModelConfig.from_server_args(args, model_path=args.model_path, is_draft_model=True)
-    config.quantization = (
-        scheduler.model_config.quantization
-    )  # as a speculating server passes it on
-    draft = get_model(
-        model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu")
-    )
-    scheduler.test_draft = draft
+def draft_of(scheduler):
+    """Its class, the names of its methods, and its dtypes."""
+    draft = build_draft(scheduler)
     kinds = {type(getattr(module, "quant_method", None)).__name__ for module in draft.modules()}
     return type(draft).__name__, sorted(kinds), {str(p.dtype) for p in draft.parameters()}
 
 
-def draft_values(scheduler):
+def own_values(scheduler):
     """All but the embedding and the head: a speculating server shares the target's with it."""
-    return {
-        name: parameter.detach().clone()
-        for name, parameter in scheduler.test_draft.named_parameters()
-        if "embed_tokens" not in name and "lm_head" not in name and "shared_head.head" not in name
-    }
+    shared = ("embed_tokens", "lm_head", "shared_head.head")
+    found = draft_values(scheduler).items()
+    return {name: one for name, one in found if not any(part in name for part in shared)}
 
 
 def update_draft(scheduler, items):
@@ -300,21 +246,18 @@ def update_draft(scheduler, items):
 def test_an_embedded_draft_stays_in_high_precision_and_follows_the_same_tensors(checkpoint_dir):
     second = with_draft(WITH_DRAFT.second, 11)
     with EngineHost(draft_path(checkpoint_dir, "second")) as fresh:
-        fresh.call(build_draft)
-        expected, expected_draft = fresh.call(digests), fresh.call(draft_values)
+        fresh.call(draft_of)
+        expected, expected_draft = fresh.call(digests), fresh.call(own_values)
     with EngineHost(draft_path(checkpoint_dir, "first"), args=("--load-format", "dummy")) as host:
-        name, kinds, dtypes = host.call(build_draft)
+        name, kinds, dtypes = host.call(draft_of)
         assert name == "DeepseekV3ForCausalLMNextN"
         assert not any("Fp8" in kind for kind in kinds), kinds
         assert dtypes <= {"torch.bfloat16", "torch.float32"}
         # The target is sent the draft's tensors too, and skips them by design.
-        ok, message = host.call(update, list(second.items()))
-        assert ok, message
+        host.send(list(second.items()))
         assert host.call(digests) == expected
         host.call(update_draft, list(second.items()))
-        found = host.call(draft_values)
-    assert found.keys() == expected_draft.keys()
-    assert all(torch.equal(found[key], expected_draft[key]) for key in found)
+        check_same(host.call(own_values), expected_draft)
 
 
 def build_draft_in_fp8(scheduler):
@@ -344,9 +287,7 @@ def test_a_draft_in_fp8_is_refused_for_nothing_would_say_that_it_is_old(host):
 def test_tensors_behind_the_last_layer_are_unknown_to_a_model_without_a_draft(host):
     state = with_draft(host.model.first, 10)
     name = "model.layers.2.enorm.weight"
-    ok, message = host.call(update, [(name, state[name])])
-    assert not ok
-    assert name in message
+    host.refuses([(name, state[name])], name)
 
 
 def fp8_names(scheduler):

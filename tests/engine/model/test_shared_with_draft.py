@@ -7,6 +7,7 @@ SGLang's own update path and draft model; only the worker that would speculate i
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +19,8 @@ from support.engine.commands import (
     model_of,
     release_and_resume,
     status,
-    update,
 )
+from support.engine.drafts import build_draft, check_same, draft_values
 from support.engine.engine_host import EngineHost
 from support.engine.models import Model
 from support.engine.pool import runs_on
@@ -57,31 +58,14 @@ def state(which: str) -> dict[str, torch.Tensor]:
 
 def start_draft(scheduler):
     """SGLang's own draft model and what its worker does with it: it shares embedding and head, and is updated."""
-    from dataclasses import replace
-
-    from sglang.srt.configs.device_config import DeviceConfig
-    from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_loader import get_model
-
-    args = scheduler.server_args
-    config = ModelConfig.from_server_args(args, model_path=args.model_path, is_draft_model=True)
-    config.quantization = scheduler.model_config.quantization
-    draft = get_model(
-        model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu")
-    )
+    draft = build_draft(scheduler)
     draft.set_embed_and_head(*model_of(scheduler).get_embed_and_head())
     target = scheduler.tp_worker.model_runner.weight_updater
     runner = SimpleNamespace(weight_updater=replace(target, get_model=lambda: draft))
     scheduler.weight_updater.draft_worker = SimpleNamespace(
         weight_update_runners=lambda: [("draft", runner)]
     )
-    scheduler.test_draft = draft
     return type(draft).__name__
-
-
-def draft_values(scheduler):
-    return {name: one.detach().clone() for name, one in scheduler.test_draft.named_parameters()}
 
 
 @pytest.fixture(scope="module")
@@ -119,37 +103,28 @@ def buckets(items, count=3):
 def test_updates_reach_target_and_draft_as_a_fresh_start_does(host, fresh, load_format):
     for which in ("second", "first", "second"):
         for bucket in buckets(list(state(which).items())):
-            ok, message = host.call(update, bucket, load_format)
-            assert ok, message
+            host.send(bucket, load_format)
         assert host.call(status)["state"] == "whole", host.call(status)["problems"]
     assert host.call(status)["replay"]["calls"] > 0
     assert host.call(digests) == fresh[0]
-    found = host.call(draft_values)
-    assert found.keys() == fresh[1].keys()
-    assert all(torch.equal(found[name], fresh[1][name]) for name in found)
+    check_same(host.call(draft_values), fresh[1])
 
 
 @runs_on("mimo-mtp")
 def test_a_draft_s_embedding_is_the_target_s_and_another_one_is_refused(host):
-    before = host.call(digests)
     served, other = state("first")[EMBEDDING], state("second")[EMBEDDING]
-    assert host.call(update, [(EMBEDDING, served)], selector="draft")[0]
+    host.send([(EMBEDDING, served)], selector="draft")
     assert host.call(status)["state"] == "whole"
-    ok, message = host.call(update, [(EMBEDDING, other)], selector="draft")
-    assert not ok
-    assert EMBEDDING in message
-    assert "draft" in message
-    assert host.call(status)["state"] == "failed"
-    assert host.call(digests) == before
+    host.refuses_and_keeps([(EMBEDDING, other)], EMBEDDING, "draft", selector="draft")
     # In one session the target's may come behind it.
     assert host.call(begin)[0]
-    assert host.call(update, [(EMBEDDING, other)], selector="draft")[0]
-    assert host.call(update, list(state("second").items()), selector="target")[0]
+    host.send([(EMBEDDING, other)], selector="draft")
+    host.send(list(state("second").items()), selector="target")
     ok, message = host.call(end)
     assert ok, message
     assert host.call(status)["state"] == "whole"
     # And another refit of the target alone is not held against it.
-    assert host.call(update, list(state("first").items()), selector="target")[0]
+    host.send(list(state("first").items()), selector="target")
     assert host.call(status)["state"] == "whole"
 
 
@@ -157,15 +132,15 @@ def test_a_draft_s_embedding_is_the_target_s_and_another_one_is_refused(host):
 def test_a_draft_whose_memory_was_released_is_missing_until_it_came(host):
     items = list(state("first").items())
     host.call(release_and_resume, ["weights"], True)
-    assert host.call(update, items, selector="target")[0]
+    host.send(items, selector="target")
     found = host.call(status)
     assert found["state"] == "unloaded"
     assert "draft" in found["problems"][0]
     assert "model.input_proj.weight" in found["problems"][0]
     half = [item for item in items if "k_proj" not in item[0]]
-    assert host.call(update, half, selector="draft")[0]
+    host.send(half, selector="draft")
     assert host.call(status)["state"] == "unloaded"
-    assert host.call(update, items, selector="draft")[0]
+    host.send(items, selector="draft")
     assert host.call(status)["state"] == "whole", host.call(status)["problems"]
 
 
@@ -174,6 +149,6 @@ def test_a_session_for_the_draft_alone_ends_well(host):
     draft = [(name, one) for name, one in state("second").items() if "mtp_layers" in name]
     note = RefitNote("draft", extent="partial").to_text()
     assert host.call(begin, rid=note, selector="draft")[0]
-    assert host.call(update, draft, selector="draft")[0]
+    host.send(draft, selector="draft")
     assert host.call(end) == (True, "Success")
     assert host.call(status)["state"] == "whole"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.by_definition import quantize_blockwise
-from support.engine.commands import digests, parameter, status
+from support.engine.commands import parameter, status
 from support.engine.contract import HOST, OLDEST
 from support.engine.models import Model
 from support.engine.options import overridden
@@ -23,11 +23,8 @@ def with_options(label, model="qwen3", **options):
 
 def update_and_compare(host):
     """Update an engine to the second weights and check that it equals a fresh one."""
-    for which in ("second", "first", "second"):  # the last one is replayed
-        host.send(list(getattr(host.model, which).items()))
-    fresh = host.fresh("second")
-    assert host.call_all(digests) == fresh.digests
-    assert host.say() == fresh.said
+    host.update_to("second", "first", "second")  # the last one is replayed
+    host.check_fresh("second")
 
 
 def schemes(host):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from support.engine.commands import digests, status
 from support.engine.engine_host import EngineHost
@@ -19,8 +21,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 # -- wrong options ---------------------------------------------------------------------------------
 
 
-def error_lines(log: str) -> list[str]:
-    return [line for line in log.splitlines() if "sglang_fp8rl.errors." in line]
+def check_one_error(log: str, words: Sequence[str]) -> None:
+    lines = {line for line in log.splitlines() if "sglang_fp8rl.errors." in line}
+    assert len(lines) == 1, log[-4000:]
+    line = lines.pop()
+    assert [word for word in words if word not in line] == [], line
 
 
 @pytest.mark.slow
@@ -31,11 +36,8 @@ def test_an_unknown_key_stops_the_server_with_one_clear_line(checkpoint_dir, tmp
     log = tmp_path / "server.log"
     with pytest.raises(HostError, match="before it was healthy"):
         ServerProcess(path, args, log_path=log).start()
-    lines = set(error_lines(log.read_text(errors="replace")))
-    assert len(lines) == 1, lines
-    line = lines.pop()
-    for word in ("'misalign'", "known keys are weight_block_size, ", "Did you mean 'misaligned'?"):
-        assert word in line, (word, line)
+    words = ("'misalign'", "known keys are weight_block_size, ", "Did you mean 'misaligned'?")
+    check_one_error(log.read_text(errors="replace"), words)
 
 
 @pytest.mark.parametrize(
@@ -57,19 +59,32 @@ def test_an_unknown_key_stops_the_server_with_one_clear_line(checkpoint_dir, tmp
             {"misaligned": "error"},
             ["model.layers.0.self_attn.qkv_proj", "128", "misaligned"],
         ),
+        (
+            "qwen3",
+            {"bf16_activations": ["model.layers.7"]},
+            ["bf16_activations", "matches none"],
+        ),
+        (
+            "qwen3",
+            {"bf16_activations": ["re:.*k_proj"]},
+            ["qkv_proj", "bf16_activations covers"],
+        ),
     ],
-    ids=["block-size", "pattern-without-module", "part-of-a-fused-module", "misaligned-error"],
+    ids=[
+        "block-size",
+        "pattern-without-module",
+        "part-of-a-fused-module",
+        "misaligned-error",
+        "bf16-pattern-without-module",
+        "bf16-part-of-a-fused-module",
+    ],
 )
 def test_wrong_options_stop_the_scheduler_with_one_clear_line(
     checkpoint_dir, tmp_path, model, options, words
 ):
     path = checkpoint(checkpoint_dir, MODELS[model], "first")
     log = log_of_a_failed_start(path, tmp_path / "scheduler.log", overridden(**options))
-    lines = set(error_lines(log))
-    assert len(lines) == 1, log[-4000:]
-    line = lines.pop()
-    for word in words:
-        assert word in line, (word, line)
+    check_one_error(log, words)
 
 
 # -- good options ----------------------------------------------------------------------------------
@@ -84,7 +99,7 @@ def updated_plan(host) -> dict[str, tuple[str, str]]:
     """The plan of an engine, after checking that an update of it equals a fresh start."""
     plan, fresh = plan_of(host), host.fresh("second")
     assert host.call_all(digests) != fresh.digests
-    host.send(list(host.model.second.items()))
+    host.update_to("second")
     assert host.call_all(digests) == fresh.digests
     assert host.call(status)["plan"] == fresh.status[0]["plan"]
     assert plan_of(host) == plan
