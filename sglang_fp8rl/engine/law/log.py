@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...wire.refit_note import RefitNote
+from ...wire.refit_note import PARTIAL, RefitNote
 from ..arrival.update import Update
 from ..ledger.ledger import Arrived
 from ..model.draft import lost_of_drafts
@@ -53,7 +53,7 @@ class RefitLog:
         self.is_unloaded = True
         self.session: Session | None = None
         self.moved_to: str | None = None
-        self.broken_off: deque[str | None] = deque(maxlen=MAX_LISTED)
+        self.broken_off: deque[str] = deque(maxlen=MAX_LISTED)
         self.has_lost_drafts = False
         self.is_in_step = True
         self.begun: list[Refit] = []
@@ -103,14 +103,16 @@ class RefitLog:
         refit = self.current = self._new(update, since)
         refit.calls = list(calls)
         self.begun.append(refit)
-        if refit.is_partial and refit.name in self.broken_off:
+        note = refit.note
+        if note is not None and note.extent == PARTIAL and note.id in self.broken_off:
             refit.given_up = "whose name is that of one that was broken off"
         return refit
 
     def break_off(self, refit: Refit) -> None:
         """It ended before all of it came: what its client may still send, as if nothing were lost, is a rest."""
-        if refit.is_partial and refit.name not in self.broken_off:
-            self.broken_off.append(refit.name)
+        note = refit.note
+        if note is not None and note.extent == PARTIAL and note.id not in self.broken_off:
+            self.broken_off.append(note.id)
 
     def refuse(self, update: Update, stamp: int, texts: Iterable[str]) -> Refit:
         """A request failed that does not belong to the running refit, which goes on; it wrote nothing since that stamp."""

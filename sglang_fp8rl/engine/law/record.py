@@ -184,10 +184,6 @@ class Refit:
         return [name for call in self.calls for name in call.narrowed]
 
     @property
-    def name(self) -> str | None:
-        return None if self.note is None else self.note.id
-
-    @property
     def is_partial(self) -> bool:
         return self.note is not None and self.note.extent == PARTIAL
 

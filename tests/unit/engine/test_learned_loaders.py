@@ -16,7 +16,7 @@ from sglang_fp8rl.engine.model.parameters import Target
 from sglang_fp8rl.engine.native import learned
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
-from tools.census.toys.toy import Named, loaded, weights
+from tools.census.toys.toy import Named, attached, loaded, weights
 
 
 class Fused(nn.Module):
@@ -206,7 +206,7 @@ def test_updates_leave_what_the_model_alone_leaves(kind, request):
 
 @pytest.mark.usefixtures("known")
 def test_another_tensor_in_the_same_storage_is_not_taken_for_a_part_of_what_came():
-    refit, alone = served(WritesWhatCameFirst), WritesWhatCameFirst()
+    refit, alone = attached(WritesWhatCameFirst(), replay=False), WritesWhatCameFirst()
     refit.model.load_weights(iter(sorted(weights(alone, 0).items())))
     for seed in range(1, 5):
         named = sorted(weights(alone, seed).items())
