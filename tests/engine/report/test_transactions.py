@@ -53,6 +53,15 @@ def test_a_refit_of_every_fp8_weight_and_no_norm_is_mixed(host):
     assert [row["parameters"] for row in state["served"]][1] == len(NORMS)
 
 
+def test_the_norms_of_another_refit_do_not_make_it_whole(host):
+    first, *rest = without(*NORMS)
+    assert host.call(update, [first], None, False)[0]
+    assert host.call(update, rest)[0]
+    assert host.call(update, [(name, MODEL.second[name]) for name in NORMS])[0]
+    assert host.call_all(digests) == host.fresh("second").digests
+    assert host.call(status)["state"] == "mixed"
+
+
 def test_a_version_goes_with_its_refit(host):
     host.send(SECOND, weight_version="step-7")
     state = host.call(status)
@@ -192,6 +201,18 @@ def refits_that_are_complete(scheduler, named_tensors):
 def test_a_refit_of_many_calls_is_decided_once(host):
     buckets = [(SECOND[:9], False), (SECOND[9:20], False), (SECOND[20:], True)]
     assert host.call(refits_that_are_complete, buckets) == [True]
+
+
+@pytest.mark.usefixtures("sessions")
+@pytest.mark.parametrize("named", [False, True])
+def test_a_session_and_its_calls_may_both_name_the_refit(host, named):
+    assert host.call(begin, **({"rid": note(extent="all")} if named else {}))[0]
+    for items, flush in ((SECOND[:5], False), (SECOND[5:], True)):
+        assert host.call(update, items, None, flush, rid=note(extent="all", version="v2"))[0]
+        assert host.call(status)["state"] == "open"
+    assert host.call(end)[0]
+    assert host.call(status)["state"] == "whole"
+    assert host.call_all(digests) == host.fresh("second").digests
 
 
 def test_a_name_that_looks_like_a_version_moves_none(host):

@@ -99,6 +99,13 @@ def test_half_of_the_modules_in_good_order_are_mixed_until_all_came(server):
     assert server.full() is State.WHOLE
 
 
+def test_a_client_that_flushes_with_every_call_is_whole_when_all_came(server):
+    for _ in range(2):
+        for name in sorted(NAMES)[:-1]:
+            assert server.call(name, flush=True) is State.MIXED
+        assert server.call(sorted(NAMES)[-1], flush=True) is State.WHOLE
+
+
 def test_what_comes_behind_the_last_parameter_belongs_to_the_same_refit(server):
     server.call(*NAMES, flush=True)
     last = server.log.last
