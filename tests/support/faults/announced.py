@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang_fp8rl.errors import RefitError
 
 from .fault import Group, Then
-from .trainer import DOWN, NORM, QUERY, UP, Answer, ServerTrainer
+from .trainer import DOWN, NORM, QUERY, UP, Answer, ServerTrainer, said_by
 
 GROUP = Group("What was announced", needs_server=True)
 row = GROUP.row
@@ -54,8 +54,4 @@ def one_norm_that_was_declared_to_be_all_that_changed(trainer: ServerTrainer) ->
 @row("left out", code=0, serves=None)
 def a_trainer_that_forgets_half_of_its_weights(trainer: ServerTrainer) -> Answer:
     weights = list(trainer.new.items())
-    try:
-        trainer.client().update(weights[: len(weights) // 2])
-    except RefitError as error:
-        return Answer(0, str(error))
-    return Answer(200, "")
+    return said_by(lambda: trainer.client().update(weights[: len(weights) // 2]), RefitError)

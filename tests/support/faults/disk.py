@@ -10,10 +10,11 @@ import torch
 
 from sglang_fp8rl.compat import OLDEST, host_version
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
+from sglang_fp8rl.wire.bucket import NamedTensor
 from support.engine.models import MODELS
 
 from .fault import Group, Then
-from .trainer import DOWN, HEAD, NORM, Answer, Tensors, Trainer
+from .trainer import DOWN, HEAD, MISSPELT, NORM, Answer, Tensors, Trainer
 
 GROUP = Group("Updates from disk")
 row = GROUP.row
@@ -84,10 +85,10 @@ def a_tensor_that_the_index_has_and_no_shard(trainer: Trainer) -> Answer:
     return trainer.disk(path)
 
 
-@row("no parameter takes", about=DOWN.replace("down", "donw"), serves=None)
+@row("no parameter takes", about=MISSPELT, serves=None)
 def a_misspelt_name_on_disk(trainer: Trainer) -> Answer:
     def change(tensors: Tensors) -> None:
-        tensors[DOWN.replace("down", "donw")] = tensors.pop(DOWN)
+        tensors[MISSPELT] = tensors.pop(DOWN)
 
     return trainer.disk(written(trainer, change))
 
@@ -106,16 +107,14 @@ def a_norm_that_is_missing_on_disk(trainer: Trainer) -> Answer:
     return trainer.disk(written(trainer, lambda tensors: tensors.pop(NORM)))
 
 
-@row("shape", about=DOWN, serves=None)
-def a_wrong_shape_on_disk(trainer: Trainer) -> Answer:
-    return trainer.disk(
-        written(trainer, lambda tensors: tensors.update({DOWN: torch.ones(256, 256)}))
+def instead(word: str, told: str, wrong: Callable[[Trainer], NamedTensor]) -> None:
+    """A row for a checkpoint with one tensor that is wrong."""
+    row(told, about=DOWN, serves=None, word=word)(
+        lambda trainer: trainer.disk(
+            written(trainer, lambda tensors: tensors.update([wrong(trainer)]))
+        )
     )
 
 
-@row("NaN or Inf", about=DOWN, serves=None)
-def a_nan_on_disk(trainer: Trainer) -> Answer:
-    def change(tensors: Tensors) -> None:
-        tensors.update([trainer.broken(DOWN, (0, 0), float("nan"))])
-
-    return trainer.disk(written(trainer, change))
+instead("a_wrong_shape_on_disk", "shape", lambda trainer: (DOWN, torch.ones(256, 256)))
+instead("a_nan_on_disk", "NaN or Inf", lambda trainer: trainer.broken(DOWN, (0, 0), float("nan")))

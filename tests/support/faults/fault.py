@@ -27,7 +27,8 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        act: makes it happen; its last answer is what the client is told. Its name is the row's.
+        word: the row's name, as a function's.
+        act: makes it happen; its last answer is what the client is told.
         told: words that the answer has to contain; none where success is answered.
         code: HTTP status of the answer; an engine answers 400 or 200.
         about: the tensor that the answer has to name.
@@ -39,6 +40,7 @@ class Fault:
         then_here: what the status says on the installed SGLang, where it is something else.
     """
 
+    word: str
     act: Act
     told: tuple[str, ...]
     code: int
@@ -52,11 +54,11 @@ class Fault:
 
     @property
     def name(self) -> str:
-        return self.act.__name__.strip("_").replace("_", " ")
+        return self.word.strip("_").replace("_", " ")
 
     @property
     def id(self) -> str:
-        return self.act.__name__.strip("_").replace("_", "-")
+        return self.word.strip("_").replace("_", "-")
 
     def missing_words(self, text: str) -> list[str]:
         """Return what an answer had to say and doesn't."""
@@ -77,14 +79,16 @@ class Group:
         about: str = "",
         then: Then = Then.FAILED,
         serves: Sequence[str] | None = (),
+        word: str = "",
         **flags: object,
     ) -> Callable[[Act], Act]:
-        """Make a row of the function below; arguments as the attributes of `Fault`."""
+        """Make a row of the function below, under its name if none is given; arguments as the attributes of `Fault`."""
 
         def register(act: Act) -> Act:
             known = {**self._common, **flags}
             names = None if serves is None else tuple(serves)
-            self.faults.append(Fault(act, told, code, about, then, names, **known))  # type: ignore[arg-type]
+            name = word or act.__name__
+            self.faults.append(Fault(name, act, told, code, about, then, names, **known))  # type: ignore[arg-type]
             return act
 
         return register

@@ -4,6 +4,7 @@ would be replayed by address."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,65 +48,37 @@ def replaced(number: int, **values: Any) -> Change:
     return change
 
 
-@row(INSIDE, about=DOWN)
-def a_tensor_that_starts_before_its_bucket(trainer: Trainer) -> Answer:
-    return twice(trainer, moved(0, -16, -16))
+def changed(word: str, told: str, about: str, change: Change) -> None:
+    """A row for a bucket whose layout was changed."""
+    row(told, about=about, word=word)(lambda trainer: twice(trainer, change))
 
 
-@row(INSIDE, about=NORM)
-def offsets_that_are_negative_but_a_valid_slice(trainer: Trainer) -> Answer:
-    """The end of the buffer in Python, memory before it by address."""
-    return twice(trainer, replaced(2, start_idx=-1024, end_idx=0))
-
-
-@row(INSIDE, about=NORM)
-def a_tensor_that_ends_after_its_bucket(trainer: Trainer) -> Answer:
-    return twice(trainer, moved(2, 16, 16))
-
-
-@row(INSIDE, about=NORM)
-def a_tensor_a_terabyte_after_its_bucket(trainer: Trainer) -> Answer:
-    return twice(trainer, moved(2, 1 << 40, 1 << 40))
-
-
-@row(LENGTH, about=DOWN)
-def a_tensor_that_ends_before_it_starts(trainer: Trainer) -> Answer:
-    return twice(trainer, replaced(0, start_idx=1024, end_idx=0))
-
-
-@row(LENGTH, about=DOWN)
-def a_tensor_with_too_few_bytes(trainer: Trainer) -> Answer:
-    return twice(trainer, moved(0, 0, -64))
-
-
-@row(LENGTH, about=NORM)
-def a_tensor_with_too_many_bytes(trainer: Trainer) -> Answer:
-    return twice(trainer, moved(2, -64, 0))
-
-
-@row(LENGTH, about=DOWN)
-def a_shape_with_a_negative_side(trainer: Trainer) -> Answer:
-    return twice(trainer, replaced(0, shape=torch.Size((-256, -512))))
-
-
-@row(LENGTH, about=DOWN)
-def a_shape_whose_product_overflows(trainer: Trainer) -> Answer:
-    return twice(trainer, replaced(0, shape=torch.Size((1 << 32, 1 << 32))))
-
-
-@row(LENGTH, about=DOWN)
-def a_shape_that_is_larger_than_its_bytes(trainer: Trainer) -> Answer:
-    return twice(trainer, replaced(0, shape=torch.Size((256, 1024))))
-
-
-@row(LENGTH, about=DOWN)
-def a_dtype_that_is_wider_than_its_bytes(trainer: Trainer) -> Answer:
-    return twice(trainer, replaced(0, dtype=torch.int64))
-
-
-@row("multiple of its element size", about=NORM)
-def a_tensor_that_is_not_aligned_to_its_elements(trainer: Trainer) -> Answer:
-    return twice(trainer, moved(2, -2, -2))
+changed("a_tensor_that_starts_before_its_bucket", INSIDE, DOWN, moved(0, -16, -16))
+# The end of the buffer in Python, memory before it by address.
+changed(
+    "offsets_that_are_negative_but_a_valid_slice",
+    INSIDE,
+    NORM,
+    replaced(2, start_idx=-1024, end_idx=0),
+)
+changed("a_tensor_that_ends_after_its_bucket", INSIDE, NORM, moved(2, 16, 16))
+changed("a_tensor_a_terabyte_after_its_bucket", INSIDE, NORM, moved(2, 1 << 40, 1 << 40))
+changed("a_tensor_that_ends_before_it_starts", LENGTH, DOWN, replaced(0, start_idx=1024, end_idx=0))
+changed("a_tensor_with_too_few_bytes", LENGTH, DOWN, moved(0, 0, -64))
+changed("a_tensor_with_too_many_bytes", LENGTH, NORM, moved(2, -64, 0))
+for word, shape in (
+    ("a_shape_with_a_negative_side", (-256, -512)),
+    ("a_shape_whose_product_overflows", (1 << 32, 1 << 32)),
+    ("a_shape_that_is_larger_than_its_bytes", (256, 1024)),
+):
+    changed(word, LENGTH, DOWN, replaced(0, shape=torch.Size(shape)))
+changed("a_dtype_that_is_wider_than_its_bytes", LENGTH, DOWN, replaced(0, dtype=torch.int64))
+changed(
+    "a_tensor_that_is_not_aligned_to_its_elements",
+    "multiple of its element size",
+    NORM,
+    moved(2, -2, -2),
+)
 
 
 @row(SHARED)
@@ -116,9 +89,7 @@ def two_tensors_on_the_same_bytes(trainer: Trainer) -> Answer:
     return twice(trainer, change)
 
 
-@row(SHARED)
-def two_tensors_that_overlap_by_one_element(trainer: Trainer) -> Answer:
-    return twice(trainer, moved(1, -4, -4))
+changed("two_tensors_that_overlap_by_one_element", SHARED, "", moved(1, -4, -4))
 
 
 @row("twice", about=UP)
@@ -127,57 +98,49 @@ def one_name_twice_in_a_bucket(trainer: Trainer) -> Answer:
     return trainer.flat(bucket)
 
 
-@row("whole numbers")
-def offsets_that_are_text(trainer: Trainer) -> Answer:
-    return twice(trainer, replaced(0, start_idx="none"))
+changed("offsets_that_are_text", "whole numbers", "", replaced(0, start_idx="none"))
+changed("offsets_that_are_missing", "whole numbers", "", replaced(0, start_idx=None))
 
 
-@row("whole numbers")
-def offsets_that_are_missing(trainer: Trainer) -> Answer:
-    return twice(trainer, replaced(0, start_idx=None))
+def written(word: str, *told: str, change: Callable[[str], Any]) -> None:
+    """A row for a bucket of one tensor, whose layout is made of the text that it had."""
+    row(*told, word=word)(
+        lambda trainer: trainer.flat(
+            [trainer.fresh(DOWN)], lambda metadata: change(layout_text.to_text(metadata))
+        )
+    )
 
 
-@row("version 99", "JSON of version 2")
-def a_layout_of_another_version(trainer: Trainer) -> Answer:
-    return trainer.flat([trainer.fresh(DOWN)], lambda metadata: json.dumps({"version": 99}))
+def with_columns(text: str, change: Callable[[dict[str, Any]], Any]) -> str:
+    table = json.loads(text)
+    change(table)
+    return json.dumps(table)
 
 
-@row("it is JSON")
-def a_layout_that_is_not_json(trainer: Trainer) -> Answer:
-    return trainer.flat([trainer.fresh(DOWN)], lambda metadata: "{")
-
-
-@row("KeyError: 'ends'")
-def a_layout_with_a_column_missing(trainer: Trainer) -> Answer:
-    def change(metadata: list[SimpleNamespace]) -> str:
-        table = json.loads(layout_text.to_text(metadata))
-        del table["ends"]
-        return json.dumps(table)
-
-    return trainer.flat([trainer.fresh(DOWN)], change)
-
-
-@row("is shorter")
-def a_layout_whose_columns_are_of_different_length(trainer: Trainer) -> Answer:
-    def change(metadata: list[SimpleNamespace]) -> str:
-        table = json.loads(layout_text.to_text(metadata))
-        table["names"].append(HEAD)
-        return json.dumps(table)
-
-    return trainer.flat([trainer.fresh(DOWN)], change)
-
-
-@row("float31", "known dtype")
-def a_layout_with_a_dtype_that_nobody_has(trainer: Trainer) -> Answer:
-    def change(metadata: list[SimpleNamespace]) -> str:
-        return layout_text.to_text(metadata).replace("float32", "float31")
-
-    return trainer.flat([trainer.fresh(DOWN)], change)
-
-
-@row("empty list")
-def an_empty_layout(trainer: Trainer) -> Answer:
-    return trainer.flat([trainer.fresh(DOWN)], lambda metadata: [])
+written(
+    "a_layout_of_another_version",
+    "version 99",
+    "JSON of version 2",
+    change=lambda text: json.dumps({"version": 99}),
+)
+written("a_layout_that_is_not_json", "it is JSON", change=lambda text: "{")
+written(
+    "a_layout_with_a_column_missing",
+    "KeyError: 'ends'",
+    change=lambda text: with_columns(text, lambda table: table.pop("ends")),
+)
+written(
+    "a_layout_whose_columns_are_of_different_length",
+    "is shorter",
+    change=lambda text: with_columns(text, lambda table: table["names"].append(HEAD)),
+)
+written(
+    "a_layout_with_a_dtype_that_nobody_has",
+    "float31",
+    "known dtype",
+    change=lambda text: text.replace("float32", "float31"),
+)
+written("an_empty_layout", "empty list", change=lambda text: [])
 
 
 @row(INSIDE, about=UP)

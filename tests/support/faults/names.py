@@ -5,67 +5,41 @@ from __future__ import annotations
 import torch
 
 from .fault import Group
-from .trainer import DOWN, EMBEDDING, NORM, QUERY, UP, Answer, Trainer
+from .trainer import DOWN, EMBEDDING, MISSPELT, NORM, QUERY, UP, Answer, Trainer
 
 GROUP = Group("Names and shapes")
 row = GROUP.row
 NO_PARAMETER = "no parameter takes"
+VALUE = "model.layers.0.self_attn.v_proj.weight"
 
 
-@row(NO_PARAMETER, "Near matches", DOWN, about=DOWN.replace("down", "donw"))
-def a_misspelt_name(trainer: Trainer) -> Answer:
-    return trainer.send((DOWN.replace("down", "donw"), trainer.new[DOWN]))
+def unknown(word: str, name: str, like: str = DOWN, *told: str, about: str = "") -> None:
+    """A row for the tensor of a parameter, under a name that the model has not."""
+    row(NO_PARAMETER, *told, about=about, word=word)(
+        lambda trainer: trainer.send((name, trainer.new[like]))
+    )
 
 
-@row(NO_PARAMETER, about="v_proj.wieght")
-def a_misspelt_name_of_a_fused_weight(trainer: Trainer) -> Answer:
-    name = "model.layers.0.self_attn.v_proj.weight"
-    return trainer.send((name.replace("weight", "wieght"), trainer.new[name]))
-
-
-@row(NO_PARAMETER, about="model.layers.9.")
-def a_layer_that_the_model_has_not(trainer: Trainer) -> Answer:
-    return trainer.send((DOWN.replace(".0.", ".9."), trainer.new[DOWN]))
-
-
-@row(NO_PARAMETER)
-def a_name_with_a_prefix_too_much(trainer: Trainer) -> Answer:
-    return trainer.send((f"module.{DOWN}", trainer.new[DOWN]))
-
-
-@row(NO_PARAMETER)
-def a_name_without_its_last_part(trainer: Trainer) -> Answer:
-    return trainer.send((DOWN.removesuffix(".weight"), trainer.new[DOWN]))
-
-
-@row(NO_PARAMETER)
-def an_empty_name(trainer: Trainer) -> Answer:
-    return trainer.send(("", trainer.new[DOWN]))
-
-
-@row(NO_PARAMETER)
-def a_name_of_a_megabyte(trainer: Trainer) -> Answer:
-    return trainer.send(("model." + "x" * (1 << 20), trainer.new[NORM]))
-
-
-@row(NO_PARAMETER)
-def a_name_that_is_not_ascii(trainer: Trainer) -> Answer:
-    return trainer.send(("model.größe\n\0weight", trainer.new[NORM]))
-
-
-@row(NO_PARAMETER)
-def an_expert_of_a_model_without_experts(trainer: Trainer) -> Answer:
-    return trainer.send(("model.layers.0.mlp.experts.0.down_proj.weight", trainer.new[DOWN]))
-
-
-@row(NO_PARAMETER)
-def a_bias_that_the_model_has_not(trainer: Trainer) -> Answer:
-    return trainer.send((DOWN.replace(".weight", ".bias"), trainer.new[NORM]))
+unknown("a_misspelt_name", MISSPELT, DOWN, "Near matches", DOWN, about=MISSPELT)
+unknown(
+    "a_misspelt_name_of_a_fused_weight",
+    VALUE.replace("weight", "wieght"),
+    VALUE,
+    about="v_proj.wieght",
+)
+unknown("a_layer_that_the_model_has_not", DOWN.replace(".0.", ".9."), DOWN, about="model.layers.9.")
+unknown("a_name_with_a_prefix_too_much", f"module.{DOWN}")
+unknown("a_name_without_its_last_part", DOWN.removesuffix(".weight"))
+unknown("an_empty_name", "")
+unknown("a_name_of_a_megabyte", "model." + "x" * (1 << 20), NORM)
+unknown("a_name_that_is_not_ascii", "model.größe\n\0weight", NORM)
+unknown("an_expert_of_a_model_without_experts", "model.layers.0.mlp.experts.0.down_proj.weight")
+unknown("a_bias_that_the_model_has_not", DOWN.replace(".weight", ".bias"), NORM)
 
 
 @row(NO_PARAMETER, about="donw", serves=[UP, NORM])
 def a_misspelt_name_among_good_ones(trainer: Trainer) -> Answer:
-    wrong = (DOWN.replace("down", "donw"), trainer.new[DOWN])
+    wrong = (MISSPELT, trainer.new[DOWN])
     return trainer.send(trainer.fresh(UP), wrong, trainer.fresh(NORM))
 
 
@@ -76,12 +50,9 @@ def one_name_twice_in_a_call(trainer: Trainer) -> Answer:
 
 def of_shape(word: str, name: str, *shape: int) -> None:
     """A row for a tensor of another shape than the model's."""
-
-    def act(trainer: Trainer) -> Answer:
-        return trainer.send((name, torch.ones(shape)))
-
-    act.__name__ = word
-    row("shape", str(tuple(shape)), about=name)(act)
+    row("shape", str(tuple(shape)), about=name, word=word)(
+        lambda trainer: trainer.send((name, torch.ones(shape)))
+    )
 
 
 of_shape("a_weight_with_a_column_too_few", DOWN, 256, 511)

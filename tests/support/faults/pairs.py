@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .fault import Group
@@ -12,12 +14,17 @@ row = GROUP.row
 SCALE = "not a positive finite number"
 
 
-def with_scale(trainer: Trainer, change: object) -> Answer:
-    codes, (name, scale) = trainer.pair(DOWN)
-    return trainer.send(codes, (name, change(scale.clone())))  # type: ignore[operator]
+def with_scale(word: str, told: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A row for codes with another scale than theirs."""
+
+    def act(trainer: Trainer) -> Answer:
+        codes, (name, scale) = trainer.pair(DOWN)
+        return trainer.send(codes, (name, change(scale.clone())))
+
+    row(told, about=f"{DOWN}_scale_inv", word=word)(act)
 
 
-def set_to(value: float) -> object:
+def set_to(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def change(scale: torch.Tensor) -> torch.Tensor:
         scale[1, 3] = value
         return scale
@@ -42,34 +49,12 @@ def a_nan_among_the_codes(trainer: Trainer) -> Answer:
     return trainer.send((name, codes), scale)
 
 
-@row(SCALE, about=f"{DOWN}_scale_inv")
-def a_scale_of_nan(trainer: Trainer) -> Answer:
-    return with_scale(trainer, set_to(float("nan")))
-
-
-@row(SCALE, about=f"{DOWN}_scale_inv")
-def a_scale_of_infinity(trainer: Trainer) -> Answer:
-    return with_scale(trainer, set_to(float("inf")))
-
-
-@row(SCALE, about=f"{DOWN}_scale_inv")
-def a_scale_of_zero(trainer: Trainer) -> Answer:
-    return with_scale(trainer, set_to(0.0))
-
-
-@row(SCALE, about=f"{DOWN}_scale_inv")
-def a_scale_below_zero(trainer: Trainer) -> Answer:
-    return with_scale(trainer, set_to(-1.0))
-
-
-@row("the scale of", about=f"{DOWN}_scale_inv")
-def a_scale_of_another_shape(trainer: Trainer) -> Answer:
-    return with_scale(trainer, lambda scale: scale.t().contiguous())
-
-
-@row("the scale of", about=f"{DOWN}_scale_inv")
-def a_scale_in_bf16(trainer: Trainer) -> Answer:
-    return with_scale(trainer, lambda scale: scale.bfloat16())
+with_scale("a_scale_of_nan", SCALE, set_to(float("nan")))
+with_scale("a_scale_of_infinity", SCALE, set_to(float("inf")))
+with_scale("a_scale_of_zero", SCALE, set_to(0.0))
+with_scale("a_scale_below_zero", SCALE, set_to(-1.0))
+with_scale("a_scale_of_another_shape", "the scale of", lambda scale: scale.t().contiguous())
+with_scale("a_scale_in_bf16", "the scale of", lambda scale: scale.bfloat16())
 
 
 @row("has no scale", about=f"{NORM}_scale_inv")

@@ -20,14 +20,13 @@ row = GROUP.row
 READ = ("update_weights_from_tensor", "as SGLang's serializer writes it")
 
 
-@row(*READ, "invalid load key")
-def no_pickle_at_all(trainer: Trainer) -> Answer:
-    return trainer.payload([encoded(b"not a pickle")])
+def unreadable(word: str, content: bytes, *told: str) -> None:
+    """A row for bytes in the place of a pickle of pairs."""
+    row(*READ, *told, word=word)(lambda trainer: trainer.payload([encoded(content)]))
 
 
-@row(*READ, "Ran out of input")
-def nothing_between_the_brackets(trainer: Trainer) -> Answer:
-    return trainer.payload([encoded(b"")])
+unreadable("no_pickle_at_all", b"not a pickle", "invalid load key")
+unreadable("nothing_between_the_brackets", b"", "Ran out of input")
 
 
 @row(*READ, "truncated")
@@ -55,25 +54,14 @@ def a_pickle_that_runs_a_command(trainer: Trainer) -> Answer:
     return answer
 
 
-@row(*READ, "unsafe")
-def a_pickle_of_a_class_that_nobody_has(trainer: Trainer) -> Answer:
-    content = pickle.dumps(torch.Size([1])).replace(b"torch", b"porch")
-    return trainer.payload([encoded(content)])
-
-
-@row(*READ)
-def a_dictionary_instead_of_pairs(trainer: Trainer) -> Answer:
-    return trainer.payload([encoded(pickle.dumps({"no": "tensors"}))])
-
-
-@row(*READ)
-def a_number_instead_of_pairs(trainer: Trainer) -> Answer:
-    return trainer.payload([encoded(pickle.dumps(7))])
-
-
-@row(*READ)
-def names_without_tensors(trainer: Trainer) -> Answer:
-    return trainer.payload([encoded(pickle.dumps([DOWN, UP]))])
+unreadable(
+    "a_pickle_of_a_class_that_nobody_has",
+    pickle.dumps(torch.Size([1])).replace(b"torch", b"porch"),
+    "unsafe",
+)
+unreadable("a_dictionary_instead_of_pairs", pickle.dumps({"no": "tensors"}))
+unreadable("a_number_instead_of_pairs", pickle.dumps(7))
+unreadable("names_without_tensors", pickle.dumps([DOWN, UP]))
 
 
 @row("7", "no text", "a name of the checkpoint")

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from urllib.parse import urlsplit
 
 import requests
@@ -18,11 +19,12 @@ from sglang_fp8rl.wire.bucket import serialize
 
 from .bad_network import network_that_loses_answers
 from .fault import Group, Then
-from .trainer import DOWN, NORM, QUERY, UP, Answer, ServerTrainer
+from .trainer import DOWN, NORM, QUERY, UP, Answer, ServerTrainer, said_by
 
 GROUP = Group("Requests and connections", needs_server=True)
 row = GROUP.row
 UPDATE = "/update_weights_from_tensor"
+SMALL = {"bucket_bytes": 400_000}
 # Nobody tells a SGLang without sessions that a refit was given up.
 GIVEN_UP = None if HAS_SESSIONS else Then.OPEN
 
@@ -38,40 +40,29 @@ def a_body_of_random_bytes(trainer: ServerTrainer) -> Answer:
     return trainer.http("POST", UPDATE, data=bytes(range(256)) * 4)
 
 
-@row(host=True, then=Then.WHOLE)
-def a_body_that_is_a_list(trainer: ServerTrainer) -> Answer:
-    return trainer.post(UPDATE, [1, 2, 3])
+def posted(word: str, path: str, body: Any, *told: str, **options: Any) -> None:
+    """A row for a body that SGLang refuses before it looks at weights."""
+    row(*told, host=True, **{"then": Then.WHOLE, **options}, word=word)(
+        lambda trainer: trainer.post(path, body)
+    )
 
 
-@row("serialized_named_tensors", host=True, then=Then.WHOLE)
-def a_body_without_tensors(trainer: ServerTrainer) -> Answer:
-    return trainer.post(UPDATE, {"flush_cache": True})
+def payloads(*of: Any, **more: Any) -> dict[str, Any]:
+    return {"serialized_named_tensors": list(of), **more}
 
 
-@row("serialized_named_tensors", host=True, then=Then.WHOLE)
-def a_body_with_other_keys(trainer: ServerTrainer) -> Answer:
-    return trainer.post(UPDATE, {"named_tensors": [], "flush": True})
-
-
-@row(host=True, then=Then.WHOLE)
-def a_payload_that_is_not_base64(trainer: ServerTrainer) -> Answer:
-    return trainer.payload(["not base64 at all!"])
-
-
-@row(host=True, then=Then.WHOLE)
-def payloads_that_are_numbers(trainer: ServerTrainer) -> Answer:
-    return trainer.post(UPDATE, {"serialized_named_tensors": [1, 2]})
-
-
-@row(host=True, then=Then.WHOLE)
-def a_flush_that_is_neither_true_nor_false(trainer: ServerTrainer) -> Answer:
-    payload = serialize([])
-    return trainer.post(UPDATE, {"serialized_named_tensors": [payload], "flush_cache": "maybe"})
-
-
-@row(host=True, then=Then.WHOLE)
-def a_disk_update_without_a_path(trainer: ServerTrainer) -> Answer:
-    return trainer.post("/update_weights_from_disk", {})
+MISSING = "serialized_named_tensors"
+posted("a_body_that_is_a_list", UPDATE, [1, 2, 3])
+posted("a_body_without_tensors", UPDATE, {"flush_cache": True}, MISSING)
+posted("a_body_with_other_keys", UPDATE, {"named_tensors": [], "flush": True}, MISSING)
+posted("a_payload_that_is_not_base64", UPDATE, payloads("not base64 at all!", flush_cache=True))
+posted("payloads_that_are_numbers", UPDATE, payloads(1, 2))
+posted(
+    "a_flush_that_is_neither_true_nor_false",
+    UPDATE,
+    payloads(serialize([]), flush_cache="maybe"),
+)
+posted("a_disk_update_without_a_path", "/update_weights_from_disk", {})
 
 
 @row(code=405, host=True, then=Then.WHOLE)
@@ -79,9 +70,12 @@ def an_update_that_is_asked_for_by_get(trainer: ServerTrainer) -> Answer:
     return trainer.http("GET", UPDATE)
 
 
-@row(host=True, then=Then.WHOLE, needs_sessions=True)
-def a_session_for_a_model_that_nobody_has(trainer: ServerTrainer) -> Answer:
-    return trainer.post("/begin_weight_update", {"selector": "nobody"})
+posted(
+    "a_session_for_a_model_that_nobody_has",
+    "/begin_weight_update",
+    {"selector": "nobody"},
+    needs_sessions=True,
+)
 
 
 @row("selector", "no draft model", needs_sessions=True)
@@ -91,20 +85,18 @@ def an_update_of_a_draft_that_is_not_there(trainer: ServerTrainer) -> Answer:
     return trainer.post(UPDATE, body)
 
 
-@row(host=True)
-def tensors_from_a_group_that_nobody_joined(trainer: ServerTrainer) -> Answer:
-    body = {
-        "names": [NORM],
-        "dtypes": ["bfloat16"],
-        "shapes": [[256]],
-        "group_name": "nobody",
-    }
-    return trainer.post("/update_weights_from_distributed", body)
-
-
-@row(host=True)
-def a_handle_of_another_process_that_is_none(trainer: ServerTrainer) -> Answer:
-    return trainer.post("/update_weights_from_ipc", {"zmq_handles": {"nobody": "ipc:///nowhere"}})
+posted(
+    "tensors_from_a_group_that_nobody_joined",
+    "/update_weights_from_distributed",
+    {"names": [NORM], "dtypes": ["bfloat16"], "shapes": [[256]], "group_name": "nobody"},
+    then=Then.FAILED,
+)
+posted(
+    "a_handle_of_another_process_that_is_none",
+    "/update_weights_from_ipc",
+    {"zmq_handles": {"nobody": "ipc:///nowhere"}},
+    then=Then.FAILED,
+)
 
 
 def connected(trainer: ServerTrainer) -> socket.socket:
@@ -184,11 +176,7 @@ def generating(trainer: ServerTrainer, tokens: int) -> Iterator[Iterator[bytes]]
 def a_network_that_loses_the_answer(trainer: ServerTrainer) -> Answer:
     """The first bucket is stored; nobody hears of it."""
     with network_that_loses_answers(trainer.url, UPDATE) as url:
-        try:
-            RefitClient(url).update(trainer.new.items(), bucket_bytes=400_000)
-        except NoAnswerError as error:
-            return Answer(0, str(error))
-    return Answer(200, "")
+        return said_by(lambda: RefitClient(url).update(trainer.new.items(), **SMALL), NoAnswerError)
 
 
 @row("the iterator broke", code=0, serves=None, then_here=GIVEN_UP)
@@ -199,28 +187,16 @@ def a_trainer_whose_iterator_raises(trainer: ServerTrainer) -> Answer:
                 raise RuntimeError("the iterator broke")
             yield item
 
-    try:
-        trainer.client().update(weights(), bucket_bytes=400_000)
-    except RuntimeError as error:
-        return Answer(0, str(error))
-    return Answer(200, "")
+    return said_by(lambda: trainer.client().update(weights(), **SMALL), RuntimeError)
 
 
 @row("at least one tensor", code=0, then=Then.WHOLE)
 def a_trainer_without_weights(trainer: ServerTrainer) -> Answer:
-    try:
-        trainer.client().update(iter(()))
-    except RefitError as error:
-        return Answer(0, str(error))
-    return Answer(200, "")
+    return said_by(lambda: trainer.client().update(iter(())), RefitError)
 
 
 @row("NaN or Inf", code=0, about=QUERY, serves=None)
 def a_trainer_that_diverged(trainer: ServerTrainer) -> Answer:
     """One NaN, in the middle of a whole refit by `RefitClient`."""
     weights = {**trainer.new, **dict([trainer.broken(QUERY, (0, 0), float("nan"))])}
-    try:
-        trainer.client().update(weights.items(), bucket_bytes=400_000)
-    except RefitError as error:
-        return Answer(0, str(error))
-    return Answer(200, "")
+    return said_by(lambda: trainer.client().update(weights.items(), **SMALL), RefitError)

@@ -87,20 +87,16 @@ def two_clients_with_a_session_each(trainer: Trainer) -> Answer:
     return answer
 
 
-@row(code=200, then=Then.MIXED, serves=SOME)
-def a_refit_of_a_few_tensors(trainer: Trainer) -> Answer:
-    """Without a session; the last call asks for the flush, as a whole refit does."""
-    return trainer.send(*map(trainer.fresh, SOME))
+def refit_of(word: str, *names: str) -> None:
+    """A row for a refit without a session; its only call asks for the flush, as a whole one does."""
+    row(code=200, then=Then.MIXED, serves=names, word=word)(
+        lambda trainer: trainer.send(*map(trainer.fresh, names))
+    )
 
 
-@row(code=200, then=Then.MIXED, serves=[UP])
-def a_refit_of_half_of_a_fused_weight(trainer: Trainer) -> Answer:
-    return trainer.send(trainer.fresh(UP))
-
-
-@row(code=200, then=Then.MIXED, serves=[NORM])
-def a_refit_of_one_norm(trainer: Trainer) -> Answer:
-    return trainer.send(trainer.fresh(NORM))
+refit_of("a_refit_of_a_few_tensors", *SOME)
+refit_of("a_refit_of_half_of_a_fused_weight", UP)
+refit_of("a_refit_of_one_norm", NORM)
 
 
 @row(code=200, then=Then.MIXED, serves=None)

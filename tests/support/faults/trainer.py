@@ -22,6 +22,7 @@ Tensors = dict[str, torch.Tensor]
 Change = Callable[[list[SimpleNamespace]], Any]
 
 DOWN = "model.layers.0.mlp.down_proj.weight"  # [256, 512]: served alone in its parameter
+MISSPELT = DOWN.replace("down", "donw")
 UP = "model.layers.1.mlp.up_proj.weight"  # [512, 256]: half of a fused one
 QUERY = "model.layers.0.self_attn.q_proj.weight"  # [256, 256]
 NORM = "model.norm.weight"  # [256], high precision
@@ -126,6 +127,15 @@ class Trainer(ABC):
 
 def encoded(content: bytes) -> str:
     return base64.b64encode(content).decode("ascii")
+
+
+def said_by(update: Callable[[], object], error: type[Exception]) -> Answer:
+    """What a client's own update raises."""
+    try:
+        update()
+    except error as raised:
+        return Answer(0, str(raised))
+    return Answer(200, "")
 
 
 class ServerTrainer(Trainer):

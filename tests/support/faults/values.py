@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from .fault import Group
@@ -9,13 +12,22 @@ from .trainer import DOWN, EMBEDDING, HEAD, NORM, QUERY, UP, Answer, Trainer
 
 GROUP = Group("Numbers and dtypes")
 row = GROUP.row
-NAN, INF = float("nan"), float("inf")
+NAN, INF, TOO_LARGE = float("nan"), float("inf"), 3.4028e38
+NAMED, ONE_BLOCK = ("NaN or Inf",), "NaN or Inf in 1 of 8"
 Q_NORM = "model.layers.1.self_attn.q_norm.weight"
 
 
-@row("NaN or Inf in 1 of 8", "keeps its old bytes", about=DOWN, serves=[DOWN])
-def one_nan_in_an_fp8_weight(trainer: Trainer) -> Answer:
-    return trainer.send(trainer.broken(DOWN, (130, 500), NAN))
+def broken(
+    word: str, name: str, at: Any, value: float, dtype: Any = None, told: Sequence[str] = NAMED
+) -> None:
+    """A row for one wrong number in a tensor; what else is in one of the matrices is served."""
+    serves = [] if name in (NORM, Q_NORM) else [name]
+    row(*told, about=name, serves=serves, word=word)(
+        lambda trainer: trainer.send(trainer.broken(name, at, value, dtype))
+    )
+
+
+broken("one_nan_in_an_fp8_weight", DOWN, (130, 500), NAN, told=(ONE_BLOCK, "keeps its old bytes"))
 
 
 @row("NaN or Inf in 8 of 8", about=DOWN)
@@ -23,24 +35,12 @@ def nothing_but_nan_in_an_fp8_weight(trainer: Trainer) -> Answer:
     return trainer.send((DOWN, torch.full((256, 512), NAN)))
 
 
-@row("NaN or Inf in 1 of 8", about=DOWN, serves=[DOWN])
-def an_infinity_in_a_bf16_source(trainer: Trainer) -> Answer:
-    return trainer.send(trainer.broken(DOWN, (0, 0), INF, torch.bfloat16))
-
-
-@row("NaN or Inf in 1 of 8", about=DOWN, serves=[DOWN])
-def a_negative_infinity_in_an_fp16_source(trainer: Trainer) -> Answer:
-    return trainer.send(trainer.broken(DOWN, (255, 511), -INF, torch.float16))
-
-
-@row("NaN or Inf in 1 of 8", about=DOWN, serves=[DOWN])
-def a_number_that_rounds_to_infinity_in_an_fp8_weight(trainer: Trainer) -> Answer:
-    return trainer.send(trainer.broken(DOWN, (5, 5), 3.4028e38))
-
-
-@row("NaN or Inf", about=UP, serves=[UP])
-def a_nan_in_half_of_a_fused_weight(trainer: Trainer) -> Answer:
-    return trainer.send(trainer.broken(UP, (511, 0), NAN))
+broken("an_infinity_in_a_bf16_source", DOWN, (0, 0), INF, torch.bfloat16, [ONE_BLOCK])
+broken("a_negative_infinity_in_an_fp16_source", DOWN, (255, 511), -INF, torch.float16, [ONE_BLOCK])
+broken(
+    "a_number_that_rounds_to_infinity_in_an_fp8_weight", DOWN, (5, 5), TOO_LARGE, told=[ONE_BLOCK]
+)
+broken("a_nan_in_half_of_a_fused_weight", UP, (511, 0), NAN)
 
 
 @row("NaN or Inf", about=QUERY, serves=[QUERY, DOWN, NORM])
@@ -58,56 +58,25 @@ def a_nan_in_a_bucket_that_was_recorded_before(trainer: Trainer) -> Answer:
     return trainer.flat(bucket)
 
 
-@row("NaN or Inf", about=NORM)
-def a_nan_in_a_norm(trainer: Trainer) -> Answer:
-    return trainer.send(trainer.broken(NORM, 0, NAN))
+broken("a_nan_in_a_norm", NORM, 0, NAN)
+broken("an_infinity_in_a_norm_of_the_attention", Q_NORM, 63, INF)
+broken("a_nan_in_the_head", HEAD, (511, 255), NAN, torch.bfloat16)
+broken("an_infinity_in_the_embedding", EMBEDDING, (7, 7), -INF, torch.float16)
+broken("a_number_that_rounds_to_infinity_in_a_norm", NORM, 255, TOO_LARGE)
 
 
-@row("NaN or Inf", about=Q_NORM)
-def an_infinity_in_a_norm_of_the_attention(trainer: Trainer) -> Answer:
-    return trainer.send(trainer.broken(Q_NORM, 63, INF))
-
-
-@row("NaN or Inf", about=HEAD, serves=[HEAD])
-def a_nan_in_the_head(trainer: Trainer) -> Answer:
-    return trainer.send(trainer.broken(HEAD, (511, 255), NAN, torch.bfloat16))
-
-
-@row("NaN or Inf", about=EMBEDDING, serves=[EMBEDDING])
-def an_infinity_in_the_embedding(trainer: Trainer) -> Answer:
-    return trainer.send(trainer.broken(EMBEDDING, (7, 7), -INF, torch.float16))
-
-
-@row("NaN or Inf", about=NORM)
-def a_number_that_rounds_to_infinity_in_a_norm(trainer: Trainer) -> Answer:
-    return trainer.send(trainer.broken(NORM, 255, 3.4028e38))
-
-
-def of_dtype(dtype: torch.dtype) -> object:
+def of_dtype(word: str, name: str, dtype: torch.dtype) -> None:
     """A row for a dtype that is not cast."""
-
-    def act(trainer: Trainer) -> Answer:
-        return trainer.send((DOWN, trainer.new[DOWN].to(dtype)))
-
-    act.__name__ = f"a_weight_in_{str(dtype).removeprefix('torch.')}"
-    return row(about=DOWN)(act)
+    row(about=name, word=word)(lambda trainer: trainer.send((name, trainer.new[name].to(dtype))))
 
 
 for _dtype in (
     torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64,
     torch.float8_e5m2, torch.float8_e4m3fnuz,
 ):  # fmt: skip
-    of_dtype(_dtype)
-
-
-@row(about=NORM)
-def a_norm_in_int32(trainer: Trainer) -> Answer:
-    return trainer.send((NORM, trainer.new[NORM].to(torch.int32)))
-
-
-@row(about=NORM)
-def a_norm_in_fp8(trainer: Trainer) -> Answer:
-    return trainer.send((NORM, trainer.new[NORM].to(torch.float8_e4m3fn)))
+    of_dtype(f"a_weight_in_{str(_dtype).removeprefix('torch.')}", DOWN, _dtype)
+of_dtype("a_norm_in_int32", NORM, torch.int32)
+of_dtype("a_norm_in_fp8", NORM, torch.float8_e4m3fn)
 
 
 @row("elements in memory", about=DOWN)
