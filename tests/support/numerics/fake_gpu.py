@@ -1,6 +1,6 @@
 """Triton's launches without a GPU: compiled for sm_90 as they are on one, counted, and not run.
 
-What a launcher does on the host shows: which torch operations it takes, how many launches, how long.
+What a launcher does on the host shows: which torch operations it takes, and how many launches.
 """
 
 from __future__ import annotations
@@ -76,33 +76,3 @@ class Operations(TorchDispatchMode):
         if not func.is_view:
             self.done.append(str(func))
         return func(*args, **(kwargs or {}))
-
-
-def _host_times() -> None:
-    """Print what one matrix costs the host, its launch but for the driver's part; for information."""
-    import statistics
-    import time
-
-    import torch
-
-    from sglang_fp8rl.numerics import FP8_DTYPE, cast_into
-    from sglang_fp8rl.numerics.cast import copy_finite_into
-
-    source, blocks = torch.randn(768, 2048).bfloat16(), (128, 128)
-    codes, scales = torch.empty(source.shape, dtype=FP8_DTYPE), torch.empty(6, 16)
-    copied = torch.empty_like(source)
-    for name, call in {
-        "cast": lambda: cast_into(source, codes, scales, blocks, backend="triton"),
-        "copy": lambda: copy_finite_into(source, copied, backend="triton"),
-    }.items():
-        times = []
-        with fake_gpu():
-            for _ in range(2000):
-                start = time.thread_time()
-                call()
-                times.append(time.thread_time() - start)
-        print(f"{name}: {statistics.median(times) * 1e6:.1f} µs of this thread's CPU time")
-
-
-if __name__ == "__main__":
-    _host_times()

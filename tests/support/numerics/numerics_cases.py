@@ -1,11 +1,16 @@
 """Adversarial matrices by name, and destinations that show every byte that was (not) written."""
 
+import itertools
+
 import torch
 
 from sglang_fp8rl.numerics import FP8_DTYPE
 
 POISON_CODE = 0x7F  # NaN: no finite block ever stores it
 POISON_SCALE = -7.0
+ROUNDINGS = [
+    {"pow2_scale": p, "round_to_bf16": r} for p, r in itertools.product([False, True], repeat=2)
+]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,6 +130,20 @@ CASES = {
     "one row expanded": _random(1, 200).expand(130, 200),
     "one column expanded": _random(130, 1).expand(130, 200),
 }
+
+
+def not_finite(dtype: torch.dtype) -> torch.Tensor:
+    """A NaN and an Inf, each in a block of its own, beside what is finite; two blocks have neither."""
+    x = torch.randn(140, 150, generator=torch.Generator().manual_seed(3)).to(dtype)
+    x[3, 4], x[139, 149] = float("nan"), -float("inf")
+    return x
+
+
+def random_bytes(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Every bit pattern that there is."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = (*shape[:-1], shape[-1] * dtype.itemsize)
+    return torch.randint(0, 256, wide, dtype=torch.uint8, generator=generator).view(dtype)
 
 
 def scale_shape(source: torch.Tensor, per_channel: bool) -> tuple[int, int]:

@@ -6,6 +6,8 @@ one generic rounding for FP32, BF16 and e4m3.
 
 from fractions import Fraction
 
+import torch
+
 FP32 = (24, -126)  # significand bits, smallest normal exponent
 BF16 = (8, -126)
 E4M3 = (4, -6)
@@ -67,3 +69,17 @@ def quantize_block(
         negative = original < 0 or str(original).startswith("-")
         codes.append(code | (128 if negative else 0))
     return codes, scale
+
+
+_CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+E4M3_GRID = _CODES[_CODES.isfinite()].unique()  # every number, ascending
+
+
+def nearest_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """By search among all numbers of e4m3, in FP64; ties to the even code, and no more than the largest."""
+    x = x.double().clamp(-448, 448)
+    upper = torch.searchsorted(E4M3_GRID, x).clamp(1, len(E4M3_GRID) - 1)
+    low, high = E4M3_GRID[upper - 1], E4M3_GRID[upper]
+    is_odd = (upper - 1 - len(E4M3_GRID) // 2) % 2 == 1  # the lower one's code
+    is_high = (high - x < x - low) | ((high - x == x - low) & is_odd)
+    return torch.where(is_high, high, low)

@@ -7,19 +7,9 @@ import math
 import pytest
 import torch
 from kv_cache.cpu_attention import fp8_attention
+from support.numerics.oracle_fp8 import nearest_e4m3
 
 FP8 = torch.float8_e4m3fn
-CODES = torch.arange(256, dtype=torch.uint8).view(FP8).double()
-GRID = CODES[CODES.isfinite()].unique()  # every number of e4m3, ascending
-
-
-def nearest(values: torch.Tensor) -> torch.Tensor:
-    """The nearest number of e4m3, by searching the grid; of two that are as near, the even one."""
-    above = torch.searchsorted(GRID, values).clamp(1, len(GRID) - 1)
-    low, high = GRID[above - 1], GRID[above]
-    is_tie, is_even = values - low == high - values, (above - 1 - len(GRID) // 2) % 2 == 0
-    is_low = torch.where(is_tie, is_even, values - low < high - values)
-    return torch.where(is_low, low, high)
 
 
 def drawn(keys: int, queries: int, heads: int, kv_heads: int, size: int, scale: float = 1.0):
@@ -41,9 +31,9 @@ def one_by_one(q, k, v, scaling, mask) -> torch.Tensor:
         seen = mask[token].nonzero().flatten()
         for head in range(q.shape[1]):
             key, value = k[seen, head // share].double(), v[seen, head // share].double()
-            scores = [scaling * float(nearest(q[token, head].double()) @ row) for row in key]
+            scores = [scaling * float(nearest_e4m3(q[token, head].double()) @ row) for row in key]
             exact = torch.tensor([256 * math.exp(s - max(scores)) for s in scores]).double()
-            out[token, head] = (nearest(exact) / exact.sum()) @ value
+            out[token, head] = (nearest_e4m3(exact) / exact.sum()) @ value
     return out
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.numerics import doubled_in_interpreter
 from support.numerics.interpreted import interpreted
 
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import quantize_per_token_group
@@ -33,8 +32,14 @@ JOBS = [
 JOBS.append((activations(5, 512, torch.bfloat16)[:, 128:384], 128, False))
 
 
+def by_kernel(jobs):
+    from sglang_fp8rl.numerics.triton import linear
+
+    return [linear.doubled(*job) for job in jobs]
+
+
 def test_the_interpreter_gives_the_definition_s_bytes(tmp_path):
-    results = interpreted(doubled_in_interpreter, JOBS, tmp_path)
+    results = interpreted(by_kernel, JOBS, tmp_path)
     for job, found in zip(JOBS, results, strict=True):
         expected = doubled(*job)
         assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), job[0].shape

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.numerics.numerics_cases import random_bytes
 from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
@@ -36,13 +37,6 @@ DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 
 def box_number(*box):
     return NumberTable([[Box(*box)]]).numbers()[0]
-
-
-def random_bytes(shape, dtype, seed=0):
-    size = torch.empty(0, dtype=dtype).element_size()
-    generator = torch.Generator().manual_seed(seed)
-    wide = (*shape[:-1], shape[-1] * size)
-    return torch.randint(0, 256, wide, dtype=torch.uint8, generator=generator).view(dtype)
 
 
 def by_definition(tensor, seed):

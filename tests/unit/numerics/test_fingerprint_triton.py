@@ -7,16 +7,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from support.numerics import fingerprint_in_interpreter
 from support.numerics.fake_gpu import fake_gpu
+from support.numerics.gpu import no_waiting, with_strides
 from support.numerics.interpreted import interpreted
+from support.numerics.numerics_cases import random_bytes
 
 from sglang_fp8rl.errors import QuantizationError
 from sglang_fp8rl.numerics import quantize
 from sglang_fp8rl.numerics.fingerprint import (
+    MASK,
     Box,
     Matrix,
     NumberTable,
+    _matrices,
     scaled_boxes,
     seed_of,
     whole,
@@ -26,29 +29,22 @@ from sglang_fp8rl.numerics.triton import fingerprint as on_gpu
 DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32, torch.int64)
 
 
-def random_bytes(*shape, dtype=torch.uint8):
-    size = torch.empty(0, dtype=dtype).element_size()
-    generator = torch.Generator().manual_seed(sum(shape))
-    wide = (*shape[:-1], shape[-1] * size)
-    return torch.randint(0, 256, wide, dtype=torch.uint8, generator=generator).view(dtype)
-
-
 def tensors() -> dict[str, list[Box]]:
     """What models hold, and what is cut out of it: each with a seed of its own."""
     found: dict[str, torch.Tensor] = {}
     for dtype in DTYPES:
-        found[f"{dtype}: whole tiles"] = random_bytes(128, 512, dtype=dtype)
-        found[f"{dtype}: ragged"] = random_bytes(70, 201, dtype=dtype)
-        found[f"{dtype}: a column"] = random_bytes(70, 1, dtype=dtype)
-        found[f"{dtype}: a vector"] = random_bytes(77, dtype=dtype)
-        found[f"{dtype}: one number"] = random_bytes(1, dtype=dtype).reshape(())
-        found[f"{dtype}: nothing"] = random_bytes(0, 8, dtype=dtype)
-        found[f"{dtype}: experts"] = random_bytes(3, 5, 48, dtype=dtype)
-        found[f"{dtype}: turned"] = random_bytes(40, 24, dtype=dtype).t()
-        found[f"{dtype}: every second row"] = random_bytes(66, 40, dtype=dtype)[::2]
-        found[f"{dtype}: columns of experts"] = random_bytes(3, 5, 48, dtype=dtype)[:, 1:, 5:38]
+        found[f"{dtype}: whole tiles"] = random_bytes((128, 512), dtype)
+        found[f"{dtype}: ragged"] = random_bytes((70, 201), dtype)
+        found[f"{dtype}: a column"] = random_bytes((70, 1), dtype)
+        found[f"{dtype}: a vector"] = random_bytes((77,), dtype)
+        found[f"{dtype}: one number"] = random_bytes((1,), dtype).reshape(())
+        found[f"{dtype}: nothing"] = random_bytes((0, 8), dtype)
+        found[f"{dtype}: experts"] = random_bytes((3, 5, 48), dtype)
+        found[f"{dtype}: turned"] = random_bytes((40, 24), dtype).t()
+        found[f"{dtype}: every second row"] = random_bytes((66, 40), dtype)[::2]
+        found[f"{dtype}: columns of experts"] = random_bytes((3, 5, 48), dtype)[:, 1:, 5:38]
     boxes = {name: [whole(one, seed_of(name))] for name, one in found.items()}
-    part = random_bytes(90, 300)
+    part = random_bytes((90, 300), torch.uint8)
     for row, column, rows, columns in (
         (64, 128, 90, 172),
         (1, 7, 3, 5),
@@ -68,18 +64,24 @@ def tensors() -> dict[str, list[Box]]:
     return boxes
 
 
-def same_strides(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """With what lies around it."""
-    size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    around = tensor.as_strided((size,), (1,), 0).to(device)
-    return around.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+def by_kernel(tensors: list[list[Box]]) -> list[list[int]]:
+    """Numbers of all tensors at once, whatever device they are on; twice by the same tables."""
+    parts = [
+        (number, matrix)
+        for number, boxes in enumerate(tensors)
+        for box in boxes
+        if box.tensor.numel()
+        for matrix in _matrices(box)
+    ]
+    laid_out = on_gpu.LaidOut(parts, len(tensors))
+    return [[value & MASK for value in laid_out.start().tolist()] for _ in range(2)]
 
 
 def test_the_interpreter_gives_the_numbers_of_a_cpu(tmp_path):
     cases = tensors()
     expected = NumberTable(list(cases.values())).numbers()
     assert len(set(expected)) > len(cases) - len(DTYPES)  # all but those of nothing differ
-    for found in interpreted(fingerprint_in_interpreter, list(cases.values()), tmp_path):
+    for found in interpreted(by_kernel, list(cases.values()), tmp_path):
         assert dict(zip(cases, found, strict=True)) == dict(zip(cases, expected, strict=True))
 
 
@@ -88,8 +90,11 @@ def test_a_table_that_was_made_is_launched_again_without_a_look_at_its_tensors(m
     looked_at = []
     fields = on_gpu._fields
     monkeypatch.setattr(on_gpu, "_fields", lambda *of: looked_at.append(of) or fields(*of))
-    experts = random_bytes(200, 6, 32).unbind(0)
-    parts = [(n, Matrix(one, 0, 0, n)) for n, one in enumerate([*experts, random_bytes(32, 6).t()])]
+    experts = random_bytes((200, 6, 32), torch.uint8).unbind(0)
+    parts = [
+        (n, Matrix(one, 0, 0, n))
+        for n, one in enumerate([*experts, random_bytes((32, 6), torch.uint8).t()])
+    ]
     table = on_gpu.LaidOut(parts, len(parts))
     assert len(looked_at) == len(experts)
     for times in (1, 2):
@@ -101,21 +106,18 @@ def test_a_table_that_was_made_is_launched_again_without_a_look_at_its_tensors(m
 
 @pytest.mark.gpu
 def test_hardware_gives_the_numbers_of_a_cpu_in_one_wait():
-    cases = tensors() | {"large": [whole(random_bytes(4096, 4096, dtype=torch.bfloat16), 7)]}
+    cases = tensors() | {"large": [whole(random_bytes((4096, 4096), torch.bfloat16), 7)]}
     expected = NumberTable(list(cases.values())).numbers()
     moved = [
-        [box._replace(tensor=same_strides(box.tensor, "cuda")) for box in boxes]
+        [box._replace(tensor=with_strides(box.tensor, "cuda")) for box in boxes]
         for boxes in cases.values()
     ]
     table = NumberTable(moved)
     table.start()  # compiles
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         (started,) = table.start()
         (once,) = NumberTable(moved).start()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(started, once)
     found = [value & (1 << 64) - 1 for value in started.tolist()]
     assert dict(zip(cases, found, strict=True)) == dict(zip(cases, expected, strict=True))
@@ -133,12 +135,9 @@ def test_a_trainer_on_a_gpu_waits_once_and_names_what_is_not_finite():
     on_gpu = {name: one.cuda() for name, one in sent.items()}
     fingerprint_of(on_gpu.items(), plan)  # compiles
     numbers = Fingerprinter(plan)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for name, one in on_gpu.items():
             numbers.add(name, one)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert numbers.fingerprint("").numbers == fingerprint_of(sent.items(), plan).numbers
     on_gpu["a"][200, 300] = torch.nan
     with pytest.raises(QuantizationError, match=r"a: NaN or Inf in block \(1, 2\)"):

@@ -96,12 +96,6 @@ def test_formats_give_the_scale_shape_of_a_matrix_and_of_each_expert_s():
     assert not PER_CHANNEL.grid((300, 256)).is_whole((0, 0), (300, 128))
 
 
-@pytest.mark.parametrize("block_size", [(128,), (0, 128), (128, -1), (128, 1.5), (True, 128)])
-def test_refuses_a_block_that_is_none(block_size):
-    with pytest.raises(QuantizationError, match="two positive integers"):
-        BlockGrid.of((300, 256), block_size)
-
-
 def test_ceil_div_rounds_up_numbers_and_arrays():
     assert [ceil_div(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert ceil_div(np.array([0, 1, 4, 5]), np.array([4, 4, 4, 2])).tolist() == [0, 1, 1, 3]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.numerics import linear_in_interpreter
 from support.numerics.interpreted import interpreted as run_interpreted
 from support.numerics.linear_cases import BLOCK, SHAPES, case, every_code, exact_case
 
@@ -15,7 +14,7 @@ from sglang_fp8rl.lab.cpu_platform.cpu_linear import exact_linear
 from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
 from sglang_fp8rl.numerics.linear import linear
 
-pytest.importorskip("triton")
+products = pytest.importorskip("sglang_fp8rl.numerics.triton.linear")
 
 
 def scattered(x, codes, scale):
@@ -40,12 +39,17 @@ JOBS = {
 }
 
 
+def by_kernel(jobs):
+    """Each job is `x`, codes, and their scales."""
+    return [products.linear(*job) for job in jobs]
+
+
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
     """What the interpreter makes of `JOBS`."""
     folder = tmp_path_factory.mktemp("linear")
     jobs = [job for jobs in JOBS.values() for job in jobs]
-    results = iter(run_interpreted(linear_in_interpreter, jobs, folder, timeout=600))
+    results = iter(run_interpreted(by_kernel, jobs, folder, timeout=600))
     return {name: [next(results) for _ in jobs] for name, jobs in JOBS.items()}
 
 

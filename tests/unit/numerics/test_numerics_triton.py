@@ -5,9 +5,17 @@ import itertools
 import pytest
 import torch
 from support.by_definition import quantize_blockwise, quantize_per_channel
-from support.numerics import numerics_in_interpreter
+from support.numerics.gpu import no_waiting, with_strides
 from support.numerics.interpreted import interpreted
-from support.numerics.numerics_cases import CASES, same_bits
+from support.numerics.numerics_cases import (
+    CASES,
+    ROUNDINGS,
+    destination,
+    not_finite,
+    outside_is_untouched,
+    same_bits,
+    scale_shape,
+)
 
 from sglang_fp8rl.numerics import cast_into
 from sglang_fp8rl.numerics.cast import copy_finite_into
@@ -16,14 +24,10 @@ pytest.importorskip("triton")
 
 # The interpreter spends milliseconds on each program, that is, on each block or row.
 SMALL = {n: x[:40] if x.shape[0] > 140 and x.shape[1] > 300 else x for n, x in CASES.items()}
-ALL_OPTIONS = [
-    {"pow2_scale": p, "round_to_bf16": r} for p, r in itertools.product([False, True], repeat=2)
-]
 
 
 def _not_finite(dtype: torch.dtype) -> torch.Tensor:
-    x = torch.randn(140, 150, generator=torch.Generator().manual_seed(3)).to(dtype)
-    x[3, 4], x[139, 149] = float("nan"), -float("inf")
+    x = not_finite(dtype)
     if dtype == torch.float32:
         x.view(torch.int32)[139, 3] = 0x7FFFFFFF  # carries into the sign when rounded to BF16
         x.view(torch.int32)[3, 149] = 0x7F7F8000  # overflows BF16
@@ -38,7 +42,7 @@ def _jobs(cases: dict, all_options: bool) -> dict[str, dict]:
             if per_channel and not all_options:
                 few = [7, 51, 59, 117] if name == "every amax of a binade" else slice(4)
                 rows = source[few]  # of that one, rows where a reciprocal is not exact enough
-            for options in ALL_OPTIONS if all_options else ALL_OPTIONS[::3]:
+            for options in ROUNDINGS if all_options else ROUNDINGS[::3]:
                 job = {"source": rows, "per_channel": per_channel, "options": options}
                 jobs[f"{name}, per_channel={per_channel}, {options}"] = job
     return jobs
@@ -59,6 +63,24 @@ def _copies() -> dict[str, dict]:
         for dtype, to in itertools.product(floats, floats):
             jobs[f"{name}: {dtype} to {to}"] = {"source": source.to(dtype), "to": to}
     return jobs
+
+
+def by_kernel(jobs: list[dict]) -> list[tuple]:
+    """Of a cast codes, scales, flags, and whether the rim is untouched; of a copy what was written, and flags."""
+    results: list[tuple] = []
+    for job in jobs:
+        source = job["source"]
+        if "to" in job:
+            out = torch.full(source.shape, 3.0, dtype=job["to"], device=source.device)
+            results.append((out, copy_finite_into(source, out, backend="triton")))
+            continue
+        block = (1, source.shape[1]) if job["per_channel"] else (128, 128)
+        shape = scale_shape(source, job["per_channel"])
+        outer, qweight, rim, scales = destination(*source.shape, shape, source.device)
+        flags = cast_into(source, qweight, scales, block, backend="triton", **job["options"])
+        intact = outside_is_untouched(outer, rim, *source.shape)
+        results.append((qweight.clone(), scales.clone(), flags, intact))
+    return results
 
 
 def _expect_torch_s_copies(jobs: dict[str, dict], results: list[tuple]) -> None:
@@ -96,7 +118,7 @@ def test_interpreter_gives_the_reference_bytes(tmp_path):
     cases["a long row"] = torch.randn(1, 40000)
     jobs, copies = _jobs({**SMALL, **cases}, all_options=False), _copies()
     both = [*jobs.values(), *copies.values()]
-    results = interpreted(numerics_in_interpreter, both, tmp_path)
+    results = interpreted(by_kernel, both, tmp_path)
     _expect_the_reference(jobs, results[: len(jobs)])
     _expect_torch_s_copies(copies, results[len(jobs) :])
 
@@ -107,20 +129,14 @@ def test_hardware_gives_the_reference_bytes():
     wide = {"a long row": torch.randn(5, 40000)}
     jobs = _jobs({**CASES, **cases, **wide}, all_options=True)
     for job in jobs.values():
-        source = job["source"]  # keep the strides: views of a copied base
-        base = source.as_strided(
-            (source.untyped_storage().nbytes() // source.element_size(),), (1,), 0
-        )
-        job["source"] = base.cuda().as_strided(
-            source.shape, source.stride(), source.storage_offset()
-        )
-    _expect_the_reference(jobs, numerics_in_interpreter.run(list(jobs.values())))
+        job["source"] = with_strides(job["source"], "cuda")
+    _expect_the_reference(jobs, by_kernel(list(jobs.values())))
 
 
 @pytest.mark.gpu
 def test_hardware_copies_as_torch_does():
     jobs = {name: {**job, "source": job["source"].cuda()} for name, job in _copies().items()}
-    _expect_torch_s_copies(jobs, numerics_in_interpreter.run(list(jobs.values())))
+    _expect_torch_s_copies(jobs, by_kernel(list(jobs.values())))
 
 
 @pytest.mark.gpu
@@ -129,14 +145,11 @@ def test_hardware_by_default_uses_triton_and_does_not_wait():
     qweight = torch.empty_like(source, dtype=torch.float8_e4m3fn)
     scales = torch.empty(32, 32, device="cuda")
     cast_into(source, qweight, scales, (128, 128))  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         flags = cast_into(source, qweight, scales, (128, 128))
         row_scales = torch.empty(4096, 1, device="cuda")
         row_codes = torch.empty_like(qweight)
         cast_into(source, row_codes, row_scales, (1, 4096))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert not flags.any()
     for actual, expected in (
         ((qweight, scales), quantize_blockwise(source)),

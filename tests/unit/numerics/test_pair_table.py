@@ -106,11 +106,3 @@ def test_scales_run_first_wherever_they_are():
     runner.run([scales.data_ptr(), codes.data_ptr(), plain.data_ptr()])
     assert torch.equal(out, plain)
     assert torch.equal(old_codes.view(torch.uint8), codes.view(torch.uint8))
-
-
-def test_what_the_kernels_do_not_know_does_not_fit():
-    codes = torch.zeros(4, 4).to(torch.float8_e4m3fn)
-    assert not Piece(torch.zeros(4, 4), codes, None, (1, 1), Kind.CODES).fits()
-    assert not Piece(codes, codes.clone()).fits()
-    half = torch.ones(2, 2, dtype=torch.bfloat16)
-    assert not Piece(half, torch.ones(2, 2), kind=Kind.SCALES).fits()

@@ -20,6 +20,8 @@ CASES = {
     "smallest normal": [TINY, 1.0],
     "subnormal": [TINY / 64, 1.0],
     "largest": [HUGE, -1.0],
+    "smallest alone": [TINY],
+    "largest alone": [HUGE],
     "all of them": [TINY / 4, TINY, 0.0, 1.5, HUGE],
 }
 
@@ -31,7 +33,7 @@ def test_there_and_back_is_the_identity_over_the_whole_range_and_not_beyond(name
     values = torch.cat([values, -values])
     low, high = exact_range(*magnitudes([values]).tolist())
     assert low <= 0 <= high
-    for exponent in {max(low, -120), -1, 0, 1, min(high, 120)}:
+    for exponent in {low, -1, 0, 1, high}:
         moved = values.clone()
         multiply_by_powers([moved], [exponent])
         is_inside = low <= exponent <= high
@@ -74,16 +76,6 @@ def test_what_is_not_finite_does_not_move():
     assert exact_range(1.0, math.inf) == (0, 0)
     assert magnitudes([torch.tensor([1.0, math.nan])]).isnan().any()
     assert exact_range(*magnitudes([torch.zeros(3)]).tolist()) == (-126, 126)
-
-
-@pytest.mark.parametrize("value", [TINY, 3e38])
-def test_the_furthest_that_anything_moves_is_there_and_back_without_a_loss(value):
-    values = torch.tensor([value], dtype=torch.bfloat16)
-    for exponent in exact_range(*magnitudes([values]).tolist()):
-        moved = values.clone()
-        for by in (exponent, -exponent):
-            multiply_by_powers([moved], [by])
-        assert same_bits(moved, values)
 
 
 @pytest.mark.parametrize("limit", [448.0, 57344.0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.numerics.numerics_cases import ROUNDINGS
 
 from sglang_fp8rl.errors import QuantizationError
 from sglang_fp8rl.numerics import dequantize, quantize, through_fp8
@@ -35,14 +36,12 @@ def weight(dtype: torch.dtype, rows: int = 200) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_it_is_codes_times_scales(backend, block, dtype):
     w = weight(dtype)
-    for pow2 in (False, True):
-        for rounded in (False, True):
-            options = {"pow2_scale": pow2, "round_to_bf16": rounded}
-            codes, scale = quantize(w, block, backend="reference", **options)
-            expected = dequantize(codes, scale, block)
-            found = through_fp8(w, block, backend=backend, **options)
-            assert found.dtype == torch.bfloat16
-            assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), options
+    for options in ROUNDINGS:
+        codes, scale = quantize(w, block, backend="reference", **options)
+        expected = dequantize(codes, scale, block)
+        found = through_fp8(w, block, backend=backend, **options)
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), options
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -6,19 +6,12 @@ import itertools
 
 import pytest
 import torch
-from support.numerics import through_in_interpreter
 from support.numerics.interpreted import interpreted
-from support.numerics.numerics_cases import CASES
+from support.numerics.numerics_cases import CASES, ROUNDINGS, not_finite
 
 from sglang_fp8rl.numerics import through_fp8
 
 pytest.importorskip("triton")
-
-
-def not_finite(dtype: torch.dtype) -> torch.Tensor:
-    x = torch.randn(140, 150, generator=torch.Generator().manual_seed(3)).to(dtype)
-    x[3, 4], x[139, 149] = float("nan"), -float("inf")
-    return x
 
 
 def near_the_largest() -> torch.Tensor:
@@ -34,12 +27,14 @@ def jobs_of(cases: dict[str, torch.Tensor], rows: int | None) -> list[tuple]:
     for source, by_rows in itertools.product(cases.values(), (False, True)):
         few = source[:rows] if by_rows else source[: rows and 40 * rows]
         block = (1, source.shape[1]) if by_rows else (128, 128)
-        for pow2, rounded in itertools.product((False, True), repeat=2):
-            # Without the step to BF16 in one of them.
-            if rows is None or rounded is not pow2:
-                options = {"pow2_scale": pow2, "round_to_bf16": rounded}
-                jobs.append((few, block, options))
+        # Without the step to BF16 in one of them.
+        for options in ROUNDINGS if rows is None else ROUNDINGS[1:3]:
+            jobs.append((few, block, options))
     return jobs
+
+
+def by_kernel(jobs: list[tuple]) -> list[torch.Tensor]:
+    return [through_fp8(job, block, backend="triton", **options) for job, block, options in jobs]
 
 
 def expect_the_reference(jobs: list[tuple], results: list[torch.Tensor]) -> None:
@@ -51,18 +46,21 @@ def expect_the_reference(jobs: list[tuple], results: list[torch.Tensor]) -> None
         assert bool(same[number].all()), (source.shape, source.dtype, block, options)
 
 
+SOURCES = {
+    **CASES,
+    **{str(dtype): not_finite(dtype) for dtype in (torch.float32, torch.bfloat16)},
+    "near the largest": near_the_largest(),
+}
+
+
 def test_the_interpreter_gives_the_reference_bytes(tmp_path):
-    odd = {str(dtype): not_finite(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    odd["near the largest"] = near_the_largest()
-    jobs = jobs_of({**CASES, **odd}, rows=4)
-    expect_the_reference(jobs, interpreted(through_in_interpreter, jobs, tmp_path))
+    jobs = jobs_of(SOURCES, rows=4)
+    expect_the_reference(jobs, interpreted(by_kernel, jobs, tmp_path))
 
 
 @pytest.mark.gpu
 def test_hardware_gives_the_reference_bytes():
-    odd = {str(dtype): not_finite(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    odd["near the largest"] = near_the_largest()
     wide = {"a long row": torch.randn(5, 40000)}
-    cases = {name: source.cuda() for name, source in {**CASES, **odd, **wide}.items()}
+    cases = {name: source.cuda() for name, source in {**SOURCES, **wide}.items()}
     jobs = jobs_of(cases, rows=None)
-    expect_the_reference(jobs, through_in_interpreter.run(jobs))
+    expect_the_reference(jobs, by_kernel(jobs))

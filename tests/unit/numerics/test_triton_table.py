@@ -1,21 +1,11 @@
 """The GPU's table: the bytes of the CPU's, in Triton's interpreter here and on hardware there."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from support.paths import python_path
+from support.numerics.interpreted import interpreted
 
 pytest.importorskip("triton")
 
-_SCRIPT = """
-import sys, torch
-import test_triton_table
-test_triton_table.check(torch.device("cpu"), getattr(test_triton_table, sys.argv[1]))
-"""
 # The interpreter takes a tenth of a second for each full block: blocks in both directions, aligned and
 # ragged, are in the few too.
 FEW = [(128, 128), (7, 201), (1, 40), (130, 24)]
@@ -137,20 +127,13 @@ def _bytes(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("shapes", ["FEW", pytest.param("MANY", marks=pytest.mark.slow)])
-def test_the_interpreter_writes_the_bytes_of_the_cpu_table(shapes):
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, shapes],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": python_path(Path(__file__).parent),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+def check_on_cpu(shapes):
+    check(torch.device("cpu"), shapes)
+
+
+@pytest.mark.parametrize("shapes", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_the_interpreter_writes_the_bytes_of_the_cpu_table(shapes, tmp_path):
+    interpreted(check_on_cpu, shapes, tmp_path)
 
 
 @pytest.mark.gpu
