@@ -16,6 +16,15 @@ def make_plan(shapes: dict[str, tuple[Any, ...]], **options: Any) -> RefitPlan:
 
     Per channel is on the wire, as at TP 1; not where a row has several scales.
     """
+    return plan_with(
+        options,
+        tensors={name: _entry(name, *entry) for name, entry in shapes.items()},
+        left_out=[{"pattern": r"(^|\.)lm_head\.weight$", "reason": "tied to the embedding"}],
+    )
+
+
+def plan_with(options: dict[str, Any], **parts: Any) -> RefitPlan:
+    """A plan with these options beside the usual ones, and these parts of its document."""
     document: dict[str, Any] = {
         "format": "sglang-fp8rl/plan",
         "version": 1,
@@ -35,8 +44,8 @@ def make_plan(shapes: dict[str, tuple[Any, ...]], **options: Any) -> RefitPlan:
         },
         "modules": [],
         "fp8_bytes": 0,
-        "tensors": {name: _entry(name, *entry) for name, entry in shapes.items()},
-        "left_out": [{"pattern": r"(^|\.)lm_head\.weight$", "reason": "tied to the embedding"}],
+        "left_out": [],
+        **parts,
     }
     return RefitPlan.from_dict(document | {"digest": digest_of(document)})
 

@@ -11,7 +11,8 @@ import torch
 from sglang_fp8rl.lab.testing.checkpoints import make_state_dict
 from sglang_fp8rl.lab.testing.families import hub_shapes, make_config
 from sglang_fp8rl.scheme import decide_scheme, expert_misalignment, misalignment, module_rows
-from sglang_fp8rl.wire.plan import RefitPlan, digest_of
+from sglang_fp8rl.wire.plan import RefitPlan
+from support.plans import plan_with
 
 _PARTS = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
 _PARTS |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
@@ -63,30 +64,15 @@ def small_plan(family: str = "llama", **options: Any) -> RefitPlan:
             tensors[name] = _entry(shapes[name], module, scheme.name, block)
     for name, shape in shapes.items():
         tensors.setdefault(name, _entry(shape, name.rpartition(".")[0], "high_precision", None))
-    document: dict[str, Any] = {
-        "format": "sglang-fp8rl/plan",
-        "version": 1,
-        "model": {
-            "architecture": "Small",
-            "model_type": family,
-            "num_hidden_layers": 3,
-            "hidden_size": 128,
-            "vocab_size": 64,
-        },
-        "parallel": {"tp_size": 1, "ep_size": 1},
-        "options": {
-            "weight_block_size": [128, 128],
-            "use_weight_pow2_scale": False,
-            "round_to_bf16": True,
-            "ignored_layers": [],
-            **options,
-        },
-        "modules": modules,
-        "fp8_bytes": 0,
-        "tensors": tensors,
-        "left_out": [],
+    model = {
+        "architecture": "Small",
+        "model_type": family,
+        "num_hidden_layers": 3,
+        "hidden_size": 128,
+        "vocab_size": 64,
     }
-    return RefitPlan.from_dict(document | {"digest": digest_of(document)})
+    options = {"ignored_layers": [], **options}
+    return plan_with(options, model=model, modules=modules, tensors=tensors)
 
 
 def small_model(weights: dict[str, torch.Tensor], family: str = "llama", tmp: Any = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from sglang_fp8rl.lab.testing.checkpoints import make_state_dict
 from sglang_fp8rl.lab.testing.families import hub_shapes, make_config
+from sglang_fp8rl.trainer.served_weights import fingerprint_of_served
+from sglang_fp8rl.wire.fingerprint import Fingerprint
 from sglang_fp8rl.wire.plan import RefitPlan
 from support.fused_experts import with_fused_experts
 from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
@@ -77,6 +80,12 @@ def with_served_parameters(model: nn.Module, plan: RefitPlan) -> nn.Module:
                 block = plan.of(name).block_size
                 parameter.copy_(independently_served(parameter, block, pow2))
     return model
+
+
+def server_of(model: nn.Module, plan: RefitPlan, held: Fingerprint | None = None) -> Any:
+    """What a proof asks of a `RefitClient`: of a server that holds what the model expects, or these bytes."""
+    held = held or fingerprint_of_served(model)
+    return SimpleNamespace(plan=lambda: plan, fingerprint=lambda: held)
 
 
 def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from sglang_fp8rl.trainer.served_weights import (
     compute_as_stored,
     fingerprint_of_served,
 )
-from support.trainer.served_models import TOKENS, toy_model, toy_plan
+from support.trainer.served_models import TOKENS, server_of, toy_model, toy_plan
 
 FAMILY = "qwen3_moe"
 
@@ -77,8 +76,7 @@ def check(swapped_first: bool, checkpointing: bool, mesh) -> None:
                 atol=1e-9,
                 msg=lambda text, name=name: name + text,
             )
-    server = SimpleNamespace(plan=lambda: plan, fingerprint=lambda: held)
-    assert check_as_served(model, server).compared == len(held.numbers)
+    assert check_as_served(model, server_of(model, plan, held)).compared == len(held.numbers)
     compute_as_stored(model)
     o_proj = model.model.layers[0].self_attn.o_proj
     assert isinstance(o_proj, FSDPModule)

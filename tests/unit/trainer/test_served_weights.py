@@ -75,11 +75,10 @@ def test_experts_whatever_computes_them(implementation, pow2):
     assert_same(step(model), expected)
 
 
-def test_fp32_parameters_compute_with_the_same_weights_in_fp32_and_under_autocast(model_and_plan):
-    _, plan = model_and_plan
-    family = plan_family(plan)
-    tied = "lm_head.weight" not in plan.tensors
-    model = toy_model(family, torch.float32, **({"tie_word_embeddings": True} if tied else {}))
+@pytest.mark.parametrize("kind", MODELS)
+def test_fp32_parameters_compute_with_the_same_weights_in_fp32_and_under_autocast(kind):
+    family, overrides = MODELS[kind]
+    model, plan = toy_model(family, torch.float32, **overrides), toy_plan(family, **overrides)
     reference = with_served_parameters(copy.deepcopy(model), plan)
     expected = step(reference)
     compute_as_served(model, plan)
@@ -90,12 +89,6 @@ def test_fp32_parameters_compute_with_the_same_weights_in_fp32_and_under_autocas
     for name, grad in grads.items():
         # autocast rounds a product's gradient elsewhere
         torch.testing.assert_close(grad, expected_grads[name], rtol=0.02, atol=0.02)
-
-
-def plan_family(plan):
-    if any(".experts." in name for name in plan.tensors):
-        return "qwen3_moe"
-    return "qwen2" if any(name.endswith("bias") for name in plan.tensors) else "qwen3"
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -111,6 +104,7 @@ def test_gradient_checkpointing_changes_nothing(model_and_plan, use_reentrant):
 
 def test_names_parameters_and_optimizer_are_the_model_s_own(model_and_plan):
     model, plan = model_and_plan
+    resumed = copy.deepcopy(model)
     names, parameters = list(model.state_dict()), dict(model.named_parameters())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -123,9 +117,6 @@ def test_names_parameters_and_optimizer_are_the_model_s_own(model_and_plan):
     optimizer.step()
     assert not torch.equal(model(input_ids=torch.arange(8)[None]).logits, first)
 
-    resumed = toy_model(
-        model.config.model_type, tie_word_embeddings=model.config.tie_word_embeddings
-    )
     compute_as_served(resumed, plan)
     resumed.load_state_dict(before)  # saved without served weights
     assert torch.equal(resumed(input_ids=torch.arange(8)[None]).logits, first)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
+from support.trainer.served_models import server_of
 from torch import nn
 
 from sglang_fp8rl.trainer.served_weights import (
@@ -55,8 +55,7 @@ def swapped(model, **shapes):
 
 def check(model, held=None):
     """Against a server that holds what is expected, or these bytes."""
-    held = held or fingerprint_of_served(model)
-    server = SimpleNamespace(plan=lambda: plan_of(model), fingerprint=lambda: held)
+    server = server_of(model, plan_of(model), held)
     return check_as_served(model, server, run=lambda model: model(X.to(model.up.weight.dtype)))
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
+from support.trainer.served_models import server_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -51,12 +52,6 @@ def run_tiny(model):
 
 def is_untouched(model):
     return not list(served_modules(model)) and type(model.up) is nn.Linear
-
-
-def server(plan, model):
-    """Of the class of `RefitClient`, as far as a proof asks it."""
-    held = fingerprint_of_served(model)
-    return SimpleNamespace(plan=lambda: plan, fingerprint=lambda: held)
 
 
 def test_a_name_that_the_plan_does_not_know_and_nothing_is_swapped():
@@ -204,7 +199,7 @@ def test_a_weight_that_is_not_finite_shows_in_the_output_and_has_no_proof():
 def test_the_proof_sees_a_bit_on_either_side(monkeypatch):
     model, plan = tiny(), make_plan(SHAPES)
     compute_as_served(model, plan)
-    holds = server(plan, model)
+    holds = server_of(model, plan)
     found = check_as_served(model, holds, run=run_tiny)
     assert found.compared == len(SHAPES) - 1
     assert found.unproven.keys() == {"up.bias"}  # FP32
@@ -235,8 +230,8 @@ def test_the_server_s_plan_has_changed_or_shares_other_scales():
     compute_as_served(model, plan)
     other = make_plan(SHAPES | {"down.weight": (PER_CHANNEL, (64, 256), 128)})
     with pytest.raises(ServedWeightsError, match=r"Tiny: it computes by the plan.*fetch_plan"):
-        check_as_served(model, server(other, model), run=run_tiny)
+        check_as_served(model, server_of(model, other), run=run_tiny)
     of_two_ranks = tiny()
     compute_as_served(of_two_ranks, other)
     with pytest.raises(ServedWeightsError, match=r"down\.weight: .*\[1,128\].*tensor-parallel"):
-        check_as_served(model, server(plan, of_two_ranks), run=run_tiny)
+        check_as_served(model, server_of(of_two_ranks, plan), run=run_tiny)

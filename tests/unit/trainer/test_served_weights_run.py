@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
-from support.trainer.served_models import TOKENS, step, toy_model, toy_plan
+from support.trainer.served_models import TOKENS, server_of, step, toy_model, toy_plan
 from torch import nn
 
 from sglang_fp8rl.trainer.served_weights import (
@@ -45,10 +43,7 @@ def mlp(cls=Mlp):
 
 
 def check(model, run=lambda model: model(X), plan=None):
-    plan = plan or make_plan(SHAPES)
-    held = fingerprint_of_served(model)
-    server = SimpleNamespace(plan=lambda: plan, fingerprint=lambda: held)
-    return check_as_served(model, server, run=run)
+    return check_as_served(model, server_of(model, plan or make_plan(SHAPES)), run=run)
 
 
 def as_served(model):

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
 
 import jsonschema
 import pytest
 import torch
 from support.by_definition import quantize_blockwise, quantize_per_channel
-from support.paths import SUPPORT, python_path
+from support.numerics.numerics_cases import ROUNDINGS, same_bits
 from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan, plan_schema
+from support.trainer.ranks import said_by_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
-from sglang_fp8rl.lab.testing.ports import free_port
 from sglang_fp8rl.trainer import (
     LocalShard,
     WireStats,
@@ -43,10 +40,6 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, (_, shape) in SHAPES.items()}
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
 def test_the_plan_of_these_tests_is_one_by_the_schema():
     jsonschema.Draft202012Validator(plan_schema()).validate(PLAN.as_dict())
 
@@ -64,18 +57,17 @@ def test_a_document_that_was_changed_or_is_another_s_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("pow2", [False, True])
-@pytest.mark.parametrize("rounded", [False, True])
-def test_codes_and_scales_are_the_reference_s_whatever_the_options(dtype, pow2, rounded):
-    plan = make_plan(SHAPES, use_weight_pow2_scale=pow2, round_to_bf16=rounded)
+@pytest.mark.parametrize("options", ROUNDINGS)
+def test_codes_and_scales_are_the_reference_s_whatever_the_options(dtype, options):
+    rounded = options["round_to_bf16"]
+    plan = make_plan(SHAPES, use_weight_pow2_scale=options["pow2_scale"], round_to_bf16=rounded)
     sent = {name: weight.to(dtype) for name, weight in weights().items()}
     got = dict(quantize_for_refit(sent.items(), plan))
-    options = {"pow2_scale": pow2, "round_to_bf16": rounded}
     codes, scale = quantize_blockwise(sent["a.weight"], **options)
-    assert torch.equal(bits(got.pop("a.weight")), bits(codes))
+    assert same_bits(got.pop("a.weight"), codes)
     assert torch.equal(got.pop("a.weight_scale_inv"), scale)
     codes, scale = quantize_per_channel(sent["b.weight"], **options)
-    assert torch.equal(bits(got.pop("b.weight")), bits(codes))
+    assert same_bits(got.pop("b.weight"), codes)
     assert torch.equal(got.pop("b.weight_scale"), scale)
     assert got.pop("norm.weight") is sent["norm.weight"]
     assert not got
@@ -130,7 +122,7 @@ def test_fused_experts_go_one_by_one_where_the_plan_has_them_so():
         for part, rows in (("gate", slice(0, 128)), ("up", slice(128, 256))):
             codes, scale = quantize_blockwise(fused[expert, rows])
             name = f"experts.{expert}.{part}_proj.weight"
-            assert torch.equal(bits(got[name]), bits(codes))
+            assert same_bits(got[name], codes)
             assert torch.equal(got[f"{name}_scale_inv"], scale)
     with pytest.raises(RefitError, match="not in the plan"):
         list(quantize_for_refit([("other.gate_up_proj", fused)], make_plan(shapes)))
@@ -169,7 +161,7 @@ def test_shards_of_whole_blocks_make_the_bytes_of_the_whole(rows, columns):
     codes, scale = quantize_blockwise(full)
     for name, expected in (("a.weight", codes), ("a.weight_scale_inv", scale)):
         joined = assemble(name, [part[name] for part in parts])
-        assert torch.equal(bits(joined), bits(expected))
+        assert same_bits(joined, expected)
     with pytest.raises(RefitError, match="are in no shard"):
         assemble("a.weight", [part["a.weight"] for part in parts[1:]])
 
@@ -180,7 +172,7 @@ def test_rows_of_a_per_channel_weight_may_be_cut_anywhere_and_columns_not():
         dict(quantize_for_refit([("b.weight", shard)], PLAN)) for shard in shards_of(full, [7], [])
     ]
     codes, scale = quantize_per_channel(full)
-    assert torch.equal(bits(assemble("b", [part["b.weight"] for part in parts])), bits(codes))
+    assert same_bits(assemble("b", [part["b.weight"] for part in parts]), codes)
     assert torch.equal(assemble("b", [part["b.weight_scale"] for part in parts]), scale)
     with pytest.raises(RefitError, match="inside a block"):
         list(quantize_for_refit([("b.weight", shards_of(full, [], [48])[0])], PLAN))
@@ -223,7 +215,7 @@ def test_a_shard_may_be_described_by_lists():
     weight = weights()["a.weight"]
     shard = LocalShard(weight[:128], [300, 256], [0, 0])
     got = dict(quantize_for_refit([("a.weight", shard)], PLAN))["a.weight"].tensor
-    assert torch.equal(bits(got), bits(quantize_blockwise(weight)[0][:128]))
+    assert same_bits(got, quantize_blockwise(weight)[0][:128])
 
 
 def test_a_dtensor_that_was_not_gathered_is_refused_by_name_where_it_has_to_be(tmp_path):
@@ -250,30 +242,4 @@ def test_a_shard_outside_of_its_tensor_is_refused():
 
 def test_dtensors_of_two_ranks_make_the_bytes_of_the_whole():
     """Two real processes over gloo: shards, replicas, and the gather of FP8."""
-    script = SUPPORT / "trainer" / "dtensor_ranks.py"
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": python_path(),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**env, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], [errors[-3000:] for _, errors in said]
-    assert json.loads(said[0][0].splitlines()[-1]) == "as the whole"
+    assert said_by_ranks("dtensor_ranks.py", size=2) == "as the whole"
