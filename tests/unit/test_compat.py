@@ -19,7 +19,7 @@ def no_variable(monkeypatch):
 
 @pytest.fixture
 def with_sglang(monkeypatch):
-    """Has the metadata of SGLang say this version; None: it is not installed."""
+    """Has the metadata of SGLang, and of veRL, say this version; None: it is not installed."""
 
     def install(version: str | None) -> None:
         def found(package: str) -> str | None:
@@ -61,11 +61,14 @@ def test_a_build_is_accepted_or_refused_like_its_release(with_sglang, version, c
     assert all(version in text and supported in text for text in problems)
 
 
-@pytest.mark.parametrize("version", ["0.10.0.dev0", "0.10rc1", "unknown"])
-def test_a_build_of_verl_too(with_sglang, version):
+@pytest.mark.parametrize("version", ["0.7.1", "0.10", "0.10.0.dev0", "0.10rc1", "unknown"])
+def test_a_verl_outside_the_range_is_named(with_sglang, version):
     with_sglang(version)
     (problem,) = verl_plugin.check_verl()
     assert version in problem
+    assert verl_plugin.TESTED_VERL in problem
+    with_sglang("0.9.1")
+    assert verl_plugin.check_verl() == []
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """What importing a part imports: looked at in one fresh interpreter, part after part."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from support.python import printed_by
 
 PARTS = {
     "the package itself": "import sglang_fp8rl",
@@ -32,9 +31,8 @@ print(json.dumps(loaded))
 @pytest.fixture(scope="module")
 def loaded():
     """What is loaded behind each part: its modules and those of the parts before it."""
-    command = [sys.executable, "-c", CODE, json.dumps(PARTS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = {part: set(names) for part, names in json.loads(done.stdout.splitlines()[-1]).items()}
+    said = json.loads(printed_by(CODE, json.dumps(PARTS)).splitlines()[-1])
+    found = {part: set(names) for part, names in said.items()}
     assert "sglang_fp8rl" in found["the package itself"]
     return found
 

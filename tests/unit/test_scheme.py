@@ -23,8 +23,10 @@ def reason(input_size, output_sizes, *, tp_rows=1, tp_columns=1):
         (4096, [4096, 1024, 1024], 1, 1),
         (4096, [4096, 1024, 1024], 8, 1),
         (4096, [12288, 12288], 4, 1),
+        (256, [256, 128, 128], 1, 1),  # misaligned only when sharded, below
         (12288, [4096], 1, 8),
         (7168, [576], 1, 1),  # DeepSeek's kv_a_proj: one output, not sharded, a short last block
+        (512, [192], 1, 1),
     ],
 )
 def test_aligned_shards_are_blockwise(input_size, output_sizes, tp_rows, tp_columns):
@@ -40,23 +42,13 @@ def test_aligned_shards_are_blockwise(input_size, output_sizes, tp_rows, tp_colu
         (576, [512], 1, 1, "576"),
         (768, [512], 1, 8, "96"),  # row-parallel shard of 96 columns
         (512, [1280], 4, 1, "320"),  # column-parallel shard that ends inside a block
+        (512, [384], 2, 1, "192"),  # one output, sharded: no short last block, by SGLang's rule
     ],
 )
 def test_misaligned_shards_name_the_value(input_size, output_sizes, tp_rows, tp_columns, names):
     text = reason(input_size, output_sizes, tp_rows=tp_rows, tp_columns=tp_columns)
     assert names in text
     assert "multiple" in text
-
-
-def test_a_module_may_be_misaligned_only_when_sharded():
-    assert not reason(256, [256, 128, 128])
-    assert reason(256, [256, 128, 128], tp_rows=2)
-
-
-def test_a_sharded_single_output_may_not_end_inside_a_block():
-    # SGLang's rule: only an unsharded, unfused output may have a short last block of rows.
-    assert reason(512, [192 * 2], tp_rows=2)
-    assert not reason(512, [192])
 
 
 def test_the_option_decides_what_becomes_of_it():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from support.python import printed_by
 
 from sglang_fp8rl.compat import CPU_PLATFORM
 from sglang_fp8rl.lab.cpu_platform import activate
@@ -32,11 +29,4 @@ def test_asking_imports_neither_torch_nor_sglang() -> None:
         "import sys; from sglang_fp8rl.lab.cpu_platform import activate; activate(); "
         "print([m for m in ('torch', 'sglang') if m in sys.modules])"
     )
-    assert _run(code, CPU_PLATFORM).strip() == "[]"
-
-
-def _run(code: str, platform: str) -> str:
-    env = {**os.environ, "SGLANG_PLATFORM": platform}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    assert printed_by(code, SGLANG_PLATFORM=CPU_PLATFORM).strip() == "[]"
