@@ -142,7 +142,7 @@ class Connection:
 
 
 def _content(answer: requests.Response) -> Any:
-    is_json = "json" in answer.headers.get("content-type", "")
+    is_json = bool(answer.content) and "json" in answer.headers.get("content-type", "")
     content: Any = answer.json() if is_json else answer.text
     is_told = isinstance(content, dict)
     if answer.ok and not (is_told and content.get("success") is False):

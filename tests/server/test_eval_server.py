@@ -66,16 +66,6 @@ def test_three_problems_are_sampled_graded_compared_and_not_sampled_twice(served
     assert len(samples) == 2 * 2 * len(PROBLEMS)
 
 
-def test_a_server_that_is_gone_is_bad_input_and_nothing_is_lost(served):
-    _, _, directory = served
-    problems, out = directory / "one.jsonl", directory / "kept"
-    problems.write_text(json.dumps({"problem": "1 + 1?", "answer": "2"}) + "\n")
-    url = "http://127.0.0.1:9"
-    found = run("eval-aime", "--url", url, "--problems", problems, "--n", 1, "--out", out)
-    assert found.exit_code == 2
-    assert not out.exists()
-
-
 def test_the_gap_to_the_transformers_model_is_that_of_fp8(served):
     server, checkpoint, directory = served
     prompts, plot = directory / "prompts.txt", directory / "gap.png"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.message import Message
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.engine.models import checkpoint
+from support.json_server import JsonServer
 from support.plans import make_plan
 from support.server.served import MODEL
 from support.server.verl_ranks import WORLD_SIZE, Trainer
@@ -26,12 +27,12 @@ SERVED_ACTOR = "sglang_fp8rl.verl_rollout.served_actor"
 NAMES = sorted(MODEL.first)
 
 
-class Listed(ThreadingHTTPServer):
+class Listed(JsonServer):
     """A server of this package, or a plain one, which answers everything and serves nothing."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Answer)
-        self.port = self.server_address[1]
+        super().__init__()
+        self.port = self.server_port
         self.expect()
 
     def expect(
@@ -50,46 +51,25 @@ class Listed(ThreadingHTTPServer):
     def paths(self) -> list[str]:
         return [path for path, _ in self.asked]
 
-
-class _Answer(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self._answer({})
-
-    def do_POST(self) -> None:
-        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-    def _answer(self, body: dict) -> None:
-        server: Listed = self.server  # type: ignore[assignment]
-        server.asked.append((self.path, body))
-        status, answer = 200, {"success": True, "message": "fine"}
-        if self.path == "/server_info":
-            section = {"flat_layout": layout_text.VERSION} if server.is_ours else None
-            answer = {"tp_size": WORLD_SIZE, "internal_states": [{"fp8rl": section}]}
-        elif self.path == PLAN_PATH:
-            known = self.headers["If-None-Match"] == f'"{PLAN.digest}"'
-            status, answer = (304, {}) if known else (200, PLAN.document)
-        elif self.path.endswith("_weight_update") and not server.has_sessions:
-            status, answer = 404, {"detail": "Not Found"}
-        elif self.path == server.refuses and server.paths().count(self.path) > server.good:
-            status, answer = 400, {"success": False, "message": "it does not like this one"}
-        text = b"" if status == 304 else json.dumps(answer).encode()
-        self.send_response(status)
-        if text:
-            self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: object) -> None:
-        pass
+    def reply_to(self, path: str, body: Any, headers: Message) -> tuple[int, Any]:
+        self.asked.append((path, body or {}))
+        if path == "/server_info":
+            section = {"flat_layout": layout_text.VERSION} if self.is_ours else None
+            return 200, {"tp_size": WORLD_SIZE, "internal_states": [{"fp8rl": section}]}
+        if path == PLAN_PATH:
+            known = headers["If-None-Match"] == f'"{PLAN.digest}"'
+            return (304, b"") if known else (200, PLAN.document)
+        if path.endswith("_weight_update") and not self.has_sessions:
+            return 404, {"detail": "Not Found"}
+        if path == self.refuses and self.paths().count(path) > self.good:
+            return 400, {"success": False, "message": "it does not like this one"}
+        return 200, {"success": True, "message": "fine"}
 
 
 @pytest.fixture(scope="module")
 def listed():
     with Listed() as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
-        server.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,16 @@ import json
 import logging
 import pickle
 import shutil
-import threading
 import time
-from contextlib import nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack, nullcontext
+from email.message import Message
 from multiprocessing import get_context
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from support.json_server import JsonServer
 from support.plans import PLAIN, make_plan
 
 from sglang_fp8rl.client import RefitClient
@@ -34,7 +35,7 @@ TENSORS = [
 ]
 
 
-class FakeServer(ThreadingHTTPServer):
+class FakeServer(JsonServer):
     """Answers as SGLang does.
 
     Args:
@@ -43,7 +44,7 @@ class FakeServer(ThreadingHTTPServer):
     """
 
     def __init__(self, *, sessions: bool, fail_at: int | None = None, busy: int = 0) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__()
         self.sessions, self.fail_at = sessions, fail_at
         self.status: dict = {"consistent": True, "state": "whole"}
         self.busy = busy
@@ -57,11 +58,16 @@ class FakeServer(ThreadingHTTPServer):
         self.key_for_unknown: str | None = None
         self.received: dict[str, torch.Tensor] = {}
         self.buffers = OpenBuffers()
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+    def reply_to(self, path: str, body: Any, headers: Message) -> tuple[int, dict]:
+        self.keys[path] = headers.get("authorization")
+        if body is not None:
+            return self.answer(path, body)
+        self.asked.append(path)
+        if path == "/fp8rl/status":
+            return 200, self.status
+        section = {**self.status, "flat_layout": layout_text.VERSION} if self.is_ours else None
+        return 200, {"tp_size": self.tp_size, "internal_states": [{"fp8rl": section}]}
 
     def answer(self, path: str, body: dict) -> tuple[int, dict]:
         self.calls.append(path)
@@ -102,45 +108,16 @@ class FakeServer(ThreadingHTTPServer):
         return (200 if flushed else 400), {"success": flushed, "message": "requests are running"}
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: FakeServer
-
-    def do_GET(self) -> None:
-        self.server.asked.append(self.path)
-        self.server.keys[self.path] = self.headers.get("authorization")
-        status = self.server.status
-        if self.path == "/fp8rl/status":
-            self._reply(200, status)
-        else:
-            section = (
-                {**status, "flat_layout": layout_text.VERSION} if self.server.is_ours else None
-            )
-            self._reply(
-                200, {"tp_size": self.server.tp_size, "internal_states": [{"fp8rl": section}]}
-            )
-
-    def do_POST(self) -> None:
-        self.server.keys[self.path] = self.headers.get("authorization")
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])) or "{}")
-        self._reply(*self.server.answer(self.path, body))
-
-    def _reply(self, code: int, content: dict) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(code)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
+@pytest.fixture
+def started():
+    """Servers that run as long as the test."""
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(FakeServer(**options))
 
 
 @pytest.fixture(params=[True, False], ids=["sessions", "no-sessions"])
-def server(request):
-    server = FakeServer(sessions=request.param)
-    yield server
-    server.shutdown()
+def server(request, started):
+    return started(sessions=request.param)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 30, 1 << 20])
@@ -242,21 +219,14 @@ def test_one_payload_is_sent_for_each_rank(server):
     assert len(server.updates[1]["serialized_named_tensors"]) == 4
 
 
-def test_a_session_is_opened_where_the_server_knows_them(server):
-    RefitClient(server.url).update(TENSORS)
-    closes = [call for call in server.calls if call == "/end_weight_update"]
-    assert server.calls[0] == "/begin_weight_update"
-    assert len(closes) == int(server.sessions)
-
-
-def test_what_a_server_can_do_is_asked_once(server):
+def test_what_a_server_can_do_is_asked_once_and_a_session_opened_where_it_knows_them(server):
     client = RefitClient(server.url)
     for _ in range(3):
         client.update(TENSORS, bucket_bytes=1 << 20)
     assert server.asked == ["/server_info"]
-    begins = [call for call in server.calls if call == "/begin_weight_update"]
-    assert len(begins) == (3 if server.sessions else 1)  # 404 once
-    assert len(server.calls) == (9 if server.sessions else 4)
+    begin, update, end = "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"
+    refits = [begin, update, end] * 3 if server.sessions else [begin, *[update] * 3]  # 404 once
+    assert server.calls == refits
 
 
 def test_a_server_that_was_not_of_ours_is_looked_at_again(server):
@@ -270,8 +240,8 @@ def test_a_server_that_was_not_of_ours_is_looked_at_again(server):
     assert {note["extent"] for note in server.notes} == {"all"}
 
 
-def test_it_is_asked_again_behind_what_failed():
-    server = FakeServer(sessions=False, fail_at=1)
+def test_it_is_asked_again_behind_what_failed(started):
+    server = started(sessions=False, fail_at=1)
     client = RefitClient(server.url)
     client.update(TENSORS)
     with pytest.raises(RefitError):
@@ -281,11 +251,10 @@ def test_it_is_asked_again_behind_what_failed():
     assert server.asked == ["/server_info", "/fp8rl/status", "/server_info"]
     assert len(server.updates[-1]["serialized_named_tensors"]) == 4
     assert server.calls[-1] == "/end_weight_update"
-    server.shutdown()
 
 
-def test_it_is_asked_again_where_no_answer_came():
-    server = FakeServer(sessions=True)
+def test_it_is_asked_again_where_no_answer_came(started):
+    server = started(sessions=True)
     client = RefitClient(server.url, timeout=0.2)
     client.update(TENSORS)
     port = server.server_port
@@ -308,8 +277,8 @@ def test_a_connection_that_was_idle_is_not_used_again(server, monkeypatch):
     assert closed == [True]
 
 
-def test_another_server_s_session_is_not_closed_by_a_client_that_was_refused_one():
-    server = FakeServer(sessions=True)
+def test_another_server_s_session_is_not_closed_by_a_client_that_was_refused_one(started):
+    server = started(sessions=True)
     client = RefitClient(server.url)
     client.update(TENSORS)
     server.answer = lambda path, body: (
@@ -318,7 +287,6 @@ def test_another_server_s_session_is_not_closed_by_a_client_that_was_refused_one
     with pytest.raises(RefitError, match="is open"):
         client.update(TENSORS)
     assert server.calls[-1] == "/begin_weight_update"
-    server.shutdown()
 
 
 def test_the_seconds_of_a_refit_are_those_of_its_stages(server, caplog):
@@ -358,12 +326,14 @@ def test_a_bucket_that_finds_no_room_is_refused_by_its_size(server):
 
 
 @pytest.mark.parametrize("sessions", [True, False])
-def test_a_refusal_carries_the_server_s_message_and_the_session_is_closed(sessions):
-    server = FakeServer(sessions=sessions, fail_at=1)
+def test_a_refusal_carries_the_server_s_message_closes_the_session_and_keeps_the_old_version(
+    started, sessions
+):
+    server = started(sessions=sessions, fail_at=1)
     with pytest.raises(RefitError, match=r"a: shape \(2, 3\); takes \(4, 3\)"):
-        RefitClient(server.url).update(TENSORS, bucket_bytes=1)
+        RefitClient(server.url).update(TENSORS, weight_version="step-7", bucket_bytes=1)
     assert (server.calls[-1] == "/end_weight_update") == sessions
-    server.shutdown()
+    assert server.versions == []
 
 
 @pytest.mark.parametrize(
@@ -392,14 +362,6 @@ def test_the_version_is_told_after_all_of_an_update(server):
     assert (server.versions, server.calls[-1]) == (["step-7"], "/update_weight_version")
 
 
-def test_a_failed_update_keeps_the_old_version():
-    server = FakeServer(sessions=True, fail_at=1)
-    with pytest.raises(RefitError):
-        RefitClient(server.url).update(TENSORS, weight_version="step-7", bucket_bytes=1)
-    assert server.versions == []
-    server.shutdown()
-
-
 @pytest.mark.parametrize(
     ("problems", "raises"),
     [
@@ -408,14 +370,13 @@ def test_a_failed_update_keeps_the_old_version():
         (["a weight-update session is open: call end_weight_update()"], True),
     ],
 )
-def test_a_session_that_ends_in_an_error_is_closed_all_the_same(problems, raises):
+def test_a_session_that_ends_in_an_error_is_closed_all_the_same(started, problems, raises):
     """A client was killed after it had announced all: the server says what has not come, and the session ends."""
-    server = FakeServer(sessions=True)
+    server = started(sessions=True)
     server.status["problems"] = problems
     server.answer = lambda path, body: (400, {"success": False, "message": "b has not come"})
     with pytest.raises(RefitError, match="b has not come") if raises else nullcontext():
         RefitClient(server.url).close_session()
-    server.shutdown()
 
 
 def test_a_session_whose_server_is_gone_is_not_taken_for_closed():
@@ -427,10 +388,6 @@ def test_an_empty_update_is_refused_before_it_is_sent(server):
     with pytest.raises(RefitError, match="at least one tensor"):
         RefitClient(server.url).update([])
     assert not server.updates
-
-
-def test_the_status_section_is_read(server):
-    assert RefitClient(server.url).status() == {"consistent": True, "state": "whole"}
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -451,18 +408,12 @@ def test_the_server_is_told_which_refit_it_is_and_what_comes(server, partial):
     assert first[0] != second[0]
 
 
-def test_another_server_is_told_nothing(server):
-    server.is_ours = False
-    RefitClient(server.url).update(TENSORS)
-    assert not server.notes
-
-
 def test_a_server_is_asked_directly_whatever_proxy_the_environment_names(server, monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
-    assert RefitClient(server.url).status()["state"] == "whole"
+    assert RefitClient(server.url).status() == {"consistent": True, "state": "whole"}
 
 
 def test_a_name_that_comes_twice_ends_the_update(server):
@@ -472,19 +423,23 @@ def test_a_name_that_comes_twice_ends_the_update(server):
 
 @pytest.mark.parametrize(("busy", "flushed"), [(0, True), (1, True), (2, False)])
 @pytest.mark.parametrize("sessions", [True, False])
-def test_a_refused_flush_is_asked_for_again_and_told(sessions, busy, flushed):
-    server = FakeServer(sessions=sessions, busy=busy)
+def test_a_refused_flush_is_asked_for_again_and_told(started, sessions, busy, flushed):
+    server = started(sessions=sessions, busy=busy)
     result = RefitClient(server.url).update(TENSORS, flush_timeout=3)
     assert result.cache_flushed == flushed
     assert [call for call in server.calls if "flush" in call] == ["/flush_cache?timeout=3"] * (
         busy > 0
     )
-    server.shutdown()
 
 
 def test_tensors_in_a_bucket_are_aligned_for_their_dtype():
-    flat, metadata = flatten(TENSORS)
-    for (name, tensor), meta in zip(TENSORS, metadata, strict=True):
+    tensors = [
+        ("odd", torch.ones(3, dtype=torch.uint8)),
+        *TENSORS,
+        ("last", torch.ones(2).double()),
+    ]
+    flat, metadata = flatten(tensors)
+    for (name, tensor), meta in zip(tensors, metadata, strict=True):
         assert meta.name == name
         assert meta.start_idx % tensor.element_size() == 0
         view = flat[meta.start_idx : meta.end_idx].view(meta.dtype).view(meta.shape)

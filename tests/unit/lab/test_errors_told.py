@@ -153,7 +153,9 @@ def test_a_place_for_results_is_looked_at_before_the_model(tmp_path, monkeypatch
 
 def test_a_server_that_is_gone_is_told_before_a_model_is_loaded(monkeypatch):
     monkeypatch.setattr(gap, "load_model", lambda *_: pytest.fail("the model is loaded"))
-    assert URL in refused("mismatch", "--url", URL, "--model", "model")
+    told = refused("mismatch", "--url", URL, "--model", "model")
+    assert URL in told
+    assert "the server did not answer" in told
 
 
 def test_a_result_that_can_t_be_printed_is_told():

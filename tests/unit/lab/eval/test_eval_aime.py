@@ -12,14 +12,14 @@ import sys
 import time
 
 import pytest
-import typer
 from inspect_ai.log import list_eval_logs, read_eval_log
-from support.eval.eval_server import serving
+from support.eval.eval_server import FakeServer
 from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import ConfigError, EvaluationError
+from sglang_fp8rl.lab.cli import app
 from sglang_fp8rl.lab.eval import aime
-from sglang_fp8rl.lab.eval.aime import eval_aime, run_eval
+from sglang_fp8rl.lab.eval.aime import run_eval
 from sglang_fp8rl.lab.eval.grading import Grader
 from sglang_fp8rl.lab.eval.options import EvalOptions
 
@@ -70,7 +70,7 @@ def options(server, problems, **changes):
 
 
 def test_scores_are_those_of_the_model(problems, run):
-    with serving(right_in(MIXED)) as server:
+    with FakeServer(right_in(MIXED)) as server:
         report = run(options(server, problems))
     arm = report.candidate
     assert arm.correct == {"one": 8, "two": 4, "three": 0}
@@ -84,7 +84,7 @@ def test_scores_are_those_of_the_model(problems, run):
 
 
 def test_a_worse_candidate_is_told_and_swapped_is_better(problems, run):
-    with serving(right_in(POOR)) as poor, serving(right_in(PERFECT)) as good:
+    with FakeServer(right_in(POOR)) as poor, FakeServer(right_in(PERFECT)) as good:
         worse = run(options(poor, problems, baseline_url=good.url))
         asked = len(good.bodies)
         better = run(options(good, problems, baseline_url=poor.url))
@@ -94,7 +94,7 @@ def test_a_worse_candidate_is_told_and_swapped_is_better(problems, run):
 
 
 def test_more_samples_can_be_asked_for_later(problems, run):
-    with serving(right_in(PERFECT)) as server:
+    with FakeServer(right_in(PERFECT)) as server:
         run(options(server, problems, samples=2))
         more = run(options(server, problems, samples=5))
         assert len(server.bodies) == 15
@@ -104,7 +104,7 @@ def test_more_samples_can_be_asked_for_later(problems, run):
 
 
 def test_a_failing_server_keeps_what_was_sampled(problems, run):
-    with serving(right_in(PERFECT)) as server:
+    with FakeServer(right_in(PERFECT)) as server:
         given = options(server, problems, concurrency=1)
         answer = server.model
 
@@ -125,21 +125,21 @@ def test_a_failing_server_keeps_what_was_sampled(problems, run):
 
 
 def test_a_passing_failure_is_tried_again_and_no_sample_is_lost(problems, run):
-    with serving(right_in(PERFECT)) as server:
+    with FakeServer(right_in(PERFECT)) as server:
         server.faults = [(503, {"error": {"message": "busy"}})]
         assert run(options(server, problems, samples=1)).candidate.avg_at_n.value == 1
     assert len(server.bodies) == 4
 
 
 def test_an_aborted_response_is_no_sample(problems, run):
-    with serving(right_in(PERFECT)) as server:
+    with FakeServer(right_in(PERFECT)) as server:
         server.finish_reason = "abort"
         with pytest.raises(EvaluationError, match="no sample"):
             run(options(server, problems, samples=1))
 
 
 def test_a_restarted_server_in_another_precision_is_not_averaged_in(problems, run):
-    with serving(right_in(PERFECT)) as server:
+    with FakeServer(right_in(PERFECT)) as server:
         run(options(server, problems, samples=1))
         server.identity = server.identity | {"quantization": None}
         with pytest.raises(EvaluationError, match=r"'quantization': 'fp8'.*, is "):
@@ -147,15 +147,15 @@ def test_a_restarted_server_in_another_precision_is_not_averaged_in(problems, ru
 
 
 def test_requests_run_at_the_same_time_within_the_limit(problems, run):
-    with serving(right_in(PERFECT)) as server:
+    with FakeServer(right_in(PERFECT)) as server:
         run(options(server, problems, samples=16, concurrency=4))
     assert 2 <= server.most_in_flight <= 4
 
 
 def test_nothing_is_sent_for_bad_problems_or_an_unreachable_baseline(problems, run):
-    with serving(right_in(PERFECT)) as gone:
+    with FakeServer(right_in(PERFECT)) as gone:
         url = gone.url
-    with serving(right_in(PERFECT)) as server:
+    with FakeServer(right_in(PERFECT)) as server:
         with pytest.raises(EvaluationError, match=url):
             run(options(server, problems, baseline_url=url))
         problems.write_text(problems.read_text() + '\n{"id": "four", "pro')
@@ -165,7 +165,7 @@ def test_nothing_is_sent_for_bad_problems_or_an_unreachable_baseline(problems, r
 
 
 def test_truncated_and_missing_answers_are_counted(problems, run):
-    with serving(lambda prompt, times: "I think that") as server:
+    with FakeServer(lambda prompt, times: "I think that") as server:
         server.finish_reason = "length"
         arm = run(options(server, problems, samples=1)).candidate
     assert (arm.truncated, arm.no_answer, arm.avg_at_n.value) == (1, 1, 0)
@@ -190,15 +190,13 @@ def test_bad_options_are_named(tmp_path, changes, message):
         EvalOptions(**{"url": "http://h:1", "problems": "p", "out": tmp_path / "o"} | changes)
 
 
-def invoke(*args):
-    app = typer.Typer()
-    app.command()(eval_aime)
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+def invoke(*args, **options):
+    return CliRunner().invoke(app, ["eval-aime", *map(str, args)], **options)
 
 
 def test_command_reports_json_and_status(problems):
     common = ["--problems", problems, "--n", 8, "--json", "--out", problems.parent / "logs"]
-    with serving(right_in(POOR)) as poor, serving(right_in(PERFECT)) as good:
+    with FakeServer(right_in(POOR)) as poor, FakeServer(right_in(PERFECT)) as good:
         worse = invoke("--url", poor.url, "--url-baseline", good.url, *common)
         better = invoke("--url", good.url, "--url-baseline", poor.url, *common)
         table = invoke("--url", good.url, "--url-baseline", poor.url, *common[:4], *common[5:])
@@ -211,12 +209,13 @@ def test_command_reports_json_and_status(problems):
 
 
 def test_command_ends_with_status_two_on_bad_input(problems):
-    with serving(str) as server:
+    with FakeServer(str) as server:
         url = server.url
     result = invoke("--url", url, "--problems", problems, "--out", problems.parent / "logs")
     assert result.exit_code == 2
     assert "did not answer" in result.stderr
     assert result.stdout == ""
+    assert not (problems.parent / "logs").exists()
     missing = invoke("--url", url, "--problems", "missing.jsonl")
     assert missing.exit_code == 2
     assert "Check the path" in missing.stderr
@@ -229,7 +228,7 @@ def test_ctrl_c_ends_at_once_and_keeps_what_was_sampled(problems):
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import typer; from sglang_fp8rl.lab.eval.aime import eval_aime; typer.run(eval_aime)"
     )
-    with serving(right_in(PERFECT)) as server:
+    with FakeServer(right_in(PERFECT)) as server:
         answer, release = server.model, server.delay
 
         def stuck_after_five(prompt, times):
@@ -267,8 +266,5 @@ def test_the_key_is_read_from_either_variable(monkeypatch, name):
     monkeypatch.setattr(aime, "run_eval", take)
     for other in ("SGLANG_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(other, raising=False)
-    app = typer.Typer()
-    app.command()(eval_aime)
-    args = ["--url", "http://h:1", "--problems", "p"]
-    CliRunner().invoke(app, args, env={name: "a key"})
+    invoke("--url", "http://h:1", "--problems", "p", env={name: "a key"})
     assert taken == ["a key"]
