@@ -13,12 +13,19 @@ def case(server, checkpoint_dir):
     return served(server, checkpoint_dir)
 
 
-@pytest.fixture(params=["session", "no-session"])
-def client(request, case):
-    """A `RefitClient` of that server, which opens sessions or knows none."""
-    from support.server.served import HAS_SESSIONS, Client, ClientWithoutSessions
+@pytest.fixture(params=[True, False], ids=["session", "no-session"])
+def session(request):
+    """Whether a refit is in a session; True only where the host has them."""
+    from support.server.served import HAS_SESSIONS
 
-    if request.param == "session" and not HAS_SESSIONS:
+    if request.param and not HAS_SESSIONS:
         pytest.skip("this SGLang has no sessions")
-    made = Client if request.param == "session" else ClientWithoutSessions
-    return made(case.server.url)
+    return request.param
+
+
+@pytest.fixture
+def client(case, session):
+    """A `RefitClient` of that server, which opens sessions or knows none."""
+    from support.server.served import Client, ClientWithoutSessions
+
+    return (Client if session else ClientWithoutSessions)(case.server.url)

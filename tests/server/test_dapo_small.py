@@ -9,7 +9,11 @@ import pytest
 from small_dapo.check import BASELINE, CHECKED, check, load_bounds
 from small_dapo.settings import ARMS, Settings
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 ACCURACY = Path(__file__).parents[2] / "benchmarks" / "accuracy"
 STEPS = 2
@@ -17,17 +21,6 @@ SETTINGS = Settings(
     prompts=16, samples=4, train_prompts=4, max_generations=1, validation=16, start_accuracy=0.01
 )
 BOUNDS = replace(load_bounds(ACCURACY / "bounds.json"), accuracy_band=1.0, steps=STEPS, seeds=1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """As the benchmark has it; two threads of a small model wait for each other on a busy machine."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

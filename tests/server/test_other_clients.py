@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.engine.models import checkpoint
 from support.server.distributed_trainer import DistributedTrainer
-from support.server.served import HAS_SESSIONS, MODEL, PROMPTS, Served, version_of, weights
+from support.server.served import MODEL, PROMPTS, Served, version_of, weights
 
 from sglang_fp8rl.lab.testing.outputs import differences
 
@@ -73,25 +73,6 @@ def test_from_disk_there_and_back_past_a_path_that_is_not_there(case, checkpoint
         assert version_of(case.client) == which
 
 
-@pytest.mark.parametrize("way", ["disk", "tensor"])
-def test_the_weight_checker_from_snapshot_to_checksum(case, checkpoint_dir, way):
-    """Its `compare` moves every tensor to CUDA; checksums are the same bytes."""
-    if not HAS_SESSIONS:
-        pytest.skip("this SGLang takes checksums on a GPU")
-    before = post(case, "/weights_checker", action="checksum")["ranks"]
-    post(case, "/weights_checker", action="snapshot")
-    post(case, "/weights_checker", action="reset_tensors")
-    assert post(case, "/weights_checker", action="checksum")["ranks"] != before
-    if way == "disk":
-        path = str(checkpoint(checkpoint_dir, MODEL, "first"))
-        post(case, "/update_weights_from_disk", model_path=path)
-    else:
-        payload = [serialized(weights("first"))]
-        post(case, "/update_weights_from_tensor", serialized_named_tensors=payload)
-    assert post(case, "/weights_checker", action="checksum")["ranks"] == before
-    case.check("first")
-
-
 # -- an FSDP trainer: buckets, one flattened tensor for each dtype, one flush at the end -----------
 
 
@@ -124,11 +105,7 @@ def test_flattened_buckets_by_dtype_as_an_fsdp_trainer_sends_them(case):
     assert version_of(case.client) == "4"
 
 
-@pytest.mark.parametrize("session", [False, True], ids=["no-session", "session"])
 def test_a_version_that_comes_with_every_bucket_moves_when_the_refit_is_whole(case, session):
-    if session and not HAS_SESSIONS:
-        pytest.skip("this SGLang has no sessions")
-
     def send(part, version, *, is_refused=False):
         payload = [serialized(part)]
         body = {"serialized_named_tensors": payload, "weight_version": version}

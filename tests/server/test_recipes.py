@@ -119,6 +119,9 @@ def test_areal_s_requests_by_its_recipe_leave_a_fresh_server(case, checkpoint_di
     address = case.server.url.removeprefix("http://")
     done = run("areal_fp8.py", address, "--", *program, env=cpu_env())
     assert done.returncode == 0, done.stderr[-4000:]
+    answer = case.client.generate(PROMPTS[0])["meta_info"]["output_token_logprobs"]
+    logprobs, tokens, _ = map(list, zip(*answer, strict=True))
+    assert json.loads(done.stdout.splitlines()[-1]) == [tokens, logprobs]
     case.check("second")
     backend, meta = SGLangBackend(), WeightUpdateMeta(type="xccl", nccl_group_name="as-here")
     with DistributedTrainer(case) as trainer:

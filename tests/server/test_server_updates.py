@@ -10,12 +10,7 @@ from block_fp8 import quantized
 from support.by_definition import quantize_blockwise
 from support.engine.models import checkpoint
 from support.server.distributed_trainer import DistributedTrainer
-from support.server.served import (
-    HAS_SESSIONS,
-    MODEL,
-    PROMPTS,
-    weights,
-)
+from support.server.served import MODEL, PROMPTS, weights
 
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.lab.testing.outputs import differences
@@ -59,12 +54,9 @@ def test_fp32_weights_in_buckets_equal_a_fresh_server(case, client, wire):
         assert (last["tensors"], last["bytes"]) == (sent.tensors, sent.nbytes)
 
 
-@pytest.mark.parametrize("session", [False, True], ids=["no-session", "session"])
 @pytest.mark.parametrize("size", [1, 9], ids=["one-tensor-per-call", "nine"])
 def test_named_tensors_equal_a_fresh_server(case, session, size):
     """Pickled one by one, as SGLang's own clients do."""
-    if session and not HAS_SESSIONS:
-        pytest.skip("this SGLang has no sessions")
     for which in ("second", "first"):
         tensors = [(name, tensor.clone()) for name, tensor in shuffled(weights(which))]
         if session:
@@ -101,10 +93,7 @@ def test_an_update_from_disk_equals_a_fresh_server(case, checkpoint_dir):
         case.check(which)
 
 
-@pytest.mark.parametrize("session", [False, True], ids=["no-session", "session"])
 def test_weights_broadcast_by_a_trainer_equal_a_fresh_server(case, session):
-    if session and not HAS_SESSIONS:
-        pytest.skip("this SGLang has no sessions")
     with DistributedTrainer(case) as trainer:
         for which, load_format in (("second", None), ("first", "flattened_bucket")):
             tensors = weights(which)

@@ -17,7 +17,6 @@ from support.server.served import (
     QUANTIZED,
     Client,
     Served,
-    served,
     version_of,
     weights,
 )
@@ -40,57 +39,64 @@ def trainer(tmp_path_factory):
     ranks.close()
 
 
-def refit(trainer, case, checkpoint_dir, which, dtype, bucket_bytes, tp_size, **more) -> None:
-    path = checkpoint(checkpoint_dir, MODEL, which)
-    trainer.start_refit(case, path, dtype, bucket_bytes, tp_size=tp_size, **more)
-    for rank in range(WORLD_SIZE):
-        said = trainer.answer(rank)
-        if "error" in said:
-            trainer.close()  # the other rank may wait for this one for ever
-            raise AssertionError((rank, said["error"], trainer.log(rank)))
-        if rank == 0:
-            answers = said["answers"][:-1]  # the last is of the flush
-    if more.get("by_adapter"):
-        return
-    assert all(answer["success"] for answer in answers), answers
-    # The server sees what it is said to see: one bucket, or nearly a bucket for each tensor.
-    assert len(answers) == 1 if bucket_bytes == LARGE else len(answers) > TENSORS // 2
+@pytest.fixture
+def refit(trainer, checkpoint_dir):
+    """A refit of a server that has to succeed."""
+
+    def run(case, which, dtype="float32", bucket_bytes=LARGE, tp_size=1, **more) -> None:
+        path = checkpoint(checkpoint_dir, MODEL, which)
+        trainer.start_refit(case, path, dtype, bucket_bytes, tp_size=tp_size, **more)
+        for rank in range(WORLD_SIZE):
+            said = trainer.answer(rank)
+            if "error" in said:
+                trainer.close()  # the other rank may wait for this one for ever
+                raise AssertionError((rank, said["error"], trainer.log(rank)))
+            if rank == 0:
+                answers = said["answers"][:-1]  # the last is of the flush
+        if more.get("by_adapter"):
+            return
+        assert all(answer["success"] for answer in answers), answers
+        # The server sees what it is said to see: one bucket, or nearly a bucket for each tensor.
+        assert len(answers) == 1 if bucket_bytes == LARGE else len(answers) > TENSORS // 2
+
+    return run
+
+
+@pytest.fixture
+def refused(trainer, checkpoint_dir):
+    """What each rank says of a refit that fails."""
+
+    def run(case, bucket_bytes=LARGE, tp_size=1, **more) -> list[str]:
+        path = checkpoint(checkpoint_dir, MODEL, "second")
+        trainer.start_refit(case, path, "float32", bucket_bytes, tp_size=tp_size, **more)
+        return [trainer.answer(rank).get("error", "") for rank in range(WORLD_SIZE)]
+
+    return run
 
 
 @pytest.mark.parametrize("bucket_bytes", [SMALL, LARGE], ids=["small-buckets", "one-bucket"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_refit_by_verl_equals_a_fresh_server(
-    server, trainer, checkpoint_dir, dtype, bucket_bytes
-):
-    case = served(server, checkpoint_dir)
+def test_a_refit_by_verl_equals_a_fresh_server(case, refit, dtype, bucket_bytes):
     for which in ("second", "first"):
-        refit(trainer, case, checkpoint_dir, which, dtype, bucket_bytes, 1)
+        refit(case, which, dtype, bucket_bytes)
         case.check(which)
 
 
 @pytest.mark.parametrize("by_adapter", [False, True])
-def test_quantized_before_transfer_in_verl_equals_a_fresh_server(
-    server, trainer, checkpoint_dir, by_adapter
-):
+def test_quantized_before_transfer_in_verl_equals_a_fresh_server(case, refit, by_adapter):
     """Our adapter's calls are one refit, with sessions and without, so its buckets may part a weight from its
     scale; each of veRL's stands alone."""
-    case = served(server, checkpoint_dir)
     bucket_bytes = SMALL if by_adapter else LARGE
-    more = {"is_quantized": True, "by_adapter": by_adapter}
     for which in ("second", "first"):
-        refit(trainer, case, checkpoint_dir, which, "float32", bucket_bytes, 1, **more)
+        refit(case, which, "float32", bucket_bytes, is_quantized=True, by_adapter=by_adapter)
         case.check(which)
 
 
 @pytest.mark.parametrize("bucket_bytes", [SMALL, LARGE], ids=["small-buckets", "one-bucket"])
-def test_a_refit_by_this_package_s_adapter_equals_a_fresh_server(
-    server, trainer, checkpoint_dir, bucket_bytes
-):
+def test_a_refit_by_this_package_s_adapter_equals_a_fresh_server(case, refit, bucket_bytes):
     """Flattened buckets in a session; the step is SGLang's weight version."""
-    case = served(server, checkpoint_dir)
     for step, which in enumerate(("second", "first"), 7):
-        more = {"by_adapter": True, "step": step}
-        refit(trainer, case, checkpoint_dir, which, "float32", bucket_bytes, 1, **more)
+        refit(case, which, "float32", bucket_bytes, by_adapter=True, step=step)
         case.check(which)
     assert version_of(case.client) == "8"
 
@@ -116,77 +122,51 @@ def at_tp2(server, checkpoint_dir) -> Served:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "bucket_bytes"),
-    [("float32", SMALL), ("bfloat16", LARGE)],
-    ids=["fp32-small-buckets", "bf16-one-bucket"],
+    ("dtype", "bucket_bytes", "by_adapter"),
+    [("float32", SMALL, False), ("bfloat16", LARGE, False), ("float32", SMALL, True)],
+    ids=["fp32-small-buckets", "bf16-one-bucket", "adapter"],
 )
-def test_a_refit_by_verl_equals_a_fresh_server_at_tp2(
-    at_tp2, trainer, checkpoint_dir, dtype, bucket_bytes
-):
+def test_a_refit_equals_a_fresh_server_at_tp2(at_tp2, refit, dtype, bucket_bytes, by_adapter):
     for which in ("second", "first"):
-        refit(trainer, at_tp2, checkpoint_dir, which, dtype, bucket_bytes, 2)
+        refit(at_tp2, which, dtype, bucket_bytes, tp_size=2, by_adapter=by_adapter)
         at_tp2.check(which)
 
 
-@pytest.mark.slow
-def test_a_refit_by_this_package_s_adapter_equals_a_fresh_server_at_tp2(
-    at_tp2, trainer, checkpoint_dir
-):
-    for which in ("second", "first"):
-        refit(trainer, at_tp2, checkpoint_dir, which, "float32", SMALL, 2, by_adapter=True)
-        at_tp2.check(which)
-
-
-def refused(trainer, case, checkpoint_dir, tp_size, **more) -> list[str]:
-    """What each rank says of a refit that fails."""
-    path = checkpoint(checkpoint_dir, MODEL, "second")
-    trainer.start_refit(case, path, "float32", LARGE, tp_size=tp_size, **more)
-    return [trainer.answer(rank).get("error", "") for rank in range(WORLD_SIZE)]
-
-
-def test_verl_is_told_when_an_update_is_refused(server, trainer, checkpoint_dir):
+def test_verl_is_told_when_an_update_is_refused(case, refit, refused):
     """Its adapter raises on HTTP 400: a trainer does not go on with weights nobody serves."""
-    case = served(server, checkpoint_dir)
-    assert "400" in refused(trainer, case, checkpoint_dir, 1, suffix="_wrong")[0]
-    refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1)
+    assert "400" in refused(case, suffix="_wrong")[0]
+    refit(case, "first")
     case.check("first")
 
 
-def test_a_trainer_that_leaves_tensors_out_is_told_their_names(server, trainer, checkpoint_dir):
+def test_a_trainer_that_leaves_tensors_out_is_told_their_names(case, refit, refused):
     """The adapter announces all: in its session where SGLang has them, by name where it has none."""
-    case = served(server, checkpoint_dir)
     forgotten = "model.layers.1.mlp.down_proj.weight"
     assert forgotten in MODEL.first
     more = {"by_adapter": True, "leaves_out": forgotten}
-    said = refused(trainer, case, checkpoint_dir, 1, **more)[0]
+    said = refused(case, **more)[0]
     assert said.startswith("RefitError: "), said
     assert forgotten in said
     assert case.client.status()["last_refit"]["complete"] is False
     assert case.client.status()["state"] == "failed"
     more["custom"] = {"fp8rl_extent": "partial"}
-    refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1, **more)
-    refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1, by_adapter=True)
+    refit(case, "first", **more)
+    refit(case, "first", by_adapter=True)
     case.check("first")
 
 
-def test_a_server_that_refuses_leaves_no_rank_of_another_one_waiting(
-    server, trainer, checkpoint_dir
-):
+def test_a_server_that_refuses_leaves_no_rank_of_another_one_waiting(case, refit, refused):
     """Two servers of TP 1: what the one's rank gathers, the other's has to gather with it."""
-    case = served(server, checkpoint_dir)
-    path = checkpoint(checkpoint_dir, MODEL, "second")
-    more = {"by_adapter": True, "suffix": "_wrong", "tp_size": 1}
-    trainer.start_refit(case, path, "float32", SMALL, **more)
-    assert "_wrong" in trainer.answer(0)["error"]
-    assert trainer.answer(1) == {"answers": []}
-    refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1, by_adapter=True)
+    one, other = refused(case, SMALL, by_adapter=True, suffix="_wrong")
+    assert "_wrong" in one
+    assert other == ""
+    refit(case, "first", by_adapter=True)
     case.check("first")
 
 
-def test_verl_s_deltas_are_refused_by_name(server, trainer, checkpoint_dir):
+def test_verl_s_deltas_are_refused_by_name(case, refit, refused):
     """By the adapter; and by the server, whoever sends them."""
-    case = served(server, checkpoint_dir)
-    said = refused(trainer, case, checkpoint_dir, 1, by_adapter=True, wire_format="delta_flush")[0]
+    said = refused(case, by_adapter=True, wire_format="delta_flush")[0]
     loader = "verl.workers.rollout.sglang_rollout.delta_loader.apply_delta"
     payload = payload_of(weights("second")[:1], 1, False)
     body = {"serialized_named_tensors": payload.texts, "load_format": loader}
@@ -195,27 +175,26 @@ def test_verl_s_deltas_are_refused_by_name(server, trainer, checkpoint_dir):
     for text in (said, answer["message"]):
         for words in ("delta_sharded", "verify flush", "naive, nccl or nixl", "fingerprint"):
             assert words in text, text
-    refit(trainer, case, checkpoint_dir, "first", "float32", LARGE, 1, by_adapter=True)
+    refit(case, "first", by_adapter=True)
     case.check("first")
 
 
 @pytest.mark.slow
-def test_every_rank_is_told_why_when_the_server_has_another_model(at_tp2, trainer, checkpoint_dir):
+def test_every_rank_is_told_why_when_the_server_has_another_model(at_tp2, refit, refused):
     """By this package's adapter: the server's own words, on both ranks; the server goes on."""
     more = {"by_adapter": True, "step": 99}
-    for said in refused(trainer, at_tp2, checkpoint_dir, 2, suffix="_wrong", **more):
+    for said in refused(at_tp2, tp_size=2, suffix="_wrong", **more):
         assert said.startswith("RefitError: POST /update_weights_from_tensor: HTTP 400"), said
         assert "_wrong" in said
         assert "/fp8rl/plan" in said
     assert version_of(at_tp2.client) != "99"
-    refit(trainer, at_tp2, checkpoint_dir, "first", "float32", LARGE, 2, by_adapter=True)
+    refit(at_tp2, "first", tp_size=2, by_adapter=True)
     at_tp2.check("first")
 
 
-def test_a_server_that_died_between_refits_is_named(trainer, checkpoint_dir):
+def test_a_server_that_died_between_refits_is_named(refused):
     case = SimpleNamespace(server=SimpleNamespace(port=free_port()))
-    said = refused(trainer, case, checkpoint_dir, 2, by_adapter=True)
-    for error in said:
+    for error in refused(case, tp_size=2, by_adapter=True):
         assert f"127.0.0.1:{case.server.port}" in error
         assert "no answer" in error
         assert "last checkpoint" in error

@@ -9,7 +9,8 @@ from importlib.metadata import version
 
 import pytest
 from packaging.version import Version
-from support.server.served import MODEL, served, weights
+from support.engine.models import checkpoint
+from support.server.served import MODEL, weights
 
 pytestmark = [
     pytest.mark.engine,
@@ -21,10 +22,14 @@ pytestmark = [
 ]
 
 
-def do(case, action: str) -> dict:
-    status, answer = case.post("/weights_checker", {"action": action})
+def post(case, path: str, **body) -> dict:
+    status, answer = case.post(path, body)
     assert status == 200, answer
     return answer
+
+
+def do(case, action: str) -> dict:
+    return post(case, "/weights_checker", action=action)
 
 
 def checksums(case) -> dict[str, str]:
@@ -32,18 +37,27 @@ def checksums(case) -> dict[str, str]:
     return rank["checksums"]
 
 
-def test_a_refit_brings_back_what_the_checker_destroyed(server, checkpoint_dir):
-    case = served(server, checkpoint_dir)
+@pytest.mark.parametrize("way", ["client", "disk", "tensor"])
+def test_a_refit_brings_back_what_the_checker_destroyed(case, checkpoint_dir, way):
     before = checksums(case)
+    do(case, "snapshot")
     do(case, "reset_tensors")
     assert not set(checksums(case).items()) & set(before.items())
-    case.client.update(weights("first"))
+    if way == "client":
+        case.client.update(weights("first"))
+    elif way == "disk":
+        path = str(checkpoint(checkpoint_dir, MODEL, "first"))
+        post(case, "/update_weights_from_disk", model_path=path)
+    else:
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        payload = [MultiprocessingSerializer.serialize(weights("first"), True)]
+        post(case, "/update_weights_from_tensor", serialized_named_tensors=payload)
     assert checksums(case) == before
     case.check("first")
 
 
-def test_the_checker_names_what_a_wrong_refit_left(server, checkpoint_dir):
-    case = served(server, checkpoint_dir)
+def test_the_checker_names_what_a_wrong_refit_left(case):
     before = checksums(case)
     do(case, "reset_tensors")
     wrong = "model.layers.1.mlp.down_proj.weight"
@@ -57,9 +71,8 @@ def test_the_checker_names_what_a_wrong_refit_left(server, checkpoint_dir):
     case.check("first")
 
 
-def test_checksums_are_of_the_weights_and_not_of_their_way(server, checkpoint_dir):
+def test_checksums_are_of_the_weights_and_not_of_their_way(case):
     """The same after an update there and back, whatever the buckets; another weight set has others."""
-    case = served(server, checkpoint_dir)
     first = checksums(case)
     case.client.update(weights("second"), bucket_bytes=100_000)
     second = checksums(case)

@@ -30,13 +30,7 @@ SETTINGS = Settings(new_tokens=6, samples=2)
 KEY = {"model": "m"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Sums over the inputs of a module depend on it, in their last digit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
