@@ -303,8 +303,9 @@ class _Thread(threading.local):
         loader: what the loader that it is in has done.
     """
 
-    is_watched = False
-    loader: LoaderWrites | None = None
+    def __init__(self) -> None:
+        self.is_watched = False
+        self.loader: LoaderWrites | None = None
 
 
 # What Python reads of a tensor without values, in a probe: a number that loaders can divide by.
