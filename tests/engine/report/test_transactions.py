@@ -203,7 +203,7 @@ def test_a_refit_of_many_calls_is_decided_once(host):
     assert host.call(refits_that_are_complete, buckets) == [True]
 
 
-@pytest.mark.usefixtures("sessions")
+@needs_sessions
 @pytest.mark.parametrize("named", [False, True])
 def test_a_session_and_its_calls_may_both_name_the_refit(host, named):
     assert host.call(begin, **({"rid": note(extent="all")} if named else {}))[0]
