@@ -20,7 +20,7 @@ import torch
 from ...errors import ConfigError, HostError
 from ...scheme import Cause, Scheme
 from ...versions import derives_from_row_scales
-from .linear import Fp8BlockwiseOnlineLinearMethod
+from .linear import FALLBACKS, Fp8BlockwiseOnlineLinearMethod
 from .method import DecidedMethod, check_misaligned
 
 _TOWER = "not in a decoder layer of a multimodal model: a vision tower or its projector"
@@ -46,7 +46,7 @@ def check_and_complete(model: torch.nn.Module, config: Any) -> None:
         _leave_vision_towers(model, config)
     _leave_what_its_model_writes(model, config)
     for prefix, scheme in config.schemes.items():  # of what is quantized for sure by now
-        check_misaligned(prefix, scheme, config.options.misaligned, ("per_channel", "bf16"))
+        check_misaligned(prefix, scheme, config.options.misaligned, FALLBACKS)
     _leave_fusions(model)
     _check_derivable(model)
     check_no_copies_of_the_start(model)

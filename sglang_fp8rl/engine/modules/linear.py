@@ -19,6 +19,9 @@ from ...numerics.linear import doubled, linear
 from ...scheme import misalignment
 from .method import DecidedMethod, takes_packed_scales
 
+# Values of the option `misaligned` that a linear layer can be served with.
+FALLBACKS = ("per_channel", "bf16")
+
 
 class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
     """Linear layer whose FP8 weight is written by quantizing what its loader loads.

@@ -106,6 +106,36 @@ def adapter(directory, model, seed):
     return str(directory)
 
 
+def wrap_with_lora(scheduler):
+    """As `--enable-lora` does once the model is loaded; the flag itself wants pinned memory, a GPU."""
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
+    from sglang.srt.lora.layers import get_lora_layer
+    from sglang.srt.utils import replace_submodule
+
+    model = model_of(scheduler)
+    backend = TorchNativeLoRABackend(max_loras_per_batch=1, device=torch.device("cpu"))
+    layers = [name for name, module in model.named_modules() if isinstance(module, LinearBase)]
+    for name in layers:
+        if name.endswith(("o_proj", "down_proj")):
+            replace_submodule(model, name, get_lora_layer(model.get_submodule(name), backend))
+    return sum(".base_layer." in name for name, _ in model.named_parameters())
+
+
+@on(engine_key("qwen3", label="with-lora"))
+def test_updates_reach_layers_that_lora_wrapped_after_they_were_loaded(host, engine_pool):
+    expected = engine_pool.fresh(engine_key("qwen3"))
+    host.in_doubt = True  # its layers stay wrapped
+    assert host.call(wrap_with_lora)
+    for which in ("second", "first", "second"):
+        host.send(list(getattr(host.model, which).items()))
+        assert host.call(status)["consistent"]
+    found = host.call(digests)
+    plain = {name.replace(".base_layer.", "."): value for name, value in found.items()}
+    assert [plain] == expected.digests
+    assert host.say() == expected.said
+
+
 @on(engine_key("qwen3", label="with-adapters"))
 def test_updates_of_the_base_go_on_where_adapters_are_loaded(host, engine_pool, tmp_path):
     """Replayed and whole; an adapter's pools are no copies of weights, nor made of them."""
@@ -125,7 +155,6 @@ def test_updates_of_the_base_go_on_where_adapters_are_loaded(host, engine_pool, 
     assert found.items() <= expected.digests[0].items()
     assert len(found) > 20
     assert not host.call(fingerprint).unproven
-    assert host.say() == expected.said
 
 
 def weight_digests(scheduler):
