@@ -12,21 +12,11 @@ import time
 
 import numba
 import numpy as np
-from numba.core import types
-from numba.extending import intrinsic
+
+from sglang_fp8rl.numerics.cpu.jit import fma
 
 INF = 0x7F80  # BF16 bits; below it are the finite magnitudes
 ALL_PAIRS = 532_701_119
-
-
-@intrinsic
-def fma(typing_context, a, b, c):
-    """FP32 `a * b + c` with one rounding."""
-
-    def codegen(context, builder, signature, arguments):
-        return builder.fma(*arguments)
-
-    return types.float32(types.float32, types.float32, types.float32), codegen
 
 
 @numba.njit

@@ -61,6 +61,16 @@ def in_threads(work: Callable[[int, int], T], edges: Sequence[int], threads: int
 
 
 @intrinsic
+def fma(typing_context, a, b, c):
+    """FP32 `a * b + c` with one rounding."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic
 def pointer(typing_context, address):
     """An address as a pointer, for `numba.carray`."""
 

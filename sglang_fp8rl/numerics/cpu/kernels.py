@@ -6,6 +6,7 @@ one page, so that the second finds it in the cache:
 
 - `amax` is an integer maximum over the magnitude bits. Rounding is monotonic, so only the amax is
   rounded to BF16, and NaN and Inf sort above every number, so they are seen for free.
+- Codes are those of an IEEE quotient, without the division where values are BF16, see `_reciprocal`.
 - While a strip is encoded, which is arithmetic, the next one is read for its amax, and the row
   below is fetched.
 
@@ -21,8 +22,12 @@ import torch
 from numba.extending import overload
 
 from ..reference import FP8_DTYPE
-from .jit import array_at, jit, prefetch
+from .jit import array_at, fma, jit, prefetch
 
+# Mantissas (7 bits) of an amax over which a product with the reciprocal falls to the wrong side of a tie:
+# `test_cpu_quotient.py` tries them all.
+_IN_TWO_PARTS = np.isin(np.arange(128), (4, 10, 24, 25, 35, 38, 39, 42, 46, 49, 50, 54, 56, 63, 67, 68, 70, 76,
+                                         77, 80, 82, 85, 107, 120, 122, 123))  # fmt: skip
 CACHE_LINE = 64
 # Of each row, between the two passes. Times 128 rows it has to stay in the L2 cache.
 STRIP_BYTES = 4096
@@ -149,6 +154,12 @@ def _served(y, scale, x):
 
 
 @jit
+def _stored(y, scale, x, is_code):
+    """What is written for `y`: its code, or the value of that."""
+    return _code(y, x) if is_code else _served(y, scale, x)
+
+
+@jit
 def _as_it_is(x, out):
     """A row of a block that is not finite, in BF16."""
     for c in range(x.size):
@@ -161,11 +172,37 @@ def _as_it_is(x, out):
 
 
 @jit
-def _encode(x, out, scale, step):
+def _reciprocal(amax, scale, step):
+    """`(near, rest)` as `triton.arithmetic.reciprocal`: a BF16 value times both gives the code of its quotient.
+
+    `rest` is 0 where `near` alone does; `near`, where a source is not rounded to BF16: it has to be divided.
+    """
+    if step[2] != np.uint32(0xFFFF0000):
+        return np.float32(0.0), np.float32(0.0)
+    one, near = np.float32(1.0), np.float32(np.float32(1.0) / scale)
+    if not _IN_TWO_PARTS[np.uint32(amax >> np.uint32(16)) & np.uint32(0x7F)]:
+        return near, np.float32(0.0)
+    if fma(np.float32(-scale), near, one) < np.float32(0.0):
+        near = _float(np.uint32(_bits(near) - np.uint32(1)))
+    return near, np.float32(fma(np.float32(-scale), near, one) * near)
+
+
+@jit
+def _encode(x, out, scale, reciprocal, step):
     """A row of one block: codes of `x / scale`, IEEE, or their values."""
-    for c in range(x.size):
-        y = _magnitude(x[c], step) / scale
-        out[c] = _code(y, x[c]) if out.itemsize == 1 else _served(y, scale, x[c])
+    is_code, (near, rest) = out.itemsize == 1, reciprocal
+    if near > np.float32(0.0) and rest == np.float32(0.0):
+        for c in range(x.size):
+            value = _magnitude(x[c], step)
+            out[c] = _stored(np.float32(value * near), scale, x[c], is_code)
+    elif near > np.float32(0.0):
+        for c in range(x.size):
+            value = _magnitude(x[c], step)
+            out[c] = _stored(fma(value, near, np.float32(value * rest)), scale, x[c], is_code)
+    else:
+        for c in range(x.size):
+            value = _magnitude(x[c], step)
+            out[c] = _stored(value / scale, scale, x[c], is_code)
 
 
 @jit
@@ -208,7 +245,7 @@ def cast_region(
     strip = (blocks + across - 1) // across  # of about the same width each
     strips = across * ((row_stop - row_start + block_n - 1) // block_n)
     amaxes = np.zeros((2, strip), np.uint32)  # of this strip and of the next
-    scale_of = np.empty(strip, np.float32)
+    scale_of, reciprocal_of = np.empty(strip, np.float32), np.empty((strip, 2), np.float32)
     row, first, height, count = row_start, 0, 0, 0
     for s in range(-1, strips):
         now, after = amaxes[s & 1], amaxes[(s + 1) & 1]
@@ -221,6 +258,7 @@ def cast_region(
             scale_of[i] = np.float32(0.0)
             if finite:
                 scale_of[i] = _scale(amax, pow2_scale)
+                reciprocal_of[i] = _reciprocal(amax, scale_of[i], step)
                 at = row // block_n * scales_stride0 + (first + i) * scales_stride1
                 out_scales[at] = scale_of[i]
 
@@ -244,7 +282,13 @@ def cast_region(
                     start, begin = (row + r) * source_stride + col, (row + r) * target_stride + col
                     values, to = x[start : start + width], out[begin : begin + width]
                     if scale_of[i] != np.float32(0.0):
-                        _encode(values, to, scale_of[i], step)
+                        _encode(
+                            values,
+                            to,
+                            scale_of[i],
+                            (reciprocal_of[i, 0], reciprocal_of[i, 1]),
+                            step,
+                        )
                     elif out.itemsize > 1:  # codes stay; what is computed with shows it
                         _as_it_is(values, to)
         row, first, height, count = next_row, next_first, next_height, next_count

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import torch
 
-from tools.packed_quotient import fma
+from sglang_fp8rl.numerics.cpu.jit import fma
 
 _LINE = re.compile(r"([a-z][\w.]*)\s+(.+?);")
 Registers = dict[str, np.ndarray]

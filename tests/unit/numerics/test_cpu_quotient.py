@@ -1,4 +1,4 @@
-"""The CPU cast gives the code of the quotient: every case there is, not a sample.
+"""The CPU cast multiplies where the reference divides: every case there is, not a sample.
 
 A BF16 number has 8 significant bits, so a source has 128 mantissas and a scale, which is such a
 number divided by 448, has 128 too. Powers of two only move the exponent, until something leaves the
