@@ -113,13 +113,14 @@ class DerivedWeights:
                 in an earlier call of a refit would be changed a second time.
         """
 
-        def numbers() -> dict[str, int | None]:
+        def numbers() -> dict[str, int]:
             held = held_tensors(deriver.module.named_modules())
-            return {one.place: one.number() for one in held if not one.tensor.is_meta}
+            kinds = ((one.place, one.tensor.detach()) for one in held if not one.tensor.is_meta)
+            return _numbers_of((place, one) for place, one in kinds if one.is_floating_point())
 
         before = numbers()
         again()
-        for place, number in numbers().items():
+        for place, number in numbers().items():  # but for integers, which may count what happens
             if before.get(place) != number:
                 raise HostError(
                     f"{deriver.prefix}.{place}" if deriver.prefix else place,
