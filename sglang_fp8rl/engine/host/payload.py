@@ -51,9 +51,8 @@ def flattened_bucket(original: Callable[..., Any], updater: Any, *args: Any, **k
         if is_staged:
             marks = [] if refit is None else refit.calls.update.marks
             marks.append((stages.WAITING_FOR_READS, perf_counter()))
-            wait_for(
-                flat.device
-            )  # the sender fills this memory again once it is answered (`StagingBuffers`)
+            # The sender fills this memory again once it is answered (`StagingBuffers`).
+            wait_for(flat.device)
             marks.append((stages.ANSWERING, perf_counter()))
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..interception import Write, extent_of, storage_of, unwatched
+from ..interception import Write, offset_within, span_of, unwatched
 from ..model.parameters import Target
 from .observer import LoaderWrites
 
@@ -86,10 +86,7 @@ def _is_of(source: torch.Tensor | None, loaded: torch.Tensor) -> bool:
     """Whether it is a part of that tensor; a loader may write what it made, or another one in that storage."""
     if source is None:
         return True
-    if source.dtype != loaded.dtype or storage_of(source) != storage_of(loaded):
-        return False
-    (first, end), (start, behind) = extent_of(source), extent_of(loaded)
-    return start <= first and end <= behind
+    return source.dtype == loaded.dtype and offset_within(span_of(loaded), source) is not None
 
 
 def _copy(write: Write, loaded: torch.Tensor) -> _Copy:
