@@ -103,8 +103,13 @@ class RequestEnd:
         if len(set(map(_REFIT, ranks))) > 1:  # the same on every rank
             self.boundary.step(self._join, max(map(_REFIT, ranks)))
             ranks = self._gathered()
+        raised = tuple(self.boundary.errors)
         self.boundary.errors.clear()  # what is raised from here on, `fail_behind` reports
-        return self.boundary.step(self._decide, ranks)
+        ended, result = self.boundary.step(self._decide, ranks), self.result
+        # Where the request had failed by itself, that is told first.
+        if untold := [text for text in raised if text not in result.message]:
+            result.message = " | ".join([result.message, *untold])
+        return ended
 
     def _gathered(self) -> list[Said]:
         """What every rank says. A collective."""
