@@ -11,12 +11,16 @@ written), median with p10 and p90.
   Both with the wait, and all of the host's part.
 - *verify*: what `update(verify=True)` adds in the trainer: the cast of BF16, and the number of its codes and scales.
 - *through*: `through_fp8` of BF16, blocks of 128×128.
+
+Behind these on a GPU, *gpu*: the same by the GPU's clock, without the host's part; and for whole models in FP8, codes and
+scales, the seconds of all their numbers from tables that are laid out (once), and of the laying out.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +28,8 @@ from typing import Annotated
 import measured
 import torch
 import typer
-from bench_gpu import conditions
+from bench_gpu import Clock, conditions
+from shapes import MODELS
 
 from sglang_fp8rl.formats.format import BlockGrid
 from sglang_fp8rl.numerics import cast_into, through_fp8
@@ -39,6 +44,7 @@ from sglang_fp8rl.numerics.fingerprint import (
 )
 
 SEED = seed_of("benchmark")
+WHOLE = ("Qwen3-8B", "Qwen3-30B-A3B")
 
 
 def main(
@@ -72,17 +78,29 @@ def main(
                 "experts": lambda experts=experts: NumberTable(experts).numbers(),  # type: ignore[misc]
                 "copy": functools.partial(other.copy_, data),
             }
-            rows.append(_row(tasks, data.nbytes, device, runs, threads, str(dtype)))
+            row = _row(tasks, data.nbytes, device, runs, threads, str(dtype))
+            laid_out = {
+                "fingerprint": NumberTable([[whole(tensor, SEED)]]).start,
+                "experts": NumberTable(experts).start,
+                "copy": tasks["copy"],
+            }
+            rows.append(row | _on_gpu(laid_out, data.nbytes, device, runs))
         copy = torch.empty_like(weight)
         tasks = {
             "verify": functools.partial(_verified, weight),
             "through": functools.partial(through_fp8, weight, (128, 128)),
             "copy": functools.partial(copy.copy_, weight),
         }
-        rows.append(_row(tasks, weight.nbytes, device, runs, threads, "cast of torch.bfloat16"))
+        row = _row(tasks, weight.nbytes, device, runs, threads, "cast of torch.bfloat16")
+        del tasks["verify"]
+        rows.append(row | _on_gpu(tasks, weight.nbytes, device, runs))
+    if device != "cpu":
+        del tasks, laid_out, experts, tensor, data, other, weight, copy
+        rows += [_whole_model(name, torch.device(device), runs) for name in WHOLE]
     for row in rows:
         print(json.dumps(row))
-    measured.append(json_path, rows, **(conditions(data.device) if data.is_cuda else {}))
+    where = torch.device(device)
+    measured.append(json_path, rows, **(conditions(where) if where.type == "cuda" else {}))
 
 
 def _verified(weight: torch.Tensor) -> int:
@@ -117,6 +135,50 @@ def _row(
         rates = measured.spread([nbytes / one / 1e9 for one in found])
         row[f"{name}_gb_s"] = [round(rate, 2) for rate in rates.values()]
     return row
+
+
+def _on_gpu(
+    tasks: dict[str, Callable[[], object]], nbytes: int, device: str, runs: int
+) -> dict[str, object]:
+    """GB/s by the GPU's clock of tasks that do not wait; nothing on a CPU."""
+    if device == "cpu":
+        return {}
+    found = Clock(torch.device(device)).interleaved(tasks, runs)
+    return {
+        f"{name}_gpu_gb_s": round(nbytes / measured.spread(seconds)["median_s"] / 1e9, 2)
+        for name, seconds in found.items()
+    }
+
+
+def _whole_model(name: str, device: torch.device, runs: int) -> dict[str, object]:
+    """Of every weight of a model a number; the first is compared with the definition on a CPU."""
+    of = []
+    for what, rows, columns, count in MODELS[name].weights():
+        grid = BlockGrid.of((rows, columns), (128, 128))
+        codes = torch.empty((count, rows, columns), dtype=torch.uint8, device=device).random_()
+        scales = torch.rand((count, *grid.scale_shape), device=device)
+        for at in range(count):
+            weight = codes[at].view(torch.float8_e4m3fn)
+            shape, start = (rows, columns), (0, 0)
+            of.append(scaled_boxes(f"{what}.{at}", weight, [scales[at]], shape, start, grid.block))
+    on_cpu = [box._replace(tensor=box.tensor.cpu()) for box in of[0]]
+    began = time.perf_counter()
+    table = NumberTable(of)
+    table.numbers()
+    laid_out = time.perf_counter() - began
+    if table.numbers()[0] != NumberTable([on_cpu]).numbers()[0]:
+        raise SystemExit(1)
+    seconds = [measured.seconds_of(table.numbers) for _ in range(runs)]
+    on_gpu = Clock(device).interleaved({"numbers": table.start}, runs)["numbers"]
+    return {
+        "device": device.type,
+        "dtype": f"{name} in FP8",
+        "tensors": len(of),
+        "bytes": sum(box.tensor.nbytes for boxes in of for box in boxes),
+        **measured.spread(seconds),
+        "gpu_median_s": measured.spread(on_gpu)["median_s"],
+        "laid_out_s": laid_out,
+    }
 
 
 if __name__ == "__main__":
