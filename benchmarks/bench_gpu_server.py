@@ -14,7 +14,8 @@ from __future__ import annotations
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
@@ -45,6 +46,7 @@ from rich.progress import Progress
 
 from sglang_fp8rl.errors import Fp8RlError, HostError
 
+ModeName = Enum("ModeName", {mode.what: mode.what for mode in MODES}, type=str)  # type: ignore[misc]
 ModelName = Enum("ModelName", {name: name for name in REAL}, type=str)  # type: ignore[misc]
 REFIT_COLUMNS = (
     "id", "what", "median_s", "p10_s", "p90_s", "server_median_s", "first_load_s", "request_floor_s",
@@ -63,6 +65,8 @@ class Run:
     ) -> None:
         self.model, self.setting, self.budget, self.report = model, setting, budget, report
         self.progress = progress
+        self.modes: Sequence[Mode] = MODES
+        self.wait_for: Path | None = None
         self.layout = Layout.of(model.config())
         self.start_s = START_S[setting.device.type]
         self.samples: dict[str, refit.Samples] = {}
@@ -72,7 +76,7 @@ class Run:
         values = Values(self.layout, self.setting.device)
         last: dict[Mode, Served] = {}
         try:
-            for modes in groups_of(self.layout, self.setting, MODES):
+            for modes in groups_of(self.layout, self.setting, self.modes):
                 self._group(modes, values, last, refits, output_tokens, decodes)
         except (HostError, decode.DecodeError):  # what was measured before holds
             self._show(compared=OURS in last and NATIVE in last)
@@ -90,9 +94,12 @@ class Run:
         what = ", ".join(mode.what for mode in modes)
         if not self.budget.allows(f"servers of {what}", self.start_s):
             return
-        tick = self._bar(f"starting {what}", len(modes) * (1 + refits))
+        others = len(modes) + 2 * (OURS in modes)  # refits with other options
+        tick = self._bar(f"starting {what}", len(modes) * (1 + refits) + others)
         with serving(self.setting, self.model, modes, self.budget) as servers:
             self.start_s = max(served.server.start_seconds for served in servers)
+            while self.wait_for is not None and not self.wait_for.exists():
+                time.sleep(0.1)
             samples = refit.measure(servers, values, refits, self.budget, tick)
             last |= {served.mode: served for served in servers}
             if OURS in last and NATIVE in last:
@@ -154,6 +161,10 @@ def main(
     output_tokens: Annotated[int, typer.Option(min=1, help="decoded by each request")] = 128,
     fp8_gemm_backend: Annotated[str, typer.Option(help="SGLang's flag (docs/gpu.md)")] = "auto",
     server_arg: Annotated[list[str] | None, typer.Option(help="more for every server")] = None,
+    only: Annotated[list[ModeName] | None, typer.Option(help="these servers")] = None,
+    wait_for: Annotated[
+        Path | None, typer.Option(help="a file: nothing is timed before it")
+    ] = None,
     budget_s: Annotated[float, typer.Option(min=0, help="skip what does not fit")] = 480,
     json_path: Annotated[Path | None, typer.Option("--json", help="append JSON lines")] = None,
 ) -> None:
@@ -172,7 +183,6 @@ def main(
     where |= {
         "model": chosen.name,
         "sglang": metadata.version("sglang"),
-        "bucket_bytes": refit.BUCKET_BYTES,
         "fp8_gemm_backend": fp8_gemm_backend,
         "server_args": server_arg or [],
         "environment": ENVIRONMENT,
@@ -184,7 +194,9 @@ def main(
         more = tuple(server_arg or ())
         setting = Setting(directory, device, max_batch, tokens_each, fp8_gemm_backend, more)
         run = Run(chosen, setting, budget, Report(console, json_path, where), progress)
-        groups = len(groups_of(run.layout, setting, MODES))
+        run.modes = [mode for mode in MODES if not only or mode.what in {one.value for one in only}]
+        run.wait_for = wait_for
+        groups = len(groups_of(run.layout, setting, run.modes))
         run.report.conditions = {**where, "interleaved": groups == 1}
         try:
             run.all(repetitions, output_tokens, decode_repetitions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from .budget import Budget
 from .models import Layout, Values, bucket_count
 from .servers import OURS, Served
 
-BUCKET_BYTES = 512 << 20
+BUCKET_BYTES = 512 << 20  # the same for every server; the client's own choice is measured beside it
 FEWEST = 5
 WARM_UPS = 2  # the first is recorded, the second is the first to be replayed
 
@@ -36,6 +36,7 @@ class Samples:
         server: of `load_weights`, as the server's status has it; only ours reports it.
         floor: waiting for the server for a refit of its smallest tensor alone.
         stages: of each timed refit, the server's seconds by stage; only ours reports them.
+        client_stages: the same of `RefitClient`.
         first: `load_weights` of its first refit, whose layout is learnt.
     """
 
@@ -44,7 +45,9 @@ class Samples:
     server: list[float] = field(default_factory=list)
     floor: list[float] = field(default_factory=list)
     stages: list[dict[str, float]] = field(default_factory=list)
+    client_stages: list[Mapping[str, float]] = field(default_factory=list)
     first: float | None = None
+    bucket_bytes: int = 0
     buckets: int = 0
     nbytes: int = 0
 
@@ -79,11 +82,16 @@ def measure(
         for served in servers:
             tick(f"refit of {served.mode.what}")
             _refit(served, values, _seed(repetition), samples[served.mode.what])
-    samples |= {
-        f"{served.mode.what}, verified": _verified(served, values)
-        for served in servers
-        if served.mode == OURS
+    more: dict[str, dict[str, Any]] = {
+        "its own buckets": {"bucket_bytes": None},
+        "verified": {"verify": True},
+        "its own buckets, verified": {"bucket_bytes": None, "verify": True},
     }
+    for what, options in more.items():
+        for served in servers:
+            if served.mode == OURS or "verify" not in options:
+                tick(f"refit of {served.mode.what}, {what}")
+                samples[f"{served.mode.what}, {what}"] = _with_options(served, values, options)
     for served in servers:
         _refit(served, values, _seed(0), Samples())
         served.answers = [answer.tokens for answer in ask(served.client, prompts)]
@@ -108,11 +116,13 @@ def _warm_up(served: Served, values: Values, prompts: Sequence[Any]) -> float | 
     return refits.server[0] if refits.server else None
 
 
-def _verified(served: Served, values: Values) -> Samples:
-    """Refits that prove what they left."""
+def _with_options(served: Served, values: Values, options: Mapping[str, Any]) -> Samples:
+    """Refits with other options, behind those that learn and compile."""
+    for warm_up in range(WARM_UPS):
+        _refit(served, values, _seed(warm_up), Samples(), **options)
     found = Samples()
     for repetition in range(FEWEST):
-        _refit(served, values, _seed(repetition), found, verify=True)
+        _refit(served, values, _seed(repetition), found, **options)
     return found
 
 
@@ -146,7 +156,9 @@ def rows_of(number: str, samples: dict[str, Samples]) -> list[dict[str, Any]]:
                     "server_median_s": statistics.median(one.server) if one.server else None,
                     "first_load_s": one.first,
                     "stages_s": _medians(one.stages),
+                    "client_stages_s": _medians(one.client_stages),
                     "request_floor_s": statistics.median(one.floor) if one.floor else None,
+                    "bucket_bytes": one.bucket_bytes,
                     "buckets": one.buckets,
                     "bytes": one.nbytes,
                     "repetitions": len(seconds),
@@ -155,7 +167,7 @@ def rows_of(number: str, samples: dict[str, Samples]) -> list[dict[str, Any]]:
     return found
 
 
-def _medians(stages: Sequence[dict[str, float]]) -> dict[str, float]:
+def _medians(stages: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Of each stage; empty where none is reported."""
     names = {name for one in stages for name in one}
     return {
@@ -169,12 +181,18 @@ def _seed(repetition: int) -> int:
 
 
 def _refit(
-    served: Served, values: Values, seed: int, into: Samples, *, verify: bool = False
+    served: Served,
+    values: Values,
+    seed: int,
+    into: Samples,
+    *,
+    verify: bool = False,
+    bucket_bytes: int | None = BUCKET_BYTES,
 ) -> None:
     tensors = served.mode.tensors(values, seed)
-    expected = bucket_count(tensors, BUCKET_BYTES)
     _synchronize(values.device)  # making the values is not what is timed
-    result = served.client.update(tensors, bucket_bytes=BUCKET_BYTES, verify=verify)
+    result = served.client.update(tensors, bucket_bytes=bucket_bytes, verify=verify)
+    expected = bucket_count(tensors, result.bucket_bytes)
     if (result.tensors, result.buckets) != (len(tensors), expected):
         raise GateError(
             served.mode.what,
@@ -184,7 +202,12 @@ def _refit(
         )
     into.request.append(result.server_seconds)
     into.end_to_end.append(result.seconds)
-    into.buckets, into.nbytes = result.buckets, result.nbytes
+    into.buckets, into.nbytes, into.bucket_bytes = (
+        result.buckets,
+        result.nbytes,
+        result.bucket_bytes,
+    )
+    into.client_stages.append(result.stages)
     if served.mode.is_ours:
         last = _check_status(served, values.layout)
         into.server.append(last["seconds"])

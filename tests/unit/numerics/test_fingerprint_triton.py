@@ -65,7 +65,7 @@ def tensors() -> dict[str, list[Box]]:
 
 
 def by_kernel(tensors: list[list[Box]]) -> list[list[int]]:
-    """Numbers of all tensors at once, whatever device they are on; twice by the same tables."""
+    """Numbers of all tensors at once, whatever device they are on, twice by the same tables; then of each by itself."""
     parts = [
         (number, matrix)
         for number, boxes in enumerate(tensors)
@@ -74,7 +74,13 @@ def by_kernel(tensors: list[list[Box]]) -> list[list[int]]:
         for matrix in _matrices(box)
     ]
     laid_out = on_gpu.LaidOut(parts, len(tensors))
-    return [[value & MASK for value in laid_out.start().tolist()] for _ in range(2)]
+    alone = torch.zeros(len(tensors), dtype=torch.int64)
+    for number in {number for number, _ in parts}:
+        of_one = [(0, matrix) for n, matrix in parts if n == number]
+        assert len(of_one) <= on_gpu.FEW
+        alone[number] = on_gpu.LaidOut(of_one, 1).start()[0]
+    found = [laid_out.start(), laid_out.start(), alone]
+    return [[value & MASK for value in one.tolist()] for one in found]
 
 
 def test_the_interpreter_gives_the_numbers_of_a_cpu(tmp_path):

@@ -11,7 +11,9 @@ from sglang_fp8rl.formats import FORMATS
 from sglang_fp8rl.formats.format import BlockGrid
 from sglang_fp8rl.numerics import FP8_DTYPE, cast_into
 from sglang_fp8rl.numerics.cast import copy_finite_into
+from sglang_fp8rl.numerics.fingerprint import Matrix
 from sglang_fp8rl.numerics.triton import matrix
+from sglang_fp8rl.numerics.triton.fingerprint import LaidOut
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -65,6 +67,21 @@ def test_matrices_of_all_sizes_share_a_kernel():
         with fake_gpu() as gpu:
             cast_into(source, codes, scales, (128, 128), backend="triton")
         kernels |= {one.compiled for one in gpu.launches}
+    assert len(kernels) == 1
+
+
+def test_a_number_is_one_launch_and_its_own_memory_whatever_it_is_of(nothing_is_pinned):
+    kernels = set()
+    for seed, shape in (
+        (5 << 40, (7, 96)),
+        ((1 << 64) - (5 << 40), (300, 16)),
+        (1 << 63, (1, 4096)),
+    ):
+        matrix = Matrix(torch.zeros(shape, dtype=torch.bfloat16), 0, 0, seed)
+        launches, operations = launched(LaidOut([(0, matrix)], 1).start)
+        assert operations == ["aten.zeros.default"]
+        assert [one.grid for one in launches] == [(-(-shape[0] // 64) * -(-shape[1] // 256), 1, 1)]
+        kernels |= {one.compiled for one in launches}
     assert len(kernels) == 1
 
 

@@ -172,28 +172,36 @@ def test_the_cast_and_back_without_the_step_to_bf16_divides():
     assert_ieee(code)
 
 
-def numbers(align, capability=90):
+def numbers(kernel, align, capability=90):
     constants = {"ALIGN": align, "HEIGHT": fingerprint.HEIGHT, "LANES": fingerprint.LANES}
-    types = {"matrices": "*i64", "owners": "*i32", "numbers": "*i64"}
-    options = {"types": types, "num_warps": fingerprint.WARPS}
-    return compile_kernel(fingerprint.numbers_kernel, constants, capability, **options)
+    kinds = {"matrices": "*i64", "owners": "*i32", "numbers": "*i64"}
+    names = [name for name in kernel.arg_names if name not in constants]
+    options = {"types": {name: kinds.get(name, "i64") for name in names}}
+    return compile_kernel(kernel, constants, capability, num_warps=fingerprint.WARPS, **options)
 
 
+KERNELS = pytest.mark.parametrize(
+    "kernel",
+    [fingerprint.numbers_kernel, fingerprint.matrix_number_kernel],
+    ids=lambda one: one.__name__,
+)
 ROWS = fingerprint.HEIGHT // fingerprint.WARPS  # that a thread reads
 
 
+@KERNELS
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_a_fingerprint_is_at_most_twelve_instructions_an_element_in_wide_loads(capability):
-    code = numbers(16, capability)
+def test_a_fingerprint_is_at_most_twelve_instructions_an_element_in_wide_loads(kernel, capability):
+    code = numbers(kernel, 16, capability)
     assert len(code.executed) <= 12 * (ROWS * 16 // 2)  # of BF16; of FP8 half as many each
     assert code.widths("LDG")[16] == ROWS
     assert code.registers <= 128  # four programs of 128 threads on a multiprocessor
     assert code.spilled == 0
 
 
+@KERNELS
 @pytest.mark.parametrize("align", [4, 2, 1])
-def test_a_fingerprint_of_odd_rows_reads_each_byte_once_and_spills_nothing(align):
-    code = numbers(align)
+def test_a_fingerprint_of_odd_rows_reads_each_byte_once_and_spills_nothing(kernel, align):
+    code = numbers(kernel, align)
     assert code.widths("LDG")[align] >= ROWS
     assert len(code.executed) <= 64 * ROWS
     assert code.spilled == 0
