@@ -161,7 +161,9 @@ def main(
     output_tokens: Annotated[int, typer.Option(min=1, help="decoded by each request")] = 128,
     fp8_gemm_backend: Annotated[str, typer.Option(help="SGLang's flag (docs/gpu.md)")] = "auto",
     server_arg: Annotated[list[str] | None, typer.Option(help="more for every server")] = None,
-    only: Annotated[list[ModeName] | None, typer.Option(help="these servers")] = None,
+    only: Annotated[
+        list[ModeName] | None, typer.Option(help="these servers, in this order")
+    ] = None,
     wait_for: Annotated[
         Path | None, typer.Option(help="a file: nothing is timed before it")
     ] = None,
@@ -194,7 +196,8 @@ def main(
         more = tuple(server_arg or ())
         setting = Setting(directory, device, max_batch, tokens_each, fp8_gemm_backend, more)
         run = Run(chosen, setting, budget, Report(console, json_path, where), progress)
-        run.modes = [mode for mode in MODES if not only or mode.what in {one.value for one in only}]
+        if only:
+            run.modes = [mode for one in only for mode in MODES if mode.what == one.value]
         run.wait_for = wait_for
         groups = len(groups_of(run.layout, setting, run.modes))
         run.report.conditions = {**where, "interleaved": groups == 1}
