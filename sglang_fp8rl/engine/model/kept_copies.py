@@ -18,7 +18,7 @@ from .parameters import HeldTensor, Target, held_tensors
 
 
 class KeptCopies:
-    """The copies that one model keeps since it was loaded, and `unproven`: what else appeared, and why it is named.
+    """The `copies` that one model keeps since it was loaded, and `unproven`: what else appeared, and why it is named.
 
     Args:
         modules: as SGLang built them, by name: what it wraps around them later (LoRA) is made of no weight.
@@ -35,7 +35,7 @@ class KeptCopies:
     ) -> None:
         self._modules, self._weights = modules, weights
         self._is_derived, self._has_run = is_derived, has_run
-        self._copies: dict[str, tuple[torch.Tensor, Target]] = {}
+        self.copies: dict[str, tuple[torch.Tensor, Target]] = {}
         self._refused: tuple[str, str, str, str] | None = None
         self._looked_behind: bool | None = None
         self.unproven: dict[str, str] = {}
@@ -120,7 +120,7 @@ class KeptCopies:
                 "Start the server on weights that differ: those of a checkpoint, for dummy ones of a size are alike.",
             )
         elif equal:
-            self._copies[one.place] = (one.tensor, equal[0])
+            self.copies[one.place] = (one.tensor, equal[0])
         elif weights:
             self.unproven[one.place] = (
                 "appeared beside weights after the load, and is no copy of one"
@@ -129,7 +129,7 @@ class KeptCopies:
     @torch.no_grad()
     def renew(self) -> None:
         """Give every copy the values of its weight, where it lies."""
-        for copy, target in self._copies.values():
+        for copy, target in self.copies.values():
             copy.copy_(target.parameter.data.reshape(copy.shape))
         self.number_again()
 

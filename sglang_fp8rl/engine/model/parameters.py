@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -189,7 +190,7 @@ class ModelMemory:
         return None
 
 
-_NOT_HELD = frozenset({"_parameters", "_buffers", "_modules"})
+_NOT_HELD = frozenset(vars(torch.nn.Module()))  # torch's own: modules, hooks, and tensors by kind
 _DEPTH = 3  # of containers and plain objects inside a module's attribute
 
 
@@ -226,7 +227,7 @@ def held_tensors(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[Hel
                 yield HeldTensor(start + name, parameter, module)
                 yield from _tensors_in(vars(parameter), start + name, module, _DEPTH)
         for name, value in (*module._buffers.items(), *vars(module).items()):
-            if name not in _NOT_HELD:
+            if name not in _NOT_HELD and _is_walked(value.__class__):
                 yield from _tensors_in(value, start + name, module, _DEPTH)
 
 
@@ -235,11 +236,21 @@ def _tensors_in(value: Any, place: str, holder: Any, depth: int) -> Iterator[Hel
         if not isinstance(value, torch.nn.Parameter) and value.layout is torch.strided:
             yield HeldTensor(place, value, holder)
         return
-    if not depth or isinstance(value, torch.nn.Module):
+    if not depth:
         return
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
     elif type(value).__module__.startswith("sglang."):
-        holder, value = value, getattr(value, "__dict__", None)
-    for key, part in value.items() if isinstance(value, dict) else ():
-        yield from _tensors_in(part, f"{place}.{key}", holder, depth - 1)
+        holder, value = value, getattr(value, "__dict__", {})
+    for key, part in value.items():
+        if _is_walked(part.__class__):
+            yield from _tensors_in(part, f"{place}.{key}", holder, depth - 1)
+
+
+@functools.cache  # a model's modules have ten thousands of attributes, most of them numbers and names
+def _is_walked(kind: Any) -> bool:
+    """Whether values of that type are tensors, or are looked into."""
+    is_looked_into = issubclass(kind, (list, tuple, dict)) or kind.__module__.startswith("sglang.")
+    return issubclass(kind, torch.Tensor) or (
+        is_looked_into and not issubclass(kind, torch.nn.Module)
+    )

@@ -135,7 +135,7 @@ def test_a_constant_is_no_evidence_of_a_copy(dtype):
 
     refit = as_they_are(Held(0.0, 0.0, 0.0), keep)
     update(refit)
-    assert not refit.derived.kept_copies._copies
+    assert not refit.derived.kept_copies.copies
     assert not refit.model[0].space.any()
     assert list(refit.derived.kept_copies.unproven) == ["0.space"]
 
@@ -201,7 +201,7 @@ def test_what_is_no_copy_and_stands_beside_no_weight_is_not_spoken_of():
     refit = served(module, keep)
     update(refit)
     assert not refit.derived.kept_copies.unproven
-    assert not refit.derived.kept_copies._copies
+    assert not refit.derived.kept_copies.copies
 
 
 def test_what_is_made_behind_the_first_update_is_found_before_a_second():
