@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -18,6 +18,9 @@ from ..wire.refit_note import ALL, PARTIAL, RefitNote
 from ..wire.stages import seconds_by_stage
 from .connection import SERVER_INFO_PATH, Connection
 from .tensor_update import Progress, TensorUpdate
+
+if TYPE_CHECKING:
+    from ..trainer.kept_places import KeptPlaces
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,7 @@ class RefitClient:
     ) -> None:
         self._connection = Connection(url, timeout, api_key, admin_api_key)
         self.url = self._connection.url
+        self._places: KeptPlaces | None = None
 
     def update(
         self,
@@ -93,7 +97,7 @@ class RefitClient:
             on_bucket: called after each bucket with the tensors and bytes sent so far.
             plan: that `named_tensors` were quantized by; compared with the server's first.
             verify: prove afterwards that the server holds what was sent, byte for byte. Each tensor is
-                cast here too as it goes by.
+                cast here too as it goes by, into 256 MiB on its device that stay with this client.
             weight_version: what SGLang calls the new weights (`weight_version` in `/model_info` and
                 in each answer's `meta_info`), once all of the update succeeded.
             partial: what is not among `named_tensors` is declared still right (frozen layers,
@@ -111,8 +115,9 @@ class RefitClient:
         if verify:
             from ..trainer.fingerprint import Fingerprinter
 
-            numbers = Fingerprinter(plan or self.plan())
-            named_tensors = numbers.watch(named_tensors)
+            places = self._places_of(plan)
+            numbers = Fingerprinter(places.plan)
+            named_tensors = places.watch(named_tensors, numbers)
         note = RefitNote(uuid4().hex, weight_version, PARTIAL if partial else ALL)
         refit = TensorUpdate(self._connection, note)
         waited_before = self._connection.seconds_waited
@@ -141,6 +146,18 @@ class RefitClient:
         )
         logger.debug("fp8rl: %s was updated: %s", self.url, result)
         return result
+
+    def _places_of(self, plan: RefitPlan | None) -> KeptPlaces:
+        """Those of the last update, if its plan is this one, or the server's still."""
+        from ..trainer.kept_places import KeptPlaces
+
+        if plan is None:
+            known = self._places.plan if self._places is not None else None
+            found = known and self._connection.plan_unless(known.digest)
+            plan = RefitPlan.from_dict(found) if found else known or self.plan()
+        if self._places is None or self._places.plan.digest != plan.digest:
+            self._places = KeptPlaces(plan)
+        return self._places
 
     def plan(self) -> RefitPlan:
         """The server's plan: how each tensor is stored, and how it may be sent."""

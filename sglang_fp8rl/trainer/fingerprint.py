@@ -11,7 +11,7 @@ until the fingerprint is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,24 +67,29 @@ def added_up(parts: Iterable[Fingerprint], plan: RefitPlan) -> Fingerprint:
     return numbers.fingerprint(source)
 
 
+Counted = tuple[str, str, int]  # a name, its form, and how many elements were added
+Cast = tuple[
+    str, BlockGrid, torch.Tensor
+]  # a matrix's name, and which of its blocks were not finite
+
+
 @dataclass
 class _Started:
     """What one device works at, or has done.
 
     Attributes:
-        names: each with its form, and how many elements were added.
-        numbers: int64 `[1]`, of each.
-        casts: of each matrix that was cast: name, grid, and which blocks were not finite.
+        names: of all numbers in turn.
+        numbers: int64 `[1]` or more.
+        casts: of all matrices that were cast.
     """
 
-    names: list[tuple[str, str, int]] = field(default_factory=list)
+    names: list[Counted] = field(default_factory=list)
     numbers: list[torch.Tensor] = field(default_factory=list)
-    casts: list[tuple[str, BlockGrid, torch.Tensor]] = field(default_factory=list)
+    casts: list[Cast] = field(default_factory=list)
 
 
 class Fingerprinter:
-    """Adds up what goes by, tensor by tensor, as the plan's server has it; for `RefitClient.update(..., verify=True)`
-    as well."""
+    """Adds up what goes by, tensor by tensor, as the plan's server has it."""
 
     def __init__(self, plan: RefitPlan) -> None:
         self.plan = plan
@@ -96,6 +101,17 @@ class Fingerprinter:
         """One tensor as it would be sent. Raises as `fingerprint_of`, of one on a GPU what is not finite later."""
         for one, part in one_by_one(name, tensor, self.plan):
             self._add(one, part)
+
+    def add_counted(
+        self, names: Sequence[Counted], values: torch.Tensor, casts: Sequence[Cast] = ()
+    ) -> None:
+        """What was counted already: int64 `[names]` of one device; and what was cast for that."""
+        started = self._started.setdefault(values.device, _Started())
+        started.names += names
+        started.numbers.append(values)
+        started.casts += casts
+        if not values.is_cuda:
+            self._finish(values.device)
 
     def watch(self, named_tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """Pass tensors on, adding each."""
@@ -157,10 +173,8 @@ class Fingerprinter:
             shard.check_shape(name, entry.shape)
             boxes, numel = self._boxes(entry, shard, started), local.numel()
         form = form_of(entry.dtype if entry.block_size is None else FP8, entry.block_size)
-        started.names.append((weight if is_scale else name, form, numel))
-        started.numbers.append(NumberTable([boxes]).start()[0].to(local.device))
-        if not local.is_cuda:
-            self._finish(local.device)
+        value = NumberTable([boxes]).start()[0].to(local.device)
+        self.add_counted([(weight if is_scale else name, form, numel)], value)
 
     def _boxes(self, entry: TensorPlan, shard: LocalShard, started: _Started) -> list[Box]:
         """Of a shard as the server would store it; of one that is FP8 already, without its scales."""

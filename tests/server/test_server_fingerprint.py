@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.lab import cli
-from sglang_fp8rl.trainer import Fingerprinter, quantize_for_refit
+from sglang_fp8rl.trainer import quantize_for_refit
+from sglang_fp8rl.trainer.kept_places import KeptPlaces
 from sglang_fp8rl.wire.fingerprint import FINGERPRINT_PATH
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]
@@ -56,13 +57,13 @@ def test_an_update_proves_itself(client, is_quantized):
 
 def test_an_update_that_was_not_served_as_sent_fails_by_name(client, monkeypatch):
     """What the trainer holds is changed behind the client's back while it is sent."""
-    watch = Fingerprinter.watch
+    watch = KeptPlaces.watch
 
-    def other(self, named_tensors):
-        for name, tensor in watch(self, named_tensors):
+    def other(self, named_tensors, numbers):
+        for name, tensor in watch(self, named_tensors, numbers):
             yield name, tensor + 1 if name == NAME else tensor
 
-    monkeypatch.setattr(Fingerprinter, "watch", other)
+    monkeypatch.setattr(KeptPlaces, "watch", other)
     with pytest.raises(RefitError, match=NAME):
         client.update(weights("first"), verify=True)
     monkeypatch.undo()
