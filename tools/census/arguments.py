@@ -24,6 +24,7 @@ from .hub_text import (
     QWEN3_5_VL,
     SLIDING,
     STEP3P5,
+    YARN,
 )
 from .hub_towers import CONFORMER, DASHENG, ERNIE_VL, JANUS, MINIMAX_M3_VISION, PERCEPTION, PIXTRAL
 from .overrides import UNKNOWN
@@ -49,6 +50,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "Kimi(K3)?LinearForCausalLM": KIMI_LINEAR,
     "KimiK3ForConditionalGeneration": {"text_config": KIMI_LINEAR},
     "KimiK25ForConditionalGeneration": {"text_config": DEEPSEEK},
+    "KimiVLForConditionalGeneration": {"text_config": YARN},
     "MiMoV2(Flash)?ForCausalLM": MIMO_V2,
     "MiniMaxM3SparseForCausalLM": UNKNOWN | MINIMAX_M3,
     "MiniMaxM3SparseForConditionalGeneration": {

@@ -34,6 +34,11 @@ QWEN3_5: dict[str, Any] = {
 QWEN3_5_VL = {"text_config": QWEN3_5}
 DEEPSEEK = {"architectures": ["DeepseekV3ForCausalLM"]}
 
+# Not the hub's, which scales no positions: SGLang's MLA on a CPU starts with this kind of scaling only.
+YARN = {
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+}
+
 DEEPSEEK_V4: dict[str, Any] = {
     "num_hidden_layers": 12,
     "num_key_value_heads": 1,

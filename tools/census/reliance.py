@@ -31,7 +31,7 @@ class Reliance:
         needed = {
             PAST_LOADERS: self._past_loaders,
             DERIVED: any(deriver.is_used for deriver in derived._derivers),
-            KEPT: bool(derived.kept_copies._copies),
+            KEPT: bool(derived.kept_copies.copies),
             SCALARS: any("reads its value" in reason for reason in native_reasons),
         }
         return [what for what in ALL if needed[what]]
