@@ -111,11 +111,12 @@ class RefitClient:
         if plan is not None:
             self.check_plan(plan)
         named_tensors = sendable(named_tensors)
-        numbers = None
+        numbers = places = None
         if verify:
             from ..trainer.fingerprint import Fingerprinter
 
-            places = self._places_of(plan)
+            # This update's alone; they are kept when it has ended well, with nothing begun in them.
+            places, self._places = self._places_of(plan), None
             numbers = Fingerprinter(places.plan)
             named_tensors = places.watch(named_tensors, numbers)
         note = RefitNote(uuid4().hex, weight_version, PARTIAL if partial else ALL)
@@ -129,7 +130,7 @@ class RefitClient:
         if numbers is not None:
             found = compare(self.fingerprint(), numbers.fingerprint("the trainer"), partial=True)
             found.check(f"what {self.url} serves")
-            unproven = found.unproven
+            unproven, self._places = found.unproven, places
         refit.mark("finishing")
         is_flushed = refit.finish(flush_timeout)
         refit.mark("answered")
@@ -155,9 +156,12 @@ class RefitClient:
             known = self._places.plan if self._places is not None else None
             found = known and self._connection.plan_unless(known.digest)
             plan = RefitPlan.from_dict(found) if found else known or self.plan()
-        if self._places is None or self._places.plan.digest != plan.digest:
-            self._places = KeptPlaces(plan)
-        return self._places
+        kept = self._places
+        return kept if kept is not None and kept.plan.digest == plan.digest else KeptPlaces(plan)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has places of its own: tables hold addresses."""
+        return self.__dict__ | {"_places": None}
 
     def plan(self) -> RefitPlan:
         """The server's plan: how each tensor is stored, and how it may be sent."""

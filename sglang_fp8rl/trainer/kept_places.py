@@ -20,6 +20,7 @@ from ..numerics.cast import cast_into
 from ..numerics.fingerprint import Box, NumberTable, scaled_boxes, seed_of
 from ..wire.fingerprint import form_of
 from ..wire.plan import FP8, UNUSED, RefitPlan, TensorPlan
+from ..wire.staging import free_bytes
 from .fingerprint import Cast, Counted, Fingerprinter
 
 ROOM = 256 << 20  # bytes on each device
@@ -34,7 +35,7 @@ class _Group:
 
     Attributes:
         table: of all of `boxes`; None before it is made.
-        written: which of them were since it was counted, in turn.
+        written: which of them were since it was counted.
     """
 
     room: torch.Tensor
@@ -42,7 +43,7 @@ class _Group:
     counted: list[Counted] = field(default_factory=list)
     boxes: list[list[Box]] = field(default_factory=list)
     table: NumberTable | None = None
-    written: dict[int, None] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
     casts: list[Cast] = field(default_factory=list)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -52,17 +53,19 @@ class _Group:
         return self.room[first:end].view(dtype).view(shape)
 
     def count(self, numbers: Fingerprinter) -> None:
-        """Add what was written; on a GPU nothing waits for it."""
-        self.table = self.table or NumberTable(self.boxes)
-        [values] = self.table.start()
-        written = list(self.written)
-        if written != list(range(len(self.boxes))):
-            values = values[written]
+        """Add what was written; on a GPU nothing waits for it. A table is kept for all of it, which most refits bring."""
+        written = sorted(self.written)
+        if len(written) < len(self.boxes):
+            table = NumberTable([self.boxes[at] for at in written])
+        else:
+            table = self.table = self.table or NumberTable(self.boxes)
+        [values] = table.start()
         numbers.add_counted([self.counted[at] for at in written], values, self.casts)
         self.forget()
 
     def forget(self) -> None:
-        self.written, self.casts = {}, []
+        """What was written, for it is counted, or its refit failed."""
+        self.written, self.casts = set(), []
 
 
 @dataclass
@@ -76,32 +79,36 @@ class _Place:
 
 
 class KeptPlaces:
-    """The places of one plan's tensors; they hold `ROOM` bytes on each device as long as this is."""
+    """The places of one plan's tensors, for one update at a time; they hold `ROOM` bytes on each device as long as this is."""
 
     def __init__(self, plan: RefitPlan) -> None:
         self.plan = plan
         self._places: dict[tuple, _Place | None] = {}
         self._rooms: dict[torch.device, torch.Tensor] = {}
         self._group: _Group | None = None  # that of the tensor before
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of what was enqueued last
 
     def watch(
         self, named_tensors: Iterable[tuple[str, Any]], numbers: Fingerprinter
     ) -> Iterator[tuple[str, Any]]:
         """Pass full tensors on, adding each as `Fingerprinter.add` does, but for NaN and Inf, which it may raise later."""
-        if self._group is not None:
-            self._group.forget()  # what a refit that failed had begun
-        self._group = None
-        for name, tensor in named_tensors:
-            self._add(name, tensor.detach(), numbers)
-            yield name, tensor
-        self._count(numbers)
+        try:
+            for name, tensor in named_tensors:
+                self._add(name, tensor.detach(), numbers)
+                yield name, tensor
+            self._count(numbers)
+        finally:
+            if self._group is not None:
+                self._group.forget()
+            self._group = None
 
     def _add(self, name: str, tensor: torch.Tensor, numbers: Fingerprinter) -> None:
         key = (name, tensor.shape, tensor.dtype, tensor.device)
         if key not in self._places:
             if len(self._places) >= _MOST:
                 self._places.clear()
-            self._places[key] = self._place_of(name, tensor)
+            with torch.inference_mode(False):  # else no other mode could write there
+                self._places[key] = self._place_of(name, tensor)
         place = self._places[key]
         if place is None:
             numbers.add(name, tensor)
@@ -109,6 +116,7 @@ class KeptPlaces:
         if place.group is not self._group or place.at in place.group.written:
             self._count(numbers)  # the next group takes its room
             self._group = place.group
+        self._take_turn(tensor.device)
         if place.grid is None:
             place.made[0].copy_(tensor)
         else:
@@ -117,11 +125,20 @@ class KeptPlaces:
                 tensor, codes, scales, place.grid.block, name=name, **self.plan.rounding
             )
             place.group.casts.append((name, place.grid, bad))
-        place.group.written[place.at] = None
+        place.group.written.add(place.at)
 
     def _count(self, numbers: Fingerprinter) -> None:
         if self._group is not None and self._group.written:
+            self._take_turn(self._group.room.device)
             self._group.count(numbers)
+
+    def _take_turn(self, device: torch.device) -> None:
+        """What is enqueued now comes behind what was enqueued before: an iterator may change the stream of who consumes it."""
+        if device.type == "cuda":
+            now = torch.cuda.current_stream(device)
+            if self._streams.setdefault(device, now) != now:
+                now.wait_stream(self._streams[device])
+                self._streams[device] = now
 
     def _place_of(self, name: str, tensor: torch.Tensor) -> _Place | None:
         """A new one beside the tensor before, or in a new group; None where `Fingerprinter` is to look at it by itself."""
@@ -142,6 +159,8 @@ class KeptPlaces:
         group, device = self._group, tensor.device
         if group is None or group.room.device != device or group.used + size > ROOM:
             if device not in self._rooms:
+                if device.type == "cuda" and (free_bytes(device) or 0) < ROOM:
+                    return None
                 self._rooms[device] = torch.empty(ROOM, dtype=torch.uint8, device=device)
             group = _Group(self._rooms[device])
         made = [group.take(*part) for part in parts]

@@ -241,8 +241,8 @@ def _tensors_in(value: Any, place: str, holder: Any, depth: int) -> Iterator[Hel
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
     elif type(value).__module__.startswith("sglang."):
-        holder, value = value, getattr(value, "__dict__", {})
-    for key, part in value.items():
+        holder, value = value, getattr(value, "__dict__", None)
+    for key, part in value.items() if isinstance(value, dict) else ():
         if _is_walked(part.__class__):
             yield from _tensors_in(part, f"{place}.{key}", holder, depth - 1)
 

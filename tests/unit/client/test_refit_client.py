@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import json
 import logging
@@ -204,6 +205,32 @@ def test_what_the_server_takes_without_a_number_is_sent_and_said_to_be_unproven(
     result = client.update([TENSORS[0], (name, torch.ones(1))], verify=True)
     assert list(server.received) == ["a", name]
     assert list(result.unproven) == [name]
+
+
+def test_an_update_proves_itself_in_places_of_its_own(server, monkeypatch):
+    """Another one meanwhile, a copy of the client, and the next one behind a failure don't take them."""
+    plan, client = make_plan({"a": (PLAIN, (2, 3))}), RefitClient(server.url)
+    monkeypatch.setattr(client, "plan", lambda: plan)
+    monkeypatch.setattr(client._connection, "plan_unless", lambda digest: None)
+    monkeypatch.setattr(client, "fingerprint", lambda: fingerprint_of(TENSORS[:1], plan))
+
+    def update(then=lambda: None):
+        def sent():
+            assert client._places is None
+            then()
+            yield TENSORS[0]
+
+        client.update(sent(), verify=True)
+
+    update()
+    kept = client._places
+    assert kept is not None
+    update()
+    assert client._places is kept
+    assert copy.deepcopy(client)._places is None
+    with pytest.raises(ZeroDivisionError):
+        update(lambda: 1 / 0)
+    assert client._places is None
 
 
 def test_the_last_bucket_and_no_other_flushes_the_cache(server):

@@ -10,6 +10,7 @@ import torch
 from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 
 from sglang_fp8rl.errors import QuantizationError
+from sglang_fp8rl.numerics.fingerprint import NumberTable
 from sglang_fp8rl.trainer import fingerprint_of, kept_places, quantize_for_refit
 from sglang_fp8rl.trainer.fingerprint import Fingerprinter
 from sglang_fp8rl.trainer.kept_places import KeptPlaces
@@ -98,6 +99,28 @@ def test_what_a_failed_refit_began_is_forgotten():
         assert counted(places, weights(5).items()) == expected(weights(5).items()), at
 
 
+def test_a_part_of_a_group_costs_its_own_bytes(monkeypatch):
+    """And not those of all that has room with it."""
+    places, counted_bytes = KeptPlaces(PLAN), []
+    counted(places, weights(10).items())
+
+    def table(boxes):
+        counted_bytes.append(sum(box.tensor.nbytes for one in boxes for box in one))
+        return NumberTable(boxes)
+
+    monkeypatch.setattr(kept_places, "NumberTable", table)
+    sent = [("3.norm.weight", weights(11)["3.norm.weight"])]
+    assert counted(places, sent) == expected(sent)
+    assert counted_bytes == [2 * 33]
+
+
+def test_places_made_in_inference_mode_serve_outside_of_it():
+    places = KeptPlaces(PLAN)
+    with torch.inference_mode():
+        assert counted(places, weights(12).items()) == expected(weights(12).items())
+    assert counted(places, weights(13).items()) == expected(weights(13).items())
+
+
 @pytest.mark.parametrize("name", ["1.blocks.weight", "2.rows.weight", "large.weight"])
 def test_what_is_not_finite_is_named_and_the_next_refit_is_right(name):
     places, bad = KeptPlaces(PLAN), weights(6)
@@ -129,3 +152,18 @@ def test_places_do_not_keep_what_was_sent():
     counted(places, sent.items())
     del arrays, sent
     assert not any(one() is not None for one in kept)
+
+
+@pytest.mark.gpu
+def test_an_iterator_may_work_on_a_stream_of_its_own():
+    """It is the consumer's too while it is suspended, and not behind its end."""
+    side, places = torch.cuda.Stream(), KeptPlaces(PLAN)
+
+    def sent(seed):
+        with torch.cuda.stream(side):
+            for name, weight in weights(seed).items():
+                torch.cuda._sleep(2_000_000)
+                yield name, weight.cuda()
+
+    for seed in range(3):
+        assert counted(places, sent(seed)) == expected(weights(seed).items())
