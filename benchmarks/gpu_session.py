@@ -73,6 +73,7 @@ PARTS = {
             "bench_gpu_server.py",
             (
                 *("--model", "qwen3-30b-a3b", "--budget-s", "150", "--max-batch", "1"),
+                *("--only", "sglang_fp8rl"),
                 *("--decode-repetitions", "0", "--repetitions", "5"),
                 *("--server-arg", "--disable-cuda-graph"),
             ),
