@@ -64,6 +64,8 @@ class RefitClient:
             (updates, sessions) and at the fingerprint.
     """
 
+    _places: KeptPlaces | None = None  # of the last update that proved itself
+
     def __init__(
         self,
         url: str,
@@ -74,7 +76,6 @@ class RefitClient:
     ) -> None:
         self._connection = Connection(url, timeout, api_key, admin_api_key)
         self.url = self._connection.url
-        self._places: KeptPlaces | None = None
 
     def update(
         self,
@@ -115,8 +116,7 @@ class RefitClient:
         if verify:
             from ..trainer.fingerprint import Fingerprinter
 
-            # This update's alone; they are kept when it has ended well, with nothing begun in them.
-            places, self._places = self._places_of(plan), None
+            places = self._take_places(plan)
             numbers = Fingerprinter(places.plan)
             named_tensors = places.watch(named_tensors, numbers)
         note = RefitNote(uuid4().hex, weight_version, PARTIAL if partial else ALL)
@@ -130,7 +130,7 @@ class RefitClient:
         if numbers is not None:
             found = compare(self.fingerprint(), numbers.fingerprint("the trainer"), partial=True)
             found.check(f"what {self.url} serves")
-            unproven, self._places = found.unproven, places
+            unproven, self._places = found.unproven, places  # with nothing begun in them
         refit.mark("finishing")
         is_flushed = refit.finish(flush_timeout)
         refit.mark("answered")
@@ -148,15 +148,17 @@ class RefitClient:
         logger.debug("fp8rl: %s was updated: %s", self.url, result)
         return result
 
-    def _places_of(self, plan: RefitPlan | None) -> KeptPlaces:
-        """Those of the last update, if its plan is this one, or the server's still."""
+    def _take_places(self, plan: RefitPlan | None) -> KeptPlaces:
+        """For one update alone: those of the last one, if its plan is this one, or the server's still."""
         from ..trainer.kept_places import KeptPlaces
 
-        if plan is None:
-            known = self._places.plan if self._places is not None else None
-            found = known and self._connection.plan_unless(known.digest)
-            plan = RefitPlan.from_dict(found) if found else known or self.plan()
-        kept = self._places
+        kept = vars(self).pop(
+            "_places", None
+        )  # in one step, before any request: of two threads one has them
+        if plan is None and kept is not None:
+            newer = self._connection.plan_unless(kept.plan.digest)
+            plan = RefitPlan.from_dict(newer) if newer else kept.plan
+        plan = plan or self.plan()
         return kept if kept is not None and kept.plan.digest == plan.digest else KeptPlaces(plan)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from support.plans import PLAIN, make_plan
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.errors import NoAnswerError, RefitError
 from sglang_fp8rl.trainer import LocalShard, fingerprint_of
+from sglang_fp8rl.trainer.kept_places import KeptPlaces
 from sglang_fp8rl.wire import layout_text
 from sglang_fp8rl.wire.bucket import flatten, serialize
 from sglang_fp8rl.wire.staging import BUFFER, FILES, OpenBuffers, default_bucket_bytes
@@ -231,6 +232,31 @@ def test_an_update_proves_itself_in_places_of_its_own(server, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         update(lambda: 1 / 0)
     assert client._places is None
+
+
+def test_an_update_that_begins_while_another_asks_for_the_plan_takes_other_places(
+    server, monkeypatch
+):
+    plan, client, taken = make_plan({"a": (PLAIN, (2, 3))}), RefitClient(server.url), []
+    monkeypatch.setattr(client, "plan", lambda: plan)
+    monkeypatch.setattr(client, "fingerprint", lambda: fingerprint_of(TENSORS[:1], plan))
+    watch = KeptPlaces.watch
+
+    def watching(places, *args):
+        taken.append(places)
+        return watch(places, *args)
+
+    def asked(digest):
+        monkeypatch.setattr(client._connection, "plan_unless", lambda digest: None)
+        client.update(TENSORS[:1], verify=True)
+
+    monkeypatch.setattr(KeptPlaces, "watch", watching)
+    client.update(TENSORS[:1], verify=True)
+    monkeypatch.setattr(client._connection, "plan_unless", asked)
+    client.update(TENSORS[:1], verify=True)
+    first, nested, outer = taken
+    assert outer is first
+    assert nested is not first
 
 
 def test_the_last_bucket_and_no_other_flushes_the_cache(server):
