@@ -14,7 +14,7 @@ from ..formats.format import BlockGrid, BlockSize
 from . import reference
 from .backends import Backend, kernels
 from .reference import FP8_DTYPE
-from .write_table import Piece
+from .write_table import WIDE, Piece
 
 # Of a source that is copied or looked at in parts, so that no temporary grows with it: about this much at a
 # time, and on a CPU what its caches hold of what a kernel reads at once.
@@ -179,7 +179,7 @@ def _grid_of(source: torch.Tensor, block_size: BlockSize, name: str) -> BlockGri
 
     FP64 is refused rather than narrowed: FP64→FP32→BF16 rounds twice, and no trainer sends it.
     """
-    if source.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if source.dtype not in WIDE:
         raise QuantizationError(
             name,
             f"dtype {source.dtype}",

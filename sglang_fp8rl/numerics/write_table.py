@@ -30,11 +30,11 @@ class Kind(IntEnum):
 # Dtypes that the kernels know, and their numbers.
 FP32, BF16, FP8, FP16 = range(4)
 DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, FP8_DTYPE: FP8, torch.float16: FP16}
-_WIDE = (torch.float32, torch.bfloat16, torch.float16)
+WIDE = (torch.float32, torch.bfloat16, torch.float16)
 # Dtypes of the source and of the destination.
 _TAKEN: dict[Kind, tuple[Collection[torch.dtype], Collection[torch.dtype]]] = {
-    Kind.CAST: (_WIDE, (FP8_DTYPE,)),
-    Kind.COPY: (_WIDE, _WIDE),
+    Kind.CAST: (WIDE, (FP8_DTYPE,)),
+    Kind.COPY: (WIDE, WIDE),
     Kind.SCALES: ((torch.float32,), (torch.float32,)),
     Kind.CODES: ((FP8_DTYPE,), (FP8_DTYPE,)),
 }

@@ -11,7 +11,7 @@ until the fingerprint is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,9 +68,8 @@ def added_up(parts: Iterable[Fingerprint], plan: RefitPlan) -> Fingerprint:
 
 
 Counted = tuple[str, str, int]  # a name, its form, and how many elements were added
-Cast = tuple[
-    str, BlockGrid, torch.Tensor
-]  # a matrix's name, and which of its blocks were not finite
+# A matrix's name, and which of its blocks were not finite.
+Cast = tuple[str, BlockGrid, torch.Tensor]
 
 
 @dataclass
@@ -86,6 +85,10 @@ class _Started:
     names: list[Counted] = field(default_factory=list)
     numbers: list[torch.Tensor] = field(default_factory=list)
     casts: list[Cast] = field(default_factory=list)
+
+
+def form_as_served(entry: TensorPlan) -> str:
+    return form_of(entry.dtype if entry.block_size is None else FP8, entry.block_size)
 
 
 class Fingerprinter:
@@ -112,12 +115,6 @@ class Fingerprinter:
         started.casts += casts
         if not values.is_cuda:
             self._finish(values.device)
-
-    def watch(self, named_tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Pass tensors on, adding each."""
-        for name, tensor in named_tensors:
-            self.add(name, tensor)
-            yield name, tensor
 
     def count(self, name: str, number: Number) -> None:
         """The number of one more box of a name, or of all of it (once more is a replica). Raises `RefitError` where two
@@ -172,7 +169,7 @@ class Fingerprinter:
         else:
             shard.check_shape(name, entry.shape)
             boxes, numel = self._boxes(entry, shard, started), local.numel()
-        form = form_of(entry.dtype if entry.block_size is None else FP8, entry.block_size)
+        form = form_as_served(entry)
         value = NumberTable([boxes]).start()[0].to(local.device)
         self.add_counted([(weight if is_scale else name, form, numel)], value)
 

@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 
-from ..formats.format import BlockGrid, ceil_div
+from ..formats.format import BlockGrid
 from ..numerics import FP8_DTYPE
 from ..numerics.cast import cast_into
 from ..numerics.fingerprint import Box, NumberTable, scaled_boxes, seed_of
-from ..wire.fingerprint import form_of
-from ..wire.plan import FP8, UNUSED, RefitPlan, TensorPlan
+from ..numerics.write_table import WIDE
+from ..wire.bucket import aligned
+from ..wire.plan import UNUSED, RefitPlan, TensorPlan
 from ..wire.staging import free_bytes
-from .fingerprint import Cast, Counted, Fingerprinter
+from .fingerprint import Cast, Counted, Fingerprinter, form_as_served
 
 ROOM = 256 << 20  # bytes on each device
-_ALIGNMENT = 16  # of each tensor in there
 _MOST = 1 << 20  # places; a sender of other shapes each time starts anew
-_WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(eq=False)
@@ -168,17 +167,16 @@ class KeptPlaces:
             group.boxes.append([Box(made[0], shape, start, seed_of(name))])
         else:
             group.boxes.append(scaled_boxes(name, made[0], made[1:], shape, start, grid.block))
-        form = form_of(entry.dtype if grid is None else FP8, entry.block_size)
-        group.counted.append((name, form, tensor.numel()))
+        group.counted.append((name, form_as_served(entry), tensor.numel()))
         group.table = None
         return _Place(group, len(group.boxes) - 1, made, grid)
 
 
 def _has_a_place(entry: TensorPlan, tensor: torch.Tensor) -> bool:
     """Whether it is a matrix to be cast, or what is stored in high precision."""
-    is_full = tensor.shape == entry.shape and tensor.dtype in _WIDE and tensor.numel() > 0
+    is_full = tensor.shape == entry.shape and tensor.dtype in WIDE and tensor.numel() > 0
     return is_full and entry.scheme != UNUSED and (entry.block_size is None or tensor.dim() == 2)
 
 
 def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return ceil_div(math.prod(shape) * dtype.itemsize, _ALIGNMENT) * _ALIGNMENT
+    return aligned(math.prod(shape) * dtype.itemsize)

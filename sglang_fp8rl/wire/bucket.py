@@ -31,6 +31,11 @@ DEVICE = 6  # which argument of `reductions.rebuild_cuda_tensor` is the GPU's nu
 _ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
 
 
+def aligned(place: int) -> int:
+    """The first byte from there on at which a tensor may start."""
+    return -(-place // _ALIGNMENT) * _ALIGNMENT
+
+
 def flatten(
     named_tensors: Sequence[NamedTensor], into: StagingBuffers | None = None
 ) -> tuple[torch.Tensor, list[SimpleNamespace]]:
@@ -38,7 +43,7 @@ def flatten(
     device = named_tensors[0][1].device
     metadata, end = [], 0
     for name, tensor in named_tensors:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        start = aligned(end)
         end = start + tensor.nbytes
         metadata.append(layout_text.flat_tensor(name, tensor.shape, tensor.dtype, start, end))
     flat = allocate(end, device) if into is None else into.take(end, device)

@@ -185,9 +185,9 @@ class DerivedWeights:
             `module.attribute` of every derived tensor or copy that was stale and is right from now on.
         """
         self.kept_copies.look()
-        used = [one for one in self._derivers if one.is_used]
+        is_used = any(one.is_used for one in self._derivers)
         packed = list(self._with_packed_scales())
-        if not (used or packed or self.norms.places or self.kept_copies.copies):
+        if not (is_used or packed or self.norms.places or self.kept_copies.copies):
             return []  # a walk over all that modules hold is most of what this takes
         before = _numbers_of(self._derived())
         self.norms.derive()

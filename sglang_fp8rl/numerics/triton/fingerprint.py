@@ -140,16 +140,14 @@ class LaidOut:
         aligns = [_align(one) for one in fields]
         if len(parts) <= FEW:
             return [
-                (matrix_number_kernel, _tiles(one[2], one[3], align), one[:-1], align)
+                (matrix_number_kernel, _tiles(one, align), one[:-1], align)
                 for one, align in zip(fields, aligns, strict=True)
             ]
         table = np.array(fields, np.int64)
         launches: list[Launch] = []
         for align in sorted(set(aligns)):
             matrices = table[np.array(aligns) == align]
-            tiles = _tiles(
-                matrices[:, _FIELDS.index("rows")], matrices[:, _FIELDS.index("width")], align
-            )
+            tiles = _tiles(matrices.T, align)
             matrices[:, -1] = np.cumsum(tiles) - tiles
             owners = np.repeat(np.arange(len(matrices), dtype=np.int32), tiles)
             tables = (on_device(matrices, self._device), on_device(owners, self._device))
@@ -174,6 +172,7 @@ def _align(fields: tuple[int, ...]) -> int:
     return 4 if align == 8 else align  # a launch less
 
 
-def _tiles(rows: Any, width: Any, align: int) -> Any:
-    """Programs of a matrix, or of each of many."""
+def _tiles(fields: Any, align: int) -> Any:
+    """Programs of a matrix, or of each of many whose fields are arrays."""
+    _, _, rows, width, *_ = fields
     return ceil_div(rows, HEIGHT) * ceil_div(width, LANES * align)

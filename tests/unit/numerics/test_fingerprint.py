@@ -239,7 +239,8 @@ def test_what_is_counted_later_is_counted_alike_and_a_nan_named_then(monkeypatch
     finish = Fingerprinter._finish
     monkeypatch.setattr(Fingerprinter, "_finish", lambda self, device: None)
     numbers, sent = Fingerprinter(PLAN), weights()
-    for name, tensor in numbers.watch(sent.items()):
+    for name, tensor in sent.items():
+        numbers.add(name, tensor)
         tensor.zero_()
         assert name not in numbers._numbers
     spoiled, nan = Fingerprinter(PLAN), weights()
