@@ -16,7 +16,7 @@ from shapes import MODELS, Dense
 
 from sglang_fp8rl import quantize_blockwise
 from sglang_fp8rl.lab.testing.families import hub_config, hub_shapes, make_config
-from sglang_fp8rl.wire.bucket import NamedTensor, buckets_of
+from sglang_fp8rl.wire.bucket import NamedTensor
 
 _QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
@@ -152,7 +152,12 @@ class Values:
 
 def bucket_count(named_tensors: Iterable[NamedTensor], limit: int) -> int:
     """How many requests `RefitClient.update` makes of them."""
-    return sum(1 for _ in buckets_of(named_tensors, limit))
+    count = size = 0
+    for name, tensor in named_tensors:
+        size = -(-size // 16) * 16 + tensor.nbytes  # each starts at a multiple of 16 bytes
+        if not count or (size > limit and not name.endswith("_scale_inv")):  # with its weight
+            count, size = count + 1, tensor.nbytes
+    return count
 
 
 def batches(limit: int) -> Iterator[int]:

@@ -22,7 +22,7 @@ import requests  # noqa: E402
 import torch  # noqa: E402
 
 from sglang_fp8rl.checkpoint import safetensors_files, tensors_in  # noqa: E402
-from sglang_fp8rl.wire.bucket import buckets_of, payload_of  # noqa: E402
+from sglang_fp8rl.wire.bucket import buckets_of  # noqa: E402
 
 
 def post(url: str, path: str, **body: object) -> bool:
@@ -42,7 +42,7 @@ def refit(url: str, named_tensors: Iterable[tuple[str, torch.Tensor]], limit: in
     buckets = 0
     try:
         for bucket, is_last in buckets_of(named_tensors, limit):
-            payload = payload_of(bucket, ranks, layout_as_text=True)  # kept until it is answered
+            payload = bucket.payload(ranks, layout_as_text=True)  # kept until it is answered
             body = {"serialized_named_tensors": payload.texts, "load_format": "flattened_bucket"}
             post(url, "/update_weights_from_tensor", **body, flush_cache=is_last)
             buckets += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from uuid import uuid4
 import torch
 
 from ..errors import NoAnswerError, RefitError
-from ..wire.bucket import NamedTensor, sendable
+from ..wire.bucket import ALIGNMENT, NamedTensor, sendable
 from ..wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Verification, compare
 from ..wire.plan import PLAN_PATH, STATUS_PATH, RefitPlan
 from ..wire.refit_note import ALL, PARTIAL, RefitNote
@@ -20,7 +21,7 @@ from .connection import SERVER_INFO_PATH, Connection
 from .tensor_update import Progress, TensorUpdate
 
 if TYPE_CHECKING:
-    from ..trainer.kept_places import KeptPlaces
+    from ..trainer.bucket_numbers import BucketNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ class RefitClient:
             (updates, sessions) and at the fingerprint.
     """
 
-    _places: KeptPlaces | None = None  # of the last update that proved itself
+    _proof: BucketNumbers | None = None  # of the last update that proved itself
+    _expected = 0  # bytes of a whole update, as the last one was
 
     def __init__(
         self,
@@ -92,13 +94,13 @@ class RefitClient:
         """Send tensors, full and unsharded, under their checkpoint names; return when served.
 
         Args:
-            named_tensors: consumed lazily; two buckets of them are held at a time.
+            named_tensors: consumed lazily, and each read as it goes by: its memory may be used for the next.
             bucket_bytes: a bucket ends before the tensor that would pass this size; by default an eighth of the
                 memory that is free where the first tensor lies (`/dev/shm` for one on the CPU), up to 2 GiB.
             on_bucket: called after each bucket with the tensors and bytes sent so far.
             plan: that `named_tensors` were quantized by; compared with the server's first.
-            verify: prove afterwards that the server holds what was sent, byte for byte. Each tensor is
-                cast here too as it goes by, into 256 MiB on its device that stay with this client.
+            verify: prove afterwards that the server holds what was sent, byte for byte. Each bucket is cast here
+                too while the server loads it, into up to 256 MiB on its device that stay with this client.
             weight_version: what SGLang calls the new weights (`weight_version` in `/model_info` and
                 in each answer's `meta_info`), once all of the update succeeded.
             partial: what is not among `named_tensors` is declared still right (frozen layers,
@@ -112,17 +114,20 @@ class RefitClient:
         if plan is not None:
             self.check_plan(plan)
         named_tensors = sendable(named_tensors)
-        numbers = places = None
+        numbers = on_filled = None
         if verify:
             from ..trainer.fingerprint import Fingerprinter
 
-            places = self._take_places(plan)
-            numbers = Fingerprinter(places.plan)
-            named_tensors = places.watch(named_tensors, numbers)
+            proof = self._take_proof(plan)
+            numbers = Fingerprinter(proof.plan)
+            on_filled = functools.partial(proof.add, numbers)
         note = RefitNote(uuid4().hex, weight_version, PARTIAL if partial else ALL)
         refit = TensorUpdate(self._connection, note)
         waited_before = self._connection.seconds_waited
-        refit.send(named_tensors, bucket_bytes, on_bucket)
+        expected = 0 if partial else self._expected
+        refit.send(named_tensors, bucket_bytes, on_bucket, on_filled, expected)
+        if not partial:
+            self._expected = refit.nbytes + ALIGNMENT * refit.tensors
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()  # the server has let go of the buffers
         refit.mark("proving")
@@ -130,7 +135,7 @@ class RefitClient:
         if numbers is not None:
             found = compare(self.fingerprint(), numbers.fingerprint("the trainer"), partial=True)
             found.check(f"what {self.url} serves")
-            unproven, self._places = found.unproven, places  # with nothing begun in them
+            unproven, self._proof = found.unproven, proof
         refit.mark("finishing")
         is_flushed = refit.finish(flush_timeout)
         refit.mark("answered")
@@ -148,22 +153,21 @@ class RefitClient:
         logger.debug("fp8rl: %s was updated: %s", self.url, result)
         return result
 
-    def _take_places(self, plan: RefitPlan | None) -> KeptPlaces:
-        """For one update alone: those of the last one, if its plan is this one, or the server's still."""
-        from ..trainer.kept_places import KeptPlaces
+    def _take_proof(self, plan: RefitPlan | None) -> BucketNumbers:
+        """For one update alone: that of the last one, if its plan is this one, or the server's still."""
+        from ..trainer.bucket_numbers import BucketNumbers
 
-        kept = vars(self).pop(
-            "_places", None
-        )  # in one step, before any request: of two threads one has them
+        # In one step, before any request: of two threads one has it.
+        kept = vars(self).pop("_proof", None)
         if plan is None and kept is not None:
             newer = self._connection.plan_unless(kept.plan.digest)
             plan = RefitPlan.from_dict(newer) if newer else kept.plan
         plan = plan or self.plan()
-        return kept if kept is not None and kept.plan.digest == plan.digest else KeptPlaces(plan)
+        return kept if kept is not None and kept.plan.digest == plan.digest else BucketNumbers(plan)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has places of its own: tables hold addresses."""
-        return self.__dict__ | {"_places": None}
+        """A copy has a proof of its own: tables hold addresses."""
+        return self.__dict__ | {"_proof": None}
 
     def plan(self) -> RefitPlan:
         """The server's plan: how each tensor is stored, and how it may be sent."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import NoAnswerError, RefitError
 from ..wire import layout_text
-from ..wire.bucket import NamedTensor, Payload, buckets_of, payload_of
+from ..wire.bucket import Bucket, NamedTensor, Payload, buckets_of
 from ..wire.plan import STATUS_PATH
 from ..wire.refit_note import RefitNote
 from ..wire.stages import Mark
@@ -83,9 +83,15 @@ class TensorUpdate:
         named_tensors: Iterable[NamedTensor],
         bucket_bytes: int | None = None,
         on_bucket: Progress | None = None,
+        on_filled: Callable[[Bucket], None] | None = None,
+        expected: int = 0,
     ) -> None:
         """Send all of them in a session, a bucket being made while the server has the one before; args as
-        `RefitClient.update`. Raises `RefitError` where the server refuses, or there is nothing to send."""
+        `RefitClient.update` and `buckets_of`. Raises `RefitError` where the server refuses, or there is nothing to send.
+
+        Args:
+            on_filled: called with each bucket while the server loads it.
+        """
         self.mark("taking_tensors")
         tensors = iter(named_tensors)
         head = list(itertools.islice(tensors, 1))
@@ -93,7 +99,7 @@ class TensorUpdate:
             rule = "it names at least one tensor"
             raise RefitError("an update", "an empty iterable", rule, "Check the source.")
         self.bucket_bytes = bucket_bytes or default_bucket_bytes(head[0][1].device)
-        buckets = buckets_of(itertools.chain(head, tensors), self.bucket_bytes)
+        tensors = itertools.chain(iter(head), tensors)
 
         def post(payload: Payload, is_last: bool) -> None:
             self.post(payload.texts, is_last)
@@ -108,26 +114,19 @@ class TensorUpdate:
             staging = StagingBuffers() if self.is_ours else None
             answer: Any = None
             self.mark("taking_tensors")
-            for bucket, is_last in buckets:
-                self.mark("filling")
-                if staging is not None:
-                    staging.least = 0 if is_last else self.bucket_bytes
-                payload = payload_of(
-                    bucket,
-                    self._tp_size,
-                    self.is_ours,
-                    staging,
-                    on_filled=lambda: self.mark("making_handles"),
-                )
-                del bucket  # the tensors of the next one take its place
+            for bucket, is_last in buckets_of(tensors, self.bucket_bytes, expected, staging):
+                payload = bucket.payload(self._tp_size, self.is_ours)
+                self.marks += payload.marks
                 self.mark("waiting")
                 if answer is not None:
                     answer.result()
-                if is_last:  # nothing is made meanwhile
-                    post(payload, is_last)
-                else:
-                    answer = poster.submit(post, payload, is_last)
+                answer = poster.submit(post, payload, is_last)
+                if on_filled is not None:
+                    self.mark("proving")
+                    on_filled(bucket)
                 self.mark("taking_tensors")
+            self.mark("waiting")
+            answer.result()
             self.mark("session")
 
     def post(self, texts: list[str], is_last: bool) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -68,8 +68,6 @@ def added_up(parts: Iterable[Fingerprint], plan: RefitPlan) -> Fingerprint:
 
 
 Counted = tuple[str, str, int]  # a name, its form, and how many elements were added
-# A matrix's name, and which of its blocks were not finite.
-Cast = tuple[str, BlockGrid, torch.Tensor]
 
 
 @dataclass
@@ -79,12 +77,12 @@ class _Started:
     Attributes:
         names: of all numbers in turn.
         numbers: int64 `[1]` or more.
-        casts: of all matrices that were cast.
+        casts: of each matrix that was cast its name, and which of its blocks were not finite.
     """
 
     names: list[Counted] = field(default_factory=list)
     numbers: list[torch.Tensor] = field(default_factory=list)
-    casts: list[Cast] = field(default_factory=list)
+    casts: list[tuple[str, BlockGrid, torch.Tensor]] = field(default_factory=list)
 
 
 def form_as_served(entry: TensorPlan) -> str:
@@ -105,14 +103,11 @@ class Fingerprinter:
         for one, part in one_by_one(name, tensor, self.plan):
             self._add(one, part)
 
-    def add_counted(
-        self, names: Sequence[Counted], values: torch.Tensor, casts: Sequence[Cast] = ()
-    ) -> None:
-        """What was counted already: int64 `[names]` of one device; and what was cast for that."""
+    def add_counted(self, names: Sequence[Counted], values: torch.Tensor) -> None:
+        """What was counted already: int64 `[names]` of one device."""
         started = self._started.setdefault(values.device, _Started())
         started.names += names
         started.numbers.append(values)
-        started.casts += casts
         if not values.is_cuda:
             self._finish(values.device)
 
@@ -140,10 +135,11 @@ class Fingerprinter:
         for device in list(self._started):
             self._finish(device)
         numbers, differing = dict[str, Number](), dict[str, str]()
-        for name in sorted(self._numbers, key=lambda name: bool(self.plan.tied_to(name))):
-            number, other = self._numbers[name], self.plan.tied_to(name)
+        tied = {name: other for name in self._numbers if (other := self.plan.tied_to(name))}
+        for name in (*(name for name in self._numbers if name not in tied), *tied):
+            number, other = self._numbers[name], tied.get(name, "")
             if number.numel == math.prod(self.plan.of(other or name).shape or ()):
-                number = replace(number, numel=None)
+                number = Number(number.form, number.value)
             if not other or number.numel is not None:
                 numbers[name] = number
             elif numbers.setdefault(other, number) != number:

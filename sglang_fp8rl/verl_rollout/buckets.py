@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from sglang.srt.weight_sync.utils import _preprocess_tensor_for_update_weights
 from verl.utils.device import get_device_id
-from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
+from verl.workers.rollout.utils import ensure_async_iterator
 
 from ..errors import RefitError
-from ..wire.bucket import payload_of
+from ..wire.bucket import Bucket
 
 
 async def flat_buckets(
@@ -19,16 +19,19 @@ async def flat_buckets(
 ) -> AsyncIterator[tuple[str, bool]]:
     """Each bucket for the server, which reads it out of this process until the next is asked for; and whether
     it is the last. It ends before the tensor that would pass `bucket_bytes`."""
-    buckets = get_named_tensor_buckets(weights, bucket_bytes)
-    bucket = await anext(buckets, None)
-    while bucket is not None:
-        following = await anext(buckets, None)
+    bucket = Bucket(bucket_bytes)
+    async for given, tensor in ensure_async_iterator(weights):
         # veRL wraps layers under LoRA; the server knows no `base_layer`.
-        named = [(name.replace(".base_layer.", "."), _local(one)) for name, one in bucket]
-        payload = payload_of(named, ranks=1, layout_as_text=layout_as_text)
-        yield payload.texts[0], following is None
-        bucket = following
-        del named, payload
+        name, tensor = given.replace(".base_layer.", "."), _local(tensor)
+        if not bucket.takes(name, tensor):
+            bucket.close(is_last=False)
+            yield bucket.payload(1, layout_as_text).texts[0], False
+            bucket = Bucket(bucket_bytes, bucket_bytes)
+        bucket.add(name, tensor)
+        del tensor  # the next one may take its place
+    if bucket.metadata:
+        bucket.close(is_last=True)
+        yield bucket.payload(1, layout_as_text).texts[0], True
 
 
 def of_all_ranks(said: Sequence[Any]) -> tuple[list[str], bool]:

@@ -10,10 +10,12 @@ other reads SGLang's metadata by attribute, so sglang is not imported.
 from __future__ import annotations
 
 import base64
+import functools
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,36 +26,18 @@ from torch.multiprocessing import reductions
 from ..errors import RefitError
 from ..formats import weight_name_of
 from . import layout_text
-from .staging import FLAT, StagingBuffers, allocate
+from .stages import Mark
+from .staging import FLAT, StagingBuffers, allocate, refuse_without_room
+from .streams import StreamTurns
 
 NamedTensor = tuple[str, torch.Tensor]
 DEVICE = 6  # which argument of `reductions.rebuild_cuda_tensor` is the GPU's number
-_ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
+ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
 
 
 def aligned(place: int) -> int:
     """The first byte from there on at which a tensor may start."""
-    return -(-place // _ALIGNMENT) * _ALIGNMENT
-
-
-def flatten(
-    named_tensors: Sequence[NamedTensor], into: StagingBuffers | None = None
-) -> tuple[torch.Tensor, list[SimpleNamespace]]:
-    """One uint8 tensor with all of them, in memory `into` or of `allocate`; and where each lies in it."""
-    device = named_tensors[0][1].device
-    metadata, end = [], 0
-    for name, tensor in named_tensors:
-        start = aligned(end)
-        end = start + tensor.nbytes
-        metadata.append(layout_text.flat_tensor(name, tensor.shape, tensor.dtype, start, end))
-    flat = allocate(end, device) if into is None else into.take(end, device)
-    for (_, tensor), meta in zip(named_tensors, metadata, strict=True):
-        place = flat[meta.start_idx : meta.end_idx].view(meta.dtype).view(meta.shape)
-        place.copy_(tensor)
-    if into is not None and device.type != "cpu":
-        # A receiver waits for the sender's stream where it opens a handle, and not where it has one open still.
-        torch.get_device_module(device).current_stream(device).synchronize()
-    return flat, metadata
+    return -(-place // ALIGNMENT) * ALIGNMENT
 
 
 class HandlePickler(ForkingPickler):
@@ -87,36 +71,6 @@ def serialize(value: Any) -> str:
     return base64.b64encode(stream.getvalue()).decode("ascii")
 
 
-@dataclass(frozen=True)
-class Payload:
-    """One bucket of so many tensors and bytes, serialized."""
-
-    texts: list[str]  # one for each rank, to be read once: a handle counts its readers
-    content: Any  # what they say, whose memory has to stay until the server answers
-    tensors: int
-    nbytes: int
-
-
-def payload_of(
-    bucket: list[NamedTensor],
-    ranks: int,
-    layout_as_text: bool,
-    staging: StagingBuffers | None = None,
-    on_filled: Callable[[], None] = lambda: None,
-) -> Payload:
-    """A bucket for all ranks of a server, `layout_as_text` and in `staging` only for one of this package, which has read
-    all of it when it answers; `on_filled` is called when all is copied, before handles are made."""
-    flat, metadata = flatten([(name, tensor.detach()) for name, tensor in bucket], staging)
-    on_filled()
-    layout = layout_text.to_text(metadata) if layout_as_text else metadata
-    named = {FLAT: flat} if staging is None else staging.reference(len(flat))
-    content: dict[str, Any] = {**named, "metadata": layout}
-    # A handle is for one reader; without one all ranks read the same text.
-    texts = [serialize(content) for _ in range(ranks if FLAT in content else 1)]
-    nbytes = sum(tensor.nbytes for _, tensor in bucket)
-    return Payload(texts * (ranks // len(texts)), content, len(bucket), nbytes)
-
-
 def sendable(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
     """Pass tensors on. Raises `RefitError` for what has not all of its elements in memory here, or of no dtype that
     travels."""
@@ -137,16 +91,177 @@ def sendable(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
                 "Send the weight instead of its description on meta; tensor.to_dense(); or another dtype.",
             )
         yield name, tensor
+        del tensor  # the next one may take its place
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One bucket of so many tensors and bytes, serialized."""
+
+    texts: list[str]  # one for each rank, to be read once: a handle counts its readers
+    content: Any  # what they say, whose memory has to stay until the server answers
+    tensors: int
+    nbytes: int
+    marks: Sequence[Mark] = ()  # of the seconds before it, those that went into filling it
+
+
+class Bucket:
+    """Tensors, one behind the other in uint8 memory of the first one's device. Each is copied when it is added, and may
+    change from then on; on a GPU by what is enqueued behind that.
+
+    How much comes is rarely known before. Where it is, or a staging buffer is there, tensors are copied to their places at
+    once; else each by itself first, so that no more memory is shared than is filled.
+
+    Args:
+        limit: bytes; it ends before the tensor that would pass them.
+        expected: bytes, where they are known.
+        staging: whose memory to fill, for a server of this package, which has read all when it answers.
+
+    Attributes:
+        metadata: where each tensor lies, in SGLang's words.
+    """
+
+    def __init__(
+        self, limit: int, expected: int = 0, staging: StagingBuffers | None = None
+    ) -> None:
+        self.metadata: list[SimpleNamespace] = []
+        self._limit, self._expected, self._staging = limit, expected, staging
+        self._memory: torch.Tensor | None = None
+        self._apart: list[tuple[int, torch.Tensor]] = []  # for these places, when there is memory
+        self._device = torch.device("cpu")
+        self._end, self._seconds, self._turns = 0, 0.0, StreamTurns()
+
+    @classmethod
+    def of(
+        cls, named_tensors: Sequence[NamedTensor], staging: StagingBuffers | None = None
+    ) -> Bucket:
+        """One with all of these."""
+        bucket = cls(0, 0, staging)
+        for name, tensor in named_tensors:
+            bucket.add(name, tensor)
+        bucket.close(is_last=True)
+        return bucket
+
+    def takes(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether it may be added: the first always, and a scale behind its weight."""
+        if not self.metadata or weight_name_of(name) == self.metadata[-1].name:
+            return True
+        return aligned(self._end) + tensor.nbytes <= self._limit
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor. Raises `RefitError` where there is no room in memory."""
+        began, tensor = perf_counter(), tensor.detach()
+        start = aligned(self._end)
+        self._end = start + tensor.nbytes
+        self._turns.take(tensor.device)
+        if not self.metadata:
+            self._device = tensor.device
+            self._memory = self._memory_at_once()
+        if self._memory is not None and self._end <= len(self._memory):
+            self._put(start, tensor)
+        else:
+            self._apart.append((start, tensor.clone(memory_format=torch.contiguous_format)))
+        if tensor.is_cuda:  # whoever made it may let go of it now
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        meta = layout_text.flat_tensor(name, tensor.shape, tensor.dtype, start, self._end)
+        self.metadata.append(meta)
+        self._seconds += perf_counter() - began
+
+    def close(self, *, is_last: bool) -> None:
+        """Nothing more is added: all lies in one memory when this returns, and everything that was sent was read.
+
+        Args:
+            is_last: of an update; else a staging buffer will be filled again, by about as much.
+        """
+        began = perf_counter()
+        self._turns.take(self._device)
+        if self._apart:
+            filled = None if self._memory is None else self._memory[: self._apart[0][0]]
+            wanted = 0 if is_last or self._staging is None else self._limit
+            self._memory = self._new_memory(self._end, wanted, is_larger=filled is not None)
+            if filled is not None:
+                self._memory[: len(filled)].copy_(filled)
+            for start, tensor in self._apart:
+                self._put(start, tensor)
+        self._turns.wait()  # who has its handle open still waits for nothing
+        self._apart.clear()
+        self.closed_at = perf_counter()
+        self._seconds += self.closed_at - began
+
+    def _put(self, start: int, tensor: torch.Tensor) -> None:
+        assert self._memory is not None
+        self._turns.take(tensor.device)
+        self._turns.take(self._device)
+        place = self._memory[start : start + tensor.nbytes]
+        place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        if place.is_cuda:  # an update may end before this is done
+            place.record_stream(torch.cuda.current_stream(place.device))
+
+    def _memory_at_once(self) -> torch.Tensor | None:
+        """Memory for the first tensor and those behind it; None where it is not known how much will come."""
+        if self._staging is not None and self._staging.are_made(self._device):
+            return self._new_memory(self._end, self._limit)
+        wanted = min(self._limit, self._expected)
+        if wanted and wanted >= self._end:
+            return self._new_memory(self._end, wanted)
+        refuse_without_room(self._end, self._device)
+        return None
+
+    def _new_memory(self, nbytes: int, wanted: int, *, is_larger: bool = False) -> torch.Tensor:
+        if self._staging is None:
+            return allocate(nbytes, self._device, wanted)
+        return self._staging.take(nbytes, self._device, wanted, is_larger=is_larger)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """What was filled."""
+        assert self._memory is not None
+        return self._memory[: self._end]
+
+    def tensor(self, at: int) -> NamedTensor:
+        """One of them, where it was copied."""
+        meta = self.metadata[at]
+        assert self._memory is not None
+        place = self._memory[meta.start_idx : meta.end_idx]
+        return meta.name, place.view(meta.dtype).view(meta.shape)
+
+    @functools.cached_property
+    def layout(self) -> str:
+        """Of what was added, once that is all."""
+        return layout_text.to_text(self.metadata)
+
+    def payload(self, ranks: int, layout_as_text: bool) -> Payload:
+        """For all ranks of a server, `layout_as_text` only for one of this package."""
+        flat = self.flat
+        layout = self.layout if layout_as_text else self.metadata
+        named = {FLAT: flat} if self._staging is None else self._staging.reference(len(flat))
+        content: dict[str, Any] = {**named, "metadata": layout}
+        # A handle is for one reader; without one all ranks read the same text.
+        texts = [serialize(content) for _ in range(ranks if FLAT in content else 1)]
+        return Payload(
+            texts * (ranks // len(texts)),
+            content,
+            len(self.metadata),
+            sum(one.numel for one in self.metadata),
+            [("filling", self.closed_at - self._seconds), ("making_handles", self.closed_at)],
+        )
 
 
 def buckets_of(
-    named_tensors: Iterable[NamedTensor], limit: int
-) -> Iterator[tuple[list[NamedTensor], bool]]:
-    """Lists of about `limit` bytes, and whether each is the last; a scale stays with its weight, behind which it comes.
-    Raises `RefitError` if a name comes twice."""
+    named_tensors: Iterable[NamedTensor],
+    limit: int,
+    expected: int = 0,
+    staging: StagingBuffers | None = None,
+) -> Iterator[tuple[Bucket, bool]]:
+    """Buckets of up to `limit` bytes, and whether each is the last. A tensor is read as it goes by: the memory that it has
+    may be used for the next. Raises `RefitError` if a name comes twice, or as `Bucket.add`.
+
+    Args:
+        expected: bytes of all of them; 0 where that is not known.
+        staging: as of `Bucket`.
+    """
     seen: set[str] = set()
-    bucket: list[NamedTensor] = []
-    size = 0
+    bucket = Bucket(limit, expected, staging)
     for name, tensor in named_tensors:
         if name in seen:
             raise RefitError(
@@ -156,11 +271,13 @@ def buckets_of(
                 "Look at what the trainer's iterator yields; the update was ended there.",
             )
         seen.add(name)
-        last = bucket[-1][0] if bucket else ""
-        if bucket and size + tensor.nbytes > limit and weight_name_of(name) != last:
+        if not bucket.takes(name, tensor):
+            bucket.close(is_last=False)
             yield bucket, False
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
+            expected -= len(bucket.flat)
+            bucket = Bucket(limit, max(0, expected), staging)
+        bucket.add(name, tensor)
+        del tensor  # the next one may take its place
+    if bucket.metadata:
+        bucket.close(is_last=True)
         yield bucket, True

@@ -25,7 +25,7 @@ FLAT = "flattened_tensor"  # what SGLang calls a bucket's memory
 BUFFER, NBYTES = "buffer", "nbytes"  # its name, and how much of it the bucket takes
 COUNT = 2  # buffers that a sender fills in turn
 MOST_OPEN = 32  # that a server keeps: two for each device that a sender's tensors lie on
-_PARTS = 8  # of what is free: two buffers, the tensors of the next one, and more for others
+_PARTS = 8  # of what is free: two buffers, what is not in one yet, and more for others
 
 # A file of shared memory as torch makes it (`MapInfo`, `map_alloc_alignment` in ATen/MapAllocator.cpp): int32
 # readers, padding up to 64 bytes, the tensors.
@@ -52,25 +52,34 @@ class _Buffer:
 class StagingBuffers:
     """`COUNT` buffers for each device that buckets come from: one is filled while the server reads the other.
 
-    The pages of a fresh one are made and zeroed while it is filled, which takes a CPU longer than filling it. A
-    sender makes the next bucket while one is on its way, and no more, so the buffer that it takes is that of a
-    bucket which was answered for. A new one has `least` bytes, so that buckets of about one size fit in what is there.
+    The pages of a fresh one are made and zeroed first, which takes a CPU longer than filling it. A sender makes
+    the next bucket while one is on its way, and no more, so the buffer that it takes is that of a bucket which was
+    answered for.
     """
 
-    def __init__(self, least: int = 0) -> None:
-        self.least = least
+    def __init__(self) -> None:
         self._buffers = defaultdict[torch.device, deque[_Buffer]](deque)
 
-    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """uint8 [nbytes] of the buffer that was taken longest ago, made anew where that is too small."""
-        buffers = self._buffers[device]
-        buffer = buffers.popleft() if len(buffers) == COUNT else None
+    def are_made(self, device: torch.device) -> bool:
+        """Whether all are there, and the next bucket takes one of them."""
+        return len(self._buffers[device]) == COUNT
+
+    def take(
+        self, nbytes: int, device: torch.device, wanted: int = 0, *, is_larger: bool = False
+    ) -> torch.Tensor:
+        """The memory of the buffer that was taken longest ago, made anew as `allocate` does where that is too small; or of
+        a new one in the place of the last, which is being filled, is not sent and has to be larger."""
+        buffers, buffer = self._buffers[device], None
+        if is_larger:
+            buffers.pop()
+        elif self.are_made(device):
+            buffer = buffers.popleft()
         if buffer is None or buffer.memory.numel() < nbytes:
             buffer = None  # the old one goes before the new one comes
-            buffer = _Buffer(allocate(max(nbytes, self.least), device))
+            buffer = _Buffer(allocate(nbytes, device, wanted))
         buffers.append(buffer)
         self._taken = buffer
-        return buffer.memory[:nbytes]
+        return buffer.memory
 
     def reference(self, nbytes: int) -> dict[str, Any]:
         """What a bucket says of the buffer that was taken last; its memory too, for the first time."""
@@ -161,20 +170,17 @@ def _misused(name: Any, value: str, rule: str) -> RefitError:
 OPEN_BUFFERS = OpenBuffers()  # of this process, whose handles they are
 
 
-def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 memory that other processes can be given a handle of. Raises `RefitError` where there is no room.
+def allocate(nbytes: int, device: torch.device, wanted: int = 0) -> torch.Tensor:
+    """uint8 memory that other processes can be given a handle of; of `wanted` bytes, and some for a scale behind them,
+    where that leaves as much free. Raises `RefitError` where there is no room for `nbytes`.
 
     On a CPU its file is deleted with it, read or not. torch deletes a file when nobody reads it any more,
     and aborts the process if it is gone by then; so more readers are counted than there will be.
     """
-    free = free_bytes(device)
-    if free is not None and nbytes > free:  # filling such a file would kill the process
-        raise RefitError(
-            f"a bucket of {nbytes} bytes",
-            f"{free} bytes are free {f'in {FILES}' if device.type == 'cpu' else f'on {device}'}",
-            "a bucket lies in shared memory until the server has read it, and the next one beside it",
-            "Send smaller buckets, update(bucket_bytes=…), or make room; a tensor is not divided.",
-        )
+    free = refuse_without_room(nbytes, device)
+    if wanted:
+        wanted = max(nbytes, wanted) * 33 // 32
+        nbytes = wanted if free is None or wanted <= free // 2 else nbytes
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     shared = torch.UntypedStorage._new_using_filename_cpu(nbytes)
@@ -196,3 +202,16 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def refuse_without_room(nbytes: int, device: torch.device) -> int | None:
+    """As `free_bytes`. Raises `RefitError` if these are fewer."""
+    free = free_bytes(device)
+    if free is None or nbytes + HEADER <= free:
+        return free
+    raise RefitError(
+        f"a bucket of {nbytes} bytes",
+        f"{free} bytes are free {f'in {FILES}' if device.type == 'cpu' else f'on {device}'}",
+        "a bucket lies in shared memory until the server has read it, and the next one beside it",
+        "Send smaller buckets, update(bucket_bytes=…), or make room; a tensor is not divided.",
+    )

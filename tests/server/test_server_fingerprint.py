@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.lab import cli
 from sglang_fp8rl.trainer import quantize_for_refit
-from sglang_fp8rl.trainer.kept_places import KeptPlaces
+from sglang_fp8rl.trainer.bucket_numbers import BucketNumbers
+from sglang_fp8rl.wire.bucket import Bucket
 from sglang_fp8rl.wire.fingerprint import FINGERPRINT_PATH
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]
@@ -56,14 +57,16 @@ def test_an_update_proves_itself(client, is_quantized):
 
 
 def test_an_update_that_was_not_served_as_sent_fails_by_name(client, monkeypatch):
-    """What the trainer holds is changed behind the client's back while it is sent."""
-    watch = KeptPlaces.watch
+    """What the client counts is not what it sent."""
+    add = BucketNumbers.add
 
-    def other(self, named_tensors, numbers):
-        for name, tensor in watch(self, named_tensors, numbers):
-            yield name, tensor + 1 if name == NAME else tensor
+    def other(self, numbers, bucket):
+        sent = dict(map(bucket.tensor, range(len(bucket.metadata))))
+        if NAME in sent:
+            sent[NAME] = sent[NAME] + 1
+        add(self, numbers, Bucket.of(list(sent.items())))
 
-    monkeypatch.setattr(KeptPlaces, "watch", other)
+    monkeypatch.setattr(BucketNumbers, "add", other)
     with pytest.raises(RefitError, match=NAME):
         client.update(weights("first"), verify=True)
     monkeypatch.undo()

@@ -24,7 +24,7 @@ from support.server.verl_ranks import WORLD_SIZE, Trainer
 
 from sglang_fp8rl.lab.testing.outputs import ask, differences
 from sglang_fp8rl.lab.testing.ports import free_port
-from sglang_fp8rl.wire.bucket import payload_of
+from sglang_fp8rl.wire.bucket import Bucket
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 
@@ -168,7 +168,7 @@ def test_verl_s_deltas_are_refused_by_name(case, refit, refused):
     """By the adapter; and by the server, whoever sends them."""
     said = refused(case, by_adapter=True, wire_format="delta_flush")[0]
     loader = "verl.workers.rollout.sglang_rollout.delta_loader.apply_delta"
-    payload = payload_of(weights("second")[:1], 1, False)
+    payload = Bucket.of(weights("second")[:1]).payload(1, False)
     body = {"serialized_named_tensors": payload.texts, "load_format": loader}
     status, answer = case.post("/update_weights_from_tensor", body)
     assert status == 400

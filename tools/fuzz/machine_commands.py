@@ -22,7 +22,7 @@ from support.engine.models import MODELS
 
 from sglang_fp8rl.lab.testing.checkpoints import perturbed
 from sglang_fp8rl.wire import layout_text
-from sglang_fp8rl.wire.bucket import flatten, serialize
+from sglang_fp8rl.wire.bucket import Bucket, serialize
 
 MODEL = MODELS["qwen3"]
 NAMES = tuple(MODEL.first)
@@ -103,7 +103,8 @@ def _call(scheduler: Any, step: Step) -> tuple[bool, str]:
         content = serialized(tensors, serialize)
         payload = content[:24] if step.fault == "pickle" else content
         return send(scheduler, to_all_ranks(scheduler, payload), None, step.flush)
-    flat, metadata = flatten(tensors)
+    filled = Bucket.of(tensors)
+    flat, metadata = filled.flat, filled.metadata
     if step.fault == "layout":
         metadata[step.at].start_idx -= 1 << 20
     layout = layout_text.to_text(metadata)

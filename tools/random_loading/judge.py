@@ -8,7 +8,7 @@ failed updates, half ones, memory that was lost.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
@@ -25,7 +25,7 @@ from sglang_fp8rl.engine.proof.extension import Fingerprints, fingerprint_of_ran
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import QuantizationError, RefitError
 from sglang_fp8rl.numerics import FP8_DTYPE, quantize_blockwise, quantize_per_channel
-from sglang_fp8rl.wire.bucket import flatten
+from sglang_fp8rl.wire.bucket import Bucket
 from sglang_fp8rl.wire.refit_note import RefitNote
 from tools.random_loading.programs import SENT, Program
 
@@ -57,6 +57,11 @@ def held(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def kept_apart(model: Any) -> Tensors:
     """As `held`, without what a program only remembers; a tensor that it gave up is not there."""
     return {name: one for name, one in held(model) if not name.startswith("kept.")}
+
+
+def flat(sent: Sequence[tuple[str, torch.Tensor]]) -> FlatBucket:
+    bucket = Bucket.of(sent)
+    return FlatBucket(bucket.flat, bucket.metadata)
 
 
 def buckets_of(order: int, tensors: Tensors) -> Iterator[Tensors]:
@@ -236,7 +241,7 @@ class Run:
             update = Update(Origin.TENSOR, note=note, is_last_call=is_last)
             try:
                 with self.refit.during(update):
-                    self.served.load_weights(FlatBucket(*flatten(sent)) if self.is_flat else sent)
+                    self.served.load_weights(flat(sent) if self.is_flat else sent)
             except RefitError as error:
                 return str(error)
             law = law_of(self.refit)

@@ -86,7 +86,7 @@ class RefitLog:
         if update.origin.is_alone and current.origin is not update.origin:
             return f"an update from {update.origin.value} came before its end"
         if (note and note.id) != (current.note and current.note.id) or (
-            current.session is not self._session(update)
+            current.session is not self.session_of(update)
         ):
             return f"another one began before its end ({note.id if note else 'without a name'})"
         if current.outcome is Outcome.MIXED and not update.is_last_call:
@@ -125,12 +125,13 @@ class RefitLog:
         number, note = update.refit_number or self.count + 1, self._note(update)
         self.count = max(self.count, number)
         version = update.version or (note.version if note else None)
-        session = self._session(update)
+        session = self.session_of(update)
         if session is not None:
             session.has_begun, session.given_up = True, None
+            version = version or session.version
         return Refit(number, update.origin, since, note, version, session)
 
-    def _session(self, update: Update) -> Session | None:
+    def session_of(self, update: Update) -> Session | None:
         """The session that a request belongs to: none if it is a refit by itself, or names another than the session does."""
         is_part = update.in_session and not update.origin.is_alone
         session, note = self.session if is_part else None, update.note
@@ -139,7 +140,7 @@ class RefitLog:
         return session if session.note is not None and session.note.id == note.id else None
 
     def _note(self, update: Update) -> RefitNote | None:
-        session, own = self._session(update), update.note
+        session, own = self.session_of(update), update.note
         if session is None or session.note is None or own is None:
             return own if session is None else session.note
         extent, version = session.note.extent or own.extent, session.note.version or own.version
@@ -148,11 +149,10 @@ class RefitLog:
     # -- where it ends -----------------------------------------------------------------------------
 
     def may_end(self, update: Update) -> bool:
-        """Whether it is the end of a session that may be the current refit's: not where another client named that."""
+        """Whether it is the end of the session that the current refit is of: another client's goes on."""
         session, current = self.session, self.current
-        if not update.ends_session or session is None or current is None:
-            return False
-        return session.note is None or current.session is session
+        is_end = update.ends_session and session is not None
+        return is_end and current is not None and current.session is session
 
     def is_over(self, update: Update, verdict: Verdict) -> bool:
         """Whether the current refit ends behind this request."""

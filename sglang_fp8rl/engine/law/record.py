@@ -105,6 +105,7 @@ class Session:
         was_loaded: whether one that updates the served model did.
         failed: the last refit in it that failed.
         given_up: the last one that was given up, until another one begins.
+        version: that a draft's request said before any refit began.
     """
 
     note: RefitNote | None = None
@@ -114,6 +115,7 @@ class Session:
     was_loaded: bool = False
     failed: Refit | None = None
     given_up: Refit | None = None
+    version: str | None = None
 
 
 @dataclass(eq=False)

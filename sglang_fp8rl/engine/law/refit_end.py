@@ -108,6 +108,11 @@ class RefitEnd(RequestEnd):
             has_lost_drafts=bool(lost_of_drafts()),
         )
 
+    def _halves(self) -> tuple[str, ...]:
+        log = self._law.log
+        is_anothers = log.running is not None and not log.may_end(self.update)
+        return () if is_anothers else super()._halves()  # they wait on with its refit
+
     @property
     def _goes_on(self) -> bool:
         """Whether the client says that more requests of the same refit follow."""

@@ -16,7 +16,7 @@ def send_from_elsewhere(scheduler, named_tensors, is_elsewhere):
     """
     from sglang_fp8rl.engine.arrival.bucket import FlatBucket
     from sglang_fp8rl.engine.arrival.update import Origin, Update
-    from sglang_fp8rl.wire.bucket import flatten
+    from sglang_fp8rl.wire.bucket import Bucket
 
     copies = []
 
@@ -33,7 +33,8 @@ def send_from_elsewhere(scheduler, named_tensors, is_elsewhere):
             copies.append(torch.device(kwargs["device"]))
             return flat.clone()
 
-    flat, metadata = flatten(named_tensors)
+    filled = Bucket.of(named_tensors)
+    flat, metadata = filled.flat, filled.metadata
     model = model_of(scheduler)
     with model.fp8rl_refit.during(Update(Origin.TENSOR)):
         model.load_weights(FlatBucket(Elsewhere(flat) if is_elsewhere else flat, metadata))

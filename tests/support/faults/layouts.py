@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_fp8rl.wire import layout_text
-from sglang_fp8rl.wire.bucket import flatten
+from sglang_fp8rl.wire.bucket import Bucket
 
 from .fault import Group
 from .trainer import DOWN, HEAD, NORM, QUERY, UP, Answer, Change, Trainer
@@ -149,6 +149,7 @@ def a_known_layout_over_a_shorter_buffer(trainer: Trainer) -> Answer:
     bucket = [(name, trainer.old[name]) for name in (DOWN, UP, QUERY)]
     assert trainer.flat(bucket).code == 200
     assert trainer.flat(bucket).code == 200
-    flat, metadata = flatten(bucket)
+    filled = Bucket.of(bucket)
+    flat, metadata = filled.flat, filled.metadata
     value = {"flattened_tensor": flat[: len(flat) // 2], "metadata": layout_text.to_text(metadata)}
     return trainer.pickled(value, "flattened_bucket")

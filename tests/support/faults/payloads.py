@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.wire.bucket import payload_of, serialize
+from sglang_fp8rl.wire.bucket import Bucket, serialize
 from sglang_fp8rl.wire.staging import StagingBuffers
 
 from .fault import Group
@@ -115,7 +115,7 @@ def shared_memory_that_was_cut_to_a_page(trainer: Trainer) -> Answer:
 
 def staged(trainer: Trainer) -> dict[str, Any]:
     """What `RefitClient` sends first, in buffers of its own."""
-    payload = payload_of([trainer.fresh(DOWN)], 1, True, StagingBuffers())
+    payload = Bucket.of([trainer.fresh(DOWN)], StagingBuffers()).payload(1, True)
     trainer.memory.append(payload)
     return payload.content
 

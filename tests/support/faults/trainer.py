@@ -15,7 +15,7 @@ import torch
 
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.wire import layout_text
-from sglang_fp8rl.wire.bucket import NamedTensor, flatten, serialize
+from sglang_fp8rl.wire.bucket import Bucket, NamedTensor, serialize
 from support.by_definition import quantize_blockwise
 
 Tensors = dict[str, torch.Tensor]
@@ -101,7 +101,8 @@ class Trainer(ABC):
     ) -> Answer:
         """A flattened bucket, its layout changed first. What `change` returns, if anything, is sent as
         the layout."""
-        flat, metadata = flatten(list(named_tensors))
+        filled = Bucket.of(list(named_tensors))
+        flat, metadata = filled.flat, filled.metadata
         layout = change(metadata)
         if layout is None:
             layout = layout_text.to_text(metadata) if as_text else metadata

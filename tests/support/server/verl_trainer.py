@@ -15,7 +15,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,8 +142,10 @@ async def refit(command: dict[str, Any]) -> list[Any]:
             wire = {key: command[key] for key in of_verl if key in command}
             os.environ["SGLANG_FP8RL_SERVED_PLAN"] = command.get("plan_file", "")
             adapter = Adapter(engine, mesh, command["bucket_bytes"], command)
+            is_verls = wire or "as_flushes" in command or "model_type" in command
             for _ in range(command.get("times", 1)):
-                await adapter.update_weights(weights, step, **wire)
+                given = weights if is_verls else in_one_memory(weights)
+                await adapter.update_weights(given, step, **wire)
         else:
             list(weights)
         return []
@@ -160,6 +162,15 @@ async def refit(command: dict[str, Any]) -> list[Any]:
     if is_leader:
         answers.append(await engine.flush_cache())
     return answers
+
+
+def in_one_memory(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each where the one before was, as of a trainer that gathers into a buffer of its own."""
+    memory = torch.empty(1 << 24, dtype=torch.uint8)
+    for name, tensor in weights:
+        place = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        yield name, place.copy_(tensor)
+        memory.fill_(0x7F)  # a NaN in FP8
 
 
 def main() -> None:

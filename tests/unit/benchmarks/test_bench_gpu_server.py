@@ -83,11 +83,13 @@ def test_results_of_sglang_s_benchmark_become_medians_without_the_warm_up(tmp_pa
 def test_a_bucket_ends_before_the_tensor_that_would_pass_the_limit():
     from gpu_server.models import bucket_count
 
-    tensors = [(str(n), torch.zeros(size, dtype=torch.uint8)) for n, size in enumerate((6, 4, 1))]
-    assert bucket_count(tensors, 10) == 2
-    assert bucket_count(tensors, 11) == 1
-    assert bucket_count(tensors, 3) == 3  # a larger tensor is a bucket of its own
-    assert bucket_count([], 3) == 0
+    tensors = [
+        (str(n), torch.zeros(size, dtype=torch.uint8)) for n, size in enumerate((96, 64, 16))
+    ]
+    assert bucket_count(tensors, 160) == 2
+    assert bucket_count(tensors, 176) == 1
+    assert bucket_count(tensors, 48) == 3  # a larger tensor is a bucket of its own
+    assert bucket_count([], 48) == 0
 
 
 def test_what_does_not_fit_into_the_budget_is_skipped_with_its_reason():

@@ -10,6 +10,7 @@ import logging
 import pickle
 import shutil
 import time
+import weakref
 from contextlib import ExitStack, nullcontext
 from email.message import Message
 from multiprocessing import get_context
@@ -24,9 +25,9 @@ from support.plans import PLAIN, make_plan
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.errors import NoAnswerError, RefitError
 from sglang_fp8rl.trainer import LocalShard, fingerprint_of
-from sglang_fp8rl.trainer.kept_places import KeptPlaces
-from sglang_fp8rl.wire import layout_text
-from sglang_fp8rl.wire.bucket import flatten, serialize
+from sglang_fp8rl.trainer.bucket_numbers import BucketNumbers
+from sglang_fp8rl.wire import layout_text, staging
+from sglang_fp8rl.wire.bucket import Bucket, serialize
 from sglang_fp8rl.wire.staging import BUFFER, FILES, OpenBuffers, default_bucket_bytes
 
 TENSORS = [
@@ -135,7 +136,7 @@ def test_every_tensor_arrives_whatever_the_buckets(server, bucket_bytes):
         received = server.received[name]
         assert received.dtype == tensor.dtype
         assert torch.equal(received.float(), tensor.float())
-    assert result.buckets == len(server.updates) == {1: 4, 30: 2, 1 << 20: 1}[bucket_bytes]
+    assert result.buckets == len(server.updates) == {1: 4, 30: 3, 1 << 20: 1}[bucket_bytes]
     assert progress[-1] == (result.tensors, result.nbytes) == (4, 24 + 10 + 6 + 4)
 
 
@@ -208,7 +209,7 @@ def test_what_the_server_takes_without_a_number_is_sent_and_said_to_be_unproven(
     assert list(result.unproven) == [name]
 
 
-def test_an_update_proves_itself_in_places_of_its_own(server, monkeypatch):
+def test_an_update_proves_itself_with_numbers_of_its_own(server, monkeypatch):
     """Another one meanwhile, a copy of the client, and the next one behind a failure don't take them."""
     plan, client = make_plan({"a": (PLAIN, (2, 3))}), RefitClient(server.url)
     monkeypatch.setattr(client, "plan", lambda: plan)
@@ -217,40 +218,40 @@ def test_an_update_proves_itself_in_places_of_its_own(server, monkeypatch):
 
     def update(then=lambda: None):
         def sent():
-            assert client._places is None
+            assert client._proof is None
             then()
             yield TENSORS[0]
 
         client.update(sent(), verify=True)
 
     update()
-    kept = client._places
+    kept = client._proof
     assert kept is not None
     update()
-    assert client._places is kept
-    assert copy.deepcopy(client)._places is None
+    assert client._proof is kept
+    assert copy.deepcopy(client)._proof is None
     with pytest.raises(ZeroDivisionError):
         update(lambda: 1 / 0)
-    assert client._places is None
+    assert client._proof is None
 
 
-def test_an_update_that_begins_while_another_asks_for_the_plan_takes_other_places(
+def test_an_update_that_begins_while_another_asks_for_the_plan_takes_other_numbers(
     server, monkeypatch
 ):
     plan, client, taken = make_plan({"a": (PLAIN, (2, 3))}), RefitClient(server.url), []
     monkeypatch.setattr(client, "plan", lambda: plan)
     monkeypatch.setattr(client, "fingerprint", lambda: fingerprint_of(TENSORS[:1], plan))
-    watch = KeptPlaces.watch
+    add = BucketNumbers.add
 
-    def watching(places, *args):
-        taken.append(places)
-        return watch(places, *args)
+    def adding(proof, *args):
+        taken.append(proof)
+        return add(proof, *args)
 
     def asked(digest):
         monkeypatch.setattr(client._connection, "plan_unless", lambda digest: None)
         client.update(TENSORS[:1], verify=True)
 
-    monkeypatch.setattr(KeptPlaces, "watch", watching)
+    monkeypatch.setattr(BucketNumbers, "add", adding)
     client.update(TENSORS[:1], verify=True)
     monkeypatch.setattr(client._connection, "plan_unless", asked)
     client.update(TENSORS[:1], verify=True)
@@ -359,10 +360,41 @@ def test_the_seconds_of_a_refit_are_those_of_its_stages(server, caplog):
     assert "making_handles" in caplog.text
 
 
+def test_a_whole_update_s_size_is_expected_of_the_next_one(server, monkeypatch):
+    sizes, allocate = [], staging.allocate
+
+    def allocated(nbytes, device, wanted=0):
+        sizes.append((nbytes, wanted))
+        return allocate(nbytes, device, wanted)
+
+    monkeypatch.setattr(staging, "allocate", allocated)
+    client = RefitClient(server.url)
+    tensors, all_of_them = [(str(number), torch.ones(99)) for number in range(6)], 6 * (396 + 16)
+    for _ in range(2):
+        client.update(tensors)
+        client.update(tensors[:1], partial=True)
+    assert sizes == [(5 * 400 + 396, 0), (396, 0), (396, all_of_them), (396, 0)]
+
+
+def test_no_tensor_is_held_behind_its_turn(server):
+    gone = []
+
+    def made():
+        for number in range(4):
+            tensor = torch.ones(10)
+            gone.append(weakref.ref(tensor))
+            yield str(number), tensor
+            del tensor
+            assert gone[-1]() is None, number
+
+    RefitClient(server.url).update(made())
+    assert len(gone) == 4
+
+
 def test_the_default_size_of_a_bucket_goes_by_what_is_free(server, monkeypatch):
     monkeypatch.setattr("sglang_fp8rl.wire.staging.free_bytes", lambda device: 240)
     result = RefitClient(server.url).update(TENSORS)
-    assert (result.bucket_bytes, result.buckets) == (30, 2)
+    assert (result.bucket_bytes, result.buckets) == (30, 3)
     monkeypatch.setattr("sglang_fp8rl.wire.staging.free_bytes", lambda device: 1 << 40)
     assert default_bucket_bytes(torch.device("cpu")) == 2 << 30
     monkeypatch.setattr("sglang_fp8rl.wire.staging.free_bytes", lambda device: None)
@@ -491,7 +523,8 @@ def test_tensors_in_a_bucket_are_aligned_for_their_dtype():
         *TENSORS,
         ("last", torch.ones(2).double()),
     ]
-    flat, metadata = flatten(tensors)
+    filled = Bucket.of(tensors)
+    flat, metadata = filled.flat, filled.metadata
     for (name, tensor), meta in zip(tensors, metadata, strict=True):
         assert meta.name == name
         assert meta.start_idx % tensor.element_size() == 0
@@ -500,7 +533,8 @@ def test_tensors_in_a_bucket_are_aligned_for_their_dtype():
 
 
 def test_a_process_that_was_not_started_by_this_one_can_read_it():
-    flat, metadata = flatten(TENSORS)
+    filled = Bucket.of(TENSORS)
+    flat, metadata = filled.flat, filled.metadata
     text = serialize({"flattened_tensor": flat, "metadata": metadata})
     with get_context("spawn").Pool(1) as pool:
         assert pool.apply(_sum_of, (text,)) == int(flat.to(torch.int64).sum())
@@ -514,7 +548,8 @@ def test_the_sharing_strategy_is_left_as_it_was():
 
 def test_the_payload_names_nothing_that_sglang_refuses_to_load():
     """SGLang 0.5.23 loads an exact list of globals, 0.5.16 a list of modules."""
-    flat, metadata = flatten(TENSORS)
+    filled = Bucket.of(TENSORS)
+    flat, metadata = filled.flat, filled.metadata
     allowed = pytest.importorskip("sglang.srt.utils.common").SafeUnpickler
     data = base64.b64decode(serialize({"flattened_tensor": flat, "metadata": metadata}))
     payload = allowed(io.BytesIO(data)).load()

@@ -117,12 +117,12 @@ def test_a_draft_model_s_copies_are_waited_for_too(monkeypatch, fails):
 def test_a_draft_model_reads_the_buffer_that_its_target_opened():
     """SGLang hands both one payload; a handle is opened once."""
     from sglang_fp8rl.engine.host import payload as of_request
-    from sglang_fp8rl.wire.bucket import payload_of
+    from sglang_fp8rl.wire.bucket import Bucket
     from sglang_fp8rl.wire.staging import OPEN_BUFFERS, StagingBuffers
 
     read = []
     updater = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
-    payload = payload_of([("w", torch.ones(4))], 1, True, StagingBuffers()).content
+    payload = Bucket.of([("w", torch.ones(4))], StagingBuffers()).payload(1, True).content
     for _ in ("target", "draft"):
         of_request.flattened_bucket(
             lambda _, payload: read.append(

@@ -16,6 +16,7 @@ from test_any_call_raises import pytestmark as pytestmark
 
 from sglang_fp8rl.engine.law import log, refit_end, status
 from sglang_fp8rl.engine.law.law import law_of
+from sglang_fp8rl.engine.native.pairs import Half
 from sglang_fp8rl.wire.refit_note import ALL, PARTIAL, RefitNote, apart_from_versions
 from tools.census.toys.toy import Toy, weights
 
@@ -308,6 +309,20 @@ def test_the_end_of_a_session_ends_no_refit_of_another_client(ranks, came, exten
     assert told == (True, "v2")
 
 
+@pytest.mark.parametrize("name", [None, RefitNote("a session")])
+def test_nor_its_halves_whether_the_session_has_a_name_or_not(ranks, name):
+    another = RefitNote("another", "v2", PARTIAL)
+    ranks.begin(name)
+    assert ranks.send("ab", seed=2, flush=False, note=another) == (True, None)
+    for manager in ranks.managers:
+        half = Half("a.weight_scale_inv", torch.ones(1), None, manager.refit.ledger.stamp, True)
+        manager.refit.pairs.halves["a"] = half
+    assert ranks.end()[1] is None
+    for manager in ranks.managers:
+        del manager.refit.pairs.halves["a"]  # it is there, and its other half comes
+    assert ranks.send("cd", seed=2, note=another) == (True, "v2")
+
+
 def test_the_version_waits_for_a_session_that_nobody_ended(ranks):
     ranks.begin()
     assert ranks.send("abcd", note=STEP) == (True, None)
@@ -364,6 +379,14 @@ def test_the_version_of_a_session_may_come_with_the_draft(ranks):
     ranks.begin()
     ranks.send("abcd", flush=False, selector="target")
     ranks.send("", version="v3", selector="draft")
+    assert ranks.end() == (True, "v3")
+
+
+@pytest.mark.parametrize("name", [None, RefitNote("a session")])
+def test_or_with_a_draft_that_comes_before_all_else(ranks, name):
+    ranks.begin(name)
+    ranks.send("", version="v3", selector="draft", flush=False)
+    ranks.send("abcd", flush=False, selector="target")
     assert ranks.end() == (True, "v3")
 
 

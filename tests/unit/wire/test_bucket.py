@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_fp8rl.engine.arrival.bucket import FlatBucket
-from sglang_fp8rl.wire.bucket import flatten, payload_of
+from sglang_fp8rl.wire.bucket import Bucket
 from sglang_fp8rl.wire.staging import allocate
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def test_a_file_goes_with_the_last_view_of_it(nbytes):
 
 
 def test_a_bucket_that_nobody_read_leaves_no_file():
-    payload = payload_of([("w", torch.ones(100))], 2, True)
+    payload = Bucket.of([("w", torch.ones(100))]).payload(2, True)
     file = file_of(payload.content["flattened_tensor"])
     assert file.exists()
     del payload
@@ -42,7 +42,7 @@ def test_a_bucket_that_nobody_read_leaves_no_file():
 
 @pytest.mark.parametrize("replicas", [1, 5])
 def test_a_bucket_that_was_read_leaves_no_file(replicas):
-    payload = payload_of([("w", torch.ones(100))], 2, True)
+    payload = Bucket.of([("w", torch.ones(100))]).payload(2, True)
     file = file_of(payload.content["flattened_tensor"])
     with get_context("spawn").Pool(1) as pool:
         assert pool.map(total_of, payload.texts * replicas) == [100] * 2 * replicas
@@ -117,7 +117,7 @@ def test_tensors_of_every_layout_are_sent_as_their_values(dtype):
     numbers = torch.arange(24).remainder(2 if dtype is torch.bool else 24).to(dtype)
     weights = [(name, view(numbers)) for name, view in LAYOUTS.items()]
     expected = {name: (tuple(one.shape), one.float().tolist()) for name, one in weights}
-    payload = payload_of(weights, 1, False)
+    payload = Bucket.of(weights).payload(1, False)
     found = pickle.loads(base64.b64decode(payload.texts[0]))
     bucket = FlatBucket(found["flattened_tensor"], found["metadata"])
     assert all(one.is_contiguous() for _, one in bucket)
@@ -129,7 +129,8 @@ def test_tensors_of_every_layout_are_sent_as_their_values(dtype):
 def test_a_flat_bucket_has_the_bytes_of_each_tensor_row_by_row(dtype):
     numbers = torch.arange(24).remainder(2 if dtype is torch.bool else 24).to(dtype)
     weights = [(name, view(numbers)) for name, view in LAYOUTS.items()]
-    flat, metadata = flatten(weights)
+    filled = Bucket.of(weights)
+    flat, metadata = filled.flat, filled.metadata
     for meta, (name, one) in zip(metadata, weights, strict=True):
         assert (meta.name, meta.shape, meta.dtype) == (name, one.shape, dtype)
         rows = one.contiguous().reshape(-1).view(torch.uint8)

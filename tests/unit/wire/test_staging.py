@@ -7,9 +7,9 @@ import os
 import pickle
 import signal
 import time
+from dataclasses import dataclass, field
 from multiprocessing import Pipe, get_context
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from sglang_fp8rl.client.tensor_update import TensorUpdate
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.wire import layout_text
 from sglang_fp8rl.wire import staging as wire_staging
-from sglang_fp8rl.wire.bucket import flatten, payload_of
+from sglang_fp8rl.wire.bucket import Bucket, buckets_of
 from sglang_fp8rl.wire.refit_note import RefitNote
 from sglang_fp8rl.wire.staging import COUNT, OpenBuffers, StagingBuffers
 
@@ -34,16 +34,82 @@ def test_buffers_take_turns():
     one, two, three = (staging.take(nbytes, CPU) for nbytes in (100, 50, 80))
     assert one.data_ptr() != two.data_ptr()
     assert three.data_ptr() == one.data_ptr()
-    assert [len(one), len(two), len(three)] == [100, 50, 80]
+    assert [len(one), len(two), len(three)] == [100, 50, 100]
 
 
-def test_buckets_of_about_one_size_fit_in_the_buffers_that_are_there(monkeypatch):
-    made, allocate = [], wire_staging.allocate
-    monkeypatch.setattr(wire_staging, "allocate", lambda n, on: made.append(n) or allocate(n, on))
-    staging = StagingBuffers(least=1000)
-    for size in (900, 400, 1000, 999, 1001):
-        staging.take(size, CPU)
-    assert made == [1000, 1000, 1001]
+def test_a_buffer_that_has_to_be_larger_takes_the_place_of_the_last_one_alone():
+    staging = StagingBuffers()
+    first, second = staging.take(100, CPU), staging.take(100, CPU)
+    larger = staging.take(200, CPU, is_larger=True)
+    assert staging.take(100, CPU).data_ptr() == first.data_ptr()
+    assert staging.take(200, CPU).data_ptr() == larger.data_ptr() != second.data_ptr()
+
+
+def sizes_of(bucket):
+    return len(bucket.flat), len(bucket.flat.untyped_storage())
+
+
+def test_no_more_memory_is_shared_than_is_filled_where_nothing_is_known():
+    weights = [(str(number), torch.zeros(300, dtype=torch.uint8)) for number in range(7)]
+    assert [sizes_of(bucket) for bucket, _ in buckets_of(weights, 1000)] == [(908, 908)] * 2 + [
+        (300, 300)
+    ]
+
+
+def test_a_buffer_that_will_be_filled_again_has_room_for_as_much_and_a_scale():
+    weights = [(str(number), torch.zeros(300, dtype=torch.uint8)) for number in range(10)]
+    found = [sizes_of(one) for one, _ in buckets_of(weights, 1000, staging=StagingBuffers())]
+    assert found == [(908, 1031), (908, 1031), (908, 1031), (300, 1031)]
+
+
+@pytest.mark.parametrize(("expected", "size"), [(900, 928), (5000, 1031), (500, 604), (200, 604)])
+def test_an_update_that_is_as_large_as_the_last_one_fills_its_memory_at_once(expected, size):
+    bucket = Bucket(1000, expected)
+    for name in "ab":
+        bucket.add(name, torch.ones(300, dtype=torch.uint8))
+    bucket.close(is_last=True)
+    assert len(bucket.flat.untyped_storage()) == size
+
+
+@pytest.mark.parametrize(
+    ("wanted", "size"), [(0, 10), (400, 412), (484, 499), (486, 10), (5000, 10)]
+)
+def test_more_is_allocated_where_as_much_is_left(monkeypatch, wanted, size):
+    monkeypatch.setattr(wire_staging, "free_bytes", lambda device: 1000)
+    assert len(wire_staging.allocate(10, CPU, wanted)) == size
+
+
+@pytest.mark.parametrize("nbytes", [937, 1000])
+def test_all_that_is_free_is_too_much(monkeypatch, nbytes):
+    """A file has a header."""
+    monkeypatch.setattr(wire_staging, "free_bytes", lambda device: 1000)
+    with pytest.raises(RefitError, match=r"1000 bytes are free in /dev/shm"):
+        wire_staging.allocate(nbytes, CPU)
+
+
+@pytest.mark.parametrize("expected", [0, 100, 137, 700, 1 << 20])
+@pytest.mark.parametrize("staging", [None, StagingBuffers()])
+def test_tensors_lie_where_the_layout_says_whatever_was_expected(expected, staging):
+    dtypes = (torch.float32, torch.uint8, torch.bfloat16)
+    for seed in range(2 * COUNT):
+        weights = {f"{n}": torch.full((n % 5, 7), n + seed).to(dtypes[n % 3]) for n in range(11)}
+        weights["of no dimension"] = torch.tensor(float(seed))
+        kept = {name: one.clone() for name, one in weights.items()}
+        bucket = Bucket(1 << 20, expected, staging)
+        for name, one in weights.items():
+            bucket.add(name, one)
+            one.zero_()
+        bucket.close(is_last=False)
+        found = dict(map(bucket.tensor, range(len(weights))))
+        assert list(found) == list(kept)
+        assert all(torch.equal(found[name], kept[name]) for name in kept)
+        assert {one.dtype for one in found.values()} == set(dtypes)
+
+
+def test_a_scale_stays_with_its_weight_whatever_the_limit():
+    sent = [(f"{n}.weight{end}", torch.ones(100)) for n in range(3) for end in ("", "_scale_inv")]
+    names = [[one.name for one in bucket.metadata] for bucket, _ in buckets_of(sent, 0)]
+    assert names == [[f"{n}.weight", f"{n}.weight_scale_inv"] for n in range(3)]
 
 
 class SlowServer:
@@ -78,6 +144,31 @@ def test_a_server_reads_what_was_sent_though_the_next_bucket_is_made_meanwhile()
     for received, (_, tensor) in zip(server.received, sent, strict=True):
         assert torch.equal(received, tensor)
     assert server.handles == [True] * COUNT + [False] * 4  # each is opened once
+
+
+def test_a_bucket_that_outgrows_its_buffer_writes_into_none_that_is_being_read():
+    server, sent = SlowServer(), []
+    for number in range(6):
+        weight, scale = torch.full((1000,), float(number)), torch.full((100,), float(number))
+        sent += [(f"{number}.weight", weight), (f"{number}.weight_scale_inv", scale)]
+    TensorUpdate(server, RefitNote("a")).send(iter(sent), 4000)
+    assert [one.unique().tolist() for one in server.received] == [[n] for n in range(6)]
+
+
+@pytest.mark.parametrize("limit", [4000, 12000, 1 << 20])
+def test_an_iterator_may_use_one_memory_for_all_its_tensors(limit):
+    """As one does that gathers into a buffer of its own, or reads a file into it."""
+    server, memory = SlowServer(), torch.empty(1000)
+
+    def reused():
+        for number in range(7):
+            yield f"w{number}", memory.fill_(number)
+        memory.fill_(99)
+
+    update = TensorUpdate(server, RefitNote("a"))
+    update.send(reused(), limit)
+    assert torch.cat(server.received).view(7, 1000)[:, 0].tolist() == list(range(7))
+    assert update.buckets == -(-7 * 4000 // min(limit, 28000))
 
 
 class Rank:
@@ -139,7 +230,7 @@ def test_each_rank_has_a_handle_of_its_own_to_open_and_maps_memory_once(rank):
     """A file of shared memory counts who has it open; it goes when one more lets go than was told."""
     staging, other = StagingBuffers(), Rank()
     for number, bucket in enumerate(buckets(3 * COUNT)):
-        payload = payload_of(bucket, 2, True, staging)
+        payload = Bucket.of(bucket, staging).payload(2, True)
         found = [one(text) for one, text in zip((rank, other), payload.texts, strict=True)]
         assert found == [(number, min(number + 1, COUNT))] * 2
     assert rank("maps") == COUNT
@@ -150,7 +241,7 @@ def test_each_rank_has_a_handle_of_its_own_to_open_and_maps_memory_once(rank):
 def test_a_gpu_s_memory_is_back_when_both_have_let_go(rank):
     before, staging = torch.cuda.memory_allocated(), StagingBuffers()
     for number, bucket in enumerate(buckets(5)):
-        payload = payload_of([(name, one.cuda()) for name, one in bucket], 1, True, staging)
+        payload = Bucket.of([(name, one.cuda()) for name, one in bucket], staging).payload(1, True)
         assert rank(payload.texts[0])[0] == number
     assert torch.cuda.memory_allocated() > before
     rank("close")
@@ -164,7 +255,7 @@ def test_a_buffer_that_is_made_anew_has_another_name_and_the_old_one_goes(rank):
     staging, names = StagingBuffers(), set()
     for size in (10, 10, 1000, 1000, 5000, 20):
         bucket = [("w", torch.full((size,), float(size)))]
-        payload = payload_of(bucket, 1, True, staging)
+        payload = Bucket.of(bucket, staging).payload(1, True)
         names.add(payload.content["buffer"])
         first, count = rank(payload.texts[0])
         assert (first, count <= COUNT) == (size, True)
@@ -175,14 +266,14 @@ def test_a_buffer_that_is_made_anew_has_another_name_and_the_old_one_goes(rank):
 
 def test_a_new_sender_s_bucket_lets_go_of_the_last_one_s(rank):
     for number, bucket in enumerate(buckets(4)):
-        payload = payload_of(bucket, 1, True, StagingBuffers())
+        payload = Bucket.of(bucket, StagingBuffers()).payload(1, True)
         assert rank(payload.texts[0]) == (number, 1)
         assert rank("maps") == 1
 
 
 def test_a_handle_that_comes_twice_is_refused(rank):
     staging = StagingBuffers()
-    (text,) = payload_of(*buckets(1), 1, True, staging).texts
+    (text,) = Bucket.of(*buckets(1), staging).payload(1, True).texts
     assert rank(text) == (0, 1)
     said = rank(text)
     assert "its handle came before" in said
@@ -191,7 +282,7 @@ def test_a_handle_that_comes_twice_is_refused(rank):
 
 def test_a_name_whose_handle_never_came_is_refused(rank):
     staging = StagingBuffers()
-    sent = [payload_of(bucket, 1, True, staging).texts[0] for bucket in buckets(COUNT + 1)]
+    sent = [Bucket.of(bucket, staging).payload(1, True).texts[0] for bucket in buckets(COUNT + 1)]
     assert "not open here" in rank(sent[-1])
     assert rank(sent[0]) == (COUNT, 1)  # the memory of the third bucket, whose name it has
 
@@ -199,7 +290,7 @@ def test_a_name_whose_handle_never_came_is_refused(rank):
 @pytest.mark.parametrize("nbytes", [-1, 4001, 1.0, True, None])
 def test_a_bucket_that_is_not_within_its_buffer_is_refused(nbytes):
     staging = StagingBuffers()
-    content = payload_of(*buckets(1), 1, True, staging).content
+    content = Bucket.of(*buckets(1), staging).payload(1, True).content
     with pytest.raises(RefitError, match=r"bytes of 4000; a bucket lies in its buffer"):
         OpenBuffers().put_memory_into({**content, "nbytes": nbytes})
 
@@ -218,20 +309,55 @@ def test_memory_of_a_sender_that_died_is_let_go_of(rank):
 
 
 def _sends_and_waits(pipe):
-    payload = payload_of([("w", torch.full((1000,), 7.0))], 1, True, StagingBuffers())
+    payload = Bucket.of([("w", torch.full((1000,), 7.0))], StagingBuffers()).payload(1, True)
     pipe.send(payload.texts[0])
     time.sleep(600)
 
 
-def test_a_buffer_on_a_device_is_sent_when_it_is_filled(monkeypatch):
+class Streams:
+    """Of a device that has none: which one is the current one, and what was asked of each."""
+
+    def __init__(self, monkeypatch):
+        self.asked, self.current = [], "a"
+        monkeypatch.setattr(torch, "get_device_module", lambda device: self)
+
+    def current_stream(self, device):
+        return Stream(self.current, self.asked)
+
+
+@dataclass
+class Stream:
+    name: str
+    asked: list = field(compare=False)
+
+    def synchronize(self):
+        self.asked.append(f"{self.name} is done")
+
+    def wait_stream(self, other):
+        self.asked.append(f"{self.name} behind {other.name}")
+
+
+@pytest.mark.parametrize("staging", [None, StagingBuffers()])
+def test_a_bucket_on_a_device_is_sent_when_it_is_filled(monkeypatch, staging):
     """The receiver may have its handle open, and waits for the sender's stream only where it opens one."""
-    done = []
-    stream = SimpleNamespace(synchronize=lambda: done.append("filled"))
-    module = SimpleNamespace(current_stream=lambda device: stream)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    staging = StagingBuffers()
-    flatten([("a", torch.ones(4, device="meta"))], staging)
-    assert done == ["filled"]
-    flatten([("a", torch.ones(4, device="meta"))])  # a handle of its own: opened, so waited for
-    flatten([("a", torch.ones(4))], staging)
-    assert done == ["filled"]
+    streams = Streams(monkeypatch)
+    bucket = Bucket(1000, staging=staging)
+    bucket.add("a", torch.ones(4, device="meta"))
+    assert not streams.asked
+    bucket.close(is_last=True)
+    assert bucket.flat.is_meta
+    assert streams.asked == ["a is done"]
+    assert not Bucket.of([("a", torch.ones(4))]).flat.is_meta
+    assert streams.asked == ["a is done"]
+
+
+@pytest.mark.parametrize("expected", [0, 1000])
+def test_what_is_copied_on_another_stream_is_copied_behind_it(monkeypatch, expected):
+    """The current stream of who consumes an iterator may be one that the iterator has set."""
+    streams, bucket = Streams(monkeypatch), Bucket(1000, expected)
+    for streams.current in "abba":
+        bucket.add(streams.current, torch.ones(4, device="meta"))
+    assert streams.asked == ["b behind a", "a behind b"]
+    streams.current = "c"
+    bucket.close(is_last=True)
+    assert streams.asked[2:] == ["c behind a", "c is done"]

@@ -11,9 +11,10 @@ from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 
 from sglang_fp8rl.errors import QuantizationError
 from sglang_fp8rl.numerics.fingerprint import NumberTable
-from sglang_fp8rl.trainer import fingerprint_of, kept_places, quantize_for_refit
+from sglang_fp8rl.trainer import bucket_numbers, fingerprint_of, quantize_for_refit
+from sglang_fp8rl.trainer.bucket_numbers import BucketNumbers
 from sglang_fp8rl.trainer.fingerprint import Fingerprinter
-from sglang_fp8rl.trainer.kept_places import KeptPlaces
+from sglang_fp8rl.wire.bucket import buckets_of
 
 SHAPES = {
     **{f"{n}.blocks.weight": (BLOCKWISE, (256, 384)) for n in range(6)},
@@ -30,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch):
     """For two or three of the matrices, and not for the large one."""
-    monkeypatch.setattr(kept_places, "ROOM", 250_000)
+    monkeypatch.setattr(bucket_numbers, "ROOM", 250_000)
 
 
 def weights(seed):
@@ -43,10 +44,10 @@ def weights(seed):
     return found
 
 
-def counted(places, sent):
-    numbers = Fingerprinter(places.plan)
-    for _ in places.watch(sent, numbers):
-        pass
+def counted(counts, sent, limit=1 << 30):
+    numbers = Fingerprinter(counts.plan)
+    for bucket, _ in buckets_of(sent, limit):
+        counts.add(numbers, bucket)
     return numbers.fingerprint("").numbers
 
 
@@ -55,26 +56,21 @@ def expected(sent):
 
 
 def test_any_order_and_any_part_is_counted_as_tensor_by_tensor():
-    places, draw = KeptPlaces(PLAN), random.Random(0)
+    counts, draw = BucketNumbers(PLAN), random.Random(0)
     for seed in range(30):
         sent = list(weights(seed).items())
         if seed % 3:
             draw.shuffle(sent)
         if seed % 5 == 4:
             sent = sent[: draw.randrange(1, len(sent))]
-        assert counted(places, sent) == expected(sent), seed
+        assert counted(counts, sent, draw.choice([1, 300_000, 1 << 30])) == expected(sent), seed
 
 
 def test_pairs_and_other_dtypes_of_the_same_names_are_counted_too():
-    places, plain = KeptPlaces(PLAN), weights(1)
+    counts, plain = BucketNumbers(PLAN), weights(1)
     for sent in (plain, {n: one.float() for n, one in plain.items()}, plain):
         pairs = list(quantize_for_refit(sent.items(), PLAN))
-        assert counted(places, sent.items()) == expected(sent.items()) == counted(places, pairs)
-
-
-def test_a_name_twice_is_two_numbers():
-    sent = [(name, weights(seed)[name]) for name in SHAPES for seed in (1, 2)]
-    assert counted(KeptPlaces(PLAN), sent) == expected(sent)
+        assert counted(counts, sent.items()) == expected(sent.items()) == counted(counts, pairs)
 
 
 def test_memory_that_an_iterator_takes_again_is_counted_as_it_was():
@@ -84,80 +80,78 @@ def test_memory_that_an_iterator_takes_again_is_counted_as_it_was():
             yield name, kept
             kept.zero_()
 
-    places = KeptPlaces(PLAN)
+    counts = BucketNumbers(PLAN)
     for _ in range(2):
-        assert counted(places, reused()) == expected(weights(3).items())
+        assert counted(counts, reused()) == expected(weights(3).items())
 
 
 def test_what_a_failed_refit_began_is_forgotten():
-    places = KeptPlaces(PLAN)
-    for at in range(1, len(SHAPES)):
-        begun = places.watch(weights(4).items(), Fingerprinter(PLAN))
-        for _ in range(at):
-            next(begun)
-        begun.close()
-        assert counted(places, weights(5).items()) == expected(weights(5).items()), at
+    counts = BucketNumbers(PLAN)
+    for at in range(1, 6):
+        begun, numbers = buckets_of(weights(4).items(), 300_000), Fingerprinter(PLAN)
+        for _, (bucket, _) in zip(range(at), begun, strict=False):
+            counts.add(numbers, bucket)
+        assert counted(counts, weights(5).items(), 300_000) == expected(weights(5).items()), at
 
 
 def test_a_part_of_a_group_costs_its_own_bytes(monkeypatch):
     """And not those of all that has room with it."""
-    places, counted_bytes = KeptPlaces(PLAN), []
-    counted(places, weights(10).items())
+    counts, counted_bytes = BucketNumbers(PLAN), []
+    counted(counts, weights(10).items())
 
     def table(boxes):
         counted_bytes.append(sum(box.tensor.nbytes for one in boxes for box in one))
         return NumberTable(boxes)
 
-    monkeypatch.setattr(kept_places, "NumberTable", table)
+    monkeypatch.setattr(bucket_numbers, "NumberTable", table)
     sent = [("3.norm.weight", weights(11)["3.norm.weight"])]
-    assert counted(places, sent) == expected(sent)
+    assert counted(counts, sent) == expected(sent)
     assert counted_bytes == [2 * 33]
 
 
-def test_places_made_in_inference_mode_serve_outside_of_it():
-    places = KeptPlaces(PLAN)
+def test_counts_made_in_inference_mode_serve_outside_of_it():
+    counts = BucketNumbers(PLAN)
     with torch.inference_mode():
-        assert counted(places, weights(12).items()) == expected(weights(12).items())
-    assert counted(places, weights(13).items()) == expected(weights(13).items())
+        assert counted(counts, weights(12).items()) == expected(weights(12).items())
+    assert counted(counts, weights(13).items()) == expected(weights(13).items())
 
 
 @pytest.mark.parametrize("name", ["1.blocks.weight", "2.rows.weight", "large.weight"])
 def test_what_is_not_finite_is_named_and_the_next_refit_is_right(name):
-    places, bad = KeptPlaces(PLAN), weights(6)
+    counts, bad = BucketNumbers(PLAN), weights(6)
     for _ in range(2):
         bad[name][3, 5] = torch.nan
         with pytest.raises(QuantizationError, match=f"{name}: NaN or Inf in block"):
-            counted(places, bad.items())
-        assert counted(places, weights(6).items()) == expected(weights(6).items())
+            counted(counts, bad.items())
+        assert counted(counts, weights(6).items()) == expected(weights(6).items())
 
 
-def test_the_second_refit_makes_no_place_and_no_table(monkeypatch):
-    places = KeptPlaces(PLAN)
-    counted(places, weights(7).items())
-    left_alone = {"large.weight"}
+def test_the_second_refit_makes_no_table(monkeypatch):
+    counts, names = BucketNumbers(PLAN), [name for name in SHAPES if name != "large.weight"]
+    counted(counts, [(name, weights(7)[name]) for name in names])
 
     def refuse(*args):
         raise AssertionError(args)
 
-    monkeypatch.setattr(KeptPlaces, "_place_of", refuse)
-    monkeypatch.setattr(kept_places, "NumberTable", refuse)
-    sent = {name: one for name, one in weights(8).items() if name not in left_alone}
-    assert counted(places, sent.items()) == expected(sent.items())
+    monkeypatch.setattr(BucketNumbers, "_laid_out", refuse)
+    monkeypatch.setattr(bucket_numbers, "NumberTable", refuse)
+    sent = [(name, weights(8)[name]) for name in names]
+    assert counted(counts, sent) == expected(sent)
 
 
-def test_places_do_not_keep_what_was_sent():
-    arrays = {name: one.float().numpy() for name, one in weights(9).items()}
-    kept, places = [weakref.ref(one) for one in arrays.values()], KeptPlaces(PLAN)
-    sent = {name: torch.from_numpy(one) for name, one in arrays.items()}
-    counted(places, sent.items())
-    del arrays, sent
-    assert not any(one() is not None for one in kept)
+def test_what_was_sent_is_not_kept():
+    counts, memory = BucketNumbers(PLAN), []
+    for bucket, _ in buckets_of(weights(9).items(), 300_000):
+        counts.add(Fingerprinter(PLAN), bucket)
+        memory.append(weakref.ref(bucket.flat.untyped_storage()))
+    del bucket
+    assert not any(one() is not None for one in memory)
 
 
 @pytest.mark.gpu
 def test_an_iterator_may_work_on_a_stream_of_its_own():
     """It is the consumer's too while it is suspended, and not behind its end."""
-    side, places = torch.cuda.Stream(), KeptPlaces(PLAN)
+    side, counts = torch.cuda.Stream(), BucketNumbers(PLAN)
 
     def sent(seed):
         with torch.cuda.stream(side):
@@ -166,4 +160,4 @@ def test_an_iterator_may_work_on_a_stream_of_its_own():
                 yield name, weight.cuda()
 
     for seed in range(3):
-        assert counted(places, sent(seed)) == expected(weights(seed).items())
+        assert counted(counts, sent(seed)) == expected(weights(seed).items())
