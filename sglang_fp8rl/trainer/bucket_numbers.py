@@ -21,7 +21,6 @@ from ..numerics.write_table import CastTable, Kind, Piece
 from ..wire.bucket import Bucket, aligned
 from ..wire.plan import UNUSED, RefitPlan, TensorPlan
 from ..wire.staging import free_bytes
-from ..wire.streams import StreamTurns
 from .fingerprint import Counted, Fingerprinter, form_as_served
 
 ROOM = 256 << 20  # bytes on each device, at most
@@ -107,7 +106,6 @@ class BucketNumbers:
         self.plan = plan
         self._layouts: dict[tuple[str, torch.device], tuple[list[_Group], list[int]]] = {}
         self._rooms: dict[torch.device, torch.Tensor] = {}
-        self._turns = StreamTurns()
 
     def add(self, numbers: Fingerprinter, bucket: Bucket) -> None:
         """Count a bucket as `Fingerprinter.add` does each of its tensors; nothing reads it any more when this returns.
@@ -116,7 +114,6 @@ class BucketNumbers:
             QuantizationError: NaN or Inf.
         """
         memory = bucket.flat
-        self._turns.take(memory.device)
         key = (bucket.layout, memory.device)
         if key not in self._layouts:
             room = self._room_for(bucket)
@@ -126,16 +123,13 @@ class BucketNumbers:
             group.count(memory, numbers)
         for at in alone:
             numbers.add(*bucket.tensor(at))
-        self._turns.wait()
 
     def _room_for(self, bucket: Bucket) -> torch.Tensor:
         """Memory for what is stored of a bucket, or for some of it at a time; where it is new, so are all layouts."""
         device = bucket.flat.device
         wanted, room = min(ROOM, 2 * len(bucket.flat)), self._rooms.get(device)
-        is_full = (
-            sum(len(group.rows) for found in self._layouts.values() for group in found[0]) > _MOST
-        )
-        if room is None or len(room) < wanted or is_full:
+        laid_out = sum(len(group.rows) for groups, _ in self._layouts.values() for group in groups)
+        if room is None or len(room) < wanted or laid_out > _MOST:
             self._layouts.clear()
             self._rooms.pop(device, None)
             room = None  # the old one goes before the new one comes

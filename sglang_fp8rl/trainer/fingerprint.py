@@ -4,15 +4,13 @@
 expected = fingerprint_of(model.state_dict().items(), fetch_plan(url))
 ```
 
-Every weight is cast as the plan's server casts it, one at a time, and let go of. On a GPU nothing waits for that
-until the fingerprint is asked for.
+Every weight is cast as the plan's server casts it, one at a time, and let go of.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -70,21 +68,6 @@ def added_up(parts: Iterable[Fingerprint], plan: RefitPlan) -> Fingerprint:
 Counted = tuple[str, str, int]  # a name, its form, and how many elements were added
 
 
-@dataclass
-class _Started:
-    """What one device works at, or has done.
-
-    Attributes:
-        names: of all numbers in turn.
-        numbers: int64 `[1]` or more.
-        casts: of each matrix that was cast its name, and which of its blocks were not finite.
-    """
-
-    names: list[Counted] = field(default_factory=list)
-    numbers: list[torch.Tensor] = field(default_factory=list)
-    casts: list[tuple[str, BlockGrid, torch.Tensor]] = field(default_factory=list)
-
-
 def form_as_served(entry: TensorPlan) -> str:
     return form_of(entry.dtype if entry.block_size is None else FP8, entry.block_size)
 
@@ -96,20 +79,16 @@ class Fingerprinter:
         self.plan = plan
         self.unproven: dict[str, str] = {}  # names that have no number, and why
         self._numbers: dict[str, Number] = {}
-        self._started: dict[torch.device, _Started] = {}
 
     def add(self, name: str, tensor: Any) -> None:
-        """One tensor as it would be sent. Raises as `fingerprint_of`, of one on a GPU what is not finite later."""
+        """One tensor as it would be sent. Raises as `fingerprint_of`."""
         for one, part in one_by_one(name, tensor, self.plan):
             self._add(one, part)
 
-    def add_counted(self, names: Sequence[Counted], values: torch.Tensor) -> None:
-        """What was counted already: int64 `[names]` of one device."""
-        started = self._started.setdefault(values.device, _Started())
-        started.names += names
-        started.numbers.append(values)
-        if not values.is_cuda:
-            self._finish(values.device)
+    def add_counted(self, names: Iterable[Counted], values: torch.Tensor) -> None:
+        """What was counted already: int64 `[names]`. Waits for a GPU."""
+        for (name, form, numel), value in zip(names, values.tolist(), strict=True):
+            self.count(name, Number(form, value & MASK, numel))
 
     def count(self, name: str, number: Number) -> None:
         """The number of one more box of a name, or of all of it (once more is a replica). Raises `RefitError` where two
@@ -124,16 +103,8 @@ class Fingerprinter:
         self._numbers[name] = number
 
     def fingerprint(self, source: str) -> Fingerprint:
-        """What was added so far; waits for each GPU once. The number of a part of a tensor says so in its `numel`.
-
-        A tensor that the server's model ties to another one is held against that one's number.
-
-        Raises:
-            RefitError: as `count`.
-            QuantizationError: NaN or Inf in what was added on a GPU.
-        """
-        for device in list(self._started):
-            self._finish(device)
+        """What was added so far. The number of a part of a tensor says so in its `numel`; a tensor that the server's model
+        ties to another one is held against that one's number."""
         numbers, differing = dict[str, Number](), dict[str, str]()
         tied = {name: other for name in self._numbers if (other := self.plan.tied_to(name))}
         for name in (*(name for name in self._numbers if name not in tied), *tied):
@@ -159,17 +130,16 @@ class Fingerprinter:
             return
         shard = shard_of(name, tensor)
         local, full_shape, start = shard.tensor, shard.full_shape, shard.start
-        started = self._started.setdefault(local.device, _Started())
         if is_scale:
             boxes, numel = [Box(local, full_shape, start, seed_of(weight, "scale"))], 0
         else:
             shard.check_shape(name, entry.shape)
-            boxes, numel = self._boxes(entry, shard, started), local.numel()
+            boxes, numel = self._boxes(entry, shard), local.numel()
         form = form_as_served(entry)
-        value = NumberTable([boxes]).start()[0].to(local.device)
-        self.add_counted([(weight if is_scale else name, form, numel)], value)
+        [value] = NumberTable([boxes]).numbers()
+        self.count(weight if is_scale else name, Number(form, value, numel))
 
-    def _boxes(self, entry: TensorPlan, shard: LocalShard, started: _Started) -> list[Box]:
+    def _boxes(self, entry: TensorPlan, shard: LocalShard) -> list[Box]:
         """Of a shard as the server would store it; of one that is FP8 already, without its scales."""
         name, local, block = entry.name, shard.tensor, entry.block_size
         if block is None or local.dtype == FP8_DTYPE:
@@ -182,17 +152,5 @@ class Fingerprinter:
         for matrix, into in zip(*matrices, strict=True) if local.numel() else ():
             scales.append(local.new_empty(grid.scale_shape, dtype=torch.float32))
             bad = cast_into(matrix, into, scales[-1], block, name=name, **self.plan.rounding)
-            started.casts.append((name, grid, bad))
+            refuse_not_finite(bad, grid, name)
         return scaled_boxes(name, codes, scales, shard.full_shape, shard.start, block)
-
-    def _finish(self, device: torch.device) -> None:
-        """Count what was started there."""
-        started = self._started.pop(device)
-        flags = [bad.flatten() for _, _, bad in started.casts]
-        is_bad = torch.cat(flags).any() if flags else torch.zeros((), device=device)
-        *values, is_any_bad = torch.cat([*started.numbers, is_bad.long()[None]]).tolist()
-        if is_any_bad:
-            for name, grid, bad in started.casts:
-                refuse_not_finite(bad, grid, name)
-        for (name, form, numel), value in zip(started.names, values, strict=True):
-            self.count(name, Number(form, value & MASK, numel))

@@ -1,74 +1,35 @@
-"""What goes over the wire: buckets of tensors as handles of shared memory.
+"""Buckets: tensors that are sent together, in one flat memory of which a server gets a handle.
 
-It is what SGLang's own `MultiprocessingSerializer` reads: a `ForkingPickler` stream in base64 that
-holds handles, not the weights. Server and client therefore run on one machine.
-
-A server of this package reads the layout of a flattened bucket as one string (`layout_text`). Any
-other reads SGLang's metadata by attribute, so sglang is not imported.
+A server of this package reads their layout as one string (`layout_text`). Any other reads SGLang's
+metadata by attribute, so sglang is not imported.
 """
 
 from __future__ import annotations
 
-import base64
 import functools
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.multiprocessing
-from torch.multiprocessing import reductions
 
 from ..errors import RefitError
 from ..formats import weight_name_of
 from . import layout_text
+from .handles import serialize
 from .stages import Mark
 from .staging import FLAT, StagingBuffers, allocate, refuse_without_room
 from .streams import StreamTurns
 
 NamedTensor = tuple[str, torch.Tensor]
-DEVICE = 6  # which argument of `reductions.rebuild_cuda_tensor` is the GPU's number
 ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
 
 
 def aligned(place: int) -> int:
     """The first byte from there on at which a tensor may start."""
     return -(-place // ALIGNMENT) * ALIGNMENT
-
-
-class HandlePickler(ForkingPickler):
-    """Pickles a CUDA tensor as a handle that any process of this machine can open that sees its GPU.
-
-    Each process numbers the GPUs that it sees from 0, so a handle names its GPU by UUID, as SGLang's own clients
-    write it; one that SGLang's patch of torch has made so already stays.
-    """
-
-    def reducer_override(self, value: Any) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.is_cuda):
-            return NotImplemented
-        rebuild, arguments = reductions.reduce_tensor(value)
-        named = arguments[DEVICE]
-        if isinstance(named, int):
-            named = str(torch.cuda.get_device_properties(named).uuid)
-        return rebuild, (*arguments[:DEVICE], named, *arguments[DEVICE + 1 :])
-
-
-def serialize(value: Any) -> str:
-    """`value` as `MultiprocessingSerializer.serialize(..., output_str=True)` would, for a server
-    that did not start this process."""
-    stream, before = io.BytesIO(), torch.multiprocessing.get_sharing_strategy()
-    # torch's default (file descriptors) is refused between processes that did not start each other:
-    # `AuthenticationError: digest sent was rejected`.
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        HandlePickler(stream).dump(value)
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
-    return base64.b64encode(stream.getvalue()).decode("ascii")
 
 
 def sendable(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:

@@ -17,7 +17,7 @@ from support.server.served import (
 
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.lab.testing.outputs import differences
-from sglang_fp8rl.wire.bucket import serialize
+from sglang_fp8rl.wire.handles import serialize
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), pytest.mark.xdist_group("server")]
 

@@ -22,7 +22,8 @@ from support.engine.models import MODELS
 
 from sglang_fp8rl.lab.testing.checkpoints import perturbed
 from sglang_fp8rl.wire import layout_text
-from sglang_fp8rl.wire.bucket import Bucket, serialize
+from sglang_fp8rl.wire.bucket import Bucket
+from sglang_fp8rl.wire.handles import serialize
 
 MODEL = MODELS["qwen3"]
 NAMES = tuple(MODEL.first)

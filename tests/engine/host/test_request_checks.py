@@ -13,7 +13,7 @@ from support.engine.forked import CONTEXT
 from support.engine.models import MODELS
 from support.engine.pool import needs_sessions, on
 
-from sglang_fp8rl.wire.bucket import serialize
+from sglang_fp8rl.wire.handles import serialize
 from sglang_fp8rl.wire.refit_note import RefitNote
 
 pytestmark = [pytest.mark.engine, on("qwen3-tp1")]

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.wire.bucket import Bucket, serialize
+from sglang_fp8rl.wire.bucket import Bucket
+from sglang_fp8rl.wire.handles import serialize
 from sglang_fp8rl.wire.staging import StagingBuffers
 
 from .fault import Group

@@ -15,7 +15,7 @@ import requests
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.errors import NoAnswerError, RefitError
 from sglang_fp8rl.versions import HAS_SESSIONS
-from sglang_fp8rl.wire.bucket import serialize
+from sglang_fp8rl.wire.handles import serialize
 
 from .bad_network import network_that_loses_answers
 from .fault import Group, Then

@@ -15,7 +15,8 @@ import torch
 
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.wire import layout_text
-from sglang_fp8rl.wire.bucket import Bucket, NamedTensor, serialize
+from sglang_fp8rl.wire.bucket import Bucket, NamedTensor
+from sglang_fp8rl.wire.handles import serialize
 from support.by_definition import quantize_blockwise
 
 Tensors = dict[str, torch.Tensor]

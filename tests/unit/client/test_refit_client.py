@@ -27,7 +27,8 @@ from sglang_fp8rl.errors import NoAnswerError, RefitError
 from sglang_fp8rl.trainer import LocalShard, fingerprint_of
 from sglang_fp8rl.trainer.bucket_numbers import BucketNumbers
 from sglang_fp8rl.wire import layout_text, staging
-from sglang_fp8rl.wire.bucket import Bucket, serialize
+from sglang_fp8rl.wire.bucket import Bucket
+from sglang_fp8rl.wire.handles import serialize
 from sglang_fp8rl.wire.staging import BUFFER, FILES, OpenBuffers, default_bucket_bytes
 
 TENSORS = [

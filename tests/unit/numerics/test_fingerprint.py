@@ -28,7 +28,6 @@ from sglang_fp8rl.numerics.fingerprint import (
     whole,
 )
 from sglang_fp8rl.trainer import LocalShard, added_up, fingerprint_of, quantize_for_refit
-from sglang_fp8rl.trainer.fingerprint import Fingerprinter
 from sglang_fp8rl.wire.fingerprint import Fingerprint, Number, compare
 
 SEED = seed_of("model.layers.0.mlp.down_proj.weight")
@@ -232,26 +231,6 @@ def test_shards_of_trainer_ranks_add_up():
     whole = fingerprint_of(weights().items(), PLAN)
     assert added_up(ranks, PLAN).numbers == whole.numbers
     assert compare(whole, ranks[0]).unproven.keys() == SHAPES.keys()
-
-
-def test_what_is_counted_later_is_counted_alike_and_a_nan_named_then(monkeypatch):
-    """As on a GPU, which is waited for once: nothing is read while tensors go by, and they may change then."""
-    finish = Fingerprinter._finish
-    monkeypatch.setattr(Fingerprinter, "_finish", lambda self, device: None)
-    numbers, sent = Fingerprinter(PLAN), weights()
-    for name, tensor in sent.items():
-        numbers.add(name, tensor)
-        tensor.zero_()
-        assert name not in numbers._numbers
-    spoiled, nan = Fingerprinter(PLAN), weights()
-    nan["a.weight"][200, 300] = torch.nan
-    for name, tensor in nan.items():
-        spoiled.add(name, tensor)
-    monkeypatch.setattr(Fingerprinter, "_finish", finish)
-    expected = fingerprint_of(weights().items(), PLAN).numbers
-    assert numbers.fingerprint("").numbers == expected
-    with pytest.raises(QuantizationError, match=r"a\.weight: NaN or Inf in block \(1, 2\)"):
-        spoiled.fingerprint("")
 
 
 def test_boxes_of_many_tensors_have_their_own_numbers():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from sglang_fp8rl.wire.bucket import DEVICE, HandlePickler
+from sglang_fp8rl.wire.handles import DEVICE, HandlePickler
 
 patch_torch = pytest.importorskip("sglang.srt.utils.patch_torch")
 
@@ -84,7 +84,7 @@ def test_a_process_that_numbers_the_gpus_otherwise_reads_the_same_memory(tmp_pat
     import subprocess
     import sys
 
-    from sglang_fp8rl.wire.bucket import serialize
+    from sglang_fp8rl.wire.handles import serialize
 
     last = torch.cuda.device_count() - 1
     tensor = torch.arange(1000, device=f"cuda:{last}")

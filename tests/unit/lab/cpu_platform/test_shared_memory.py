@@ -17,7 +17,7 @@ from torch.multiprocessing import reductions
 
 from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.lab.cpu_platform.shared_memory import check_shared_memory
-from sglang_fp8rl.wire.bucket import serialize
+from sglang_fp8rl.wire.handles import serialize
 
 HEADER = 64
 
