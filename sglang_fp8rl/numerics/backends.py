@@ -55,6 +55,14 @@ class TableRunner(Protocol):
         """
 
 
+def has_kernel(device: torch.device, block: tuple[int, int], columns: int) -> bool:
+    """Whether a table on that device casts rows of so many columns by these blocks."""
+    module: Any = kernels("table", device.type)
+    if module is None or device.type != "cuda":
+        return module is not None
+    return any(module.kernels_for(*block, columns))
+
+
 def make_runner(
     table: CastTable, device: torch.device, *, pow2_scale: bool, round_to_bf16: bool
 ) -> TableRunner | None:

@@ -82,13 +82,10 @@ class Law(Extension):
             self.log.begin(update, latest + 1, behind)
 
     def join(self, update: Update) -> None:
-        """A request for a draft alone is of the refit that runs, if it names that (its last one may end it), or of the
-        first one of its session."""
-        running, session = self.log.running, self.log.session_of(update)
+        """A request for a draft alone is of the refit that runs, if it names that: its last one may end it."""
+        running = self.log.running
         if running is not None and not (running.is_bare or self.log.why_another(update)):
             update.refit, running.version = running, update.version or running.version
-        elif session is not None and not session.has_begun:
-            session.version = update.version or session.version
 
     def part(self, update: Update) -> None:
         """Other ranks began a refit in this request, whose calls joined an older one here: it begins here too."""
@@ -246,6 +243,7 @@ class Law(Extension):
     def weights_lost(self) -> None:
         """Nothing of what was written is there any more."""
         self.ledger.coverage.forget()
+        self.refit.pairs.drop()
         self.give_up("the memory of the weights was given back before its end")
         self.log.is_unloaded, self.log.moved_to = True, None
 

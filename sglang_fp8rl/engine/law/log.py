@@ -149,10 +149,11 @@ class RefitLog:
     # -- where it ends -----------------------------------------------------------------------------
 
     def may_end(self, update: Update) -> bool:
-        """Whether it is the end of the session that the current refit is of: another client's goes on."""
+        """Whether it is the end of a session that may be the current refit's: not where another client named that."""
         session, current = self.session, self.current
-        is_end = update.ends_session and session is not None
-        return is_end and current is not None and current.session is session
+        if not update.ends_session or session is None or current is None:
+            return False
+        return session.note is None or current.session is session
 
     def is_over(self, update: Update, verdict: Verdict) -> bool:
         """Whether the current refit ends behind this request."""

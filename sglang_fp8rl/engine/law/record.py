@@ -105,7 +105,7 @@ class Session:
         was_loaded: whether one that updates the served model did.
         failed: the last refit in it that failed.
         given_up: the last one that was given up, until another one begins.
-        version: that a draft's request said before any refit began.
+        version: that a draft's request in it said.
     """
 
     note: RefitNote | None = None

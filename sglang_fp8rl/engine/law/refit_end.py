@@ -77,6 +77,8 @@ class RefitEnd(RequestEnd):
         session, is_of_it = law.log.session, update.in_session and not update.ends_session
         if session is not None and is_of_it and self.result.success:
             session.was_used, session.was_loaded = True, session.was_loaded or update.touches_target
+            if not update.touches_target and law.log.session_of(update) is session:
+                session.version = update.version or session.version
         if law.log.running is None and not self._goes_on:
             law.ledger.sent_twice.forget()
         if ended is not None and _is_stored_cache_old(ended, update):

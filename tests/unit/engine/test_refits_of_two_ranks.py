@@ -309,10 +309,9 @@ def test_the_end_of_a_session_ends_no_refit_of_another_client(ranks, came, exten
     assert told == (True, "v2")
 
 
-@pytest.mark.parametrize("name", [None, RefitNote("a session")])
-def test_nor_its_halves_whether_the_session_has_a_name_or_not(ranks, name):
+def test_nor_its_halves(ranks):
     another = RefitNote("another", "v2", PARTIAL)
-    ranks.begin(name)
+    ranks.begin(RefitNote("a session"))
     assert ranks.send("ab", seed=2, flush=False, note=another) == (True, None)
     for manager in ranks.managers:
         half = Half("a.weight_scale_inv", torch.ones(1), None, manager.refit.ledger.stamp, True)
@@ -386,8 +385,19 @@ def test_the_version_of_a_session_may_come_with_the_draft(ranks):
 def test_or_with_a_draft_that_comes_before_all_else(ranks, name):
     ranks.begin(name)
     ranks.send("", version="v3", selector="draft", flush=False)
+    ranks.send("", version="v4", selector="draft", flush=False, lost=0)  # it failed
     ranks.send("abcd", flush=False, selector="target")
     assert ranks.end() == (True, "v3")
+
+
+@pytest.mark.parametrize("extent", [ALL, PARTIAL])
+def test_a_session_without_a_name_ends_the_refit_that_its_requests_name(ranks, extent):
+    ranks.begin()
+    for letters in ("ab", "cd"):
+        note = RefitNote("step", "v2", extent)
+        assert ranks.send(letters, flush=False, note=note) == (True, None)
+    assert ranks.end() == (True, "v2")
+    assert ranks.state == "whole"
 
 
 def test_the_version_waits_for_what_a_draft_of_any_rank_lost(ranks, monkeypatch):

@@ -15,6 +15,7 @@ from sglang_fp8rl.trainer import bucket_numbers, fingerprint_of, quantize_for_re
 from sglang_fp8rl.trainer.bucket_numbers import BucketNumbers
 from sglang_fp8rl.trainer.fingerprint import Fingerprinter
 from sglang_fp8rl.wire.bucket import buckets_of
+from sglang_fp8rl.wire.plan import UNUSED
 
 SHAPES = {
     **{f"{n}.blocks.weight": (BLOCKWISE, (256, 384)) for n in range(6)},
@@ -23,6 +24,7 @@ SHAPES = {
     **{f"{n}.norm.weight": (PLAIN, (33,)) for n in range(5)},
     "router.weight": (PLAIN, (7, 33)),
     "large.weight": (BLOCKWISE, (640, 640)),
+    "experts.weight": (PLAIN, (3, 5, 7)),
 }
 PLAN = make_plan(SHAPES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,7 +42,7 @@ def weights(seed):
     found = {}
     for n, (name, (_, shape)) in enumerate(SHAPES.items()):
         weight = torch.randn(shape, generator=generator).to(DTYPES[n % len(DTYPES)])
-        found[name] = weight.t().contiguous().t() if n % 4 == 3 else weight
+        found[name] = weight.mT.contiguous().mT if n % 4 == 3 and len(shape) > 1 else weight
     return found
 
 
@@ -109,11 +111,21 @@ def test_a_part_of_a_group_costs_its_own_bytes(monkeypatch):
     assert counted_bytes == [2 * 33]
 
 
-def test_counts_made_in_inference_mode_serve_outside_of_it():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_counts_made_in_inference_mode_serve_outside_of_it(device):
     counts = BucketNumbers(PLAN)
+    first, second = (
+        {name: one.to(device) for name, one in weights(seed).items()} for seed in (12, 13)
+    )
     with torch.inference_mode():
-        assert counted(counts, weights(12).items()) == expected(weights(12).items())
-    assert counted(counts, weights(13).items()) == expected(weights(13).items())
+        assert counted(counts, first.items()) == expected(first.items())
+    assert counted(counts, second.items()) == expected(second.items())
+
+
+def test_what_a_server_does_not_use_has_no_number():
+    plan = make_plan({"a": (UNUSED, (2, 3)), "b": (PLAIN, (2, 3))})
+    sent = [("a", torch.ones(2, 3)), ("b", torch.ones(2, 3))]
+    assert counted(BucketNumbers(plan), sent) == fingerprint_of(sent[1:], plan).numbers
 
 
 @pytest.mark.parametrize("name", ["1.blocks.weight", "2.rows.weight", "large.weight"])
@@ -137,6 +149,40 @@ def test_the_second_refit_makes_no_table(monkeypatch):
     monkeypatch.setattr(bucket_numbers, "NumberTable", refuse)
     sent = [(name, weights(8)[name]) for name in names]
     assert counted(counts, sent) == expected(sent)
+
+
+def test_without_kernels_each_tensor_is_counted_by_itself(monkeypatch):
+    monkeypatch.setattr(
+        bucket_numbers, "has_kernel", lambda device, block, columns: block == (1, 1)
+    )
+    counts = BucketNumbers(PLAN)
+    assert counted(counts, weights(14).items()) == expected(weights(14).items())
+    [(groups, alone)] = counts._layouts.values()
+    assert sum(len(group.rows) for group in groups) == 7
+    assert len(alone) == len(SHAPES) - 7
+
+
+def test_pairs_part_no_group(monkeypatch):
+    monkeypatch.setattr(bucket_numbers, "ROOM", 1 << 30)
+    counts, pairs = BucketNumbers(PLAN), list(quantize_for_refit(weights(15).items(), PLAN))
+    assert counted(counts, pairs) == expected(weights(15).items())
+    [(groups, _)] = counts._layouts.values()
+    assert len(groups) == 1
+
+
+def test_layouts_of_updates_that_are_cut_each_otherwise_are_not_all_kept():
+    counts, sizes = BucketNumbers(PLAN), []
+    for limit in range(100_000, 1_000_000, 20_000):
+        assert counted(counts, weights(16).items(), limit) == expected(weights(16).items())
+        sizes.append(sum(counts._sizes()))
+    assert max(sizes) < (bucket_numbers._UPDATES + 2) * len(SHAPES)
+
+
+def test_a_row_of_a_copy_that_is_not_finite_is_named():
+    bad = weights(17)
+    bad["router.weight"][4, 2] = torch.inf
+    with pytest.raises(QuantizationError, match=r"router\.weight: NaN or Inf in row 4 of 7"):
+        counted(BucketNumbers(PLAN), bad.items())
 
 
 def test_what_was_sent_is_not_kept():
