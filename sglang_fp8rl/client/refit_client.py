@@ -110,6 +110,7 @@ class RefitClient:
         Raises:
             RefitError: the server refused, in its own words; what was sent before stays. Or `plan` is
                 not the server's: nothing was sent. Or what is served differs (`verify`).
+            QuantizationError: NaN or Inf (`verify`); what was sent before stays.
         """
         if plan is not None:
             self.check_plan(plan)

@@ -129,7 +129,8 @@ class Bucket:
         self._seconds += perf_counter() - began
 
     def close(self, *, is_last: bool) -> None:
-        """Nothing more is added: all lies in one memory when this returns, and everything that was sent was read.
+        """Nothing more is added: all lies in one memory when this returns, and everything that was sent was read. Raises
+        `RefitError` where there is no room for it.
 
         Args:
             is_last: of an update; else a staging buffer will be filled again, by about as much.

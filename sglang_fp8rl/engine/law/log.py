@@ -124,11 +124,11 @@ class RefitLog:
     def _new(self, update: Update, since: int) -> Refit:
         number, note = update.refit_number or self.count + 1, self._note(update)
         self.count = max(self.count, number)
-        version = update.version or (note.version if note else None)
-        session = self.session_of(update)
+        version, session = update.version, self.session_of(update)
         if session is not None:
             session.has_begun, session.given_up = True, None
             version = version or session.version
+        version = version or (note.version if note else None)
         return Refit(number, update.origin, since, note, version, session)
 
     def session_of(self, update: Update) -> Session | None:
