@@ -16,7 +16,7 @@ from shapes import MODELS, Dense
 
 from sglang_fp8rl import quantize_blockwise
 from sglang_fp8rl.lab.testing.families import hub_config, hub_shapes, make_config
-from sglang_fp8rl.wire.bucket import NamedTensor
+from sglang_fp8rl.wire.bucket import NamedTensor, aligned
 
 _QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
@@ -154,7 +154,7 @@ def bucket_count(named_tensors: Iterable[NamedTensor], limit: int) -> int:
     """How many requests `RefitClient.update` makes of them."""
     count = size = 0
     for name, tensor in named_tensors:
-        size = -(-size // 16) * 16 + tensor.nbytes  # each starts at a multiple of 16 bytes
+        size = aligned(size) + tensor.nbytes
         if not count or (size > limit and not name.endswith("_scale_inv")):  # with its weight
             count, size = count + 1, tensor.nbytes
     return count

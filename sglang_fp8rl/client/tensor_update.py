@@ -116,7 +116,7 @@ class TensorUpdate:
             self.mark("taking_tensors")
             for bucket, is_last in buckets_of(tensors, self.bucket_bytes, expected, staging):
                 payload = bucket.payload(self._tp_size, self.is_ours)
-                self.marks += payload.marks
+                self.marks += bucket.marks
                 self.mark("waiting")
                 if answer is not None:
                     answer.result()

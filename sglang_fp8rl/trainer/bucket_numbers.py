@@ -19,7 +19,7 @@ from ..numerics import FP8_DTYPE
 from ..numerics.backends import TableRunner, has_kernel, make_runner
 from ..numerics.cast import as_matrix, refuse_not_finite
 from ..numerics.fingerprint import Box, NumberTable, scaled_boxes, seed_of, whole
-from ..numerics.write_table import LONGEST_ROW, WIDE, CastTable, Kind, Piece
+from ..numerics.write_table import CastTable, Kind, Piece
 from ..wire.bucket import Bucket, aligned
 from ..wire.plan import UNUSED, RefitPlan, TensorPlan
 from ..wire.staging import free_bytes
@@ -51,10 +51,9 @@ class _Group:
 
     def add(self, entry: TensorPlan, tensor: torch.Tensor, offset: int) -> bool:
         """Add the tensor at that byte of the bucket; False where it has no room."""
-        name, made, end, grid = entry.name, list[torch.Tensor](), self.end, None
-        parts = [(tensor.shape, FP8_DTYPE if entry.block_size else getattr(torch, entry.dtype))]
-        if entry.block_size is not None:
-            grid = BlockGrid.of(tensor.shape, entry.block_size, name)
+        name, made, end, grid = entry.name, list[torch.Tensor](), self.end, _grid_of(entry)
+        parts = [(tensor.shape, _stored_dtype(entry))]
+        if grid is not None:
             parts.append((torch.Size(grid.scale_shape), torch.float32))
         for shape, dtype in parts:
             start = aligned(end)
@@ -62,15 +61,13 @@ class _Group:
             if end > len(self.room):
                 return False
             made.append(self.room[start:end].view(dtype).view(shape))
-        if grid is None:
-            piece, boxes = _copy_of(tensor, made[0]), [whole(made[0], seed_of(name))]
-        else:
-            piece = Piece(tensor, made[0], made[1], grid.block, Kind.CAST)
+        boxes = [whole(made[0], seed_of(name))]
+        if grid is not None:
             boxes = scaled_boxes(name, made[0], made[1:], tuple(tensor.shape), (0, 0), grid.block)
         self.end = end
-        self.counted.append((name, form_as_served(entry), tensor.numel()))
         self.grids.append(grid)
-        self.rows.append(piece.row((0, offset)))
+        self.counted.append((name, form_as_served(entry), tensor.numel()))
+        self.rows.append(_piece_of(grid, tensor, *made).row((0, offset)))
         self.boxes.append(boxes)
         return True
 
@@ -87,7 +84,7 @@ class _Group:
         assert self.counter is not None
         flags, table = self.writer.run([memory.data_ptr()]), self.writer.table
         for at in table.bad_pieces(flags) if flags.any() else ():
-            (name, *_), grid = self.counted[at], self.grids[at]
+            name, grid = self.counted[at][0], self.grids[at]
             bad = torch.from_numpy(table.flags_of(flags, at).astype(bool))
             if grid is not None:
                 refuse_not_finite(bad, grid, name)
@@ -165,21 +162,37 @@ class BucketNumbers:
         return groups, alone
 
 
-def _copy_of(tensor: torch.Tensor, place: torch.Tensor) -> Piece:
-    matrix, into = as_matrix(tensor), as_matrix(place)
-    assert matrix is not None  # both are contiguous
-    assert into is not None
-    return Piece(matrix, into)
+def _stored_dtype(entry: TensorPlan) -> torch.dtype:
+    return getattr(torch, entry.dtype) if entry.block_size is None else FP8_DTYPE
+
+
+def _grid_of(entry: TensorPlan) -> BlockGrid | None:
+    """The blocks of a matrix in FP8."""
+    block, shape = entry.block_size, entry.shape
+    return None if block is None or shape is None else BlockGrid.of(shape, block, entry.name)
+
+
+def _piece_of(
+    grid: BlockGrid | None,
+    tensor: torch.Tensor,
+    stored: torch.Tensor,
+    scales: torch.Tensor | None = None,
+) -> Piece:
+    """How a bucket's tensor is written to where it is stored, in FP8 with scales or as it is."""
+    if grid is not None:
+        return Piece(tensor, stored, scales, grid.block, Kind.CAST)
+    source, target = as_matrix(tensor), as_matrix(stored)
+    assert source is not None  # both are contiguous
+    assert target is not None
+    return Piece(source, target, block=(1, source.shape[1]))
 
 
 def _is_known(entry: TensorPlan, tensor: torch.Tensor) -> bool:
     """Whether the server stores all of it, and kernels write that: a matrix in FP8, or anything in high precision."""
-    if tensor.shape != entry.shape or entry.scheme == UNUSED or tensor.dtype not in WIDE:
+    if tensor.shape != entry.shape or entry.scheme == UNUSED:
         return False
-    if entry.block_size is None:
-        place = tensor.to(device="meta", dtype=getattr(torch, entry.dtype))
-        return has_kernel(tensor.device, (1, 1), 1) and _copy_of(tensor, place).fits()
-    if tensor.dim() != 2 or not tensor.numel() > 0 or tensor.shape[1] > LONGEST_ROW:
+    if entry.block_size is not None and tensor.dim() != 2:
         return False
-    grid = BlockGrid.of(tensor.shape, entry.block_size)
-    return has_kernel(tensor.device, grid.block, grid.shape[1])
+    place = torch.empty(tensor.shape, dtype=_stored_dtype(entry), device="meta")
+    piece = _piece_of(_grid_of(entry), tensor, place)
+    return piece.fits() and has_kernel(tensor.device, piece.block, piece.source.shape[1])

@@ -63,7 +63,6 @@ class Payload:
     content: Any  # what they say, whose memory has to stay until the server answers
     tensors: int
     nbytes: int
-    marks: Sequence[Mark] = ()  # of the seconds before it, those that went into filling it
 
 
 class Bucket:
@@ -80,7 +79,10 @@ class Bucket:
 
     Attributes:
         metadata: where each tensor lies, in SGLang's words.
+        marks: of the seconds before `close`, those that went into filling it.
     """
+
+    marks: Sequence[Mark]
 
     def __init__(
         self, limit: int, expected: int = 0, staging: StagingBuffers | None = None
@@ -88,7 +90,7 @@ class Bucket:
         self.metadata: list[SimpleNamespace] = []
         self._limit, self._expected, self._staging = limit, expected, staging
         self._memory: torch.Tensor | None = None
-        self._apart: list[tuple[int, torch.Tensor]] = []  # for these places, when there is memory
+        self._apart: list[tuple[Any, torch.Tensor]] = []  # for these places, when there is memory
         self._device = torch.device("cpu")
         self._end, self._seconds, self._turns = 0, 0.0, StreamTurns()
 
@@ -114,18 +116,21 @@ class Bucket:
         began, tensor = perf_counter(), tensor.detach()
         start = aligned(self._end)
         self._end = start + tensor.nbytes
-        self._turns.take(tensor.device)
+        meta = layout_text.flat_tensor(name, tensor.shape, tensor.dtype, start, self._end)
         if not self.metadata:
             self._device = tensor.device
+        streams = {device: self._turns.take(device) for device in {tensor.device, self._device}}
+        if not self.metadata:
             self._memory = self._memory_at_once()
-        if self._memory is not None and self._end <= len(self._memory):
-            self._put(start, tensor)
-        else:
-            self._apart.append((start, tensor.clone(memory_format=torch.contiguous_format)))
-        if tensor.is_cuda:  # whoever made it may let go of it now
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        meta = layout_text.flat_tensor(name, tensor.shape, tensor.dtype, start, self._end)
         self.metadata.append(meta)
+        if self._memory is None or self._end > len(self._memory):
+            self._apart.append((meta, tensor.clone(memory_format=torch.contiguous_format)))
+        else:
+            _place_of(self._memory, meta).copy_(tensor)
+            if self._memory.is_cuda:  # an update may end before this is done
+                self._memory.record_stream(streams[self._device])
+        if tensor.is_cuda:  # whoever made it may let go of it now
+            tensor.record_stream(streams[tensor.device])
         self._seconds += perf_counter() - began
 
     def close(self, *, is_last: bool) -> None:
@@ -136,28 +141,20 @@ class Bucket:
             is_last: of an update; else a staging buffer will be filled again, by about as much.
         """
         began = perf_counter()
-        self._turns.take(self._device)
+        for device in {self._device, *(tensor.device for _, tensor in self._apart)}:
+            self._turns.take(device)
         if self._apart:
-            filled = None if self._memory is None else self._memory[: self._apart[0][0]]
+            filled = None if self._memory is None else self._memory[: self._apart[0][0].start_idx]
             wanted = 0 if is_last or self._staging is None else self._limit
             self._memory = self._new_memory(self._end, wanted, is_larger=filled is not None)
             if filled is not None:
                 self._memory[: len(filled)].copy_(filled)
-            for start, tensor in self._apart:
-                self._put(start, tensor)
+            for meta, tensor in self._apart:
+                _place_of(self._memory, meta).copy_(tensor)
         self._turns.wait()  # who has its handle open still waits for nothing
         self._apart.clear()
-        self.closed_at = perf_counter()
-        self._seconds += self.closed_at - began
-
-    def _put(self, start: int, tensor: torch.Tensor) -> None:
-        assert self._memory is not None
-        self._turns.take(tensor.device)
-        self._turns.take(self._device)
-        place = self._memory[start : start + tensor.nbytes]
-        place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        if place.is_cuda:  # an update may end before this is done
-            place.record_stream(torch.cuda.current_stream(place.device))
+        now = perf_counter()
+        self.marks = [("filling", began - self._seconds), ("making_handles", now)]
 
     def _memory_at_once(self) -> torch.Tensor | None:
         """Memory for the first tensor and those behind it; None where it is not known how much will come."""
@@ -183,9 +180,7 @@ class Bucket:
     def tensor(self, at: int) -> NamedTensor:
         """One of them, where it was copied."""
         meta = self.metadata[at]
-        assert self._memory is not None
-        place = self._memory[meta.start_idx : meta.end_idx]
-        return meta.name, place.view(meta.dtype).view(meta.shape)
+        return meta.name, _place_of(self.flat, meta)
 
     @functools.cached_property
     def layout(self) -> str:
@@ -205,8 +200,11 @@ class Bucket:
             content,
             len(self.metadata),
             sum(one.numel for one in self.metadata),
-            [("filling", self.closed_at - self._seconds), ("making_handles", self.closed_at)],
         )
+
+
+def _place_of(memory: torch.Tensor, meta: Any) -> torch.Tensor:
+    return memory[meta.start_idx : meta.end_idx].view(meta.dtype).view(meta.shape)
 
 
 def buckets_of(

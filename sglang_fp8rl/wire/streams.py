@@ -13,15 +13,16 @@ class StreamTurns:
     def __init__(self) -> None:
         self._last: dict[torch.device, Any] = {}
 
-    def take(self, device: torch.device) -> None:
-        """What is enqueued there from now on comes behind what was before."""
+    def take(self, device: torch.device) -> Any:
+        """What is enqueued there from now on comes behind what was before. Returns the stream; None on a CPU."""
         if device.type == "cpu":
-            return
+            return None
         now = torch.get_device_module(device).current_stream(device)
         last = self._last.setdefault(device, now)
         if last != now:
             now.wait_stream(last)
             self._last[device] = now
+        return now
 
     def wait(self) -> None:
         """All of it is done."""
