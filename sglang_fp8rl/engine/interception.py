@@ -212,6 +212,7 @@ class Write(NamedTuple):
         fill: the value, where a loader fills instead of copying (the tail of a padded buffer).
         offset, shape, stride: the destination view, in elements of the parameter's storage.
         region: the box that view covers, or None if it is not a box.
+        places: how that view is written, where it was looked up before (`matrix_writes.places_of`).
     """
 
     source: torch.Tensor | None
@@ -220,6 +221,7 @@ class Write(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     region: Region | None
+    places: tuple[tuple[Any, ...], ...] = ()
 
     def destination(self, parameter: torch.Tensor) -> torch.Tensor:
         """The view of the real parameter that this write lands in."""

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...numerics.reference import FP8_DTYPE
 from ..interception import Write, offset_within, span_of, unwatched
 from ..model.parameters import Target
+from .matrix_writes import places_of
 from .observer import LoaderWrites
 
 # Where the loaders are that were read, in all supported versions: they keep nothing, and leave no word to others.
@@ -36,8 +38,15 @@ class _Copy(NamedTuple):
         if self.part is None:
             return self.write
         offset, shape, stride = self.part
+        if (0, loaded.shape, loaded.stride()) == self.part:
+            return self.write._replace(source=loaded)
         source = loaded.as_strided(shape, stride, loaded.storage_offset() + offset)
         return self.write._replace(source=source)
+
+    def placed(self, target: Target) -> _Copy:
+        """Itself with the places of its write, which are looked up once."""
+        places = places_of(target, target.name, self.write)
+        return self._replace(write=self.write._replace(places=places))
 
 
 class LearnedLoaders:
@@ -51,7 +60,7 @@ class LearnedLoaders:
         self._once: dict[
             int, int
         ] = {}  # hashes: most layouts are replayed, and need no second time
-        self._twice: dict[tuple, tuple[_Copy, ...]] = {}
+        self._twice: dict[tuple, list[_Copy]] = {}
 
     def key_of(
         self, target: Target, native: Any, loaded: torch.Tensor, args: tuple, kwargs: dict
@@ -61,24 +70,28 @@ class LearnedLoaders:
         if not is_read or not all(type(one) in _VALUES for one in (*args, *kwargs.values())):
             return None
         given = (*args, *sorted(kwargs.items()))
-        return target.index, given, loaded.dtype, loaded.shape, loaded.stride()
+        place = target.index, *target.addresses
+        return place, given, loaded.dtype, loaded.shape, loaded.stride()
 
-    def again(self, key: tuple | None, loaded: torch.Tensor) -> list[Write] | None:
-        """What the loader would write; None where it has to run."""
+    def again(self, key: tuple | None, target: Target, loaded: torch.Tensor) -> list[Write] | None:
+        """What the target's loader would write, and how; None where it has to run."""
         copies = None if key is None else self._twice.get(key)
-        if copies is None:
+        if key is None or copies is None:
             return None
         with unwatched():
+            # Few layouts ever come a third time. Codes are stored with their scales (`pairs`).
+            if loaded.dtype != FP8_DTYPE and not all(one.write.places for one in copies):
+                copies = self._twice[key] = [one.placed(target) for one in copies]
             return [one.of(loaded) for one in copies]
 
     def note(self, key: tuple, loaded: torch.Tensor, found: LoaderWrites) -> None:
         """Learn what the loader did with that tensor."""
         if found.is_more or not all(_is_of(one.source, loaded) for one in found.writes):
             return
-        copies = tuple(_copy(one, loaded) for one in found.writes)
-        before = self._once.get(hash(key))
-        self._once[hash(key)] = hash(copies)
-        if before == hash(copies):
+        copies = [_copy(one, loaded) for one in found.writes]
+        before, now = self._once.get(hash(key)), hash(tuple(copies))
+        self._once[hash(key)] = now
+        if before == now:
             self._twice[key] = copies
 
 

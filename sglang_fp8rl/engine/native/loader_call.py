@@ -168,7 +168,7 @@ class LoaderCalls:
             self._store_half(given, half)
             return
         key = self._learned.key_of(target, native, loaded, args, kwargs)
-        writes = self._learned.again(key, loaded)
+        writes = self._learned.again(key, target, loaded)
         is_learned = writes is not None
         if writes is None:
             if not is_pair:

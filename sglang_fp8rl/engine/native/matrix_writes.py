@@ -58,25 +58,33 @@ def matrix_writes(target: Target, name: str, write: Write) -> list[Piece]:
     Raises:
         RefitError: it does not consist of whole blocks (or rows) of a matrix.
     """
-    source, destination = write.values(target.parameter), write.destination(target.parameter)
-    held = target.format
+    source, places = write.values(target.parameter), write.places or places_of(target, name, write)
+    parts = (source,) if target.format is None else matrices(source)
+    return [Piece(values, *place) for values, place in zip(parts, places, strict=True)]
+
+
+def places_of(target: Target, name: str, write: Write) -> tuple[tuple[Any, ...], ...]:
+    """Where a write goes: of each of its pieces all but the source. It is looked at, and not done.
+
+    Raises:
+        RefitError: as `matrix_writes`.
+    """
+    destination, held = write.destination(target.parameter), target.format
     if held is None:
-        return [Piece(source, destination)]
+        return ((destination,),)
     if destination.dtype != FP8_DTYPE:
         raise made_anew_error(target.name)
     region = write.region
-    if region is None or source.shape[-2:] != region.shape[-2:]:
+    if region is None or write.shape[-2:] != region.shape[-2:]:
         raise RefitError(
             name,
             f"a write of shape {write.shape}, strides {write.stride} into {target.name}",
             "a quantized write covers whole rows and columns of one matrix",
             "Send the tensor as the checkpoint has it.",
         )
-    parts = matrices(source), matrices(destination), target.scales_of(name, region)
-    return [
-        Piece(values, codes, scales, held.grid(values.shape).block, Kind.CAST)
-        for values, codes, scales in zip(*parts, strict=True)
-    ]
+    block = held.grid(write.shape).block
+    both = zip(matrices(destination), target.scales_of(name, region), strict=True)
+    return tuple((codes, scales, block, Kind.CAST) for codes, scales in both)
 
 
 def _in_short_rows(matrix: torch.Tensor) -> torch.Tensor:

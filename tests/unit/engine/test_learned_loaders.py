@@ -273,6 +273,20 @@ def test_a_tensor_of_another_shape_or_dtype_is_not_taken_for_what_was_learnt():
 
 
 @pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("kind", LEARNED)
+def test_what_was_learnt_is_of_no_use_where_the_parameter_lies_elsewhere(kind):
+    refit, alone = served(kind, 1, 2, 3), kind()
+    old, refit.model.both.data = refit.model.both.data, refit.model.both.data.clone()
+    before = old.clone()
+    for seed in (4, 5, 6, 7):
+        pairs = weights(refit.model, seed)
+        send(refit, list(pairs.items()))
+        alone.load_weights(pairs.items())
+        assert torch.equal(refit.model.both, alone.both), seed
+    assert torch.equal(old, before)
+
+
+@pytest.mark.usefixtures("known")
 def test_what_is_sent_is_let_go_of():
     refit = served(Fused)
     for seed in (1, 2, 3, 4):
