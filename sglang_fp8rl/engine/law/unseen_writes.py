@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 
 from ...numerics.fingerprint import MASK
@@ -10,26 +12,30 @@ from ..refit import ModelRefit
 from .record import Session
 
 # Of each parameter. Who writes past `load_weights` writes whole tensors: of 32,768 FP8 codes a step of RL changes some.
-_WORDS = 4096
+_RUNS, _RUN_WORDS = 64, 64
 
 
 def memory_number(refit: ModelRefit) -> int:
-    """One number for all that updates write: the same as long as none of the words that it looks at changes."""
-    numbers = (
-        (index + 1) * _checksum(target.parameter.data)
-        for index, target in enumerate(refit.written_targets())
-        if target.parameter.device.type != "meta"
-    )
-    return sum(numbers) & MASK
+    """One number for all that updates write: the same as long as none of the words that it looks at changes. Waits for
+    each GPU once."""
+    sums = defaultdict[torch.device, list[torch.Tensor]](list)
+    for target in refit.written_targets():
+        if target.parameter.device.type != "meta":
+            sums[target.parameter.device].append(_some_of(target.parameter.data).sum())
+    totals = [torch.stack(some) for some in sums.values()]
+    places = [torch.arange(1, 1 + len(one), device=one.device) for one in totals]
+    return sum(int((at * one).sum()) for at, one in zip(places, totals, strict=True)) & MASK
 
 
-def _checksum(tensor: torch.Tensor) -> int:
-    """Sum some of its int64 words, evenly spread, and the tail bytes."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    whole = 0 if data.storage_offset() % 8 else len(data) // 8 * 8
-    step = max(1, whole // 8 // _WORDS)
-    words = data[:whole].view(torch.int64)[::step].sum() if whole else 0
-    return int(words) + int(data[whole:].sum())
+def _some_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Words of a tensor in runs that are evenly spread; a small one's are all of it."""
+    words = tensor.contiguous().view(-1).view(torch.uint8)
+    if not (words.storage_offset() % 8 or len(words) % 8):
+        words = words.view(torch.int64)
+    step = len(words) // _RUNS
+    if step <= _RUN_WORDS:
+        return words
+    return words.as_strided((_RUNS, _RUN_WORDS), (step, 1))
 
 
 def wrong_with_an_empty_session(session: Session | None, refit: ModelRefit) -> str | None:
