@@ -203,6 +203,9 @@ def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return steps == sorted(steps, reverse=True)
 
 
+Places = tuple[tuple[Any, ...], ...]
+
+
 class Write(NamedTuple):
     """One intercepted copy (or fill) into a parameter.
 
@@ -221,7 +224,7 @@ class Write(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     region: Region | None
-    places: tuple[tuple[Any, ...], ...] = ()
+    places: Places = ()
 
     def destination(self, parameter: torch.Tensor) -> torch.Tensor:
         """The view of the real parameter that this write lands in."""

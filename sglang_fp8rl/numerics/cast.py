@@ -249,7 +249,8 @@ def copy_finite_into(
         bool [rows] on the source's device: True where a row is not finite and was not written.
         Nothing here waits for a GPU.
     """
-    rows, outs = as_matrix(source.detach()), as_matrix(destination.detach())
+    source, destination = source.detach(), destination.detach()
+    rows, outs = as_matrix(source), as_matrix(destination)
     if outs is None or rows is None:
         # Not a matrix in memory: whole or not at all.
         rounded = source.to(destination.dtype)

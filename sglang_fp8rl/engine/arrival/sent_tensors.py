@@ -125,7 +125,8 @@ class SourceIndex:
         `weight_scale_inv` to `weight_scale` and then drops what it can't find.
         """
         for name, tensor in weights:
-            tensor = tensor.contiguous()  # strided ones may lie in each other's gaps
+            # Strided ones may lie in each other's gaps; of a lazily negated one the memory has the other sign.
+            tensor = tensor.contiguous().resolve_neg()
             with self._lock:
                 position = len(self.names)
                 self.names.append(name)

@@ -63,10 +63,10 @@ class Target:
         return isinstance(self.module, kinds) and self.name.endswith(".weight")
 
     @property
-    def addresses(self) -> tuple[int, ...]:
-        """Where it is, and its scales."""
+    def layout(self) -> tuple:
+        """Where and how it lies in memory, and its scales."""
         held = (self.parameter,) if self.scale is None else (self.parameter, self.scale)
-        return tuple([one.data_ptr() for one in held])
+        return tuple([(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in held])
 
     def scales_of(self, name: str, region: Region) -> tuple[torch.Tensor, ...]:
         """The scales of each matrix of a region of an FP8 weight, where the tensor `name` is written.

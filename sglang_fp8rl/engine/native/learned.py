@@ -7,12 +7,12 @@ what an update costs would be to watch that choice for each of 18,000 experts, e
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
 
-from ...numerics.reference import FP8_DTYPE
-from ..interception import Write, offset_within, span_of, unwatched
+from ..interception import Places, Write, offset_within, span_of, unwatched
 from ..model.parameters import Target
 from .matrix_writes import places_of
 from .observer import LoaderWrites
@@ -34,33 +34,52 @@ class _Copy(NamedTuple):
     part: tuple[int, tuple[int, ...], tuple[int, ...]] | None
     write: Write
 
-    def of(self, loaded: torch.Tensor) -> Write:
+    def of(self, loaded: torch.Tensor, places: Places) -> Write:
         if self.part is None:
-            return self.write
+            return self.write._replace(places=places)
         offset, shape, stride = self.part
         if (0, loaded.shape, loaded.stride()) == self.part:
-            return self.write._replace(source=loaded)
+            return self.write._replace(source=loaded, places=places)
         source = loaded.as_strided(shape, stride, loaded.storage_offset() + offset)
-        return self.write._replace(source=source)
+        return self.write._replace(source=source, places=places)
 
-    def placed(self, target: Target) -> _Copy:
-        """Itself with the places of its write, which are looked up once."""
-        places = places_of(target, target.name, self.write)
-        return self._replace(write=self.write._replace(places=places))
+
+class LearnedLoader:
+    """What a loader does with tensors of one dtype, shape and strides, for the same arguments."""
+
+    def __init__(self, copies: list[_Copy]) -> None:
+        self._copies = copies
+        # Where they go, looked up for a target of that layout.
+        self._layout: tuple = ()
+        self._places: list[Places] = []
+
+    def writes(self, target: Target, loaded: torch.Tensor) -> list[Write]:
+        """What it would write."""
+        are_known = self._layout == target.layout
+        places = self._places if are_known else itertools.repeat(())
+        with unwatched():
+            return [one.of(loaded, where) for one, where in zip(self._copies, places)]  # noqa: B905
+
+    def place(self, target: Target) -> None:
+        """Behind writes that were not refused: look up where they go, if that is not known."""
+        layout = target.layout
+        if self._layout != layout:
+            with unwatched():
+                self._places = [places_of(target, target.name, one.write) for one in self._copies]
+            self._layout = layout
 
 
 class LearnedLoaders:
-    """What loaders did with tensors of one dtype, shape and strides, for the same arguments.
+    """The loaders that did the same twice.
 
     That a loader copies and asks for no value is seen. That only its arguments decide what it does is
     assumed, as for a recipe (`Target.is_repeatable`), of what did the same twice.
     """
 
     def __init__(self) -> None:
-        self._once: dict[
-            int, int
-        ] = {}  # hashes: most layouts are replayed, and need no second time
-        self._twice: dict[tuple, list[_Copy]] = {}
+        # Hashes: most layouts are replayed, and need no second time.
+        self._once: dict[int, int] = {}
+        self._twice: dict[tuple, LearnedLoader] = {}
 
     def key_of(
         self, target: Target, native: Any, loaded: torch.Tensor, args: tuple, kwargs: dict
@@ -70,19 +89,11 @@ class LearnedLoaders:
         if not is_read or not all(type(one) in _VALUES for one in (*args, *kwargs.values())):
             return None
         given = (*args, *sorted(kwargs.items()))
-        place = target.index, *target.addresses
-        return place, given, loaded.dtype, loaded.shape, loaded.stride()
+        return target.index, given, loaded.dtype, loaded.shape, loaded.stride()
 
-    def again(self, key: tuple | None, target: Target, loaded: torch.Tensor) -> list[Write] | None:
-        """What the target's loader would write, and how; None where it has to run."""
-        copies = None if key is None else self._twice.get(key)
-        if key is None or copies is None:
-            return None
-        with unwatched():
-            # Few layouts ever come a third time. Codes are stored with their scales (`pairs`).
-            if loaded.dtype != FP8_DTYPE and not all(one.write.places for one in copies):
-                copies = self._twice[key] = [one.placed(target) for one in copies]
-            return [one.of(loaded) for one in copies]
+    def known(self, key: tuple | None) -> LearnedLoader | None:
+        """What the loader does; None where it has to run."""
+        return None if key is None else self._twice.get(key)
 
     def note(self, key: tuple, loaded: torch.Tensor, found: LoaderWrites) -> None:
         """Learn what the loader did with that tensor."""
@@ -92,7 +103,7 @@ class LearnedLoaders:
         before, now = self._once.get(hash(key)), hash(tuple(copies))
         self._once[hash(key)] = now
         if before == now:
-            self._twice[key] = copies
+            self._twice[key] = LearnedLoader(copies)
 
 
 def _is_of(source: torch.Tensor | None, loaded: torch.Tensor) -> bool:

@@ -168,9 +168,10 @@ class LoaderCalls:
             self._store_half(given, half)
             return
         key = self._learned.key_of(target, native, loaded, args, kwargs)
-        writes = self._learned.again(key, target, loaded)
-        is_learned = writes is not None
-        if writes is None:
+        learned = self._learned.known(key)
+        if learned is not None:
+            writes = learned.writes(target, loaded)
+        else:
             if not is_pair:
                 check_dtype(target, name, loaded)
             check_shape(target, native, name, loaded, args, kwargs)
@@ -180,7 +181,7 @@ class LoaderCalls:
 
             writes = self._writes(given, loaded, run, key)
         # A write may be of something else, which a loader kept; what is learnt is not.
-        is_of_it = is_pair or is_learned
+        is_of_it = is_pair or learned is not None
         of_each = [
             made if is_of_it or one.source is None else call.sources.made_of(one.source)
             for one in writes
@@ -194,6 +195,8 @@ class LoaderCalls:
             self._store_half(given, half)
         else:
             self._do(given, writes, of_each)
+            if learned is not None:
+                learned.place(target)
 
     def _note(self, given: _Given, writes: Sequence[Write], of_each: Sequence[Made]) -> None:
         """These writes are to be done, or were learnt; `of_each`: of what each of them is."""

@@ -11,7 +11,7 @@ from ...errors import RefitError
 from ...formats.format import ceil_div
 from ...numerics.cast import FP8_DTYPE, as_matrix, cast_into, copy_finite_into
 from ...numerics.write_table import LONGEST_ROW, Kind, Piece
-from ..interception import Write
+from ..interception import Places, Write
 from ..model.parameters import Target, made_anew_error, matrices
 
 
@@ -63,7 +63,7 @@ def matrix_writes(target: Target, name: str, write: Write) -> list[Piece]:
     return [Piece(values, *place) for values, place in zip(parts, places, strict=True)]
 
 
-def places_of(target: Target, name: str, write: Write) -> tuple[tuple[Any, ...], ...]:
+def places_of(target: Target, name: str, write: Write) -> Places:
     """Where a write goes: of each of its pieces all but the source. It is looked at, and not done.
 
     Raises:

@@ -87,7 +87,7 @@ class Recording:
                 self._boxes.extend((target.index, box))
 
     def add_fill(self, target: Target, write: Write, box: int) -> None:
-        self.fills.append((target, write))
+        self.fills.append((target, write._replace(places=())))  # which hold memory
         self.add(target, (), [box])
 
     def add_exponents(self, scale: Source) -> None:

@@ -19,6 +19,7 @@ from support.replayed import replay_of
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.modules.method import DecidedMethod
+from sglang_fp8rl.engine.native import learned
 from sglang_fp8rl.engine.plan.extension import Plan
 from sglang_fp8rl.engine.proof.extension import Fingerprints, fingerprint_of_ranks
 from sglang_fp8rl.engine.refit import ModelRefit
@@ -148,6 +149,18 @@ def assert_same(server: Server, other: Server) -> None:
 def in_buckets(tensors: Any) -> list[list[tuple[str, torch.Tensor]]]:
     pairs = list(dict(tensors).items())
     return [pairs[3:], pairs[1:3], pairs[:1]]
+
+
+def test_a_write_that_cuts_a_block_is_refused_by_the_name_that_came_each_time(monkeypatch):
+    monkeypatch.setattr(learned, "_LAYERS", (__name__,))
+    server, part = Server(0), weights(1)["k.weight"]
+    weight, before = server.model.qk.weight, server.bytes()
+    server.refit._load_weights = lambda sent: [weight.weight_loader(weight, x, 32) for _, x in sent]
+    for _ in range(4):  # from the second time on its loader is known
+        with pytest.raises(RefitError, match="no scale is its alone") as found:
+            server.update([("k.weight", part)])
+        assert found.value.subject == "k.weight"
+    assert all(torch.equal(one, before[name]) for name, one in server.bytes().items())
 
 
 def test_a_cast_is_the_reference_s():

@@ -273,17 +273,35 @@ def test_a_tensor_of_another_shape_or_dtype_is_not_taken_for_what_was_learnt():
 
 
 @pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("moved", [torch.clone, torch.Tensor.half], ids=["elsewhere", "half"])
 @pytest.mark.parametrize("kind", LEARNED)
-def test_what_was_learnt_is_of_no_use_where_the_parameter_lies_elsewhere(kind):
-    refit, alone = served(kind, 1, 2, 3), kind()
-    old, refit.model.both.data = refit.model.both.data, refit.model.both.data.clone()
-    before = old.clone()
-    for seed in (4, 5, 6, 7):
+def test_what_is_learnt_goes_where_the_parameter_lies_by_then(kind, moved):
+    refit, alone = served(kind, 1, 2, 3, 4), kind()
+    both = refit.model.both
+    old, before, both.data = both.data, both.data.clone(), moved(both.data)
+    for seed in (5, 6, 7):
         pairs = weights(refit.model, seed)
         send(refit, list(pairs.items()))
         alone.load_weights(pairs.items())
-        assert torch.equal(refit.model.both, alone.both), seed
+        assert torch.equal(both, alone.both.to(both.dtype)), seed
     assert torch.equal(old, before)
+
+
+@pytest.mark.usefixtures("known")
+def test_what_is_learnt_is_refused_of_a_parameter_that_holds_something_else_by_then():
+    refit = served(Fused, 1, 2, 3, 4)
+    refit.model.both.data = refit.model.both.data.view(torch.int32)
+    with pytest.raises(RefitError, match="whole numbers"):
+        send(refit, list(weights(refit.model, 5).items()))
+
+
+@pytest.mark.usefixtures("known")
+def test_memory_that_a_parameter_left_is_let_go_of():
+    refit = served(Fused, 1, 2, 3)
+    storage = refit.model.both.data.untyped_storage()
+    refit.model.both.data = refit.model.both.data.clone()
+    send(refit, list(weights(refit.model, 4).items()))
+    assert torch._C._storage_Use_Count(storage._cdata) == 1
 
 
 @pytest.mark.usefixtures("known")
