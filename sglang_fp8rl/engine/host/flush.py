@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.managers.mm_utils import init_mm_embedding_cache
 from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper
 
 from ...errors import HostError
@@ -44,6 +46,14 @@ def _on_every_rank(scheduler: Any, holds: bool) -> bool:
     if refit_of(scheduler.tp_worker.model_runner.model) is None:
         return holds
     return Boundary(scheduler.weight_updater.tp_cpu_group).on_every_rank(holds)
+
+
+def forget_embeddings() -> None:
+    """Drop what the towers made of the images (or sounds) of older requests. SGLang keeps it by image, whatever the weights
+    are, and no flush reaches it."""
+    cache = sys.modules[init_mm_embedding_cache.__module__].embedding_cache
+    if cache is not None:
+        cache.clear()
 
 
 def clear_stored_cache(manager: Any) -> None:

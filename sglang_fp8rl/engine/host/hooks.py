@@ -77,30 +77,37 @@ def _draft_was_asked_for() -> bool:
 
 def start_model(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
     """`ModelRunner.configure_kv_cache_dtype`: weights are loaded, nothing has run yet. Raises `ConfigError` as
-    `check_control`, or as an extension says."""
+    `check_arguments`, or as an extension says."""
     from sglang.srt.runtime_context import get_server_args
 
     refit = refit_of(runner.model)
     if refit is not None:
-        check_control(get_server_args())
+        check_arguments(get_server_args())
         refit.note_loaded()
         refit.runner = runner
         refit.extensions[:] = [one for one in refit.extensions if one.start(runner)]
     return result
 
 
-def check_control(args: Any) -> None:
-    """Raises `ConfigError` where a request does not reach all ranks between the same two forward passes.
+_OUTLIVES = "what it keeps of prompts was computed with older weights, and no flush empties it"
+# Server arguments under which an update would not be what it says, and why.
+REFUSED = {
+    "enable_dp_attention_local_control_broadcast": "the ranks answer an update and a fingerprint together, so all of them "
+    "get the request at once",
+    "enable_flexkv": _OUTLIVES,
+    "radix_cache_backend": _OUTLIVES,
+    "enable_unified_cache_external_linker": _OUTLIVES,
+    "offload_group_size": "weights are fetched for the next forward pass behind the last one, codes before an update and "
+    "scales after it",
+}
 
-    Then one rank waits for the others in a request's end or fingerprint, and these for it in a forward pass.
-    """
-    if args.enable_dp_attention_local_control_broadcast:
-        raise ConfigError(
-            "--enable-dp-attention-local-control-broadcast",
-            "set",
-            "the ranks answer an update and a fingerprint together, so all of them get the request at once",
-            "Leave it out.",
-        )
+
+def check_arguments(args: Any) -> None:
+    """Raises `ConfigError` for a server argument that is refused."""
+    for argument, rule in REFUSED.items():
+        value = getattr(args, argument, None)
+        if value and value != -1:  # groups of no layers
+            raise ConfigError(f"--{argument.replace('_', '-')}", str(value), rule, "Leave it out.")
 
 
 _SESSION_END = "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update"

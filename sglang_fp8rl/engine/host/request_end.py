@@ -20,6 +20,7 @@ from ..arrival.update import Update
 from ..native.calls import NOTHING_SENT
 from ..refit import ModelRefit
 from .boundary import Boundary
+from .flush import forget_embeddings
 from .metrics import observe_refit
 
 _NOTHING_SEEN = RefitError(
@@ -71,6 +72,7 @@ class RequestEnd:
         """What the client is told, once all ranks have agreed. A collective."""
         step, refit, update, result = self.boundary.step, self.refit, self.update, self.result
         ended = self._end_together()
+        step(forget_embeddings)
         if update.ends_session:
             for extension in refit.extensions:
                 extension.drop_session()  # it is over, whatever was raised there

@@ -1,6 +1,8 @@
-"""What a HiCache storage backend keeps was computed with the old weights: a refit clears it, or fails."""
+"""What a HiCache storage backend, or the cache of images, keeps was computed with the old weights: a refit clears it, or fails."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 import torch
@@ -80,3 +82,33 @@ def test_whoever_has_the_cache_flushed_behind_new_weights_has_the_stored_one_cle
     assert host.call(cleared) == 2  # a part of it was stored
     host.call(store, None)
     assert host.call(update, ITEMS)[0]
+
+
+def embedded(scheduler, is_cached):
+    """What an image is embedded as: by SGLang's function for prompts, or by the model alone."""
+    from sglang.srt.managers.mm_utils import init_mm_embedding_cache
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
+
+    model = scheduler.tp_worker.model_runner.model
+    vision = model.config.vision_config
+    pixels = 3 * vision.temporal_patch_size * vision.patch_size**2
+    feature = torch.randn(64, pixels, generator=torch.Generator().manual_seed(5))
+    item = MultimodalDataItem(modality=Modality.IMAGE, feature=feature, offsets=[(2, 17)])
+    item.image_grid_thw = torch.tensor([[1, 8, 8]])
+    item.hash, item.pad_value = 12345, 7
+    with torch.no_grad():
+        if not is_cached:
+            return model.get_image_feature([item]).float()
+        embed = sys.modules[init_mm_embedding_cache.__module__].get_embedding_and_mask
+        tokens = torch.tensor([0] * 2 + [7] * 16 + [0] * 2)
+        where = [0, 1], [0], [20], [[(2, 17)]]
+        return embed(model.get_image_feature, [item], tokens[2:3], tokens, *where)[0].float()
+
+
+@on("qwen2.5-vl-tp1")
+def test_an_image_is_embedded_by_the_weights_of_the_last_update(host):
+    host.in_doubt = True
+    for state in (host.model.first, host.model.second):
+        host.call(embedded, True)
+        assert host.call(update, list(state.items()), None, False)[0]
+        assert torch.equal(host.call(embedded, True), host.call(embedded, False))
