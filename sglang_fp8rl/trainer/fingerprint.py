@@ -44,7 +44,7 @@ def fingerprint_of(
 
     Raises:
         RefitError: a name that plan and server don't know, a shape that is not the plan's, a shard that
-            cuts blocks.
+            cuts blocks, a part that comes twice.
         QuantizationError: NaN or Inf, or a dtype that is not cast.
     """
     numbers = Fingerprinter(plan)
@@ -92,8 +92,10 @@ class Fingerprinter:
 
     def count(self, name: str, number: Number) -> None:
         """The number of one more box of a name, or of all of it (once more is a replica). Raises `RefitError` where two
-        replicas differ."""
+        replicas differ, and for a box behind all."""
         known = self._numbers.get(name)
+        if known is not None and (known.numel is None) != (number.numel is None):
+            raise _counted_again(name, "all of it and a part were counted")
         if known is not None and number.numel is not None:
             number = known + number
         elif known is not None and known != number:
@@ -109,7 +111,10 @@ class Fingerprinter:
         tied = {name: other for name in self._numbers if (other := self.plan.tied_to(name))}
         for name in (*(name for name in self._numbers if name not in tied), *tied):
             number, other = self._numbers[name], tied.get(name, "")
-            if number.numel == math.prod(self.plan.of(other or name).shape or ()):
+            whole = math.prod(self.plan.of(other or name).shape or ())
+            if number.numel is not None and number.numel > whole:
+                raise _counted_again(name, f"{number.numel} values were counted of {whole}")
+            if number.numel == whole:
                 number = Number(number.form, number.value)
             if not other or number.numel is not None:
                 numbers[name] = number
@@ -131,6 +136,8 @@ class Fingerprinter:
         shard = shard_of(name, tensor)
         local, full_shape, start = shard.tensor, shard.full_shape, shard.start
         if is_scale:
+            if len(full_shape) < len(entry.shape or ()):  # of rows, without their one column
+                local, full_shape, start = local[..., None], (*full_shape, 1), (*start, 0)
             boxes, numel = [Box(local, full_shape, start, seed_of(weight, "scale"))], 0
         else:
             shard.check_shape(name, entry.shape)
@@ -154,3 +161,9 @@ class Fingerprinter:
             bad = cast_into(matrix, into, scales[-1], block, name=name, **self.plan.rounding)
             refuse_not_finite(bad, grid, name)
         return scaled_boxes(name, codes, scales, shard.full_shape, shard.start, block)
+
+
+def _counted_again(name: str, found: str) -> RefitError:
+    rule = "each part of a tensor is counted once"
+    remedy = "Leave out what comes again: a name in two files, or the shards of a replica."
+    return RefitError(name, found, rule, remedy)

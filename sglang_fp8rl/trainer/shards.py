@@ -15,6 +15,7 @@ import torch
 
 from ..errors import RefitError
 from ..formats.format import BlockGrid
+from ..wire.bucket import is_freed
 
 Box = tuple[int, ...]
 
@@ -88,11 +89,15 @@ def shard_of(name: str, sent: Any) -> LocalShard:
         if shape != tuple(local.shape):
             raise _gather_first(name, tuple(local.shape), f"{full_shape} is cut into {shape}")
         return LocalShard(local, full_shape, start)
-    if not isinstance(sent, torch.Tensor):
-        rule = "what is sent is a tensor, a DTensor or a LocalShard"
-        raise RefitError(
-            name, f"a {type(sent).__name__}", rule, "Look at what the iterator yields."
+    if not isinstance(sent, torch.Tensor) or is_freed(sent):
+        found = (
+            "memory that was freed"
+            if isinstance(sent, torch.Tensor)
+            else f"a {type(sent).__name__}"
         )
+        rule = "what is sent is a tensor, a DTensor or a LocalShard"
+        remedy = "Look at what the iterator yields; FSDP frees what it gathered at its reshard."
+        raise RefitError(name, found, rule, remedy)
     return LocalShard(sent.detach(), tuple(sent.shape), (0,) * sent.dim())
 
 
@@ -149,22 +154,31 @@ def full_tensors(named_tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str
 
 def assemble(name: str, shards: Iterable[LocalShard]) -> torch.Tensor:
     """The full tensor from the boxes of all ranks (overlaps are replicas). Raises `RefitError` if they are of
-    different tensors, or leave a part out."""
+    different tensors, differ where they overlap, or leave a part out."""
     parts = list(shards)
     shapes = {(part.full_shape, part.tensor.dtype) for part in parts}
     if len(shapes) != 1:
         raise RefitError(name, f"shards of {shapes}", "all are of one tensor", "Mend the gather.")
     first = parts[0]
-    full = torch.empty(first.full_shape, dtype=first.tensor.dtype, device=first.tensor.device)
-    seen = torch.zeros(first.full_shape, dtype=torch.bool)
+    # As integers: of FP8, and of a NaN, values can't be compared.
+    bits, device = _BITS[first.tensor.itemsize], first.tensor.device
+    full = torch.empty(first.full_shape, dtype=bits, device=device)
+    seen = torch.zeros(first.full_shape, dtype=torch.bool, device=device)
     for part in parts:
         box = tuple(
             slice(at, at + size) for at, size in zip(part.start, part.tensor.shape, strict=True)
         )
-        full[box] = part.tensor
+        came, before = part.tensor.view(bits).to(device), seen[box]
+        if bool((before & (full[box] != came)).any()):
+            rule = "shards that overlap are replicas of each other"
+            raise RefitError(name, f"other values at {part.start}", rule, "Mend the gather.")
+        full[box] = came
         seen[box] = True
     if not bool(seen.all()):
         found = f"{int((~seen).sum())} of {math.prod(first.full_shape)} values are in no shard"
         rule = "the shards of all ranks make the whole tensor"
         raise RefitError(name, found, rule, "Gather over all ranks that hold a part of it.")
-    return full
+    return full.view(first.tensor.dtype)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

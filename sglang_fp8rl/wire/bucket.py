@@ -32,6 +32,12 @@ def aligned(place: int) -> int:
     return -(-place // ALIGNMENT) * ALIGNMENT
 
 
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether its memory was given back, as FSDP does with parameters that it gathered: to read it ends the process."""
+    is_strided = tensor.layout is torch.strided
+    return is_strided and bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
+
+
 def sendable(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
     """Pass tensors on. Raises `RefitError` for what has not all of its elements in memory here, or of no dtype that
     travels."""
@@ -43,13 +49,13 @@ def sendable(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
                 "what is sent is a full torch.Tensor",
                 "Gather DTensors with full_tensors(named_tensors), LocalShards with assemble(name, shards).",
             )
-        is_here = tensor.layout is torch.strided and not tensor.is_meta
+        is_here = tensor.layout is torch.strided and not (tensor.is_meta or is_freed(tensor))
         if not is_here or tensor.dtype not in layout_text.DTYPES.values():
             raise RefitError(
                 name,
                 f"{tensor.dtype}, {tensor.layout}, on {tensor.device.type}",
                 f"a tensor comes with its elements in memory, in one of {', '.join(layout_text.DTYPES)}",
-                "Send the weight instead of its description on meta; tensor.to_dense(); or another dtype.",
+                "Send the weight instead of its description on meta, or before FSDP frees it; tensor.to_dense(); or another dtype.",
             )
         yield name, tensor
         del tensor  # the next one may take its place

@@ -88,17 +88,18 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs and nothing is missing; what is unproven stays so."""
-        return not self.differing and not self.missing
+        """Whether something was compared, nothing differs and nothing is missing; what is unproven stays so."""
+        return bool(self.compared) and not self.differing and not self.missing
 
     def as_dict(self) -> dict[str, Any]:
         return {"ok": self.ok, **asdict(self)}
 
     def check(self, subject: str) -> None:
-        """Raises `RefitError` with the names, if anything differs or is missing."""
+        """Raises `RefitError` with the names, if anything differs or is missing, or nothing was compared."""
         if self.ok:
             return
-        lines = [f"{name}: {text}" for name, text in {**self.differing, **self.missing}.items()]
+        wrong = {**self.differing, **self.missing} or {"nothing was compared": "", **self.unproven}
+        lines = [f"{name}: {text}".removesuffix(": ") for name, text in wrong.items()]
         more = f" and {len(lines) - MAX_LISTED} more" if len(lines) > MAX_LISTED else ""
         raise RefitError(
             subject,
@@ -123,7 +124,8 @@ def compare(served: Fingerprint, other: Fingerprint, *, partial: bool = False) -
             if not partial:
                 missing[name] = f"not in {other.source}"
         elif theirs.numel is not None:
-            unproven[name] = f"{other.source} has {theirs.numel} values of it, not all"
+            lacking = unproven if partial else missing
+            lacking[name] = f"{other.source} has {theirs.numel} values of it, not all"
         elif ours.form != theirs.form:
             unproven[name] = (
                 f"{ours.form} in {served.source}, {theirs.form} in {other.source}: other bytes by design"

@@ -230,7 +230,29 @@ def test_shards_of_trainer_ranks_add_up():
     ]
     whole = fingerprint_of(weights().items(), PLAN)
     assert added_up(ranks, PLAN).numbers == whole.numbers
-    assert compare(whole, ranks[0]).unproven.keys() == SHAPES.keys()
+    assert compare(whole, ranks[0]).missing.keys() == SHAPES.keys()
+    with pytest.raises(RefitError, match=r"nothing was compared; a\.weight: the trainer has 49152"):
+        compare(whole, ranks[0], partial=True).check("verify")
+    replicas = [whole, *ranks]
+    assert added_up([whole, whole], PLAN).numbers == whole.numbers
+    for parts in ([*ranks, *ranks], replicas):
+        with pytest.raises(RefitError, match="each part of a tensor is counted once"):
+            added_up(parts, PLAN)
+
+
+def test_a_tensor_that_comes_twice_is_counted_as_no_other():
+    named = [*weights().items(), *weights(1).items()]
+    with pytest.raises(RefitError, match=r"a\.weight: 196608 values were counted of 98304"):
+        fingerprint_of(named, PLAN)
+
+
+def test_scales_of_rows_may_come_without_their_one_column():
+    sent = dict(quantize_for_refit(weights().items(), PLAN))
+    sent["b.weight_scale"] = sent["b.weight_scale"].flatten()
+    assert (
+        fingerprint_of(sent.items(), PLAN).numbers
+        == fingerprint_of(weights().items(), PLAN).numbers
+    )
 
 
 def test_boxes_of_many_tensors_have_their_own_numbers():

@@ -166,6 +166,22 @@ def test_shards_of_whole_blocks_make_the_bytes_of_the_whole(rows, columns):
         assemble("a.weight", [part["a.weight"] for part in parts[1:]])
 
 
+def test_shards_that_overlap_have_the_same_bytes():
+    full = torch.tensor([[0.0, torch.nan], [1.0, -0.0]])
+    parts = [LocalShard(full[:, :1], (2, 2), (0, 0)), LocalShard(full, (2, 2), (0, 0))]
+    assert same_bits(assemble("a", parts), full)
+    with pytest.raises(RefitError, match=r"a: other values at \(0, 0\)"):
+        assemble("a", [*parts, LocalShard(-full[:1], (2, 2), (0, 0))])
+
+
+def test_memory_that_was_freed_is_refused_by_name():
+    freed = torch.ones(4, 4)
+    freed.untyped_storage().resize_(0)
+    for read in (sendable, lambda sent: quantize_for_refit(sent, PLAN)):
+        with pytest.raises(RefitError, match=r"norm\.weight: .* FSDP frees"):
+            list(read([("norm.weight", freed)]))
+
+
 def test_rows_of_a_per_channel_weight_may_be_cut_anywhere_and_columns_not():
     full = weights()["b.weight"]
     parts = [
