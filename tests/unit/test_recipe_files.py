@@ -11,9 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import http_refit
 import pytest
 import slime_miles
+import torch
 import verl_fp8
+from support.json_server import JsonServer
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
 MODEL = "actor_rollout_ref.model.path=model"
@@ -197,3 +200,13 @@ def test_slime_s_driver_and_its_actors_know_the_method(tmp_path):
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert "known to the driver and to an actor: True" in done.stdout, done.stderr[-2000:]
+
+
+def test_plain_http_takes_404_for_a_server_without_sessions_and_for_nothing_else():
+    with NotFound() as server, pytest.raises(SystemExit, match="_from_tensor: HTTP 404"):
+        http_refit.refit(server.url, [("a", torch.ones(4))])
+
+
+class NotFound(JsonServer):
+    def reply_to(self, path, body, headers):
+        return (200, {"tp_size": 1}) if path == "/server_info" else (404, {"detail": "Not Found"})
