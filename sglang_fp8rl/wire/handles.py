@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.multiprocessing
 from torch.multiprocessing import reductions
 
 DEVICE = 6  # which argument of `reductions.rebuild_cuda_tensor` is the GPU's number
+_STRATEGY = threading.Lock()  # torch's sharing strategy is the whole process's
 
 
 class HandlePickler(ForkingPickler):
@@ -37,12 +39,14 @@ class HandlePickler(ForkingPickler):
 def serialize(value: Any) -> str:
     """`value` as `MultiprocessingSerializer.serialize(..., output_str=True)` would, for a server
     that did not start this process."""
-    stream, before = io.BytesIO(), torch.multiprocessing.get_sharing_strategy()
-    # torch's default (file descriptors) is refused between processes that did not start each other:
-    # `AuthenticationError: digest sent was rejected`.
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        HandlePickler(stream).dump(value)
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
+    stream = io.BytesIO()
+    with _STRATEGY:
+        before = torch.multiprocessing.get_sharing_strategy()
+        # torch's default (file descriptors) is refused between processes that did not start each other:
+        # `AuthenticationError: digest sent was rejected`.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        try:
+            HandlePickler(stream).dump(value)
+        finally:
+            torch.multiprocessing.set_sharing_strategy(before)
     return base64.b64encode(stream.getvalue()).decode("ascii")

@@ -190,7 +190,7 @@ def allocate(nbytes: int, device: torch.device, wanted: int = 0) -> torch.Tensor
         header.write(_NEVER_THE_LAST_READER)
     # Also when this process ends; not when one that it forked does.
     Finalize(shared, file.unlink, kwargs={"missing_ok": True}, exitpriority=0)
-    return torch.empty(0, dtype=torch.uint8).set_(shared)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(shared)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe, get_context, util
 from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing import get_sharing_strategy
 
 from sglang_fp8rl.engine.arrival.bucket import FlatBucket
 from sglang_fp8rl.wire.bucket import Bucket
+from sglang_fp8rl.wire.handles import serialize
 from sglang_fp8rl.wire.staging import allocate
 
 CPU = torch.device("cpu")
@@ -135,3 +139,28 @@ def test_a_flat_bucket_has_the_bytes_of_each_tensor_row_by_row(dtype):
         assert (meta.name, meta.shape, meta.dtype) == (name, one.shape, dtype)
         rows = one.contiguous().reshape(-1).view(torch.uint8)
         assert torch.equal(flat[meta.start_idx : meta.end_idx], rows)
+
+
+def test_memory_of_the_cpu_is_made_whatever_the_default_device():
+    with torch.device("meta"):
+        assert allocate(4, CPU).device == CPU
+
+
+class NotesStrategy:
+    """What takes so many seconds to pickle, and notes by which strategy torch shares memory at the end."""
+
+    def __init__(self, seconds, noted):
+        self.seconds, self.noted = seconds, noted
+
+    def __reduce__(self):
+        time.sleep(self.seconds)
+        self.noted.append(get_sharing_strategy())
+        return int, ()
+
+
+def test_threads_that_serialize_at_once_do_not_change_each_other_s_strategy():
+    before, noted = get_sharing_strategy(), []
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(serialize, [NotesStrategy(0.1, noted), NotesStrategy(0.3, noted)]))
+    assert noted == ["file_system"] * 2
+    assert get_sharing_strategy() == before
