@@ -39,9 +39,19 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 
 def sendable(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Pass tensors on. Raises `RefitError` for what has not all of its elements in memory here, or of no dtype that
+    """Pass tensors on. Raises `RefitError` for what has no name, not all of its elements in memory here, or no dtype that
     travels."""
-    for name, tensor in named_tensors:
+    for item in named_tensors:
+        match item:
+            case (str(name), tensor):
+                del item  # it would keep the tensor
+            case _:
+                raise RefitError(
+                    "an update",
+                    f"a {type(item).__name__} where a tensor and its name belong",
+                    "it takes pairs (str, torch.Tensor)",
+                    "Send state_dict.items(), with each name as a str.",
+                )
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "full_tensor"):
             raise RefitError(
                 name,

@@ -189,6 +189,20 @@ def test_what_can_t_be_sent_is_refused_by_name_and_as_the_first_one_before_any_r
     assert refused.value.subject == "x"
 
 
+NO_ITEMS = {
+    "a dict": dict(TENSORS),
+    "tensors without names": [torch.ones(2)],
+    "names that are no text": [(b"a", torch.ones(2))],
+}
+
+
+@pytest.mark.parametrize("case", NO_ITEMS)
+def test_what_is_not_a_name_and_its_tensor_is_refused_before_any_request(server, case):
+    with pytest.raises(RefitError, match=r"\(str, torch.Tensor\).*\.items\(\)"):
+        RefitClient(server.url).update(NO_ITEMS[case])
+    assert not server.asked + server.calls
+
+
 def test_a_version_that_is_no_text_is_refused_with_the_remedy_before_any_request(server):
     with pytest.raises(RefitError, match=r"12; .*weight_version=str\(step\)"):
         RefitClient(server.url).update(TENSORS, weight_version=12)
