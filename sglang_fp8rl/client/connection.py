@@ -9,7 +9,7 @@ from typing import Any
 import requests
 
 from ..errors import NoAnswerError, RefitError
-from ..wire.plan import PLAN_PATH, STATUS_PATH
+from ..wire.plan import PLAN_PATH, STATUS_PATH, RefitPlan
 
 SERVER_INFO_PATH = "/server_info"
 # SGLang takes the api key here. At whatever changes a server, and at the fingerprint, it takes the admin key
@@ -69,11 +69,11 @@ class Connection:
         self._http = requests.Session()
         self._api_key, self._admin_key = api_key, admin_api_key or api_key
 
-    def get(self, path: str, **headers: str) -> Any:
-        """What the server answers, as JSON where it is JSON; nothing where it is "not modified"."""
-        return _content(self._ask("GET", path, headers=headers))
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON object that the server answers."""
+        return _content(self._ask("GET", path))
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """As `get`."""
         return _content(self._ask("POST", path, json=body))
 
@@ -84,12 +84,17 @@ class Connection:
 
     def server_info(self) -> Any:
         """`GET /server_info`, asked once."""
-        self.info = self.info or self.get(SERVER_INFO_PATH)
-        return self.info
+        info = self.info or self.get(SERVER_INFO_PATH)
+        if not isinstance(info.get("tp_size"), int):
+            raise _not_sglang(self.url + SERVER_INFO_PATH, info)
+        self.info = info
+        return info
 
-    def plan_unless(self, digest: str) -> Any:
-        """`GET /fp8rl/plan`; nothing where it is the plan of that digest, which alone goes over the wire then."""
-        return self.get(PLAN_PATH, **{"If-None-Match": f'"{digest}"'})
+    def plan_unless(self, digest: str) -> RefitPlan | None:
+        """`GET /fp8rl/plan`; None where it is the plan of that digest, which alone goes over the wire then."""
+        answer = self._ask("GET", PLAN_PATH, headers={"If-None-Match": f'"{digest}"'})
+        is_that = answer.status_code == HTTPStatus.NOT_MODIFIED
+        return None if is_that else RefitPlan.from_dict(_content(answer))
 
     def post_if_known(self, path: str, body: dict[str, Any]) -> bool:
         """As `post`; False if the server has no such endpoint, which it is asked once."""
@@ -141,15 +146,28 @@ class Connection:
         return answer
 
 
-def _content(answer: requests.Response) -> Any:
-    is_json = bool(answer.content) and "json" in answer.headers.get("content-type", "")
-    content: Any = answer.json() if is_json else answer.text
+def _content(answer: requests.Response) -> dict[str, Any]:
+    try:
+        content: Any = answer.json()
+    except requests.JSONDecodeError:
+        content = answer.text
     is_told = isinstance(content, dict)
-    if answer.ok and not (is_told and content.get("success") is False):
+    if answer.ok and not is_told:
+        raise _not_sglang(answer.url, content)
+    if answer.ok and content.get("success") is not False:
         return content
     raise RefitError(
         f"{answer.request.method} {answer.request.path_url}",
         f"HTTP {answer.status_code}",
         f"the server answered: {content.get('message', content) if is_told else content}",
         _REMEDIES.get(answer.status_code, _REMEDY),
+    )
+
+
+def _not_sglang(url: str, content: Any) -> RefitError:
+    return RefitError(
+        url,
+        f"answers {str(content)[:200]!r}",
+        "SGLang answers a JSON object there, with what it is asked for",
+        "Look whether the URL is the server's own: a proxy, a login page or another program answers.",
     )

@@ -161,8 +161,7 @@ class RefitClient:
         # In one step, before any request: of two threads one has it.
         kept = vars(self).pop("_proof", None)
         if plan is None and kept is not None:
-            newer = self._connection.plan_unless(kept.plan.digest)
-            plan = RefitPlan.from_dict(newer) if newer else kept.plan
+            plan = self._connection.plan_unless(kept.plan.digest) or kept.plan
         plan = plan or self.plan()
         return kept if kept is not None and kept.plan.digest == plan.digest else BucketNumbers(plan)
 
@@ -177,9 +176,10 @@ class RefitClient:
     def check_plan(self, plan: RefitPlan) -> None:
         """Ask the server whether `plan` is its own; only the digest goes over the wire. Raises `RefitError` with both
         digests if it is not."""
-        theirs = self._connection.plan_unless(plan.digest)
-        if not theirs:
+        found = self._connection.plan_unless(plan.digest)
+        if found is None:
             return
+        theirs = found.document
         model, sizes = plan.document["model"]["architecture"], plan.document["parallel"]
         raise RefitError(
             f"plan {plan.digest}",

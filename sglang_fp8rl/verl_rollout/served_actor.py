@@ -62,7 +62,8 @@ def plan_of_the_run() -> RefitPlan:
 def check_plan(connection: Connection) -> None:
     """Raise `RefitError` where the server has another plan than the actor trains with."""
     ours = plan_of_the_run()
-    if theirs := connection.plan_unless(ours.digest):
+    if found := connection.plan_unless(ours.digest):
+        theirs = found.document
         other = [key for key in theirs if theirs[key] != ours.document.get(key) and key != "digest"]
         raise RefitError(
             f"{PLAN_FILE} {os.environ[PLAN_FILE]}",

@@ -484,6 +484,26 @@ def test_a_session_whose_server_is_gone_is_not_taken_for_closed():
         RefitClient("http://127.0.0.1:9").close_session()
 
 
+ASKED = {
+    "update": lambda client: client.update(TENSORS),
+    "check_plan": lambda client: client.check_plan(make_plan({"a": (PLAIN, (2, 3))})),
+    "plan": RefitClient.plan,
+    "fingerprint": RefitClient.fingerprint,
+    "status": RefitClient.status,
+    "close_session": RefitClient.close_session,
+}
+ODD = [(name, answer) for name in ASKED for answer in (b"<html>log in</html>", [1])]
+ODD += [(name, {}) for name in ("update", "check_plan", "plan", "fingerprint")]
+
+
+@pytest.mark.parametrize(("asked", "answer"), ODD)
+def test_an_answer_of_something_else_than_sglang_is_refused(started, asked, answer):
+    server = started(sessions=True)
+    server.reply_to = lambda path, body, headers: (200, answer)
+    with pytest.raises(RefitError, match="http://127.0.0.1" if answer else ""):
+        ASKED[asked](RefitClient(server.url))
+
+
 def test_an_empty_update_is_refused_before_it_is_sent(server):
     with pytest.raises(RefitError, match="at least one tensor"):
         RefitClient(server.url).update([])
