@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from http import HTTPStatus
 from typing import Any
@@ -63,10 +65,11 @@ class Connection:
         api_key: str | None = None,
         admin_api_key: str | None = None,
     ) -> None:
+        _refuse_options(timeout, api_key=api_key, admin_api_key=admin_api_key)
         self.url, self._timeout = url.rstrip("/"), timeout
         self.seconds_waited, self._used = 0.0, time.monotonic()
         self.forget()
-        self._http = requests.Session()
+        self._http, self._process = requests.Session(), os.getpid()
         self._api_key, self._admin_key = api_key, admin_api_key or api_key
 
     def get(self, path: str) -> dict[str, Any]:
@@ -128,14 +131,21 @@ class Connection:
     ) -> requests.Response:
         takes_api_key = takes_api_key or path in _FOR_THE_API_KEY
         key = self._api_key if takes_api_key else self._admin_key
-        sent = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
+
+        def with_key(request: requests.PreparedRequest) -> requests.PreparedRequest:
+            request.headers["Authorization"] = f"Bearer {key}"
+            return request
+
+        auth = with_key if key else None  # as a header alone, what ~/.netrc says would replace it
         url, seconds = self.url + path, self._timeout + patience
         direct = {"no_proxy": "*"}  # weights are sent to this machine, whatever HTTP_PROXY says
+        if self._process != os.getpid():  # a fork, whose answers the other process would read
+            self._http, self._process = requests.Session(), os.getpid()
         if time.monotonic() - self._used > _IDLE_SECONDS:
             self._http.close()  # the next request opens a connection of its own
         try:
             answer = self._http.request(
-                method, url, json=json, headers=sent, timeout=seconds, proxies=direct
+                method, url, json=json, headers=headers, timeout=seconds, proxies=direct, auth=auth
             )
         except requests.RequestException as error:
             self.forget()
@@ -144,6 +154,22 @@ class Connection:
         self._used = time.monotonic()
         self.seconds_waited += answer.elapsed.total_seconds()
         return answer
+
+
+def _refuse_options(timeout: Any, **keys: Any) -> None:
+    if not (isinstance(timeout, (int, float)) and 0 < timeout < math.inf):
+        rule = "a request ends after so many seconds, more than 0"
+        raise RefitError("timeout", repr(timeout), rule, "Give a number, e.g. 600.")
+    for name, key in keys.items():
+        if key and not (
+            isinstance(key, str) and key.isascii() and key.isprintable() and key == key.strip()
+        ):
+            raise RefitError(
+                name,
+                f"a {type(key).__name__} that is not shown here",
+                "a key is a str of printable ASCII, with no space or line end around it",
+                "Give it as it was given to the server; what was read from a file by .strip().",
+            )
 
 
 def _content(answer: requests.Response) -> dict[str, Any]:

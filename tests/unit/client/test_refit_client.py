@@ -346,6 +346,17 @@ def test_a_connection_that_was_idle_is_not_used_again(server, monkeypatch):
     assert closed == [True]
 
 
+def test_a_process_that_was_forked_takes_a_connection_of_its_own(server, monkeypatch):
+    """Over a shared one each reads the other's answers."""
+    client = RefitClient(server.url)
+    before = client._connection._http
+    client.status()
+    assert client._connection._http is before
+    monkeypatch.setattr("os.getpid", lambda: 0)
+    client.status()
+    assert client._connection._http is not before
+
+
 def test_another_server_s_session_is_not_closed_by_a_client_that_was_refused_one(started):
     server = started(sessions=True)
     client = RefitClient(server.url)
@@ -455,6 +466,27 @@ def test_each_endpoint_gets_the_key_that_sglang_wants_there(server, keys, normal
     assert server.keys.pop("/fp8rl/status") == server.keys.pop("/server_info") == normal
     assert "/update_weights_from_tensor" in server.keys
     assert set(server.keys.values()) == {admin}
+
+
+def test_a_netrc_does_not_replace_a_key(server, monkeypatch, tmp_path):
+    (tmp_path / "netrc").write_text("default login bob password hunter2\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    RefitClient(server.url, api_key="a").status()
+    assert server.keys["/fp8rl/status"] == "Bearer a"
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_api_key"])
+@pytest.mark.parametrize("key", ["secret\n", " secret", "s€cret", "se\ncret", b"secret"])
+def test_a_key_that_no_header_holds_is_refused_when_the_client_is_made(name, key):
+    with pytest.raises(RefitError, match=rf"^{name}: .*strip\(\)") as refused:
+        RefitClient("http://127.0.0.1:9", **{name: key})
+    assert "cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("timeout", [None, 0, -1, float("inf"), float("nan"), "9"])
+def test_a_timeout_that_is_no_time_is_refused_when_the_client_is_made(timeout):
+    with pytest.raises(RefitError, match=r"timeout: .*seconds"):
+        RefitClient("http://127.0.0.1:9", timeout=timeout)
 
 
 def test_the_version_is_told_after_all_of_an_update(server):
