@@ -90,15 +90,15 @@ def check_compute_dtype(dtype: torch.dtype, rule: WeightRule) -> None:
 class _ServedLinear(torch.autograd.Function):
     """`x · served(w)ᵀ + b`; straight-through: dX = dY · served(w), dW = dYᵀ · X.
 
-    The parameter is saved, and its served weight made again: FSDP2 frees and gathers the parameter
-    between the two, and so much memory is no one's.
+    The parameter's memory is saved, and its served weight made again: FSDP2 frees and gathers that memory
+    between the two, and so much more is no one's. Not the parameter, which `.data =` gives another memory.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rule: WeightRule
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight.detach())
         ctx.rule = rule
         return nn.functional.linear(x, served(weight, rule).to(x.dtype), bias)
 
@@ -156,8 +156,8 @@ class ServedExperts(nn.Module):
 
     Their forward passes differ (`transformers` has four of one class), so none is written again: while one
     runs, the attribute that is the parameter otherwise is the served weight. Where that is saved for a
-    backward pass, the parameter is saved in its place, and what is needed of it made again when it is needed:
-    by then FSDP2 has gathered the parameter.
+    backward pass, the parameter's memory is saved in its place, and what is needed of it made again when it is
+    needed: by then FSDP2 has gathered the parameter.
     """
 
     served_rules: dict[str, WeightRule]
@@ -192,7 +192,7 @@ class ServedExperts(nn.Module):
             if leaf is None:
                 return tensor.detach(), tensor._version, None, place
             parameter: Any = self._parameters[leaf]
-            return parameter, parameter._version, self.served_rules[leaf], place
+            return parameter.detach(), parameter._version, self.served_rules[leaf], place
 
         return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 

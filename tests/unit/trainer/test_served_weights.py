@@ -11,6 +11,7 @@ from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 from support.trainer.served_models import step, toy_model, toy_plan, with_served_parameters
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -234,6 +235,25 @@ def test_experts_that_change_between_forward_and_backward_are_refused_as_linear_
         ServedWeightsError, match=r"mlp\.experts\.down_proj: changed in place 1 time"
     ):
         loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["linear", "experts"])
+def test_gradients_are_of_the_weight_that_was_computed_with_whatever_data_the_parameter_has_since(
+    kind,
+):
+    experts, _, x = toy_experts()
+    linear = nn.ModuleDict({"up": nn.Linear(256, 128)}).bfloat16()
+    compute_as_served(
+        linear, make_plan({"up.weight": (BLOCKWISE, (128, 256)), "up.bias": (PLAIN, (128,))})
+    )
+    module = experts if kind == "experts" else linear["up"]
+    grads = []
+    for is_replaced in (False, True):
+        out = module(x.requires_grad_())
+        if is_replaced:
+            vector_to_parameters(parameters_to_vector(module.parameters()) * 2, module.parameters())
+        grads += torch.autograd.grad(out.float().square().sum(), x)
+    assert torch.equal(*grads)
 
 
 def test_a_frozen_weight_passes_its_gradient_on(model_and_plan):
