@@ -88,7 +88,7 @@ def check_compute_dtype(dtype: torch.dtype, rule: WeightRule) -> None:
 
 
 class _ServedLinear(torch.autograd.Function):
-    """`x · served(w)ᵀ + b`; straight-through: dX = dY · served(w), dW = dYᵀ · X.
+    """`x · served(w)ᵀ + b`; straight-through: dX = dY · served(w), dW = dYᵀ · X, to which autograd gives w's dtype.
 
     The parameter's memory is saved, and its served weight made again: FSDP2 frees and gathers that memory
     between the two, and so much more is no one's. Not the parameter, which `.data =` gives another memory.
@@ -98,7 +98,8 @@ class _ServedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rule: WeightRule
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight.detach())
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight.detach() if needs_x else None)
         ctx.rule = rule
         return nn.functional.linear(x, served(weight, rule).to(x.dtype), bias)
 
@@ -110,9 +111,10 @@ class _ServedLinear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if needs_x:
-            grad_x = (rows @ served(weight, ctx.rule, again=True).to(grad.dtype)).view(x.shape)
+            grad_x = rows @ served(weight, ctx.rule, again=True).to(grad.dtype)
+            grad_x = grad_x.view(*grad.shape[:-1], weight.shape[-1])
         if needs_weight:
-            grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
+            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
         if needs_bias:
             grad_bias = rows.sum(0)
         return grad_x, grad_weight, grad_bias, None

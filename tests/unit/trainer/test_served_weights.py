@@ -136,9 +136,12 @@ def test_swapped_back_the_model_is_what_it_was(model_and_plan):
     assert_same(step(model), expected)
 
 
-def test_a_step_keeps_no_served_weight(model_and_plan):
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_step_keeps_no_served_weight(model_and_plan, is_frozen):
     """Between forward and backward there is what a plain step keeps, and no served weight."""
     model, plan = model_and_plan
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not is_frozen or "embed" in name)
     expected = held_between(model)
     compute_as_served(model, plan)
     assert held_between(model) <= expected
