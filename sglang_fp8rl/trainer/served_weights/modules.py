@@ -231,8 +231,9 @@ def lent_weight(leaf: str) -> property:
         lent = module.__dict__.get("_lent")
         if lent is not None:
             return lent[leaf]
-        # In a backward pass a part of the module computes again: it was checkpointed by itself.
-        is_backward = torch._C._current_graph_task_id() != -1
-        return module.straight_through(leaf) if is_backward else module._parameters[leaf]
+        # A part of the module computes again in a backward pass: it was checkpointed by itself. Hooks there, such as
+        # an optimizer's, have no gradients on, and want the parameter.
+        is_again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        return module.straight_through(leaf) if is_again else module._parameters[leaf]
 
     return property(get)

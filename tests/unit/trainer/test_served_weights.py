@@ -259,6 +259,22 @@ def test_gradients_are_of_the_weight_that_was_computed_with_whatever_data_the_pa
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_hook_of_the_backward_pass_updates_the_parameter_of_experts_by_its_attribute(
+    checkpointed,
+):
+    experts, _, x = toy_experts(checkpointed=checkpointed)
+    before = experts.down_proj.detach().clone()
+
+    @torch.no_grad()
+    def update(parameter):
+        experts.down_proj.sub_(parameter.grad)
+
+    experts.down_proj.register_post_accumulate_grad_hook(update)
+    experts(x).float().sum().backward()
+    assert torch.equal(experts.down_proj, before - experts.down_proj.grad)
+
+
 def test_a_frozen_weight_passes_its_gradient_on(model_and_plan):
     model, plan = model_and_plan
     expected_model = with_served_parameters(copy.deepcopy(model), plan)
