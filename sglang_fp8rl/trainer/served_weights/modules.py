@@ -125,22 +125,22 @@ class ServedLinear(nn.Linear):
 
     served_rules: dict[str, WeightRule]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         rule = self.served_rules["weight"]
         weight = self.weight
         bias: torch.Tensor | None = self.bias
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        elif x.dtype != weight.dtype:
+        if torch.is_autocast_enabled(input.device.type):
+            dtype = torch.get_autocast_dtype(input.device.type)
+            input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
+        elif input.dtype != weight.dtype:
             raise ServedWeightsError(
                 rule.name,
-                f"{x.dtype} comes to {weight.dtype}",
+                f"{input.dtype} comes to {weight.dtype}",
                 "what comes in has the parameter's dtype, or autocast says what is computed in",
                 "Use torch.autocast, FSDP2's MixedPrecisionPolicy, or one dtype for the model.",
             )
-        check_compute_dtype(x.dtype, rule)
-        return _ServedLinear.apply(x, weight, bias, rule)
+        check_compute_dtype(input.dtype, rule)
+        return _ServedLinear.apply(input, weight, bias, rule)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -109,6 +109,11 @@ def test_autocast_to_fp16_is_refused_by_experts_as_by_linear_modules(dtype):
             model["experts"](torch.ones(1, 256))
 
 
+def test_a_swapped_linear_module_takes_what_comes_in_by_the_name_that_torch_has_for_it():
+    model = swapped(Mlp().bfloat16(), down__weight=(BLOCKWISE, DOWN))
+    assert torch.equal(model.up(input=X), model.up(X))
+
+
 class Router(Mlp):
     def __init__(self) -> None:
         super().__init__()
