@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -166,21 +167,34 @@ class ServedExperts(nn.Module):
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self in _LENT.get({}):  # a forward that calls itself with chunks
+            return super().forward(*args, **kwargs)
         lent = {leaf: self.straight_through(leaf) for leaf in self.served_rules}
-        self.__dict__["_lent"] = lent
+        before = _LENT.set({**_LENT.get({}), self: lent})
         try:
             with self._saved_as_parameters(lent):
                 return super().forward(*args, **kwargs)
         finally:
-            del self.__dict__["_lent"]
+            _LENT.reset(before)
 
     def straight_through(self, leaf: str) -> torch.Tensor:
         """A parameter as served, whose gradient is the parameter's."""
-        parameter: Any = self._parameters[leaf]
+        parameter: Any = self._parameters.get(leaf)
+        if parameter is None:
+            raise self.not_its_own(leaf)
         rule, device = self.served_rules[leaf], parameter.device.type
         if torch.is_autocast_enabled(device):
             check_compute_dtype(torch.get_autocast_dtype(device), rule)
         return _StraightThrough.apply(parameter, rule)
+
+    def not_its_own(self, leaf: str) -> ServedWeightsError:
+        """The error where the module has another tensor than a parameter of its own."""
+        return ServedWeightsError(
+            self.served_rules[leaf].name,
+            "another tensor takes the place of the parameter (prune, parametrize, an adapter, DataParallel)",
+            "what is served is the parameter of the module that was swapped",
+            "Call compute_as_stored(model) before; merge adapters; shard with fully_shard.",
+        )
 
     def _saved_as_parameters(self, lent: dict[str, torch.Tensor]) -> AbstractContextManager[Any]:
         """While it lasts, autograd saves a parameter for what lies in the memory that was lent for it."""
@@ -199,6 +213,8 @@ class ServedExperts(nn.Module):
         return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
 
+# What is lent to the modules that compute now, in this thread.
+_LENT: ContextVar[dict[nn.Module, dict[str, torch.Tensor]]] = ContextVar("lent")
 _Place = tuple[Sequence[int], Sequence[int], int]  # of a tensor in its memory: size, stride, offset
 
 
@@ -228,12 +244,15 @@ def lent_weight(leaf: str) -> property:
     """The attribute of a parameter: as served while the module computes, itself otherwise."""
 
     def get(module: Any) -> Any:
-        lent = module.__dict__.get("_lent")
+        lent = _LENT.get({}).get(module)
         if lent is not None:
             return lent[leaf]
         # A part of the module computes again in a backward pass: it was checkpointed by itself. Hooks there, such as
         # an optimizer's, have no gradients on, and want the parameter.
         is_again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-        return module.straight_through(leaf) if is_again else module._parameters[leaf]
+        return module.straight_through(leaf) if is_again else nn.Module.__getattr__(module, leaf)
 
-    return property(get)
+    def refuse(module: Any, value: Any) -> None:  # of a parameter torch's own attribute takes it
+        raise module.not_its_own(leaf)
+
+    return property(get, refuse)

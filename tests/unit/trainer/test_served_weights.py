@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -257,6 +259,26 @@ def test_gradients_are_of_the_weight_that_was_computed_with_whatever_data_the_pa
             vector_to_parameters(parameters_to_vector(module.parameters()) * 2, module.parameters())
         grads += torch.autograd.grad(out.float().square().sum(), x)
     assert torch.equal(*grads)
+
+
+def test_experts_compute_in_chunks_by_calling_themselves():
+    *both, x = toy_experts()
+    for one in both:
+        plain = one.one
+        one.one = lambda x, expert, whole=one, plain=plain: (
+            torch.cat([whole(part) for part in x.split(2)]) if len(x) > 2 else plain(x, expert)
+        )
+    grads = [gradients_of(one, x, kept_first=False) for one in both]
+    assert all(map(torch.equal, *grads))
+
+
+def test_experts_of_one_module_compute_in_two_threads_at_a_time():
+    experts, expected, x = toy_experts()
+    plain, both_compute = experts.one, Barrier(2)
+    experts.one = lambda x, expert: both_compute.wait(10) * 0 + plain(x, expert)
+    with ThreadPoolExecutor(2) as threads:
+        outputs = list(threads.map(experts, [x, x]))
+    assert all(torch.equal(one, expected(x)) for one in outputs)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

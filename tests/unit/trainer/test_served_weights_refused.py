@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,8 @@ from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 from support.trainer.served_models import server_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
 from sglang_fp8rl.trainer.served_weights import (
@@ -166,21 +169,41 @@ def test_a_weight_whose_memory_fsdp_has_freed_is_an_error_and_not_read():
         model(torch.zeros(1, 128))
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj = nn.Parameter(torch.ones(1, 128, 128))
+
+    def forward(self, x):
+        return (x @ self.down_proj[0]).exp().add_(1)
+
+
 def test_what_experts_overwrite_before_the_backward_pass_is_an_error_as_without_served_weights():
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.down_proj = nn.Parameter(torch.ones(1, 128, 128))
-
-        def forward(self, x):
-            return (x @ self.down_proj[0]).exp().add_(1)
-
     model = nn.ModuleDict({"experts": Experts()})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model.experts(torch.ones(1, 128)).sum().backward()
     compute_as_served(model, make_plan({"experts.0.down_proj.weight": (BLOCKWISE, (128, 128))}))
     with pytest.raises(ServedWeightsError, match=r"shape \(1, 128\): changed in place 1 time"):
         model.experts(torch.ones(1, 128)).sum().backward()
+
+
+def replicate(module, leaf):  # as DataParallel
+    setattr(module._replicate_for_data_parallel(), leaf, torch.ones(1, 128, 128))
+
+
+def parametrize_and_run(module, leaf):
+    register_parametrization(module, leaf, nn.Identity())
+    module(torch.ones(1, 128))
+
+
+@pytest.mark.parametrize(
+    "use", [partial(prune.random_unstructured, amount=1), replicate, parametrize_and_run]
+)
+def test_a_tensor_that_takes_the_place_of_experts_is_refused(use):
+    model = nn.ModuleDict({"experts": Experts()})
+    compute_as_served(model, make_plan({"experts.0.down_proj.weight": (BLOCKWISE, (128, 128))}))
+    with pytest.raises(ServedWeightsError, match=r"experts\.down_proj: another tensor takes"):
+        use(model.experts, "down_proj")
 
 
 def test_a_weight_that_is_not_finite_shows_in_the_output_and_has_no_proof():
