@@ -92,11 +92,14 @@ def rules_of(
         if weights:
             found.append((prefix, module, weights))
     for name in (name for name in plan.tensors if plan.of(name).block_size and name not in taken):
+        all_names = {plain_name(one) for one, _ in model.named_modules(remove_duplicate=False)}
+        is_again = is_below(name, all_names - modules.keys())
         raise ServedWeightsError(
             name,
-            "served in FP8 and not in the model",
-            "the model has every weight that the plan's server holds in FP8",
-            "Hand over the whole model, and the plan of the server that samples for it.",
+            f"served in FP8 and {'a second name of a module' if is_again else 'not'} in the model",
+            "the model has every weight that the plan's server holds in FP8, by a module for each",
+            "Hand over the whole model, and the plan of the server that samples for it."
+            + " Give each name its module; they may share a parameter." * is_again,
         )
     return found
 

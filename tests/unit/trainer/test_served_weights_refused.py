@@ -87,6 +87,19 @@ def test_another_shape_and_a_weight_that_the_model_has_not():
         assert is_untouched(model)
 
 
+def test_a_module_under_two_names_is_said_to_be_so():
+    model = tiny()
+    model.again = model.down
+    plan = make_plan(SHAPES | {"again.weight": SHAPES["down.weight"]})
+    with pytest.raises(
+        ServedWeightsError, match=r"again\.weight: .*second name.*share a parameter"
+    ):
+        compute_as_served(model, plan)
+    model.again = nn.Linear(256, 64, bias=False)
+    model.again.weight = model.down.weight
+    assert "again" in compute_as_served(model, plan)
+
+
 def test_an_adapter_is_to_be_merged():
     model = tiny()
     model.up.lora_A = nn.Linear(128, 4, bias=False)
