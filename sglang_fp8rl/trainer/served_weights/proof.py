@@ -126,7 +126,8 @@ def _check_run(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> dict
             text,
             "what is served in FP8 is computed with as served, by calling the module that holds it",
             "Call compute_as_served before a forward is set on a module (accelerate's hooks), have no other module "
-            "read its weight, and hand over run= where the model does not call all of its modules by itself.",
+            "read its weight, and hand over run= where the model does not call all of its modules by itself. By a plan "
+            "with round_to_bf16: false, compute with the dtype that is kept.",
         )
     return reads.unrounded
 
@@ -192,6 +193,8 @@ class _Reads(TorchDispatchMode):
         self._names = {module: plain_name(name) for name, module in model.named_modules()}
         self._served = served_rules(model).keys()
         self.left = set(self._served)
+        parameters = model.named_parameters(remove_duplicate=False)  # before FSDP gathers them
+        self._kept = {plain_name(name): one.dtype for name, one in parameters}
         # Many may lie in one memory (ZeRO, apex): by it, and by the bytes that each has there.
         self._by_memory: dict[int, dict[tuple[int, int], tuple[nn.Module, str]]] = {}
         self._running: list[str] = []
@@ -239,6 +242,9 @@ class _Reads(TorchDispatchMode):
         how = f"{func} in {self._running[-1] if self._running else 'no module'}"
         if func is torch.ops.sglang_fp8rl.served.default:
             self.left.discard(name)
+            kept = self._kept[name]
+            if not self._plan.rounding["round_to_bf16"] and held.itemsize < kept.itemsize:
+                self.wrong.setdefault(name, f"{how} reads it in {held.dtype}, kept in {kept}")
             return
         if name in self._served:
             self.wrong.setdefault(name, f"{how} reads it as it is stored")

@@ -204,6 +204,20 @@ def test_fp32_masters_that_are_computed_with_in_bf16_are_rounded_as_served():
     assert check(model, run, plan).unproven == {}
 
 
+def test_fp32_masters_that_the_server_does_not_round_are_not_rounded_before_the_cast():
+    model, plan = mlp(), make_plan(SHAPES, round_to_bf16=False)
+    compute_as_served(model, plan)
+    assert check(model, plan=plan).compared == 3
+
+    def run(model):
+        bf16 = {name: one.bfloat16() for name, one in model.named_parameters()}
+        torch.func.functional_call(model, bf16, (X.bfloat16(),))
+
+    text = r"up\.weight: .* reads it in torch\.bfloat16, kept in torch\.float32.*round_to_bf16"
+    with pytest.raises(ServedWeightsError, match=text):
+        check(model, run, plan)
+
+
 def test_a_model_that_is_compiled_in_place_is_seen_as_it_computes():
     model = toy_model("qwen3")
     plan = toy_plan("qwen3")
