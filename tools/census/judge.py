@@ -236,7 +236,7 @@ def _schemes(model: Any) -> dict[str, int]:
     """How many modules are stored in each way."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     schemes = (getattr(method, "fp8rl_scheme", None) for method in methods)
-    return dict(sorted(Counter(one.name for one in schemes if one is not None).items()))
+    return dict(sorted(Counter(one.name for one in schemes if one and one.is_fp8).items()))
 
 
 def in_their_order(items: list[Any], order: Any, known: Any) -> list[Any]:

@@ -13,6 +13,7 @@ import functools
 import inspect
 import os
 import re
+from collections import Counter
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ...errors import ConfigError, HostError
 from ...scheme import Cause, Scheme
 from ...versions import derives_from_row_scales
 from .linear import FALLBACKS, Fp8BlockwiseOnlineLinearMethod
-from .method import DecidedMethod, check_misaligned
+from .method import DecidedMethod, check_misaligned, scheme_of
 
 _TOWER = "not in a decoder layer of a multimodal model: a vision tower or its projector"
 _WRITTEN = "its model writes it in place while it runs: FP8 codes are no numbers to compute with"
@@ -43,8 +44,9 @@ def check_and_complete(model: torch.nn.Module, config: Any) -> None:
 
     _check_layout()
     if any(isinstance(module, VisionAttention) for module in model.modules()):
-        _leave_vision_towers(model, config)
-    _leave_what_its_model_writes(model, config)
+        _leave_vision_towers(model)
+    _leave_what_its_model_writes(model)
+    config.schemes.update(_named_schemes(model))
     for prefix, scheme in config.schemes.items():  # of what is quantized for sure by now
         check_misaligned(prefix, scheme, config.options.misaligned, FALLBACKS)
     _leave_fusions(model)
@@ -56,32 +58,32 @@ def check_and_complete(model: torch.nn.Module, config: Any) -> None:
 # -- what is served otherwise ----------------------------------------------------------------------
 
 
-def _leave_vision_towers(model: torch.nn.Module, config: Any) -> None:
+def _leave_vision_towers(model: torch.nn.Module) -> None:
     decoders = _in_decoder_layers(model)
     for layer in model.modules():
         if layer not in decoders:
-            _leave(layer, config, Cause.VISION_TOWER, _TOWER)
+            _leave(layer, Cause.VISION_TOWER, _TOWER)
 
 
-def _leave(layer: Any, config: Any, cause: Cause, reason: str) -> None:
+def _leave(layer: Any, cause: Cause, reason: str) -> None:
     """Leave it in high precision if it is a linear layer."""
     from sglang.srt.layers.linear import LinearBase
 
-    prefix = getattr(layer, "fp8rl_prefix", None)
-    if prefix is None or not isinstance(layer, LinearBase):
+    scheme = scheme_of(layer)
+    if scheme is None or not isinstance(layer, LinearBase):
         return
-    if isinstance(layer.quant_method, Fp8BlockwiseOnlineLinearMethod):
-        layer.quant_method.leave_unquantized(layer)
-    scheme = config.schemes[prefix]
     if scheme.is_fp8 or scheme.cause is not Cause.ASKED:
-        config.schemes[prefix] = Scheme(None, cause, reason)
+        scheme = Scheme(None, cause, reason)
+    if isinstance(layer.quant_method, Fp8BlockwiseOnlineLinearMethod):
+        layer.quant_method.leave_unquantized(layer, scheme)
+    layer.quant_method.fp8rl_scheme = scheme
 
 
-def _leave_what_its_model_writes(model: torch.nn.Module, config: Any) -> None:
+def _leave_what_its_model_writes(model: torch.nn.Module) -> None:
     for module in model.modules():
         kind: Any = type(module)
         for name in _written_in_place(kind):
-            _leave(getattr(module, name, None), config, Cause.WRITTEN, _WRITTEN)
+            _leave(getattr(module, name, None), Cause.WRITTEN, _WRITTEN)
 
 
 @functools.cache
@@ -119,6 +121,17 @@ def _leave_fusions(model: torch.nn.Module) -> None:
             fused.mode = None
         if hasattr(module, "_fuse_qkv_index_enabled"):
             module._fuse_qkv_index_enabled = False  # type: ignore[assignment]
+
+
+def _named_schemes(model: torch.nn.Module) -> dict[str, Scheme]:
+    """By SGLang's prefix, or by the path in the model where that is no name: Phi gives none, HunYuan the same in
+    every layer. What a module is called from now on is its `fp8rl_prefix`."""
+    paths = {layer: path for path, layer in model.named_modules() if scheme_of(layer)}
+    uses = Counter([layer.fp8rl_prefix for layer in paths])
+    for layer, path in paths.items():
+        if not layer.fp8rl_prefix or uses[layer.fp8rl_prefix] > 1:
+            layer.fp8rl_prefix = path
+    return {layer.fp8rl_prefix: layer.quant_method.fp8rl_scheme for layer in paths}
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
     this is where a missing hook ends the start.
 
     Attributes:
-        schemes: of every module, by full name, in building order.
+        schemes: of every module of the model that was built, by name.
 
     Raises:
         HostError: a hook that SGLang did not apply, or an option that it can't serve.
@@ -108,12 +108,15 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
             reason = f"ignored_layers: {', '.join(patterns)}"
         keeps_activations = self.options.activations == "bf16" or bool(self._kept.match(prefix))
         if reason:
-            self.schemes[prefix] = Scheme(None, Cause.ASKED, reason)
-            if is_linear:
-                return UnquantizedLinearMethod()
-            return UnquantizedFusedMoEMethod(
-                layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe
+            plain: Any = (
+                UnquantizedLinearMethod()
+                if is_linear
+                else UnquantizedFusedMoEMethod(
+                    layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe
+                )
             )
+            plain.fp8rl_scheme = Scheme(None, Cause.ASKED, reason)
+            return plain
         method = Fp8BlockwiseOnlineLinearMethod if is_linear else Fp8BlockwiseOnlineMoEMethod
         return method(self, prefix, keeps_activations)
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from ...errors import HostError
 from ...formats import scale_suffixes
 from ...numerics.linear import doubled, linear
-from ...scheme import misalignment
+from ...scheme import Scheme, misalignment
 from .method import DecidedMethod, takes_packed_scales
 
 # Values of the option `misaligned` that a linear layer can be served with.
@@ -69,7 +69,7 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
         block_size = self.quant_config.options.weight_block_size
         scheme = self.decide(misalignment(**sizes, block_size=block_size))
         if not scheme.is_fp8:
-            self.leave_unquantized(layer)
+            self.leave_unquantized(layer, scheme)
             return
         held, name = self.held, self.held.scale_name("weight")
         if self.block_quant:
@@ -88,11 +88,12 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
         ours = {"params_dtype": dtype, "weight_loader": layer.weight_loader}
         UnquantizedLinearMethod().create_weights(layer, **self._created_with | ours)
 
-    def leave_unquantized(self, layer: Any) -> None:
+    def leave_unquantized(self, layer: Any, scheme: Scheme) -> None:
         """Give `layer` SGLang's own method for what is not quantized, and a weight of it, in place of ours."""
         for leaf in ("weight", *(f"weight{one}" for one in scale_suffixes()), "input_scale"):
             layer._parameters.pop(leaf, None)
         layer.quant_method = UnquantizedLinearMethod()
+        layer.quant_method.fp8rl_scheme = scheme
         self._create_whole(layer, self._created_with["params_dtype"])
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -25,8 +25,8 @@ class DecidedMethod:
     """In front of SGLang's own method among the bases of ours; one instance serves one layer.
 
     Attributes:
-        quant_config: the model's `Fp8BlockwiseOnlineConfig`; the scheme is recorded there.
-        prefix: the module's full name.
+        quant_config: the model's `Fp8BlockwiseOnlineConfig`.
+        prefix: what SGLang calls the module; not every model has one of its own for each.
         weight_leaves: names of a layer's FP8 weights.
         reads_packed_scales: whether a layer's kernel takes its scales as exponents; only powers of two are any.
         served: the layer with packed scales, where its kernel reads those.
@@ -46,14 +46,14 @@ class DecidedMethod:
 
     def decide(self, why_misaligned: str) -> Scheme:
         """Decide the scheme from the shape, and record it."""
-        config, options = self.quant_config, self.quant_config.options
+        options = self.quant_config.options
         scheme = decide_scheme(
             why_misaligned,
             options.misaligned,
             options.granularity,
             keeps_activations=self._keeps_activations,
         )
-        self.fp8rl_scheme = config.schemes[self.prefix] = scheme
+        self.fp8rl_scheme = scheme
         # SGLang asks its own method by these: what allocates and multiplies, what `w_kc` and `w_vc` are derived from.
         self.weight_block_size = scheme.format.weight_block_size if scheme.format else None
         self.block_quant = self.weight_block_size is not None
@@ -88,10 +88,15 @@ def check_misaligned(
         )
 
 
+def scheme_of(layer: Any) -> Scheme | None:
+    """What was decided for a layer; None of what is no such layer."""
+    return getattr(getattr(layer, "quant_method", None), "fp8rl_scheme", None)
+
+
 def format_of(layer: Any) -> Format | None:
     """How a layer's weights are held; None in high precision, and of what is no such layer."""
-    scheme = getattr(getattr(layer, "quant_method", None), "fp8rl_scheme", None)
-    return scheme and scheme.format
+    scheme = scheme_of(layer)
+    return None if scheme is None else scheme.format
 
 
 def takes_packed_scales(

@@ -10,6 +10,7 @@ import pytest
 from support.engine import commands
 from support.engine.models import MODELS, checkpoint
 from support.engine.pool import on
+from transformers import PhiConfig
 
 from sglang_fp8rl.errors import HostError
 from sglang_fp8rl.lab.plan_offline import make_plan
@@ -72,6 +73,37 @@ def test_the_plan_says_how_an_fp8_kv_cache_would_be_scaled(checkpoint_dir, name,
         assert (found["mode"], found["layers"]) == ("certified", 0)
     else:
         assert found == expected
+
+
+@pytest.fixture
+def phi(tmp_path):
+    """SGLang gives none of its modules a prefix; none but fc2 can be cut into blocks."""
+    sizes = {"hidden_size": 320, "intermediate_size": 1280, "num_attention_heads": 4}
+    config = PhiConfig(**sizes, num_hidden_layers=2, architectures=["PhiForCausalLM"])
+    config.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@in_forks
+def test_modules_that_share_a_prefix_are_planned_one_by_one(phi):
+    plan = make_plan(phi, dtype="bfloat16")
+    assert {name: one.scheme for name, one in plan.modules.items()} == {
+        f"model.layers.{layer}.{module}": scheme
+        for layer in (0, 1)
+        for module, scheme in (
+            ("self_attn.qkv_proj", "per_channel"),
+            ("self_attn.dense", "per_channel"),
+            ("mlp.fc1", "per_channel"),
+            ("mlp.fc2", "blockwise"),
+        )
+    }
+    assert {one["module"] for one in plan.document["tensors"].values()} >= plan.modules.keys()
+
+
+@in_forks
+def test_a_misaligned_module_is_refused_whichever_modules_share_its_prefix(phi):
+    with pytest.raises(HostError, match=r"layers\.0\.self_attn\.qkv_proj.*misaligned='error'"):
+        make_plan(phi, dtype="bfloat16", options={"misaligned": "error"})
 
 
 @in_forks

@@ -1,7 +1,5 @@
 """A model that SGLang has built: which tensor is an FP8 weight, and what its vision tower is said to be."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from sglang.srt.layers.attention.vision import VisionAttention
@@ -16,7 +14,7 @@ from sglang_fp8rl.engine.modules.built import (
     _leave_what_its_model_writes,
     _written_in_place,
 )
-from sglang_fp8rl.engine.modules.method import DecidedMethod
+from sglang_fp8rl.engine.modules.method import DecidedMethod, scheme_of
 from sglang_fp8rl.formats import FORMATS
 from sglang_fp8rl.scheme import Cause, Scheme
 from tools.census.toys.toy import attached
@@ -65,12 +63,11 @@ def bare(kind):
 )
 def test_a_tower_is_said_to_be_one_whatever_was_decided_before(scheme, cause):
     layer = bare(LinearBase)
-    layer.fp8rl_prefix, layer.quant_method = "visual.fc", None
+    layer.quant_method = Method(scheme)
     tower = torch.nn.ModuleList([bare(VisionAttention), layer])
-    config = SimpleNamespace(schemes={"visual.fc": scheme})
-    _leave_vision_towers(tower, config)
-    assert config.schemes["visual.fc"].cause is cause
-    assert not config.schemes["visual.fc"].is_fp8
+    _leave_vision_towers(tower)
+    assert scheme_of(layer).cause is cause
+    assert not scheme_of(layer).is_fp8
 
 
 def sparse_attention_in_bf16():
@@ -138,14 +135,13 @@ def test_what_a_model_writes_stays_in_high_precision_with_its_reason(decided):
             return self.other(self.layer(x))
 
     model = Clamping()
-    for name in ("layer", "other"):
+    for name, scheme in (("layer", decided), ("other", BLOCKWISE)):
         layer = bare(LinearBase)
-        layer.fp8rl_prefix, layer.quant_method = name, None
+        layer.quant_method = Method(scheme)
         setattr(model, name, layer)
-    schemes = {"layer": decided, "other": BLOCKWISE}
-    config = SimpleNamespace(schemes=schemes)
-    _leave_what_its_model_writes(torch.nn.ModuleList([model]), config)
-    assert schemes["layer"].cause is Cause.WRITTEN
-    assert "in place" in schemes["layer"].reason
-    assert not schemes["layer"].is_fp8
-    assert schemes["other"] is BLOCKWISE
+    _leave_what_its_model_writes(torch.nn.ModuleList([model]))
+    found = scheme_of(model.layer)
+    assert found.cause is Cause.WRITTEN
+    assert "in place" in found.reason
+    assert not found.is_fp8
+    assert scheme_of(model.other) is BLOCKWISE
