@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -150,7 +150,7 @@ class ModulePatterns:
 
     option: str
     patterns: tuple[str, ...]
-    packed_modules_mapping: Mapping[str, Sequence[str]]
+    parts_of: Callable[[str], Sequence[str]]  # of a fused module, by the end of its prefix
     used: set[str] = field(default_factory=set)  # patterns that covered one so far
 
     def match(self, prefix: str) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ class ModulePatterns:
             self.used.add(direct)
             return (direct,)
         parent, dot, leaf = prefix.rpartition(".")
-        parts = self.packed_modules_mapping.get(leaf, ())
+        parts = self.parts_of(leaf)
         found = {part: self._match_one(f"{parent}{dot}{part}") for part in parts}
         covered = [part for part, pattern in found.items() if pattern]
         if len(covered) not in (0, len(found)):

@@ -8,6 +8,10 @@ from sglang_fp8rl.errors import ConfigError
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
+def parts_of(leaf):
+    return FUSED.get(leaf, ())
+
+
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch):
     monkeypatch.delenv("SGLANG_FP8_IGNORED_LAYERS", raising=False)
@@ -83,13 +87,13 @@ def test_an_option_about_quantized_activations_is_refused_where_there_are_none(o
 
 
 def test_patterns_name_their_option_where_they_cut_a_fused_module():
-    patterns = ModulePatterns("bf16_activations", ("re:.*k_proj",), FUSED)
+    patterns = ModulePatterns("bf16_activations", ("re:.*k_proj",), parts_of)
     with pytest.raises(ConfigError, match=r"bf16_activations covers \['k_proj'\].*Name all of"):
         patterns.match("model.layers.0.self_attn.qkv_proj")
 
 
 def ignored(*patterns):
-    return ModulePatterns("ignored_layers", patterns, FUSED)
+    return ModulePatterns("ignored_layers", patterns, parts_of)
 
 
 def test_a_prefix_covers_what_is_below_it_and_not_its_namesakes():
@@ -105,7 +109,9 @@ def test_a_prefix_without_model_is_the_same_prefix():
 
 @pytest.mark.parametrize("pattern", ["model", "model.model.layers.3", "layers.3.mlp.up"])
 def test_a_prefix_that_is_no_modules_covers_none(pattern):
-    assert not ModulePatterns("ignored_layers", (pattern,), {}).match("model.layers.3.mlp.up_proj")
+    assert not ModulePatterns("ignored_layers", (pattern,), parts_of).match(
+        "model.layers.3.mlp.up_proj"
+    )
 
 
 def test_a_regular_expression_has_to_match_the_whole_prefix():

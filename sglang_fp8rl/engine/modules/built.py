@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from ...config import LAYER
 from ...errors import ConfigError, HostError
 from ...scheme import Cause, Scheme
 from ...versions import derives_from_row_scales
 from .linear import FALLBACKS, Fp8BlockwiseOnlineLinearMethod
-from .method import DecidedMethod, check_misaligned, scheme_of
+from .method import DecidedMethod, check_misaligned, format_of, scheme_of
 
 _TOWER = "not in a decoder layer of a multimodal model: a vision tower or its projector"
 _WRITTEN = "its model writes it in place while it runs: FP8 codes are no numbers to compute with"
@@ -47,6 +48,7 @@ def check_and_complete(model: torch.nn.Module, config: Any) -> None:
         _leave_vision_towers(model)
     _leave_what_its_model_writes(model)
     config.schemes.update(_named_schemes(model))
+    _check_numbered(model, config.options)
     for prefix, scheme in config.schemes.items():  # of what is quantized for sure by now
         check_misaligned(prefix, scheme, config.options.misaligned, FALLBACKS)
     _leave_fusions(model)
@@ -158,6 +160,20 @@ def _check_layout() -> None:
             "stage answers requests",
             "Start with --pp-size 1 and a larger --tp-size.",
         )
+
+
+def _check_numbered(model: torch.nn.Module, options: Any) -> None:
+    """Refuse first or last layers in high precision where SGLang's prefixes do not number all layers."""
+    methods: list[Any] = [one.quant_method for one in _in_decoder_layers(model) if format_of(one)]
+    unnumbered = sorted(one.prefix for one in methods if not LAYER.search(one.prefix))
+    for option in ("num_first_layers_in_bf16", "num_last_layers_in_bf16"):
+        if unnumbered and getattr(options, option):
+            raise ConfigError(
+                option,
+                f"SGLang calls {len(unnumbered)} modules {unnumbered[0]!r} or alike",
+                "no layer's number is in that, as `layers.0` would be",
+                "Leave it out, and name modules in ignored_layers.",
+            )
 
 
 def _check_derivable(model: torch.nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ...scheme import Cause, Scheme
 from ...versions import HAS_POW2_ACTIVATIONS
 from .built import check_and_complete
 from .linear import Fp8BlockwiseOnlineLinearMethod
+from .method import scheme_of
 from .moe import Fp8BlockwiseOnlineMoEMethod
 
 # For models that fuse but declare no `packed_modules_mapping`.
@@ -64,15 +65,20 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
             is_checkpoint_fp8_serialized=True,
             activation_scheme="dynamic",
             weight_block_size=list(self.options.weight_block_size),
+            packed_modules_mapping=dict(packed_modules_mapping or {}),
             **({"scale_fmt": "ue8m0"} if asks_for_pow2 else {}),
         )
         self.schemes: dict[str, Scheme] = {}
         # What `Fp8Config` read from the environment is in `options` too, with stricter matching.
         self.ignored_layers: list[str] = []
-        mapping = {**_FUSED_PARTS, **(packed_modules_mapping or {})}
-        self._ignored = ModulePatterns("ignored_layers", self.options.patterns, mapping)
-        self._kept = ModulePatterns("bf16_activations", self.options.bf16_activations, mapping)
+        ignored, kept = self.options.patterns, self.options.bf16_activations
+        self._ignored = ModulePatterns("ignored_layers", ignored, self._parts_of)
+        self._kept = ModulePatterns("bf16_activations", kept, self._parts_of)
         self._num_layers = num_layers
+
+    def _parts_of(self, leaf: str) -> Sequence[str]:
+        """Of a fused module; some models (DeepSeek's) tell them when they are built."""
+        return {**_FUSED_PARTS, **self.packed_modules_mapping}.get(leaf, ())
 
     def get_name(self) -> str:
         return QUANTIZATION_METHOD
@@ -130,6 +136,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         Raises:
             ConfigError, HostError: a module that can't be served as asked, a pattern without one.
         """
+        prefixes = [one.fp8rl_prefix for one in model.modules() if scheme_of(one)]
         check_and_complete(model, self)
         # A pattern that matches nothing is a typing error, not a wish.
         for named in (self._ignored, self._kept):
@@ -138,7 +145,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
                     raise ConfigError(
                         named.option,
                         repr(pattern),
-                        f"matches none of the {len(self.schemes)} linear modules, for example "
-                        f"{', '.join(list(self.schemes)[:3])}",
+                        f"matches none of the prefixes of {len(prefixes)} linear modules, for example "
+                        f"{', '.join(map(repr, prefixes[:3]))}",
                         "Correct the prefix; `sglang-fp8rl plan MODEL` lists them all.",
                     )

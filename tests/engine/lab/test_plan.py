@@ -101,9 +101,26 @@ def test_modules_that_share_a_prefix_are_planned_one_by_one(phi):
 
 
 @in_forks
-def test_a_misaligned_module_is_refused_whichever_modules_share_its_prefix(phi):
-    with pytest.raises(HostError, match=r"layers\.0\.self_attn\.qkv_proj.*misaligned='error'"):
-        make_plan(phi, dtype="bfloat16", options={"misaligned": "error"})
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"misaligned": "error"}, "misaligned='error' allows it no fallback"),
+        ({"num_first_layers_in_bf16": 1}, "num_first_layers_in_bf16: .*'' .*no layer's number"),
+        ({"num_last_layers_in_bf16": 1}, "num_last_layers_in_bf16: .*'' .*no layer's number"),
+        ({"ignored_layers": ["model.layers.0"]}, "matches none of the prefixes .*example ''"),
+    ],
+)
+def test_an_option_that_misses_modules_for_their_prefix_is_refused_by_name(phi, option, said):
+    with pytest.raises(HostError, match=said):
+        make_plan(phi, dtype="bfloat16", options=option)
+
+
+@in_forks
+def test_patterns_cover_a_fused_module_by_the_parts_that_its_model_tells(checkpoint_dir):
+    path = checkpoint(checkpoint_dir, MODELS["deepseek-v3"], "first")
+    parts = r"re:.*\.(q_a_proj|kv_a_proj_with_mqa)"
+    modules = make_plan(str(path), options={"ignored_layers": [parts]}).modules
+    assert modules["model.layers.0.self_attn.fused_qkv_a_proj_with_mqa"].scheme == "high_precision"
 
 
 @in_forks
