@@ -23,6 +23,8 @@ from .errors import ConfigError
 
 QUANTIZATION_METHOD = "fp8_blockwise_online"
 
+MAX_CALIBRATION_TOKENS = 512
+
 # A decoder layer's number in the name of a module or a tensor.
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -70,7 +72,8 @@ class Options(BaseModel):
     unknown_names: Literal["error", "warn"] = "error"
     replay: bool = True
     kv_scales: Literal["certified", "calibrated", "sent", "unit"] = "certified"
-    kv_calibration_tokens: tuple[NonNegativeInt, ...] = ()  # ids of one sequence
+    # Ids of one sequence.
+    kv_calibration_tokens: tuple[NonNegativeInt, ...] = Field((), max_length=MAX_CALIBRATION_TOKENS)
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -129,6 +132,13 @@ class Options(BaseModel):
                     "it is about activations that are quantized, and none are",
                     "Leave one of the two options out.",
                 )
+        if options.kv_calibration_tokens and options.kv_scales != "calibrated":
+            raise ConfigError(
+                "kv_calibration_tokens",
+                f"{len(options.kv_calibration_tokens)} tokens with kv_scales={options.kv_scales!r}",
+                "they are what kv_scales='calibrated' runs, and nothing else reads them",
+                "Leave one of the two options out, or set kv_scales to 'calibrated'.",
+            )
         return options
 
 

@@ -57,6 +57,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones_and_a_guess():
         ("granularity", None),
         ("weight_block_size", None),
         ("kv_scales", None),
+        ("kv_calibration_tokens", [1] * 513),
     ],
 )
 def test_a_value_out_of_range_is_named(key, value):
@@ -84,6 +85,13 @@ def test_an_option_about_quantized_activations_is_refused_where_there_are_none(o
     Options.from_dict(option)
     with pytest.raises(ConfigError, match=f"{name}: .*activations='bf16'"):
         Options.from_dict({**option, "activations": "bf16"})
+
+
+def test_tokens_to_calibrate_with_are_refused_where_nothing_is_calibrated():
+    tokens = {"kv_calibration_tokens": [1, 2]}
+    Options.from_dict({**tokens, "kv_scales": "calibrated"})
+    with pytest.raises(ConfigError, match=r"kv_calibration_tokens: .*kv_scales='certified'"):
+        Options.from_dict(tokens)
 
 
 def test_patterns_name_their_option_where_they_cut_a_fused_module():

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...config import Options
+from ...config import MAX_CALIBRATION_TOKENS, Options
 from ...errors import ConfigError
 from .attention_layers import AttentionLayer
-
-MAX_TOKENS = 512
 
 
 def largest_of_text(
@@ -89,7 +87,8 @@ def tokens_for(runner: Any, options: Options) -> list[int]:
     from sglang.srt.runtime_context import get_server_args
 
     size, length = runner.model_config.vocab_size, runner.model_config.context_len
-    tokens = list(options.kv_calibration_tokens or _of_text(get_server_args()))[:MAX_TOKENS]
+    tokens = list(options.kv_calibration_tokens or _of_text(get_server_args()))
+    del tokens[MAX_CALIBRATION_TOKENS:]  # of the text
     if max(tokens) >= size or len(tokens) > length:
         raise ConfigError(
             "kv_calibration_tokens",

@@ -32,7 +32,7 @@ from support.engine.models import MODELS, checkpoint
 from support.engine.options import log_of_a_failed_start
 from support.engine.pool import engine_key, on, runs_on
 
-from sglang_fp8rl.engine.kv_scales.calibration import MAX_TOKENS
+from sglang_fp8rl.config import MAX_CALIBRATION_TOKENS
 from sglang_fp8rl.versions import HAS_SESSIONS
 
 pytestmark = pytest.mark.engine
@@ -148,7 +148,7 @@ def test_without_tokens_the_server_s_tokenizer_reads_a_text_of_its_own(checkpoin
     save_tokenizer(path)
     with EngineHost(path, args=calibrated()) as one, EngineHost(path, args=calibrated()) as two:
         found = one.call(status)["kv_scales"]
-        assert found["calibration"]["tokens"] == MAX_TOKENS
+        assert found["calibration"]["tokens"] == MAX_CALIBRATION_TOKENS
         assert all(math.isfinite(x) for layer in largest_of({"kv_scales": found}) for x in layer)
         assert two.call(status)["kv_scales"] == found
 
