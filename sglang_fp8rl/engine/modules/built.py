@@ -29,6 +29,7 @@ _TOWER = "not in a decoder layer of a multimodal model: a vision tower or its pr
 _WRITTEN = "its model writes it in place while it runs: FP8 codes are no numbers to compute with"
 # A computation in place on the weight of a module's own layer; copies are those of loading.
 _IN_PLACE = re.compile(r"self\.(\w+)\.weight(?:\.data)?\.(?!copy_|requires_grad_)[a-z]\w*_\(")
+_QUANT_ONCE = "SGLANG_OPT_MOE_QUANT_ONCE"
 _FUSED_SWIGLU = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 
 
@@ -51,6 +52,8 @@ def check_and_complete(model: torch.nn.Module, config: Any) -> None:
     _check_numbered(model, config.options)
     for prefix, scheme in config.schemes.items():  # of what is quantized for sure by now
         check_misaligned(prefix, scheme, config.options.misaligned, FALLBACKS)
+    _check_one_product(config)
+    _check_quantized_once(model)
     _leave_fusions(model)
     _check_derivable(model)
     check_no_copies_of_the_start(model)
@@ -176,6 +179,41 @@ def _check_numbered(model: torch.nn.Module, options: Any) -> None:
             )
 
 
+def _check_one_product(config: Any) -> None:
+    """Refuse a product for few tokens and another for more where batches may not change a result."""
+    from sglang.srt.runtime_context import get_server_args
+
+    kept = any(scheme.keeps_activations for scheme in config.schemes.values())
+    most, args = config.options.exact_product_tokens if kept else 0, get_server_args()
+    # The second switches the first on, but not in the arguments.
+    if most and (args.enable_deterministic_inference or args.rl_on_policy_target):
+        raise ConfigError(
+            "exact_product_tokens",
+            f"{most} with --enable-deterministic-inference or --rl-on-policy-target",
+            "a larger batch gets another product of activations in BF16, whose last bits differ",
+            "Set it to 0: every batch gets SGLang's product.",
+        )
+
+
+def _check_quantized_once(model: torch.nn.Module) -> None:
+    """Refuse that shared experts are handed quantized activations where their method takes none."""
+    for name, module in model.named_modules() if _is_on(_QUANT_ONCE) else ():
+        method: Any = getattr(getattr(module, "gate_up_proj", None), "quant_method", None)
+        is_ours = isinstance(method, DecidedMethod) and name.endswith("shared_experts")
+        if is_ours and (method.fp8rl_scheme.keeps_activations or not method.block_quant):
+            raise ConfigError(
+                f"{name}.gate_up_proj",
+                _QUANT_ONCE,
+                "SGLang would hand it activations in FP8, with a scale for each group of 128",
+                "Leave it out.",
+            )
+
+
+def _is_on(variable: str) -> bool:
+    """As SGLang reads a switch of the environment."""
+    return os.environ.get(variable, "").lower() in ("true", "1", "yes", "y")
+
+
 def _check_derivable(model: torch.nn.Module) -> None:
     """Refuse a `kv_b_proj` in FP8 without blocks, where this SGLang would read its scales as those of blocks."""
     if derives_from_row_scales():
@@ -230,8 +268,7 @@ def check_no_experts_turned(model: torch.nn.Module) -> None:
         "--moe-runner-backend": str(args.moe_runner_backend),
     }
     turned = [f"{option} {value}" for option, value in options.items() if "megamoe" in value]
-    # As SGLang reads a switch of the environment.
-    if os.environ.get(_FUSED_SWIGLU, "").lower() in ("true", "1", "yes", "y"):
+    if _is_on(_FUSED_SWIGLU):
         turned.append(_FUSED_SWIGLU)
     if turned:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -10,9 +11,12 @@ import pytest
 import torch
 
 pytest.importorskip("sglang")
+from sglang.srt import runtime_context
+
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.modules import built, linear
 from sglang_fp8rl.engine.modules.linear import Fp8BlockwiseOnlineLinearMethod
+from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.formats import FORMATS
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import apply_fp8_linear, block_fp8_linear
 from sglang_fp8rl.lab.sensitivity.sqnr import sqnr_db
@@ -106,6 +110,38 @@ def test_scales_are_packed_for_doubled_rows_too_which_are_then_split_by_powers_o
     ))  # fmt: skip
     method.apply(layer, torch.zeros(2, 128).bfloat16())
     assert seen == ([(128, True), packed] if keeps_activations else [packed])
+
+
+@pytest.mark.parametrize("option", ["enable_deterministic_inference", "rl_on_policy_target"])
+def test_one_product_for_all_batches_is_asked_for_where_inference_is_deterministic(
+    monkeypatch, option
+):
+    server = SimpleNamespace(enable_deterministic_inference=False, rl_on_policy_target=None)
+    setattr(server, option, "fsdp")
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: server)
+    for keeps_activations, most in ((False, 16), (True, 0), (True, 16)):
+        method = method_of("blockwise", keeps_activations=keeps_activations)
+        options = Options(exact_product_tokens=most)
+        config = SimpleNamespace(options=options, schemes={"layer": method.fp8rl_scheme})
+        is_served = not (keeps_activations and most)
+        with nullcontext() if is_served else pytest.raises(ConfigError, match="exact_product"):
+            built._check_one_product(config)
+
+
+@pytest.mark.parametrize("keeps_activations", [False, True])
+@pytest.mark.parametrize("granularity", FORMATS)
+def test_shared_experts_that_take_no_quantized_activations_are_handed_none(
+    monkeypatch, granularity, keeps_activations
+):
+    model, gate_up = torch.nn.Module(), torch.nn.Module()
+    gate_up.quant_method = method_of(granularity, keeps_activations=keeps_activations)
+    model.shared_experts = torch.nn.Module()
+    model.shared_experts.gate_up_proj = gate_up
+    built._check_quantized_once(model)
+    monkeypatch.setenv("SGLANG_OPT_MOE_QUANT_ONCE", "1")
+    is_served = granularity == "blockwise" and not keeps_activations
+    with nullcontext() if is_served else pytest.raises(ConfigError, match="MOE_QUANT_ONCE"):
+        built._check_quantized_once(model)
 
 
 @pytest.mark.parametrize("is_ours", [False, True])
