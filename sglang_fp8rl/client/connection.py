@@ -133,7 +133,7 @@ class Connection:
         key = self._api_key if takes_api_key else self._admin_key
 
         def with_key(request: requests.PreparedRequest) -> requests.PreparedRequest:
-            request.headers["Authorization"] = f"Bearer {key}"
+            request.headers.update(Authorization=f"Bearer {key}")
             return request
 
         auth = with_key if key else None  # as a header alone, what ~/.netrc says would replace it
