@@ -76,7 +76,8 @@ def verify(
         typer.echo(json.dumps(rows))
     else:
         for server, other, found in comparisons:
-            verdict = "the same bytes" if found.ok else "DIFFERENT" if found.compared else "UNKNOWN"
+            wrong = "DIFFERENT" if found.differing or found.missing else "UNKNOWN"
+            verdict = "the same bytes" if found.ok else wrong
             counts = f"{found.compared} tensors compared, {len(found.unproven)} not proven"
             typer.echo(f"{server} and {other}: {verdict} ({counts})")
             of_kind = {

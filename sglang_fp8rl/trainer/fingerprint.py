@@ -135,6 +135,8 @@ class Fingerprinter:
             return
         shard = shard_of(name, tensor)
         local, full_shape, start = shard.tensor, shard.full_shape, shard.start
+        if not local.numel() and 0 not in full_shape:
+            return  # a rank without rows
         if is_scale:
             if len(full_shape) < len(entry.shape or ()):  # of rows, without their one column
                 local, full_shape, start = local[..., None], (*full_shape, 1), (*start, 0)

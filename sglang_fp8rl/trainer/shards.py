@@ -76,7 +76,8 @@ def shard_of(name: str, sent: Any) -> LocalShard:
     """A tensor, a DTensor or a `LocalShard` as the box that this rank holds, detached. Raises `RefitError` for
     anything else, and for a DTensor with placements that are no boxes."""
     if isinstance(sent, LocalShard):
-        return replace(sent, tensor=sent.tensor.detach())
+        held = shard_of(name, sent.tensor).tensor
+        return replace(sent, tensor=held)
     if hasattr(sent, "full_tensor"):
         from torch.distributed.tensor import Replicate, Shard
 
@@ -168,7 +169,7 @@ def assemble(name: str, shards: Iterable[LocalShard]) -> torch.Tensor:
         box = tuple(
             slice(at, at + size) for at, size in zip(part.start, part.tensor.shape, strict=True)
         )
-        came, before = part.tensor.view(bits).to(device), seen[box]
+        came, before = part.tensor.resolve_neg().view(bits).to(device), seen[box]
         if bool((before & (full[box] != came)).any()):
             rule = "shards that overlap are replicas of each other"
             raise RefitError(name, f"other values at {part.start}", rule, "Mend the gather.")

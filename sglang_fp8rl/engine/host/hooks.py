@@ -78,11 +78,12 @@ def _draft_was_asked_for() -> bool:
 def start_model(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
     """`ModelRunner.configure_kv_cache_dtype`: weights are loaded, nothing has run yet. Raises `ConfigError` as
     `check_arguments`, or as an extension says."""
+    from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
 
     refit = refit_of(runner.model)
     if refit is not None:
-        check_arguments(get_server_args())
+        check_arguments(resolved_view(get_server_args()))
         refit.note_loaded()
         refit.runner = runner
         refit.extensions[:] = [one for one in refit.extensions if one.start(runner)]
@@ -107,7 +108,12 @@ def check_arguments(args: Any) -> None:
     for argument, rule in REFUSED.items():
         value = getattr(args, argument, None)
         if value and value != -1:  # groups of no layers
-            raise ConfigError(f"--{argument.replace('_', '-')}", str(value), rule, "Leave it out.")
+            raise ConfigError(
+                f"--{argument.replace('_', '-')}",
+                str(value),
+                rule,
+                "Leave it out, and what has SGLang set it (DWDP, elastic EP).",
+            )
 
 
 _SESSION_END = "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update"

@@ -78,10 +78,11 @@ class KvScaling(Extension):
         """
         if runner.kv_cache_dtype is not torch.float8_e4m3fn or self.mode == "unit":
             return False
+        from sglang.srt.arg_groups.overrides import resolved_view
         from sglang.srt.distributed.parallel_state import get_attn_tp_group
         from sglang.srt.runtime_context import get_server_args
 
-        check_arguments(get_server_args(), self.mode)
+        check_arguments(resolved_view(get_server_args()), self.mode)
         layers = attention_layers(runner.model)
         if not layers:
             return False

@@ -12,7 +12,7 @@ from ..refit import ModelRefit
 from .record import Session
 
 # Of each parameter. Who writes past `load_weights` writes whole tensors: of 32,768 FP8 codes a step of RL changes some.
-_RUNS, _RUN_WORDS = 64, 64
+_RUNS, _RUN_WORDS = 512, 8
 
 
 def memory_number(refit: ModelRefit) -> int:

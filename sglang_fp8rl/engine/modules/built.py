@@ -129,10 +129,12 @@ def _leave_fusions(model: torch.nn.Module) -> None:
 
 
 def _named_schemes(model: torch.nn.Module) -> dict[str, Scheme]:
-    """By SGLang's prefix, or by the path in the model where that is no name: Phi gives none, HunYuan the same in
-    every layer. What a module is called from now on is its `fp8rl_prefix`."""
+    """By SGLang's prefix, or by the path in the model where that is no name of it alone: Phi gives none, HunYuan the same
+    in every layer. What a module is called from now on is its `fp8rl_prefix`."""
     paths = {layer: path for path, layer in model.named_modules() if scheme_of(layer)}
-    uses = Counter([layer.fp8rl_prefix for layer in paths])
+    uses = Counter([layer.fp8rl_prefix for layer in paths]) + Counter(
+        [path for layer, path in paths.items() if path != layer.fp8rl_prefix]
+    )
     for layer, path in paths.items():
         if not layer.fp8rl_prefix or uses[layer.fp8rl_prefix] > 1:
             layer.fp8rl_prefix = path

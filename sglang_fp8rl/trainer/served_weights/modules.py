@@ -5,11 +5,12 @@ Each class here takes the place of a module's own (`swap.py`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -167,15 +168,16 @@ class ServedExperts(nn.Module):
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self in _LENT.get({}):  # a forward that calls itself with chunks
+        running, thread = _LENT.setdefault(self, {}), threading.get_ident()
+        if thread in running:  # a forward that calls itself with chunks
             return super().forward(*args, **kwargs)
         lent = {leaf: self.straight_through(leaf) for leaf in self.served_rules}
-        before = _LENT.set({**_LENT.get({}), self: lent})
+        running[thread] = lent
         try:
             with self._saved_as_parameters(lent):
                 return super().forward(*args, **kwargs)
         finally:
-            _LENT.reset(before)
+            del running[thread]
 
     def straight_through(self, leaf: str) -> torch.Tensor:
         """A parameter as served, whose gradient is the parameter's."""
@@ -213,8 +215,8 @@ class ServedExperts(nn.Module):
         return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
 
-# What is lent to the modules that compute now, in this thread.
-_LENT: ContextVar[dict[nn.Module, dict[str, torch.Tensor]]] = ContextVar("lent")
+# What is lent to a module that computes now, by the thread that it computes in.
+_LENT: WeakKeyDictionary[nn.Module, dict[int, dict[str, torch.Tensor]]] = WeakKeyDictionary()
 _Place = tuple[Sequence[int], Sequence[int], int]  # of a tensor in its memory: size, stride, offset
 
 
@@ -244,12 +246,23 @@ def lent_weight(leaf: str) -> property:
     """The attribute of a parameter: as served while the module computes, itself otherwise."""
 
     def get(module: Any) -> Any:
-        lent = _LENT.get({}).get(module)
+        running = _LENT.get(module, {})
+        lent, is_backward = (
+            running.get(threading.get_ident()),
+            torch._C._current_graph_task_id() != -1,
+        )
         if lent is not None:
             return lent[leaf]
+        if running and not is_backward:
+            raise ServedWeightsError(
+                module.served_rules[leaf].name,
+                "read by another thread than the one that its module computes in",
+                "each forward pass computes with what is served of the parameter then",
+                "Compute in the thread that calls the module, and read parameters behind it.",
+            )
         # A part of the module computes again in a backward pass: it was checkpointed by itself. Hooks there, such as
         # an optimizer's, have no gradients on, and want the parameter.
-        is_again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        is_again = is_backward and torch.is_grad_enabled()
         return module.straight_through(leaf) if is_again else nn.Module.__getattr__(module, leaf)
 
     def refuse(module: Any, value: Any) -> None:  # of a parameter torch's own attribute takes it

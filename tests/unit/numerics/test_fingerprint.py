@@ -240,6 +240,15 @@ def test_shards_of_trainer_ranks_add_up():
             added_up(parts, PLAN)
 
 
+def test_ranks_without_rows_of_a_tensor_add_nothing():
+    plan = make_plan({"gate.weight": (PLAIN, (1, 40))})
+    full = torch.ones(1, 40)
+    ranks = [LocalShard(full, (1, 40), (0, 0)), LocalShard(full[:0], (1, 40), (1, 0))]
+    parts = [fingerprint_of([("gate.weight", one)], plan) for one in ranks]
+    expected = fingerprint_of([("gate.weight", full)], plan).numbers
+    assert added_up(parts, plan).numbers == added_up(parts[::-1], plan).numbers == expected
+
+
 def test_a_tensor_that_comes_twice_is_counted_as_no_other():
     named = [*weights().items(), *weights(1).items()]
     with pytest.raises(RefitError, match=r"a\.weight: 196608 values were counted of 98304"):

@@ -281,6 +281,15 @@ def test_experts_of_one_module_compute_in_two_threads_at_a_time():
     assert all(torch.equal(one, expected(x)) for one in outputs)
 
 
+def test_experts_that_compute_in_threads_of_their_own_are_refused():
+    experts, _, x = toy_experts()
+    plain = experts.one
+    with ThreadPoolExecutor(1) as thread:
+        experts.one = lambda *args: thread.submit(plain, *args).result()
+        with pytest.raises(ServedWeightsError, match="read by another thread"):
+            experts(x)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_hook_of_the_backward_pass_updates_the_parameter_of_experts_by_its_attribute(
     checkpointed,
