@@ -218,10 +218,13 @@ def test_what_the_server_takes_without_a_number_is_sent_and_said_to_be_unproven(
 ):
     plan, client = make_plan({"a": (PLAIN, (2, 3))}, **options), RefitClient(server.url)
     monkeypatch.setattr(client, "plan", lambda: plan)
+    monkeypatch.setattr(client._connection, "plan_unless", lambda digest: None)
     monkeypatch.setattr(client, "fingerprint", lambda: fingerprint_of(TENSORS[:1], plan))
     result = client.update([TENSORS[0], (name, torch.ones(1))], verify=True)
     assert list(server.received) == ["a", name]
     assert list(result.unproven) == [name]
+    alone = client.update([(name, torch.ones(1))], verify=True, partial=True)
+    assert list(alone.unproven) == [name]
 
 
 def test_an_update_proves_itself_with_numbers_of_its_own(server, monkeypatch):

@@ -12,6 +12,7 @@ from sglang_fp8rl.engine.modules.built import (
     _leave_fusions,
     _leave_vision_towers,
     _leave_what_its_model_writes,
+    _named_schemes,
     _written_in_place,
 )
 from sglang_fp8rl.engine.modules.method import DecidedMethod, scheme_of
@@ -145,3 +146,12 @@ def test_what_a_model_writes_stays_in_high_precision_with_its_reason(decided):
     assert "in place" in found.reason
     assert not found.is_fp8
     assert scheme_of(model.other) is BLOCKWISE
+
+
+def test_no_module_is_lost_where_one_s_prefix_is_the_path_of_another():
+    layers = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in "abc"})
+    for layer, prefix in zip(layers.values(), ("", "a", "own"), strict=True):
+        layer.fp8rl_prefix = prefix
+        layer.quant_method = Method(Scheme(None, Cause.ASKED, prefix))
+    schemes = {name: one.reason for name, one in _named_schemes(layers).items()}
+    assert schemes == {"a": "", "b": "a", "own": "own"}
