@@ -21,6 +21,7 @@ from ..model.draft import Draft
 from ..modules.config import Fp8BlockwiseOnlineConfig
 from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 from ..refit import ModelRefit, refit_of
+from .arguments import check_arguments
 from .flush import RefitFlushWrapper
 from .payload import flattened_bucket
 from .status import add_routes, add_status
@@ -88,32 +89,6 @@ def start_model(result: Any, runner: Any, *_: Any, **__: Any) -> Any:
         refit.runner = runner
         refit.extensions[:] = [one for one in refit.extensions if one.start(runner)]
     return result
-
-
-_OUTLIVES = "what it keeps of prompts was computed with older weights, and no flush empties it"
-# Server arguments under which an update would not be what it says, and why.
-REFUSED = {
-    "enable_dp_attention_local_control_broadcast": "the ranks answer an update and a fingerprint together, so all of them "
-    "get the request at once",
-    "enable_flexkv": _OUTLIVES,
-    "radix_cache_backend": _OUTLIVES,
-    "enable_unified_cache_external_linker": _OUTLIVES,
-    "offload_group_size": "weights are fetched for the next forward pass behind the last one, codes before an update and "
-    "scales after it",
-}
-
-
-def check_arguments(args: Any) -> None:
-    """Raises `ConfigError` for a server argument that is refused."""
-    for argument, rule in REFUSED.items():
-        value = getattr(args, argument, None)
-        if value and value != -1:  # groups of no layers
-            raise ConfigError(
-                f"--{argument.replace('_', '-')}",
-                str(value),
-                rule,
-                "Leave it out, and what has SGLang set it (DWDP, elastic EP).",
-            )
 
 
 _SESSION_END = "sglang.srt.managers.tokenizer_manager.TokenizerManager.end_weight_update"

@@ -16,6 +16,7 @@ import torch
 
 from ...errors import ConfigError
 from ..extension import Extension, Received
+from ..host.arguments import asked_for
 from ..host.boundary import Boundary
 from ..host.request_end import fail_behind
 from ..host.update_request import are_weights_released
@@ -209,7 +210,5 @@ class KvScaling(Extension):
 def check_arguments(args: Any, mode: str) -> None:
     """Raises `ConfigError` for a server whose cache the scales can't follow in that mode."""
     both = {**REFUSED, **REFUSED_CALIBRATED} if mode == "calibrated" else REFUSED
-    for name, reason in both.items():
-        value = getattr(args, name, None)
-        if value and value != "null":
-            raise refused(f"--{name.replace('_', '-')}", str(value), reason)
+    for found in asked_for(args, both):
+        raise refused(*found)

@@ -22,9 +22,9 @@ def memory_number(refit: ModelRefit) -> int:
     for target in refit.written_targets():
         if target.parameter.device.type != "meta":
             sums[target.parameter.device].append(_some_of(target.parameter.data).sum())
-    totals = [torch.stack(some) for some in sums.values()]
-    places = [torch.arange(1, 1 + len(one), device=one.device) for one in totals]
-    return sum(int((at * one).sum()) for at, one in zip(places, totals, strict=True)) & MASK
+    totals = (torch.stack(some) for some in sums.values())
+    by_place = (one * torch.arange(1, 1 + len(one), device=one.device) for one in totals)
+    return sum(int(one.sum()) for one in by_place) & MASK
 
 
 def _some_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,8 @@ def _leave(layer: Any, cause: Cause, reason: str) -> None:
         scheme = Scheme(None, cause, reason)
     if isinstance(layer.quant_method, Fp8BlockwiseOnlineLinearMethod):
         layer.quant_method.leave_unquantized(layer, scheme)
-    layer.quant_method.fp8rl_scheme = scheme
+    else:
+        layer.quant_method.fp8rl_scheme = scheme
 
 
 def _leave_what_its_model_writes(model: torch.nn.Module) -> None:

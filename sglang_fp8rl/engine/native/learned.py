@@ -35,13 +35,15 @@ class _Copy(NamedTuple):
     write: Write
 
     def of(self, loaded: torch.Tensor, places: Places) -> Write:
+        return self.write._replace(source=self._part_of(loaded), places=places)
+
+    def _part_of(self, loaded: torch.Tensor) -> torch.Tensor | None:
         if self.part is None:
-            return self.write._replace(places=places)
+            return None
+        if self.part == (0, loaded.shape, loaded.stride()):
+            return loaded
         offset, shape, stride = self.part
-        if (0, loaded.shape, loaded.stride()) == self.part:
-            return self.write._replace(source=loaded, places=places)
-        source = loaded.as_strided(shape, stride, loaded.storage_offset() + offset)
-        return self.write._replace(source=source, places=places)
+        return loaded.as_strided(shape, stride, loaded.storage_offset() + offset)
 
 
 class LearnedLoader:
@@ -61,12 +63,10 @@ class LearnedLoader:
             return [one.of(loaded, where) for one, where in zip(self._copies, places)]  # noqa: B905
 
     def place(self, target: Target) -> None:
-        """Behind writes that were not refused: look up where they go, if that is not known."""
-        layout = target.layout
-        if self._layout != layout:
-            with unwatched():
-                self._places = [places_of(target, target.name, one.write) for one in self._copies]
-            self._layout = layout
+        """Look up where its writes go, behind some that were not refused."""
+        with unwatched():
+            self._places = [places_of(target, target.name, one.write) for one in self._copies]
+        self._layout = target.layout
 
 
 class LearnedLoaders:

@@ -195,7 +195,7 @@ class LoaderCalls:
             self._store_half(given, half)
         else:
             self._do(given, writes, of_each)
-            if learned is not None:
+            if learned is not None and not all(one.places for one in writes):
                 learned.place(target)
 
     def _note(self, given: _Given, writes: Sequence[Write], of_each: Sequence[Made]) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ...numerics import through_fp8
+from ...wire.bucket import is_freed
 from .rules import ServedWeightsError, WeightRule
 
 
@@ -62,11 +63,7 @@ def served(weight: torch.Tensor, rule: WeightRule, *, again: bool = False) -> to
             "scales belong to whole blocks, so a weight is gathered before it is used",
             "Shard with fully_shard, which gathers it; tensor parallelism in the trainer is not served.",
         )
-    if (
-        not torch.compiler.is_compiling()
-        and weight.numel()
-        and not weight.untyped_storage().nbytes()
-    ):
+    if not torch.compiler.is_compiling() and is_freed(weight):
         raise ServedWeightsError(
             rule.name,
             "its memory is not there",

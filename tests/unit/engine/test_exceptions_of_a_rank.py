@@ -11,7 +11,7 @@ import torch
 from sglang.srt.server_args import ServerArgs
 from support.threads_as_ranks import Ranks
 
-from sglang_fp8rl.engine.host import hooks
+from sglang_fp8rl.engine.host import arguments
 from sglang_fp8rl.engine.host.boundary import Boundary
 from sglang_fp8rl.engine.host.update_request import check_weights_are_there
 from sglang_fp8rl.engine.kv_scales import choice
@@ -77,15 +77,15 @@ def test_weights_whose_memory_is_released_are_not_touched():
         check_weights_are_there(SimpleNamespace(offload_tags={"weights"}), "an update writes them")
 
 
-@pytest.mark.parametrize("name", hooks.REFUSED)
+@pytest.mark.parametrize("name", arguments.REFUSED)
 def test_an_argument_under_which_an_update_would_not_be_what_it_says_is_refused(name):
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     known = vars(parser.parse_args(["--model-path", "any"]))
     assert name in known or name == "enable_unified_cache_external_linker"  # since 0.5.20
-    hooks.check_arguments(SimpleNamespace(**{name: known.get(name)}))
+    arguments.check_arguments(SimpleNamespace(**{name: known.get(name)}))
     with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')}"):
-        hooks.check_arguments(SimpleNamespace(**{name: 2}))
+        arguments.check_arguments(SimpleNamespace(**{name: 2}))
 
 
 def test_the_sender_s_memory_is_waited_for_on_its_own_device(monkeypatch):
