@@ -125,8 +125,8 @@ class RefitClient:
         note = RefitNote(uuid4().hex, weight_version, PARTIAL if partial else ALL)
         refit = TensorUpdate(self._connection, note)
         waited_before = self._connection.seconds_waited
-        expected = 0 if partial else self._expected
-        refit.send(named_tensors, bucket_bytes, on_bucket, on_filled, expected)
+        nbytes = 0 if partial else self._expected
+        refit.send(named_tensors, bucket_bytes, on_bucket, on_filled, nbytes)
         if not partial:
             self._expected = refit.nbytes + ALIGNMENT * refit.tensors
         if torch.cuda.is_initialized():
@@ -134,9 +134,10 @@ class RefitClient:
         refit.mark("proving")
         unproven: Mapping[str, str] = {}
         if numbers is not None:
-            found = compare(self.fingerprint(), numbers.fingerprint("the trainer"), partial=True)
-            if found.compared or found.unproven.keys() != numbers.unproven.keys():
-                found.check(f"what {self.url} serves")  # unless nothing that came has a number
+            expected = numbers.fingerprint("the trainer")
+            found = compare(self.fingerprint(), expected, partial=True)
+            if expected.numbers or found.differing:  # else there is nothing to compare
+                found.check(f"what {self.url} serves")
             unproven, self._proof = found.unproven, proof
         refit.mark("finishing")
         is_flushed = refit.finish(flush_timeout)
@@ -248,7 +249,8 @@ class RefitClient:
         except NoAnswerError:
             raise
         except RefitError:
-            if any("session is open" in problem for problem in self.status()["problems"]):
+            problems = self.status().get("problems")
+            if problems is None or any("session is open" in problem for problem in problems):
                 raise
 
 

@@ -23,7 +23,8 @@ Progress = Callable[[int, int], None]
 
 def is_ours(server_info: Mapping[str, Any]) -> bool:
     """Whether it is a server of this package, with the same way of sending."""
-    section = (server_info.get("internal_states") or [{}])[0].get("fp8rl") or {}
+    first = (server_info.get("internal_states") or [None])[0]
+    section = (first or {}).get("fp8rl") or {}
     return section.get("flat_layout") == layout_text.VERSION
 
 
@@ -120,13 +121,17 @@ class TensorUpdate:
                 self.mark("waiting")
                 if answer is not None:
                     answer.result()
+                if is_last and on_filled is None:  # nothing is left to do meanwhile
+                    post(payload, is_last)
+                    break
                 answer = poster.submit(post, payload, is_last)
                 if on_filled is not None:
                     self.mark("proving")
                     on_filled(bucket)
                 self.mark("taking_tensors")
-            self.mark("waiting")
-            answer.result()
+            else:
+                self.mark("waiting")
+                answer.result()
             self.mark("session")
 
     def post(self, texts: list[str], is_last: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Any
 
 import torch
@@ -76,8 +77,9 @@ def shard_of(name: str, sent: Any) -> LocalShard:
     """A tensor, a DTensor or a `LocalShard` as the box that this rank holds, detached. Raises `RefitError` for
     anything else, and for a DTensor with placements that are no boxes."""
     if isinstance(sent, LocalShard):
-        held = shard_of(name, sent.tensor).tensor
-        return replace(sent, tensor=held)
+        held = shard_of(name, sent.tensor)  # a DTensor's is a box of that box
+        start = tuple(map(add, sent.start, held.start))
+        return replace(sent, tensor=held.tensor, start=start)
     if hasattr(sent, "full_tensor"):
         from torch.distributed.tensor import Replicate, Shard
 
@@ -156,7 +158,7 @@ def full_tensors(named_tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str
 def assemble(name: str, shards: Iterable[LocalShard]) -> torch.Tensor:
     """The full tensor from the boxes of all ranks (overlaps are replicas). Raises `RefitError` if they are of
     different tensors, differ where they overlap, or leave a part out."""
-    parts = list(shards)
+    parts = [shard_of(name, one) for one in shards]
     shapes = {(part.full_shape, part.tensor.dtype) for part in parts}
     if len(shapes) != 1:
         raise RefitError(name, f"shards of {shapes}", "all are of one tensor", "Mend the gather.")

@@ -15,6 +15,7 @@ REFUSED = {
     "enable_flexkv": _OUTLIVES,
     "radix_cache_backend": _OUTLIVES,
     "enable_unified_cache_external_linker": _OUTLIVES,
+    "language_only": "another server embeds its images, and no update reaches the tower there",
     "offload_group_size": "weights are fetched for the next forward pass behind the last one, codes before an update and "
     "scales after it",
 }

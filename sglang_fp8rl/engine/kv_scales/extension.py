@@ -35,9 +35,11 @@ REFUSED = {
     "quantization_param_path": "SGLang reads scales from that file and applies them beside those in the weights",
     "disaggregation_mode": "bytes of the cache go to another server, which has scales of its own",
 }
-REFUSED_CALIBRATED = {
-    "enable_dp_attention": "ranks with requests of their own can't run one text together",
-}
+_DP_ATTENTION = (
+    "--enable-dp-attention",
+    "kv_scales 'calibrated'",
+    "ranks with requests of their own can't run one text together",
+)
 
 
 class KvScaling(Extension):
@@ -81,9 +83,12 @@ class KvScaling(Extension):
             return False
         from sglang.srt.arg_groups.overrides import resolved_view
         from sglang.srt.distributed.parallel_state import get_attn_tp_group
+        from sglang.srt.layers.dp_attention import is_dp_attention_enabled
         from sglang.srt.runtime_context import get_server_args
 
-        check_arguments(resolved_view(get_server_args()), self.mode)
+        check_arguments(resolved_view(get_server_args()))
+        if self.mode == "calibrated" and is_dp_attention_enabled():
+            raise refused(*_DP_ATTENTION)
         layers = attention_layers(runner.model)
         if not layers:
             return False
@@ -207,8 +212,7 @@ class KvScaling(Extension):
         return {"kv_certified": int(section["certified"]), "kv_scale_moves": section["moves"]}
 
 
-def check_arguments(args: Any, mode: str) -> None:
-    """Raises `ConfigError` for a server whose cache the scales can't follow in that mode."""
-    both = {**REFUSED, **REFUSED_CALIBRATED} if mode == "calibrated" else REFUSED
-    for found in asked_for(args, both):
+def check_arguments(args: Any) -> None:
+    """Raises `ConfigError` for a server whose cache the scales can't follow."""
+    for found in asked_for(args, REFUSED):
         raise refused(*found)

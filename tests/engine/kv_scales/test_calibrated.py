@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from byte_tokenizer import save_tokenizer
+from sglang.srt.server_args import ServerArgs
 from support.engine.commands import begin, end, model_of, status, update
 from support.engine.engine_host import EngineHost
 from support.engine.generation import finish, generate
@@ -21,6 +22,7 @@ from support.engine.kv_cases import (
     with_calibration,
 )
 from support.engine.kv_commands import (
+    FP8_CACHE,
     clear_pool,
     exponents,
     flush,
@@ -33,6 +35,8 @@ from support.engine.options import log_of_a_failed_start
 from support.engine.pool import engine_key, on, runs_on
 
 from sglang_fp8rl.config import MAX_CALIBRATION_TOKENS
+from sglang_fp8rl.engine.kv_scales.extension import KvScaling
+from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.versions import HAS_SESSIONS
 
 pytestmark = pytest.mark.engine
@@ -157,3 +161,23 @@ def test_tokens_that_the_model_does_not_know_are_refused(checkpoint_dir, tmp_pat
     path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")
     log = log_of_a_failed_start(path, tmp_path / "log", calibrated(kv_calibration_tokens=[3, 512]))
     assert "kv_calibration_tokens: 2 tokens, the largest is 512" in log
+
+
+def test_ranks_with_requests_of_their_own_are_refused_however_they_are_asked_for(checkpoint_dir):
+    """SGLang 0.5.23 turns the first spelling into the second, and says that the first is off."""
+    path = checkpoint(checkpoint_dir, MODELS["qwen3"], "first")
+    spellings = [("--enable-dp-attention", "--dp-size", "2")]
+    if "attn_dp_size" in ServerArgs.__annotations__:
+        spellings.append(("--attn-dp-size", "2"))
+    for spelling in spellings:
+        with EngineHost(path, tp_size=2, args=(*FP8_CACHE, *spelling)) as host:
+            for said in host.call_all(_start_calibrated):
+                assert "ranks with requests of their own can't run one text together" in said
+
+
+def _start_calibrated(scheduler):
+    scaling = KvScaling(model_of(scheduler).fp8rl_refit)
+    scaling.mode = "calibrated"
+    with pytest.raises(ConfigError) as refused:
+        scaling.start(scheduler.tp_worker.model_runner)
+    return str(refused.value)

@@ -134,23 +134,22 @@ def test_attention_that_was_not_proven_is_refused_at_the_start_by_name(
         ("lora_paths", ["adapter"]),
         ("quantization_param_path", "scales.json"),
         ("disaggregation_mode", "prefill"),
-        ("enable_dp_attention", True),
     ],
 )
 def test_a_server_whose_cache_outlives_or_leaves_its_scales_is_refused(name, value):
     plain = SimpleNamespace(disaggregation_mode="null")
-    check_arguments(plain, "calibrated")
+    check_arguments(plain)
     setattr(plain, name, value)
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}.*kv_scales"):
-        check_arguments(plain, "calibrated")
+        check_arguments(plain)
 
 
 def test_the_server_arguments_that_are_refused_exist():
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_fp8rl.engine.kv_scales.extension import REFUSED, REFUSED_CALIBRATED
+    from sglang_fp8rl.engine.kv_scales.extension import REFUSED
 
-    assert {*REFUSED, *REFUSED_CALIBRATED, "disaggregation_mode"} <= set(ServerArgs.__annotations__)
+    assert {*REFUSED, "disaggregation_mode"} <= set(ServerArgs.__annotations__)
 
 
 @on(with_fp8_cache("qwen3"))

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from sglang_fp8rl.errors import RefitError
-from sglang_fp8rl.trainer import full_tensors, quantize_for_refit
+from sglang_fp8rl.trainer import LocalShard, assemble, full_tensors, quantize_for_refit
 from support.plans import BLOCKWISE, PER_CHANNEL, make_plan
 
 # Rows: two blocks and one of 44; the second rank of the per-channel weight has fewer rows.
@@ -44,6 +44,17 @@ def main() -> None:
     )
     single = dict(quantize_for_refit([("a.weight", c)], ODD))
     assert torch.equal(even["a.weight_scale_inv"], single["a.weight_scale_inv"])
+    # A box that its own ranks share: rows 256 to 512, of which each has half.
+    inner = LocalShard(distribute_tensor(c[256:], mesh, [Shard(0)]), (512, 256), (256, 0))
+    mine = 256 + 128 * torch.distributed.get_rank()
+    for name, shard in quantize_for_refit([("a.weight", inner)], ODD):
+        start, rows = (mine, 128) if name == "a.weight" else (mine // 128, 1)
+        expected = single[name][start : start + rows]
+        assert shard.start == (start, 0)
+        assert torch.equal(shard.tensor.view(torch.uint8), expected.view(torch.uint8))
+    ranks = (distribute_tensor(c[at : at + 256], mesh, [Replicate()]) for at in (0, 256))
+    boxes = [LocalShard(one, (512, 256), (256 * at, 0)) for at, one in enumerate(ranks)]
+    assert torch.equal(assemble("a.weight", boxes), c)
     for tensor in (
         distribute_tensor(a, mesh, [Shard(0)]),  # 150 rows each
         torch.distributed.tensor.DTensor.from_local(a, mesh, [Partial()]),

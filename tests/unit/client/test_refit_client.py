@@ -23,11 +23,13 @@ from support.json_server import JsonServer
 from support.plans import PLAIN, make_plan
 
 from sglang_fp8rl.client import RefitClient
+from sglang_fp8rl.client.tensor_update import is_ours
 from sglang_fp8rl.errors import NoAnswerError, RefitError
 from sglang_fp8rl.trainer import LocalShard, fingerprint_of
 from sglang_fp8rl.trainer.bucket_numbers import BucketNumbers
 from sglang_fp8rl.wire import layout_text, staging
 from sglang_fp8rl.wire.bucket import Bucket
+from sglang_fp8rl.wire.fingerprint import Fingerprint
 from sglang_fp8rl.wire.handles import serialize
 from sglang_fp8rl.wire.staging import BUFFER, FILES, OpenBuffers, default_bucket_bytes
 
@@ -225,6 +227,10 @@ def test_what_the_server_takes_without_a_number_is_sent_and_said_to_be_unproven(
     assert list(result.unproven) == [name]
     alone = client.update([(name, torch.ones(1))], verify=True, partial=True)
     assert list(alone.unproven) == [name]
+    stale = Fingerprint("server", {}, {"w_kc": "it was not what SGLang derives"})
+    monkeypatch.setattr(client, "fingerprint", lambda: stale)
+    with pytest.raises(RefitError, match="it was not what SGLang derives"):
+        client.update([(name, torch.ones(1))], verify=True, partial=True)
 
 
 def test_an_update_proves_itself_with_numbers_of_its_own(server, monkeypatch):
@@ -503,12 +509,13 @@ def test_the_version_is_told_after_all_of_an_update(server):
         ([], False),
         (["refit 3 is mixed: b has not come"], False),
         (["a weight-update session is open: call end_weight_update()"], True),
+        (None, True),
     ],
 )
 def test_a_session_that_ends_in_an_error_is_closed_all_the_same(started, problems, raises):
     """A client was killed after it had announced all: the server says what has not come, and the session ends."""
     server = started(sessions=True)
-    server.status["problems"] = problems
+    server.status |= {} if problems is None else {"problems": problems}
     server.answer = lambda path, body: (400, {"success": False, "message": "b has not come"})
     with pytest.raises(RefitError, match="b has not come") if raises else nullcontext():
         RefitClient(server.url).close_session()
@@ -537,6 +544,11 @@ def test_an_answer_of_something_else_than_sglang_is_refused(started, asked, answ
     server.reply_to = lambda path, body, headers: (200, answer)
     with pytest.raises(RefitError, match=r"http://127.0.0.1|a document of format"):
         ASKED[asked](RefitClient(server.url))
+
+
+@pytest.mark.parametrize("states", [None, [], [None], [{}], [{"fp8rl": None}]])
+def test_a_server_whose_states_say_nothing_is_sent_to_as_sglang_s_own(states):
+    assert not is_ours({"internal_states": states})
 
 
 def test_an_empty_update_is_refused_before_it_is_sent(server):
