@@ -97,7 +97,8 @@ def compare_paired(
     exact distribution, the convolution; p is the weight of sums at least as far from its middle as
     the one seen. For n = 1 this is McNemar's exact test, for one problem Fisher's.
 
-    The interval of the difference is Agresti and Caffo's per problem: never of zero width.
+    The interval of the difference has the variance of those splits, which is the sampling's for every n,
+    or Agresti and Caffo's if that is more: never of zero width.
     """
     if len(candidate) != len(baseline) or not candidate:
         raise ConfigError(
@@ -122,7 +123,9 @@ def compare_paired(
     problems = len(candidate)
     difference = float(ours - theirs) / (samples * problems)
     shares = (counts + 1) / (samples + 2)
-    error = math.sqrt((shares * (1 - shares)).sum() / (samples + 2)) / problems
+    pooled = counts.mean(axis=0) / samples
+    of_splits = 4 * (pooled * (1 - pooled)).sum() / (2 * samples - 1)
+    error = math.sqrt(max(of_splits, (shares * (1 - shares)).sum() / (samples + 2))) / problems
     reach = float(stats.norm.ppf(1 - alpha / 2))
     verdict: Verdict = "within noise"
     if p_value <= alpha:

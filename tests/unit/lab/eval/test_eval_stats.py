@@ -116,20 +116,38 @@ def test_swapping_the_arms_swaps_the_verdict():
     assert one.difference.low == pytest.approx(-other.difference.high)
 
 
-def simulate(shift: float, trials: int = 400):
+def simulate(shape: float, samples: int, shift: float, trials: int = 400):
     generator = np.random.default_rng(5)
     for _ in range(trials):
-        base = generator.beta(0.4, 0.6, size=30)
-        ours = generator.binomial(16, np.clip(base + shift, 0, 1))
-        theirs = generator.binomial(16, base)
+        base = generator.beta(shape, 1.5 * shape, size=30)
+        ours = generator.binomial(samples, np.clip(base + shift, 0, 1))
+        theirs = generator.binomial(samples, base)
         true = np.mean(np.clip(base + shift, 0, 1) - base)
-        yield true, compare_paired(ours.tolist(), theirs.tolist(), 16)
+        yield true, compare_paired(ours.tolist(), theirs.tolist(), samples)
 
 
-def test_false_alarms_stay_below_alpha_and_intervals_cover():
-    found = list(simulate(0.0))
+@pytest.mark.parametrize("samples", [1, 2, 4, 16])
+@pytest.mark.parametrize("shape", [0.4, 100.0])  # U-shaped, or all problems alike
+def test_false_alarms_stay_below_alpha_and_intervals_cover(shape, samples):
+    found = list(simulate(shape, samples, 0.0))
     assert np.mean([c.verdict != "within noise" for _, c in found]) <= 0.05
+    found += simulate(shape, samples, 0.2)
     assert np.mean([c.difference.low <= true <= c.difference.high for true, c in found]) >= 0.93
+
+
+@pytest.mark.parametrize("samples", [1, 2, 8, 16])
+def test_the_interval_says_what_the_test_says(samples):
+    found = [c for shift in (0.0, 0.2) for _, c in simulate(2.0, samples, shift)]
+    noise = [c.verdict == "within noise" for c in found]
+    assert (
+        np.mean(
+            [
+                n == (c.difference.low <= 0 <= c.difference.high)
+                for n, c in zip(noise, found, strict=True)
+            ]
+        )
+        > 0.9
+    )
 
 
 def test_the_detectable_difference_is_found_four_times_in_five():
