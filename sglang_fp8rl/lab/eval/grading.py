@@ -25,6 +25,7 @@ TIME_LIMIT = 5  # seconds, for reading and for comparing each
 DEADLINE = 15.0  # seconds, after which the process is killed
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # one behind a backslash is a sign, no brace
+_BOLD = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])")  # Markdown's, no power
 _TAIL = 2_000  # characters in which "the answer is ..." is looked for when nothing is boxed
 
 
@@ -86,7 +87,7 @@ class Grader:
             ) from error
 
     def check_reference(self, subject: str, reference: str) -> None:
-        """Raise `EvaluationError` unless the verifier takes the reference for equal to itself."""
+        """Raise `EvaluationError` unless the verifier reads the reference, as equal to itself."""
         if self.grade(reference, f"\\boxed{{{reference}}}").status != "correct":
             raise EvaluationError(
                 subject,
@@ -106,7 +107,7 @@ def final_answer(response: str) -> str:
     text = response.rpartition("</think>")[2]
     boxes = list(_BOX.finditer(text))
     if not boxes:
-        return text[-_TAIL:]
+        return _BOLD.sub("", text[-_TAIL:])
     start, depth = boxes[-1].end(), 0
     for found in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(found.group(), 0)
@@ -150,6 +151,8 @@ def _judge(reference: str, answer: str) -> Status:
     ]
     started = time.monotonic()
     wanted = parse(f"\\boxed{{{reference}}}", targets, parsing_timeout=TIME_LIMIT)
+    if wanted and all(isinstance(one, str) for one in wanted):  # letters, of no known meaning
+        return "no_answer"
     found = parse(answer, targets, parsing_timeout=TIME_LIMIT)
     if verify(wanted, found, timeout_seconds=TIME_LIMIT):
         return "correct"

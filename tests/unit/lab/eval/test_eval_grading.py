@@ -32,6 +32,10 @@ def grader():
         ("\\frac{3}{4}", "\\boxed{0.75}", "correct"),
         ("204", "Answer: $204$", "correct"),
         ("204", "The answer is 204.", "correct"),
+        ("204", "The answer is **204**.", "correct"),
+        ("204", "**Answer: 204**", "correct"),
+        ("204", "**Final Answer:** **204**", "correct"),
+        ("1024", "Answer: 2**10", "correct"),
         ("204", "\\boxed{5} at first, but no: \\boxed{204}", "correct"),
         ("5204", "\\boxed{5} and then \\boxed{204}", "wrong"),  # Math-Verify alone joins them
         ("204", "\\boxed{204} at first, but no: \\boxed{5}", "wrong"),
@@ -91,6 +95,22 @@ def test_a_reference_that_cannot_be_read_is_refused(grader):
     grader.check_reference("problem '1'", "204")
     with pytest.raises(EvaluationError, match=r"problem '2': answer '\\\\frac\{1'"):
         grader.check_reference("problem '2'", "\\frac{1")
+
+
+@pytest.mark.parametrize(
+    "reference", ["24 + 48 = <<24+48=72>>72.\n#### 72", "#### 72", "72.", "50%"]
+)
+def test_a_reference_that_only_its_own_letters_equal_is_refused(grader, reference):
+    with pytest.raises(EvaluationError, match="so every response would be wrong"):
+        grader.check_reference("problem '1'", reference)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["025", "1,000", "\\frac{1}{2}", "$3\\pi$", "(1, 2)", "x<3", "\\text{(A)}", "90^\\circ"],
+)
+def test_a_reference_that_can_be_read_is_taken(grader, reference):
+    grader.check_reference("problem '1'", reference)
 
 
 def test_a_missing_verifier_names_the_extra(monkeypatch):
