@@ -11,6 +11,7 @@ from .server import normalize_url
 PROMPT_TEMPLATE = (
     "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 )
+_GREEDY = "1 at --temperature 0, where more samples are the same answer again"
 _TEMPLATE_RULE = "a text with {problem} in it, and every other brace twice"
 
 
@@ -44,6 +45,7 @@ class EvalOptions:
         check_values(
             ("--n", self.samples, self.samples >= 1, "at least 1"),
             ("--temperature", self.temperature, self.temperature >= 0, "at least 0"),
+            ("--n", self.samples, self.samples == 1 or self.temperature > 0, _GREEDY),
             ("--top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("--max-tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
             ("--concurrency", self.concurrency, self.concurrency >= 1, "at least 1"),

@@ -41,11 +41,11 @@ def load_problems(source: str, split: str, template: str) -> list[Sample]:
             samples = list(json_dataset(source, to_sample))
         else:
             samples = list(hf_dataset(source, split=split, sample_fields=to_sample))
-    except (OSError, ValueError) as error:  # unreachable or unknown; broken JSON, no such split
+    except (OSError, ValueError, AttributeError) as error:  # unreachable; broken JSON, no object
         raise EvaluationError(
             "--problems",
             f"{source!r}, after {rows} rows: {type(error).__name__}: {error}",
-            "it has to be a file of JSON objects, one a line, or a dataset that can be loaded",
+            "it has to be a .jsonl file of JSON objects, one a line, or a dataset that can be loaded",
             "Check the path or the dataset's id, and --split; nothing was sent.",
         ) from error
     ids = [sample.id for sample in samples]
@@ -81,7 +81,7 @@ def _to_sample(where: str, number: int, row: dict[str, Any], template: str) -> S
         raise EvaluationError(
             where,
             f"columns {sorted(row)}, answer {answer!r}",
-            f"a row has a text in one of {', '.join(PROBLEM_COLUMNS)} and a number or LaTeX in one "
+            f"a row has a text in one of {', '.join(PROBLEM_COLUMNS)} and an integer, or LaTeX as text, in one "
             f"of {', '.join(ANSWER_COLUMNS)}",
             "Rename the columns or repair the row; nothing was sent.",
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ...errors import EvaluationError
@@ -106,7 +107,7 @@ def print_report(report: EvalReport, console: Console) -> None:
     table = Table(title=f"{report.problems} problems, {report.samples} samples each")
     table.add_column("")
     for arm, role in zip(arms, ("candidate", "baseline"), strict=False):
-        table.add_column(f"{role}\n{arm.endpoint}\n{arm.served['model']}", justify="right")
+        table.add_column(escape(f"{role}\n{arm.endpoint}\n{arm.served['model']}"), justify="right")
     table.add_row(f"avg@{report.samples}", *(_interval(arm.avg_at_n) for arm in arms))
     for k in report.candidate.pass_at_k:
         table.add_row(f"pass@{k}", *(_interval(arm.pass_at_k[k]) for arm in arms))
@@ -116,7 +117,7 @@ def print_report(report: EvalReport, console: Console) -> None:
     means = ("unknown" if a.mean_tokens is None else f"{a.mean_tokens:.0f}" for a in arms)
     table.add_row("tokens per response", *means)
     console.print(table)
-    console.print(f"Intervals: {report.confidence:.0%}, clustered by problem.", style="dim")
+    console.print(f"Intervals: {100 * report.confidence:.4g}%, clustered by problem.", style="dim")
     if report.comparison is None:
         return
     found, change = report.comparison, report.comparison.difference

@@ -19,7 +19,7 @@ from inspect_ai.hooks import Hooks, hooks
 from inspect_ai.log import EvalLog, list_eval_logs, read_eval_log
 from inspect_ai.model import GenerateConfig, get_model
 from inspect_ai.scorer import CORRECT, INCORRECT, Score, Scorer, Target, accuracy, scorer
-from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
+from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from ...errors import EvaluationError
 from .grading import Grader
@@ -55,7 +55,7 @@ def take_samples(
         task = Task(
             name=f"aime {url}",  # what a log is found by
             dataset=MemoryDataset(list(problems), name="problems"),
-            solver=[generate(), refuse_aborted()],
+            solver=answer_of_its_own(),
             scorer=math_verify(grader),
             model=get_model(
                 f"openai-api/sglang/{identity['model']}",
@@ -94,10 +94,14 @@ def take_samples(
 
 
 @solver
-def refuse_aborted() -> Solver:
-    """A response that the server aborted is no sample: a weight update or a shutdown did it."""
+def answer_of_its_own() -> Solver:
+    """Ask with a seed for each epoch: a deterministic server gives one answer n times to requests without.
+
+    A response that the server aborted is no sample: a weight update or a shutdown did it.
+    """
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
+        state = await generate(state, seed=state.epoch)
         if state.output.stop_reason not in ("stop", "max_tokens"):
             raise RuntimeError(f"a response ended with {state.output.stop_reason!r}: no sample")
         return state

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from inspect_ai.log import list_eval_logs, read_eval_log
@@ -22,6 +23,9 @@ from sglang_fp8rl.lab.eval import aime
 from sglang_fp8rl.lab.eval.aime import run_eval
 from sglang_fp8rl.lab.eval.grading import Grader
 from sglang_fp8rl.lab.eval.options import EvalOptions
+from sglang_fp8rl.lab.eval.problems import load_problems
+from sglang_fp8rl.lab.eval.report import print_report
+from sglang_fp8rl.lab.terminal import console
 
 ANSWERS = {"one": 204, "two": 33, "three": 902}
 LEFTOVER = re.compile(r"statement (\w+)")
@@ -131,6 +135,43 @@ def test_a_passing_failure_is_tried_again_and_no_sample_is_lost(problems, run):
     assert len(server.bodies) == 4
 
 
+def test_samples_of_a_problem_have_seeds_of_their_own(problems, run):
+    """A deterministic server takes one seed for all requests that have none: n times one answer."""
+    with FakeServer(right_in(PERFECT)) as server:
+        run(options(server, problems, samples=2))
+        run(options(server, problems, samples=4))
+    seeds = {}
+    for body in server.bodies:
+        seeds.setdefault(body["messages"][0]["content"], []).append(body["seed"])
+    assert [sorted(found) for found in seeds.values()] == [[1, 2, 3, 4]] * 3
+
+
+def test_a_served_name_in_brackets_is_shown(problems, run):
+    with FakeServer(right_in(PERFECT)) as server:
+        report = run(options(server, problems, samples=1))
+    named = replace(report.candidate, served={"model": "tiny[fp8]"})
+    shown = console()
+    with shown.capture() as text:
+        print_report(replace(report, candidate=named, confidence=0.995), shown)
+    assert "tiny[fp8]" in text.get()
+    assert "99.5%" in text.get()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.json", '{"problem": "a", "answer": 1}\n' * 2, r"a \.jsonl file"),
+        ("p.json", "[1, 2]", r"a \.jsonl file"),
+        ("p.jsonl", '{"problem": "a", "answer": 0.5}', "an integer, or LaTeX as text"),
+    ],
+)
+def test_problems_that_can_t_be_read_are_told_what_can(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(EvaluationError, match=message):
+        load_problems(str(path), "train", "{problem}")
+
+
 def test_an_aborted_response_is_no_sample(problems, run):
     with FakeServer(right_in(PERFECT)) as server:
         server.finish_reason = "abort"
@@ -175,6 +216,7 @@ def test_truncated_and_missing_answers_are_counted(problems, run):
     ("changes", "message"),
     [
         ({"samples": 0}, "--n: 0"),
+        ({"temperature": 0.0}, "--n: 16; .* the same answer"),
         ({"concurrency": 0}, "--concurrency: 0"),
         ({"alpha": 1.0}, "--alpha"),
         ({"top_p": 0.0}, "--top-p: 0.0"),
