@@ -20,24 +20,16 @@ _AT_ONCE = 256  # rows
 class CleanRun:
     """The unquantized model on all batches, and the divergence of changed models from it.
 
-    Holds `[tokens, vocabulary]` FP32 log-probabilities and every layer's output.
-
-    Args:
-        observe: within it the model runs, once for each batch.
-    """
+    Holds `[tokens, vocabulary]` FP32 log-probabilities and every layer's output."""
 
     def __init__(
-        self,
-        model: Any,
-        layers: Sequence[torch.nn.Module],
-        batches: Sequence[Batch],
-        observe: AbstractContextManager | None = None,
+        self, model: Any, layers: Sequence[torch.nn.Module], batches: Sequence[Batch]
     ) -> None:
         self._model, self._layers = model, layers
         # Of each batch: what the layers gave, and each sample's log-probabilities.
         self._runs: list[tuple[Batch, list[Any], list[torch.Tensor]]] = []
         for batch in batches:
-            with _keeping(layers) as outputs, observe or contextlib.nullcontext():
+            with _keeping(layers) as outputs:
                 rows = batch.rows(_logits(model, batch))
             self._runs.append((batch, outputs, [one.float().log_softmax(-1) for one in rows]))
 
@@ -62,7 +54,7 @@ def _kl_sum(clean: torch.Tensor, logits: torch.Tensor) -> float:
     for ours, theirs in zip(clean.split(_AT_ONCE), logits.split(_AT_ONCE), strict=True):
         gap = ours - theirs.float().log_softmax(-1)
         # exp(-inf) * (-inf + inf) of a token that a model rules out is no number; it weighs nothing.
-        terms = torch.where(ours > -torch.inf, ours.exp() * gap, 0.0)
+        terms = torch.where(ours == -torch.inf, 0.0, ours.exp() * gap)
         total += float(terms.sum(-1).double().sum())
     return total
 

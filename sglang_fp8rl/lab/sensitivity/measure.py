@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ... import __version__
 from ...errors import EvaluationError
 from .divergence import CleanRun
@@ -133,12 +135,9 @@ class Measurement:
         reference, known = self._reference, self._results.known
         wanted = [one.name for one in reference.modules if one.name not in known.fits]
         observer = FitObserver(wanted, reference.plan)
-        self._clean = CleanRun(
-            reference.model,
-            reference.layers,
-            batches(known.samples, self._settings.tokens_at_once, reference.device),
-            Products(reference.weights, observer),
-        )
+        with torch.inference_mode(), Products(reference.weights, observer):
+            for one in batches(known.samples, 1, reference.device):  # alone: filling is no input
+                reference.model(input_ids=one.ids, use_cache=False)
         for name, fit in observer.fits().items():
             self._results.add("fit", module=name, **fit.as_dict())
         unseen = [one.name for one in reference.modules if one.name not in known.fits]
@@ -150,6 +149,8 @@ class Measurement:
                 "This model can't be measured; exempt modules by layer instead "
                 "(num_first_layers_in_bf16, num_last_layers_in_bf16).",
             )
+        together = batches(known.samples, self._settings.tokens_at_once, reference.device)
+        self._clean = CleanRun(reference.model, reference.layers, together)
         return self._clean
 
     def _quantized(

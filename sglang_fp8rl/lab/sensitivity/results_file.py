@@ -17,6 +17,7 @@ from .quantized_products import Operand
 from .samples import Sample
 
 _FORMAT = {"format": "sglang-fp8rl/sensitivity", "version": 1}
+_BEGINNING = json.dumps({"row": "run", **_FORMAT}).removesuffix("}")
 
 
 @dataclass
@@ -61,7 +62,7 @@ class ResultsFile:
         self.known = Measurements()
         rows = _read(path)
         if rows:
-            _check_key(path, rows[0], json.loads(json.dumps(key)))
+            _check_key(path, rows[0].get("key") or {}, json.loads(json.dumps(key)))
         for row in rows:
             self.known.take(row)
         try:
@@ -85,33 +86,17 @@ class ResultsFile:
 
 def check_place(path: Path) -> None:
     """Refuse, before any work is done, what could not be taken as results then. Raises as `ResultsFile`."""
-    rows = _read(path)
-    if rows:
-        _key_in(path, rows[0])
+    _read(path)
     if not can_be_written(path):
         raise _refused(str(path), "the file has to be writable", "Choose another place.")
 
 
-def _key_in(path: Path, first: Mapping[str, Any]) -> Mapping[str, Any]:
-    theirs = first.get("key")
-    if not theirs or any(first.get(name) != value for name, value in _FORMAT.items()):
-        raise _refused(
-            f"{path} begins with {str(first)[:60]!r}",
-            f"it has to hold measurements of format {_FORMAT['format']!r}, version {_FORMAT['version']}",
-            "Choose another file.",
-        )
-    return theirs
-
-
-def _check_key(path: Path, first: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    theirs = _key_in(path, first)
+def _check_key(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     for name in ours.keys() | theirs.keys():
         if ours.get(name) != theirs.get(name):
-            raise _refused(
-                f"{path} was measured with {name} {theirs.get(name)!r}, now it is {ours.get(name)!r}",
-                "measurements of two runs don't mix",
-                "Choose another file, or delete this one.",
-            )
+            found = f"{path} was measured with {name} {theirs.get(name)!r}, now it is {ours.get(name)!r}"
+            rule = "measurements of two runs don't mix"
+            raise _refused(found, rule, "Choose another file, or delete this one.")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -123,6 +108,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         rule = "it has to be a file of JSON lines"
         raise _refused(f"{path}: {error}", rule, "Choose another file.") from error
+    if not text.startswith(_BEGINNING[: len(text)]):  # not ours: nothing is cut off
+        rule = "it has to hold {format!r} measurements, version {version}".format(**_FORMAT)
+        raise _refused(f"{path} begins with {text[:60]!r}", rule, "Choose another file.")
     whole, end, rest = text.rpartition("\n")
     if rest:
         os.truncate(path, len((whole + end).encode()))
@@ -138,7 +126,7 @@ def _parsed(where: str, line: str) -> dict[str, Any]:
         where,
         repr(line[:60]),
         "each line is a JSON object with a `row`",
-        "Delete the line to measure it again, or choose another file.",
+        "Delete it and all behind it to measure them again, or choose another file.",
     )
 
 

@@ -68,23 +68,23 @@ def sample_answers(
         return [Sample(tuple(prompt))]
     from transformers import GenerationConfig
 
-    ends = model.generation_config.eos_token_id
-    ends = [ends] if isinstance(ends, int) else list(ends or ())
-    # Nothing is taken over from the checkpoint's own settings but the end: no top-p, no penalty.
-    settings = GenerationConfig(
+    stop = model.generation_config.eos_token_id
+    ends = [stop] if isinstance(stop, int) else list(stop or ())
+    # In place of the checkpoint's own, which fill what is left out here: no penalty but the end stays.
+    model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
         top_k=0,
         top_p=1.0,
         max_new_tokens=new_tokens,
         num_return_sequences=samples,
-        eos_token_id=ends or None,
+        eos_token_id=stop,
         pad_token_id=ends[0] if ends else 0,
     )
     ids = torch.tensor([list(prompt)], device=model.device)
     with torch.random.fork_rng(devices=[] if model.device.type == "cpu" else None):
         torch.manual_seed(seed)
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        made = model.generate(ids, attention_mask=torch.ones_like(ids))
     found = []
     for row in made[:, len(prompt) :].tolist():
         # An answer has its first end token; what comes behind it is filling.
@@ -148,11 +148,11 @@ class Groups:
 
 
 def ratio(part: Sequence[float] | np.ndarray, whole: Sequence[float] | np.ndarray) -> Measured:
-    """Sum over sum; the error of a ratio estimator (Cochran 1977, section 6.3). NaN for one prompt."""
+    """Sum over sum; the error of a ratio estimator (Cochran 1977, section 6.3). NaN for one prompt, or of nothing."""
     parts, wholes = np.asarray(part), np.asarray(whole)
     total, count = float(wholes.sum()), len(parts)
     value = float(parts.sum()) / total if total else math.nan
-    if count < 2:
+    if count < 2 or not total:
         return Measured(value, math.nan)
     squares = float(np.square(parts - value * wholes).sum())
     return Measured(value, math.sqrt(squares * count / (count - 1)) / total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from support.eval.sensitivity_model import PROMPTS, small_model, small_plan, sma
 from sglang_fp8rl import dequantize, quantize_blockwise, quantize_per_channel
 from sglang_fp8rl.errors import EvaluationError
 from sglang_fp8rl.lab.cpu_platform.cpu_linear import exact_product, quantize_per_token_group
-from sglang_fp8rl.lab.sensitivity.divergence import CleanRun
+from sglang_fp8rl.lab.sensitivity.divergence import CleanRun, _kl_sum
 from sglang_fp8rl.lab.sensitivity.noise import FitObserver
 from sglang_fp8rl.lab.sensitivity.quantized_products import (
     Operand,
@@ -216,6 +217,25 @@ def test_answers_are_samples_of_the_model_that_end_where_it_ends(llama):
         assert end not in sample.answer[:-1]
         assert len(sample.answer) == 24 or sample.answer[-1] == end
     assert drawn_answers(llama.model, PROMPTS, new_tokens=0, seed=0) == SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("repetition_penalty", 100.0), ("min_p", 0.9), ("no_repeat_ngram_size", 1)]
+)
+def test_answers_take_over_nothing_of_the_checkpoint_s_sampling(llama, monkeypatch, name, value):
+    config = llama.model.generation_config
+    monkeypatch.setattr(llama.model, "generation_config", config)  # put back at the end
+    plain = drawn_answers(llama.model, PROMPTS[:1], new_tokens=24, seed=0)
+    own = type(config)(**config.to_dict() | {name: value})
+    monkeypatch.setattr(llama.model, "generation_config", own)
+    assert drawn_answers(llama.model, PROMPTS[:1], new_tokens=24, seed=0) == plain
+
+
+def test_no_number_in_the_clean_model_is_no_agreement():
+    broken = torch.full((1, 4), torch.nan)
+    assert math.isnan(_kl_sum(broken, torch.zeros(1, 4)))
+    impossible = torch.tensor([[0.0, -torch.inf]])
+    assert _kl_sum(impossible, impossible) == 0
 
 
 def test_an_outlier_channel_is_named_and_costs_the_row_more_than_the_block(llama):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import closing
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from sglang_fp8rl.lab.sensitivity.finding import effects_of, finding_of
 from sglang_fp8rl.lab.sensitivity.measure import Measurement, Settings, key_of
 from sglang_fp8rl.lab.sensitivity.quantized_products import Operand
 from sglang_fp8rl.lab.sensitivity.reference import reference_of
-from sglang_fp8rl.lab.sensitivity.results_file import ResultsFile
+from sglang_fp8rl.lab.sensitivity.results_file import ResultsFile, check_place
 from sglang_fp8rl.lab.sensitivity.samples import Groups, ratio
 from sglang_fp8rl.lab.sensitivity.served_modules import (
     Choice,
@@ -187,7 +188,9 @@ def test_measurements_of_another_run_don_t_mix(tmp_path, other, message):
     ("content", "message"),
     [
         ('{"row": "else"}\n', "begins with"),
-        ("no json\n", r"results.jsonl:1: 'no json'"),
+        ("no json\n", r"results.jsonl begins with 'no json"),
+        ("notes, no newline", "begins with 'notes"),
+        ('{\n  "of": "another program"\n}', "begins with"),
         (
             '{"row": "run", "format": "sglang-fp8rl/sensitivity", "version": 9, "key": {}}\n',
             "version",
@@ -200,7 +203,17 @@ def test_a_file_that_holds_something_else_is_left_alone(tmp_path, content, messa
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(EvaluationError, match=message):
         ResultsFile(path, KEY)
+    with pytest.raises(EvaluationError, match=message):
+        check_place(path)
     assert path.read_bytes() == (content if isinstance(content, bytes) else content.encode())
+
+
+def test_a_broken_line_is_not_said_to_be_of_no_consequence(tmp_path):
+    path = tmp_path / "results.jsonl"
+    ResultsFile(path, KEY).close()
+    path.write_text(path.read_text() + "half a sam\n" + '{"row": "sample"}\n')
+    with pytest.raises(EvaluationError, match=r"results.jsonl:2: .*Delete it and all behind it"):
+        ResultsFile(path, KEY)
 
 
 def test_a_place_that_can_t_be_written_is_named(tmp_path):
@@ -219,6 +232,26 @@ def test_errors_of_ratios_are_those_of_repeated_draws():
     mean_error = sum(one.error for one in drawn) / len(drawn)
     assert values.mean() == pytest.approx(1.0, abs=0.02)
     assert mean_error == pytest.approx(float(values.std()), rel=0.15)
+
+
+def test_a_ratio_of_nothing_is_no_number():
+    found = ratio([0.0, 0.0], [0.0, 0.0])
+    assert math.isnan(found.value)
+    assert math.isnan(found.error)
+
+
+def test_operands_are_looked_at_without_the_filling_of_a_batch(planted, tmp_path):
+    reference, _, _ = planted
+    fits = []
+    for tokens_at_once in (1, 10_000):
+        settings = replace(SETTINGS, new_tokens=0, tokens_at_once=tokens_at_once)
+        path = tmp_path / f"{tokens_at_once}.jsonl"
+        with closing(ResultsFile(path, key_of(reference, PROMPTS, settings))) as results:
+            run = Measurement(reference, results, settings)
+            run.draw_samples(PROMPTS)
+            run.all_but(())
+            fits.append(results.known.fits)
+    assert fits[0] == fits[1]
 
 
 def test_prompts_held_out_have_no_say(planted, whole):
