@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +19,7 @@ from .terminal import (
     TellingGroup,
     console,
     errors_told,
+    print_json,
 )
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def verify(
         comparisons = verify_servers(urls, checkpoint, api_key, admin_api_key)
     if as_json:
         rows = [{"server": one, "with": other, **how.as_dict()} for one, other, how in comparisons]
-        typer.echo(json.dumps(rows))
+        print_json(rows)
     else:
         for server, other, found in comparisons:
             wrong = "DIFFERENT" if found.differing or found.missing else "UNKNOWN"

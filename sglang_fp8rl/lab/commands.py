@@ -15,13 +15,7 @@ from .. import __version__
 from ..errors import ConfigError
 from .eval.aime import eval_aime
 from .eval.mismatch import check_plot_path, mismatch
-from .terminal import (
-    FOUND_WRONG,
-    INTERRUPTED,
-    JsonFlag,
-    console,
-    errors_told,
-)
+from .terminal import FOUND_WRONG, INTERRUPTED, JsonFlag, console, errors_told, print_json
 
 OptionsText = Annotated[
     str, typer.Option(help='As in quantization_config, e.g. \'{"misaligned": "bf16"}\'.')
@@ -64,7 +58,7 @@ def plan(
             trust_remote_code=trust_remote_code,
         )
     if as_json:
-        typer.echo(json.dumps(made.document))
+        print_json(made.document)
         return
     console().print(plan_table(made.document["modules"], f"{model}, tensor parallel {tp}"))
     schemes = Counter(module.scheme for module in made.modules.values())
@@ -84,6 +78,7 @@ def doctor(as_json: JsonFlag = False) -> None:
 
     Exit status: 0 if nothing stands in the way; 1 if something does.
     """
+    from rich.markup import escape
     from rich.table import Table
 
     from .doctor import PROBLEM, examine, verdict
@@ -94,12 +89,12 @@ def doctor(as_json: JsonFlag = False) -> None:
     if as_json:
         rows = [finding._asdict() for finding in findings]
         said = {"version": __version__, "ok": is_ok, "verdict": verdict(findings)}
-        typer.echo(json.dumps(said | {"findings": rows}))
+        print_json(said | {"findings": rows})
     else:
         table = Table("", "check", "finding")
         styles = {"ok": "green", "note": "yellow", "problem": "red"}
         for check, state, detail in findings:
-            table.add_row(f"[{styles[state]}]{state}[/]", check, detail)
+            table.add_row(f"[{styles[state]}]{state}[/]", check, escape(detail))
         console().print(table)
         typer.echo(verdict(findings))
     if not is_ok:
@@ -141,7 +136,7 @@ def demo(
     if keep:
         shown.print(f"Kept: {directory}", markup=False)
     if as_json:
-        typer.echo(json.dumps(report.as_dict()))
+        print_json(report.as_dict())
     if not report.ok:
         raise typer.Exit(FOUND_WRONG)
 
@@ -182,14 +177,15 @@ def export(
                 on_bytes=lambda nbytes: progress.advance(task, nbytes),
             )
     if as_json:
-        typer.echo(json.dumps(asdict(report)))
+        print_json(asdict(report))
         return
     shown = console()
     for name, reason in report.misaligned.items():
         shown.print(f"stays in BF16: {name}: {reason}", markup=False)
     shown.print(
         f"{report.quantized} weights in FP8, {report.kept} tensors as they are; "
-        f"{report.nbytes_before / 1e6:.1f} MB to {report.nbytes / 1e6:.1f} MB in {out}"
+        f"{report.nbytes_before / 1e6:.1f} MB to {report.nbytes / 1e6:.1f} MB in {out}",
+        markup=False,
     )
 
 
@@ -255,7 +251,7 @@ def sensitivity(
         if plot is not None:
             plot_finding(finding, plot)
     if as_json:
-        typer.echo(json.dumps(finding.as_dict()))
+        print_json(finding.as_dict())
     else:
         print_finding(finding, console())
     if not finding.holds:

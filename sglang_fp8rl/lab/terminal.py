@@ -68,6 +68,11 @@ def errors_told(*more_lines: str, interrupted: str | None = None) -> Iterator[No
         raise typer.Exit(INTERRUPTED) from error
 
 
+def print_json(value: Any) -> None:
+    """The result on stdout. JSON has no NaN and no infinity: null stands for them."""
+    typer.echo(json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None)))
+
+
 def can_be_written(path: Path) -> bool:
     """Whether a file may be written there, in a folder that exists."""
     return os.access(path if path.exists() else path.absolute().parent, os.W_OK)

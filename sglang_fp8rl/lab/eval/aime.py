@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..terminal import FOUND_WRONG, JsonFlag, console, errors_told
+from ..terminal import FOUND_WRONG, JsonFlag, console, errors_told, print_json
 from .grading import Grader, require_packages
 from .options import PROMPT_TEMPLATE, EvalOptions
 from .problems import load_problems
@@ -90,7 +89,7 @@ def eval_aime(
     with errors_told(interrupted=kept):
         report = run_eval(EvalOptions(**given))
     if as_json:
-        typer.echo(json.dumps(asdict(report)))
+        print_json(asdict(report))
     else:
         from .report import print_report
 

@@ -33,9 +33,7 @@ class MismatchReport:
     settings: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no NaN: an undefined correlation becomes None."""
-        metrics = {name: None if v != v else v for name, v in self.metrics.as_dict().items()}
-        return {"settings": self.settings, "metrics": metrics}
+        return {"settings": self.settings, "metrics": self.metrics.as_dict()}
 
 
 def run_mismatch(
@@ -104,20 +102,19 @@ def compare_rollouts(
 
 def load_model(path: str, precision: Precision, device: str) -> Any:
     """A causal language model for inference. Raises `EvaluationError`: no such model, or no such device."""
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, precision))
-    except (
-        OSError,
-        ValueError,
-        SafetensorError,
-    ) as error:  # what from_pretrained raises for a bad path or config
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, precision), output_loading_info=True
+        )
+        if loaded["missing_keys"]:  # transformers fills them with chance
+            raise ValueError(f"no weights for {sorted(loaded['missing_keys'])[:3]}")
+    except Exception as error:  # a bad path, config or shape, a package that it wants: of any kind
         raise EvaluationError(
             "--model",
             f"{path!r}: {error}",
-            "it has to be a checkpoint folder or model id that transformers loads",
+            "it has to be a checkpoint folder or model id that transformers loads whole",
             "Pass the unquantized model that the server was started from.",
         ) from error
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,15 @@ import typer
 from rich.table import Table
 
 from ...errors import ConfigError
-from ..terminal import AdminApiKey, ApiKey, JsonFlag, can_be_written, console, errors_told
+from ..terminal import (
+    AdminApiKey,
+    ApiKey,
+    JsonFlag,
+    can_be_written,
+    console,
+    errors_told,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,7 +87,7 @@ def mismatch(
         if plot is not None:
             plot_mismatch(report, plot)
     if as_json:
-        typer.echo(json.dumps(report.as_dict()))
+        print_json(report.as_dict())
     else:
         print_mismatch(report, console())
 

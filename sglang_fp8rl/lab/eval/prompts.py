@@ -51,7 +51,7 @@ def load_prompts(path: Path | None, tokenizer: Any | None, vocabulary: int) -> l
 def prompt_lines(path: Path) -> list[tuple[str, str]]:
     """The lines that are not blank, each behind where it stands."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         rule = "it has to be a UTF-8 text file"
         raise EvaluationError("--prompts", f"{path}: {error}", rule, "Check the path.") from error

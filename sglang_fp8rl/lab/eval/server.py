@@ -79,7 +79,7 @@ def _request_json(
         reply = requests.request(
             method, url + path, json=body, headers=headers, timeout=(_CONNECT_S, patience)
         )
-    except requests.RequestException as error:
+    except (requests.RequestException, UnicodeError) as error:  # of a key that no header holds
         raise EvaluationError(
             url,
             f"{path}: {type(error).__name__}: {error}",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from types import SimpleNamespace
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.eval.eval_server import FakeServer
 from typer.testing import CliRunner
 
@@ -17,7 +18,7 @@ from sglang_fp8rl.lab.eval import gap
 from sglang_fp8rl.lab.eval.gap import compare_rollouts, load_model, rescore, run_mismatch
 from sglang_fp8rl.lab.eval.mismatch import check_plot_path
 from sglang_fp8rl.lab.eval.prompts import load_prompts
-from sglang_fp8rl.lab.eval.server import Rollout, sample_rollouts
+from sglang_fp8rl.lab.eval.server import Rollout, identify, sample_rollouts
 
 VOCABULARY = 64
 
@@ -219,6 +220,11 @@ def test_prompts_come_from_text_json_lines_built_ins_or_chance(tmp_path):
     assert load_prompts(text, tokenizer, 999) == [[97, 98], [99]]
     assert load_prompts(rows, tokenizer, 999) == [[97, 98], [7, 8], [99]]
     assert len(load_prompts(None, tokenizer, 999)) == 8
+    marked = "\ufeff" + json.dumps({"prompt": "\u2028\x85"}, ensure_ascii=False)  # not lines' ends
+    rows.write_text(marked + "\n", encoding="utf-8")
+    assert load_prompts(rows, tokenizer, 999) == [[0x2028, 0x85]]
+    text.write_text("a\fb\u2028c\n", encoding="utf-8")
+    assert load_prompts(text, tokenizer, 9999) == [[97, 12, 98, 0x2028, 99]]
     chance = load_prompts(None, None, 50)
     assert chance == load_prompts(None, None, 50)
     assert 0 <= min(map(min, chance)) <= max(map(max, chance)) < 50
@@ -270,8 +276,52 @@ def test_a_plot_in_an_unknown_format_is_refused(tmp_path):
         check_plot_path(tmp_path / "gap.jpeg2")
 
 
-def test_undefined_values_are_null_in_json():
-    report = compare_rollouts([Rollout([1], [2], [-1.0])], [torch.tensor([-1.0])], {"url": "u"})
+def test_undefined_values_are_null_in_json(monkeypatch):
+    rollouts, scored = [Rollout([1], [2], [-1.0])], [torch.tensor([-1000.0])]
+    report = compare_rollouts(rollouts, scored, {"url": "u"})
     assert math.isnan(report.metrics.prob_pearson)
-    assert report.as_dict()["metrics"]["prob_pearson"] is None
-    assert SimpleNamespace(**report.as_dict()).settings == {"url": "u"}
+    assert math.isinf(report.metrics.trainer_ppl)
+    monkeypatch.setattr(gap, "run_mismatch", lambda *_, **__: report)
+    told = invoke("--url", "u", "--model", "m", "--json").stdout
+    found = json.loads(told, parse_constant=lambda word: pytest.fail(word))
+    assert found["settings"] == {"url": "u"}
+    assert (found["metrics"]["prob_pearson"], found["metrics"]["trainer_ppl"]) == (None, None)
+
+
+def test_a_checkpoint_without_all_weights_is_refused_and_not_filled_with_chance(
+    checkpoint, tmp_path
+):
+    shutil.copytree(checkpoint, tmp_path / "part")
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "part" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EvaluationError, match=r"no weights for \['lm_head.weight'\]"):
+        load_model(str(tmp_path / "part"), "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"intermediate_size": 128},
+        {"num_attention_heads": "two"},
+        {"quantization_config": {"quant_method": "awq", "bits": 4}},
+    ],
+)
+def test_whatever_transformers_raises_is_told_of_the_model(checkpoint, tmp_path, changed):
+    shutil.copytree(checkpoint, tmp_path / "odd")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(EvaluationError, match=r"--model: .*odd"):
+        load_model(str(tmp_path / "odd"), "float32", "cpu")
+
+
+def test_a_model_that_ties_its_weights_is_whole(model, tmp_path):
+    tied = type(model)(type(model.config)(**model.config.to_dict() | {"tie_word_embeddings": True}))
+    tied.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    load_model(str(tmp_path), "float32", "cpu")
+
+
+def test_a_key_that_no_header_holds_is_told():
+    with pytest.raises(EvaluationError, match="latin-1"):
+        identify("http://127.0.0.1:9", "key €")
