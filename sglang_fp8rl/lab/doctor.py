@@ -92,10 +92,10 @@ Lines = list[tuple[str, str]]  # state and detail
 
 
 def _lines(check: Callable[[], Lines]) -> Lines:
-    """What a check found; where packages don't fit together, that they can't be imported."""
+    """What a check found; where packages don't fit together, what their import ends with."""
     try:
         return list(check())
-    except ImportError as error:
+    except Exception as error:  # noqa: BLE001  AttributeError, OSError, …: what they look for in each other
         detail = f"can't be imported: {error}; a package is missing, or another overwrote its files: install it again"
         return [(PROBLEM, detail)]
 

@@ -101,7 +101,7 @@ def export_checkpoint(
         save_file(tensors, out / path.name, metadata={"format": "pt"})
         report.nbytes += sum(tensor.nbytes for tensor in tensors.values())
         weight_map |= dict.fromkeys(tensors, path.name)
-    if len(files) > 1:
+    if [path.name for path in files] != ["model.safetensors"]:  # which alone is found without
         index = {"metadata": {"total_size": report.nbytes}, "weight_map": weight_map}
         (out / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     for path in directory.iterdir():  # tokenizer, generation config, templates, code

@@ -151,6 +151,12 @@ def test_demo_refuses_a_checkpoint_that_is_quantized_already(tmp_path):
     assert "awq" in result.output
 
 
+def test_doctor_s_table_shows_brackets_as_they_are(monkeypatch):
+    said = [(doctor.NOTE, "install sglang-fp8rl[lab], see [/opt]")]
+    monkeypatch.setattr(doctor, "_CHECKS", (("a check", lambda: said),))
+    assert said[0][1] in run("doctor").stdout
+
+
 @pytest.mark.parametrize(("state", "status"), [(doctor.OK, 0), (doctor.PROBLEM, 1)])
 def test_doctor_s_exit_status_says_whether_something_is_in_the_way(monkeypatch, state, status):
     monkeypatch.setattr(doctor, "_CHECKS", (("a check", lambda: iter([(state, "a finding")])),))
@@ -181,11 +187,12 @@ def test_doctor_s_last_line_is_the_verdict_and_json_has_it(monkeypatch):
     assert json.loads(run("doctor", "--json").stdout)["verdict"] == line
 
 
-def test_an_sglang_that_can_t_be_imported_is_told_and_no_traceback(monkeypatch):
-    """As one whose files another package has overwritten."""
+@pytest.mark.parametrize("kind", [ImportError, AttributeError, OSError, RuntimeError])
+def test_an_sglang_that_can_t_be_imported_is_told_and_no_traceback(monkeypatch, kind):
+    """As one whose files another package has overwritten, or that wants another torch."""
 
     def broken():
-        raise ImportError("cannot import name 'one'")
+        raise kind("cannot import name 'one'")
 
     monkeypatch.setattr(doctor, "_CHECKS", (("plugin", broken), ("casts", doctor._casts)))
     result = run("doctor", "--json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -132,6 +133,18 @@ def test_an_export_that_quantizes_nothing_is_refused(tmp_path, model, asked_for)
     assert "no weight is served in FP8 blocks" in told
     assert asked_for
     assert not out.exists()
+
+
+def test_an_exported_file_of_another_name_has_an_index(tmp_path, model, monkeypatch):
+    """Without one, transformers looks for model.safetensors alone."""
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    block = {"is_fp8_on_wire": True, "scheme": "blockwise"}
+    plan = SimpleNamespace(tensors={"else": SimpleNamespace(**block)}, document={"options": {}})
+    monkeypatch.setattr(export, "make_plan", lambda *_, **__: plan)
+    monkeypatch.setattr(export, "quantization_config", lambda _: {})
+    export.export_checkpoint(str(model), tmp_path / "out")
+    index = json.loads((tmp_path / "out" / INDEX_NAME).read_text())
+    assert index["weight_map"] == {"a.weight": "model-00001-of-00001.safetensors"}
 
 
 def test_a_plot_that_can_t_be_written_is_refused(tmp_path, monkeypatch):
