@@ -71,7 +71,7 @@ def sample_answers(
     stop = model.generation_config.eos_token_id
     ends = [stop] if isinstance(stop, int) else list(stop or ())
     # In place of the checkpoint's own, which fill what is left out here: no penalty but the end stays.
-    model.generation_config = GenerationConfig(
+    settings = GenerationConfig(
         do_sample=True,
         temperature=1.0,
         top_k=0,
@@ -81,6 +81,7 @@ def sample_answers(
         eos_token_id=stop,
         pad_token_id=ends[0] if ends else 0,
     )
+    model.generation_config.update(**settings.to_dict())
     ids = torch.tensor([list(prompt)], device=model.device)
     with torch.random.fork_rng(devices=[] if model.device.type == "cpu" else None):
         torch.manual_seed(seed)
