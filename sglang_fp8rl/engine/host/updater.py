@@ -175,12 +175,16 @@ def _read_unfolded(original: Callable[..., Any], manager: Any, request: Any) -> 
     reading, changing = Boundary(manager.tp_cpu_group), Boundary(manager.tp_cpu_group)
     reading.step(check_weights_are_there, manager, "this request reads them")
     errors, result = reading.failures(), None
+    is_reset, kept = getattr(request, "action", "") == "reset_tensors", refit.derived.kept_copies
     if not errors:
+        if is_reset:
+            changing.step(kept.keep_constants)
         changing.step(around.enter_context, refit.unfolded())
         if changing.is_fine():
             result = reading.step(original, request)
         changing.step(around.close)
-        if getattr(request, "action", "") == "reset_tensors":
+        if is_reset:
+            changing.step(kept.put_constants_back)
             selector = getattr(request, "selector", "all")
             if selector != "draft":
                 for extension in refit.extensions:

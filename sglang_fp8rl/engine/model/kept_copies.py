@@ -90,19 +90,17 @@ class KeptCopies:
                 self._known[memory] = _numbered(numbered[0])
 
     def keep_constants(self) -> None:
-        """The weights' memory is about to be given back: look while it is there, and copy to the CPU what no
-        update sends. Buffers SGLang keeps itself, and what plain objects hold was not made with the model."""
+        """The weights' memory is about to be given back, or filled with rubbish: look while it is there, and copy to the
+        CPU what no update sends. What plain objects hold was not made with the model."""
         self.look()
-        modules = self._modules.values()
-        buffers = {storage_of(one) for module in modules for one in module.buffers(recurse=False)}
         self._constants = [
             (one.tensor.detach(), one.tensor.detach().to("cpu", copy=True))
             for one in self.others()
-            if isinstance(one.holder, torch.nn.Module) and storage_of(one.tensor) not in buffers
+            if isinstance(one.holder, torch.nn.Module)
         ]
 
     def put_constants_back(self) -> None:
-        """Give memory that came back what `keep_constants` copied."""
+        """Give memory that came back, or was filled, what `keep_constants` copied."""
         for one, kept in self._constants:
             one.copy_(kept)
         self._constants = []
