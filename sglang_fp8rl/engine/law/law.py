@@ -195,6 +195,9 @@ class Law(Extension):
             the refit that ends here, if any. It moves no version: a flush's answer has no place for one.
         """
         log, ended = self.log, None
+        for refit in (log.last, log.current):
+            if refit is not None and refit.cache_flushed is False:
+                refit.cache_flushed = True
         if log.session is not None or (log.current is not None and not log.current.is_bare):
             return None
         if found is not None:

@@ -165,6 +165,10 @@ def update_while_busy(scheduler, named_tensors):
         updater.flush_cache = flush
 
 
+def flush_cache(scheduler):
+    return scheduler.flush_cache()
+
+
 def test_a_refused_flush_fails_no_refit(host):
     assert not host.call(update_while_busy, SECOND)[0]
     state = host.call(status)
@@ -172,6 +176,8 @@ def test_a_refused_flush_fails_no_refit(host):
     last = state["last_refit"]
     assert (last["outcome"], last["complete"], last["cache_flushed"]) == ("ok", True, False)
     assert host.call_all(digests) == host.fresh("second").digests
+    assert host.call(flush_cache)
+    assert host.call(status)["last_refit"]["cache_flushed"]
     assert host.call(update, SECOND)[0]
     assert host.call(status)["last_refit"]["cache_flushed"]
 
