@@ -181,6 +181,8 @@ class RefitLog:
         current = self.current
         assert current is not None
         if self.running is None and not verdict.at_the_end().failures:
+            if current.version is None:
+                current.version = self.moved_to = update.version
             return None  # it has ended, and this brought nothing that could undo or mend anything
         failed = current.session.failed if current.session is not None else None
         if update.ends_session and failed is not None and not verdict.is_complete:

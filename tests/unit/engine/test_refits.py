@@ -441,6 +441,13 @@ def test_what_reaches_nothing_behind_a_complete_refit_does_not_rename_it(server)
     assert server.log.complete.version == "v1"
 
 
+def test_the_version_may_come_with_a_last_call_that_brings_nothing(server):
+    """A tied head, for one: everything has come before it."""
+    assert server.call(*NAMES) is State.WHOLE
+    assert server.call("a tied head", flush=True, version="v2") is State.WHOLE
+    assert (server.log.complete.version, server.log.moved_to) == ("v2", "v2")
+
+
 def test_a_call_that_joined_on_this_rank_is_of_the_refit_that_another_rank_began(server):
     server.call(*NAMES, flush=True)
     whole = server.log.complete
