@@ -33,10 +33,10 @@ def safetensors_files(directory: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            found = [directory / name for name in names]
+        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
             rule = "it has to be JSON with a weight_map"
             raise ConfigError(str(index), repr(error), rule, "Copy it again.") from error
-        found = [directory / name for name in names]
         return found if all(path.exists() for path in found) else []
     return sorted(directory.glob("*.safetensors"))
 
@@ -48,7 +48,7 @@ def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     for path in files:
         try:
             opened = safe_open(path, framework="pt")
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:  # a link that leads nowhere, a directory
             rule = "it has to be a whole safetensors file"
             raise ConfigError(str(path), str(error), rule, "Copy it again.") from error
         with opened as file:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from support.plans import PLAIN, make_plan
 from typer.testing import CliRunner
 
-from sglang_fp8rl.checkpoint import INDEX_NAME, checkpoint_directory
+from sglang_fp8rl.checkpoint import INDEX_NAME, checkpoint_directory, safetensors_files, tensors_in
 from sglang_fp8rl.client import RefitClient
 from sglang_fp8rl.errors import Fp8RlError, RefitError
 from sglang_fp8rl.lab import cli, export, plan_offline
@@ -84,7 +84,9 @@ def test_a_folder_without_a_config_that_can_be_read_is_named(tmp_path, model, co
     assert "config.json" in told
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 1}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"weight_map": 1}', '{"weight_map": {"a": 1}}']
+)
 def test_a_broken_index_is_named(tmp_path, model, content):
     (model / INDEX_NAME).write_text(content)
     assert INDEX_NAME in refused("export", model, tmp_path / "out")
@@ -96,6 +98,12 @@ def test_a_truncated_file_is_named(truncated, monkeypatch):
     held = SimpleNamespace(fingerprint=lambda: None, plan=lambda: make_plan({}))
     monkeypatch.setattr("sglang_fp8rl.client.RefitClient", lambda *_, **__: held)
     assert "model.safetensors" in refused("verify", URL, "--checkpoint", truncated)
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path):
+    (tmp_path / "gone.safetensors").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(Fp8RlError, match=r"gone\.safetensors"):
+        list(tensors_in(safetensors_files(tmp_path)))
 
 
 def test_a_truncated_file_of_a_reference_is_bad_input(truncated):
