@@ -16,9 +16,11 @@ from .status import status_section
 PREFIX = "sglang:fp8rl_"
 
 
-def observe_refit(manager: Any, refit: ModelRefit, call: str | None, success: bool) -> None:
-    """After an update call, or the end of a session; does nothing unless SGLang collects metrics here. Args as of
-    `RefitMetrics.observe`; `manager` is SGLang's weight updater."""
+def observe_refit(
+    manager: Any, refit: ModelRefit, call: str | None = None, success: bool = True
+) -> None:
+    """After a request that may have changed what is served; does nothing unless SGLang collects metrics here. Args as
+    of `RefitMetrics.observe`; `manager` is SGLang's weight updater."""
     collector = manager.metrics_collector
     if collector is not None:
         metrics = _metrics(tuple(collector.labels))
@@ -57,7 +59,7 @@ class RefitMetrics:
         """Take over what a status has a number for, and count.
 
         Args:
-            call: `tensor`, `distributed`, `disk` or `ipc`; None at the end of a session.
+            call: `tensor`, `distributed`, `disk` or `ipc`; None if it was no update call.
             success: of the call.
         """
         refit = status.get("last_refit")

@@ -87,7 +87,7 @@ class RequestEnd:
             step(OPEN_BUFFERS.close)  # a refit that goes on brings its handles anew
         result.message = without_versions(result.message)
         version = step(self._told, ended)
-        if fail_behind(self.boundary, refit, ended, result):  # the same on every rank
+        if fail_behind(self.boundary, self.manager, refit, ended, result):  # as on every rank
             version = None
         result.message = with_version(result.message, version)
         if version and RECORDS_WEIGHT_VERSIONS:
@@ -188,15 +188,17 @@ def request_end(refit: ModelRefit) -> type[RequestEnd]:
 
 
 def fail_behind(
-    boundary: Boundary, refit: ModelRefit, ended: Any = None, result: Any = None
+    boundary: Boundary, manager: Any, refit: ModelRefit, ended: Any = None, result: Any = None
 ) -> list[str]:
     """What was raised behind the end of a request, on any rank, fails it and what it ended after all; return it.
-    A collective.
+    Metrics say what is served then. A collective.
 
     Args:
         ended: as of `RequestEnd`; None if the request has none.
         result: None if the answer can't say so; then only the status does.
     """
+    if result is None:  # else metrics were told
+        boundary.step(observe_refit, manager, refit)
     errors = boundary.failures()
     if not errors:
         return errors
@@ -208,4 +210,5 @@ def fail_behind(
         boundary.step(extension.fail_served, errors, ended)
         if ended is not None and len(boundary.errors) > before:
             boundary.step(extension.fail_served, errors, None)
+    boundary.step(observe_refit, manager, refit)
     return errors

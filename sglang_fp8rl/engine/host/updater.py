@@ -111,7 +111,7 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
         if not get_server_args().enable_draft_weights_cpu_backup:
             boundary.step(lose_drafts)
         # SGLang's answer to this request has no room for an error.
-        fail_behind(boundary, refit)
+        fail_behind(boundary, self, refit)
         return result
 
     def resume_memory_occupation(self, recv_req: Any) -> Any:
@@ -121,7 +121,7 @@ class RefitUpdater(SchedulerWeightUpdaterManager):
         if refit is not None and not are_weights_released(self):
             boundary = Boundary(self.tp_cpu_group)
             boundary.step(refit.derived.kept_copies.put_constants_back)
-            fail_behind(boundary, refit)
+            fail_behind(boundary, self, refit)
         return result
 
     # Who reads served weights gets them as they were sent.
@@ -191,7 +191,7 @@ def _read_unfolded(original: Callable[..., Any], manager: Any, request: Any) -> 
                     changing.step(extension.weights_lost)
             if selector != "target":
                 changing.step(lose_drafts)
-        errors = [*reading.failures(), *fail_behind(changing, refit)]
+        errors = [*reading.failures(), *fail_behind(changing, manager, refit)]
     return _not_read(request, errors) if errors else result
 
 

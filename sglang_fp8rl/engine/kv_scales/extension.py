@@ -127,7 +127,7 @@ class KvScaling(Extension):
             return True  # released: scales are chosen at the next flush, from the weights that come
         boundary = Boundary(self.group)
         boundary.step(self._choose)
-        return not fail_behind(boundary, self.refit, None)
+        return not fail_behind(boundary, manager, self.refit)
 
     def end_session(self, manager: Any) -> None:
         """Where nothing was flushed: flush if an exponent has to move. Where requests are running the

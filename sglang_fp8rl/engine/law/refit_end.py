@@ -195,4 +195,4 @@ def end_by_flush(law: Law, manager: Any) -> bool:
     ended = boundary.step(law.flushed, Verdict.of_all(ranks) if ranks else None)
     if ended is not None and ended.has_changed_weights:
         boundary.step(clear_stored_cache, manager)
-    return not fail_behind(boundary, law.refit, ended)
+    return not fail_behind(boundary, manager, law.refit, ended)

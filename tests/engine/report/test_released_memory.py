@@ -4,6 +4,8 @@ SGLang's own request handlers; its memory saver pages CUDA memory only, so the b
 the moment in which they would come back.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.engine.commands import (
@@ -72,6 +74,27 @@ def test_a_colocated_trainer_replays_and_nothing_old_is_served(host, tags):
         assert (replayed(host), host.call(status)["replay"]["native_calls"]) == (calls + 2, before)
         assert host.call_all(digests) == fresh.digests
     assert host.say() == fresh.said
+
+
+def consistent(scheduler):
+    """What `/metrics` says of it, where SGLang collects metrics."""
+    from prometheus_client import REGISTRY
+
+    labels = {"model_name": "released"}
+    collector = SimpleNamespace(labels=labels, observe_weight_load=lambda *_: None)
+    scheduler.weight_updater.metrics_collector = collector
+    return REGISTRY.get_sample_value("sglang:fp8rl_consistent", labels)
+
+
+@on("qwen3-tp1")
+def test_the_metrics_say_so_too(host):
+    host.call(consistent)
+    for _ in range(2):
+        host.update_to("first")
+        assert host.call(consistent) == 1
+        host.call(release_and_resume, ["weights"], True)
+        assert host.call(consistent) == 0
+    host.in_doubt = True
 
 
 @on("deepseek-v3-tp1", WITH_FP8_CACHE)

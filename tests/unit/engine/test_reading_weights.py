@@ -29,6 +29,7 @@ def test_what_is_reset_is_missing_until_it_came(monkeypatch, selector, lost):
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=refit.model)),
         tp_cpu_group=group,
         offload_tags=set(),
+        metrics_collector=None,
     )
     request = SimpleNamespace(action="reset_tensors")
     if selector is not None:
