@@ -157,7 +157,8 @@ def _cast(
     backend: Backend,
 ) -> torch.Tensor:
     """Write codes, or in a BF16 `target` what they and their scales stand for; returns flags as `cast_into`."""
-    source, target, scales = source.detach(), target.detach(), scales.detach()
+    # Of a lazily negated source the memory has the other sign.
+    source, target, scales = source.detach().resolve_neg(), target.detach(), scales.detach()
     nonfinite = torch.empty(grid.scale_shape, dtype=torch.bool, device=source.device)
     how = (grid.block, pow2_scale, round_to_bf16)
     module = kernels("table", source.device.type, backend) or reference
@@ -249,7 +250,7 @@ def copy_finite_into(
         bool [rows] on the source's device: True where a row is not finite and was not written.
         Nothing here waits for a GPU.
     """
-    source, destination = source.detach(), destination.detach()
+    source, destination = source.detach().resolve_neg(), destination.detach()
     rows, outs = as_matrix(source), as_matrix(destination)
     if outs is None or rows is None:
         # Not a matrix in memory: whole or not at all.

@@ -68,8 +68,9 @@ class Matrix(NamedTuple):
 
     @property
     def lies_in_rows(self) -> bool:
-        """Whether every row is contiguous, and none overlaps the next."""
-        return self.rows.stride(1) == 1 and self.rows.stride(0) >= self.rows.shape[1]
+        """Whether every row is contiguous, none overlaps the next, and no sign is left to be changed (lazily)."""
+        rows = self.rows
+        return rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] and not rows.is_neg()
 
     def in_rows(self) -> Matrix:
         """Itself, or what is copied there now."""

@@ -55,6 +55,12 @@ def by_definition(tensor, seed):
     )
 
 
+def test_a_lazily_negated_tensor_has_the_number_of_its_values():
+    for negated in (torch.randn(5, 6), torch.randn(1, 7), torch.randn(3, 4, 5)):
+        expected = tensor_number(-negated, SEED)
+        assert tensor_number(torch._neg_view(negated), SEED) == expected
+
+
 def test_threads_do_not_change_the_number(monkeypatch):
     cpu = pytest.importorskip("sglang_fp8rl.numerics.cpu.fingerprint")
     monkeypatch.setattr("sglang_fp8rl.numerics.cpu.jit.WORTH_A_THREAD", 500)

@@ -23,7 +23,10 @@ from sglang_fp8rl.numerics import (
     FP8_DTYPE,
     FP8_MAX,
     cast_into,
+    quantize,
+    through_fp8,
 )
+from sglang_fp8rl.numerics.cast import copy_finite_into
 from sglang_fp8rl.numerics.cpu import jit as cpu_jit
 from sglang_fp8rl.numerics.cpu import table as cpu_table
 
@@ -161,6 +164,19 @@ def test_parameters_and_inference_tensors_can_be_written(backend):
         scales = torch.empty(1, 2)
         cast_into(source, qweight, scales, (128, 128), backend=backend)
     assert same_bits(qweight, quantize_blockwise(source)[0])
+
+
+@pytest.mark.parametrize("columns", [129, 1])
+def test_a_lazily_negated_source_has_its_sign(columns, backend):
+    weight = torch.randn(130, columns, generator=torch.Generator().manual_seed(7))
+    source, block = torch._neg_view(weight), (128, 128)  # as `.conj().imag` is
+    expected = quantize_blockwise(-weight)[0]
+    assert same_bits(quantize(source, backend=backend)[0], expected)
+    served = through_fp8(-weight, block, backend="reference")
+    assert same_bits(through_fp8(source, block, backend=backend), served)
+    out = torch.zeros_like(weight)
+    assert not copy_finite_into(source, out, backend=backend).any()
+    assert same_bits(out, -weight)
 
 
 @pytest.mark.parametrize(
