@@ -160,9 +160,9 @@ def _matrix_number(matrix: Matrix) -> int:
     words = (first_byte + rows.shape[1] * rows.element_size() + 1) // 2
     kernel: Any = None
     size = rows.element_size()
-    # Whether every row is whole words, in memory and in the full tensor.
-    places = (first_byte, rows.data_ptr(), rows.shape[1] * size, rows.stride(0) * size)
-    if all(place % 2 == 0 for place in places):
+    # Whether every row is whole words, in memory, in its storage and in the full tensor.
+    steps = (rows.storage_offset() * size, rows.shape[1] * size, rows.stride(0) * size)
+    if all(place % 2 == 0 for place in (first_byte, rows.data_ptr(), *steps)):
         rows = rows.view(torch.int16)
         kernel = kernels("fingerprint", "cpu") if rows.is_cpu else None
     number = by_torch if kernel is None else kernel.matrix_number

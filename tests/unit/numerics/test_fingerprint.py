@@ -61,6 +61,14 @@ def test_a_lazily_negated_tensor_has_the_number_of_its_values():
         assert tensor_number(torch._neg_view(negated), SEED) == expected
 
 
+def test_bytes_at_an_odd_place_of_their_storage_have_the_number_of_their_values():
+    memory = torch.zeros(1000, dtype=torch.uint8).numpy()
+    for first in (0, 1):
+        codes = torch.frombuffer(memory, dtype=torch.uint8, offset=first)[1:901].view(9, 100)
+        codes.copy_(torch.arange(900).view(9, 100) % 251)
+        assert tensor_number(codes, SEED) == by_definition(codes, SEED)
+
+
 def test_threads_do_not_change_the_number(monkeypatch):
     cpu = pytest.importorskip("sglang_fp8rl.numerics.cpu.fingerprint")
     monkeypatch.setattr("sglang_fp8rl.numerics.cpu.jit.WORTH_A_THREAD", 500)
