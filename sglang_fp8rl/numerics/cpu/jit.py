@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import numba
 import torch
@@ -21,15 +23,19 @@ T = TypeVar("T")
 
 # Elements (of a fingerprint: words). Below this, starting a thread costs more than it saves.
 WORTH_A_THREAD = 2 * 1024 * 1024
+# Of all files that a kernel may take in functions and constants of.
+_SOURCES = [crc32(path.read_bytes()) for path in sorted(Path(__file__).parents[1].rglob("*.py"))]
 
 
 def jit(function: Callable) -> Any:
     """`njit` without the GIL, cached on disk where that is possible: servers start often, on read-only images too."""
     options = {"nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(cache=True, **options)(function)
+        compiled: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # "cannot cache function: no locator available"
         return numba.njit(**options)(function)
+    compiled._cache._cache_file._source_stamp = _SOURCES  # Numba's is of the function's own file
+    return compiled
 
 
 def threads_for(elements: int) -> int:
