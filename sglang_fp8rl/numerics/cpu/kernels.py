@@ -54,11 +54,13 @@ def _overload_fp32_bits(x):
 
 @jit
 def _half_to_fp32(half):
-    """The bits of FP16 behind the sign are those of the number over 2**112, if FP32 reads them; but for Inf and
-    NaN."""
+    """The exponent is FP32's less 112. A subnormal's is read as the smallest normal's, with a leading one that goes off
+    again: as an FP32 subnormal it might be flushed."""
     magnitude = np.uint32(np.uint32(half & np.uint32(0x7FFF)) << np.uint32(13))
     special = np.uint32(0x7F800000) if magnitude >= np.uint32(0x0F800000) else np.uint32(0)
-    bits = np.uint32(_bits(_float(magnitude) * np.float32(2.0**112)) | special)
+    one = np.uint32(113 << 23) if magnitude < np.uint32(1 << 23) else np.uint32(0)  # 2**-14
+    lift = max(one, np.uint32(112 << 23))
+    bits = np.uint32(_bits(_float(np.uint32(magnitude + lift)) - _float(one)) | special)
     return np.uint32(bits | np.uint32(np.uint32(half & np.uint32(0x8000)) << np.uint32(16)))
 
 
@@ -119,11 +121,11 @@ def _float(bits):
 
 @jit
 def _amax(x, amax):
-    amax = np.uint32(amax)
+    largest, magnitude = np.uint32(0), np.uint32(0x7FFFFFFF if x.itemsize == 4 else 0x7FFF)
     for c in range(x.size):
-        bits = np.uint32(_fp32_bits(x[c]) & np.uint32(0x7FFFFFFF))
-        amax = bits if bits > amax else amax
-    return amax
+        bits = np.uint32(np.uint32(x[c]) & magnitude)
+        largest = bits if bits > largest else largest
+    return max(np.uint32(amax), np.uint32(_fp32_bits(x.dtype.type(largest))))
 
 
 @jit

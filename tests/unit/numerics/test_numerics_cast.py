@@ -166,6 +166,24 @@ def test_parameters_and_inference_tensors_can_be_written(backend):
     assert same_bits(qweight, quantize_blockwise(source)[0])
 
 
+def test_fp16_has_its_small_numbers_where_subnormals_are_flushed(backend):
+    """As torch does if asked, and whoever loads a library that was built with -ffast-math."""
+    every = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    source = every[every.isfinite()][None]
+    wide, out = source.float(), torch.zeros(source.shape)
+    expected, scales = quantize(wide, (1, 128), backend="reference")
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor can't")
+    try:
+        found = quantize(source, (1, 128), backend=backend)
+        copy_finite_into(source, out, backend=backend)
+    finally:
+        torch.set_flush_denormal(False)
+    assert same_bits(found[0], expected)
+    assert same_bits(found[1], scales)
+    assert same_bits(out, wide)
+
+
 @pytest.mark.parametrize("columns", [129, 1])
 def test_a_lazily_negated_source_has_its_sign(columns, backend):
     weight = torch.randn(130, columns, generator=torch.Generator().manual_seed(7))
