@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal, Protocol
@@ -16,6 +17,8 @@ from .write_table import CastTable
 Backend = Literal["auto", "reference", "numba", "triton"]
 _FOLDERS = {"numba": "cpu", "triton": "triton"}
 _FASTEST = {"cpu": "numba", "cuda": "triton"}
+# Kernels take addresses: another device's would end the process. Triton's interpreter runs on a CPU.
+_DEVICES = {"numba": ("cpu",), "triton": ("cuda", "cpu" if os.getenv("TRITON_INTERPRET") else "")}
 
 
 @functools.cache
@@ -28,8 +31,9 @@ def kernels(what: str, device_type: str, backend: str = "auto") -> ModuleType | 
             return None
     if backend == "reference":
         return None
-    if backend not in _FOLDERS:
-        raise ValueError(f"backend {backend!r}: one of auto, reference, {', '.join(_FOLDERS)}")
+    if device_type not in _DEVICES.get(backend, ()):
+        rule = "one of auto, reference, numba on a CPU, triton on CUDA; auto fits any device"
+        raise ValueError(f"backend {backend!r} on {device_type!r}: {rule}")
     return importlib.import_module(f".{_FOLDERS[backend]}.{what}", __package__)
 
 

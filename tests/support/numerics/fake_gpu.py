@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
+
+from sglang_fp8rl.numerics import backends
 
 _NUMBER = -1  # of a device that no real one has, so that nobody else meets what is compiled here
 
@@ -60,7 +63,8 @@ def fake_gpu() -> Iterator[FakeDriver]:
     before, found = config._active, FakeDriver()
     config.set_active(found)
     try:
-        yield found
+        with patch.dict(backends._DEVICES, triton=("cuda", "cpu")):
+            yield found
     finally:
         config._active = before
 

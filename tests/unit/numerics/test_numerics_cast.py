@@ -220,8 +220,21 @@ def test_refuses_destinations_that_do_not_fit(source, qweight, scales, said):
 
 def test_an_unknown_backend_is_an_error():
     args = torch.ones(1, 1), torch.empty(1, 1, dtype=FP8_DTYPE), torch.empty(1, 1)
-    with pytest.raises(ValueError, match="'cuda': one of"):
+    with pytest.raises(ValueError, match="'cuda' on 'cpu': one of"):
         cast_into(*args, (128, 128), backend="cuda")
+
+
+@pytest.mark.parametrize(("backend", "device"), [("numba", "meta"), ("triton", "cpu")])
+def test_a_backend_of_another_device_is_refused_before_it_reads_an_address(backend, device):
+    said = printed_by(f"""
+        import torch
+        from sglang_fp8rl.numerics import quantize
+        try:
+            quantize(torch.ones(4, 4, device={device!r}), backend={backend!r})
+        except ValueError as error:
+            print(error)
+    """)
+    assert said.startswith(f"backend {backend!r} on {device!r}: one of ")
 
 
 def test_without_numba_the_bytes_are_the_same():
