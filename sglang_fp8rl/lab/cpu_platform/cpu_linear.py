@@ -106,7 +106,7 @@ def exact_product(
         return total * weight_scale.float().reshape(-1)
     (n, k), (block_n, block_k) = codes.shape, block
     row_scale = weight_scale.float().repeat_interleave(block_n, dim=0)[:n]  # [N, ceil(K / block_k)]
-    output = torch.zeros(x.shape[0], n)
+    output = torch.zeros(x.shape[0], n, dtype=torch.float32)
     for number, start in enumerate(range(0, k, block_k)):
         columns = slice(start, start + block_k)
         part = (wide_x[:, columns] @ wide_weight[:, columns].t()).float()

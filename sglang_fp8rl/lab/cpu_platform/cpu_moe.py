@@ -62,7 +62,7 @@ def fused_experts(
     slots = slots.view(tokens, top_k, -1)
     if config.no_combine:
         return slots
-    total = torch.zeros(slots.shape[0], slots.shape[2])
+    total = torch.zeros(slots.shape[0], slots.shape[2], dtype=torch.float32)
     for summand in slots.unbind(1):
         total += summand.float()
     output = (total * (config.routed_scaling_factor or 1.0)).to(hidden_states.dtype)

@@ -104,6 +104,18 @@ def run(
     )
 
 
+@pytest.mark.parametrize("kind", ["blocks", "rows"])
+def test_sums_are_fp32_s_whatever_torch_s_default_dtype(layer: SimpleNamespace, kind: str) -> None:
+    every = torch.arange(EXPERTS).repeat(TOKENS, 1)
+    layer.topk = torch.rand(TOKENS, EXPERTS), every, None
+    expected = run(layer, kind)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(run(layer, kind), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize(("kind", "group"), [("blocks", 128), ("rows", None)])
 def test_experts_are_the_exact_sum_to_output_rounding(
     layer: SimpleNamespace, kind: str, group: int | None
