@@ -35,11 +35,6 @@ REFUSED = {
     "quantization_param_path": "SGLang reads scales from that file and applies them beside those in the weights",
     "disaggregation_mode": "bytes of the cache go to another server, which has scales of its own",
 }
-_DP_ATTENTION = (
-    "--enable-dp-attention",
-    "kv_scales 'calibrated'",
-    "ranks with requests of their own can't run one text together",
-)
 
 
 class KvScaling(Extension):
@@ -88,7 +83,8 @@ class KvScaling(Extension):
 
         check_arguments(resolved_view(get_server_args()))
         if self.mode == "calibrated" and is_dp_attention_enabled():
-            raise refused(*_DP_ATTENTION)
+            rule = "ranks with requests of their own can't run one text together"
+            raise refused("--enable-dp-attention", "kv_scales 'calibrated'", rule)
         layers = attention_layers(runner.model)
         if not layers:
             return False
