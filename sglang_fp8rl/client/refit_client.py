@@ -12,7 +12,7 @@ from uuid import uuid4
 import torch
 
 from ..errors import NoAnswerError, RefitError
-from ..wire.bucket import ALIGNMENT, NamedTensor, sendable
+from ..wire.bucket import ALIGNMENT, NamedTensor, are_there_at_once, sendable
 from ..wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Verification, compare
 from ..wire.plan import PLAN_PATH, STATUS_PATH, RefitPlan
 from ..wire.refit_note import ALL, PARTIAL, RefitNote
@@ -94,7 +94,8 @@ class RefitClient:
         """Send tensors, full and unsharded, under their checkpoint names; return when served.
 
         Args:
-            named_tensors: consumed lazily, and each read as it goes by: its memory may be used for the next.
+            named_tensors: consumed lazily, and each read as it goes by: its memory may be used for the next. Those of a
+                list, tuple or dict are there at once, and read bucket by bucket: they don't change meanwhile.
             bucket_bytes: a bucket ends before the tensor that would pass this size; by default an eighth of the
                 memory that is free where the first tensor lies (`/dev/shm` for one on the CPU), up to 2 GiB.
             on_bucket: called after each bucket with the tensors and bytes sent so far.
@@ -114,7 +115,7 @@ class RefitClient:
         """
         if plan is not None:
             self.check_plan(plan)
-        named_tensors = sendable(named_tensors)
+        stay, named_tensors = are_there_at_once(named_tensors), sendable(named_tensors)
         numbers = on_filled = None
         if verify:
             from ..trainer.fingerprint import Fingerprinter
@@ -126,7 +127,7 @@ class RefitClient:
         refit = TensorUpdate(self._connection, note)
         waited_before = self._connection.seconds_waited
         nbytes = 0 if partial else self._expected
-        refit.send(named_tensors, bucket_bytes, on_bucket, on_filled, nbytes)
+        refit.send(named_tensors, bucket_bytes, on_bucket, on_filled, nbytes, stay=stay)
         if not partial:
             self._expected = refit.nbytes + ALIGNMENT * refit.tensors
         if torch.cuda.is_initialized():

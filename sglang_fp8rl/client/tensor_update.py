@@ -86,6 +86,8 @@ class TensorUpdate:
         on_bucket: Progress | None = None,
         on_filled: Callable[[Bucket], None] | None = None,
         expected: int = 0,
+        *,
+        stay: bool = False,
     ) -> None:
         """Send all of them in a session, a bucket being made while the server has the one before; args as
         `RefitClient.update` and `buckets_of`. Raises `RefitError` where the server refuses, or there is nothing to send.
@@ -115,7 +117,9 @@ class TensorUpdate:
             staging = StagingBuffers() if self.is_ours else None
             answer: Any = None
             self.mark("taking_tensors")
-            for bucket, is_last in buckets_of(tensors, self.bucket_bytes, expected, staging):
+            for bucket, is_last in buckets_of(
+                tensors, self.bucket_bytes, expected, staging, stay=stay
+            ):
                 payload = bucket.payload(self._tp_size, self.is_ours)
                 self.marks += bucket.marks
                 self.mark("waiting")

@@ -52,11 +52,15 @@ class TableRunner(Protocol):
 
     table: CastTable
 
-    def run(self, addresses: Sequence[int]) -> np.ndarray:
-        """Write every piece from the sent tensors at these `addresses`, by position; return when they have been read.
+    def start(self, addresses: Sequence[int]) -> None:
+        """Write every piece from the sent tensors at these `addresses`, by position; a GPU does it behind what is
+        enqueued. `wait` comes before the next start."""
 
-        The flags (`CastTable.flags_of`) that it returns are overwritten by the next call.
-        """
+    def wait(self) -> np.ndarray:
+        """Return when all is written, with the flags (`CastTable.flags_of`), which the next start overwrites."""
+
+    def run(self, addresses: Sequence[int]) -> np.ndarray:
+        """Both."""
 
 
 def has_kernel(device: torch.device, block: tuple[int, int], columns: int) -> bool:

@@ -38,6 +38,7 @@ class _Group:
         rows: of the table that writes them there, as the server stores them.
         boxes: what of the room is theirs.
         writer, counter: None before `close`.
+        values: that are being counted, see `start`.
     """
 
     room: torch.Tensor
@@ -48,6 +49,7 @@ class _Group:
     boxes: list[list[Box]] = field(default_factory=list)
     writer: TableRunner | None = None
     counter: NumberTable | None = None
+    values: torch.Tensor | None = None
 
     def add(self, entry: TensorPlan, tensor: torch.Tensor, offset: int) -> bool:
         """Add the tensor at that byte of the bucket; False where it has no room."""
@@ -77,12 +79,19 @@ class _Group:
         self.writer = make_runner(table, self.room.device, **rounding)
         self.counter = NumberTable(self.boxes)
 
-    def count(self, memory: torch.Tensor, numbers: Fingerprinter) -> None:
-        """Add the numbers of what lies in a bucket's memory, which is read when this returns. Raises `QuantizationError`
-        for NaN or Inf."""
+    def start(self, memory: torch.Tensor) -> None:
+        """Count what lies in a bucket's memory. A GPU does that behind what is enqueued: groups follow each other in the same
+        room, and are waited for together."""
         assert self.writer is not None
         assert self.counter is not None
-        flags, table = self.writer.run([memory.data_ptr()]), self.writer.table
+        self.writer.start([memory.data_ptr()])
+        [self.values] = self.counter.start()
+
+    def finish(self, numbers: Fingerprinter) -> None:
+        """Add the numbers; the memory is read when this returns. Raises `QuantizationError` for NaN or Inf."""
+        assert self.writer is not None
+        assert self.values is not None
+        flags, table = self.writer.wait(), self.writer.table
         for at in table.bad_pieces(flags) if flags.any() else ():
             name, grid = self.counted[at][0], self.grids[at]
             bad = torch.from_numpy(table.flags_of(flags, at).astype(bool))
@@ -94,8 +103,7 @@ class _Group:
                 "a server stores no row that is not finite",
                 "Look at the step that produced this weight",
             )
-        [values] = self.counter.start()
-        numbers.add_counted(self.counted, values)
+        numbers.add_counted(self.counted, self.values)
 
 
 class BucketNumbers:
@@ -120,7 +128,9 @@ class BucketNumbers:
                 self._layouts[key] = self._laid_out(bucket, room)
         groups, alone = self._layouts[key]
         for group in groups:
-            group.count(memory, numbers)
+            group.start(memory)
+        for group in groups:
+            group.finish(numbers)
         for at in alone:
             numbers.add(*bucket.tensor(at))
 

@@ -7,6 +7,7 @@ metadata by attribute, so sglang is not imported.
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -18,6 +19,7 @@ import torch
 from ..errors import RefitError
 from ..formats import weight_name_of
 from . import layout_text
+from .gathering import copy_together, place_of
 from .handles import serialize
 from .stages import Mark
 from .staging import FLAT, StagingBuffers, allocate, refuse_without_room
@@ -25,6 +27,7 @@ from .streams import StreamTurns
 
 NamedTensor = tuple[str, torch.Tensor]
 ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
+_COLLECTIONS: tuple[type, ...] = (list, tuple, type({}.items()), type(OrderedDict().items()))
 
 
 def aligned(place: int) -> int:
@@ -36,6 +39,11 @@ def is_freed(tensor: torch.Tensor) -> bool:
     """Whether its memory was given back, as FSDP does with parameters that it gathered: to read it ends the process."""
     is_strided = tensor.layout is torch.strided
     return is_strided and bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
+
+
+def are_there_at_once(named_tensors: Iterable[NamedTensor]) -> bool:
+    """Whether each has memory of its own: an iterator, or a mapping of somebody's own, may make one where another was."""
+    return type(named_tensors) in _COLLECTIONS
 
 
 def sendable(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
@@ -83,7 +91,7 @@ class Payload:
 
 class Bucket:
     """Tensors, one behind the other in uint8 memory of the first one's device. Each is copied when it is added, and may
-    change from then on; on a GPU by what is enqueued behind that.
+    change from then on; on a GPU by what is enqueued behind that. Of those that stay, all are copied together by `close`.
 
     How much comes is rarely known before. Where it is, or a staging buffer is there, tensors are copied to their places at
     once; else each by itself first, so that no more memory is shared than is filled.
@@ -92,6 +100,7 @@ class Bucket:
         limit: bytes; it ends before the tensor that would pass them.
         expected: bytes, where they are known.
         staging: whose memory to fill, for a server of this package, which has read all when it answers.
+        stay: whether the tensors keep their values until `close`.
 
     Attributes:
         metadata: where each tensor lies, in SGLang's words.
@@ -101,10 +110,15 @@ class Bucket:
     marks: Sequence[Mark]
 
     def __init__(
-        self, limit: int, expected: int = 0, staging: StagingBuffers | None = None
+        self,
+        limit: int,
+        expected: int = 0,
+        staging: StagingBuffers | None = None,
+        *,
+        stay: bool = False,
     ) -> None:
         self.metadata: list[SimpleNamespace] = []
-        self._limit, self._expected, self._staging = limit, expected, staging
+        self._limit, self._expected, self._staging, self._stay = limit, expected, staging, stay
         self._memory: torch.Tensor | None = None
         self._apart: list[tuple[Any, torch.Tensor]] = []  # for these places, when there is memory
         self._device = torch.device("cpu")
@@ -135,19 +149,26 @@ class Bucket:
         meta = layout_text.flat_tensor(name, tensor.shape, tensor.dtype, start, self._end)
         if not self.metadata:
             self._device = tensor.device
-        streams = {device: self._turns.take(device) for device in {tensor.device, self._device}}
-        if not self.metadata:
+            self._turns.take(self._device)
             self._memory = self._memory_at_once()
         self.metadata.append(meta)
+        if self._stay:
+            self._apart.append((meta, tensor))
+        else:
+            self._copy(meta, tensor)
+        self._seconds += perf_counter() - began
+
+    def _copy(self, meta: Any, tensor: torch.Tensor) -> None:
+        """Copy a tensor that may change, to its place if there is memory."""
+        streams = {device: self._turns.take(device) for device in {tensor.device, self._device}}
         if self._memory is None or self._end > len(self._memory):
             self._apart.append((meta, tensor.clone(memory_format=torch.contiguous_format)))
         else:
-            _place_of(self._memory, meta).copy_(tensor)
+            place_of(self._memory, meta).copy_(tensor)
             if self._memory.is_cuda:  # an update may end before this is done
                 self._memory.record_stream(streams[self._device])
         if tensor.is_cuda:  # whoever made it may let go of it now
             tensor.record_stream(streams[tensor.device])
-        self._seconds += perf_counter() - began
 
     def close(self, *, is_last: bool) -> None:
         """Nothing more is added: all lies in one memory when this returns, and everything that was sent was read. Raises
@@ -159,14 +180,13 @@ class Bucket:
         began = perf_counter()
         for device in {self._device, *(tensor.device for _, tensor in self._apart)}:
             self._turns.take(device)
-        if self._apart:
+        if self._memory is None or self._end > len(self._memory):
             filled = None if self._memory is None else self._memory[: self._apart[0][0].start_idx]
             wanted = 0 if is_last or self._staging is None else self._limit
             self._memory = self._new_memory(self._end, wanted, is_larger=filled is not None)
             if filled is not None:
                 self._memory[: len(filled)].copy_(filled)
-            for meta, tensor in self._apart:
-                _place_of(self._memory, meta).copy_(tensor)
+        copy_together(self._memory, self._apart)
         self._turns.wait()  # who has its handle open still waits for nothing
         self._apart.clear()
         now = perf_counter()
@@ -196,7 +216,7 @@ class Bucket:
     def tensor(self, at: int) -> NamedTensor:
         """One of them, where it was copied."""
         meta = self.metadata[at]
-        return meta.name, _place_of(self.flat, meta)
+        return meta.name, place_of(self.flat, meta)
 
     @functools.cached_property
     def layout(self) -> str:
@@ -219,25 +239,23 @@ class Bucket:
         )
 
 
-def _place_of(memory: torch.Tensor, meta: Any) -> torch.Tensor:
-    return memory[meta.start_idx : meta.end_idx].view(meta.dtype).view(meta.shape)
-
-
 def buckets_of(
     named_tensors: Iterable[NamedTensor],
     limit: int,
     expected: int = 0,
     staging: StagingBuffers | None = None,
+    *,
+    stay: bool = False,
 ) -> Iterator[tuple[Bucket, bool]]:
     """Buckets of up to `limit` bytes, and whether each is the last. A tensor is read as it goes by: the memory that it has
     may be used for the next. Raises `RefitError` if a name comes twice, or as `Bucket.add`.
 
     Args:
         expected: bytes of all of them; 0 where that is not known.
-        staging: as of `Bucket`.
+        staging, stay: as of `Bucket`.
     """
     seen: set[str] = set()
-    bucket = Bucket(limit, expected, staging)
+    bucket = Bucket(limit, expected, staging, stay=stay)
     for name, tensor in named_tensors:
         if name in seen:
             raise RefitError(
@@ -251,7 +269,7 @@ def buckets_of(
             bucket.close(is_last=False)
             yield bucket, False
             expected -= len(bucket.flat)
-            bucket = Bucket(limit, max(0, expected), staging)
+            bucket = Bucket(limit, max(0, expected), staging, stay=stay)
         bucket.add(name, tensor)
         del tensor  # the next one may take its place
     if bucket.metadata:

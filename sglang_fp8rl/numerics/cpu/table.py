@@ -81,14 +81,20 @@ class CpuTable:
         self._run = partial(run_items, table.pieces, self._items)
         self._options = (BF16_STEP if round_to_bf16 else NO_STEP, bool(pow2_scale))
 
-    def run(self, addresses: Sequence[int]) -> np.ndarray:
-        """As `TableRunner.run`, in torch's number of threads; the bytes do not depend on it."""
+    def start(self, addresses: Sequence[int]) -> None:
+        """As `TableRunner.start`, in torch's number of threads; the bytes do not depend on it."""
         run = partial(self._run, np.asarray(addresses, np.int64), self._flags, *self._options)
         run(0, self._scales_end)
         threads = threads_for(self._elements)
         chunks = threads * _CHUNKS_PER_THREAD if threads > 1 else 1
         edges = np.linspace(self._scales_end, len(self._items), chunks + 1).astype(int)
         in_threads(run, edges.tolist(), threads)
+
+    def wait(self) -> np.ndarray:
+        return self._flags
+
+    def run(self, addresses: Sequence[int]) -> np.ndarray:
+        self.start(addresses)
         return self._flags
 
 

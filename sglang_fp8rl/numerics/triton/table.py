@@ -91,8 +91,8 @@ class TritonTable:
         constants["SCALES"] = group.kind == Kind.SCALES
         return table_copy_kernel, constants | kind
 
-    def run(self, addresses: Sequence[int]) -> np.ndarray:
-        """As `TableRunner.run`; waits for the device, so the sender may reuse its memory."""
+    def start(self, addresses: Sequence[int]) -> None:
+        """As `TableRunner.start`."""
         where = np.asarray(addresses, np.int64)[: len(self._sent) - 1]
         self._sent.numpy()[1:] = where
         lowest = (where | WIDEST) & -(where | WIDEST)
@@ -105,9 +105,16 @@ class TritonTable:
                 launch.kernel[(len(launch.owners),)](
                     *arguments, SOURCE_ALIGN=align, **launch.constants
                 )
+
+    def wait(self) -> np.ndarray:
+        """As `TableRunner.wait`: then the sender may reuse its memory."""
         if not int(self._call[0]):
             return self._no_flags
         return self._flags[: self.table.flag_count].cpu().numpy().view(np.uint8)
+
+    def run(self, addresses: Sequence[int]) -> np.ndarray:
+        self.start(addresses)
+        return self.wait()
 
 
 class _Group(NamedTuple):

@@ -1,0 +1,131 @@
+"""Tensors that are copied together lie as those that are copied one by one, whatever their memory looks like."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_fp8rl.wire.bucket import Bucket, are_there_at_once, buckets_of
+from sglang_fp8rl.wire.staging import COUNT, StagingBuffers
+
+
+def at_an_odd_address(count):
+    """FP32 values whose storage begins where no word does."""
+    raw = np.zeros(4 * count + 4, np.uint8)
+    shifted = raw[(4 - raw.ctypes.data) % 8 :][: 4 * count]  # four bytes behind a word's start
+    values = torch.from_numpy(shifted).view(torch.float32)
+    return values.copy_(torch.arange(count, dtype=torch.float32))
+
+
+def behind_an_odd_start(count):
+    """FP32 values on a word's start, in a storage that does not begin on one."""
+    raw = np.zeros(4 * count + 16, np.uint8)
+    shift = (4 - raw.ctypes.data) % 8
+    return torch.from_numpy(raw[shift:])[4 : 4 + 4 * count].view(torch.float32).fill_(7)
+
+
+def kinds(draw):
+    """One tensor of each kind of memory, and of each dtype and length that is no whole word."""
+    n = draw.randrange(1, 9)
+    values = torch.arange(8 * n, dtype=torch.float32)
+    yield values.clone()
+    yield torch.nn.Parameter(values.clone())
+    yield values.bfloat16()
+    yield values.to(torch.float8_e4m3fn)
+    yield values[: 2 * n + 1].clone()
+    yield values.bfloat16()[1 : 4 * n + 1]
+    yield values.view(4, -1).t()
+    yield values.view(4, -1)[:, : n or 1]
+    yield values[:1].expand(4, 2)
+    yield torch.complex(values, values).conj()
+    yield torch.complex(values, values).conj().imag
+    yield values[:0].view(0, 4)
+    yield torch.tensor(float(n))
+    yield values.to(torch.uint8)[:3]
+    yield at_an_odd_address(8 * n)
+    yield behind_an_odd_start(8 * n)
+
+
+def bits(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def filled(named, *, stay, staging=None, expected=0):
+    bucket = Bucket(1 << 20, expected, staging, stay=stay)
+    for name, tensor in named:
+        bucket.add(name, tensor)
+    bucket.close(is_last=True)
+    return bucket
+
+
+@pytest.mark.parametrize("expected", [0, 100, 1 << 19])
+@pytest.mark.parametrize("staging", [None, StagingBuffers()])
+def test_any_order_of_any_tensors_lies_as_if_each_was_copied_by_itself(staging, expected):
+    draw = random.Random(0)
+    for _ in range(10 * COUNT):
+        tensors = [one for _ in range(3) for one in kinds(draw)]
+        draw.shuffle(tensors)
+        named = [(str(at), one) for at, one in enumerate(tensors)]
+        apart = filled(named, stay=False)
+        together = filled(named, stay=True, staging=staging, expected=expected)
+        assert together.layout == apart.layout
+        for at, tensor in enumerate(tensors):
+            found, expected_one = together.tensor(at)[1], apart.tensor(at)[1]
+            assert found.dtype == tensor.dtype
+            assert torch.equal(bits(found), bits(expected_one))
+            assert torch.equal(found.to(torch.complex64), tensor.detach().to(torch.complex64))
+
+
+def test_what_stays_is_copied_by_close_and_what_goes_by_when_it_is_added():
+    for stay, value in ((True, 2.0), (False, 1.0)):
+        tensor, bucket = torch.ones(64), Bucket(1 << 20, stay=stay)
+        bucket.add("w", tensor)
+        tensor.fill_(2)
+        bucket.close(is_last=True)
+        tensor.fill_(3)
+        assert set(bucket.tensor(0)[1].tolist()) == {value}
+
+
+def test_many_tensors_are_few_calls(monkeypatch):
+    calls, cat = [], torch.cat
+    monkeypatch.setattr(torch, "cat", lambda *a, **k: calls.append(len(a[0])) or cat(*a, **k))
+    weights = {str(n): torch.ones(32, 32) for n in range(100)} | {"odd": torch.ones(3)}
+    for bucket, _ in buckets_of(weights.items(), 1 << 30, stay=True):
+        assert [bool((bucket.tensor(at)[1] == 1).all()) for at in range(101)] == [True] * 101
+    assert calls == [100]
+
+
+class MadeWhenAsked(Mapping):
+    """Weights that are read into the same memory, one after the other."""
+
+    def __init__(self):
+        self._memory = torch.zeros(64)
+
+    def __getitem__(self, name):
+        return self._memory.fill_(float(name))
+
+    def __iter__(self):
+        return iter("123")
+
+    def __len__(self):
+        return 3
+
+
+def test_tensors_of_collections_alone_are_there_at_once():
+    weights = {"a": torch.ones(3)}
+    there = [weights.items(), OrderedDict(weights).items(), list(weights.items()), (("a", 1),)]
+    there.append(torch.nn.Linear(2, 2).state_dict().items())
+    assert all(map(are_there_at_once, there))
+    module = torch.nn.Linear(2, 2)
+    for other in (
+        iter(weights.items()),
+        module.named_parameters(),
+        MadeWhenAsked().items(),
+        reversed(list(weights.items())),
+    ):
+        assert not are_there_at_once(other)
