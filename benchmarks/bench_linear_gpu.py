@@ -104,6 +104,7 @@ def layer_rows(clock: Clock, m: int, n: int, k: int, repeat: int) -> list[dict[s
 def main(
     smoke: Annotated[bool, typer.Option("--smoke", help="tiny cases on the CPU")] = False,
     repetitions: Annotated[int, typer.Option(help="timed runs of each")] = 30,
+    tokens: Annotated[list[int], typer.Option(min=1, help="of a batch, repeatable")] = list(TOKENS),  # noqa: B006
     json_path: Annotated[Path | None, typer.Option("--json", help="append JSON lines")] = None,
 ) -> None:
     """Time a layer's product on a GPU; exit 1 if it is wrong, 2 without a GPU."""
@@ -112,7 +113,7 @@ def main(
     if smoke:
         import sglang_fp8rl.lab.cpu_platform.cpu_linear  # noqa: F401  registers the CPU's product
     gate(device)
-    jobs = [(m, *layer) for m in TOKENS for layer in LAYERS]
+    jobs = [(m, *layer) for m in tokens for layer in LAYERS]
     jobs = [(1, 256, 256)] if smoke else jobs
     columns = ("layer", "tokens", "what", "median µs", "of weights")
     table = measured.table("one layer's product", columns, words=3)

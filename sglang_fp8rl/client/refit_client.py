@@ -95,7 +95,7 @@ class RefitClient:
 
         Args:
             named_tensors: consumed lazily, and each read as it goes by: its memory may be used for the next. Those of a
-                list, tuple or dict are there at once, and read bucket by bucket: they don't change meanwhile.
+                list, tuple or dict are read bucket by bucket: they keep their memory and values until this returns.
             bucket_bytes: a bucket ends before the tensor that would pass this size; by default an eighth of the
                 memory that is free where the first tensor lies (`/dev/shm` for one on the CPU), up to 2 GiB.
             on_bucket: called after each bucket with the tensors and bytes sent so far.

@@ -104,6 +104,7 @@ class _Group:
                 "Look at the step that produced this weight",
             )
         numbers.add_counted(self.counted, self.values)
+        self.values = None
 
 
 class BucketNumbers:

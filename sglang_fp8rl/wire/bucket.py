@@ -42,7 +42,7 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 
 def are_there_at_once(named_tensors: Iterable[NamedTensor]) -> bool:
-    """Whether each has memory of its own: an iterator, or a mapping of somebody's own, may make one where another was."""
+    """Whether none is made where another one was, as by an iterator, or a mapping of somebody's own."""
     return type(named_tensors) in _COLLECTIONS
 
 
@@ -90,21 +90,21 @@ class Payload:
 
 
 class Bucket:
-    """Tensors, one behind the other in uint8 memory of the first one's device. Each is copied when it is added, and may
-    change from then on; on a GPU by what is enqueued behind that. Of those that stay, all are copied together by `close`.
+    """Tensors, one behind the other in uint8 memory of the first one's device. Those that stay are copied together by `close`.
+    Any other is copied when it is added, and may change from then on; on a GPU by what is enqueued behind that.
 
-    How much comes is rarely known before. Where it is, or a staging buffer is there, tensors are copied to their places at
-    once; else each by itself first, so that no more memory is shared than is filled.
+    How much comes is rarely known before. Where it is, or a staging buffer is there, a tensor is copied to its place; else by
+    itself first, so that no more memory is shared than is filled.
 
     Args:
         limit: bytes; it ends before the tensor that would pass them.
         expected: bytes, where they are known.
         staging: whose memory to fill, for a server of this package, which has read all when it answers.
-        stay: whether the tensors keep their values until `close`.
+        stay: whether the tensors keep their memory and values until `close`.
 
     Attributes:
         metadata: where each tensor lies, in SGLang's words.
-        marks: of the seconds before `close`, those that went into filling it.
+        marks: of the seconds until `close` ended, those that went into filling it.
     """
 
     marks: Sequence[Mark]
@@ -142,7 +142,7 @@ class Bucket:
         return aligned(self._end) + tensor.nbytes <= self._limit
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor. Raises `RefitError` where there is no room in memory."""
+        """Copy a tensor, unless it stays. Raises `RefitError` where there is no room in memory."""
         began, tensor = perf_counter(), tensor.detach()
         start = aligned(self._end)
         self._end = start + tensor.nbytes
@@ -150,7 +150,7 @@ class Bucket:
         if not self.metadata:
             self._device = tensor.device
             self._turns.take(self._device)
-            self._memory = self._memory_at_once()
+            self._memory = None if self._stay else self._memory_at_once()
         self.metadata.append(meta)
         if self._stay:
             self._apart.append((meta, tensor))
@@ -247,8 +247,8 @@ def buckets_of(
     *,
     stay: bool = False,
 ) -> Iterator[tuple[Bucket, bool]]:
-    """Buckets of up to `limit` bytes, and whether each is the last. A tensor is read as it goes by: the memory that it has
-    may be used for the next. Raises `RefitError` if a name comes twice, or as `Bucket.add`.
+    """Buckets of up to `limit` bytes, and whether each is the last. A tensor that does not stay is read as it goes by: the
+    memory that it has may be used for the next. Raises `RefitError` if a name comes twice, or as `Bucket.add`.
 
     Args:
         expected: bytes of all of them; 0 where that is not known.

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-_WORD = (
-    torch.int64
-)  # of which a bucket has few enough for torch's fast kernel, which counts them in 32 bits
+# Torch's fast kernel counts in 32 bits: so many bytes are 2 GiB, so many words 16.
+_WORD = torch.int64
 
 
 def place_of(memory: torch.Tensor, meta: Any) -> torch.Tensor:
@@ -17,9 +16,8 @@ def place_of(memory: torch.Tensor, meta: Any) -> torch.Tensor:
     return memory[meta.start_idx : meta.end_idx].view(meta.dtype).view(meta.shape)
 
 
-@torch.no_grad()
 def copy_together(memory: torch.Tensor, tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
-    """Copy tensors to the places of their `flat_tensor`s in uint8 `memory`, each behind the one before. Those that are whole
+    """Copy tensors (that need no gradient) to the places of their `flat_tensor`s in uint8 `memory`, each behind the one before. Those that are whole
     words, with no gap between them, are one call; any other is one by itself."""
     row: list[torch.Tensor] = []
     begin = end = 0
@@ -49,4 +47,4 @@ def _words_of(tensor: torch.Tensor) -> torch.Tensor | None:
     starts = tensor.data_ptr() | tensor.storage_offset() * tensor.itemsize
     if not (is_raw and tensor.is_contiguous()) or (starts | tensor.nbytes) % _WORD.itemsize:
         return None
-    return tensor.view(-1).view(_WORD)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(_WORD)  # one element may have any stride

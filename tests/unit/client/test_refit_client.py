@@ -27,7 +27,7 @@ from sglang_fp8rl.client.tensor_update import is_ours
 from sglang_fp8rl.errors import NoAnswerError, RefitError
 from sglang_fp8rl.trainer import LocalShard, fingerprint_of
 from sglang_fp8rl.trainer.bucket_numbers import BucketNumbers
-from sglang_fp8rl.wire import layout_text, staging
+from sglang_fp8rl.wire import bucket, layout_text, staging
 from sglang_fp8rl.wire.bucket import Bucket
 from sglang_fp8rl.wire.fingerprint import Fingerprint
 from sglang_fp8rl.wire.handles import serialize
@@ -406,9 +406,24 @@ def test_a_whole_update_s_size_is_expected_of_the_next_one(server, monkeypatch):
     client = RefitClient(server.url)
     tensors, all_of_them = [(str(number), torch.ones(99)) for number in range(6)], 6 * (396 + 16)
     for _ in range(2):
-        client.update(tensors)
-        client.update(tensors[:1], partial=True)
+        client.update(iter(tensors))
+        client.update(iter(tensors[:1]), partial=True)
     assert sizes == [(5 * 400 + 396, 0), (396, 0), (396, all_of_them), (396, 0)]
+
+
+def test_only_an_iterator_s_tensors_are_copied_as_they_go_by(server, monkeypatch):
+    together, sent = [], [(str(number), torch.ones(16)) for number in range(4)]
+    copied = bucket.copy_together
+    monkeypatch.setattr(bucket, "copy_together", lambda memory, tensors: (
+        together.append([meta.name for meta, _ in tensors]), copied(memory, tensors)
+    ))  # fmt: skip
+    client = RefitClient(server.url)
+    for named in (sent, tuple(sent), dict(sent).items()):
+        client.update(named, bucket_bytes=128)
+    assert together == [list("01"), list("23")] * 3
+    together.clear()
+    client.update(iter(sent))  # whose size is known by now: each at its place
+    assert together == [[]]
 
 
 def test_no_tensor_is_held_behind_its_turn(server):

@@ -68,6 +68,21 @@ def test_any_order_and_any_part_is_counted_as_tensor_by_tensor():
         assert counted(counts, sent, draw.choice([1, 300_000, 1 << 30])) == expected(sent), seed
 
 
+def test_all_groups_of_a_bucket_are_started_before_one_is_waited_for(monkeypatch):
+    """A GPU has something to do meanwhile."""
+    seen, group = [], bucket_numbers._Group
+    for name in ("start", "finish"):
+        step = getattr(group, name)
+        monkeypatch.setattr(group, name, lambda one, given, step=step, name=name: (
+            seen.append(name), step(one, given)
+        ))  # fmt: skip
+    sent = list(weights(0).items())
+    assert counted(BucketNumbers(PLAN), sent) == expected(sent)
+    groups = seen.count("start")
+    assert groups > 1
+    assert seen == ["start"] * groups + ["finish"] * groups
+
+
 def test_pairs_and_other_dtypes_of_the_same_names_are_counted_too():
     counts, plain = BucketNumbers(PLAN), weights(1)
     for sent in (plain, {n: one.float() for n, one in plain.items()}, plain):

@@ -13,6 +13,8 @@ import torch
 from sglang_fp8rl.wire.bucket import Bucket, are_there_at_once, buckets_of
 from sglang_fp8rl.wire.staging import COUNT, StagingBuffers
 
+aten = torch.ops.aten
+
 
 def at_an_odd_address(count):
     """FP32 values whose storage begins where no word does."""
@@ -27,6 +29,22 @@ def behind_an_odd_start(count):
     raw = np.zeros(4 * count + 16, np.uint8)
     shift = (4 - raw.ctypes.data) % 8
     return torch.from_numpy(raw[shift:])[4 : 4 + 4 * count].view(torch.float32).fill_(7)
+
+
+class Wrapped(torch.Tensor):
+    """Has no memory of its own: what reads its FP32 values is given what it holds, in another dtype."""
+
+    @staticmethod
+    def __new__(cls, held):
+        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=torch.float32)
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        given = [one.held if isinstance(one, cls) else one for one in args]
+        found = func(*given, **(kwargs or {}))
+        return cls(found) if func in (aten.detach.default, aten.clone.default) else found
 
 
 def kinds(draw):
@@ -45,6 +63,9 @@ def kinds(draw):
     yield torch.complex(values, values).conj()
     yield torch.complex(values, values).conj().imag
     yield values[:0].view(0, 4)
+    yield torch.empty(0, 5)[:, 0]
+    yield torch.ones(14, dtype=torch.complex128)[::7][:1]
+    yield Wrapped(values.double())
     yield torch.tensor(float(n))
     yield values.to(torch.uint8)[:3]
     yield at_an_odd_address(8 * n)
@@ -52,7 +73,7 @@ def kinds(draw):
 
 
 def bits(tensor):
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def filled(named, *, stay, staging=None, expected=0):
@@ -75,10 +96,11 @@ def test_any_order_of_any_tensors_lies_as_if_each_was_copied_by_itself(staging, 
         together = filled(named, stay=True, staging=staging, expected=expected)
         assert together.layout == apart.layout
         for at, tensor in enumerate(tensors):
-            found, expected_one = together.tensor(at)[1], apart.tensor(at)[1]
+            found, sent = together.tensor(at)[1], getattr(tensor, "held", tensor).detach()
+            sent = sent.to(found.dtype)
             assert found.dtype == tensor.dtype
-            assert torch.equal(bits(found), bits(expected_one))
-            assert torch.equal(found.to(torch.complex64), tensor.detach().to(torch.complex64))
+            assert torch.equal(bits(found), bits(apart.tensor(at)[1]))
+            assert torch.equal(bits(found), bits(sent.resolve_conj().resolve_neg()))
 
 
 def test_what_stays_is_copied_by_close_and_what_goes_by_when_it_is_added():
