@@ -67,6 +67,7 @@ class RefitClient:
 
     _proof: BucketNumbers | None = None  # of the last update that proved itself
     _expected = 0  # bytes of a whole update, as the last one was
+    _bucket_bytes = 0  # of the last update that left it to the client
 
     def __init__(
         self,
@@ -96,8 +97,9 @@ class RefitClient:
         Args:
             named_tensors: consumed lazily, and each read as it goes by: its memory may be used for the next. Those of a
                 list, tuple or dict are read bucket by bucket: they keep their memory and values until this returns.
-            bucket_bytes: a bucket ends before the tensor that would pass this size; by default an eighth of the
-                memory that is free where the first tensor lies (`/dev/shm` for one on the CPU), up to 2 GiB.
+            bucket_bytes: a bucket ends before the tensor that would pass this size; by default as before, or an
+                eighth of the memory that is free where the first tensor lies (`/dev/shm` for one on the CPU), a power of
+                two up to 2 GiB.
             on_bucket: called after each bucket with the tensors and bytes sent so far.
             plan: that `named_tensors` were quantized by; compared with the server's first.
             verify: prove afterwards that the server holds what was sent, byte for byte. Each bucket is cast here
@@ -127,7 +129,17 @@ class RefitClient:
         refit = TensorUpdate(self._connection, note)
         waited_before = self._connection.seconds_waited
         nbytes = 0 if partial else self._expected
-        refit.send(named_tensors, bucket_bytes, on_bucket, on_filled, nbytes, stay=stay)
+        refit.send(
+            named_tensors,
+            bucket_bytes,
+            on_bucket,
+            on_filled,
+            nbytes,
+            stay=stay,
+            before=self._bucket_bytes,
+        )
+        if bucket_bytes is None:
+            self._bucket_bytes = refit.bucket_bytes
         if not partial:
             self._expected = refit.nbytes + ALIGNMENT * refit.tensors
         if torch.cuda.is_initialized():

@@ -88,12 +88,14 @@ class TensorUpdate:
         expected: int = 0,
         *,
         stay: bool = False,
+        before: int = 0,
     ) -> None:
         """Send all of them in a session, a bucket being made while the server has the one before; args as
         `RefitClient.update` and `buckets_of`. Raises `RefitError` where the server refuses, or there is nothing to send.
 
         Args:
             on_filled: called with each bucket while the server loads it.
+            before: the size of the last update's buckets, as of `default_bucket_bytes`.
         """
         self.mark("taking_tensors")
         tensors = iter(named_tensors)
@@ -101,7 +103,7 @@ class TensorUpdate:
         if not head:  # no session is opened for nothing
             rule = "it names at least one tensor"
             raise RefitError("an update", "an empty iterable", rule, "Check the source.")
-        self.bucket_bytes = bucket_bytes or default_bucket_bytes(head[0][1].device)
+        self.bucket_bytes = bucket_bytes or default_bucket_bytes(head[0][1].device, before)
         tensors = itertools.chain(iter(head), tensors)
 
         def post(payload: Payload, is_last: bool) -> None:

@@ -26,6 +26,7 @@ BUFFER, NBYTES = "buffer", "nbytes"  # its name, and how much of it the bucket t
 COUNT = 2  # buffers that a sender fills in turn
 MOST_OPEN = 32  # that a server keeps: two for each device that a sender's tensors lie on
 _PARTS = 8  # of what is free: two buffers, what is not in one yet, and more for others
+_FEWEST_PARTS = 4  # of what is free now, where an update before had more
 
 # A file of shared memory as torch makes it (`MapInfo`, `map_alloc_alignment` in ATen/MapAllocator.cpp): int32
 # readers, padding up to 64 bytes, the tensors.
@@ -36,10 +37,15 @@ READERS = struct.Struct("=i")
 _NEVER_THE_LAST_READER = READERS.pack(1 << 30)
 
 
-def default_bucket_bytes(device: torch.device) -> int:
-    """A bucket's size by what is free where it lies, up to 2 GiB; 512 MiB where a device does not say."""
+def default_bucket_bytes(device: torch.device, before: int = 0) -> int:
+    """A bucket's size by what is free where it lies, a power of two up to 2 GiB; 512 MiB where a device does not say. That of
+    the update `before`, if there is still room: a server replays buckets that are cut where they were."""
     free = free_bytes(device)
-    return 512 << 20 if free is None else min(2 << 30, free // _PARTS)
+    if free is None:
+        return 512 << 20
+    if 0 < before <= free // _FEWEST_PARTS:
+        return before
+    return 1 << max(1, min(2 << 30, free // _PARTS)).bit_length() - 1
 
 
 @dataclass

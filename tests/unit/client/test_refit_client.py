@@ -442,13 +442,29 @@ def test_no_tensor_is_held_behind_its_turn(server):
 
 
 def test_the_default_size_of_a_bucket_goes_by_what_is_free(server, monkeypatch):
-    monkeypatch.setattr("sglang_fp8rl.wire.staging.free_bytes", lambda device: 240)
+    monkeypatch.setattr("sglang_fp8rl.wire.staging.free_bytes", lambda device: 500)
     result = RefitClient(server.url).update(TENSORS)
-    assert (result.bucket_bytes, result.buckets) == (30, 3)
+    assert (result.bucket_bytes, result.buckets) == (32, 3)
     monkeypatch.setattr("sglang_fp8rl.wire.staging.free_bytes", lambda device: 1 << 40)
     assert default_bucket_bytes(torch.device("cpu")) == 2 << 30
     monkeypatch.setattr("sglang_fp8rl.wire.staging.free_bytes", lambda device: None)
     assert default_bucket_bytes(torch.device("cpu")) == 512 << 20
+
+
+def test_buckets_are_cut_where_they_were_as_long_as_they_have_room(server, monkeypatch):
+    """Others would be unknown to the server: it loads these natively instead of replaying them."""
+    client, sizes = RefitClient(server.url), []
+    for free in (8 << 30, 1 << 40, 5 << 30, 4 << 30, 3 << 30, 1 << 40):
+        monkeypatch.setattr(staging, "free_bytes", lambda device, free=free: free)
+        if free == 3 << 30:
+            client.update(TENSORS, bucket_bytes=100)  # by the caller's choice, once
+        sizes.append(client.update(TENSORS).bucket_bytes)
+    assert sizes == [1 << 30] * 4 + [256 << 20] * 2
+    fresh = []
+    for free in range(9 << 30, 16 << 30, 1 << 30):
+        monkeypatch.setattr(staging, "free_bytes", lambda device, free=free: free)
+        fresh.append(RefitClient(server.url).update(TENSORS).bucket_bytes)
+    assert fresh == [1 << 30] * 7
 
 
 def test_a_bucket_that_finds_no_room_is_refused_by_its_size(server):
