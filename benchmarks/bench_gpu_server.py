@@ -94,20 +94,21 @@ class Run:
         what = ", ".join(mode.what for mode in modes)
         if not self.budget.allows(f"servers of {what}", self.start_s):
             return
-        others = len(modes) + 2 * (OURS in modes)  # refits with other options
+        others = len(modes) + 3 * (OURS in modes)  # refits with other options
         tick = self._bar(f"starting {what}", len(modes) * (1 + refits) + others)
         with serving(self.setting, self.model, modes, self.budget) as servers:
             self.start_s = max(served.server.start_seconds for served in servers)
             while self.wait_for is not None and not self.wait_for.exists():
                 time.sleep(0.1)
-            samples = refit.measure(servers, values, refits, self.budget, tick)
+            prepared = refit.prepare(servers, values, refits, tick)
             last |= {served.mode: served for served in servers}
-            if OURS in last and NATIVE in last:
-                refit.compare_answers(last[OURS], last[NATIVE])
-            self.samples |= samples
             compared = OURS in last and NATIVE in last
-            rows = refit.rows_of(self.model.id, samples)
-            self.report.write({**row, "compared": compared} for row in rows)
+            if compared:
+                refit.compare_answers(last[OURS], last[NATIVE])
+            for samples in refit.measure(servers, values, prepared, refits, self.budget, tick):
+                self.samples |= samples
+                rows = refit.rows_of(self.model.id, samples)
+                self.report.write({**row, "compared": compared} for row in rows)
             self._decode([s for s in servers if s.mode != NATIVE], output_tokens, decodes)
 
     def _decode(self, servers: list[Served], output_tokens: int, repetitions: int) -> None:

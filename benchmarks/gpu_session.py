@@ -1,7 +1,8 @@
-"""All that needs a GPU, in two calls of at most six minutes each; needs nothing beyond the offline bundle.
+"""All that needs a GPU, in three calls of at most six minutes each; needs nothing beyond the offline bundle.
 
     python benchmarks/gpu_session.py laws      # bytes, kernels' times, then pairs of servers
-    python benchmarks/gpu_session.py speed     # an 8B model: refit, decode; a large MoE where time is left
+    python benchmarks/gpu_session.py speed     # an 8B model: refit, decode
+    python benchmarks/gpu_session.py large     # a large MoE: refit; its first one alone takes half a minute
 
 Each part is a process of its own with a share of the time, writes its results as they come, and may fail: the others run.
 Exit status: 0; 1 if a part failed or ran out of its time; 2 without a GPU.
@@ -69,15 +70,17 @@ PARTS = {
             325,
             "server_gpu.jsonl",
         ),
+    ),
+    "large": (
         Part(
             "bench_gpu_server.py",
             (
-                *("--model", "qwen3-30b-a3b", "--budget-s", "150", "--max-batch", "1"),
-                *("--only", "sglang_fp8rl"),
+                *("--model", "qwen3-30b-a3b", "--budget-s", "320", "--max-batch", "1"),
+                *("--only", "sglang_fp8rl", "--only", "bf16"),
                 *("--decode-repetitions", "0", "--repetitions", "5"),
                 *("--server-arg", "--disable-cuda-graph"),
             ),
-            200,
+            335,
             "server_gpu.jsonl",
         ),
     ),
@@ -86,10 +89,10 @@ Call = Enum("Call", {name: name for name in PARTS}, type=str)  # type: ignore[mi
 
 
 def main(
-    call: Annotated[Call, typer.Argument(help="which of the two")],
+    call: Annotated[Call, typer.Argument(help="which of them")],
     total_s: Annotated[float, typer.Option(min=1, help="no part starts behind this")] = TOTAL_S,
 ) -> None:
-    """Run one of the two calls of a session on a GPU."""
+    """Run one of the calls of a session on a GPU."""
     console = Console()
     device_of(console, smoke=False)
     began = time.monotonic()

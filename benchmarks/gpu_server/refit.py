@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,16 +52,11 @@ class Samples:
     nbytes: int = 0
 
 
-def measure(
-    servers: Sequence[Served],
-    values: Values,
-    repetitions: int,
-    budget: Budget,
-    tick: Callable[[str], None],
+def prepare(
+    servers: Sequence[Served], values: Values, repetitions: int, tick: Callable[[str], None]
 ) -> dict[str, Samples]:
-    """Refit each server in turn, again and again; all end with the weights of the same seed.
-
-    Stops early, after `FEWEST` at least, where less than half of the budget is left.
+    """Refit each server until it replays, and then to the weights of the same seed; nothing of it is timed but the first
+    `load_weights` and floors.
 
     Raises:
         GateError: what a server holds or says after a refit is not what was sent.
@@ -72,6 +67,27 @@ def measure(
         tick(f"first refits of {served.mode.what}")
         samples[served.mode.what].first = _warm_up(served, values, prompts)
         _floors(served, values, samples[served.mode.what], repetitions)
+        _refit(served, values, _seed(0), Samples())
+        served.answers = [answer.tokens for answer in ask(served.client, prompts)]
+    return samples
+
+
+def measure(
+    servers: Sequence[Served],
+    values: Values,
+    samples: dict[str, Samples],
+    repetitions: int,
+    budget: Budget,
+    tick: Callable[[str], None],
+) -> Iterator[dict[str, Samples]]:
+    """Refit prepared servers in turn, again and again: first into `samples`, then with other options. What is done is yielded
+    before the next begins, for a run may end early.
+
+    Stops early, after `FEWEST` at least, where less than half of the budget is left.
+
+    Raises:
+        GateError: what a server holds or says after a refit is not what was sent.
+    """
     for repetition in range(repetitions):
         if repetition >= FEWEST and budget.left() < budget.total / 2:
             budget.skipped.append(
@@ -82,20 +98,18 @@ def measure(
         for served in servers:
             tick(f"refit of {served.mode.what}")
             _refit(served, values, _seed(repetition), samples[served.mode.what])
+    yield samples
     more: dict[str, dict[str, Any]] = {
         "its own buckets": {"bucket_bytes": None},
+        "its own buckets, an iterator's": {"bucket_bytes": None, "goes_by": True},
         "verified": {"verify": True},
         "its own buckets, verified": {"bucket_bytes": None, "verify": True},
     }
     for what, options in more.items():
         for served in servers:
-            if served.mode == OURS or "verify" not in options:
+            if served.mode == OURS or what == "its own buckets":
                 tick(f"refit of {served.mode.what}, {what}")
-                samples[f"{served.mode.what}, {what}"] = _with_options(served, values, options)
-    for served in servers:
-        _refit(served, values, _seed(0), Samples())
-        served.answers = [answer.tokens for answer in ask(served.client, prompts)]
-    return samples
+                yield {f"{served.mode.what}, {what}": _with_options(served, values, options)}
 
 
 def _warm_up(served: Served, values: Values, prompts: Sequence[Any]) -> float | None:
@@ -187,11 +201,13 @@ def _refit(
     into: Samples,
     *,
     verify: bool = False,
+    goes_by: bool = False,
     bucket_bytes: int | None = BUCKET_BYTES,
 ) -> None:
     tensors = served.mode.tensors(values, seed)
     _synchronize(values.device)  # making the values is not what is timed
-    result = served.client.update(tensors, bucket_bytes=bucket_bytes, verify=verify)
+    sent = iter(tensors) if goes_by else tensors
+    result = served.client.update(sent, bucket_bytes=bucket_bytes, verify=verify)
     expected = bucket_count(tensors, result.bucket_bytes)
     if (result.tensors, result.buckets) != (len(tensors), expected):
         raise GateError(

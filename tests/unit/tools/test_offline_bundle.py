@@ -342,7 +342,7 @@ def test_a_checkout_is_run_and_not_the_bundle_s_copy_of_it(tmp_path):
     assert path_of(tmp_path, tmp_path, PYTHONPATH="/mine") == ["/mine", bundled]
 
 
-@pytest.mark.parametrize("target", ["bench-gpu", "gpu-session-1", "gpu-session-2"])
+@pytest.mark.parametrize("target", ["bench-gpu", "gpu-session-1", "gpu-session-2", "gpu-session-3"])
 def test_a_gpu_host_s_interpreter_needs_no_environment_of_ours(target):
     done = subprocess.run(
         ["make", "--dry-run", target, "PYTHON=/offline/bin/python"],
