@@ -21,6 +21,13 @@ from .method import DecidedMethod, takes_packed_scales
 
 # Values of the option `misaligned` that a linear layer can be served with.
 FALLBACKS = ("per_channel", "bf16")
+_FAST_ROWS = 192
+
+
+def _is_slow(rows: int, width: int) -> bool:
+    """Whether DeepGEMM makes of a product one wave of tiles of 128 rows over Hopper's 132 multiprocessors, which takes twice as
+    long as `_FAST_ROWS` in two waves (measured on an H200, docs/gpu.md; tiles by DeepGEMM's `get_best_config`)."""
+    return 64 < rows <= 128 and 66 * 192 < width <= 132 * 192
 
 
 class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
@@ -103,12 +110,14 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
         elif self.block_quant:
             super().process_weights_after_loading(layer)
 
+    def _runs_deepgemm(self) -> bool:
+        runner: Any = self.w8a8_block_fp8_linear if self.block_quant else None
+        return getattr(runner, "func", runner) is deepgemm_w8a8_block_fp8_linear_with_fallback
+
     def reads_packed_scales(self, layer: Any) -> bool:
-        runner: Any = self.w8a8_block_fp8_linear
-        runner = getattr(runner, "func", runner)
-        if runner is not deepgemm_w8a8_block_fp8_linear_with_fallback:
-            return False
-        return takes_packed_scales(layer, layer.weight, self.weight_block_size, is_moe=False)
+        return self._runs_deepgemm() and takes_packed_scales(
+            layer, layer.weight, self.weight_block_size, is_moe=False
+        )
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x [..., K]` in `params_dtype` to `[..., N]`, by the kernel for the scheme."""
@@ -124,8 +133,11 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
             pow2 = self.block_quant and (
                 options.use_activation_pow2_scale or self.served is not None
             )
+            tokens, is_hopper = rows.shape[0], self._runs_deepgemm() and self.served is None
+            if is_hopper and _is_slow(2 * tokens, layer.weight.shape[0]):
+                rows = torch.nn.functional.pad(rows, (0, 0, 0, _FAST_ROWS // 2 - tokens))
             first, rest = self._with_quantized(layer, doubled(rows, group, pow2), None).chunk(2)
-            output = first + rest
+            output = (first + rest)[:tokens]
         output = output.view(*x.shape[:-1], output.shape[1])
         return output if bias is None else output + bias
 
