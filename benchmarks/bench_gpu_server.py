@@ -6,7 +6,8 @@
 Servers start with dummy weights of a real configuration and are refitted before anything is timed.
 There is no number of a server whose gate fails: our status has to say that every tensor arrived and
 all is of one piece, outputs have to change with the weights, and the two FP8 servers, of which one
-quantizes itself and the other is sent pairs, have to give the same greedy tokens.
+quantizes itself and the other is sent pairs, have to give the same greedy tokens. Numbers are written
+as they come; a server whose tokens differ behind them ends the run, and says so.
 """
 
 from __future__ import annotations

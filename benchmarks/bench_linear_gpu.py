@@ -49,15 +49,17 @@ def w8a8() -> dict[str, Linear]:
         "W8A8 Triton": "triton_w8a8_block_fp8_linear",
     }
     found = {what: getattr(fp8_utils, name) for what, name in names.items()}
-    return found | {f"{what}, doubled": on_doubled_rows(one) for what, one in found.items()}
+    return found | {f"{what}, doubled": on_doubled_rows(one, what) for what, one in found.items()}
 
 
-def on_doubled_rows(product: Linear) -> Linear:
+def on_doubled_rows(product: Linear, what: str) -> Linear:
     """With activations in BF16 all the same, as `engine/modules/linear.py` calls it."""
+    from sglang_fp8rl.engine.modules.linear import padded
 
-    def run(x: torch.Tensor, *weight: Any) -> torch.Tensor:
-        first, rest = product(doubled(x, 128), *weight).chunk(2)
-        return first + rest
+    def run(x: torch.Tensor, codes: torch.Tensor, *scales: Any) -> torch.Tensor:
+        rows = padded(x, codes.shape[0]) if "DeepGEMM" in what else x
+        first, rest = product(doubled(rows, 128), codes, *scales).chunk(2)
+        return (first + rest)[: len(x)]
 
     return run
 

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_session.py laws      # bytes, kernels' times, then pairs of servers
     python benchmarks/gpu_session.py speed     # an 8B model: refit, decode
-    python benchmarks/gpu_session.py large     # a large MoE: refit; its first one alone takes half a minute
+    python benchmarks/gpu_session.py large     # a large MoE: refit; its first one alone takes 15 s
 
 Each part is a process of its own with a share of the time, writes its results as they come, and may fail: the others run.
 Exit status: 0; 1 if a part failed or ran out of its time; 2 without a GPU.

@@ -88,6 +88,7 @@ def measure(
     Raises:
         GateError: what a server holds or says after a refit is not what was sent.
     """
+    prompts = make_prompts(values.layout.vocab_size)
     for repetition in range(repetitions):
         if repetition >= FEWEST and budget.left() < budget.total / 2:
             budget.skipped.append(
@@ -110,6 +111,20 @@ def measure(
             if served.mode == OURS or what == "its own buckets":
                 tick(f"refit of {served.mode.what}, {what}")
                 yield {f"{served.mode.what}, {what}": _with_options(served, values, options)}
+    for served in servers:
+        _refit(served, values, _seed(0), Samples())
+        _check_answers(served, ask(served.client, prompts))
+
+
+def _check_answers(served: Served, answers: Sequence[Any]) -> None:
+    """Behind all that was timed: those of the same weights before."""
+    if [answer.tokens for answer in answers] != served.answers:
+        raise GateError(
+            served.mode.what,
+            "other tokens than before the timed refits, for the same weights",
+            "a refit to the same weights serves the same",
+            f"What was written of it is no result; see {served.server.log_path}.",
+        )
 
 
 def _warm_up(served: Served, values: Values, prompts: Sequence[Any]) -> float | None:

@@ -67,7 +67,6 @@ class RefitClient:
 
     _proof: BucketNumbers | None = None  # of the last update that proved itself
     _expected = 0  # bytes of a whole update, as the last one was
-    _bucket_bytes = 0  # of the last update that left it to the client
 
     def __init__(
         self,
@@ -79,6 +78,8 @@ class RefitClient:
     ) -> None:
         self._connection = Connection(url, timeout, api_key, admin_api_key)
         self.url = self._connection.url
+        # Of the last whole update from there that left it to the client.
+        self._bucket_bytes: dict[torch.device, int] = {}
 
     def update(
         self,
@@ -138,10 +139,10 @@ class RefitClient:
             stay=stay,
             before=self._bucket_bytes,
         )
-        if bucket_bytes is None:
-            self._bucket_bytes = refit.bucket_bytes
         if not partial:
             self._expected = refit.nbytes + ALIGNMENT * refit.tensors
+            if not bucket_bytes:
+                self._bucket_bytes[refit.device] = refit.bucket_bytes
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()  # the server has let go of the buffers
         refit.mark("proving")
@@ -181,8 +182,8 @@ class RefitClient:
         return kept if kept is not None and kept.plan.digest == plan.digest else BucketNumbers(plan)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has a proof of its own: tables hold addresses."""
-        return self.__dict__ | {"_proof": None}
+        """A copy has a proof of its own, for tables hold addresses, and may be elsewhere."""
+        return self.__dict__ | {"_proof": None, "_bucket_bytes": {}}
 
     def plan(self) -> RefitPlan:
         """The server's plan: how each tensor is stored, and how it may be sent."""

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from ..errors import NoAnswerError, RefitError
 from ..wire import layout_text
 from ..wire.bucket import Bucket, NamedTensor, Payload, buckets_of
@@ -35,11 +37,13 @@ class TensorUpdate:
         is_ours: as the function; known within `session`.
         tensors, nbytes, buckets: that the server has answered for in `send`.
         bucket_bytes: a bucket ends before the tensor that would pass this size; known within `send`.
+        device: of the first tensor, likewise.
         marks: when each stage began.
     """
 
     is_ours: bool
     bucket_bytes: int
+    device: torch.device
 
     def __init__(self, connection: Connection, note: RefitNote) -> None:
         self._connection, self._note = connection, note
@@ -88,14 +92,14 @@ class TensorUpdate:
         expected: int = 0,
         *,
         stay: bool = False,
-        before: int = 0,
+        before: Mapping[torch.device, int] | None = None,
     ) -> None:
         """Send all of them in a session, a bucket being made while the server has the one before; args as
         `RefitClient.update` and `buckets_of`. Raises `RefitError` where the server refuses, or there is nothing to send.
 
         Args:
             on_filled: called with each bucket while the server loads it.
-            before: the size of the last update's buckets, as of `default_bucket_bytes`.
+            before: by device, see `default_bucket_bytes`.
         """
         self.mark("taking_tensors")
         tensors = iter(named_tensors)
@@ -103,7 +107,9 @@ class TensorUpdate:
         if not head:  # no session is opened for nothing
             rule = "it names at least one tensor"
             raise RefitError("an update", "an empty iterable", rule, "Check the source.")
-        self.bucket_bytes = bucket_bytes or default_bucket_bytes(head[0][1].device, before)
+        self.device = head[0][1].device
+        size = (before or {}).get(self.device, 0)
+        self.bucket_bytes = bucket_bytes or default_bucket_bytes(self.device, size)
         tensors = itertools.chain(iter(head), tensors)
 
         def post(payload: Payload, is_last: bool) -> None:

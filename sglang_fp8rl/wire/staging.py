@@ -27,6 +27,7 @@ COUNT = 2  # buffers that a sender fills in turn
 MOST_OPEN = 32  # that a server keeps: two for each device that a sender's tensors lie on
 _PARTS = 8  # of what is free: two buffers, what is not in one yet, and more for others
 _FEWEST_PARTS = 4  # of what is free now, where an update before had more
+_MUCH_LARGER = 8
 
 # A file of shared memory as torch makes it (`MapInfo`, `map_alloc_alignment` in ATen/MapAllocator.cpp): int32
 # readers, padding up to 64 bytes, the tensors.
@@ -39,13 +40,13 @@ _NEVER_THE_LAST_READER = READERS.pack(1 << 30)
 
 def default_bucket_bytes(device: torch.device, before: int = 0) -> int:
     """A bucket's size by what is free where it lies, a power of two up to 2 GiB; 512 MiB where a device does not say. That of
-    the update `before`, if there is still room: a server replays buckets that are cut where they were."""
+    the update `before`, if there is still room, and none for much larger ones: a server replays buckets that are cut where
+    they were."""
     free = free_bytes(device)
     if free is None:
         return 512 << 20
-    if 0 < before <= free // _FEWEST_PARTS:
-        return before
-    return 1 << max(1, min(2 << 30, free // _PARTS)).bit_length() - 1
+    size = 1 << max(1, min(2 << 30, free // _PARTS)).bit_length() - 1
+    return before if size // _MUCH_LARGER < before <= free // _FEWEST_PARTS else size
 
 
 @dataclass

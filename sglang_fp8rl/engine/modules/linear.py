@@ -21,13 +21,20 @@ from .method import DecidedMethod, takes_packed_scales
 
 # Values of the option `misaligned` that a linear layer can be served with.
 FALLBACKS = ("per_channel", "bf16")
-_FAST_ROWS = 192
 
 
-def _is_slow(rows: int, width: int) -> bool:
-    """Whether DeepGEMM makes of a product one wave of tiles of 128 rows over Hopper's 132 multiprocessors, which takes twice as
-    long as `_FAST_ROWS` in two waves (measured on an H200, docs/gpu.md; tiles by DeepGEMM's `get_best_config`)."""
-    return 64 < rows <= 128 and 66 * 192 < width <= 132 * 192
+def padded(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Tokens to be doubled for a layer of that width, with zeros behind them where that is faster: on 132 multiprocessors DeepGEMM
+    takes 65 to 128 rows in one wave of 128×192 tiles (its `get_best_config`), 192 in two and half the time (an H200: docs/gpu.md).
+    """
+    tokens = x.shape[0]
+    if not (32 < tokens <= 64 and 132 * 160 < width <= 132 * 192 and _multiprocessors(x) == 132):
+        return x
+    return torch.nn.functional.pad(x, (0, 0, 0, 96 - tokens))
+
+
+def _multiprocessors(x: torch.Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
@@ -133,9 +140,11 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
             pow2 = self.block_quant and (
                 options.use_activation_pow2_scale or self.served is not None
             )
-            tokens, is_hopper = rows.shape[0], self._runs_deepgemm() and self.served is None
-            if is_hopper and _is_slow(2 * tokens, layer.weight.shape[0]):
-                rows = torch.nn.functional.pad(rows, (0, 0, 0, _FAST_ROWS // 2 - tokens))
+            tokens = rows.shape[0]
+            if (
+                self._runs_deepgemm() and self.served is None
+            ):  # else scales are packed, for Blackwell
+                rows = padded(rows, layer.weight.shape[0])
             first, rest = self._with_quantized(layer, doubled(rows, group, pow2), None).chunk(2)
             output = (first + rest)[:tokens]
         output = output.view(*x.shape[:-1], output.shape[1])

@@ -454,12 +454,18 @@ def test_the_default_size_of_a_bucket_goes_by_what_is_free(server, monkeypatch):
 def test_buckets_are_cut_where_they_were_as_long_as_they_have_room(server, monkeypatch):
     """Others would be unknown to the server: it loads these natively instead of replaying them."""
     client, sizes = RefitClient(server.url), []
-    for free in (8 << 30, 1 << 40, 5 << 30, 4 << 30, 3 << 30, 1 << 40):
+    for free in (8 << 30, 1 << 40, 5 << 30, 4 << 30, 3 << 30, 15 << 30):
         monkeypatch.setattr(staging, "free_bytes", lambda device, free=free: free)
         if free == 3 << 30:
             client.update(TENSORS, bucket_bytes=100)  # by the caller's choice, once
+            client.update(TENSORS[:1], partial=True)
+            assert not pickle.loads(pickle.dumps(client))._bucket_bytes
         sizes.append(client.update(TENSORS).bucket_bytes)
     assert sizes == [1 << 30] * 4 + [256 << 20] * 2
+    monkeypatch.setattr(staging, "free_bytes", lambda device: 1 << 40)  # eight times as much
+    assert client.update(TENSORS).bucket_bytes == 2 << 30
+    client._bucket_bytes = {torch.device("cuda"): 1 << 30}
+    assert client.update(TENSORS).bucket_bytes == 2 << 30
     fresh = []
     for free in range(9 << 30, 16 << 30, 1 << 30):
         monkeypatch.setattr(staging, "free_bytes", lambda device, free=free: free)

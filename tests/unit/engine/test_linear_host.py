@@ -70,22 +70,26 @@ def test_few_tokens_get_our_product_and_more_of_them_sglang_s(monkeypatch, granu
     ("tokens", "width", "rows"),
     [
         *((32, 24576, 64), (33, 24576, 192), (64, 24576, 192), (65, 24576, 130)),
-        *((64, 12672, 128), (64, 12673, 192), (64, 25344, 192), (64, 25345, 128)),
+        *((64, 21120, 128), (64, 21121, 192), (64, 25344, 192), (64, 25345, 128)),
     ],
 )
 def test_rows_that_deepgemm_is_slow_at_are_padded_and_the_rest_is_left_out(
     monkeypatch, tokens, width, rows
 ):
     seen, method = [], method_of("blockwise", keeps_activations=True)
+    monkeypatch.setattr(linear, "_multiprocessors", lambda x: 132)
     monkeypatch.setattr(method, "_with_quantized", lambda _, x, bias: seen.append(len(x)) or x)
     layer = SimpleNamespace(weight=torch.empty(width, 384), weight_scale_inv=torch.ones(width, 3))
-    x = torch.randint(-1, 2, (tokens, 384)).bfloat16()  # which halves add up to exactly
+    x = torch.randint(-1, 2, (tokens, 1, 384)).bfloat16()  # which halves add up to exactly
     assert torch.equal(method.apply(layer, x), x)
     method.served = layer  # scales are packed for Blackwell's kernel
     method.apply(layer, x)
-    method.served, method.w8a8_block_fp8_linear = None, block_fp8_linear
+    method.served = None
+    monkeypatch.setattr(linear, "_multiprocessors", lambda x: 78)
     method.apply(layer, x)
-    assert seen == [rows, 2 * tokens, 2 * tokens]
+    method.w8a8_block_fp8_linear = block_fp8_linear
+    method.apply(layer, x)
+    assert seen == [rows, *[2 * tokens] * 3]
 
 
 @pytest.mark.parametrize("pow2", [False, True])
