@@ -118,7 +118,7 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
             super().process_weights_after_loading(layer)
 
     def _runs_deepgemm(self) -> bool:
-        runner: Any = self.w8a8_block_fp8_linear if self.block_quant else None
+        runner: Any = self.w8a8_block_fp8_linear
         return getattr(runner, "func", runner) is deepgemm_w8a8_block_fp8_linear_with_fallback
 
     def reads_packed_scales(self, layer: Any) -> bool:
@@ -135,15 +135,11 @@ class Fp8BlockwiseOnlineLinearMethod(DecidedMethod, Fp8LinearMethod):
         if rows.shape[0] <= options.exact_product_tokens:
             output = linear(rows, layer.weight, scale)
         else:
-            group = rows.shape[1] // scale.shape[1]
+            tokens, group = rows.shape[0], rows.shape[1] // scale.shape[1]
+            is_packed = self.served is not None  # for Blackwell
             # Packed scales go with activations' in powers of two; one scale a token is never one.
-            pow2 = self.block_quant and (
-                options.use_activation_pow2_scale or self.served is not None
-            )
-            tokens = rows.shape[0]
-            if (
-                self._runs_deepgemm() and self.served is None
-            ):  # else scales are packed, for Blackwell
+            pow2 = self.block_quant and (options.use_activation_pow2_scale or is_packed)
+            if self.block_quant and self._runs_deepgemm() and not is_packed:
                 rows = padded(rows, layer.weight.shape[0])
             first, rest = self._with_quantized(layer, doubled(rows, group, pow2), None).chunk(2)
             output = (first + rest)[:tokens]

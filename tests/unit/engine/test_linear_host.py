@@ -90,6 +90,12 @@ def test_rows_that_deepgemm_is_slow_at_are_padded_and_the_rest_is_left_out(
     method.w8a8_block_fp8_linear = block_fp8_linear
     method.apply(layer, x)
     assert seen == [rows, *[2 * tokens] * 3]
+    method = method_of("per_channel", keeps_activations=True)
+    monkeypatch.setattr(linear, "_multiprocessors", lambda x: 132)
+    monkeypatch.setattr(method, "_with_quantized", lambda _, x, bias: seen.append(len(x)) or x)
+    layer.weight_scale = torch.ones(width, 1)
+    method.apply(layer, x)
+    assert seen[4:] == [2 * tokens]
 
 
 @pytest.mark.parametrize("pow2", [False, True])
