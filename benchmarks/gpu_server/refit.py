@@ -67,8 +67,7 @@ def prepare(
         tick(f"first refits of {served.mode.what}")
         samples[served.mode.what].first = _warm_up(served, values, prompts)
         _floors(served, values, samples[served.mode.what], repetitions)
-        _refit(served, values, _seed(0), Samples())
-        served.answers = [answer.tokens for answer in ask(served.client, prompts)]
+        served.answers = _answers(served, values, _seed(0), Samples(), prompts)
     return samples
 
 
@@ -112,19 +111,21 @@ def measure(
                 tick(f"refit of {served.mode.what}, {what}")
                 yield {f"{served.mode.what}, {what}": _with_options(served, values, options)}
     for served in servers:
-        _refit(served, values, _seed(0), Samples())
-        _check_answers(served, ask(served.client, prompts))
+        if _answers(served, values, _seed(0), Samples(), prompts) != served.answers:
+            raise GateError(
+                served.mode.what,
+                "other tokens than before the timed refits, for the same weights",
+                "a refit to the same weights serves the same",
+                f"What was written of it is no result; see {served.server.log_path}.",
+            )
 
 
-def _check_answers(served: Served, answers: Sequence[Any]) -> None:
-    """Behind all that was timed: those of the same weights before."""
-    if [answer.tokens for answer in answers] != served.answers:
-        raise GateError(
-            served.mode.what,
-            "other tokens than before the timed refits, for the same weights",
-            "a refit to the same weights serves the same",
-            f"What was written of it is no result; see {served.server.log_path}.",
-        )
+def _answers(
+    served: Served, values: Values, seed: int, into: Samples, prompts: Sequence[Any]
+) -> list[tuple[int, ...]]:
+    """Refit to the weights of this seed; the tokens that are served then."""
+    _refit(served, values, seed, into)
+    return [answer.tokens for answer in ask(served.client, prompts)]
 
 
 def _warm_up(served: Served, values: Values, prompts: Sequence[Any]) -> float | None:
@@ -132,8 +133,7 @@ def _warm_up(served: Served, values: Values, prompts: Sequence[Any]) -> float | 
     refits = Samples()
     before = None
     for warm_up in range(WARM_UPS):
-        _refit(served, values, _seed(warm_up), refits)
-        after = [answer.tokens for answer in ask(served.client, prompts)]
+        after = _answers(served, values, _seed(warm_up), refits, prompts)
         if after == before:
             raise GateError(
                 served.mode.what,

@@ -17,8 +17,8 @@ def place_of(memory: torch.Tensor, meta: Any) -> torch.Tensor:
 
 
 def copy_together(memory: torch.Tensor, tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
-    """Copy tensors (that need no gradient) to the places of their `flat_tensor`s in uint8 `memory`, each behind the one before. Those that are whole
-    words, with no gap between them, are one call; any other is one by itself."""
+    """Copy tensors (that need no gradient) to the places of their `flat_tensor`s in uint8 `memory`, each behind the one before.
+    Those that are whole words, with no gap between them, are one call; any other is one by itself."""
     row: list[torch.Tensor] = []
     begin = end = 0
 
