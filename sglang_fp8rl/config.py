@@ -116,6 +116,9 @@ class Options(BaseModel):
             options = cls.model_validate_json(json.dumps(given, default=repr))
         except ValidationError as error:
             first = error.errors()[0]
+            if not first["loc"]:  # half of a character, somewhere in a text
+                found = "quantization_config", ascii(given), "its texts are Unicode", "Correct it."
+                raise ConfigError(*found) from error
             name = str(first["loc"][0])
             field = cls.model_fields[name]
             raise ConfigError(

@@ -35,6 +35,11 @@ _REMEDY = (
 )
 
 
+_SESSION_OPEN = "session is already open"  # SGLang's words
+_CLOSE_SESSION = (
+    "If the client that opened it is gone or was interrupted, call RefitClient.close_session(), then send the update "
+    "again, whole; else wait for it."
+)
 _RESTART = (
     "A trainer that can't start a server again (veRL can't) goes on from its last checkpoint."
 )
@@ -145,7 +150,14 @@ class Connection:
             self._http.close()  # the next request opens a connection of its own
         try:
             answer = self._http.request(
-                method, url, json=json, headers=headers, timeout=seconds, proxies=direct, auth=auth
+                method,
+                url,
+                json=json,
+                headers=headers,
+                timeout=seconds,
+                proxies=direct,
+                auth=auth,
+                allow_redirects=False,  # a POST would become a GET, and lose its key
             )
         except requests.RequestException as error:
             self.forget()
@@ -153,6 +165,13 @@ class Connection:
             raise NoAnswerError(url, f"no answer: {error}", *told) from error
         self._used = time.monotonic()
         self.seconds_waited += answer.elapsed.total_seconds()
+        if answer.is_redirect:
+            raise RefitError(
+                url,
+                f"HTTP {answer.status_code}, a redirect to {answer.headers['Location'][:200]}",
+                "a server is asked where it is: who follows loses the request's body or its key",
+                "Give the URL that it redirects to, without the path.",
+            )
         return answer
 
 
@@ -182,11 +201,13 @@ def _content(answer: requests.Response) -> dict[str, Any]:
         raise _not_sglang(answer.url, content)
     if answer.ok and content.get("success") is not False:
         return content
+    said = content.get("message", content) if is_told else content
+    remedy = _CLOSE_SESSION if _SESSION_OPEN in str(said) else _REMEDY
     raise RefitError(
         f"{answer.request.method} {answer.request.path_url}",
         f"HTTP {answer.status_code}",
-        f"the server answered: {content.get('message', content) if is_told else content}",
-        _REMEDIES.get(answer.status_code, _REMEDY),
+        f"the server answered: {said}",
+        _REMEDIES.get(answer.status_code, remedy),
     )
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import math
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -59,7 +63,7 @@ class RefitClient:
 
     Args:
         url: of the server, e.g. `http://127.0.0.1:30000`.
-        timeout: seconds for one request.
+        timeout: seconds that the server may be silent in a request.
         api_key: of `--api-key`: for plan, status, generation, and all else where there is no admin key.
         admin_api_key: of `--admin-api-key`, which SGLang wants at every endpoint that changes the server
             (updates, sessions) and at the fingerprint.
@@ -116,6 +120,7 @@ class RefitClient:
                 not the server's: nothing was sent. Or what is served differs (`verify`).
             QuantizationError: NaN or Inf (`verify`); what was sent before stays.
         """
+        _check_sizes(bucket_bytes, flush_timeout)
         if plan is not None:
             self.check_plan(plan)
         stay, named_tensors = are_there_at_once(named_tensors), sendable(named_tensors)
@@ -130,15 +135,19 @@ class RefitClient:
         refit = TensorUpdate(self._connection, note)
         waited_before = self._connection.seconds_waited
         nbytes = 0 if partial else self._expected
-        refit.send(
-            named_tensors,
-            bucket_bytes,
-            on_bucket,
-            on_filled,
-            nbytes,
-            stay=stay,
-            before=self._bucket_bytes,
-        )
+        try:
+            refit.send(
+                named_tensors,
+                bucket_bytes,
+                on_bucket,
+                on_filled,
+                nbytes,
+                stay=stay,
+                before=self._bucket_bytes,
+            )
+        except BaseException as error:
+            _let_go(error)
+            raise
         if not partial:
             self._expected = refit.nbytes + ALIGNMENT * refit.tensors
             if not bucket_bytes:
@@ -193,7 +202,7 @@ class RefitClient:
         """Ask the server whether `plan` is its own; only the digest goes over the wire. Raises `RefitError` with both
         digests if it is not."""
         found = self._connection.plan_unless(plan.digest)
-        if found is None:
+        if found is None or found.digest == plan.digest:
             return
         theirs = found.document
         model, sizes = plan.document["model"]["architecture"], plan.document["parallel"]
@@ -266,6 +275,25 @@ class RefitClient:
             problems = self.status().get("problems")
             if problems is None or any("session is open" in problem for problem in problems):
                 raise
+
+
+def _let_go(error: BaseException) -> None:
+    """Who keeps an error keeps its frames: not this package's, which hold buckets."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").startswith(f"{__package__.partition('.')[0]}."):
+            with contextlib.suppress(RuntimeError):  # it still runs
+                frame.clear()
+
+
+def _check_sizes(bucket_bytes: Any, flush_timeout: Any) -> None:
+    """Raises `RefitError` for what would fail in the middle of an update, or behind it."""
+    is_size = isinstance(bucket_bytes, Integral) and not isinstance(bucket_bytes, bool)
+    if bucket_bytes is not None and not (is_size and bucket_bytes > 0):
+        rule = "a bucket has a whole number of bytes, more than 0"
+        raise RefitError("bucket_bytes", repr(bucket_bytes), rule, "Give e.g. 512 << 20, or None.")
+    if not (isinstance(flush_timeout, (int, float)) and 0 <= flush_timeout < math.inf):
+        rule = "the flush waits for so many seconds, 0 or more"
+        raise RefitError("flush_timeout", repr(flush_timeout), rule, "Give a number, e.g. 10.")
 
 
 def fetch_plan(url: str, *, timeout: float = 600, api_key: str | None = None) -> RefitPlan:

@@ -168,8 +168,12 @@ class TensorUpdate:
         """SGLang answers alike where nothing was stored and where only its flush was refused."""
         if not self.is_ours:
             return False
-        last = self._connection.get(STATUS_PATH).get("last_refit") or {}
-        return last.get("cache_flushed") is False and last["outcome"] in ("open", "ok")
+        try:
+            last = self._connection.get(STATUS_PATH).get("last_refit") or {}
+        except RefitError:  # the refusal itself says more
+            return False
+        is_this = last.get("id") == self._note.id  # else this one never began
+        return is_this and last["cache_flushed"] is False and last["outcome"] in ("open", "ok")
 
     def finish(self, flush_timeout: float) -> bool:
         """Behind the session: tell the version, and ask for the flush again if it was refused.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import RefitError
+from ..errors import QuantizationError, RefitError
 from ..formats import weight_name_of
 from ..formats.format import BlockGrid
 from ..numerics import FP8_DTYPE
@@ -144,6 +144,8 @@ class Fingerprinter:
         else:
             shard.check_shape(name, entry.shape)
             boxes, numel = self._boxes(entry, shard), local.numel()
+            if entry.block_size is None and local.is_floating_point():
+                _check_finite(name, boxes[0].tensor)
         form = form_as_served(entry)
         [value] = NumberTable([boxes]).numbers()
         self.count(weight if is_scale else name, Number(form, value, numel))
@@ -163,6 +165,14 @@ class Fingerprinter:
             bad = cast_into(matrix, into, scales[-1], block, name=name, **self.plan.rounding)
             refuse_not_finite(bad, grid, name)
         return scaled_boxes(name, codes, scales, shard.full_shape, shard.start, block)
+
+
+def _check_finite(name: str, served: torch.Tensor) -> None:
+    """Raises `QuantizationError` for what would be served with a NaN or Inf. Waits for a GPU."""
+    if not bool(torch.isfinite(served).all()):
+        rule = "a server stores no row that is not finite"
+        remedy = "Look at the step that produced this weight."
+        raise QuantizationError(name, f"NaN or Inf in {served.dtype}", rule, remedy)
 
 
 def _counted_again(name: str, found: str) -> RefitError:

@@ -45,6 +45,9 @@ def of_all_ranks(said: Sequence[Any]) -> tuple[list[str], bool]:
     if failed is not None:
         raise failed
     ended = [rank for rank, one in enumerate(said) if one is None or one[1]]
+    if said.count(None) == len(said):
+        rule = "it names at least one tensor"
+        raise RefitError("a refit", "an empty iterable on every rank", rule, "Check the source.")
     if None in said or 0 < len(ended) < len(said):
         found = f"rank(s) {ended} of {len(said)} have no more tensors, the others have"
         rule = "every rank of a server's group is given the same tensors"

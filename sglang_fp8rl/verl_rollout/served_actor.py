@@ -56,13 +56,23 @@ def plan_of_the_run() -> RefitPlan:
             "Write it with `sglang-fp8rl plan MODEL --tp N --dtype bfloat16 --json > FILE`, and set it for all "
             "workers.",
         )
-    return RefitPlan.from_dict(json.loads(path.read_text()))
+    try:
+        document = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(
+            PLAN_FILE,
+            str(path),
+            f"it is the JSON that `sglang-fp8rl plan MODEL --json` prints ({error})",
+            "Write it again; where that command fails its file stays empty.",
+        ) from error
+    return RefitPlan.from_dict(document)
 
 
 def check_plan(connection: Connection) -> None:
     """Raise `RefitError` where the server has another plan than the actor trains with."""
     ours = plan_of_the_run()
-    if found := connection.plan_unless(ours.digest):
+    found = connection.plan_unless(ours.digest)
+    if found is not None and found.digest != ours.digest:
         theirs = found.document
         other = [key for key in theirs if theirs[key] != ours.document.get(key) and key != "digest"]
         raise RefitError(

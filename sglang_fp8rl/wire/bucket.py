@@ -60,12 +60,14 @@ def sendable(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
                     "it takes pairs (str, torch.Tensor)",
                     "Send state_dict.items(), with each name as a str.",
                 )
-        if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "full_tensor"):
+        if not isinstance(tensor, torch.Tensor) or any(
+            hasattr(tensor, told) for told in ("full_tensor", "local_shards")
+        ):
             raise RefitError(
                 name,
                 f"a {type(tensor).__name__}",
                 "what is sent is a full torch.Tensor",
-                "Gather DTensors with full_tensors(named_tensors), LocalShards with assemble(name, shards).",
+                "Gather DTensors with full_tensors(named_tensors), ShardedTensors (FSDP1) with a full state dict, LocalShards with assemble(name, shards).",
             )
         is_here = tensor.layout is torch.strided and not (tensor.is_meta or is_freed(tensor))
         if not is_here or tensor.dtype not in layout_text.DTYPES.values():

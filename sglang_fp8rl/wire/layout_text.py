@@ -60,7 +60,7 @@ def from_text(text: str) -> list[SimpleNamespace]:
                 *(table[column] for column in _COLUMNS), strict=True
             )
         ]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise RefitError(
             "the layout of a flattened bucket",
             f"{text[:80]!r} ({type(error).__name__}: {error})",

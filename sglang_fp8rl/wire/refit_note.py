@@ -49,6 +49,8 @@ def note_of(rid: Any) -> RefitNote | None:
         return None
     try:
         content = json.loads(rid)[KEY]
+        if unread := content.keys() - {"id", "version", "extent"}:
+            raise ValueError(f"nobody reads {sorted(unread)}")
         return RefitNote(content["id"], content.get("version"), content.get("extent"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RefitError(

@@ -107,7 +107,8 @@ class OpenBuffers:
 
     def __init__(self) -> None:
         self._memory: dict[str, torch.Tensor] = {}
-        self._watched = ""
+        self._watched: set[str] = set()  # senders, each until it ends
+        self._of = ""  # the sender of what is open
 
     def __len__(self) -> int:
         return len(self._memory)
@@ -142,21 +143,21 @@ class OpenBuffers:
 
     def _let_go_behind(self, owner: str) -> None:
         """When the sender ends its memory is to be free, though no request comes any more."""
-        pid = int(owner.rpartition(":")[2])
-        if owner == self._watched or owner != _process(pid):
+        self._of, pid = owner, int(owner.rpartition(":")[2])
+        if owner in self._watched or owner != _process(pid):
             return  # of another container: the next sender's first bucket lets go
         try:
             process = os.pidfd_open(pid)
         except OSError:
             return
-        self._watched = owner
+        self._watched.add(owner)
         threading.Thread(target=self._wait, args=(process, owner), daemon=True).start()
 
     def _wait(self, process: int, owner: str) -> None:
         wait([process])
         os.close(process)
-        if self._watched == owner:
-            self._watched = ""
+        self._watched.discard(owner)
+        if self._of == owner:
             self.close()
 
 

@@ -67,6 +67,7 @@ class KvScaling(Extension):
         self.is_stale = self.is_frozen = False
         self.moves = 0
         self._ignored: set[str] = set()
+        self._refit: Any = None
 
     def start(self, runner: Any) -> bool:
         """Choose and fold for the first time. A collective.
@@ -104,6 +105,15 @@ class KvScaling(Extension):
 
     def unfolded(self) -> AbstractContextManager[None]:
         return self.fold.unfolded()
+
+    def begin(self, call: Any) -> None:
+        """A scale comes once in a refit, in any of its calls."""
+        if self.sent is not None and call.update.refit is not self._refit:
+            self._refit = call.update.refit
+            self.sent.begin_refit()
+
+    def weights_lost(self) -> None:
+        self.is_stale = bool(self.sides)
 
     def receive(self, sent: Mapping[str, torch.Tensor], *, is_serving: bool) -> Received:
         if self.sent is not None:

@@ -29,8 +29,12 @@ class SentScales:
     def __init__(self, module_of: Callable[[str], str | None]) -> None:
         self._module_of = module_of
         self._held: dict[KvScaleName, float] = {}
-        self._new: set[KvScaleName] = set()  # since the choice
+        self._came: dict[KvScaleName, str] = {}  # in the last refit, and by which name
         self._kept: set[KvScaleName] = set()  # older than the weights that the choice was for
+
+    def begin_refit(self) -> None:
+        """What comes from here on is of another refit."""
+        self._came = {}
 
     def receive(self, sent: Mapping[str, torch.Tensor], *, is_serving: bool) -> Received:
         """Read what a call brought, as `Extension.receive`. Synchronizes with the device once."""
@@ -43,12 +47,13 @@ class SentScales:
         numbers, errors = _numbers({name: sent[name] for name in meant})
         # q gets its range from the fold of k.
         held: dict[KvScaleName, float] = {}
-        first: dict[KvScaleName, str] = {}
+        first = dict(self._came)
         for name, one in numbers.items():
             if (of := meant[name]).side not in _SIDES:
                 continue
             other = first.setdefault(of, name)
-            if held.setdefault(of, one) != one:
+            known = self._held[of] if other != name and of not in held else one
+            if held.setdefault(of, known) != one:
                 error = RefitError(
                     name,
                     f"{one!r}, and {other} {held[of]!r}",
@@ -58,7 +63,7 @@ class SentScales:
                 errors[name] = str(error)
         held = {of: one for of, one in held.items() if of not in {meant[name] for name in errors}}
         self._held |= held
-        self._new |= held.keys()
+        self._came |= {of: first[of] for of in held}
         return Received(taken=[name for name in numbers if name not in errors], errors=errors)
 
     def largest(self, layers: Sequence[AttentionLayer]) -> torch.Tensor:
@@ -69,7 +74,7 @@ class SentScales:
 
     def note_choice(self) -> None:
         """The exponents are those of `largest` now."""
-        self._kept, self._new = self._held.keys() - self._new, set()
+        self._kept = self._held.keys() - self._came.keys()
 
     def as_dict(self, layers: Sequence[AttentionLayer]) -> dict[str, Any]:
         """For the status section."""

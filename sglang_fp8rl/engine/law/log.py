@@ -20,6 +20,7 @@ from .record import Outcome, Refit, Session, State, Verdict
 
 MAX_LISTED = 16
 MAX_REMEMBERED = 256
+MAX_BROKEN = 4096  # names, and nothing but them
 
 
 class RefitLog:
@@ -53,7 +54,7 @@ class RefitLog:
         self.is_unloaded = True
         self.session: Session | None = None
         self.moved_to: str | None = None
-        self.broken_off: deque[str] = deque(maxlen=MAX_LISTED)
+        self.broken_off: deque[str] = deque(maxlen=MAX_BROKEN)
         self.has_lost_drafts = False
         self.is_in_step = True
         self.begun: list[Refit] = []

@@ -21,7 +21,11 @@ def memory_number(refit: ModelRefit) -> int:
     sums = defaultdict[torch.device, list[torch.Tensor]](list)
     for target in refit.written_targets():
         if target.parameter.device.type != "meta":
-            sums[target.parameter.device].append(_some_of(target.parameter.data).sum())
+            words = _some_of(target.parameter.data).reshape(-1).to(torch.int64)
+            places = torch.arange(
+                1, 2 * len(words), 2, device=words.device
+            )  # so that moved words count
+            sums[target.parameter.device].append((words * places).sum())
     totals = (torch.stack(some) for some in sums.values())
     by_place = (one * torch.arange(1, 1 + len(one), device=one.device) for one in totals)
     return sum(int(one.sum()) for one in by_place) & MASK

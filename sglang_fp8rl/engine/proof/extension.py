@@ -108,6 +108,8 @@ def _why_unproven(held: dict[int, Held], boxes: list[HeldBox]) -> str:
     for rank, one in held.items():
         if one.reason:
             return f"tp_rank {rank}: {one.reason}"
+    if not boxes:
+        return "no rank holds any of it"
     forms = {one.form for one in boxes}
     if len(forms) > 1:
         return f"served in several forms: {', '.join(sorted(forms))}"

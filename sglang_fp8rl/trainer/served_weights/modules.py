@@ -128,7 +128,7 @@ class ServedLinear(nn.Linear):
         rule = self.served_rules["weight"]
         weight = self.weight
         bias: torch.Tensor | None = self.bias
-        if torch.is_autocast_enabled(input.device.type):
+        if not input.is_meta and torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
             input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
         elif input.dtype != weight.dtype:
@@ -182,7 +182,7 @@ class ServedExperts(nn.Module):
         if parameter is None:
             raise self.not_its_own(leaf)
         rule, device = self.served_rules[leaf], parameter.device.type
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):
             check_compute_dtype(torch.get_autocast_dtype(device), rule)
         return _StraightThrough.apply(parameter, rule)
 

@@ -47,9 +47,12 @@ def compute_as_served(
         )
     found = rules_of(model, plan, not_served)
     _check_computes_by_class([(name, module) for name, module, _ in found], "compute_as_served")
-    for _, module, weights in found:
+    classes: list[Any] = []
+    for _, module, weights in found:  # it may raise, and then no module is changed
         cls: Any = type(module)
-        _change_class(module, _served_class(cls, tuple(weights)))
+        classes.append(_served_class(cls, tuple(weights)))
+    for (_, module, weights), cls in zip(found, classes, strict=True):
+        _change_class(module, cls)
         setattr(module, _RULES, weights)
     setattr(model, _PLAN, plan)
     setattr(model, NOT_SERVED, tuple(not_served))

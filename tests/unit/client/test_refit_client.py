@@ -110,7 +110,8 @@ class FakeServer(JsonServer):
     def flush(self) -> tuple[int, dict]:
         self.busy -= 1
         flushed = self.busy < 0
-        self.status["last_refit"] = {"cache_flushed": flushed, "outcome": "ok"}
+        last = {"id": self.notes[-1]["id"]} if self.notes else {}
+        self.status["last_refit"] = last | {"cache_flushed": flushed, "outcome": "ok"}
         return (200 if flushed else 400), {"success": flushed, "message": "requests are running"}
 
 
