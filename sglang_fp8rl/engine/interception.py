@@ -203,9 +203,6 @@ def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return steps == sorted(steps, reverse=True)
 
 
-Places = tuple[tuple[Any, ...], ...]
-
-
 class Write(NamedTuple):
     """One intercepted copy (or fill) into a parameter.
 
@@ -215,7 +212,6 @@ class Write(NamedTuple):
         fill: the value, where a loader fills instead of copying (the tail of a padded buffer).
         offset, shape, stride: the destination view, in elements of the parameter's storage.
         region: the box that view covers, or None if it is not a box.
-        places: how that view is written, where it was looked up before (`matrix_writes.places_of`).
     """
 
     source: torch.Tensor | None
@@ -224,7 +220,6 @@ class Write(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     region: Region | None
-    places: Places = ()
 
     def destination(self, parameter: torch.Tensor) -> torch.Tensor:
         """The view of the real parameter that this write lands in."""

@@ -7,8 +7,9 @@ IPC, disk, custom loaders) go through both.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -39,6 +40,7 @@ from .model.sent_otherwise import (
     load_parts_singly,
     refuse_loaders_that_ask,
 )
+from .native import deferred
 from .native.call import Call
 from .native.calls import Calls
 from .native.checks import of_known_sizes, why_not_finite
@@ -72,7 +74,7 @@ class ModelRefit:
         self._device = next(iter(self._devices)) if len(self._devices) == 1 else None
         self.names, self.pairs = NameTable(), PairTable()
         self.runner: Any = None  # SGLang's, which counts forward passes
-        self.derived = DerivedWeights(model, self._has_run)
+        self.derived = DerivedWeights(model, self._has_run, self._settle)
         self.ledger = Ledger(self.targets.values(), self.names)
         self._probe_names = probe_names
         self.extensions = [kind(self) for kind in extensions()]
@@ -202,13 +204,26 @@ class ModelRefit:
         lane: Any = nullcontext
         if device is not None and device.type != "meta":
             lane = stream_lane(device)
-        raised: dict[tuple, tuple[str, str]] = {}
-        memory = ModelMemory(self.model, self.targets.values())
-        observer = Observer(sources, memory, self._store, raised, stores=update.origin.stores)
         wanted = self.extensions if bucket is not None and sent is not None else ()
         recordings = (one.recording_of(bucket, sent, sources) for one in wanted)
         recording = next((one for one in recordings if one is not None), None)
-        return Call(update, sources, bucket, brings, observer, recording, lane=lane, raised=raised)
+        raised: dict[tuple, tuple[str, str]] = {}
+        memory = functools.cache(lambda: ModelMemory(self.model, self.targets.values()))
+        observer = Observer(
+            sources, memory, self._store, self._settle, raised, stores=update.origin.stores
+        )
+        call = Call(update, sources, bucket, brings, observer, recording, lane=lane, raised=raised)
+        if update.origin.is_serving and device is not None and brings.tensors >= deferred.FEWEST:
+            written = None if recording is None else recording.add_rows
+            how = self.ledger, self.options, device, lane
+            call.deferred = deferred.DeferredWrites(*how, call.not_finite, written)
+        return call
+
+    def _settle(self) -> None:
+        """Do the writes that wait."""
+        call = self.calls.running
+        if call is not None and call.deferred is not None:
+            call.deferred.settle()
 
     def _store(self, target: Target, write: Write) -> None:
         """A write that SGLang makes without a loader, in the call that runs."""
@@ -226,7 +241,11 @@ class ModelRefit:
                 weights = of_known_sizes(weights, self.names.known)
                 if tied := self.calls.untaken.tied:
                     weights = noted(weights, call, self.ledger, tied)
-            result = self._load_weights(call.sources.watch(weights), *args, **kw)
+            weights = call.sources.watch(weights)
+            with nullcontext() if call.deferred is None else closing(call.deferred) as waiting:
+                if waiting is not None:
+                    weights = waiting.until_end(weights)
+                result = self._load_weights(weights, *args, **kw)
             load_left_experts(self.model, call.sources.left(), self._load_weights)
         quantized = {one.name for one in self.targets.values() if one.is_fp8} if moved else ()
         for place, made_anew in moved:

@@ -49,6 +49,7 @@ _FIELDS = (
     "flags", "flag_cols",
 )  # fmt: skip
 PIECE = np.dtype([(name, np.int64) for name in _FIELDS])
+FIELD = {name: at for at, name in enumerate(_FIELDS)}
 # Those that `Piece.row` gives.
 ROW_FIELDS = len(_FIELDS) - 2
 

@@ -37,10 +37,20 @@ _DERIVE = (_BY_LOADING, _AT_FIRST_PASS, "process_weights_after_loading")
 
 
 class DerivedWeights:
-    """Those of one model, of which `has_run` says whether it has computed anything since it was loaded."""
+    """Those of one model.
 
-    def __init__(self, model: torch.nn.Module, has_run: Callable[[], bool] = lambda: True) -> None:
-        self._model, self._has_run = model, has_run
+    Args:
+        has_run: says whether it has computed anything since it was loaded.
+        settle: brings its weights up to date, from which others are derived.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        has_run: Callable[[], bool] = lambda: True,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._model, self._has_run, self._settle = model, has_run, settle
         self._modules = dict(model.named_modules())
         self.kept_copies = KeptCopies({}, (), self._is_derived, has_run)
         methods = (getattr(module, "quant_method", None) for module in self._modules.values())
@@ -79,6 +89,7 @@ class DerivedWeights:
     def _called(self, deriver: _Deriver, *args: Any, **kwargs: Any) -> Any:
         if self._is_held_back:
             return None
+        self._settle()
         deriver.is_used = deriver.is_used or not self._is_deriving
         if not deriver.needs_nothing:
             return deriver.native(*args, **kwargs)

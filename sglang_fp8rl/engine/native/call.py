@@ -17,6 +17,7 @@ from ..arrival.update import Update
 from ..interception import Write
 from ..ledger.ledger import NOTHING, Arrived
 from ..model.parameters import Target
+from .deferred import DeferredRows, DeferredWrites
 from .observer import Observer
 
 APART = "half of an FP8 pair, the other is in another bucket"
@@ -38,6 +39,9 @@ class Recording(Protocol):
             boxes: numbers of what was written.
         """
 
+    def add_rows(self, rows: DeferredRows) -> None:
+        """Writes that were done together."""
+
     def add_fill(self, target: Target, write: Write, box: int) -> None:
         """A write of no sent tensor: the padding of a vocabulary."""
 
@@ -56,6 +60,7 @@ class Call:
         sources: the tensors that go by.
         observer: of what SGLang does with them; None where a recipe is replayed.
         recording: of what the loaders do with this bucket, where somebody wants one.
+        deferred: writes that are done together; None where each is done at once.
         lane: what loaders do is done in it, whichever thread they run in.
         raised: what was raised at a write, by name and place, and not made good: subject and text. Some models
             catch what their loaders raise, and a thread's is nobody's.
@@ -72,6 +77,7 @@ class Call:
     brings: Arrived = NOTHING
     observer: Observer | None = None
     recording: Recording | None = None
+    deferred: DeferredWrites | None = None
     lane: Callable[[], AbstractContextManager[None]] = nullcontext
     raised: dict[tuple, tuple[str, str]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)

@@ -11,7 +11,7 @@ import torch
 from ...errors import RefitError, is_of_an_adapter, listed, remedy_for_unknown
 from ..arrival.sent_tensors import Source
 from ..interception import Write
-from ..model.landings import Known
+from ..model.landings import Known, Landing
 from ..model.parameters import Target
 
 Sent = tuple[str, torch.Tensor]
@@ -80,8 +80,7 @@ def check_landing(sources: Sequence[Source], target: Target, known: Mapping[str,
     SGLang's LFM2 writes the embedding into the head too, where a call brings the first and not the second.
     """
     for source in sources:
-        landings = known[source.name].landings if source.name in known else ()
-        if landings and all(one.target is not target for one in landings):
+        if landings := _elsewhere(source, target, known):
             raise RefitError(
                 source.name,
                 f"written into {target.name}",
@@ -89,6 +88,17 @@ def check_landing(sources: Sequence[Source], target: Target, known: Mapping[str,
                 "on what else comes in a call",
                 f"Send it in one call with the tensor that is for {target.name}.",
             )
+
+
+def lands_there(source: Source, target: Target, known: Mapping[str, Known]) -> bool:
+    """Whether `check_landing` would say nothing."""
+    return not _elsewhere(source, target, known)
+
+
+def _elsewhere(source: Source, target: Target, known: Mapping[str, Known]) -> list[Landing]:
+    """Where a tensor went at the start, if that was not there."""
+    landings = known[source.name].landings if source.name in known else []
+    return [] if any(one.target is target for one in landings) else landings
 
 
 def check_takes_scale(target: Target, name: str) -> None:

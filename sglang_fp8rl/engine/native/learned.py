@@ -1,23 +1,26 @@
-"""What SGLang's own layers do with tensors that are alike: seen twice, and not run again from then on.
+"""What SGLang's own layers do with tensors that are alike: seen once, and not run again from then on.
 
-Their loaders choose a part of the tensor and a place for it by their arguments. Where a layout is not
-replayed (it comes in other buckets each time, or with a tensor with which SGLang computes) two thirds of
-what an update costs would be to watch that choice for each of 18,000 experts, every time.
+Their loaders choose a part of the tensor and a place for it by their arguments. To watch that choice for each of
+18,000 experts is most of what an update costs whose layout is not replayed; and the first one too would
+cost it, but that the load at startup has shown it.
 """
 
 from __future__ import annotations
 
-import itertools
+from array import array
 from typing import Any, NamedTuple
 
 import torch
 
-from ..interception import Places, Write, offset_within, span_of, unwatched
+from ...numerics.backends import has_kernel
+from ...numerics.write_table import WIDE, Piece
+from ..interception import Region, Write, extent_of, storage_of, unwatched
 from ..model.parameters import Target
-from .matrix_writes import places_of
+from .matrix_writes import matrix_writes, row_of
 from .observer import LoaderWrites
 
-# Where the loaders are that were read, in all supported versions: they keep nothing, and leave no word to others.
+# Where the loaders are that were read, in all supported versions: they keep nothing, leave no word to others, and
+# take floats of 16 and of 32 bits alike.
 # Those of models may: DeepSeek-V4's host table tells its ranks of a write, and they wait for one another.
 _LAYERS = (
     "sglang.srt.layers.linear",
@@ -34,8 +37,8 @@ class _Copy(NamedTuple):
     part: tuple[int, tuple[int, ...], tuple[int, ...]] | None
     write: Write
 
-    def of(self, loaded: torch.Tensor, places: Places) -> Write:
-        return self.write._replace(source=self._part_of(loaded), places=places)
+    def of(self, loaded: torch.Tensor) -> Write:
+        return self.write._replace(source=self._part_of(loaded))
 
     def _part_of(self, loaded: torch.Tensor) -> torch.Tensor | None:
         if self.part is None:
@@ -46,40 +49,80 @@ class _Copy(NamedTuple):
         return loaded.as_strided(shape, stride, loaded.storage_offset() + offset)
 
 
+class Rows(NamedTuple):
+    """The writes of a loader as rows of a table.
+
+    Attributes:
+        fields: int64, of each row as `Piece.row` gives them; a source is an offset in bytes from the tensor that came.
+        size: how many they are.
+        regions: of the parameter, that are written.
+    """
+
+    fields: bytes
+    size: int
+    regions: tuple[Region, ...]
+
+
 class LearnedLoader:
-    """What a loader does with tensors of one dtype, shape and strides, for the same arguments."""
+    """What a loader does with tensors of one shape and strides, for the same arguments."""
 
     def __init__(self, copies: list[_Copy]) -> None:
         self._copies = copies
-        # Where they go, looked up for a target of that layout.
-        self._layout: tuple = ()
-        self._places: list[Places] = []
+        # As rows of a table, for a target and tensors that are like these; None where it has to be done write by write.
+        self._rows: Rows | None = None
+        self._rows_are_for: tuple = ()
 
-    def writes(self, target: Target, loaded: torch.Tensor) -> list[Write]:
+    def writes(self, loaded: torch.Tensor) -> list[Write]:
         """What it would write."""
-        are_known = self._layout == target.layout
-        places = self._places if are_known else itertools.repeat(())
         with unwatched():
-            return [one.of(loaded, where) for one, where in zip(self._copies, places)]  # noqa: B905
+            return [one.of(loaded) for one in self._copies]
 
-    def place(self, target: Target) -> None:
-        """Look up where its writes go, behind some that were not refused."""
-        with unwatched():
-            self._places = [places_of(target, target.name, one.write) for one in self._copies]
-        self._layout = target.layout
+    def rows(self, target: Target, layout: tuple, name: str, loaded: torch.Tensor) -> Rows | None:
+        """The same as rows of a table; None where it has to be done write by write.
+
+        Args:
+            layout: where the target lies by now.
+
+        Raises:
+            RefitError: as `matrix_writes`.
+        """
+        wanted = layout, loaded.dtype
+        if self._rows_are_for != wanted:
+            with unwatched():
+                self._rows = self._as_rows(target, name, loaded)
+            self._rows_are_for = wanted
+        return self._rows
+
+    def _as_rows(self, target: Target, name: str, loaded: torch.Tensor) -> Rows | None:
+        fields, count, regions = array("q"), 0, []
+        for write in self.writes(loaded):
+            if write.source is None or write.region is None:
+                return None
+            for piece in matrix_writes(target, name, write):
+                row = row_of(piece, (0, piece.source.data_ptr() - loaded.data_ptr()))
+                if row is None or not _has_kernel(piece):
+                    return None
+                fields.extend(row)
+                count += 1
+            regions.append(write.region)
+        return Rows(fields.tobytes(), count, tuple(regions))
+
+
+def _has_kernel(piece: Piece) -> bool:
+    columns = piece.source.shape[-1]
+    block = (1, columns) if piece.scales is None else piece.block  # any table copies rows
+    return has_kernel(piece.destination.device, block, columns)
 
 
 class LearnedLoaders:
-    """The loaders that did the same twice.
+    """The loaders that are known.
 
     That a loader copies and asks for no value is seen. That only its arguments decide what it does is
-    assumed, as for a recipe (`Target.is_repeatable`), of what did the same twice.
+    assumed, as for a recipe (`Target.is_repeatable`).
     """
 
     def __init__(self) -> None:
-        # Hashes: most layouts are replayed, and need no second time.
-        self._once: dict[int, int] = {}
-        self._twice: dict[tuple, LearnedLoader] = {}
+        self._known: dict[tuple, LearnedLoader] = {}
 
     def key_of(
         self, target: Target, native: Any, loaded: torch.Tensor, args: tuple, kwargs: dict
@@ -89,28 +132,28 @@ class LearnedLoaders:
         if not is_read or not all(type(one) in _VALUES for one in (*args, *kwargs.values())):
             return None
         given = (*args, *sorted(kwargs.items()))
-        return target.index, given, loaded.dtype, loaded.shape, loaded.stride()
+        dtype = torch.float32 if loaded.dtype in WIDE else loaded.dtype
+        return target.index, given, dtype, loaded.shape, loaded.stride()
 
     def known(self, key: tuple | None) -> LearnedLoader | None:
         """What the loader does; None where it has to run."""
-        return None if key is None else self._twice.get(key)
+        return None if key is None else self._known.get(key)
 
     def note(self, key: tuple, loaded: torch.Tensor, found: LoaderWrites) -> None:
         """Learn what the loader did with that tensor."""
         if found.is_more or not all(_is_of(one.source, loaded) for one in found.writes):
             return
-        copies = [_copy(one, loaded) for one in found.writes]
-        before, now = self._once.get(hash(key)), hash(tuple(copies))
-        self._once[hash(key)] = now
-        if before == now:
-            self._twice[key] = LearnedLoader(copies)
+        self._known[key] = LearnedLoader([_copy(one, loaded) for one in found.writes])
 
 
 def _is_of(source: torch.Tensor | None, loaded: torch.Tensor) -> bool:
     """Whether it is a part of that tensor; a loader may write what it made, or another one in that storage."""
     if source is None:
         return True
-    return source.dtype == loaded.dtype and offset_within(span_of(loaded), source) is not None
+    if source.dtype != loaded.dtype or storage_of(source) != storage_of(loaded):
+        return False
+    (start, end), (first, last) = extent_of(loaded), extent_of(source)
+    return start <= first and last <= end
 
 
 def _copy(write: Write, loaded: torch.Tensor) -> _Copy:

@@ -24,8 +24,10 @@ from .checks import (
     check_shape,
     check_takes_scale,
     has_fewer_bits,
+    lands_there,
 )
-from .learned import LearnedLoaders
+from .deferred import Deferred
+from .learned import LearnedLoader, LearnedLoaders
 from .matrix_writes import matrix_writes, store_piece
 from .pairs import Half, PairTable, blocks_of, store_pair
 
@@ -42,6 +44,7 @@ class _Given:
         name: what errors call it, and `made`: of what it was made.
         part: of the target that it is for, see `part_of`.
         address: of what came, or where it goes: the same where a model tries again.
+        key, learned: what its loader is known by, and does, if it is known.
     """
 
     call: Call
@@ -50,6 +53,8 @@ class _Given:
     made: Made
     part: tuple = ()
     address: int = 0
+    key: tuple | None = None
+    learned: LearnedLoader | None = None
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -110,7 +115,11 @@ class LoaderCalls:
             call.observer.note_more()
         made = call.sources.made_of(loaded)
         name = made.name or call.sources.latest_name or target.name
-        given = _Given(call, target, name, made, part_of(args, kwargs), loaded.data_ptr())
+        key = self._learned.key_of(target, native, loaded, args, kwargs)
+        learned, part = self._learned.known(key), part_of(args, kwargs)
+        given = _Given(call, target, name, made, part, loaded.data_ptr(), key, learned)
+        if self._defer(given, loaded):
+            return
         with given.noted():
             try:
                 self._load(given, native, loaded, args, kwargs)
@@ -124,6 +133,33 @@ class LoaderCalls:
                     f"SGLang's weight_loader refused it: {error or type(error).__name__}",
                     "Send the tensor as the checkpoint has it.",
                 ) from error
+
+    def _defer(self, given: _Given, loaded: torch.Tensor) -> bool:
+        """Leave to the call's table what a loader would do; False where it can't be left.
+
+        Raises:
+            RefitError: it can't be done at all.
+        """
+        call, target, learned, deferred = (
+            given.call,
+            given.target,
+            given.learned,
+            given.call.deferred,
+        )
+        if deferred is None or learned is None or not given.made.is_view:
+            return False
+        (source,) = given.made.sources
+        is_part = not source.is_scale and source.offset_of(loaded) is not None
+        if not is_part or not lands_there(source, target, self.ledger.names.known):
+            return False
+        with given.noted():
+            rows = learned.rows(target, deferred.layout_of(target), given.name, loaded)
+        if rows is None or not deferred.add(Deferred(target, rows, source, given.address)):
+            return False
+        call.sources.consume(given.made.sources)
+        if has_fewer_bits(source, target):
+            call.narrowed[source.name] = None
+        return True
 
     def store(self, call: Call, target: Target, write: Write) -> None:
         """One write that SGLang makes into a target without its loader.
@@ -167,10 +203,9 @@ class LoaderCalls:
             half = Half(name, loaded, source, self.ledger.stamp, is_scale=True)
             self._store_half(given, half)
             return
-        key = self._learned.key_of(target, native, loaded, args, kwargs)
-        learned = self._learned.known(key)
+        learned = given.learned
         if learned is not None:
-            writes = learned.writes(target, loaded)
+            writes = learned.writes(loaded)
         else:
             if not is_pair:
                 check_dtype(target, name, loaded)
@@ -179,7 +214,7 @@ class LoaderCalls:
             def run(parameter: torch.Tensor) -> None:
                 native(parameter, loaded, *args, **kwargs)
 
-            writes = self._writes(given, loaded, run, key)
+            writes = self._writes(given, loaded, run)
         # A write may be of something else, which a loader kept; what is learnt is not.
         is_of_it = is_pair or learned is not None
         of_each = [
@@ -195,8 +230,6 @@ class LoaderCalls:
             self._store_half(given, half)
         else:
             self._do(given, writes, of_each)
-            if learned is not None and not all(one.places for one in writes):
-                learned.place(target)
 
     def _note(self, given: _Given, writes: Sequence[Write], of_each: Sequence[Made]) -> None:
         """These writes are to be done, or were learnt; `of_each`: of what each of them is."""
@@ -218,6 +251,9 @@ class LoaderCalls:
 
     def _do(self, given: _Given, writes: Sequence[Write], of_each: Sequence[Made]) -> None:
         recording = given.call.recording
+        if (deferred := given.call.deferred) is not None:
+            # What is no part of what was sent may be of the model's memory.
+            deferred.settle(given.target if all(one.is_view for one in of_each) else None)
         with unwatched():
             for write in writes:
                 check_integers(given.target, given.name, write)
@@ -240,9 +276,8 @@ class LoaderCalls:
         given: _Given,
         loaded: torch.Tensor,
         run: Callable[[torch.Tensor], None],
-        key: tuple | None,
     ) -> list[Write]:
-        """What the loader writes, which `run` gives a parameter; it is learnt under the `key`, if there is one.
+        """What the loader writes, which `run` gives a parameter; it is learnt if it can be.
 
         Returns:
             nothing where it does more than copy: that it did on the parameter itself.
@@ -250,10 +285,11 @@ class LoaderCalls:
         Raises:
             RefitError: it does, and that is quantized.
         """
-        target, observer = given.target, given.call.observer
+        target, key, observer = given.target, given.key, given.call.observer
         assert observer is not None
         found = observer.writes_of(run, target, loaded.dtype)
-        if key is not None and given.call.update.origin.is_serving:
+        # Of the start only what does not change behind it: the host makes what it likes of other parameters.
+        if key is not None and (given.call.update.origin.is_serving or target.is_fp8):
             self._learned.note(key, loaded, found)
         if not found.other:
             return found.writes
@@ -270,6 +306,8 @@ class LoaderCalls:
 
     def _run_on_parameter(self, given: _Given, run: Callable[[torch.Tensor], None]) -> None:
         """Run a loader that does more than copy. Of one that raises, or makes a NaN or Inf, nothing stays."""
+        if given.call.deferred is not None:
+            given.call.deferred.settle()
         call, parameter, known = given.call, given.target.parameter, len(given.call.not_finite)
         assert call.observer is not None
         with unwatched():
@@ -293,6 +331,8 @@ class LoaderCalls:
     def _store_half(self, given: _Given, half: Half) -> None:
         """Half of an FP8 weight came; with the other one it is stored."""
         target, recording = given.target, given.call.recording
+        if given.call.deferred is not None:
+            given.call.deferred.settle(target)
         with unwatched():
             if given.call.bucket is None:  # a stream, whose next tensor may get this one's memory
                 half.keep()

@@ -11,7 +11,7 @@ from ...errors import RefitError
 from ...formats.format import ceil_div
 from ...numerics.cast import FP8_DTYPE, as_matrix, cast_into, copy_finite_into
 from ...numerics.write_table import LONGEST_ROW, Kind, Piece
-from ..interception import Places, Write
+from ..interception import Write
 from ..model.parameters import Target, made_anew_error, matrices
 
 
@@ -58,20 +58,10 @@ def matrix_writes(target: Target, name: str, write: Write) -> list[Piece]:
     Raises:
         RefitError: it does not consist of whole blocks (or rows) of a matrix.
     """
-    source, places = write.values(target.parameter), write.places or places_of(target, name, write)
-    parts = (source,) if target.format is None else matrices(source)
-    return [Piece(values, *place) for values, place in zip(parts, places, strict=True)]
-
-
-def places_of(target: Target, name: str, write: Write) -> Places:
-    """Where a write goes: of each of its pieces all but the source. It is looked at, and not done.
-
-    Raises:
-        RefitError: as `matrix_writes`.
-    """
+    source = write.values(target.parameter)
     destination, held = write.destination(target.parameter), target.format
     if held is None:
-        return ((destination,),)
+        return [Piece(source, destination)]
     if destination.dtype != FP8_DTYPE:
         raise made_anew_error(target.name)
     region = write.region
@@ -83,8 +73,8 @@ def places_of(target: Target, name: str, write: Write) -> Places:
             "Send the tensor as the checkpoint has it.",
         )
     block = held.grid(write.shape).block
-    both = zip(matrices(destination), target.scales_of(name, region), strict=True)
-    return tuple((codes, scales, block, Kind.CAST) for codes, scales in both)
+    each = matrices(source), matrices(destination), target.scales_of(name, region)
+    return [Piece(*one, block, Kind.CAST) for one in zip(*each, strict=True)]
 
 
 def _in_short_rows(matrix: torch.Tensor) -> torch.Tensor:

@@ -69,8 +69,9 @@ class Observer:
 
     Args:
         sources: the tensors that are sent.
-        memory: of the model.
+        memory: of the model; asked for where anything is done but copies by loaders.
         store: does a write into a target that no loader was called for.
+        settle: does the writes that wait: something looks at the model's memory, or writes into what was sent.
         raised: as `Call.raised`.
         stores: False for a probe on `meta`, which writes nothing.
     """
@@ -78,14 +79,15 @@ class Observer:
     def __init__(
         self,
         sources: SourceIndex,
-        memory: ModelMemory,
+        memory: Callable[[], ModelMemory],
         store: Callable[[Target, Write], None],
+        settle: Callable[[], None],
         raised: dict[tuple, tuple[str, str]],
         *,
         stores: bool,
     ) -> None:
         self._sources, self._memory, self._store, self._stores = sources, memory, store, stores
-        self._raised = raised
+        self._settle, self._raised = settle, raised
         self._thread = _Thread()
         self._is_over = False
 
@@ -187,7 +189,7 @@ class Observer:
             if destination.numel():  # the padding of a vocabulary that needs none is empty
                 loader.writes.append(write_into(loader.stand_in, destination, source, fill))
             return True
-        target = self._memory.target_of(destination)
+        target = self._memory().target_of(destination)
         if target is None:
             return False
         self.note_more()
@@ -207,6 +209,7 @@ class Observer:
     def _computed(self, func: Any, kind: OperationKind, args: tuple, kwargs: dict) -> Any:
         """Any other operation: what of the model does it write, and of what are its results made?"""
         self.note_more()
+        self._memory()  # as it is now: what SGLang makes from here on is no part of it
         read = tensors_in((_read_by(func, args), kwargs))
         used = {one: None for tensor in read for one in self._made_of(tensor)}
         sources = tuple(used)
@@ -240,7 +243,7 @@ class Observer:
 
         Models catch what their loading raises, and it has no bytes to go back to.
         """
-        places = [(place, one) for one in written if (place := self._memory.place_of(one))]
+        places = [(place, one) for one in written if (place := self._place_of(one))]
         try:
             yield
         except Exception as error:
@@ -255,17 +258,18 @@ class Observer:
 
     def _may_write(self, tensor: torch.Tensor, func: Any, sources: tuple[Source, ...]) -> bool:
         """Whether an operation that is no copy may write `tensor`; what follows from it is noted."""
-        place = self._memory.place_of(tensor)
+        place = self._place_of(tensor)
         if not place:
             made = self._sources.made_of(tensor)
             if made.is_view:
                 # gpt-oss zeroes a sent bias: a copy of it is no copy of what comes next time.
+                self._settle()
                 self._sources.leave_native(
                     made.sources, f"SGLang writes into it while loading ({func})"
                 )
             self._sources.derive(tensor, sources, adds=True)
             return True
-        if self._memory.is_quantized(tensor):
+        if self._memory().is_quantized(tensor):
             error = RefitError(
                 ", ".join(source.name for source in sources) or place,
                 f"SGLang writes {place} by {func}",
@@ -277,10 +281,17 @@ class Observer:
         self._sources.leave_native(sources, f"SGLang writes {place} by itself ({func})")
         return self._stores
 
+    def _place_of(self, tensor: torch.Tensor) -> str:
+        """As `ModelMemory.place_of`, of a tensor that is read or written now."""
+        place = self._memory().place_of(tensor)
+        if place:
+            self._settle()
+        return place
+
     def _made_of(self, tensor: torch.Tensor) -> tuple[Source, ...]:
         """Of the model's own memory that is not known: what is made of that is made of the whole call."""
         sources = self._sources.made_of(tensor).sources
-        place = "" if sources else self._memory.place_of(tensor)
+        place = "" if sources else self._place_of(tensor)
         if place:
             self._sources.leave_native((), f"SGLang reads {place} while loading")
         return sources

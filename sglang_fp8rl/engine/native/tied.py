@@ -87,9 +87,9 @@ def note_draft_write(
     check_dtype(target, name, loaded)
     check_shape(target, native, name, loaded, args, kwargs)
     nothing = ModelMemory(torch.nn.Module(), ())
-    found = Observer(SourceIndex(), nothing, lambda *_: None, {}, stores=True).writes_of(
-        lambda one: native(one, loaded, *args, **kwargs), target, loaded.dtype
-    )
+    found = Observer(
+        SourceIndex(), lambda: nothing, lambda *_: None, lambda: None, {}, stores=True
+    ).writes_of(lambda one: native(one, loaded, *args, **kwargs), target, loaded.dtype)
     if target.is_fp8 or found.other:
         value = f"written by a draft model's load, {found.other or 'and served in FP8'}"
         remedy = "Send the update with selector='target', or add the module to ignored_layers."

@@ -9,12 +9,13 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from ...numerics.write_table import ROW_FIELDS, Piece
+from ...numerics.write_table import FIELD, ROW_FIELDS, Piece
 from ..arrival.bucket import Bucket
 from ..arrival.sent_tensors import Source, SourceIndex
 from ..interception import Write
 from ..model.parameters import Target
 from ..native.call import APART
+from ..native.deferred import DeferredRows
 from ..native.matrix_writes import row_of
 
 
@@ -86,8 +87,19 @@ class Recording:
             for box in boxes:
                 self._boxes.extend((target.index, box))
 
+    def add_rows(self, rows: DeferredRows) -> None:
+        places = [self.bucket.place(one.position) for one in rows.sources]
+        starts = [one.address for one in rows.sources]
+        fields = rows.fields.copy()
+        fields[:, FIELD["source"]], at = np.array(places, np.int64).reshape(-1, 2).T
+        fields[:, FIELD["source_offset"]] += at - np.array(starts, np.int64)
+        with self._lock:
+            self._rows.frombytes(fields.tobytes())
+            self._of_rows.extend(one.position for one in rows.sources)
+            self._boxes.frombytes(rows.boxes.tobytes())
+
     def add_fill(self, target: Target, write: Write, box: int) -> None:
-        self.fills.append((target, write._replace(places=())))  # which hold memory
+        self.fills.append((target, write))
         self.add(target, (), [box])
 
     def add_exponents(self, scale: Source) -> None:

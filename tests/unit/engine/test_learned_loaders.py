@@ -1,10 +1,16 @@
-"""A loader of SGLang's layers that did the same twice is not run again; one of which anything else was seen is.
+"""A loader of SGLang's layers that copied is not run again; one of which anything else was seen is.
 
-The judge is the same model without this package, through the same updates.
+What it would do is done at once, or together with all of its bucket. The judge is the same model without this
+package, through the same updates.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -13,7 +19,7 @@ from torch import nn
 
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.model.parameters import Target
-from sglang_fp8rl.engine.native import learned
+from sglang_fp8rl.engine.native import deferred, learned
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
 from tools.census.toys.toy import Named, attached, loaded, weights
@@ -92,15 +98,6 @@ class Keeps(Fused):
             self.kept.clear()
 
 
-class TakesTurns(Fused):
-    """Each time the other way round."""
-
-    def load_part(self, parameter, loaded, part):
-        self.runs += 1
-        at = (part + self.runs // 2) % 2
-        parameter.data.narrow(0, 6 * at, 6).copy_(loaded)
-
-
 class AsksForAValue(Fused):
     def load_part(self, parameter, loaded, part):
         self.runs += 1
@@ -167,13 +164,14 @@ class TakesAList(Fused):
 
 
 LEARNED = [Fused, Turned, NamesItsParts]
-RUN_EACH_TIME = [TakesTurns, AsksForAValue, Computes, WritesAnother, CallsAnother, TakesAList]
+RUN_EACH_TIME = [AsksForAValue, Computes, WritesAnother, CallsAnother, TakesAList]
 
 
-@pytest.fixture
-def known(monkeypatch):
+@pytest.fixture(params=[1, sys.maxsize], ids=["together", "at once"])
+def known(request, monkeypatch):
     """These loaders count as those of SGLang's layers."""
     monkeypatch.setattr(learned, "_LAYERS", (__name__,))
+    monkeypatch.setattr(deferred, "FEWEST", request.param)
 
 
 def served(kind: type[Fused], *updates: int) -> ModelRefit:
@@ -190,10 +188,17 @@ def send(refit: ModelRefit, pairs: list[tuple[str, torch.Tensor]]) -> None:
 
 
 # Of a model's own loaders nothing is learnt: one may keep what it is given.
-@pytest.mark.parametrize("kind", [*LEARNED, *RUN_EACH_TIME, TellsTrueFromOne, Keeps])
-def test_updates_leave_what_the_model_alone_leaves(kind, request):
-    if kind is not Keeps:
-        request.getfixturevalue("known")
+def test_a_loader_of_a_model_may_keep_what_it_is_given():
+    holds_what_the_model_alone_holds(Keeps)
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("kind", [*LEARNED, *RUN_EACH_TIME, TellsTrueFromOne])
+def test_updates_leave_what_the_model_alone_leaves(kind):
+    holds_what_the_model_alone_holds(kind)
+
+
+def holds_what_the_model_alone_holds(kind: type[Fused]) -> None:
     refit, alone = served(kind), kind()
     alone.load_weights(iter(weights(alone, 0).items()))
     for seed in range(1, 7):
@@ -222,7 +227,7 @@ def test_another_tensor_in_the_same_storage_is_not_taken_for_a_part_of_what_came
 
 @pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("kind", LEARNED)
-def test_a_loader_that_did_the_same_twice_is_not_run_again(kind):
+def test_a_loader_that_copied_is_not_run_again(kind):
     refit, random = served(kind), Random(0)
     runs = []
     for seed in range(1, 6):
@@ -232,7 +237,7 @@ def test_a_loader_that_did_the_same_twice_is_not_run_again(kind):
         send(refit, pairs[:cut])
         send(refit, pairs[cut:])
         runs.append(refit.model.runs - before)
-    assert runs == [2, 2, 0, 0, 0]
+    assert runs == [2, 0, 0, 0, 0]
 
 
 @pytest.mark.usefixtures("known")
@@ -257,19 +262,27 @@ def test_a_loader_whose_experts_may_move_is_run_each_time(monkeypatch):
 
 
 @pytest.mark.usefixtures("known")
-def test_a_tensor_of_another_shape_or_dtype_is_not_taken_for_what_was_learnt():
+def test_a_tensor_of_another_shape_is_not_taken_for_what_was_learnt():
     refit = served(Fused, 1, 2, 3)
-    pairs = weights(refit.model, 4)
-    runs = refit.model.runs
-    send(refit, [(name, one.bfloat16()) for name, one in pairs.items()])
-    assert refit.model.runs - runs == 2
-    assert torch.equal(refit.model.both[:6], pairs["first"].bfloat16().float())
     before = refit.model.both.clone()
     with pytest.raises(RefitError, match="shape"):
         send(refit, [("first", torch.zeros(12, 4))])
     with pytest.raises(RefitError, match="first: NaN or Inf"):
         send(refit, [("first", torch.full((6, 4), float("nan")))])
     assert torch.equal(refit.model.both, before)
+
+
+@pytest.mark.usefixtures("known")
+def test_floats_are_alike_to_a_loader_and_nothing_else_is():
+    refit = served(Fused, 1)
+    runs = refit.model.runs
+    for seed, dtype in enumerate((torch.bfloat16, torch.float32, torch.float16), 2):
+        pairs = [(name, one.to(dtype)) for name, one in weights(refit.model, seed).items()]
+        send(refit, pairs)
+        assert torch.equal(refit.model.both[:6], dict(pairs)["first"].float())
+    assert refit.model.runs == runs
+    with pytest.raises(RefitError, match=r"torch\.int32 for both"):
+        send(refit, [("first", torch.ones((6, 4), dtype=torch.int32))])
 
 
 @pytest.mark.usefixtures("known")
@@ -336,3 +349,64 @@ def test_the_loaders_of_sglangs_layers_are_where_they_are_looked_for():
         assert kind.weight_loader.__module__ in learned._LAYERS
     for kind in linear:
         assert kind.weight_loader_v2.__module__ in learned._LAYERS
+
+
+# What loaders note of weights that no server with this quantization has: GGUF's, and FP8 among FP4 experts.
+_OF_OTHERS = {
+    *("data_container", "expert_data_map", "shard_id", "shard_id_map", "shard_weight_type"),
+    *("weight_type", "_pending_fp8_shared_scales", "_pending_fp8_shared_weights"),
+}
+_CHANGES = {"add", "append", "clear", "extend", "insert", "pop", "remove", "setdefault", "update"}
+
+
+@pytest.mark.parametrize("module", learned._LAYERS)
+def test_the_loaders_of_sglangs_layers_keep_nothing(module):
+    tree = ast.parse(Path(importlib.import_module(module).__file__ or "").read_text())
+    loaders = [
+        one
+        for one in ast.walk(tree)
+        if isinstance(one, ast.FunctionDef)
+        and ("weight_loader" in one.name or "_load_" in one.name)
+    ]
+    assert len(loaders) >= 1
+    kept = {name for loader in loaders for name in attributes_that_change(loader)}
+    assert kept <= _OF_OTHERS
+
+
+def attributes_that_change(function: ast.FunctionDef) -> Iterator[str]:
+    """Attributes of any object that a function sets, or in which it puts something; `global` and `nonlocal` names."""
+    for node in ast.walk(function):
+        written: list[ast.AST] = []
+        match node:
+            case ast.Assign(targets=written) | ast.Delete(targets=written):
+                pass
+            case ast.AugAssign(target=one) | ast.AnnAssign(target=one):
+                written = [one]
+            case ast.Call(func=ast.Attribute(value=one, attr=called)) if called in _CHANGES:
+                written = [one]
+            case ast.Global(names=names) | ast.Nonlocal(names=names):
+                yield from names
+        for one in written:
+            while isinstance(one, ast.Subscript):
+                one = one.value
+            if isinstance(one, ast.Attribute):
+                yield one.attr
+
+
+def test_what_a_loader_keeps_would_be_found():
+    source = """
+def weight_loader(self, parameter, loaded):
+    global seen
+    seen = loaded
+    parameter.count += 1
+    parameter.shards[0] = loaded
+    self.parts.append(loaded)
+    del self.rest
+    self.kept: int = 1
+    local = {}
+    local["shape"] = parameter.data.narrow(0, 0, 1)
+"""
+    (function,) = ast.parse(source).body
+    assert isinstance(function, ast.FunctionDef)
+    found = set(attributes_that_change(function))
+    assert found == {"seen", "count", "shards", "parts", "rest", "kept"}

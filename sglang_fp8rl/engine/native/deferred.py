@@ -1,0 +1,165 @@
+"""Writes that SGLang's loaders leave to a table: all of a bucket are done together, as its recipe will do them.
+
+They are done before anybody could see that they wait: before another operation on the model's memory, a write of
+another kind to the same place, a write into what was sent, and whatever SGLang does behind the last tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...config import Options
+from ...numerics.backends import make_runner
+from ...numerics.write_table import FIELD, ROW_FIELDS, CastTable
+from ..arrival.bucket import overlapping
+from ..arrival.sent_tensors import Source
+from ..interception import storage_of, unwatched
+from ..ledger.ledger import Ledger
+from ..model.parameters import Target
+from .learned import Rows
+
+# Tensors of a call. A table costs as much as a few writes by themselves.
+FEWEST = 8
+
+
+class Deferred(NamedTuple):
+    """What one loader would write of (a view of) a sent tensor, which begins at that address."""
+
+    target: Target
+    rows: Rows
+    source: Source
+    address: int
+
+
+class DeferredRows(NamedTuple):
+    """Rows that were written.
+
+    Attributes:
+        fields: int64 [rows, `ROW_FIELDS`]; sources are addresses.
+        sources: of each row.
+        boxes: of each write, the target and the number of its box; int64 [writes, 2].
+    """
+
+    fields: np.ndarray
+    sources: list[Source]
+    boxes: np.ndarray
+
+
+class DeferredWrites:
+    """Those of one call, whose tensors stay where they are until it ends.
+
+    Args:
+        device: of all parameters.
+        lane: as of the call.
+        not_finite: as of the call.
+        written: is told of what was.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        options: Options,
+        device: torch.device,
+        lane: Callable[[], AbstractContextManager[None]],
+        not_finite: list[tuple[str, torch.Tensor]],
+        written: Callable[[DeferredRows], None] | None,
+    ) -> None:
+        self._ledger, self._options, self._device = ledger, options, device
+        self._lane, self._not_finite, self._written = lane, not_finite, written
+        self._waiting: list[Deferred] = []
+        self._memory: set[int] = set()  # storages that they go to
+        self._layouts: dict[int, tuple] = {}
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def layout_of(self, target: Target) -> tuple:
+        """The target's, which does not change in a call."""
+        layout = self._layouts.get(target.index)
+        if layout is None:
+            layout = self._layouts[target.index] = target.layout
+        return layout
+
+    def add(self, one: Deferred) -> bool:
+        """Take it; False where it has to be done at once."""
+        with self._lock:
+            if not self._is_closed:
+                self._waiting.append(one)
+                held = one.target.parameter, one.target.scale
+                self._memory.update(storage_of(part) for part in held if part is not None)
+            return not self._is_closed
+
+    def until_end(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass the pairs on; behind the last one nothing waits any more."""
+        yield from weights
+        self.close()
+
+    def close(self) -> None:
+        """Do what waits, and let nothing wait from now on."""
+        with self._lock:
+            self._is_closed = True
+        self.run()
+
+    def settle(self, target: Target | None = None) -> None:
+        """Do what waits, before something else looks at the model's memory; at that of `target` alone, if given."""
+        if target is None or storage_of(target.parameter) in self._memory:
+            self.run()
+
+    def run(self) -> None:
+        """Do what waits. Waits for a GPU."""
+        with self._lock, unwatched(), self._lane():
+            waiting, self._waiting, self._memory = self._waiting, [], set()
+            if not waiting:
+                return
+            rows = self._rows_of(waiting)
+            if self._may_be_together(waiting, rows):
+                self._write(rows)
+            else:  # the last one stays
+                for one in waiting:
+                    self._write(self._rows_of([one]))
+
+    def _rows_of(self, waiting: Sequence[Deferred]) -> DeferredRows:
+        fields, addresses, sources, boxes = bytearray(), array("q"), [], array("q")
+        number_of = self._ledger.coverage.number_of
+        for target, rows, source, address in waiting:
+            fields += rows.fields
+            sources += [source] * rows.size
+            addresses.extend([address] * rows.size)
+            for region in rows.regions:
+                boxes.extend((target.index, number_of(target.index, region)))
+        table = np.frombuffer(fields, np.int64).reshape(-1, ROW_FIELDS)
+        table[:, FIELD["source_offset"]] += np.array(addresses, np.int64)
+        return DeferredRows(table, sources, np.array(boxes, np.int64).reshape(-1, 2))
+
+    def _may_be_together(self, waiting: Sequence[Deferred], rows: DeferredRows) -> bool:
+        """Whether no two of them write to one place, so that it makes no difference which is first."""
+        parameters = list({one.target.index: one.target.parameter for one in waiting}.values())
+        is_twice = self._ledger.coverage.overlap(rows.boxes[:, 1])
+        return not (is_twice or overlapping(parameters).any())
+
+    def _write(self, rows: DeferredRows) -> None:
+        coverage, stamp = self._ledger.coverage, self._ledger.stamp
+        if len(rows.fields):
+            table = CastTable(rows.fields, ())
+            runner = make_runner(
+                table,
+                self._device,
+                pow2_scale=self._options.use_weight_pow2_scale,
+                round_to_bf16=self._options.round_to_bf16,
+            )
+            assert runner is not None  # each of them was asked for its kernel
+            flags = runner.run([0])
+            for piece in table.bad_pieces(flags) if flags.any() else ():
+                bad = torch.from_numpy(table.flags_of(flags, piece).astype(bool))
+                self._not_finite.append((rows.sources[piece].name, bad))
+        coverage.write(np.unique(rows.boxes[:, 0]), rows.boxes[:, 1], stamp)
+        if self._written is not None:
+            self._written(rows)

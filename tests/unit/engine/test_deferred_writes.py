@@ -1,0 +1,282 @@
+"""What loaders leave to a table is done before anybody could see that it was not.
+
+The judge is the same model without this package. Its loaders are known from the first update on; the second one is
+deferred.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_fp8rl.engine.arrival.update import Origin, Update
+from sglang_fp8rl.engine.native import deferred, learned
+from sglang_fp8rl.engine.native.deferred import DeferredWrites
+from sglang_fp8rl.engine.refit import ModelRefit
+from sglang_fp8rl.errors import RefitError
+from tools.census.toys.toy import Named, loaded, weights
+
+NAMES = ("a", "b", "c")
+
+
+def load_rows(
+    parameter: nn.Parameter, tensor: torch.Tensor, first: int, is_shifted: bool | None = None
+) -> None:
+    first += 2 if is_shifted else 0  # a call with a `bool` is not learnt
+    parameter.data.narrow(0, first, len(tensor)).copy_(tensor)
+
+
+class Rows(nn.Module):
+    """Three tensors, each the rows of one parameter, and more in a second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(18, 4), requires_grad=False)
+        self.other = nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+        self.w.weight_loader = load_rows
+        self.other.weight_loader = load_rows
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(NAMES, (6, 4))
+
+    def load_weights(self, pairs: Named) -> None:
+        for name, tensor in pairs:
+            self.load(name, tensor)
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        self.w.weight_loader(self.w, tensor, 6 * NAMES.index(name))
+
+
+class Adds(Rows):
+    """Computes with what it has just loaded."""
+
+    def load(self, name, tensor):
+        super().load(name, tensor)
+        self.other.data.copy_(self.w.data[:6] + 1)
+
+
+class AddsInPlace(Rows):
+    def load(self, name, tensor):
+        super().load(name, tensor)
+        if name == "b":
+            self.w.data[:12].mul_(2)
+
+
+class Copies(Rows):
+    def load(self, name, tensor):
+        super().load(name, tensor)
+        self.other.data.copy_(self.w.data[6 * NAMES.index(name) :][:6])
+
+
+class CopiesByALoader(Rows):
+    """Of the model's own memory."""
+
+    def load(self, name, tensor):
+        super().load(name, tensor)
+        self.other.weight_loader(self.other, self.w.data[6 * NAMES.index(name) :][:6], 0)
+
+
+class Reads(Rows):
+    def load(self, name, tensor):
+        super().load(name, tensor)
+        self.other.data.fill_(float(self.w.data[0, 0]))
+
+
+class SpoilsWhatCame(Rows):
+    def load(self, name, tensor):
+        super().load(name, tensor)
+        tensor[1:].mul_(2)
+
+
+class ZeroesWhatCame(Rows):
+    def load(self, name, tensor):
+        super().load(name, tensor)
+        tensor.zero_()
+
+
+class WritesOver(Rows):
+    """Past the loader, to a place that the loader wrote."""
+
+    def load(self, name, tensor):
+        super().load(name, tensor)
+        self.w.data[:3].copy_(tensor[3:])
+
+
+class WritesBelow(Rows):
+    """By a loader that is run, to a place that one wrote which is not."""
+
+    def load(self, name, tensor):
+        self.w.weight_loader(self.w, tensor, 0)
+        self.w.weight_loader(self.w, tensor, 0, is_shifted=True)
+        super().load(name, tensor)
+
+
+class Overlaps(Rows):
+    """All to places that have rows in common."""
+
+    def load(self, name, tensor):
+        self.w.weight_loader(self.w, tensor, 2 * NAMES.index(name))
+
+
+class SamePlace(Rows):
+    def load(self, name, tensor):
+        self.w.weight_loader(self.w, tensor, 0)
+
+
+class SharedMemory(Rows):
+    """Two parameters of which one is rows of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other.data = self.w.data[3:9]
+
+    def load(self, name, tensor):
+        super().load(name, tensor)
+        self.other.weight_loader(self.other, tensor, 0)
+
+
+class Derives(Rows):
+    """Behind its last tensor, or before it asks whether there is another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.derived = torch.zeros(18, 4)
+
+    def load_weights(self, pairs):
+        for at, (name, tensor) in enumerate(pairs):
+            self.load(name, tensor)
+            if at == self.last:
+                break
+        self.post_load_weights()
+
+    last = 99
+
+    def post_load_weights(self) -> None:
+        self.derived.copy_(self.w.data * 3)
+
+
+class DerivesEarly(Derives):
+    last = 2
+
+
+class Threads(Rows):
+    """Loads in threads that are still at it behind the last tensor."""
+
+    def load_weights(self, pairs):
+        threads = []
+        for name, tensor in pairs:
+            threads.append(threading.Thread(target=self.load, args=(name, tensor)))
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        self.other.data.copy_(self.w.data[6:12])
+
+
+class Slices(Rows):
+    """Loads parts of what came."""
+
+    def load(self, name, tensor):
+        for row in range(6):
+            part = tensor[5 - row].unsqueeze(0)
+            self.w.weight_loader(self.w, part, 6 * NAMES.index(name) + row)
+
+
+class Turns(Rows):
+    """Loads what lies across."""
+
+    def load(self, name, tensor):
+        self.w.weight_loader(self.w, tensor.reshape(4, 6).t(), 6 * NAMES.index(name))
+
+
+KINDS = [
+    *(Rows, Adds, AddsInPlace, Copies, CopiesByALoader, Reads, SpoilsWhatCame, ZeroesWhatCame),
+    *(WritesOver, WritesBelow, Overlaps, SamePlace, SharedMemory, Derives, DerivesEarly),
+    *(Threads, Slices, Turns),
+]
+
+
+@pytest.fixture(autouse=True)
+def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """`load_rows` counts as a loader of SGLang's layers. How often a write waited, and how often it could not."""
+    monkeypatch.setattr(deferred, "FEWEST", 1)
+    monkeypatch.setattr(learned, "_LAYERS", (__name__,))
+    found: Counter[bool] = Counter()
+    add = DeferredWrites.add
+
+    def counted(self, one):
+        waits = add(self, one)
+        found[waits] += 1
+        return waits
+
+    monkeypatch.setattr(DeferredWrites, "add", counted)
+    return found
+
+
+def send(refit: ModelRefit, pairs: list[tuple[str, torch.Tensor]]) -> None:
+    with refit.during(Update(Origin.TENSOR)):
+        refit.model.load_weights([(name, one.clone()) for name, one in pairs])
+
+
+@pytest.mark.parametrize("replay", [False, True], ids=["natively", "replayed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_leave_what_the_model_alone_leaves(kind, replay, taken):
+    refit, alone = loaded(kind, 0, replay=replay), kind()
+    alone.load_weights(iter(weights(alone, 0).items()))
+    for seed in range(1, 6):
+        pairs = list(weights(alone, seed).items())
+        if seed == 3:
+            pairs.reverse()  # another layout
+        send(refit, pairs)
+        alone.load_weights(pairs)
+        for name in ("w", "other", "derived"):
+            one = getattr(alone, name, None)
+            assert one is None or torch.equal(getattr(refit.model, name), one), (seed, name)
+    assert taken[True] or kind in (Threads, Turns)  # which a table can't do
+    assert taken[False] or kind is not Threads
+
+
+def test_what_is_not_finite_keeps_its_rows_and_is_named():
+    refit = loaded(Rows, 0, replay=False)
+    send(refit, list(weights(refit.model, 1).items()))
+    before, sent = refit.model.w.data.clone(), weights(refit.model, 2)
+    sent["b"][4, 1] = float("nan")
+    with pytest.raises(RefitError, match="b: NaN or Inf in 1 of 6 block"):
+        send(refit, list(sent.items()))
+    assert torch.equal(refit.model.w.data[10], before[10])
+    rest = [at for at in range(18) if at != 10]
+    assert torch.equal(refit.model.w.data[rest], torch.cat(list(sent.values()))[rest])
+
+
+def test_what_went_by_before_an_error_is_stored_and_the_rest_is_named(monkeypatch):
+    refit = loaded(Rows, 0, replay=False)
+    send(refit, list(weights(refit.model, 1).items()))
+    before, sent = refit.model.w.data.clone(), weights(refit.model, 2)
+    load = Rows.load
+
+    def raises_at_the_second(self, name, tensor):
+        if name == "b":
+            raise ValueError("no more")
+        load(self, name, tensor)
+
+    monkeypatch.setattr(Rows, "load", raises_at_the_second)
+    with pytest.raises(RefitError, match="no more") as found:
+        send(refit, list(sent.items()))
+    assert "c: not reached" in str(found.value)
+    assert "a: " not in str(found.value)
+    assert torch.equal(refit.model.w.data, torch.cat([sent["a"], before[6:]]))
+
+
+def test_what_comes_with_fewer_bits_is_named():
+    refit = loaded(Rows, 0, replay=False)
+    send(refit, list(weights(refit.model, 1).items()))
+    sent = {name: one.bfloat16() for name, one in weights(refit.model, 2).items()}
+    closed = []
+    refit.extensions[0].closed = closed.append
+    send(refit, list(sent.items()))
+    assert set(closed[0].narrowed) == set(NAMES)
+    assert torch.equal(refit.model.w.data, torch.cat(list(sent.values())).float())
