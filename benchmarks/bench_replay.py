@@ -3,13 +3,13 @@
     python benchmarks/bench_replay.py [--layers 48] [--json FILE]
 
 A Qwen3-MoE with the layers and experts of Qwen3-30B-A3B (48 × 128) and matrices of one 128×128
-block, so that the names cost what they cost there and the bytes next to nothing. Three ways through
-the same engines, timed alternately from the bytes of a request, still pickled, to "weights ready",
-all in one bucket:
+block, so that the names cost what they cost there and the bytes next to nothing; it starts with
+dummy weights. Three ways through the same engines, timed alternately from the bytes of a request,
+still pickled, to "weights ready", all in one bucket:
 
 - `replayed`: this package, from its recipe
-- `native`: this package with `replay: false`, through SGLang's `load_weights`; the first of them watches every
-  loader, later ones do again what the loaders of SGLang's layers did twice
+- `native`: this package with `replay: false`, through SGLang's `load_weights`; what the loaders
+  of SGLang's layers do was learnt at the start, from the names of the checkpoint
 - `bf16`: SGLang without quantization
 
 and the host's share alone (C3): the replay without its casts, for a bucket whose layout comes as
@@ -197,7 +197,7 @@ def main(
         task = progress.add_task("making names", total=4 + 6 * repetitions + 2 * native_repetitions)
         state = make_state_dict(config)
         shapes = {name: tuple(weight.shape) for name, weight in state.items()}
-        path = save_checkpoint(Path(directory), config, {"nothing": torch.zeros(1)})
+        path = save_checkpoint(Path(directory), config, state, dtype=torch.bfloat16)
         dummy = ("--load-format", "dummy")
         progress.update(task, advance=1, description="starting engines")
         times: dict[str, list[float]] = {}

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -21,6 +22,7 @@ from sglang_fp8rl.engine.arrival.bucket import FlatBucket
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.law.law import law_of
 from sglang_fp8rl.engine.law.record import State
+from sglang_fp8rl.engine.native import deferred, learned
 from sglang_fp8rl.engine.proof.extension import Fingerprints, fingerprint_of_ranks
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import QuantizationError, RefitError
@@ -137,7 +139,6 @@ class Run:
         self.random = Random(self.seed)
         self.served = Program(self.seed, self.left_out, is_fp8=True)
         self.alone = Program(self.seed, self.left_out)
-        # Where nothing is replayed, loaders that did the same twice are not run again.
         options = Options(replay=self.seed % 5 != 4)
         self.refit = ModelRefit(self.served, options, {}, list)
         self.refit.attach()
@@ -332,7 +333,21 @@ class Run:
         return f"seed {self.seed}, update {self.at}: {what}\n" + "\n".join(self.served.log)
 
 
+@contextmanager
+def loaders_count_as_sglangs() -> Iterator[None]:
+    """In here the loaders of programs are learnt as those of SGLang's layers are, and their writes wait."""
+    layers = ("tools.random_loading.programs", "sglang.srt.model_loader.weight_utils")
+    with patch.object(learned, "_LAYERS", layers), patch.object(deferred, "FEWEST", 1):
+        yield
+
+
 def run(seed: int, left_out: frozenset[str] = frozenset(), updates: int = 5) -> Run:
+    """A program and its updates; of every third one the loaders are learnt."""
+    with loaders_count_as_sglangs() if seed % 3 == 2 else nullcontext():
+        return _run(seed, left_out, updates)
+
+
+def _run(seed: int, left_out: frozenset[str], updates: int) -> Run:
     one = Run(seed, left_out)
     if one.start():
         for _ in range(updates):

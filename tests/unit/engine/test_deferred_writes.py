@@ -24,10 +24,21 @@ NAMES = ("a", "b", "c")
 
 
 def load_rows(
-    parameter: nn.Parameter, tensor: torch.Tensor, first: int, is_shifted: bool | None = None
+    parameter: nn.Parameter,
+    tensor: torch.Tensor,
+    first: int,
+    *,
+    is_shifted: bool | None = None,  # a call with a `bool` is not learnt
+    doubles: bool | None = None,
+    raises: bool | None = None,
 ) -> None:
-    first += 2 if is_shifted else 0  # a call with a `bool` is not learnt
-    parameter.data.narrow(0, first, len(tensor)).copy_(tensor)
+    rows = parameter.data.narrow(0, first + (2 if is_shifted else 0), len(tensor))
+    if doubles or raises:
+        rows.mul_(2)
+        if raises:
+            raise ValueError("no more")
+    else:
+        rows.copy_(tensor)
 
 
 class Rows(nn.Module):
@@ -115,6 +126,30 @@ class WritesBelow(Rows):
         super().load(name, tensor)
 
 
+class DoublesByALoader(Rows):
+    """By one that computes with what another wrote."""
+
+    def load(self, name, tensor):
+        super().load(name, tensor)
+        self.w.weight_loader(self.w, tensor, 6 * NAMES.index(name), doubles=True)
+
+
+class StopsEarly(Rows):
+    """Asks for no tensor behind the last one."""
+
+    def load_weights(self, pairs):
+        for name, tensor in pairs:
+            self.load(name, tensor)
+            if len(self.came) == 2:
+                self.came.clear()
+                return
+            self.came.append(name)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came: list[str] = []
+
+
 class Overlaps(Rows):
     """All to places that have rows in common."""
 
@@ -135,8 +170,10 @@ class SharedMemory(Rows):
         self.other.data = self.w.data[3:9]
 
     def load(self, name, tensor):
-        super().load(name, tensor)
-        self.other.weight_loader(self.other, tensor, 0)
+        if name == "c":
+            self.other.weight_loader(self.other, tensor, 0)
+        else:
+            super().load(name, tensor)
 
 
 class Derives(Rows):
@@ -161,6 +198,14 @@ class Derives(Rows):
 
 class DerivesEarly(Derives):
     last = 2
+
+
+class LooksUnseen(Rows):
+    """Behind its last tensor, as a kernel would that is no operation of torch."""
+
+    def load_weights(self, pairs):
+        super().load_weights(pairs)
+        self.derived = torch.from_numpy(self.w.data.numpy().copy())
 
 
 class Threads(Rows):
@@ -195,8 +240,18 @@ class Turns(Rows):
 
 KINDS = [
     *(Rows, Adds, AddsInPlace, Copies, CopiesByALoader, Reads, SpoilsWhatCame, ZeroesWhatCame),
-    *(WritesOver, WritesBelow, Overlaps, SamePlace, SharedMemory, Derives, DerivesEarly),
-    *(Threads, Slices, Turns),
+    *(
+        WritesOver,
+        WritesBelow,
+        DoublesByALoader,
+        StopsEarly,
+        Overlaps,
+        SamePlace,
+        SharedMemory,
+        Derives,
+        DerivesEarly,
+    ),
+    *(LooksUnseen, Threads, Slices, Turns),
 ]
 
 
@@ -280,3 +335,37 @@ def test_what_comes_with_fewer_bits_is_named():
     send(refit, list(sent.items()))
     assert set(closed[0].narrowed) == set(NAMES)
     assert torch.equal(refit.model.w.data, torch.cat(list(sent.values())).float())
+
+
+def test_a_loader_that_fails_takes_back_nothing_that_another_wrote(monkeypatch):
+    refit = loaded(Rows, 0, replay=False)
+    send(refit, list(weights(refit.model, 1).items()))
+    load = Rows.load
+
+    def raises_at_the_second(self, name, tensor):
+        load(self, name, tensor)
+        if name == "b":
+            self.w.weight_loader(self.w, tensor, 6, raises=True)
+
+    monkeypatch.setattr(Rows, "load", raises_at_the_second)
+    sent = weights(refit.model, 2)
+    with pytest.raises(RefitError, match="no more"):
+        send(refit, list(sent.items()))
+    assert torch.equal(refit.model.w.data[:12], torch.cat([sent["a"], sent["b"]]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"), [(Rows, 3), (Overlaps, 1), (SamePlace, 1), (SharedMemory, 1)]
+)
+def test_writes_to_one_place_share_no_table_which_has_no_order(kind, most, monkeypatch):
+    refit, sizes = loaded(kind, 0, replay=False), []
+    send(refit, list(weights(refit.model, 1).items()))
+    made = deferred.CastTable
+
+    def counted(rows, owners):
+        sizes.append(len(rows))
+        return made(rows, owners)
+
+    monkeypatch.setattr(deferred, "CastTable", counted)
+    send(refit, list(weights(refit.model, 2).items()))
+    assert max(sizes) == most

@@ -11,8 +11,9 @@ from sglang_fp8rl.engine.proof.extension import Fingerprints
 from tools.random_loading.judge import run
 
 
-# A program that counts its loads; codes that are made anew before their loader runs.
-@pytest.mark.parametrize("seed", [1357, 2695])
+# A program that counts its loads; a tensor that is overwritten behind its loader; codes that are made anew before
+# their loader runs.
+@pytest.mark.parametrize("seed", [1357, 1715, 2695])
 def test_what_was_found_once_is_found_no_more(seed):
     run(seed)
 
