@@ -237,8 +237,8 @@ class Write(NamedTuple):
 def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The first element of its storage that a tensor touches, and the one behind the last."""
     first = int(tensor.storage_offset())
-    if not tensor.numel():
-        return first, first
+    if tensor.is_contiguous() or not tensor.numel():
+        return first, first + tensor.numel()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return first, first + 1 + sum((size - 1) * step for size, step in steps)
 

@@ -46,9 +46,13 @@ class Target:
     @property
     def is_repeatable(self) -> bool:
         """Whether its loader is a function of its arguments and of nothing that may change."""
+        return not (self._has_experts and experts_may_move())
+
+    @cached_property
+    def _has_experts(self) -> bool:
         from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
-        return not (isinstance(self.module, FusedMoE) and experts_may_move())
+        return isinstance(self.module, FusedMoE)
 
     @property
     def is_fp8(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any
@@ -68,10 +69,14 @@ def check_integers(target: Target, name: str, write: Write) -> None:
 
 def has_fewer_bits(sent: Source, target: Target) -> bool:
     """Whether numbers that differ as they are served may have come as one: an FP32 router's bias in BF16."""
-    dtypes = sent.dtype, target.parameter.dtype
-    if not all(dtype.is_floating_point for dtype in dtypes):
+    return _is_coarser(sent.dtype, target.parameter.dtype)
+
+
+@functools.cache
+def _is_coarser(one: torch.dtype, other: torch.dtype) -> bool:
+    if not (one.is_floating_point and other.is_floating_point):
         return False
-    return torch.finfo(dtypes[0]).eps > torch.finfo(dtypes[1]).eps
+    return torch.finfo(one).eps > torch.finfo(other).eps
 
 
 def check_landing(sources: Sequence[Source], target: Target, known: Mapping[str, Known]) -> None:
