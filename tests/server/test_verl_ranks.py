@@ -42,11 +42,15 @@ class Listed(JsonServer):
         has_sessions: bool = True,
         refuses: str = "",
         good: int = 0,
+        reads_tags: bool = True,
     ) -> None:
-        """Begin a new list; `refuses` one endpoint, after `good` requests that it took."""
+        """Begin a new list; `refuses` one endpoint, after `good` requests that it took.
+
+        A proxy may drop the tag of a plan that is known: then `reads_tags` is False.
+        """
         self.asked: list[tuple[str, dict]] = []
         self.is_ours, self.has_sessions = is_ours, has_sessions
-        self.refuses, self.good = refuses, good
+        self.refuses, self.good, self.reads_tags = refuses, good, reads_tags
 
     def paths(self) -> list[str]:
         return [path for path, _ in self.asked]
@@ -57,7 +61,7 @@ class Listed(JsonServer):
             section = {"flat_layout": layout_text.VERSION} if self.is_ours else None
             return 200, {"tp_size": WORLD_SIZE, "internal_states": [{"fp8rl": section}]}
         if path == PLAN_PATH:
-            known = headers["If-None-Match"] == f'"{PLAN.digest}"'
+            known = self.reads_tags and headers["If-None-Match"] == f'"{PLAN.digest}"'
             return (304, b"") if known else (200, PLAN.document)
         if path.endswith("_weight_update") and not self.has_sessions:
             return 404, {"detail": "Not Found"}
@@ -168,8 +172,11 @@ def test_an_actor_that_trains_by_another_plan_is_refused_on_every_rank(listed, r
     assert listed.paths() == [PLAN_PATH]
 
 
-def test_an_actor_s_plan_is_compared_once_and_the_server_s_goes_on(listed, refit, trains_by):
-    listed.expect()
+@pytest.mark.parametrize("reads_tags", [True, False])
+def test_an_actor_s_plan_is_compared_once_and_the_server_s_goes_on(
+    listed, refit, trains_by, reads_tags
+):
+    listed.expect(reads_tags=reads_tags)
     assert refit(**trains_by(PLAN), times=2) == [{"answers": []}] * 2
     assert listed.paths().count("/end_weight_update") == 2
     assert [path for path in listed.paths() if path == PLAN_PATH] == listed.paths()[:1]
@@ -179,6 +186,19 @@ def test_an_actor_whose_plan_s_file_is_gone_is_refused_on_every_rank(listed, ref
     listed.expect()
     for said in refit(external_lib=SERVED_ACTOR, plan_file="/nowhere"):
         assert "SGLANG_FP8RL_SERVED_PLAN: '/nowhere'" in said["error"]
+    assert listed.paths() == []
+
+
+@pytest.mark.parametrize("content", ["", '{"format": "sglang-fp8rl/plan",'])
+def test_an_actor_whose_plan_s_file_is_no_json_is_refused_on_every_rank(
+    listed, refit, tmp_path, content
+):
+    """`sglang-fp8rl plan MODEL > FILE` leaves an empty one where it fails."""
+    listed.expect()
+    file = tmp_path / "plan.json"
+    file.write_text(content)
+    for said in refit(external_lib=SERVED_ACTOR, plan_file=str(file)):
+        assert f"SGLANG_FP8RL_SERVED_PLAN: {file}; it is the JSON that" in said["error"]
     assert listed.paths() == []
 
 
@@ -194,6 +214,7 @@ FAILURES = {
     "the steps": ({"fails": ["steps"]}, {}, "the actor died"),
     "weights of the first rank": ({"is_broken": True, "raises_on": 0}, {}, "no memory"),
     "weights of the second rank": ({"is_broken": True, "raises_on": 1}, {}, "no memory"),
+    "no weights on any rank": ({"is_empty": True}, {}, "an empty iterable on every rank"),
     "a rank with fewer weights": ({"is_broken": True, "ends_on": 1}, {}, "rank(s) [1] of 2"),
     "a plain server's bucket": ({}, {"is_ours": False, "refuses": UPDATE, "good": 1}, "400"),
     "a plain server's steps": ({"fails": ["steps"]}, {"is_ours": False}, "the actor died"),

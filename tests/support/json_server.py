@@ -18,6 +18,7 @@ class JsonServer(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.location: str | None = None  # that answers redirect to
         self._thread = threading.Thread(target=self.serve_forever, args=(0.02,))
 
     @property
@@ -54,6 +55,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         if is_json:
             self.send_header("Content-Type", "application/json")
+        if self.server.location is not None:
+            self.send_header("Location", self.server.location)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

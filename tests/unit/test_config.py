@@ -65,6 +65,13 @@ def test_a_value_out_of_range_is_named(key, value):
         Options.from_dict({key: value})
 
 
+@pytest.mark.parametrize("options", [{"ignored_layers": ["\ud800"]}, {"granularity": "\ud800"}])
+def test_half_a_character_in_a_text_is_refused_in_words_that_can_be_written(options):
+    with pytest.raises(ConfigError, match=r"^quantization_config: .*ud800.*Unicode") as refused:
+        Options.from_dict(options)
+    str(refused.value).encode()
+
+
 def test_null_is_an_empty_list_and_hides_no_unknown_key():
     assert Options.from_dict({"ignored_layers": None, "modules_to_not_convert": None}) == Options()
     with pytest.raises(ConfigError, match="'granularty'"):

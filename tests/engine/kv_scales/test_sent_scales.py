@@ -112,6 +112,21 @@ def test_a_layer_whose_scale_did_not_come_keeps_its_last_one_and_is_named(host):
 
 
 @on(with_sent_scales(SCALED))
+def test_a_scale_is_older_than_the_weights_if_it_did_not_come_in_their_refit(host):
+    """Also where the refit that brought it chose no exponents: no flush was asked for."""
+    host.send(list(host.model.second.items()), None, False)
+    host.send(list(MODELS["qwen3"].first.items()))
+    assert unknown_and_kept(host) == ([], ["0", "1"])
+
+
+@on(with_sent_scales(SCALED))
+def test_two_values_of_one_scale_in_two_calls_of_a_refit_are_refused_by_both_names(host):
+    weights = list(MODELS["qwen3"].second.items())
+    host.send([*weights[:9], (NAMES[0], torch.tensor([4.0]))], None, False)
+    host.refuses([*weights[9:], (NAMES[1], torch.tensor([0.5]))], NAMES[1], f"{NAMES[0]} 4.0")
+
+
+@on(with_sent_scales(SCALED))
 def test_scales_alone_move_exponents_and_no_prefix_survives_it(host):
     assert host.call(generate_cached, LONGER, 4)[1] == 0
     assert host.call(generate_cached, LONGER, 4)[1] > 0
@@ -179,17 +194,39 @@ def _is_folded(scheduler):
     return kv_of(scheduler) is not None
 
 
+NAMES = ("model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.attn.k_scale")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [NAMES, NAMES[::-1]], ids=["outer first", "inner first"]
+)
+def test_two_names_of_one_scale_have_one_value_in_all_calls_of_a_refit(first, second):
+    scales = SentScales(lambda attention: attention)
+    layers = [SimpleNamespace(name="model.layers.0.self_attn")]
+
+    def errors(name, value):
+        received = scales.receive({name: torch.tensor([value])}, is_serving=True)
+        return list(received.errors)
+
+    assert errors(first, 4.0) == []
+    assert errors(second, 0.5) == [second]
+    assert scales.largest(layers)[0, 0] == 4.0 * 448
+    assert errors(second, 4.0) == []
+    scales.begin_refit()
+    assert errors(second, 0.5) == []
+    assert scales.largest(layers)[0, 0] == 0.5 * 448
+
+
 def test_two_names_of_one_scale_have_one_value_or_neither_is_taken():
-    names = ("model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.attn.k_scale")
     scales = SentScales(lambda attention: attention)
     layers = [SimpleNamespace(name="model.layers.0.self_attn")]
     for values, errors, held in (
         ((2.0, 2.0), [], 2.0),
-        ((4.0, 0.5), [names[1]], 2.0),
+        ((4.0, 0.5), [NAMES[1]], 2.0),
         ((0.5, 0.5), [], 0.5),
     ):
-        sent = {name: torch.tensor([one]) for name, one in zip(names, values, strict=True)}
+        sent = {name: torch.tensor([one]) for name, one in zip(NAMES, values, strict=True)}
         received = scales.receive(sent, is_serving=True)
         assert list(received.errors) == errors
-        assert all(names[0] in received.errors[name] for name in errors)
+        assert all(NAMES[0] in received.errors[name] for name in errors)
         assert scales.largest(layers)[0, 0] == held * 448

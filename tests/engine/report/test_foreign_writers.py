@@ -62,11 +62,20 @@ def write_behind(scheduler, name):
     codes ^= (torch.rand(codes.shape, generator=torch.Generator().manual_seed(0)) < 0.001).byte()
 
 
+def move_words(scheduler, name):
+    """Words of 8 bytes change places; no bit of them does."""
+    parameter = dict(model_of(scheduler).named_parameters())[name].data
+    words = parameter.view(torch.int64)
+    words.copy_(words.flip(0))
+    assert not torch.equal(words, words.flip(0))
+
+
 @needs_sessions
 @on("qwen3-tp1", "qwen3-tp2")
-def test_what_is_written_in_a_session_past_every_call_is_told(host):
+@pytest.mark.parametrize(("write", "name"), [(write_behind, MATRIX), (move_words, NORM)])
+def test_what_is_written_in_a_session_past_every_call_is_told(host, write, name):
     assert all(ok for ok, _ in host.call_all(begin))
-    host.call_all(write_behind, MATRIX)
+    host.call_all(write, name)
     answers = host.call_all(end)
     assert not answers[0][0]
     assert "nothing was loaded" in answers[0][1]

@@ -20,6 +20,7 @@ from support.engine.commands import (
     update_from_disk,
 )
 from support.engine.injection import INJECTED, injected_in
+from support.engine.kv_cases import kv_status
 from support.engine.kv_commands import FP8_CACHE
 from support.engine.pool import engine_key, needs_sessions, on
 
@@ -74,6 +75,16 @@ def test_a_colocated_trainer_replays_and_nothing_old_is_served(host, tags):
         assert (replayed(host), host.call(status)["replay"]["native_calls"]) == (calls + 2, before)
         assert host.call_all(digests) == fresh.digests
     assert host.say() == fresh.said
+
+
+@on(WITH_FP8_CACHE)
+def test_exponents_are_certified_for_no_weights_but_those_that_are_there(host):
+    assert kv_status(host)["certified"]
+    host.call_all(release_and_resume, ["weights"], True, spoil)
+    found = kv_status(host)
+    assert (found["certified"], found["follows_weights"]) == (False, False)
+    host.update_to("first")
+    assert kv_status(host)["certified"]
 
 
 def consistent(scheduler):

@@ -68,6 +68,8 @@ def asked_for(weights: Iterator[Any], command: dict[str, Any]) -> Any:
     weights = ((name + suffix, tensor) for name, tensor in weights)
     if "leaves_out" in command:
         weights = (one for one in weights if one[0] != command["leaves_out"])
+    if command.get("is_empty"):
+        weights = iter(())
     if command.get("is_broken"):
         weights = broken(weights, command)
     if command.get("is_quantized"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import copy
+import gc
 import io
 import json
 import logging
+import os
 import pickle
 import shutil
 import time
@@ -14,6 +16,7 @@ import weakref
 from contextlib import ExitStack, nullcontext
 from email.message import Message
 from multiprocessing import get_context
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -213,6 +216,21 @@ def test_a_version_that_is_no_text_is_refused_with_the_remedy_before_any_request
 
 
 @pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("bucket_bytes", value) for value in (2e3, "1GB", 0, -1, float("nan"), True)),
+        *(("flush_timeout", value) for value in (None, "10", -1, float("inf"), float("nan"))),
+    ],
+)
+def test_what_is_no_size_or_no_time_is_refused_before_any_request(started, option, value):
+    """Behind the last bucket it would raise with all stored, where a flush is refused."""
+    server = started(sessions=True, busy=1)
+    with pytest.raises(RefitError, match=f"^{option}: {value!r}; .*Give"):
+        RefitClient(server.url).update(TENSORS, **{option: value})
+    assert not server.asked + server.calls
+
+
+@pytest.mark.parametrize(
     ("name", "options"),
     [("model.layers.0.self_attn.k_scale", {}), ("other", {"unknown_names": "warn"})],
 )
@@ -371,10 +389,12 @@ def test_another_server_s_session_is_not_closed_by_a_client_that_was_refused_one
     server = started(sessions=True)
     client = RefitClient(server.url)
     client.update(TENSORS)
+    said = "a weight-update session is already open; call end_weight_update() first."
     server.answer = lambda path, body: (
-        server.calls.append(path) or (400, {"success": False, "message": "is open"})
+        server.calls.append(path) or (400, {"success": False, "message": said})
     )
-    with pytest.raises(RefitError, match="is open"):
+    # Whose client was interrupted has to close it; no other request would.
+    with pytest.raises(RefitError, match=r"already open.*RefitClient\.close_session\(\)"):
         client.update(TENSORS)
     assert server.calls[-1] == "/begin_weight_update"
 
@@ -494,6 +514,60 @@ def test_a_refusal_carries_the_server_s_message_closes_the_session_and_keeps_the
     assert server.versions == []
 
 
+REFUSALS = [
+    (401, {"error": "Unauthorized"}),
+    (400, {"success": False, "message": "the memory of the weights is released"}),
+    (503, b"upstream is away"),
+]
+
+
+@pytest.mark.parametrize(("code", "said"), REFUSALS)
+def test_a_refusal_is_not_taken_for_the_flush_of_the_refit_before(started, code, said):
+    server = started(sessions=False, busy=9)  # as while generations are paused
+    client = RefitClient(server.url)
+    assert not client.update(TENSORS, flush_timeout=0).cache_flushed
+    server.answer = lambda path, body: (code, said)
+    with pytest.raises(RefitError, match=f"HTTP {code}"):
+        client.update(TENSORS, flush_timeout=0)
+
+
+def test_a_refusal_is_told_where_the_status_can_not_be_asked(started):
+    """Several tokenizer workers have no such route."""
+    server = started(sessions=False, fail_at=0)
+    reply = server.reply_to
+    server.reply_to = lambda path, *rest: (
+        (404, {"detail": "Not Found"}) if path == "/fp8rl/status" else reply(path, *rest)
+    )
+    with pytest.raises(RefitError, match=r"takes \(4, 3\)"):
+        RefitClient(server.url).update(TENSORS)
+
+
+def test_who_keeps_an_error_keeps_no_shared_memory(started):
+    """As a future does, and `sys.last_exc`."""
+
+    def files():
+        return set(Path(FILES).glob(f"torch_{os.getpid()}_*"))
+
+    server, before = started(sessions=True, fail_at=2), files()
+    with pytest.raises(RefitError) as kept:
+        RefitClient(server.url).update(TENSORS, bucket_bytes=1)
+    server.buffers.close()
+    gc.collect()
+    assert kept.tb
+    assert not files() - before
+
+
+@pytest.mark.parametrize("keys", [{}, {"api_key": "a"}], ids=["no key", "key"])
+@pytest.mark.parametrize("code", [301, 302, 307, 308])
+def test_a_redirect_is_not_followed_and_names_where_it_leads(started, code, keys):
+    """A POST would become a GET, and another host would get no key: told as a wrong key or wrong tensors."""
+    server, other = started(sessions=True), started(sessions=True)
+    server.location, server.reply_to = f"{other.url}/server_info", lambda *_: (code, {})
+    with pytest.raises(RefitError, match=f"HTTP {code}, a redirect to {other.url}"):
+        RefitClient(server.url, **keys).update(TENSORS)
+    assert not other.asked + other.calls
+
+
 @pytest.mark.parametrize(
     ("keys", "normal", "admin"),
     [
@@ -582,6 +656,12 @@ def test_an_answer_of_something_else_than_sglang_is_refused(started, asked, answ
     server.reply_to = lambda path, body, headers: (200, answer)
     with pytest.raises(RefitError, match=r"http://127.0.0.1|a document of format"):
         ASKED[asked](RefitClient(server.url))
+
+
+def test_the_same_plan_is_the_same_where_a_proxy_drops_the_digest_that_was_asked_with(started):
+    server, plan = started(sessions=True), make_plan({"a": (PLAIN, (2, 3))})
+    server.reply_to = lambda *_: (200, plan.document)
+    RefitClient(server.url).check_plan(plan)
 
 
 @pytest.mark.parametrize("states", [None, [], [None], [{}], [{"fp8rl": None}]])

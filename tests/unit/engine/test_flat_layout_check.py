@@ -94,6 +94,11 @@ def test_a_text_that_is_no_layout_is_refused_with_the_rule(text):
     assert error.value.subject == "the layout of a flattened bucket"
 
 
+def test_a_text_that_is_nested_too_deep_is_no_layout():
+    with pytest.raises(RefitError, match=r"RecursionError.*it is JSON of version 2"):
+        layout_text.from_text("[" * 100_000)
+
+
 @pytest.mark.parametrize("odd", [1, 8])
 def test_a_buffer_at_an_odd_address_is_read_from_one_that_is_not(odd):
     """A known layout is replayed by address, where the kernels load 16 bytes at once."""

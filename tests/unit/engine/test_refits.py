@@ -14,6 +14,7 @@ from sglang_fp8rl.engine.law import law, log
 from sglang_fp8rl.engine.law.law import Law
 from sglang_fp8rl.engine.law.record import Outcome, State
 from sglang_fp8rl.engine.law.status import problems, served
+from sglang_fp8rl.engine.law.unseen_writes import memory_number
 from sglang_fp8rl.engine.ledger.ledger import Arrived, Ledger
 from sglang_fp8rl.engine.model.landings import Known, Landing, NameTable
 from sglang_fp8rl.engine.model.parameters import Target
@@ -328,6 +329,27 @@ def test_two_named_refits_do_not_add_up_to_one(server):
     server.call("embed", note=one)
     assert server.call(*NAMES[1:], note=other, flush=True) is State.FAILED
     assert server.full() is State.WHOLE
+
+
+@pytest.mark.parametrize("others", [0, log.MAX_LISTED])
+def test_the_rest_of_a_broken_partial_refit_is_mixed_however_many_broke_since(server, others):
+    first, *notes = [RefitNote(str(at), extent="partial") for at in range(1 + others)]
+    for note in (first, *notes):
+        server.call("norm", note=note, failed=True)
+    assert server.full() is State.WHOLE
+    assert server.call("layer 0", note=first, flush=True) is State.MIXED
+
+
+@pytest.mark.parametrize("moved", ["a vector", "a matrix", "experts"])
+def test_words_that_change_places_within_a_parameter_change_the_number_of_the_memory(moved):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a vector": (16, 4), "a matrix": (64, 64), "experts": (4, 8, 16)}
+    held = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    targets = [SimpleNamespace(parameter=one) for one in held.values()]
+    model = SimpleNamespace(written_targets=lambda: targets)
+    before = memory_number(model)
+    held[moved].copy_(held[moved].flip(0))
+    assert memory_number(model) != before
 
 
 def test_a_partial_refit_leaves_the_state_as_it_was(server):

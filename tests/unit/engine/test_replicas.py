@@ -10,7 +10,7 @@ pytest.importorskip("sglang")
 
 from sglang_fp8rl.engine.host.status import status_of_replicas
 from sglang_fp8rl.engine.law.record import State
-from sglang_fp8rl.engine.proof.extension import of_replicas
+from sglang_fp8rl.engine.proof.extension import Held, Rank, fingerprint_of_ranks, of_replicas
 from sglang_fp8rl.wire.fingerprint import Fingerprint, Number
 
 WORST_FIRST = ["failed", "unloaded", "mixed", "open", "whole"]
@@ -79,3 +79,8 @@ def test_what_one_replica_can_not_prove_is_not_proven(order):
     found = of_replicas({rank: documents[rank] for rank in order})
     assert found["tensors"] == {}
     assert found["unproven"] == {"w": "dp_rank 1: served in several forms"}
+
+
+def test_a_tensor_without_elements_is_unproven_and_the_others_are_not_lost():
+    found = fingerprint_of_ranks([Rank(held={"empty": Held((0, 4))})] * 2)
+    assert found.unproven == {"empty": "no rank holds any of it"}

@@ -94,6 +94,15 @@ def test_fp32_parameters_compute_with_the_same_weights_in_fp32_and_under_autocas
         torch.testing.assert_close(grad, expected_grads[name], rtol=0.02, atol=0.02)
 
 
+def test_on_meta_it_has_the_shapes_of_a_plain_model():
+    """Its outputs' shapes, without memory; torch knows no autocast there."""
+    model = toy_model("qwen3").to("meta")
+    tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    expected = model(input_ids=tokens).logits.shape
+    compute_as_served(model, toy_plan("qwen3"))
+    assert model(input_ids=tokens).logits.shape == expected
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_changes_nothing(model_and_plan, use_reentrant):
     model, plan = model_and_plan

@@ -68,6 +68,18 @@ def test_a_name_that_the_plan_does_not_know_and_nothing_is_swapped():
     assert "score.weight" not in fingerprint_of_served(model).numbers
 
 
+def test_a_class_that_takes_no_subclass_and_nothing_is_swapped():
+    class Final(nn.Linear):
+        def __init_subclass__(cls):
+            raise TypeError("Final takes no subclass")
+
+    model = tiny()
+    model.down = Final(256, 64, bias=False)  # behind `up`
+    with pytest.raises(TypeError, match="Final"):
+        compute_as_served(model, make_plan(SHAPES))
+    assert is_untouched(model)
+
+
 def test_not_served_names_no_module():
     with pytest.raises(ServedWeightsError, match=r"scor: in not_served, and no module"):
         compute_as_served(tiny(), make_plan(SHAPES), not_served=["scor"])

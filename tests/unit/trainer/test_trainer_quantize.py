@@ -13,6 +13,8 @@ from support.by_definition import quantize_blockwise, quantize_per_channel
 from support.numerics.numerics_cases import ROUNDINGS, same_bits
 from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan, plan_schema
 from support.trainer.ranks import said_by_ranks
+from torch.distributed._shard.sharded_tensor import Shard as LocalPart
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
@@ -227,6 +229,14 @@ def test_nan_is_refused_naming_the_tensor_and_the_block():
         list(quantize_for_refit([("a.weight", torch.zeros(300, 256).double())], PLAN))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3.4e38])  # the last is Inf in BF16
+def test_what_stays_in_high_precision_and_is_not_finite_has_no_number(value):
+    bad = weights()
+    bad["norm.weight"][3] = value
+    with pytest.raises(QuantizationError, match=r"norm\.weight: NaN or Inf in torch\.bfloat16"):
+        fingerprint_of(bad.items(), PLAN)
+
+
 def test_a_shard_may_be_described_by_lists():
     weight = weights()["a.weight"]
     shard = LocalShard(weight[:128], [300, 256], [0, 0])
@@ -234,21 +244,33 @@ def test_a_shard_may_be_described_by_lists():
     assert same_bits(got, quantize_blockwise(weight)[0][:128])
 
 
-def test_a_dtensor_that_was_not_gathered_is_refused_by_name_where_it_has_to_be(tmp_path):
-    shapes = {f"experts.0.{one}_proj.weight": (BLOCKWISE, (128, 256)) for one in ("gate", "up")}
+@pytest.fixture
+def one_rank(tmp_path):
+    """A process group of this process."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        fused = distribute_tensor(torch.ones(1, 256, 256), mesh, [Shard(0)])
-        name = "experts.gate_up_proj"
-        with pytest.raises(RefitError, match=rf"{name}: a DTensor; .*\.full_tensor\(\)"):
-            list(quantize_for_refit([(name, fused)], make_plan(shapes)))
-        with pytest.raises(RefitError, match=r"w: a DTensor; .*full_tensors\(named_tensors\)"):
-            list(sendable([("w", fused)]))
-    finally:
-        torch.distributed.destroy_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_dtensor_that_was_not_gathered_is_refused_by_name_where_it_has_to_be():
+    shapes = {f"experts.0.{one}_proj.weight": (BLOCKWISE, (128, 256)) for one in ("gate", "up")}
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    fused = distribute_tensor(torch.ones(1, 256, 256), mesh, [Shard(0)])
+    name = "experts.gate_up_proj"
+    with pytest.raises(RefitError, match=rf"{name}: a DTensor; .*\.full_tensor\(\)"):
+        list(quantize_for_refit([(name, fused)], make_plan(shapes)))
+    with pytest.raises(RefitError, match=r"w: a DTensor; .*full_tensors\(named_tensors\)"):
+        list(sendable([("w", fused)]))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_tensor_of_fsdp1_is_refused_by_name():
+    part = LocalPart.from_tensor_and_offsets(torch.ones(2, 3), [0, 0], 0)
+    with pytest.raises(RefitError, match=r"w: a ShardedTensor; .*a full state dict"):
+        list(sendable([("w", init_from_local_shards([part], [2, 3]))]))
 
 
 def test_a_shard_outside_of_its_tensor_is_refused():

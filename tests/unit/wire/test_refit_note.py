@@ -28,7 +28,7 @@ def test_any_other_rid_is_no_note(rid):
 @pytest.mark.parametrize(
     "content",
     [{}, {"id": 3}, [], {"id": "a", "extent": "some"}, {"id": "a", "extent": {"name": []}},
-     {"id": "a", "version": 7}, {"id": "a", "extent": {"names": [1]}}],
+     {"id": "a", "version": 7}, {"id": "a", "extent": {"names": [1]}}, {"id": "a", "Extent": "all"}],
     ids=str,
 )  # fmt: skip
 def test_a_note_that_cannot_be_read_is_refused(content):

@@ -6,6 +6,8 @@ import base64
 import os
 import pickle
 import signal
+import subprocess
+import threading
 import time
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, get_context
@@ -313,6 +315,26 @@ def _sends_and_waits(pipe):
     payload = Bucket.of([("w", torch.full((1000,), 7.0))], StagingBuffers()).payload(1, True)
     pipe.send(payload.texts[0])
     time.sleep(600)
+
+
+def test_senders_that_take_turns_leave_one_thread_and_one_descriptor_each():
+    """A server waits for the end of each; with those that it waits for it runs for weeks."""
+
+    def counts():
+        files = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
+        return threading.active_count(), sum("pidfd" in one for one in files)
+
+    senders = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(2)]
+    server, before = OpenBuffers(), counts()
+    for turn in range(20):
+        owner = wire_staging._process(senders[turn % 2].pid)
+        content = Bucket.of(*buckets(1), StagingBuffers()).payload(1, True).content
+        server.put_memory_into({**content, "owner": owner})
+        server.close()
+    grown = [now - then for now, then in zip(counts(), before, strict=True)]
+    for sender in senders:
+        sender.communicate()
+    assert max(grown) <= len(senders), grown
 
 
 class Streams:
