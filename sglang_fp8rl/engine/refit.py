@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -216,14 +216,14 @@ class ModelRefit:
         if update.origin.is_serving and device is not None and brings.tensors >= deferred.FEWEST:
             written = None if recording is None else recording.add_rows
             how = self.ledger, self.options, device, lane
-            call.deferred = deferred.DeferredWrites(*how, call.not_finite, written)
+            call.deferred = deferred.DeferredWrites(*how, call.not_finite, raised, written)
         return call
 
     def _settle(self) -> None:
         """Do the writes that wait."""
         call = self.calls.running
         if call is not None and call.deferred is not None:
-            call.deferred.settle()
+            call.deferred.close()
 
     def _store(self, target: Target, write: Write) -> None:
         """A write that SGLang makes without a loader, in the call that runs."""
@@ -242,9 +242,10 @@ class ModelRefit:
                 if tied := self.calls.untaken.tied:
                     weights = noted(weights, call, self.ledger, tied)
             weights = call.sources.watch(weights)
-            with nullcontext() if call.deferred is None else closing(call.deferred) as waiting:
-                if waiting is not None:
-                    weights = waiting.until_end(weights)
+            waits: Any = nullcontext(weights)
+            if call.deferred is not None:
+                waits = call.deferred.until_end_of(weights)
+            with waits as weights:
                 result = self._load_weights(weights, *args, **kw)
             load_left_experts(self.model, call.sources.left(), self._load_weights)
         quantized = {one.name for one in self.targets.values() if one.is_fp8} if moved else ()

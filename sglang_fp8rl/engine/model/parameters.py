@@ -46,10 +46,11 @@ class Target:
     @property
     def is_repeatable(self) -> bool:
         """Whether its loader is a function of its arguments and of nothing that may change."""
-        return not (self._has_experts and experts_may_move())
+        return not (self.has_experts and experts_may_move())
 
     @cached_property
-    def _has_experts(self) -> bool:
+    def has_experts(self) -> bool:
+        """Whether it is of SGLang's layer of experts."""
         from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
         return isinstance(self.module, FusedMoE)

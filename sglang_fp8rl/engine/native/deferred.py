@@ -1,7 +1,7 @@
 """Writes that SGLang's loaders leave to a table: all of a bucket are done together, as its recipe will do them.
 
-They are done before anybody could see that they wait: before another operation on the model's memory, a write of
-another kind to the same place, a write into what was sent, and whatever SGLang does behind the last tensor.
+They wait while nothing is seen in a call but loaders that copy. Before anything else looks at the model's memory, or
+writes there or into what was sent, they are done, and no more wait in that call; nor behind its last tensor.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +58,7 @@ class DeferredWrites:
     Args:
         device: of all parameters.
         lane: as of the call.
-        not_finite: as of the call.
+        not_finite, raised: as of the call.
         written: is told of what was.
     """
 
@@ -69,21 +69,24 @@ class DeferredWrites:
         device: torch.device,
         lane: Callable[[], AbstractContextManager[None]],
         not_finite: list[tuple[str, torch.Tensor]],
+        raised: dict[tuple, tuple[str, str]],
         written: Callable[[DeferredRows], None] | None,
     ) -> None:
         self._ledger, self._options, self._device = ledger, options, device
-        self._lane, self._not_finite, self._written = lane, not_finite, written
+        self._lane, self._not_finite, self._raised = lane, not_finite, raised
+        self._written = written
         self._waiting: list[Deferred] = []
         self._memory: set[int] = set()  # storages that they go to
-        self._layouts: dict[int, tuple] = {}
+        self._layouts: dict[tuple[int, int], tuple] = {}
         self._is_closed = False
         self._lock = threading.Lock()
 
     def layout_of(self, target: Target) -> tuple:
-        """The target's, which does not change in a call."""
-        layout = self._layouts.get(target.index)
+        """Where it lies by now."""
+        where = target.index, target.parameter.data_ptr()
+        layout = self._layouts.get(where)
         if layout is None:
-            layout = self._layouts[target.index] = target.layout
+            layout = self._layouts[where] = target.layout
         return layout
 
     def add(self, one: Deferred) -> bool:
@@ -95,36 +98,52 @@ class DeferredWrites:
                 self._memory.update(storage_of(part) for part in held if part is not None)
             return not self._is_closed
 
-    def until_end(
+    @contextmanager
+    def until_end_of(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """In here writes may wait; yields the pairs, and behind the last one nothing waits any more."""
+        try:
+            yield self._passed_on(weights)
+        except BaseException:
+            with suppress(Exception):  # it is in `raised`, and the first error is the one to tell
+                self.close()
+            raise
+        self.close()
+
+    def _passed_on(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass the pairs on; behind the last one nothing waits any more."""
         yield from weights
         self.close()
 
+    def close_for(self, target: Target) -> None:
+        """Close, if anything waits for the memory of `target`, to which something else writes."""
+        if storage_of(target.parameter) in self._memory:
+            self.close()
+
     def close(self) -> None:
-        """Do what waits, and let nothing wait from now on."""
-        with self._lock:
-            self._is_closed = True
-        self.run()
-
-    def settle(self, target: Target | None = None) -> None:
-        """Do what waits, before something else looks at the model's memory; at that of `target` alone, if given."""
-        if target is None or storage_of(target.parameter) in self._memory:
-            self.run()
-
-    def run(self) -> None:
-        """Do what waits. Waits for a GPU."""
+        """Do what waits, and let nothing wait from now on. Waits for a GPU."""
         with self._lock, unwatched(), self._lane():
-            waiting, self._waiting, self._memory = self._waiting, [], set()
-            if not waiting:
-                return
-            rows = self._rows_of(waiting)
-            if self._may_be_together(waiting, rows):
-                self._write(rows)
-            else:  # the last one stays
-                for one in waiting:
-                    self._write(self._rows_of([one]))
+            self._is_closed = True
+            waiting, self._waiting = self._waiting, []
+            try:
+                self._write_all(waiting)
+            except Exception as error:
+                for one in waiting:  # whoever catches it
+                    name = one.source.name
+                    self._raised[name, one.target.index, one.address] = name, f"{name}: {error}"
+                raise
+
+    def _write_all(self, waiting: Sequence[Deferred]) -> None:
+        if not waiting:
+            return
+        rows = self._rows_of(waiting)
+        if self._may_be_together(waiting, rows):
+            self._write(rows)
+        else:  # the last one stays
+            for one in waiting:
+                self._write(self._rows_of([one]))
 
     def _rows_of(self, waiting: Sequence[Deferred]) -> DeferredRows:
         fields, addresses, sources, boxes = bytearray(), array("q"), [], array("q")

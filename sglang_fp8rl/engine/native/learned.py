@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ...numerics.backends import has_kernel
-from ...numerics.write_table import WIDE, Piece
+from ...numerics.write_table import FIELD, WIDE, Piece
 from ..interception import Region, Write, extent_of, storage_of, unwatched
 from ..model.parameters import Target
 from .matrix_writes import matrix_writes, row_of
 from .observer import LoaderWrites
 
 # Where the loaders are that were read, in all supported versions: they keep nothing, leave no word to others, and
-# take floats of 16 and of 32 bits alike.
+# take floats of 16 and of 32 bits alike. Those of experts in high precision may turn them back first.
 # Those of models may: DeepSeek-V4's host table tells its ranks of a write, and they wait for one another.
 _LAYERS = (
     "sglang.srt.layers.linear",
@@ -68,9 +68,8 @@ class LearnedLoader:
 
     def __init__(self, copies: list[_Copy]) -> None:
         self._copies = copies
-        # As rows of a table, for a target and tensors that are like these; None where it has to be done write by write.
-        self._rows: Rows | None = None
-        self._rows_are_for: tuple = ()
+        # For which layout of the target and dtype it was looked up, and as which rows.
+        self._rows: tuple[tuple, Rows | None] = (), None
 
     def writes(self, loaded: torch.Tensor) -> list[Write]:
         """What it would write."""
@@ -87,29 +86,32 @@ class LearnedLoader:
             RefitError: as `matrix_writes`.
         """
         wanted = layout, loaded.dtype
-        if self._rows_are_for != wanted:
+        known, rows = self._rows
+        if known != wanted:
             with unwatched():
-                self._rows = self._as_rows(target, name, loaded)
-            self._rows_are_for = wanted
-        return self._rows
+                rows = self._as_rows(target, name, loaded)
+            self._rows = wanted, rows
+        return rows
 
     def _as_rows(self, target: Target, name: str, loaded: torch.Tensor) -> Rows | None:
-        fields, count, regions = array("q"), 0, []
+        fields, count = array("q"), 0
+        regions: list[Region] = []
         for write in self.writes(loaded):
             if write.source is None or write.region is None:
                 return None
             for piece in matrix_writes(target, name, write):
                 row = row_of(piece, (0, piece.source.data_ptr() - loaded.data_ptr()))
-                if row is None or not _has_kernel(piece):
+                if row is None or not _has_kernel(piece, row[FIELD["cols"]]):
                     return None
                 fields.extend(row)
                 count += 1
+            if any(map(write.region.overlaps, regions)):  # rows of a table have no order
+                return None
             regions.append(write.region)
         return Rows(fields.tobytes(), count, tuple(regions))
 
 
-def _has_kernel(piece: Piece) -> bool:
-    columns = piece.source.shape[-1]
+def _has_kernel(piece: Piece, columns: int) -> bool:
     block = (1, columns) if piece.scales is None else piece.block  # any table copies rows
     return has_kernel(piece.destination.device, block, columns)
 
@@ -129,6 +131,7 @@ class LearnedLoaders:
     ) -> tuple | None:
         """What a loader call is known by; None if what it does can't be learnt."""
         is_read = getattr(native, "__module__", "") in _LAYERS and target.is_repeatable
+        is_read = is_read and (target.is_fp8 or not target.has_experts)
         if not is_read or not all(type(one) in _VALUES for one in (*args, *kwargs.values())):
             return None
         given = (*args, *sorted(kwargs.items()))

@@ -140,14 +140,10 @@ class LoaderCalls:
         Raises:
             RefitError: it can't be done at all.
         """
-        call, target, learned, deferred = (
-            given.call,
-            given.target,
-            given.learned,
-            given.call.deferred,
-        )
-        if deferred is None or learned is None or not given.made.is_view:
-            return False
+        call, target, learned = given.call, given.target, given.learned
+        deferred, is_pair = call.deferred, target.is_fp8 and loaded.dtype == _FP8
+        if deferred is None or learned is None or is_pair or not given.made.is_view:
+            return False  # the codes of another rank's expert wait for their scale too
         (source,) = given.made.sources
         is_part = not source.is_scale and source.offset_of(loaded) is not None
         if not is_part or not lands_there(source, target, self.ledger.names.known):
@@ -252,8 +248,10 @@ class LoaderCalls:
     def _do(self, given: _Given, writes: Sequence[Write], of_each: Sequence[Made]) -> None:
         recording = given.call.recording
         if (deferred := given.call.deferred) is not None:
-            # What is no part of what was sent may be of the model's memory.
-            deferred.settle(given.target if all(one.is_view for one in of_each) else None)
+            if all(one.is_view for one in of_each):
+                deferred.close_for(given.target)
+            else:  # it may be of the model's memory
+                deferred.close()
         with unwatched():
             for write in writes:
                 check_integers(given.target, given.name, write)
@@ -307,7 +305,7 @@ class LoaderCalls:
     def _run_on_parameter(self, given: _Given, run: Callable[[torch.Tensor], None]) -> None:
         """Run a loader that does more than copy. Of one that raises, or makes a NaN or Inf, nothing stays."""
         if given.call.deferred is not None:
-            given.call.deferred.settle()
+            given.call.deferred.close()
         call, parameter, known = given.call, given.target.parameter, len(given.call.not_finite)
         assert call.observer is not None
         with unwatched():
@@ -332,7 +330,7 @@ class LoaderCalls:
         """Half of an FP8 weight came; with the other one it is stored."""
         target, recording = given.target, given.call.recording
         if given.call.deferred is not None:
-            given.call.deferred.settle(target)
+            given.call.deferred.close_for(target)
         with unwatched():
             if given.call.bucket is None:  # a stream, whose next tensor may get this one's memory
                 half.keep()

@@ -290,9 +290,8 @@ class Observer:
 
     def _made_of(self, tensor: torch.Tensor) -> tuple[Source, ...]:
         """Of the model's own memory that is not known: what is made of that is made of the whole call."""
-        sources = self._sources.made_of(tensor).sources
-        place = "" if sources else self._place_of(tensor)
-        if place:
+        place, sources = self._place_of(tensor), self._sources.made_of(tensor).sources
+        if place and not sources:
             self._sources.leave_native((), f"SGLang reads {place} while loading")
         return sources
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from sglang_fp8rl.engine.native import deferred, learned
 from sglang_fp8rl.engine.native.deferred import DeferredWrites
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
-from tools.census.toys.toy import Named, loaded, weights
+from sglang_fp8rl.numerics import quantize_blockwise
+from tools.census.toys.toy import Named, attached, loaded, weights
+from tools.random_loading.programs import served_layer
 
 NAMES = ("a", "b", "c")
 
@@ -31,6 +34,7 @@ def load_rows(
     is_shifted: bool | None = None,  # a call with a `bool` is not learnt
     doubles: bool | None = None,
     raises: bool | None = None,
+    is_doubled: int = 0,
 ) -> None:
     rows = parameter.data.narrow(0, first + (2 if is_shifted else 0), len(tensor))
     if doubles or raises:
@@ -39,6 +43,8 @@ def load_rows(
             raise ValueError("no more")
     else:
         rows.copy_(tensor)
+    if is_doubled:
+        rows[3:].copy_(tensor[:3])
 
 
 class Rows(nn.Module):
@@ -95,6 +101,73 @@ class Reads(Rows):
     def load(self, name, tensor):
         super().load(name, tensor)
         self.other.data.fill_(float(self.w.data[0, 0]))
+
+
+class AddsBehindAWrite(Rows):
+    """Computes with what it wrote past its loader, and then by it."""
+
+    def load(self, name, tensor):
+        at = 6 * NAMES.index(name)
+        self.w.data[at : at + 3].copy_(tensor[3:])
+        super().load(name, tensor)
+        self.other.data.copy_(self.w.data[at : at + 6] + 1)
+
+
+class ReadsBehindAWrite(Rows):
+    def load(self, name, tensor):
+        at = 6 * NAMES.index(name)
+        self.w.data[at : at + 3].copy_(tensor[3:])
+        super().load(name, tensor)
+        self.other.data.fill_(float(self.w.data[at, 0]))
+
+
+class Moves(Rows):
+    """Its parameter has other memory behind the first loader call."""
+
+    def load(self, name, tensor):
+        super().load(name, tensor)
+        if name == "a":
+            self.w.data = self.w.data.clone()
+
+
+class Binds(Rows):
+    """A parameter whose memory is what came, from then on: no operation of torch."""
+
+    def load(self, name, tensor):
+        super().load(name, tensor)
+        self.other.weight_loader(self.other, tensor, 0)
+        if name == "a":
+            self.other.data = tensor.view(6, 4)
+
+
+class WritesTwice(Rows):
+    """One loader call writes one place twice."""
+
+    def load(self, name, tensor):
+        self.w.weight_loader(self.w, tensor, 6 * NAMES.index(name), is_doubled=1)
+
+
+class HasAScalar(Rows):
+    """Of no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.scalar.weight_loader = load_scalar
+
+    def shapes(self):
+        return super().shapes() | {"scalar": ()}
+
+    def load(self, name, tensor):
+        if name == "scalar":
+            self.scalar.weight_loader(self.scalar, tensor)
+            self.other.data[:1].copy_(tensor.expand(1, 4))
+        else:
+            super().load(name, tensor)
+
+
+def load_scalar(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+    parameter.data.copy_(tensor)
 
 
 class SpoilsWhatCame(Rows):
@@ -239,7 +312,8 @@ class Turns(Rows):
 
 
 KINDS = [
-    *(Rows, Adds, AddsInPlace, Copies, CopiesByALoader, Reads, SpoilsWhatCame, ZeroesWhatCame),
+    *(Rows, Adds, AddsInPlace, AddsBehindAWrite, Copies, CopiesByALoader, Reads, ReadsBehindAWrite),
+    *(Moves, Binds, WritesTwice, HasAScalar, SpoilsWhatCame, ZeroesWhatCame),
     *(
         WritesOver,
         WritesBelow,
@@ -291,7 +365,8 @@ def test_updates_leave_what_the_model_alone_leaves(kind, replay, taken):
         for name in ("w", "other", "derived"):
             one = getattr(alone, name, None)
             assert one is None or torch.equal(getattr(refit.model, name), one), (seed, name)
-    assert taken[True] or kind in (Threads, Turns)  # which a table can't do
+    # A table can't turn, and has no order; threads begin behind the last tensor.
+    assert bool(taken[True]) == (kind not in (Threads, Turns, WritesTwice))
     assert taken[False] or kind is not Threads
 
 
@@ -369,3 +444,119 @@ def test_writes_to_one_place_share_no_table_which_has_no_order(kind, most, monke
     monkeypatch.setattr(deferred, "CastTable", counted)
     send(refit, list(weights(refit.model, 2).items()))
     assert max(sizes) == most
+
+
+def test_a_table_that_fails_is_told_of_all_that_waited_though_the_model_catches_it(monkeypatch):
+    refit = loaded(CatchesWhatFails, 0, replay=False)
+    send(refit, list(weights(refit.model, 1).items()))
+    monkeypatch.setattr(deferred, "make_runner", no_memory)
+    with pytest.raises(RefitError, match="out of memory") as found:
+        send(refit, list(weights(refit.model, 2).items()))
+    for name in ("a", "b"):
+        assert f"{name}: out of memory" in str(found.value)
+
+
+def test_the_model_s_own_error_is_told_though_the_table_fails_too(monkeypatch):
+    refit = loaded(RaisesAtTheSecond, 0, replay=False)
+    send(refit, list(weights(refit.model, 1).items()))
+    monkeypatch.setattr(deferred, "make_runner", no_memory)
+    refit.model.raises = True
+    with pytest.raises(RefitError, match="no more") as found:
+        send(refit, list(weights(refit.model, 2).items()))
+    assert "a: out of memory" in str(found.value)
+
+
+class RaisesAtTheSecond(Rows):
+    raises = False
+
+    def load(self, name, tensor):
+        if self.raises and name == "b":
+            raise ValueError("no more")
+        super().load(name, tensor)
+
+
+class CatchesWhatFails(Rows):
+    """Computes with what it loaded, and is content where that fails."""
+
+    def load(self, name, tensor):
+        super().load(name, tensor)
+        if name == "b":
+            with suppress(RuntimeError):
+                self.other.data.copy_(self.w.data[:6] + 1)
+
+
+def no_memory(*_args: object, **_options: object) -> None:
+    raise RuntimeError("out of memory")
+
+
+def test_a_write_waits_for_the_table_that_another_thread_runs(monkeypatch):
+    begun, goes_on = threading.Event(), threading.Event()
+    write, main = DeferredWrites._write, threading.get_ident()
+
+    def slow(self, rows):
+        if threading.get_ident() != main:
+            begun.set()
+            assert not goes_on.wait(0.2)  # the other one has to wait for this
+        write(self, rows)
+
+    class Races(Rows):
+        is_slow = False
+
+        def load_weights(self, pairs):
+            for name, tensor in pairs:
+                self.load(name, tensor)
+                if name != "a":
+                    continue
+                thread = threading.Thread(target=lambda: self.other.data.add_(1))
+                thread.start()
+                assert not self.is_slow or begun.wait(60)
+                self.w.weight_loader(self.w, tensor, 0, is_shifted=True)
+                goes_on.set()
+                thread.join()
+
+    refit, alone = loaded(Races, 0, replay=False), Races()
+    for seed in (1, 2):
+        if seed == 2:
+            goes_on.clear()
+            monkeypatch.setattr(DeferredWrites, "_write", slow)
+            refit.model.is_slow = True
+        pairs = list(weights(alone, seed).items())
+        send(refit, pairs)
+        alone.load_weights(pairs)
+        assert torch.equal(refit.model.w, alone.w)
+
+
+class ExpertsOfTwoRanks(nn.Module):
+    """Two matrices, of which this rank holds one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = served_layer(torch.zeros(256, 128), is_fp8=True)
+        self.layer.weight.weight_loader = load_expert
+
+    def load_weights(self, pairs):
+        for name, tensor in pairs:
+            self.layer.weight.weight_loader(self.layer.weight, tensor, int(name[0]))
+
+
+def load_expert(parameter: nn.Parameter, tensor: torch.Tensor, expert: int) -> None:
+    if expert == 0:
+        parameter.data.copy_(tensor)
+
+
+def test_the_pair_of_an_expert_of_another_rank_is_a_pair():
+    refit, generator = attached(ExpertsOfTwoRanks(), replay=False), torch.Generator().manual_seed(0)
+
+    def pairs() -> Named:
+        for expert in "01":
+            codes, scale = quantize_blockwise(torch.randn(256, 128, generator=generator))
+            yield from ((f"{expert}.weight", codes), (f"{expert}.weight_scale_inv", scale))
+
+    refit.model.load_weights(iter(list(pairs())))
+    for _ in range(2):
+        sent = list(pairs())
+        send(refit, sent)
+        codes, scale = dict(sent)["0.weight"], dict(sent)["0.weight_scale_inv"]
+        layer = refit.model.layer
+        assert torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(layer.weight_scale_inv, scale)
