@@ -77,13 +77,14 @@ class DeferredWrites:
         self._written = written
         self._waiting: list[Deferred] = []
         self._memory: set[int] = set()  # storages that they go to
-        self._layouts: dict[tuple[int, int], tuple] = {}
+        self._layouts: dict[tuple[int, ...], tuple] = {}
         self._is_closed = False
         self._lock = threading.Lock()
 
     def layout_of(self, target: Target) -> tuple:
         """Where it lies by now."""
-        where = target.index, target.parameter.data_ptr()
+        scale = 0 if target.scale is None else target.scale.data_ptr()
+        where = target.index, target.parameter.data_ptr(), scale
         layout = self._layouts.get(where)
         if layout is None:
             layout = self._layouts[where] = target.layout

@@ -50,6 +50,8 @@ def load_rows(
 class Rows(nn.Module):
     """Three tensors, each the rows of one parameter, and more in a second one."""
 
+    takes_any_order = True
+
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.zeros(18, 4), requires_grad=False)
@@ -69,11 +71,12 @@ class Rows(nn.Module):
 
 
 class Adds(Rows):
-    """Computes with what it has just loaded."""
+    """Computes with what it has just loaded; what is behind the first look does not wait any more."""
 
     def load(self, name, tensor):
         super().load(name, tensor)
-        self.other.data.copy_(self.w.data[:6] + 1)
+        if name == "a":
+            self.other.data.copy_(self.w.data[:6] + 1)
 
 
 class AddsInPlace(Rows):
@@ -86,7 +89,8 @@ class AddsInPlace(Rows):
 class Copies(Rows):
     def load(self, name, tensor):
         super().load(name, tensor)
-        self.other.data.copy_(self.w.data[6 * NAMES.index(name) :][:6])
+        if name == "a":
+            self.other.data.copy_(self.w.data[:6])
 
 
 class CopiesByALoader(Rows):
@@ -94,23 +98,28 @@ class CopiesByALoader(Rows):
 
     def load(self, name, tensor):
         super().load(name, tensor)
-        self.other.weight_loader(self.other, self.w.data[6 * NAMES.index(name) :][:6], 0)
+        if name == "a":
+            self.other.weight_loader(self.other, self.w.data[:6], 0)
 
 
 class Reads(Rows):
     def load(self, name, tensor):
         super().load(name, tensor)
-        self.other.data.fill_(float(self.w.data[0, 0]))
+        if name == "a":
+            self.other.data.fill_(float(self.w.data[0, 0]))
 
 
 class AddsBehindAWrite(Rows):
-    """Computes with what it wrote past its loader, and then by it."""
+    """Computes with what it wrote past its loader, and then by it: of all that it wrote so far."""
+
+    takes_any_order = False
 
     def load(self, name, tensor):
         at = 6 * NAMES.index(name)
         self.w.data[at : at + 3].copy_(tensor[3:])
         super().load(name, tensor)
-        self.other.data.copy_(self.w.data[at : at + 6] + 1)
+        if name == "a":
+            self.other.data.copy_(self.w.data[:6] + 1)
 
 
 class ReadsBehindAWrite(Rows):
@@ -118,7 +127,8 @@ class ReadsBehindAWrite(Rows):
         at = 6 * NAMES.index(name)
         self.w.data[at : at + 3].copy_(tensor[3:])
         super().load(name, tensor)
-        self.other.data.fill_(float(self.w.data[at, 0]))
+        if name == "a":
+            self.other.data.fill_(float(self.w.data[0, 0]))
 
 
 class Moves(Rows):
@@ -358,7 +368,7 @@ def test_updates_leave_what_the_model_alone_leaves(kind, replay, taken):
     alone.load_weights(iter(weights(alone, 0).items()))
     for seed in range(1, 6):
         pairs = list(weights(alone, seed).items())
-        if seed == 3:
+        if seed == 3 and kind.takes_any_order:
             pairs.reverse()  # another layout
         send(refit, pairs)
         alone.load_weights(pairs)
