@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from sglang_fp8rl.engine.arrival.update import Origin, Update
+from sglang_fp8rl.engine.model import parameters
 from sglang_fp8rl.engine.model.parameters import Target
 from sglang_fp8rl.engine.native import deferred, learned
 from sglang_fp8rl.engine.refit import ModelRefit
@@ -256,6 +257,17 @@ def test_a_loader_whose_experts_may_move_is_run_each_time(monkeypatch):
     monkeypatch.setattr(Target, "is_repeatable", False)
     refit = served(Fused)
     for seed in range(1, 6):
+        before = refit.model.runs
+        send(refit, list(weights(refit.model, seed).items()))
+        assert refit.model.runs - before == 2
+
+
+@pytest.mark.usefixtures("known")
+def test_loaders_of_experts_in_high_precision_are_run_each_time(monkeypatch):
+    monkeypatch.setattr(Target, "has_experts", True)
+    monkeypatch.setattr(parameters, "experts_may_move", lambda: False)
+    refit = served(Fused)
+    for seed in (1, 2, 3):
         before = refit.model.runs
         send(refit, list(weights(refit.model, seed).items()))
         assert refit.model.runs - before == 2
