@@ -145,6 +145,7 @@ class ModelRefit:
         """
         update, result = self.calls.update, None
         comes_again = update.origin.may_replay and not (args or kw)
+        self._settle()  # a call within another
         with self.unfolded(), ExitStack() as behind:
             # What is queued at its end (halves that are kept) reads memory that the sender fills again.
             behind.callback(self.wait_for_device)
@@ -219,11 +220,11 @@ class ModelRefit:
             call.deferred = deferred.DeferredWrites(*how, call.not_finite, raised, written)
         return call
 
-    def _settle(self) -> None:
-        """Do the writes that wait."""
-        call = self.calls.running
-        if call is not None and call.deferred is not None:
-            call.deferred.close()
+    def _settle(self, tensor: torch.Tensor | None = None) -> None:
+        """Do the writes that wait; if a `tensor` is given, only where they go to its memory."""
+        waiting = None if self.calls.running is None else self.calls.running.deferred
+        if waiting is not None and (tensor is None or waiting.waits_for(tensor)):
+            waiting.close()
 
     def _store(self, target: Target, write: Write) -> None:
         """A write that SGLang makes without a loader, in the call that runs."""

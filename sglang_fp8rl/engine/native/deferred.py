@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ...config import Options
+from ...errors import RefitError, listed
 from ...numerics.backends import make_runner
 from ...numerics.write_table import FIELD, ROW_FIELDS, CastTable
 from ..arrival.bucket import overlapping
@@ -30,12 +31,13 @@ FEWEST = 8
 
 
 class Deferred(NamedTuple):
-    """What one loader would write of (a view of) a sent tensor, which begins at that address."""
+    """What one loader would write of (a view of) a sent tensor, which begins at that address of its storage."""
 
     target: Target
     rows: Rows
     source: Source
     address: int
+    storage: torch.UntypedStorage
 
 
 class DeferredRows(NamedTuple):
@@ -76,7 +78,9 @@ class DeferredWrites:
         self._lane, self._not_finite, self._raised = lane, not_finite, raised
         self._written = written
         self._waiting: list[Deferred] = []
-        self._memory: set[int] = set()  # storages that they go to
+        # Storages that they go to, and that they come from.
+        self._written_to: set[int] = set()
+        self._read_from: set[int] = set()
         self._layouts: dict[tuple[int, ...], tuple] = {}
         self._is_closed = False
         self._lock = threading.Lock()
@@ -92,12 +96,14 @@ class DeferredWrites:
 
     def add(self, one: Deferred) -> bool:
         """Take it; False where it has to be done at once."""
+        to, of = _storages_of(one.target), one.storage._cdata
         with self._lock:
-            if not self._is_closed:
-                self._waiting.append(one)
-                held = one.target.parameter, one.target.scale
-                self._memory.update(storage_of(part) for part in held if part is not None)
-            return not self._is_closed
+            if self._is_closed or of in self._written_to or not to.isdisjoint(self._read_from):
+                return False
+            self._waiting.append(one)
+            self._written_to |= to
+            self._read_from.add(of)
+            return True
 
     @contextmanager
     def until_end_of(
@@ -118,38 +124,48 @@ class DeferredWrites:
         yield from weights
         self.close()
 
-    def close_for(self, target: Target) -> None:
-        """Close, if anything waits for the memory of `target`, to which something else writes."""
-        if storage_of(target.parameter) in self._memory:
+    def close_for(self, target: Target, sources: Iterable[torch.Tensor] = ()) -> None:
+        """Close, if it makes a difference to what waits, or to a write into the memory of `target` of these."""
+        to, of = _storages_of(target), set(map(storage_of, sources))
+        if not (
+            to.isdisjoint(self._written_to | self._read_from) and of.isdisjoint(self._written_to)
+        ):
             self.close()
 
+    def waits_for(self, tensor: torch.Tensor) -> bool:
+        """Whether anything waits for the memory of this tensor."""
+        return storage_of(tensor) in self._written_to
+
     def close(self) -> None:
-        """Do what waits, and let nothing wait from now on. Waits for a GPU."""
+        """Do what waits, and let nothing wait from now on. Waits for a GPU.
+
+        Raises:
+            RefitError: it could not be done; `raised` says so too, for the model may catch this.
+        """
         with self._lock, unwatched(), self._lane():
             self._is_closed = True
             waiting, self._waiting = self._waiting, []
             try:
                 self._write_all(waiting)
             except Exception as error:
-                for one in waiting:  # whoever catches it
-                    name = one.source.name
-                    self._raised[name, one.target.index, one.address] = name, f"{name}: {error}"
-                raise
+                names = list(dict.fromkeys(one.source.name for one in waiting))
+                for name in names:
+                    self._raised["a table", name] = name, str(_failed_error([name], error))
+                raise _failed_error(names, error) from error
 
-    def _write_all(self, waiting: Sequence[Deferred]) -> None:
-        if not waiting:
-            return
-        rows = self._rows_of(waiting)
-        if self._may_be_together(waiting, rows):
+    def _write_all(self, waiting: list[Deferred]) -> None:
+        """Do all of these; what is done is no more among them."""
+        if waiting and self._may_be_together(waiting, rows := self._rows_of(waiting)):
             self._write(rows)
-        else:  # the last one stays
-            for one in waiting:
-                self._write(self._rows_of([one]))
+            waiting.clear()
+        while waiting:  # the last one stays
+            self._write(self._rows_of(waiting[:1]))
+            del waiting[0]
 
     def _rows_of(self, waiting: Sequence[Deferred]) -> DeferredRows:
         fields, addresses, sources, boxes = bytearray(), array("q"), [], array("q")
         number_of = self._ledger.coverage.number_of
-        for target, rows, source, address in waiting:
+        for target, rows, source, address, _ in waiting:
             fields += rows.fields
             sources += [source] * rows.size
             addresses.extend([address] * rows.size)
@@ -183,3 +199,17 @@ class DeferredWrites:
         coverage.write(np.unique(rows.boxes[:, 0]), rows.boxes[:, 1], stamp)
         if self._written is not None:
             self._written(rows)
+
+
+def _storages_of(target: Target) -> set[int]:
+    held = target.parameter, target.scale
+    return {storage_of(part) for part in held if part is not None}
+
+
+def _failed_error(names: Sequence[str], error: Exception) -> RefitError:
+    return RefitError(
+        listed(names),
+        f"{type(error).__name__}: {error}",
+        "what loaders write of a bucket is written together, and this failed",
+        "Look at the server's log and memory, then send the update again, whole.",
+    )

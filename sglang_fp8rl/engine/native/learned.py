@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...numerics.backends import has_kernel
-from ...numerics.write_table import FIELD, WIDE, Piece
+from ...numerics.write_table import FIELD, LONGEST_ROW, WIDE, Piece
 from ..interception import Region, Write, extent_of, storage_of, unwatched
 from ..model.parameters import Target
 from .matrix_writes import matrix_writes, row_of
@@ -102,6 +102,10 @@ class LearnedLoader:
             for piece in matrix_writes(target, name, write):
                 row = row_of(piece, (0, piece.source.data_ptr() - loaded.data_ptr()))
                 if row is None or not _has_kernel(piece, row[FIELD["cols"]]):
+                    return None
+                if piece.source.shape[-1:] > (
+                    LONGEST_ROW,
+                ):  # cut in rows that are refused one by one
                     return None
                 fields.extend(row)
                 count += 1

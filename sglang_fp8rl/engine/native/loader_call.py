@@ -66,7 +66,8 @@ class _Given:
         except Fp8RlError as error:
             raised[key] = error.subject, str(error)
             raise
-        raised.pop(key, None)
+        if raised:
+            raised.pop(key, None)
 
 
 def _refit_error_and(kind: type[Exception]) -> type[RefitError]:
@@ -118,14 +119,13 @@ class LoaderCalls:
         key = self._learned.key_of(target, native, loaded, args, kwargs)
         learned, part = self._learned.known(key), part_of(args, kwargs)
         given = _Given(call, target, name, made, part, loaded.data_ptr(), key, learned)
-        if self._defer(given, loaded):
-            return
         with given.noted():
             try:
-                self._load(given, native, loaded, args, kwargs)
+                if not self._defer(given, loaded):
+                    self._load(given, native, loaded, args, kwargs)
             except Fp8RlError:
                 raise
-            except (AssertionError, RuntimeError, ValueError, TypeError, IndexError) as error:
+            except Exception as error:
                 raise _refit_error_and(type(error))(
                     name,
                     f"{loaded.dtype} of shape {tuple(loaded.shape)} for {target.name} "
@@ -148,11 +148,13 @@ class LoaderCalls:
         is_part = not source.is_scale and source.offset_of(loaded) is not None
         if not is_part or not lands_there(source, target, self.ledger.names.known):
             return False
-        with given.noted():
-            rows = learned.rows(target, deferred.layout_of(target), given.name, loaded)
-        if rows is None or not deferred.add(Deferred(target, rows, source, given.address)):
-            return False
         call.sources.consume(given.made.sources)
+        rows = learned.rows(target, deferred.layout_of(target), given.name, loaded)
+        if rows is None:
+            return False
+        one = Deferred(target, rows, source, given.address, loaded.untyped_storage())
+        if not deferred.add(one):
+            return False
         if has_fewer_bits(source, target):
             call.narrowed[source.name] = None
         return True
@@ -249,7 +251,8 @@ class LoaderCalls:
         recording = given.call.recording
         if (deferred := given.call.deferred) is not None:
             if all(one.is_view for one in of_each):
-                deferred.close_for(given.target)
+                sources = [one.source for one in writes if one.source is not None]
+                deferred.close_for(given.target, sources)
             else:  # it may be of the model's memory
                 deferred.close()
         with unwatched():

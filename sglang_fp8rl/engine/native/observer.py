@@ -71,7 +71,7 @@ class Observer:
         sources: the tensors that are sent.
         memory: of the model; asked for where anything is done but copies by loaders.
         store: does a write into a target that no loader was called for.
-        settle: does the writes that wait: something looks at the model's memory, or writes into what was sent.
+        settle: does the writes that wait, where it is told so, or they go to the memory of this tensor.
         raised: as `Call.raised`.
         stores: False for a probe on `meta`, which writes nothing.
     """
@@ -81,7 +81,7 @@ class Observer:
         sources: SourceIndex,
         memory: Callable[[], ModelMemory],
         store: Callable[[Target, Write], None],
-        settle: Callable[[], None],
+        settle: Callable[[torch.Tensor | None], None],
         raised: dict[tuple, tuple[str, str]],
         *,
         stores: bool,
@@ -263,7 +263,7 @@ class Observer:
             made = self._sources.made_of(tensor)
             if made.is_view:
                 # gpt-oss zeroes a sent bias: a copy of it is no copy of what comes next time.
-                self._settle()
+                self._settle(None)
                 self._sources.leave_native(
                     made.sources, f"SGLang writes into it while loading ({func})"
                 )
@@ -284,8 +284,7 @@ class Observer:
     def _place_of(self, tensor: torch.Tensor) -> str:
         """As `ModelMemory.place_of`, of a tensor that is read or written now."""
         place = self._memory().place_of(tensor)
-        if place:
-            self._settle()
+        self._settle(None if place else tensor)  # a parameter may have moved in this call
         return place
 
     def _made_of(self, tensor: torch.Tensor) -> tuple[Source, ...]:

@@ -88,7 +88,7 @@ def note_draft_write(
     check_shape(target, native, name, loaded, args, kwargs)
     nothing = ModelMemory(torch.nn.Module(), ())
     found = Observer(
-        SourceIndex(), lambda: nothing, lambda *_: None, lambda: None, {}, stores=True
+        SourceIndex(), lambda: nothing, lambda *_: None, lambda _: None, {}, stores=True
     ).writes_of(lambda one: native(one, loaded, *args, **kwargs), target, loaded.dtype)
     if target.is_fp8 or found.other:
         value = f"written by a draft model's load, {found.other or 'and served in FP8'}"

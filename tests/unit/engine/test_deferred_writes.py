@@ -150,6 +150,49 @@ class Binds(Rows):
             self.other.data = tensor.view(6, 4)
 
 
+class GetsNewMemory(Rows):
+    """Without an operation on what it had, and computes there."""
+
+    def load(self, name, tensor):
+        if name == "a":
+            self.w.data = torch.zeros(18, 4)
+        super().load(name, tensor)
+        if name == "a":
+            self.w.data.add_(1)
+
+
+class BindsThenCopies(Rows):
+    """A parameter that is what came: the next one is a copy of what a loader writes there."""
+
+    def load(self, name, tensor):
+        if name == "a":
+            self.bound = tensor
+            self.other.data = tensor.view(6, 4)
+        elif name == "b":
+            self.other.weight_loader(self.other, tensor, 0)
+            self.w.weight_loader(self.w, self.bound, 0)
+        else:
+            super().load(name, tensor)
+
+
+class LoadsWithin(Rows):
+    """A call within another, of what came first."""
+
+    takes_any_order, is_within = False, False
+
+    def load_weights(self, pairs):
+        for name, tensor in pairs:
+            self.load(name, tensor)
+            if name == "a":
+                first = torch.from_numpy(tensor.numpy() * 2)
+            if name == "c":
+                break
+        if not self.is_within:
+            self.is_within = True
+            self.load_weights([("a", first)])
+            self.is_within = False
+
+
 class WritesTwice(Rows):
     """One loader call writes one place twice."""
 
@@ -323,7 +366,17 @@ class Turns(Rows):
 
 KINDS = [
     *(Rows, Adds, AddsInPlace, AddsBehindAWrite, Copies, CopiesByALoader, Reads, ReadsBehindAWrite),
-    *(Moves, Binds, WritesTwice, HasAScalar, SpoilsWhatCame, ZeroesWhatCame),
+    *(
+        Moves,
+        Binds,
+        GetsNewMemory,
+        BindsThenCopies,
+        LoadsWithin,
+        WritesTwice,
+        HasAScalar,
+        SpoilsWhatCame,
+        ZeroesWhatCame,
+    ),
     *(
         WritesOver,
         WritesBelow,
@@ -440,7 +493,7 @@ def test_a_loader_that_fails_takes_back_nothing_that_another_wrote(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [(Rows, 3), (Overlaps, 1), (SamePlace, 1), (SharedMemory, 1)]
+    ("kind", "most"), [(Rows, 3), (Overlaps, 1), (SamePlace, 1), (SharedMemory, 1), (Binds, 3)]
 )
 def test_writes_to_one_place_share_no_table_which_has_no_order(kind, most, monkeypatch):
     refit, sizes = loaded(kind, 0, replay=False), []
@@ -463,7 +516,7 @@ def test_a_table_that_fails_is_told_of_all_that_waited_though_the_model_catches_
     with pytest.raises(RefitError, match="out of memory") as found:
         send(refit, list(weights(refit.model, 2).items()))
     for name in ("a", "b"):
-        assert f"{name}: out of memory" in str(found.value)
+        assert f"{name}: RuntimeError: out of memory" in str(found.value)
 
 
 def test_the_model_s_own_error_is_told_though_the_table_fails_too(monkeypatch):
@@ -473,7 +526,7 @@ def test_the_model_s_own_error_is_told_though_the_table_fails_too(monkeypatch):
     refit.model.raises = True
     with pytest.raises(RefitError, match="no more") as found:
         send(refit, list(weights(refit.model, 2).items()))
-    assert "a: out of memory" in str(found.value)
+    assert "a: RuntimeError: out of memory" in str(found.value)
 
 
 class RaisesAtTheSecond(Rows):
@@ -534,6 +587,84 @@ def test_a_write_waits_for_the_table_that_another_thread_runs(monkeypatch):
         send(refit, pairs)
         alone.load_weights(pairs)
         assert torch.equal(refit.model.w, alone.w)
+
+
+def test_a_loader_s_error_of_any_kind_is_told_though_the_model_catches_it(monkeypatch):
+    refit = loaded(Rows, 0, replay=False)
+    load = Rows.load
+
+    def catches(self, name, tensor):
+        with suppress(KeyError, RuntimeError):
+            load(self, name, tensor)
+
+    monkeypatch.setattr(Rows, "load", catches)
+    send(refit, list(weights(refit.model, 1).items()))
+    refit.model.w.data = torch.zeros(2, 4)
+    with pytest.raises(RefitError, match=r"a: .*refused it"):  # there, it is no part of a table
+        send(refit, list(weights(refit.model, 2).items()))
+    refit = loaded(Rows, 0, replay=False)
+    monkeypatch.setattr(torch.Tensor, "narrow", lambda *_: {}["a dimension"])
+    with pytest.raises(RefitError, match="a dimension"):
+        send(refit, list(weights(refit.model, 1).items()))
+
+
+class LongRows(Rows):
+    """Of which a table makes several, each refused by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3, 2**18 + 6), requires_grad=False)
+        self.w.weight_loader = load_rows
+
+    def shapes(self):
+        return {"a": (1, 2**18 + 6), "b": (2, 2**18 + 6)}
+
+    def load(self, name, tensor):
+        self.w.weight_loader(self.w, tensor, NAMES.index(name))
+
+
+def test_a_row_that_is_not_finite_is_kept_as_a_whole_however_it_is_written(monkeypatch):
+    refit = loaded(LongRows, 0, replay=False)
+    send(refit, list(weights(refit.model, 1).items()))
+    before, sent = refit.model.w.data.clone(), weights(refit.model, 2)
+    sent["b"][0, 1] = float("nan")
+    for fewest in (1, 3):
+        monkeypatch.setattr(deferred, "FEWEST", fewest)
+        with pytest.raises(RefitError, match="b: NaN or Inf"):
+            send(refit, list(sent.items()))
+        assert torch.equal(refit.model.w.data[1], before[1])
+
+
+class MovesItsScales(nn.Module):
+    """Two blocks, and other memory for the scales behind the first."""
+
+    is_moving = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = served_layer(torch.zeros(256, 128), is_fp8=True)
+        self.layer.weight.weight_loader = load_rows
+
+    def load_weights(self, pairs):
+        for at, (_, tensor) in enumerate(pairs):
+            self.layer.weight.weight_loader(self.layer.weight, tensor, 128 * at)
+            if self.is_moving and not at:
+                self.layer.weight_scale_inv.data = torch.full((2, 1), 7.0)
+
+
+def test_scales_go_where_they_lie_by_then():
+    def pairs(seed: int) -> list[tuple[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        return [(f"{at}.weight", torch.randn(128, 128, generator=generator)) for at in range(2)]
+
+    refit, fresh = attached(MovesItsScales(), replay=False), attached(MovesItsScales())
+    refit.model.load_weights(iter(pairs(0)))
+    send(refit, pairs(1))
+    refit.model.is_moving = True
+    send(refit, pairs(2))
+    fresh.model.load_weights(iter(pairs(2)))
+    scales, expected = (one.model.layer.weight_scale_inv for one in (refit, fresh))
+    assert torch.equal(scales[1], expected[1])  # of the first, the model has put 7 there
 
 
 class ExpertsOfTwoRanks(nn.Module):
