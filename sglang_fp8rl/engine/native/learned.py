@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...numerics.backends import has_kernel
-from ...numerics.write_table import FIELD, LONGEST_ROW, WIDE, Piece
+from ...numerics.write_table import FIELD, WIDE, Piece
 from ..interception import Region, Write, extent_of, storage_of, unwatched
 from ..model.parameters import Target
 from .matrix_writes import matrix_writes, row_of
@@ -101,11 +101,9 @@ class LearnedLoader:
                 return None
             for piece in matrix_writes(target, name, write):
                 row = row_of(piece, (0, piece.source.data_ptr() - loaded.data_ptr()))
-                if row is None or not _has_kernel(piece, row[FIELD["cols"]]):
-                    return None
-                if piece.source.shape[-1:] > (
-                    LONGEST_ROW,
-                ):  # cut in rows that are refused one by one
+                # Of a long row a table makes several, which would be refused one by one.
+                is_cut = row is not None and row[FIELD["cols"]] != (piece.source.shape or (1,))[-1]
+                if row is None or is_cut or not _has_kernel(piece):
                     return None
                 fields.extend(row)
                 count += 1
@@ -115,7 +113,8 @@ class LearnedLoader:
         return Rows(fields.tobytes(), count, tuple(regions))
 
 
-def _has_kernel(piece: Piece, columns: int) -> bool:
+def _has_kernel(piece: Piece) -> bool:
+    columns = (piece.source.shape or (1,))[-1]
     block = (1, columns) if piece.scales is None else piece.block  # any table copies rows
     return has_kernel(piece.destination.device, block, columns)
 
