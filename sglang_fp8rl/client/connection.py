@@ -101,8 +101,10 @@ class Connection:
     def plan_unless(self, digest: str) -> RefitPlan | None:
         """`GET /fp8rl/plan`; None where it is the plan of that digest, which alone goes over the wire then."""
         answer = self._ask("GET", PLAN_PATH, headers={"If-None-Match": f'"{digest}"'})
-        is_that = answer.status_code == HTTPStatus.NOT_MODIFIED
-        return None if is_that else RefitPlan.from_dict(_content(answer))
+        if answer.status_code == HTTPStatus.NOT_MODIFIED:
+            return None
+        found = RefitPlan.from_dict(_content(answer))
+        return None if found.digest == digest else found  # what is between may drop the header
 
     def post_if_known(self, path: str, body: dict[str, Any]) -> bool:
         """As `post`; False if the server has no such endpoint, which it is asked once."""

@@ -71,8 +71,7 @@ def plan_of_the_run() -> RefitPlan:
 def check_plan(connection: Connection) -> None:
     """Raise `RefitError` where the server has another plan than the actor trains with."""
     ours = plan_of_the_run()
-    found = connection.plan_unless(ours.digest)
-    if found is not None and found.digest != ours.digest:
+    if found := connection.plan_unless(ours.digest):
         theirs = found.document
         other = [key for key in theirs if theirs[key] != ours.document.get(key) and key != "digest"]
         raise RefitError(

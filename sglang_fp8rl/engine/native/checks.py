@@ -85,7 +85,7 @@ def check_landing(sources: Sequence[Source], target: Target, known: Mapping[str,
     SGLang's LFM2 writes the embedding into the head too, where a call brings the first and not the second.
     """
     for source in sources:
-        if landings := _elsewhere(source, target, known):
+        if landings := landings_elsewhere(source, target, known):
             raise RefitError(
                 source.name,
                 f"written into {target.name}",
@@ -95,12 +95,7 @@ def check_landing(sources: Sequence[Source], target: Target, known: Mapping[str,
             )
 
 
-def lands_there(source: Source, target: Target, known: Mapping[str, Known]) -> bool:
-    """Whether `check_landing` would say nothing."""
-    return not _elsewhere(source, target, known)
-
-
-def _elsewhere(source: Source, target: Target, known: Mapping[str, Known]) -> list[Landing]:
+def landings_elsewhere(source: Source, target: Target, known: Mapping[str, Known]) -> list[Landing]:
     """Where a tensor went at the start, if that was not there."""
     landings = known[source.name].landings if source.name in known else []
     return [] if any(one.target is target for one in landings) else landings

@@ -24,7 +24,7 @@ from .checks import (
     check_shape,
     check_takes_scale,
     has_fewer_bits,
-    lands_there,
+    landings_elsewhere,
 )
 from .deferred import Deferred
 from .learned import LearnedLoader, LearnedLoaders
@@ -146,7 +146,7 @@ class LoaderCalls:
             return False  # the codes of another rank's expert wait for their scale too
         (source,) = given.made.sources
         is_part = not source.is_scale and source.offset_of(loaded) is not None
-        if not is_part or not lands_there(source, target, self.ledger.names.known):
+        if not is_part or landings_elsewhere(source, target, self.ledger.names.known):
             return False
         call.sources.consume(given.made.sources)
         rows = learned.rows(target, deferred.layout_of(target), given.name, loaded)
