@@ -60,8 +60,10 @@ def sendable(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
                     "it takes pairs (str, torch.Tensor)",
                     "Send state_dict.items(), with each name as a str.",
                 )
-        if not isinstance(tensor, torch.Tensor) or any(
-            hasattr(tensor, told) for told in ("full_tensor", "local_shards")
+        is_plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+        if not is_plain and (
+            not isinstance(tensor, torch.Tensor)
+            or any(hasattr(tensor, told) for told in ("full_tensor", "local_shards"))
         ):
             raise RefitError(
                 name,
@@ -70,7 +72,7 @@ def sendable(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
                 "Gather DTensors with full_tensors(named_tensors), ShardedTensors (FSDP1) with a full state dict, LocalShards with assemble(name, shards).",
             )
         is_here = tensor.layout is torch.strided and not (tensor.is_meta or is_freed(tensor))
-        if not is_here or tensor.dtype not in layout_text.DTYPES.values():
+        if not is_here or tensor.dtype not in layout_text.NAMES:
             raise RefitError(
                 name,
                 f"{tensor.dtype}, {tensor.layout}, on {tensor.device.type}",
@@ -139,14 +141,15 @@ class Bucket:
 
     def takes(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether it may be added: the first always, and a scale behind its weight."""
-        if not self.metadata or weight_name_of(name) == self.metadata[-1].name:
+        if not self.metadata or aligned(self._end) + tensor.nbytes <= self._limit:
             return True
-        return aligned(self._end) + tensor.nbytes <= self._limit
+        return weight_name_of(name) == self.metadata[-1].name
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor, unless it stays. Raises `RefitError` where there is no room in memory."""
-        began, tensor = perf_counter(), tensor.detach()
-        start = aligned(self._end)
+        began, start = perf_counter(), aligned(self._end)
+        if tensor.requires_grad or type(tensor) is not torch.Tensor:
+            tensor = tensor.detach()
         self._end = start + tensor.nbytes
         meta = layout_text.flat_tensor(name, tensor.shape, tensor.dtype, start, self._end)
         if not self.metadata:

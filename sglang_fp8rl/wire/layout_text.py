@@ -5,7 +5,7 @@ be read. To unpickle SGLang's object per tensor takes, of 18,000, longer than an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from operator import index
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ DTYPES = {
                   torch.float64, torch.complex64, torch.complex128, torch.float8_e5m2,
                   torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 }  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _COLUMNS = ("names", "shapes", "dtypes", "starts", "ends")
 
 
@@ -37,13 +38,16 @@ def flat_tensor(
     )
 
 
-def to_text(tensors: Iterable[Any]) -> str:
+def to_text(tensors: Sequence[Any]) -> str:
     """Describe a bucket's `flat_tensor`s in one string; equal layouts, equal strings."""
-    rows = [
-        (t.name, list(t.shape), str(t.dtype).removeprefix("torch."), t.start_idx, t.end_idx)
-        for t in tensors
-    ]
-    table = dict(zip(_COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+    columns = (
+        [one.name for one in tensors],
+        [one.shape for one in tensors],
+        [NAMES[one.dtype] for one in tensors],
+        [one.start_idx for one in tensors],
+        [one.end_idx for one in tensors],
+    )
+    table = dict(zip(_COLUMNS, columns, strict=True))
     return json.dumps({"version": VERSION, **table}, separators=(",", ":"))
 
 
