@@ -89,15 +89,6 @@ class Extension:
         """Return how a bucket (`arrival.bucket.Bucket`) is written without SGLang's loaders, if that is known."""
         return None
 
-    def recording_of(self, bucket: Any, sent: Any, sources: Any) -> Any:
-        """Return a `native.call.Recording` of what loaders do with a bucket, if one is wanted.
-
-        Args:
-            sent: `(name, tensor)` pairs, as the loaders get them.
-            sources: the call's, which are told what makes this bucket another each time.
-        """
-        return None
-
     def begin(self, call: Any) -> None:
         """A `native.call.Call` begins: nothing of it was written."""
 

@@ -47,6 +47,7 @@ from .native.checks import of_known_sizes, why_not_finite
 from .native.loader_call import LoaderCalls
 from .native.observer import Observer
 from .native.pairs import PairTable
+from .native.recording import Recording
 from .native.tied import note_draft_write, noted
 
 
@@ -205,19 +206,19 @@ class ModelRefit:
         lane: Any = nullcontext
         if device is not None and device.type != "meta":
             lane = stream_lane(device)
-        wanted = self.extensions if bucket is not None and sent is not None else ()
-        recordings = (one.recording_of(bucket, sent, sources) for one in wanted)
-        recording = next((one for one in recordings if one is not None), None)
+        recording = None
+        if bucket is not None and sent is not None and self.options.replay:
+            recording = Recording(bucket, sent, sources)
         raised: dict[tuple, tuple[str, str]] = {}
         memory = functools.cache(lambda: ModelMemory(self.model, self.targets.values()))
         observer = Observer(
             sources, memory, self._store, self._settle, raised, stores=update.origin.stores
         )
         call = Call(update, sources, bucket, brings, observer, recording, lane=lane, raised=raised)
-        if update.origin.is_serving and device is not None and brings.tensors >= deferred.FEWEST:
-            written = None if recording is None else recording.add_rows
-            how = self.ledger, self.options, device, lane
-            call.deferred = deferred.DeferredWrites(*how, call.not_finite, raised, written)
+        is_large = update.origin.is_serving and brings.tensors >= deferred.FEWEST
+        if is_large and bucket is not None and device is not None:
+            how = self.ledger, self.options, device, bucket, lane, call.not_finite, raised
+            call.deferred = deferred.DeferredWrites(*how, recording)
         return call
 
     def _settle(self, tensor: torch.Tensor | None = None) -> None:

@@ -2,51 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from ...errors import MAX_LISTED, RefitError
-from ...numerics.write_table import Piece
 from ..arrival.bucket import Bucket
-from ..arrival.sent_tensors import Source, SourceIndex
+from ..arrival.sent_tensors import SourceIndex
 from ..arrival.update import Update
-from ..interception import Write
 from ..ledger.ledger import NOTHING, Arrived
-from ..model.parameters import Target
-from .deferred import DeferredRows, DeferredWrites
+from .deferred import DeferredWrites
 from .observer import Observer
-
-APART = "half of an FP8 pair, the other is in another bucket"
-
-
-class Recording(Protocol):
-    """Is told of every write of a call, from several threads."""
-
-    def add(
-        self,
-        target: Target,
-        done: Iterable[tuple[Source | None, Piece]],
-        boxes: Iterable[int],
-    ) -> None:
-        """Writes into a target, as they were done.
-
-        Args:
-            done: each with the sent tensor that it is a view of; None if that came in another call.
-            boxes: numbers of what was written.
-        """
-
-    def add_rows(self, rows: DeferredRows) -> None:
-        """Writes that were done together."""
-
-    def add_fill(self, target: Target, write: Write, box: int) -> None:
-        """A write of no sent tensor: the padding of a vocabulary."""
-
-    def add_exponents(self, scale: Source) -> None:
-        """A sent scale that has to consist of powers of two."""
+from .recording import Recording
 
 
 @dataclass
@@ -59,7 +28,7 @@ class Call:
         brings: what is known of it before it is read; of a stream nothing.
         sources: the tensors that go by.
         observer: of what SGLang does with them; None where a recipe is replayed.
-        recording: of what the loaders do with this bucket, where somebody wants one.
+        recording: of what the loaders do with this bucket, where one of its layout may come again.
         deferred: writes that are done together; None where each is done at once.
         lane: what loaders do is done in it, whichever thread they run in.
         raised: what was raised at a write, by name and place, and not made good: subject and text. Some models

@@ -15,9 +15,10 @@ from ..arrival.update import Origin, Update
 from ..extension import Extension
 from ..ledger.ledger import Ledger
 from ..model.derived_weights import DerivedWeights
-from .call import APART, Call
+from .call import Call
 from .checks import foreign_error, not_finite_errors
 from .pairs import PairTable
+from .recording import APART
 from .untaken import UntakenNames
 
 NOTHING_SENT = RefitError(

@@ -19,12 +19,13 @@ from ...config import Options
 from ...errors import RefitError, listed
 from ...numerics.backends import make_runner
 from ...numerics.write_table import FIELD, ROW_FIELDS, CastTable
-from ..arrival.bucket import overlapping
+from ..arrival.bucket import Bucket, overlapping
 from ..arrival.sent_tensors import Source
 from ..interception import storage_of, unwatched
 from ..ledger.ledger import Ledger
 from ..model.parameters import Target
 from .learned import Rows
+from .recording import BucketRows, Recording
 
 # Tensors of a call. A table costs as much as a few writes by themselves.
 FEWEST = 8
@@ -40,28 +41,12 @@ class Deferred(NamedTuple):
     storage: torch.UntypedStorage
 
 
-class DeferredRows(NamedTuple):
-    """Rows that were written.
-
-    Attributes:
-        fields: int64 [rows, `ROW_FIELDS`]; sources are addresses.
-        sources: of each row.
-        boxes: of each write, the target and the number of its box; int64 [writes, 2].
-    """
-
-    fields: np.ndarray
-    sources: list[Source]
-    boxes: np.ndarray
-
-
 class DeferredWrites:
     """Those of one call, whose tensors stay where they are until it ends.
 
     Args:
         device: of all parameters.
-        lane: as of the call.
-        not_finite, raised: as of the call.
-        written: is told of what was.
+        bucket, lane, not_finite, raised, recording: as of the call.
     """
 
     def __init__(
@@ -69,14 +54,15 @@ class DeferredWrites:
         ledger: Ledger,
         options: Options,
         device: torch.device,
+        bucket: Bucket,
         lane: Callable[[], AbstractContextManager[None]],
         not_finite: list[tuple[str, torch.Tensor]],
         raised: dict[tuple, tuple[str, str]],
-        written: Callable[[DeferredRows], None] | None,
+        recording: Recording | None,
     ) -> None:
         self._ledger, self._options, self._device = ledger, options, device
-        self._lane, self._not_finite, self._raised = lane, not_finite, raised
-        self._written = written
+        self._bucket, self._lane, self._recording = bucket, lane, recording
+        self._not_finite, self._raised = not_finite, raised
         self._waiting: list[Deferred] = []
         # Storages that they go to, and that they come from.
         self._written_to: set[int] = set()
@@ -162,29 +148,30 @@ class DeferredWrites:
             self._write(self._rows_of(waiting[:1]))
             del waiting[0]
 
-    def _rows_of(self, waiting: Sequence[Deferred]) -> DeferredRows:
-        fields, addresses, sources, boxes = bytearray(), array("q"), [], array("q")
+    def _rows_of(self, waiting: Sequence[Deferred]) -> BucketRows:
+        fields, places, positions, boxes = bytearray(), array("q"), array("q"), array("q")
         number_of = self._ledger.coverage.number_of
         for target, rows, source, address, _ in waiting:
+            memory, start = self._bucket.place(source.position)
             fields += rows.fields
-            sources += [source] * rows.size
-            addresses.extend([address] * rows.size)
+            places.extend((memory, start + address - source.address) * rows.size)
+            positions.extend([source.position] * rows.size)
             for region in rows.regions:
                 boxes.extend((target.index, number_of(target.index, region)))
         table = np.frombuffer(fields, np.int64).reshape(-1, ROW_FIELDS)
-        table[:, FIELD["source_offset"]] += np.array(addresses, np.int64)
-        return DeferredRows(table, sources, np.array(boxes, np.int64).reshape(-1, 2))
+        first, behind = FIELD["source"], FIELD["source_offset"] + 1
+        table[:, first:behind] += np.array(places, np.int64).reshape(-1, 2)
+        return BucketRows(array("q", fields), positions, boxes)
 
-    def _may_be_together(self, waiting: Sequence[Deferred], rows: DeferredRows) -> bool:
+    def _may_be_together(self, waiting: Sequence[Deferred], rows: BucketRows) -> bool:
         """Whether no two of them write to one place, so that it makes no difference which is first."""
         parameters = list({one.target.index: one.target.parameter for one in waiting}.values())
         is_twice = self._ledger.coverage.overlap(rows.boxes[:, 1])
         return not (is_twice or overlapping(parameters).any())
 
-    def _write(self, rows: DeferredRows) -> None:
-        coverage, stamp = self._ledger.coverage, self._ledger.stamp
-        if len(rows.fields):
-            table = CastTable(rows.fields, ())
+    def _write(self, rows: BucketRows) -> None:
+        coverage, boxes, table = self._ledger.coverage, rows.boxes, CastTable(rows.fields, ())
+        if len(table.pieces):
             runner = make_runner(
                 table,
                 self._device,
@@ -192,13 +179,13 @@ class DeferredWrites:
                 round_to_bf16=self._options.round_to_bf16,
             )
             assert runner is not None  # each of them was asked for its kernel
-            flags = runner.run([0])
+            flags = runner.run(self._bucket.addresses())
             for piece in table.bad_pieces(flags) if flags.any() else ():
                 bad = torch.from_numpy(table.flags_of(flags, piece).astype(bool))
-                self._not_finite.append((rows.sources[piece].name, bad))
-        coverage.write(np.unique(rows.boxes[:, 0]), rows.boxes[:, 1], stamp)
-        if self._written is not None:
-            self._written(rows)
+                self._not_finite.append((self._bucket.names[rows.positions[piece]], bad))
+        coverage.write(np.unique(boxes[:, 0]), boxes[:, 1], self._ledger.stamp)
+        if self._recording is not None:
+            self._recording.extend(rows)
 
 
 def _storages_of(target: Target) -> set[int]:

@@ -1,6 +1,6 @@
 """Record once, replay at every refit: the recipes of the bucket layouts that were seen before.
 
-A recording (`recording.py`) of a call that succeeded becomes a recipe (`recipes.py`), from which the next bucket of the
+A recording (`native/recording.py`) of a call that succeeded becomes a recipe (`recipes.py`), from which the next bucket of the
 same layout is written. A bucket with which SGLang does anything but copy goes through its loaders at every update, whole.
 """
 
@@ -21,8 +21,8 @@ from ..extension import Extension, Way
 from ..ledger.ledger import Ledger
 from ..model.parameters import Target
 from ..native.call import Call
+from ..native.recording import Recording
 from .recipes import Recipe, recipe_of
-from .recording import Recording
 
 # Tensors of all recipes together: a table row of 136 bytes each, its name and its layout. Four times
 # what Qwen3-235B sends as FP8 pairs.
@@ -77,13 +77,10 @@ class Replay(Extension):
         self.counts.calls += 1
         self.counts.tensors += recipe.size
 
-    def recording_of(self, bucket: Bucket, sent: Any, sources: Any) -> Recording | None:
-        return Recording(bucket, sent, sources) if self.refit.options.replay else None
-
     def stored(self, call: Call) -> None:
         """Keep the recipe of what was recorded, or count why there is none."""
         recording, ledger = call.recording, self.refit.ledger
-        if not isinstance(recording, Recording):
+        if recording is None:
             return
         self.counts.native_calls += 1
         targets = np.unique(recording.boxes[:, 0])

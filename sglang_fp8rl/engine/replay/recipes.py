@@ -20,8 +20,8 @@ from ..model.parameters import Target
 from ..modules.method import are_no_exponents
 from ..native.call import Call
 from ..native.pairs import bad_scale_error, check_exponents, nan_code_error
+from ..native.recording import Recording
 from ..native.tied import note_tied
-from .recording import Recording
 
 
 @dataclass
@@ -117,7 +117,7 @@ def recipe_of(
     pairs = ((one.parameter, one.scale) for one in owners)
     memory = tuple(tensor for pair in pairs for tensor in pair if tensor is not None)
     runner = make_runner(
-        CastTable(recording.rows, memory),
+        CastTable(recording.fields, memory),
         owners[0].parameter.device if owners else torch.device("cpu"),
         pow2_scale=options.use_weight_pow2_scale,
         round_to_bf16=options.round_to_bf16,
@@ -128,7 +128,7 @@ def recipe_of(
     return Recipe(
         layout=bucket.layout,
         brings=call.brought,
-        positions=recording.of_rows,
+        positions=recording.positions,
         runner=runner,
         fills=recording.fills,
         kv_scales=[at for at, name in enumerate(bucket.names) if name in aside] if aside else [],
