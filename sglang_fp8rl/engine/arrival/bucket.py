@@ -35,12 +35,12 @@ class TensorBucket:
 
     Args:
         named_tensors: `(name, tensor)` pairs; one with other strides is copied, as such tensors may lie
-            in each other's gaps.
+            in each other's gaps, and so is a lazily negated one, as its memory has the other sign.
     """
 
     def __init__(self, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         tensors = list(map(itemgetter(1), named_tensors))
-        if not all(map(Tensor.is_contiguous, tensors)):
+        if not all(map(Tensor.is_contiguous, tensors)) or any(map(Tensor.is_neg, tensors)):
             named_tensors = [(name, _contiguous(tensor)) for name, tensor in named_tensors]
             tensors = list(map(itemgetter(1), named_tensors))
         self._pairs = named_tensors
@@ -95,7 +95,8 @@ class TensorBucket:
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous() if tensor.layout is torch.strided else tensor  # refused by its name
+    is_strided = tensor.layout is torch.strided
+    return tensor.contiguous().resolve_neg() if is_strided else tensor  # refused by its name
 
 
 def copied_together(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

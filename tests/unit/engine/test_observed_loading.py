@@ -453,3 +453,12 @@ def test_a_name_that_reaches_nothing_is_refused():
     refit.model.load = lambda name, tensor: None
     with pytest.raises(RefitError, match="no parameter takes"):
         update(refit, weights(refit.model, 1))
+
+
+def test_a_lazily_negated_tensor_keeps_its_sign_where_the_bucket_is_replayed():
+    refit, first, last = loaded(Toy, 0), weights(Toy(), 1), weights(Toy(), 2)
+    for _ in range(2):
+        update(refit, first)
+    update(refit, {name: torch._neg_view(-one) for name, one in last.items()})
+    assert replay_of(refit).counts.calls == 2
+    check_same(refit, loaded(Toy, 2))
