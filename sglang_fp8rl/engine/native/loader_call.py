@@ -34,6 +34,8 @@ from .pairs import Half, PairTable, blocks_of, store_pair
 _FP8 = torch.float8_e4m3fn
 _MADE = "its loader makes a tensor of its own"
 _NOT_SENT = "SGLang writes what was not sent"
+# Behind these models call a loader with other arguments (GLM-Image, EmbeddingGemma 2), or copy past it.
+_BEHIND_OTHERS = (AssertionError, TypeError)
 
 
 @dataclass
@@ -64,14 +66,16 @@ class _Given:
             with self.call.lane():
                 yield
         except Fp8RlError as error:
-            raised[key] = error.subject, str(error)
+            part = () if isinstance(error, _BEHIND_OTHERS) else self.part
+            raised[*key, part] = error.subject, str(error)
             raise
         if raised:
-            raised.pop(key, None)
+            raised.pop((*key, ()), None)
+            raised.pop((*key, self.part), None)
 
 
 def _refit_error_and(kind: type[Exception]) -> type[RefitError]:
-    """Some models catch a `TypeError` of their loader, and call it with fewer arguments."""
+    """Models know what to do by it (`_BEHIND_OTHERS`)."""
     if issubclass(RefitError, kind):
         return RefitError
     return type("RefitError", (RefitError, kind), {"__reduce__": _as_refit_error})

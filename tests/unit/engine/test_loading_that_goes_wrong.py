@@ -24,6 +24,7 @@ from tools.census.toys.going_wrong import (
     PaddedFromStream,
     Quantized,
     Raising,
+    ToTwoPlaces,
     tied,
 )
 from tools.census.toys.more_than_copies import Added, OfWhatWasSent, Rebound, Value
@@ -201,6 +202,15 @@ def test_a_loader_that_raises_leaves_nothing_of_what_it_did():
     before = refit.model.b.weight.clone()
     refused(refit, tensors, "too large")
     assert torch.equal(refit.model.b.weight, before)
+
+
+def test_a_tensor_of_which_one_place_was_refused_is_not_stored_by_the_other():
+    refit = loaded(ToTwoPlaces, 0)
+    refit.model.raises = ValueError
+    refused(refit, weights(refit.model, 1), "not this row")
+    refit.model.raises = None
+    update(refit, weights(refit.model, 1))
+    check_same(refit, loaded(ToTwoPlaces, 1))
 
 
 def test_flags_of_several_devices_are_looked_at_together():
