@@ -75,6 +75,11 @@ class TensorBucket:
     def tensor(self, position: int) -> torch.Tensor:
         return self._tensors[position]
 
+    def take_apart(self) -> None:
+        """From now on the later one of two tensors that share memory is a copy."""
+        for at in np.flatnonzero(overlapping(self._tensors)).tolist():
+            self._tensors[at] = self._tensors[at].clone()
+
     def on_device(self, device: torch.device) -> TensorBucket:
         """The bucket itself where all of it lies on `device`; else one whose tensors do, by one copy.
 
@@ -219,10 +224,10 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> np.ndarray:
 
 def apart(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a checked bucket for SGLang's loaders, each with a storage of its own: so it is seen who
-    keeps it. Of two that share memory the later one is a copy."""
+    keeps it. Of two that share memory the later one is a copy, here and in the bucket."""
+    if isinstance(bucket, TensorBucket):  # a flat one of which two do was refused
+        bucket.take_apart()
     tensors = [bucket.tensor(at) for at in range(len(bucket.names))]
-    for at in np.flatnonzero(overlapping(tensors)).tolist():
-        tensors[at] = tensors[at].clone()
     return [(name, _alone(one)) for name, one in zip(bucket.names, tensors, strict=True)]
 
 

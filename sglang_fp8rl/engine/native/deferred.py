@@ -6,6 +6,7 @@ writes there or into what was sent, they are done, and no more wait in that call
 
 from __future__ import annotations
 
+import functools
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -163,6 +164,10 @@ class DeferredWrites:
         table[:, first:behind] += np.array(places, np.int64).reshape(-1, 2)
         return BucketRows(array("q", fields), positions, boxes)
 
+    @functools.cached_property
+    def _addresses(self) -> np.ndarray:
+        return np.array(self._bucket.addresses(), np.int64)
+
     def _may_be_together(self, waiting: Sequence[Deferred], rows: BucketRows) -> bool:
         """Whether no two of them write to one place, so that it makes no difference which is first."""
         parameters = list({one.target.index: one.target.parameter for one in waiting}.values())
@@ -170,7 +175,11 @@ class DeferredWrites:
         return not (is_twice or overlapping(parameters).any())
 
     def _write(self, rows: BucketRows) -> None:
-        coverage, boxes, table = self._ledger.coverage, rows.boxes, CastTable(rows.fields, ())
+        fields, source, offset = rows.fields, FIELD["source"], FIELD["source_offset"]
+        # Absolute: where rows are done one by one, each would bring the addresses of all.
+        fields[:, offset] += self._addresses[fields[:, source]]
+        fields[:, source] = 0
+        coverage, boxes, table = self._ledger.coverage, rows.boxes, CastTable(fields, ())
         if len(table.pieces):
             runner = make_runner(
                 table,
@@ -179,7 +188,7 @@ class DeferredWrites:
                 round_to_bf16=self._options.round_to_bf16,
             )
             assert runner is not None  # each of them was asked for its kernel
-            flags = runner.run(self._bucket.addresses())
+            flags = runner.run([0])
             for piece in table.bad_pieces(flags) if flags.any() else ():
                 bad = torch.from_numpy(table.flags_of(flags, piece).astype(bool))
                 self._not_finite.append((self._bucket.names[rows.positions[piece]], bad))

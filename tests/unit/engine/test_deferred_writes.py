@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from sglang_fp8rl.engine.arrival.bucket import TensorBucket
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.native import deferred, learned
 from sglang_fp8rl.engine.native.deferred import DeferredWrites
@@ -701,3 +702,40 @@ def test_the_pair_of_an_expert_of_another_rank_is_a_pair():
         layer = refit.model.layer
         assert torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(layer.weight_scale_inv, scale)
+
+
+class BindsOneOfTwo(Rows):
+    """A parameter that is what came first, whose memory the sender has under another name too."""
+
+    binds = False
+
+    def load(self, name, tensor):
+        if name == "a" and self.binds:
+            self.other.data = tensor.view(6, 4)
+        elif name == "c":
+            self.other.weight_loader(self.other, tensor, 0)
+        else:
+            super().load(name, tensor)
+
+
+def test_of_tensors_that_share_memory_the_copy_is_what_waits():
+    refit = loaded(BindsOneOfTwo, 0, replay=False)
+    send(refit, list(weights(refit.model, 1).items()))
+    refit.model.binds = True
+    sent = weights(refit.model, 2)
+    shared, expected = sent["a"], sent["a"].clone()
+    with refit.during(Update(Origin.TENSOR)):
+        refit.model.load_weights([("a", shared), ("c", sent["c"]), ("b", shared)])
+    assert torch.equal(refit.model.w.data[6:12], expected)
+    assert torch.equal(refit.model.other.data, sent["c"])
+
+
+def test_writes_one_by_one_ask_once_where_the_bucket_lies(monkeypatch):
+    refit, asked = loaded(SamePlace, 0, replay=False), []
+    send(refit, list(weights(refit.model, 1).items()))
+    addresses = TensorBucket.addresses
+    monkeypatch.setattr(
+        TensorBucket, "addresses", lambda self: asked.append(self) or addresses(self)
+    )
+    send(refit, list(weights(refit.model, 2).items()))
+    assert len(asked) == 1
