@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -169,13 +170,14 @@ class ModulePatterns:
     def match(self, prefix: str) -> tuple[str, ...]:
         """The patterns that cover this module; empty if none does. A fused one is covered when they cover it or all of
         its parts; raises `ConfigError` where they cover some parts and not others."""
-        if direct := self._match_one(prefix):
-            self.used.add(direct)
-            return (direct,)
         parent, dot, leaf = prefix.rpartition(".")
         parts = self.parts_of(leaf)
-        found = {part: self._match_one(f"{parent}{dot}{part}") for part in parts}
-        covered = [part for part, pattern in found.items() if pattern]
+        direct = self._covering(prefix)
+        found = {part: self._covering(f"{parent}{dot}{part}") for part in parts}
+        self.used.update(direct, *found.values())  # what others cover already names a module too
+        if direct:
+            return direct
+        covered = [part for part, patterns in found.items() if patterns]
         if len(covered) not in (0, len(found)):
             verb = "Ignore" if self.option == "ignored_layers" else "Name"
             raise ConfigError(
@@ -184,19 +186,16 @@ class ModulePatterns:
                 "a fused module has one scheme",
                 f"{verb} all of {list(parts)} or none.",
             )
-        patterns = tuple(dict.fromkeys(found[part] for part in covered))
-        self.used.update(patterns)
-        return patterns
+        return tuple(dict.fromkeys(chain(*found.values())))
 
-    def _match_one(self, prefix: str) -> str:
-        """The first pattern that covers this prefix; in front of either, `model.` does not count."""
+    def _covering(self, prefix: str) -> tuple[str, ...]:
+        """The patterns that cover this prefix; in front of either, `model.` does not count."""
         bare = prefix.removeprefix("model.")
-        for pattern in self.patterns:
+
+        def covers(pattern: str) -> bool:
             stem = pattern.removeprefix("model.")
             if pattern.startswith("re:"):
-                is_covered = re.fullmatch(pattern[3:], prefix) is not None
-            else:
-                is_covered = bare == stem or bare.startswith(f"{stem}.")
-            if is_covered:
-                return pattern
-        return ""
+                return re.fullmatch(pattern[3:], prefix) is not None
+            return bare == stem or bare.startswith(f"{stem}.")
+
+        return tuple(filter(covers, self.patterns))

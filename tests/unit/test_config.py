@@ -145,6 +145,21 @@ def test_some_parts_of_a_fused_module_are_an_error():
         ignored("model.layers.0.self_attn.q_proj").match("model.layers.0.self_attn.qkv_proj")
 
 
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ("model.layers.0", "layers.0"),
+        ("model.layers.0", "model.layers.0.self_attn", "re:.*qkv_proj"),
+        ("model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.q_proj"),
+        tuple(f"{start}layers.0.self_attn.{p}_proj" for start in ("model.", "") for p in "qkv"),
+    ],
+)
+def test_a_pattern_names_a_module_also_where_another_covers_it(patterns):
+    layers = ignored(*patterns)
+    assert layers.match("model.layers.0.self_attn.qkv_proj")
+    assert layers.used == set(patterns)
+
+
 def test_first_and_last_layers_are_counted_from_either_end():
     options = Options(num_first_layers_in_bf16=1, num_last_layers_in_bf16=2)
     kept = [n for n in range(6) if options.layer_reason(f"model.layers.{n}.mlp.up_proj", 6)]
