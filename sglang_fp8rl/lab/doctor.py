@@ -120,7 +120,7 @@ def _known_bad() -> Lines:
 
 
 def _environment() -> Lines:
-    bad = [name for name in _BAD_VARIABLES if os.environ.get(name, "0") not in ("", "0", "false")]
+    bad = [name for name in _BAD_VARIABLES if os.environ.get(name, "").lower() in ("1", "true")]
     problems = [f"{name} is set: {_BAD_VARIABLES[name]}; unset it" for name in bad]
     return _problems(problems, "no variable of SGLang stands in the way")
 

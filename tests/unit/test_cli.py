@@ -17,7 +17,7 @@ from sglang_fp8rl.errors import Fp8RlError
 from sglang_fp8rl.lab import cli, doctor
 from sglang_fp8rl.lab.demo.show import DemoReport
 from sglang_fp8rl.lab.plan_table import grouped
-from sglang_fp8rl.lab.terminal import BAD_INPUT, INTERRUPTED, errors_told
+from sglang_fp8rl.lab.terminal import BAD_INPUT, FOUND_WRONG, INTERRUPTED, errors_told
 from sglang_fp8rl.lab.testing.checkpoints import make_checkpoint
 from sglang_fp8rl.lab.testing.outputs import Output, differences, make_prompts
 from sglang_fp8rl.lab.testing.weight_sets import Checkpoint, masters, updated, write_updated
@@ -155,6 +155,16 @@ def test_doctor_s_table_shows_brackets_as_they_are(monkeypatch):
     said = [(doctor.NOTE, "install sglang-fp8rl[lab], see [/opt]")]
     monkeypatch.setattr(doctor, "_CHECKS", (("a check", lambda: said),))
     assert said[0][1] in run("doctor").stdout
+
+
+@pytest.mark.parametrize("value", ["", "0", "False", "no", "1", "True"])
+def test_doctor_reads_a_switch_of_sglang_s_as_sglang_does(monkeypatch, value):
+    from sglang.srt.utils.common import get_bool_env_var
+
+    monkeypatch.setenv("SGLANG_FORCE_FP8_MARLIN", value)
+    is_on = get_bool_env_var("SGLANG_FORCE_FP8_MARLIN")
+    monkeypatch.setattr(doctor, "_CHECKS", (("environment", doctor._environment),))
+    assert run("doctor").exit_code == (FOUND_WRONG if is_on else 0)
 
 
 @pytest.mark.parametrize(("state", "status"), [(doctor.OK, 0), (doctor.PROBLEM, 1)])
