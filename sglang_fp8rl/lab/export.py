@@ -22,6 +22,7 @@ from ..scheme import Cause
 from ..trainer import quantize_for_refit
 from ..wire.plan import UNUSED, RefitPlan, TensorPlan
 from .plan_offline import make_plan
+from .testing.checkpoints import save_tensors
 from .testing.weight_sets import Checkpoint
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
@@ -61,12 +62,10 @@ def export_checkpoint(
 
     Raises:
         ConfigError: no such checkpoint, already quantized, nothing to quantize, or `out` is not empty or can't
-            be written. Nothing was written.
+            be written: nothing was written, or no config.json where there was no room for all.
         HostError: SGLang can't build the model.
         QuantizationError: a weight with NaN or Inf. `out` has no config.json then.
     """
-    from safetensors.torch import save_file
-
     directory = checkpoint_directory(model)
     files = safetensors_files(directory) if directory is not None else []
     if directory is None or not files:
@@ -98,7 +97,7 @@ def export_checkpoint(
             tensors |= _converted(name, tensor, plan, report)
             report.nbytes_before += tensor.nbytes
             on_bytes(tensor.nbytes)
-        save_file(tensors, out / path.name, metadata={"format": "pt"})
+        save_tensors(tensors, out / path.name)
         report.nbytes += sum(tensor.nbytes for tensor in tensors.values())
         weight_map |= dict.fromkeys(tensors, path.name)
     if [path.name for path in files] != ["model.safetensors"]:  # which alone is found without

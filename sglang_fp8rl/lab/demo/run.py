@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def run_demo(model: Path | None, directory: Path, screen: Screen) -> DemoReport:
     Raises:
         Fp8RlError: a checkpoint that can't be served, a server that does not start, a refused update.
     """
-    signal.signal(signal.SIGTERM, _terminate)  # so that the servers are stopped
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))  # so that the servers are stopped
     has_gpu = torch.cuda.is_available()
     report = DemoReport(
         model=str(model or "the demo's own small Qwen3"),
@@ -160,7 +160,3 @@ def _server(checkpoint: Checkpoint, log: Path) -> Iterator[ServerProcess]:
         yield server
     finally:
         server.stop()
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)

@@ -13,14 +13,16 @@ from typing import Any, Literal
 import torch
 
 from ...client import RefitClient
-from ...errors import EvaluationError
+from ...errors import ConfigError, EvaluationError
 from ...trainer.served_weights import check_as_served, compute_as_served
 from ..metrics import MismatchMetrics, mismatch_metrics
 from .options import check_values
-from .prompts import load_prompts
+from .prompts import check_ids, load_prompts
 from .server import Rollout, identify, normalize_url, sample_rollouts
 
 Precision = Literal["float32", "bfloat16"]
+# What torch raises for a device that is unknown or absent.
+NO_DEVICE = (RuntimeError, AssertionError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def run_mismatch(
     prompts: Path | None = None,
     max_new_tokens: int = 64,
     temperature: float = 1.0,
-    precision: Precision = "bfloat16",
+    dtype: Precision = "bfloat16",
     device: str = "cpu",
     as_served: bool = False,
     api_key: str | None = None,
@@ -62,10 +64,10 @@ def run_mismatch(
     check_values(
         ("--max-new-tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
         ("--temperature", temperature, temperature > 0, "above 0: greedy tokens are no samples"),
-        ("--dtype", precision, precision in ("float32", "bfloat16"), "float32 or bfloat16"),
+        ("--dtype", dtype, dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
     )
     identify(normalize_url(url), api_key)  # before a model is loaded for nothing
-    reference = load_model(model, precision, device)
+    reference = load_model(model, dtype, device)
     if as_served:
         client = RefitClient(url, api_key=api_key, admin_api_key=admin_api_key)
         compute_as_served(reference, client.plan())
@@ -78,7 +80,7 @@ def run_mismatch(
     settings = {
         "url": url,
         "model": model,
-        "dtype": precision,
+        "dtype": dtype,
         "as_served": as_served,
         "temperature": temperature,
         "max_new_tokens": max_new_tokens,
@@ -101,7 +103,7 @@ def compare_rollouts(
 
 
 def load_model(path: str, precision: Precision, device: str) -> Any:
-    """A causal language model for inference. Raises `EvaluationError`: no such model, or no such device."""
+    """A causal language model for inference. Raises `EvaluationError` for the path, `ConfigError` for the device."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -119,10 +121,14 @@ def load_model(path: str, precision: Precision, device: str) -> Any:
         ) from error
     try:
         return model.to(device).eval()
-    except (RuntimeError, AssertionError) as error:  # torch's for an unknown or absent device
-        raise EvaluationError(
-            "--device", f"{device!r}: {error}", "torch has to find the device", "Use cpu or cuda."
-        ) from error
+    except NO_DEVICE as error:
+        raise no_device(device, error) from error
+
+
+def no_device(device: str, error: Exception) -> ConfigError:
+    """What `--device` names, and torch can't use."""
+    rule, remedy = "torch has to find the device", "Use cpu or cuda."
+    return ConfigError("--device", f"{device!r}: {error}", rule, remedy)
 
 
 def load_tokenizer(path: str) -> Any | None:
@@ -135,10 +141,10 @@ def load_tokenizer(path: str) -> Any | None:
         return None
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of a file that is none of a tokenizer's: of any kind
         raise EvaluationError(
             "--model",
-            f"{path!r}: {error}",
+            f"{path!r}: {type(error).__name__}: {error}",
             "its tokenizer has to load",
             "Give --prompts with `input_ids` to do without a tokenizer.",
         ) from error
@@ -160,13 +166,7 @@ def rescore(
     scored = []
     for number, rollout in enumerate(rollouts):
         ids = rollout.prompt_ids + rollout.output_ids
-        if max(ids) >= vocabulary:
-            raise EvaluationError(
-                f"completion {number}",
-                f"token id {max(ids)}",
-                f"the model's vocabulary has {vocabulary} entries",
-                "Pass the --model that is served.",
-            )
+        check_ids(f"completion {number}", ids, vocabulary)
         logits = model(torch.tensor([ids], device=device)).logits[0]  # (length, vocabulary)
         # Position i predicts token i + 1.
         predicting = logits[len(rollout.prompt_ids) - 1 : -1].float() / temperature

@@ -19,6 +19,7 @@ from ..terminal import (
     errors_told,
     print_json,
 )
+from .options import check_values
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,23 +68,14 @@ def mismatch(
 
     Exit status: 0; 2 for bad input or a server that fails; 130 if interrupted.
     """
+    given = dict(locals())  # the parameters are called as those of a run are
     from .gap import run_mismatch  # torch and transformers: not for `--help`
 
+    del given["plot"], given["as_json"]
     with errors_told():
         if plot is not None:
             check_plot_path(plot)
-        report = run_mismatch(
-            url,
-            model,
-            prompts=prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            precision=dtype,  # type: ignore[arg-type]  # checked by run_mismatch
-            device=device,
-            as_served=as_served,
-            api_key=api_key,
-            admin_api_key=admin_api_key,
-        )
+        report = run_mismatch(**given)
         if plot is not None:
             plot_mismatch(report, plot)
     if as_json:
@@ -117,14 +109,12 @@ def check_plot_path(path: Path) -> None:
     Raises:
         ConfigError: no matplotlib, a format that isn't drawn, or no folder that can be written.
     """
-    if path.suffix.lower() not in _FORMATS:
-        raise ConfigError(
-            "--plot", str(path), f"the name has to end in {', '.join(_FORMATS)}", "Rename the file."
-        )
-    if not path.absolute().parent.is_dir():
-        raise ConfigError("--plot", str(path), "its folder has to exist", "Create the folder.")
-    if not can_be_written(path):
-        raise ConfigError("--plot", str(path), "it has to be writable", "Choose another place.")
+    is_drawn, is_there = path.suffix.lower() in _FORMATS, path.absolute().parent.is_dir()
+    check_values(
+        ("--plot", path, is_drawn, f"a name that ends in {', '.join(_FORMATS)}"),
+        ("--plot", path, is_there, "in a folder that exists"),
+        ("--plot", path, can_be_written(path), "a file that can be written"),
+    )
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "--plot",

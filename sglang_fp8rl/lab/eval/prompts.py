@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ BUILT_IN = (
     "List three differences between a virus and a bacterium.",
     "Let n be a positive integer such that n squared plus n plus 1 is divisible by 7. Then",
 )
-_RANDOM_PROMPTS, _RANDOM_LENGTH = 16, 32
+_CHANCE = (16, 32)  # prompts, and tokens of each
 
 
 def load_prompts(path: Path | None, tokenizer: Any | None, vocabulary: int) -> list[list[int]]:
@@ -33,19 +34,29 @@ def load_prompts(path: Path | None, tokenizer: Any | None, vocabulary: int) -> l
         vocabulary: number of token ids.
 
     Raises:
-        EvaluationError: an unreadable file or line, text without a tokenizer, or no prompt at all.
+        EvaluationError: an unreadable file or line, text without a tokenizer, a token that the model has not, or
+            no prompt at all.
     """
-    if path is not None:
-        is_json = path.suffix == ".jsonl"
-        return [
-            _ids(where, _parsed(where, line) if is_json else line, tokenizer)
-            for where, line in prompt_lines(path)
-        ]
-    if tokenizer is not None:
-        return [_ids("built-in prompt", text, tokenizer) for text in BUILT_IN]
-    generator = torch.Generator().manual_seed(0)
-    shape = (_RANDOM_PROMPTS, _RANDOM_LENGTH)
-    return torch.randint(vocabulary, shape, generator=generator).tolist()
+    if path is None and tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(vocabulary, _CHANCE, generator=generator).tolist()
+    lines = [("built-in prompt", text) for text in BUILT_IN] if path is None else prompt_lines(path)
+    is_json, prompts = path is not None and path.suffix == ".jsonl", []
+    for where, line in lines:
+        prompts.append(_ids(where, _parsed(where, line) if is_json else line, tokenizer))
+        check_ids(where, prompts[-1], vocabulary)
+    return prompts
+
+
+def check_ids(subject: str, ids: Sequence[int], vocabulary: int) -> None:
+    """Raise `EvaluationError` unless the model has all these tokens."""
+    if max(ids) >= vocabulary:
+        raise EvaluationError(
+            subject,
+            f"token id {max(ids)}",
+            f"the model's vocabulary has {vocabulary} entries",
+            "Pass the --model that is served, and ids of its own tokenizer.",
+        )
 
 
 def prompt_lines(path: Path) -> list[tuple[str, str]]:

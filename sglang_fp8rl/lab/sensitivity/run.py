@@ -10,7 +10,7 @@ from typing import cast
 
 from ...errors import ConfigError, EvaluationError
 from ...wire.plan import RefitPlan
-from ..eval.gap import Precision, load_tokenizer
+from ..eval.gap import NO_DEVICE, Precision, load_tokenizer, no_device
 from ..eval.options import check_values
 from ..eval.prompts import load_prompts
 from ..plan_offline import make_plan
@@ -60,7 +60,7 @@ def run_sensitivity(
             "Look at `sglang-fp8rl plan MODEL`, which gives the reasons.",
         )
     allowed = budget_bytes(settings.budget, modules)
-    vocabulary = plan.document["model"]["vocab_size"] or 1
+    vocabulary = plan.document["model"]["vocab_size"]
     prompts = load_prompts(settings.prompts, load_tokenizer(model), vocabulary)
     _check_memory(model, settings, plan, prompts)
     on_total("load the model", None)
@@ -128,13 +128,8 @@ def free_bytes(device: str) -> int:
     if device != "cpu":
         try:
             return torch.cuda.mem_get_info(torch.device(device))[0]
-        except (RuntimeError, AssertionError, ValueError) as error:  # torch's for an absent device
-            raise ConfigError(
-                "--device",
-                f"{device!r}: {error}",
-                "torch has to find the device",
-                "Use cpu or cuda.",
-            ) from error
+        except NO_DEVICE as error:
+            raise no_device(device, error) from error
     free = psutil.virtual_memory().available
     limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ...checkpoint import INDEX_NAME
+from ...errors import ConfigError
 from ...formats.format import ceil_div
 from .families import embedding_std, hub_config, hub_shapes, make_config
 
@@ -49,8 +50,6 @@ def save_checkpoint(
 
     `dtype` is the dtype on disk of every tensor except e4m3 weights and their scales.
     """
-    from safetensors.torch import save_file
-
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -63,18 +62,30 @@ def save_checkpoint(
         content["quantization_config"] = quantization_config
     (path / "config.json").write_text(json.dumps(content, indent=2))
     if shards == 1:
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(tensors, path / "model.safetensors")
         return path
     weight_map: dict[str, str] = {}
     for i, names in enumerate(np.array_split(sorted(tensors), shards), start=1):
         file = f"model-{i:05d}-of-{shards:05d}.safetensors"
         part = {name: tensors[name] for name in names.tolist()}
-        save_file(part, path / file, metadata={"format": "pt"})
+        save_tensors(part, path / file)
         weight_map |= dict.fromkeys(part, file)
     size = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (path / INDEX_NAME).write_text(json.dumps(index, indent=2))
     return path
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a file of a checkpoint. Raises `ConfigError` where it can't be written whole."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # of a full disk too
+        rule, remedy = "it has to be written whole", "Make room, or choose another place."
+        raise ConfigError(str(path), str(error), rule, remedy) from error
 
 
 def make_checkpoint(

@@ -16,7 +16,7 @@ import torch
 
 from ...checkpoint import safetensors_files, tensors_in
 from ...errors import ConfigError
-from .checkpoints import perturbed
+from .checkpoints import perturbed, save_tensors
 
 UPDATE_SEED = 1
 
@@ -102,8 +102,6 @@ def write_updated(
     Raises:
         ConfigError: not enough room on the disk.
     """
-    from safetensors.torch import save_file
-
     path.mkdir(parents=True)
     free = shutil.disk_usage(path).free
     if free < checkpoint.nbytes:
@@ -124,7 +122,7 @@ def write_updated(
             moved = _moved(name, tensor)
             tensors[name] = moved.bfloat16() if is_bf16_matrix else moved
             done += 4 * tensor.numel()
-        save_file(tensors, path / file.name, metadata={"format": "pt"})
+        save_tensors(tensors, path / file.name)
         on_bytes(done)
     return Checkpoint(path)
 

@@ -135,7 +135,7 @@ def test_the_command_says_how_it_ended(tmp_path, prompts, monkeypatch):
         (("--options", "{"), "it has to be JSON"),
         (("--options", "[]"), "JSON object"),
         (("--dtype", "float8"), "float32 or bfloat16"),
-        (("--plot", "a.gif"), "the name has to end in"),
+        (("--plot", "a.gif"), "a name that ends in"),
         (("--options", '{"ignored_layers": ["re:.*"]}'), "no module is served in FP8"),
     ],
 )

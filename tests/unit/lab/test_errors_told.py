@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from sglang_fp8rl.lab.eval import gap
 from sglang_fp8rl.lab.eval.mismatch import check_plot_path
 from sglang_fp8rl.lab.sensitivity import run as sensitivity_run
 from sglang_fp8rl.lab.terminal import BAD_INPUT
+from sglang_fp8rl.lab.testing.weight_sets import Checkpoint, write_updated
 
 URL = "http://127.0.0.1:9"
 
@@ -155,9 +157,44 @@ def test_an_exported_file_of_another_name_has_an_index(tmp_path, model, monkeypa
     assert index["weight_map"] == {"a.weight": "model-00001-of-00001.safetensors"}
 
 
+@pytest.fixture
+def full_disk():
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))  # bytes of any file
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_an_export_without_room_names_the_file_and_leaves_no_checkpoint(
+    tmp_path, model, monkeypatch, request
+):
+    block = {"is_fp8_on_wire": True, "scheme": "blockwise"}
+    plan = SimpleNamespace(tensors={"else": SimpleNamespace(**block)}, document={"options": {}})
+    monkeypatch.setattr(export, "make_plan", lambda *_, **__: plan)
+    request.getfixturevalue("full_disk")
+    told = refused("export", model, tmp_path / "out")
+    assert str(tmp_path / "out" / "model.safetensors") in told
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_the_second_weights_of_the_demo_without_room_are_named(tmp_path, model, request):
+    (model / "config.json").write_text("")
+    request.getfixturevalue("full_disk")
+    with pytest.raises(Fp8RlError, match=r"second/model\.safetensors: .*Make room"):
+        write_updated(Checkpoint(model), tmp_path / "second", lambda _: None)
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}', "garbage"])
+def test_a_tokenizer_that_is_none_is_bad_input(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(Fp8RlError, match=r"--model: .*its tokenizer has to load"):
+        gap.load_tokenizer(str(tmp_path))
+
+
 def test_a_plot_that_can_t_be_written_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    with pytest.raises(Fp8RlError, match="it has to be writable"):
+    with pytest.raises(Fp8RlError, match="a file that can be written"):
         check_plot_path(tmp_path / "a.png")
 
 

@@ -122,10 +122,10 @@ def server(model, monkeypatch):
 
 
 def test_a_twin_has_no_gap_and_another_model_has_one(server, model, checkpoint, monkeypatch):
-    twin = run_mismatch(server.url, str(checkpoint), max_new_tokens=8, precision="float32")
+    twin = run_mismatch(server.url, str(checkpoint), max_new_tokens=8, dtype="float32")
     assert twin.metrics.tokens == 16 * 8  # random prompts: the checkpoint has no tokenizer
     assert twin.metrics.kl_k3 < 1e-8
-    rounded = run_mismatch(server.url, str(checkpoint), max_new_tokens=8, precision="bfloat16")
+    rounded = run_mismatch(server.url, str(checkpoint), max_new_tokens=8, dtype="bfloat16")
     assert rounded.metrics.kl_k3 > 10 * twin.metrics.kl_k3
 
 
@@ -148,7 +148,7 @@ def test_command_ends_with_status_two(checkpoint, tmp_path):
     plot = tmp_path / "no" / "a.png"
     unwritable = invoke("--url", server.url, "--model", checkpoint, "--plot", plot)
     assert unwritable.exit_code == 2
-    assert "its folder has to exist" in unwritable.stderr
+    assert "in a folder that exists" in unwritable.stderr
 
 
 def test_every_request_has_the_keys_that_the_environment_names(server, checkpoint, monkeypatch):
@@ -222,7 +222,7 @@ def test_prompts_come_from_text_json_lines_built_ins_or_chance(tmp_path):
     assert len(load_prompts(None, tokenizer, 999)) == 8
     marked = "\ufeff" + json.dumps({"prompt": "\u2028\x85"}, ensure_ascii=False)  # not lines' ends
     rows.write_text(marked + "\n", encoding="utf-8")
-    assert load_prompts(rows, tokenizer, 999) == [[0x2028, 0x85]]
+    assert load_prompts(rows, tokenizer, 9999) == [[0x2028, 0x85]]
     text.write_text("a\fb\u2028c\n", encoding="utf-8")
     assert load_prompts(text, tokenizer, 9999) == [[97, 12, 98, 0x2028, 99]]
     chance = load_prompts(None, None, 50)
@@ -237,12 +237,14 @@ def test_prompts_come_from_text_json_lines_built_ins_or_chance(tmp_path):
         ("p.jsonl", '{"input_ids": [1, -2]}', r"p.jsonl:1: .*a prompt is a text"),
         ("p.jsonl", '{"input_ids": []}', r"p.jsonl:1"),
         ("p.jsonl", "[1, 2]", r"p.jsonl:1: \[1, 2\]"),
+        ("p.jsonl", '{"input_ids": [1, 999]}', r"p.jsonl:1: token id 999; .*has 999 entries"),
+        ("p.txt", "ab\nz\u4e2d", r"p.txt:2: token id 20013; .*has 999 entries"),
         ("p.txt", "\n \n", "it holds no prompt"),
     ],
 )
 def test_bad_prompts_are_named(tmp_path, name, content, message):
     path = tmp_path / name
-    path.write_text(content)
+    path.write_text(content, encoding="utf-8")
     with pytest.raises(EvaluationError, match=message):
         load_prompts(path, tokenizer, 999)
 
@@ -259,7 +261,7 @@ def test_text_without_a_tokenizer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_new_tokens": 0}, {"temperature": 0.0}, {"precision": "float8"}]
+    "options", [{"max_new_tokens": 0}, {"temperature": 0.0}, {"dtype": "float8"}]
 )
 def test_bad_options_are_refused_before_anything_is_loaded(options):
     with pytest.raises(ConfigError):
@@ -267,7 +269,7 @@ def test_bad_options_are_refused_before_anything_is_loaded(options):
 
 
 def test_an_unknown_device_is_named(checkpoint):
-    with pytest.raises(EvaluationError, match="--device: 'gpu'"):
+    with pytest.raises(ConfigError, match="--device: 'gpu'"):
         load_model(str(checkpoint), "float32", "gpu")
 
 
