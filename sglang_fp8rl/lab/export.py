@@ -23,9 +23,10 @@ from ..trainer import quantize_for_refit
 from ..wire.plan import UNUSED, RefitPlan, TensorPlan
 from .plan_offline import make_plan
 from .testing.checkpoints import save_tensors
-from .testing.weight_sets import Checkpoint
+from .testing.weight_sets import Checkpoint, quantized_already
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+_DTYPES = ("dtype", "torch_dtype")
 # SGLang asks for the parts of a fused module, whatever the checkpoint calls it.
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -75,7 +76,7 @@ def export_checkpoint(
     config = Checkpoint(directory).config
     found = (config.get("quantization_config") or {}).get("quant_method", "fp8_blockwise_online")
     if found != "fp8_blockwise_online":
-        raise _quantized_already(model, f"quant_method {found!r}")
+        raise quantized_already(model, f"quant_method {found!r}")
     plan = make_plan(
         model,
         tp_size=tp_size,
@@ -108,7 +109,9 @@ def export_checkpoint(
         if path.is_file() and not skipped and path.suffix not in _NOT_COPIED:
             shutil.copy(path, out / path.name)
     config["quantization_config"] = quantization_config(plan)
-    config["dtype"] = config["torch_dtype"] = "bfloat16"
+    # In every part of it: SGLang serves in what `text_config` says, where there is one.
+    text = json.dumps(config | dict.fromkeys(_DTYPES))
+    config = json.loads(text, object_hook=_in_bf16)
     # Last, so that what was left half-way is no checkpoint.
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return report
@@ -122,6 +125,11 @@ def _check_place(out: Path) -> None:
     if out.exists() and any(out.iterdir()):
         rule = "an export writes into a new directory"
         raise ConfigError(str(out), "not empty", rule, "Move it.")
+
+
+def _in_bf16(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a config that says its dtype if it said one."""
+    return part | {name: "bfloat16" for name in _DTYPES if name in part}
 
 
 def quantization_config(plan: RefitPlan) -> dict[str, Any]:
@@ -164,7 +172,7 @@ def _converted(
     if not tensor.is_floating_point():
         return {name: tensor}
     if tensor.element_size() == 1:
-        raise _quantized_already(name, str(tensor.dtype))
+        raise quantized_already(name, str(tensor.dtype))
     wanted = tensor.dtype
     if entry is not None and entry.scheme != UNUSED:
         held = FORMATS.get(entry.scheme)
@@ -181,8 +189,3 @@ def _converted(
         rule = "every value stays finite"
         raise QuantizationError(name, f"too large for {wanted}", rule, "Look at this weight.")
     return {name: rounded.contiguous()}
-
-
-def _quantized_already(subject: str, found: str) -> ConfigError:
-    rule = "only an unquantized checkpoint is quantized"
-    return ConfigError(subject, found, rule, "Start from the BF16 or FP32 one.")

@@ -49,7 +49,7 @@ def run_demo(model: Path | None, directory: Path, screen: Screen) -> DemoReport:
     Raises:
         Fp8RlError: a checkpoint that can't be served, a server that does not start, a refused update.
     """
-    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))  # so that the servers are stopped
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # servers are stopped
     has_gpu = torch.cuda.is_available()
     report = DemoReport(
         model=str(model or "the demo's own small Qwen3"),

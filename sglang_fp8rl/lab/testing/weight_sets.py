@@ -50,20 +50,12 @@ class Checkpoint:
     def check(self) -> Checkpoint:
         """Itself. Raises `ConfigError` for what has no weights that can be moved."""
         if not (self.path / "config.json").is_file() or not self.files:
-            raise ConfigError(
-                "--model",
-                str(self.path),
-                "a directory with config.json and *.safetensors is needed",
-                "Download the model first, and give its directory.",
-            )
+            rule = "a directory with config.json and *.safetensors is needed"
+            remedy = "Download the model first, and give its directory."
+            raise ConfigError("--model", str(self.path), rule, remedy)
         method = (self.config.get("quantization_config") or {}).get("quant_method")
         if method:
-            raise ConfigError(
-                "--model",
-                f"quantized already ({method})",
-                "this method quantizes FP32, BF16 or FP16 weights while they load",
-                "Give the unquantized checkpoint.",
-            )
+            raise quantized_already("--model", f"quant_method {method!r}")
         _ = self.nbytes  # every file can be opened
         return self
 
@@ -74,6 +66,11 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Of all tensors, as FP32; reads no values."""
         return 4 * sum(tensor.numel() for _, tensor in self.tensors())
+
+
+def quantized_already(subject: str, found: str) -> ConfigError:
+    rule = "only an unquantized checkpoint is quantized"
+    return ConfigError(subject, found, rule, "Start from the BF16 or FP32 one.")
 
 
 def masters(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:

@@ -157,6 +157,30 @@ def test_an_exported_file_of_another_name_has_an_index(tmp_path, model, monkeypa
     assert index["weight_map"] == {"a.weight": "model-00001-of-00001.safetensors"}
 
 
+def test_every_part_of_an_exported_config_says_the_dtype_that_was_written(
+    tmp_path, model, monkeypatch
+):
+    """SGLang serves a model with a `text_config` in that one's: FP16 where it says `float32`."""
+    parts = {
+        "text_config": {"dtype": "float32"},
+        "vision_config": {"torch_dtype": "float16", "depth": 2},
+    }
+    (model / "config.json").write_text(json.dumps({**parts, "dtype": "float32"}))
+    block = {"is_fp8_on_wire": True, "scheme": "blockwise"}
+    plan = SimpleNamespace(tensors={"else": SimpleNamespace(**block)}, document={"options": {}})
+    monkeypatch.setattr(export, "make_plan", lambda *_, **__: plan)
+    monkeypatch.setattr(export, "quantization_config", lambda _: {})
+    export.export_checkpoint(str(model), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written.pop("quantization_config") == {}
+    assert written == {
+        "text_config": {"dtype": "bfloat16"},
+        "vision_config": {"torch_dtype": "bfloat16", "depth": 2},
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+
+
 @pytest.fixture
 def full_disk():
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
