@@ -21,8 +21,7 @@ from .prompts import check_ids, load_prompts
 from .server import Rollout, identify, normalize_url, sample_rollouts
 
 Precision = Literal["float32", "bfloat16"]
-# What torch raises for a device that is unknown or absent.
-NO_DEVICE = (RuntimeError, AssertionError, ValueError)
+NO_DEVICE = (RuntimeError, AssertionError, ValueError)  # torch's for an unknown or absent one
 
 
 @dataclass(frozen=True)

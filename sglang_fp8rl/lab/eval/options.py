@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from ...errors import ConfigError
@@ -44,12 +45,12 @@ class EvalOptions:
         urls = self.endpoints
         check_values(
             ("--n", self.samples, self.samples >= 1, "at least 1"),
-            ("--temperature", self.temperature, self.temperature >= 0, "at least 0"),
+            ("--temperature", self.temperature, 0 <= self.temperature < inf, "finite, at least 0"),
             ("--n", self.samples, self.samples == 1 or self.temperature > 0, _GREEDY),
             ("--top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("--max-tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
             ("--concurrency", self.concurrency, self.concurrency >= 1, "at least 1"),
-            ("--timeout", self.timeout, self.timeout >= 1, "at least 1 second"),
+            ("--timeout", self.timeout, 1 <= self.timeout < inf, "finite, at least 1 second"),
             ("--alpha", self.alpha, 0 < self.alpha < 1, "between 0 and 1"),
             ("--url-baseline", urls[-1], len(set(urls)) == len(urls), "another URL than --url"),
             ("--template", repr(self.template), _has_a_place(self.template), _TEMPLATE_RULE),

@@ -217,6 +217,8 @@ def test_truncated_and_missing_answers_are_counted(problems, run):
     [
         ({"samples": 0}, "--n: 0"),
         ({"temperature": 0.0}, "--n: 16; .* the same answer"),
+        ({"temperature": float("inf")}, "--temperature: inf"),
+        ({"timeout": float("inf")}, "--timeout: inf; .*finite, at least 1 second"),
         ({"concurrency": 0}, "--concurrency: 0"),
         ({"alpha": 1.0}, "--alpha"),
         ({"top_p": 0.0}, "--top-p: 0.0"),
