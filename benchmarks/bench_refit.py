@@ -2,7 +2,7 @@
 
 Both engines run in this one process group on the same checkpoint, receive the same FP32 tensors in
 the same buckets through `update_weights_from_tensor`, and are timed alternately. Bytes come first:
-after the timed refits, the FP8 engine must hold what a fresh one holds, or no number is printed.
+after each timed refit, the FP8 engine must hold what a fresh one holds, or no number is printed.
 
     python benchmarks/bench_refit.py [--hidden 1024] [--layers 4] [--bucket-mb 64] [--json FILE]
 
@@ -128,22 +128,28 @@ def main(
         second_path = save_checkpoint(Path(directory) / "second", config, second)
         progress.update(task, description="starting engines", advance=1)
         with EngineHost(second_path) as fresh:
-            expected = fresh.call(commands.digests)
+            second_digests = fresh.call(commands.digests)
         progress.advance(task)
         buckets = [buckets_of(state, bucket_mb * MB) for state in (first, second)]
         with EngineHost(path) as fp8, EngineHost(path, quantization=None) as bf16:
             engines = {"fp8": fp8, "bf16": bf16}
+            expected = fp8.call(commands.digests), second_digests
             results: dict[str, list[tuple[float, int]]] = {"fp8": [], "bf16": []}
+
+            def check(weights: int) -> None:
+                if fp8.call(commands.digests) != expected[weights]:
+                    shown.print("[red]bytes differ from a fresh engine's: no number[/red]")
+                    raise typer.Exit(1)
+
             for name, engine in engines.items():
                 refit(engine, buckets[1])
                 progress.update(task, description=f"warming up {name}", advance=1)
-            if fp8.call(commands.digests) != expected:
-                shown.print("[red]bytes differ from a fresh engine's: no number[/red]")
-                raise typer.Exit(1)
+            check(1)
             for repetition in range(repetitions):
                 for name, engine in engines.items():
                     results[name].append(refit(engine, buckets[repetition % 2]))
                     progress.update(task, description=f"refit {name}", advance=1)
+                check(repetition % 2)
 
     nbytes = sum(tensor.nbytes for tensor in first.values())
     largest = max(tensor.nbytes for tensor in first.values())

@@ -15,7 +15,8 @@ still pickled, to "weights ready", all in one bucket:
 and the host's share alone (C3): the replay without its casts, for a bucket whose layout comes as
 text (`RefitClient`), as SGLang's pickled objects (its own clients), or as separate tensors, which are
 timed from unpickled ones on; and SGLang's scan without its copies.
-Bytes first: replayed and native have to agree on every parameter, or no number is printed.
+Bytes first: replayed and native have to agree on every parameter, and what counts as replayed has to be counted
+so by the engine, or no number is printed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -180,6 +182,17 @@ def plan_counts(scheduler: Any) -> dict[str, Any]:
 # -- outside ------------------------------------------------------------------------------------
 
 
+def timed_replay(
+    time_it: Any, shown: Console, host: EngineHost, what: str, function: Any, *args: Any
+) -> None:
+    """Time what has to be a replay, or print no number."""
+    before = host.call(plan_counts)["calls"]
+    time_it(host, what, function, *args)
+    if host.call(plan_counts)["calls"] != before + 1:
+        shown.print(f"[red]{what}: nothing was replayed: no number[/red]")
+        raise typer.Exit(1)
+
+
 def main(
     layers: Annotated[int, typer.Option(help="decoder layers, 128 experts each")] = 48,
     repetitions: Annotated[int, typer.Option(help="timed runs of each")] = 9,
@@ -210,6 +223,7 @@ def main(
             EngineHost(path, args=dummy) as fp8,
             EngineHost(path, quantization=None, args=dummy) as bf16,
         ):
+            replay_it = partial(timed_replay, time_it, shown, fp8)
             nbytes = fp8.call(make_bucket, shapes, 1)
             bf16.call(make_bucket, shapes, 1)
             fp8.call(set_replay, False)
@@ -220,7 +234,7 @@ def main(
             fp8.call(make_bucket, shapes, 2)
             fp8.call(load)
             fp8.call(make_bucket, shapes, 1)
-            time_it(fp8, "replayed", load)
+            replay_it("replayed", load)
             if fp8.call(commands.digests) != expected:
                 shown.print("[red]replayed and native bytes differ: no number[/red]")
                 raise typer.Exit(1)
@@ -239,10 +253,10 @@ def main(
             fp8.call(load_separate)
             fp8.call(load, True)
             for repetition in range(repetitions):
-                time_it(fp8, "replayed", load)
+                replay_it("replayed", load)
                 time_it(bf16, "bf16", load)
                 for how in ("text", "flat", "separate"):
-                    time_it(fp8, f"host, {how}", host_only, how)
+                    replay_it(f"host, {how}", host_only, how)
                 time_it(bf16, "scan", scan_only)
                 if repetition < native_repetitions:
                     fp8.call(set_replay, False)

@@ -1,7 +1,7 @@
 """How many bytes does a refit take on the wire: FP32, BF16, quantized before transfer?
 
-Each is sent to a CPU engine for the same weights, and bytes are checked first: every way has to leave
-the same bytes in the engine, or no number is printed.
+Each is sent to a CPU engine for the same weights, behind others, and bytes are checked first: every way has to
+leave the same bytes in the engine, and the others have to leave other ones, or no number is printed.
 
     python benchmarks/bench_wire.py [--hidden 1024] [--layers 4] [--json FILE]
 """
@@ -30,6 +30,7 @@ from sglang_fp8rl import RefitPlan
 from sglang_fp8rl.lab.testing.checkpoints import (
     make_config,
     make_state_dict,
+    perturbed,
     save_checkpoint,
 )
 from sglang_fp8rl.trainer import quantize_for_refit
@@ -43,7 +44,7 @@ class Sender:
 
     def __init__(self, host: EngineHost, progress: Progress) -> None:
         self._host, self._progress = host, progress
-        self._task = progress.add_task("sending", total=1 + WAYS)
+        self._task = progress.add_task("sending", total=1 + 2 * WAYS)
 
     def send(self, items: list[tuple[str, torch.Tensor]]) -> tuple[int, list[dict[str, str]]]:
         """Bytes sent, and the digests of all parameters afterwards."""
@@ -65,16 +66,20 @@ def measure(sender: Sender, plan: RefitPlan, first: StateDict) -> dict[str, int]
         # What is not FP8 may come in BF16 as well: the server holds nothing finer.
         "quantized, the rest in BF16": list(quantize_for_refit(halves, plan)),
     }
+    between = list(perturbed(first, seed=1).items())
     for way, items in ways.items():
+        _, others = sender.send(between)
         nbytes, found = sender.send(items)
-        check(way, found, expected)
+        check(way, found, expected, others)
         rows[way] = nbytes
     return rows
 
 
-def check(way: str, found: list[dict[str, str]], expected: list[dict[str, str]]) -> None:
-    if found != expected:
-        raise SystemExit(f"{way}: other bytes than an FP32 refit's; no number is worth anything")
+def check(way: str, found: object, expected: object, others: object) -> None:
+    """Digests of what a way left, of an FP32 refit's, and of what was there between them."""
+    if found != expected or others == expected:
+        what = "other bytes than an FP32 refit's" if found != expected else "nothing was written"
+        raise SystemExit(f"{way}: {what}; no number is worth anything")
 
 
 def main(
