@@ -160,6 +160,8 @@ def check_request(manager: Any, request: Any) -> None:
     """Raises `RefitError` for a request that can't be served as it is meant."""
     check_weights_are_there(manager, "an update writes them")
     check_selector(manager, request)
+    if hasattr(request, "names"):
+        check_lengths(request)
     payloads = getattr(request, "serialized_named_tensors", None)
     if payloads is None:
         return
@@ -171,6 +173,18 @@ def check_request(manager: Any, request: Any) -> None:
             f"{len(payloads)} payload(s)",
             f"there is one for each of the {size} tensor-parallel rank(s)",
             "Send as many as the server's tp_size; RefitClient asks for it.",
+        )
+
+
+def check_lengths(request: Any) -> None:
+    """Raises `RefitError` for an announcement that SGLang would cut to its shortest list."""
+    counts = [len(one) for one in (request.names, request.dtypes, request.shapes)]
+    if len(set(counts)) > 1:
+        raise RefitError(
+            "names, dtypes and shapes",
+            f"{counts} of them",
+            "each tensor that is broadcast has one of each",
+            "Send three lists of one length; nothing of this call was received.",
         )
 
 

@@ -84,3 +84,22 @@ def test_ranks_that_are_sent_different_lists_still_know_whether_they_are_in_one_
     assert host.call_all(send_by_rank, [first, first], True) == [(True, "Success")] * 2
     assert all(one["state"] == "whole" for one in host.call_all(status))
     assert host.call_all(digests) == host.fresh("first").digests
+
+
+def announce(scheduler, names, dtypes, shapes):
+    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
+
+    request = UpdateWeightsFromDistributedReqInput(names=names, dtypes=dtypes, shapes=shapes)
+    answer = scheduler.weight_updater.update_weights_from_distributed(request)
+    return answer.success, answer.message
+
+
+@on("qwen3-tp2")
+def test_a_broadcast_with_fewer_dtypes_or_shapes_than_names_is_not_cut_to_them(host):
+    two, shape = ["model.norm.weight", "model.embed_tokens.weight"], [[4], [4, 4]]
+    before = host.call_all(digests)
+    for names, dtypes, shapes in ((two, ["float32"], shape), (two, ["float32"] * 2, shape[:1])):
+        for success, message in host.call_all(announce, names, dtypes, shapes):
+            assert not success
+            assert message.startswith("names, dtypes and shapes: [2, ")
+    assert host.call_all(digests) == before
