@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import QuantizationError
 from ..formats.format import BlockGrid
 from ..numerics import FP8_DTYPE
 from ..numerics.backends import TableRunner, has_kernel, make_runner
-from ..numerics.cast import as_matrix, refuse_not_finite
-from ..numerics.fingerprint import Box, NumberTable, scaled_boxes, seed_of, whole
+from ..numerics.cast import as_matrix
+from ..numerics.fingerprint import MASK, Box, NumberTable, scaled_boxes, seed_of, whole
 from ..numerics.write_table import CastTable, Kind, Piece
 from ..wire.bucket import Bucket, aligned
+from ..wire.fingerprint import Number
 from ..wire.plan import UNUSED, RefitPlan, TensorPlan
 from ..wire.staging import free_bytes
-from .fingerprint import Counted, Fingerprinter, form_as_served
+from .fingerprint import Fingerprinter, form_as_served
 
 ROOM = 256 << 20  # bytes on each device, at most
 _UPDATES = 4  # layouts of about so many are kept; a sender that cuts each otherwise begins anew
@@ -34,22 +34,21 @@ class _Group:
     """Tensors of a bucket that have room together.
 
     Attributes:
-        grids: of each, the blocks that may be not finite; None of what is copied.
+        counted: of each its name, its form and how many elements it has.
         rows: of the table that writes them there, as the server stores them.
         boxes: what of the room is theirs.
-        writer, counter: None before `close`.
-        values: that are being counted, see `start`.
+        writer, counter: there from `close` on.
+        values: that are being counted: there from `start` on.
     """
 
     room: torch.Tensor
     end: int = 0
-    counted: list[Counted] = field(default_factory=list)
-    grids: list[BlockGrid | None] = field(default_factory=list)
+    counted: list[tuple[str, str, int]] = field(default_factory=list)
     rows: list[tuple[int, ...]] = field(default_factory=list)
     boxes: list[list[Box]] = field(default_factory=list)
-    writer: TableRunner | None = None
-    counter: NumberTable | None = None
-    values: torch.Tensor | None = None
+    writer: TableRunner = field(init=False)
+    counter: NumberTable = field(init=False)
+    values: torch.Tensor = field(init=False)
 
     def add(self, entry: TensorPlan, tensor: torch.Tensor, offset: int) -> bool:
         """Add the tensor at that byte of the bucket; False where it has no room."""
@@ -67,7 +66,6 @@ class _Group:
         if grid is not None:
             boxes = scaled_boxes(name, made[0], made[1:], tuple(tensor.shape), (0, 0), grid.block)
         self.end = end
-        self.grids.append(grid)
         self.counted.append((name, form_as_served(entry), tensor.numel()))
         self.rows.append(_piece_of(grid, tensor, *made).row((0, offset)))
         self.boxes.append(boxes)
@@ -76,35 +74,23 @@ class _Group:
     def close(self, rounding: dict[str, Any]) -> None:
         """All are added."""
         table = CastTable(np.array(self.rows, np.int64), (self.room,))
-        self.writer = make_runner(table, self.room.device, **rounding)
-        self.counter = NumberTable(self.boxes)
+        writer = make_runner(table, self.room.device, **rounding)
+        assert writer is not None  # each of them was asked for its kernel
+        self.writer, self.counter = writer, NumberTable(self.boxes)
 
     def start(self, memory: torch.Tensor) -> None:
         """Count what lies in a bucket's memory. A GPU does that behind what is enqueued: groups follow each other in the same
         room, and are waited for together."""
-        assert self.writer is not None
-        assert self.counter is not None
         self.writer.start([memory.data_ptr()])
         [self.values] = self.counter.start()
 
-    def finish(self, numbers: Fingerprinter) -> None:
-        """Add the numbers; the memory is read when this returns. Raises `QuantizationError` for NaN or Inf."""
-        assert self.writer is not None
-        assert self.values is not None
-        flags, table = self.writer.wait(), self.writer.table
-        for at in table.bad_pieces(flags) if flags.any() else ():
-            name, grid = self.counted[at][0], self.grids[at]
-            bad = torch.from_numpy(table.flags_of(flags, at).astype(bool))
-            if grid is not None:
-                refuse_not_finite(bad, grid, name)
-            raise QuantizationError(
-                name,
-                f"NaN or Inf in row {int(bad.nonzero()[0, 0])} of {len(bad)}",
-                "a server stores no row that is not finite",
-                "Look at the step that produced this weight",
-            )
-        numbers.add_counted(self.counted, self.values)
-        self.values = None
+    def finish(self, numbers: Fingerprinter) -> bool:
+        """Add the numbers, and return whether all was finite; else none are added. The memory is read when this returns."""
+        if self.writer.wait().any():
+            return False
+        for (name, form, numel), value in zip(self.counted, self.values.tolist(), strict=True):
+            numbers.count(name, Number(form, value & MASK, numel))
+        return True
 
 
 class BucketNumbers:
@@ -130,9 +116,9 @@ class BucketNumbers:
         groups, alone = self._layouts[key]
         for group in groups:
             group.start(memory)
-        for group in groups:
-            group.finish(numbers)
-        for at in alone:
+        are_finite = [group.finish(numbers) for group in groups]
+        # One by one again where something is not finite: `Fingerprinter` raises for what that is.
+        for at in alone if all(are_finite) else range(len(bucket.metadata)):
             numbers.add(*bucket.tensor(at))
 
     def _room_for(self, memory: torch.Tensor) -> torch.Tensor:

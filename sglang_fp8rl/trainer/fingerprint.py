@@ -20,7 +20,7 @@ from ..formats import weight_name_of
 from ..formats.format import BlockGrid
 from ..numerics import FP8_DTYPE
 from ..numerics.cast import cast_into, refuse_not_finite
-from ..numerics.fingerprint import MASK, Box, NumberTable, scaled_boxes, seed_of
+from ..numerics.fingerprint import Box, NumberTable, scaled_boxes, seed_of
 from ..wire.fingerprint import Fingerprint, Number, form_of
 from ..wire.plan import FP8, UNUSED, RefitPlan, TensorPlan
 from ..wire.sent_names import one_by_one, why_not_in_plan
@@ -65,9 +65,6 @@ def added_up(parts: Iterable[Fingerprint], plan: RefitPlan) -> Fingerprint:
     return numbers.fingerprint(source)
 
 
-Counted = tuple[str, str, int]  # a name, its form, and how many elements were added
-
-
 def form_as_served(entry: TensorPlan) -> str:
     return form_of(entry.dtype if entry.block_size is None else FP8, entry.block_size)
 
@@ -84,11 +81,6 @@ class Fingerprinter:
         """One tensor as it would be sent. Raises as `fingerprint_of`."""
         for one, part in one_by_one(name, tensor, self.plan):
             self._add(one, part)
-
-    def add_counted(self, names: Iterable[Counted], values: torch.Tensor) -> None:
-        """What was counted already: int64 `[names]`. Waits for a GPU."""
-        for (name, form, numel), value in zip(names, values.tolist(), strict=True):
-            self.count(name, Number(form, value & MASK, numel))
 
     def count(self, name: str, number: Number) -> None:
         """The number of one more box of a name, or of all of it (once more is a replica). Raises `RefitError` where two
@@ -169,10 +161,11 @@ class Fingerprinter:
 
 def _check_finite(name: str, served: torch.Tensor) -> None:
     """Raises `QuantizationError` for what would be served with a NaN or Inf. Waits for a GPU."""
-    if not bool(torch.isfinite(served).all()):
+    is_bad = ~torch.isfinite(served).all(-1).flatten()
+    if bool(is_bad.any()):
+        found = f"NaN or Inf in row {int(is_bad.nonzero()[0, 0])} of {len(is_bad)}"
         rule = "a server stores no row that is not finite"
-        remedy = "Look at the step that produced this weight."
-        raise QuantizationError(name, f"NaN or Inf in {served.dtype}", rule, remedy)
+        raise QuantizationError(name, found, rule, "Look at the step that produced this weight.")
 
 
 def _counted_again(name: str, found: str) -> RefitError:
