@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from .write_table import CastTable
+from .write_table import CastTable, Kind
 
 Backend = Literal["auto", "reference", "numba", "triton"]
 _FOLDERS = {"numba": "cpu", "triton": "triton"}
@@ -63,22 +63,24 @@ class TableRunner(Protocol):
         """Both."""
 
 
-def has_kernel(device: torch.device, block: tuple[int, int], columns: int) -> bool:
-    """Whether a table on that device casts rows of so many columns by these blocks."""
+def has_kernel(device: torch.device, block: tuple[Any, Any], columns: Any) -> bool:
+    """Whether a table on that device casts rows of so many columns by these blocks; of arrays, whether by all of them."""
     module: Any = kernels("table", device.type)
     if module is None or device.type != "cuda":
         return module is not None
-    return any(module.kernels_for(*block, columns))
+    is_row, is_block = module.kernels_for(*block, columns)
+    return bool(np.all(is_row | is_block))
 
 
 def make_runner(
     table: CastTable, device: torch.device, *, pow2_scale: bool, round_to_bf16: bool
 ) -> TableRunner | None:
     """The kernels for destinations on `device`; None where there are none for all of its casts."""
+    casts = table.pieces[table.pieces["kind"] == Kind.CAST]
+    if not has_kernel(device, (casts["block_n"], casts["block_k"]), casts["cols"]):
+        return None
     module: Any = kernels("table", device.type)
     rounding = {"pow2_scale": pow2_scale, "round_to_bf16": round_to_bf16}
-    if module is None or (device.type == "cuda" and not module.has_kernels(table.pieces)):
-        return None
     if device.type == "cuda":
         return module.TritonTable(table, device, **rounding)
     return module.CpuTable(table, **rounding)

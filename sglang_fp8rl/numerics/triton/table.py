@@ -24,13 +24,6 @@ _SIZES = np.array([dtype.itemsize for dtype in DTYPES])  # by their numbers
 _CHUNKS = np.array(CHUNKS)
 
 
-def has_kernels(pieces: np.ndarray) -> bool:
-    """Whether there are kernels for all casts of a table."""
-    casts = pieces[pieces["kind"] == Kind.CAST]
-    is_row, is_block = kernels_for(casts["block_n"], casts["block_k"], casts["cols"])
-    return bool((is_row | is_block).all())
-
-
 class Launch(NamedTuple):
     """Programs that share a kernel and its constants."""
 

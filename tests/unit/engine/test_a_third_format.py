@@ -27,7 +27,7 @@ from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.formats import FORMATS, Format
 from sglang_fp8rl.lab.testing.cast_tables import table_of
 from sglang_fp8rl.numerics import dequantize, quantize
-from sglang_fp8rl.numerics.backends import is_there
+from sglang_fp8rl.numerics.backends import has_kernel, is_there
 from sglang_fp8rl.numerics.cast import cast_into
 from sglang_fp8rl.numerics.write_table import Kind, Piece
 from sglang_fp8rl.scheme import Cause, Scheme
@@ -267,8 +267,8 @@ def test_later_updates_are_replayed_with_the_same_bytes_where_kernels_take_any_b
 
 
 def test_a_gpu_s_table_says_that_it_has_no_kernels_for_such_blocks():
-    table = pytest.importorskip("sglang_fp8rl.numerics.triton.table")
-    source = torch.randn(128, 128)
+    pytest.importorskip("triton")
+    source, cuda = torch.randn(128, 128), torch.device("cuda")
     for block, is_there_one in (
         (BLOCK, False),
         ((128, 128), True),
@@ -276,8 +276,10 @@ def test_a_gpu_s_table_says_that_it_has_no_kernels_for_such_blocks():
         ((1, 64), False),
     ):
         codes, scales = quantize(source, block, backend="reference")
-        pieces = table_of([((0, 0), Piece(source, codes, scales, block, Kind.CAST))])
-        assert table.has_kernels(pieces.pieces) is is_there_one
+        pieces = table_of([((0, 0), Piece(source, codes, scales, block, Kind.CAST))]).pieces
+        blocks = pieces["block_n"], pieces["block_k"]
+        assert has_kernel(cuda, blocks, pieces["cols"]) is is_there_one
+        assert has_kernel(cuda, block, 128) is is_there_one
 
 
 def test_a_trainer_s_model_computes_as_it_is_served():
