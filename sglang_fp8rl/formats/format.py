@@ -5,9 +5,9 @@ Pure integers and text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import Fp8RlError, QuantizationError
 
@@ -129,14 +129,6 @@ class Format:
     def sent_scale_shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """Shapes that the scale of a sent weight of `shape` may have; the first is the plan's."""
         return [self.grid(shape).scale_shape]
-
-    def why_not_sent(self, shape: Sequence[int], boxes: Iterable[Any]) -> str:
-        """Why a sender of a matrix of `shape` can't know the scales of its parts; empty if it can. Of each part that a rank
-        holds `boxes` has start and shape; None for what is no box of it."""
-        grid = self.grid(shape)
-        if all(box and grid.is_whole(box.start[-2:], box.shape[-2:]) for box in boxes):
-            return ""
-        return "its parts start or end inside a block"
 
 
 FORMATS: dict[str, Format] = {}  # by name

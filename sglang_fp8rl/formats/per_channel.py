@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from .format import Format
 
@@ -22,14 +21,3 @@ class PerChannel(Format):
     def sent_scale_shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         rows, one = self.grid(shape).scale_shape
         return [(rows, one), (rows,)]
-
-    def why_not_sent(self, shape: Sequence[int], boxes: Iterable[Any]) -> str:
-        wide = shape[1]
-        for box in boxes:
-            width = None if box is None else box.shape[-1]
-            if width != wide:
-                return (
-                    f"per channel of a row-parallel shard: a row's scale is over "
-                    f"{'other' if width is None else width} of {wide} columns, on each rank another"
-                )
-        return ""

@@ -165,7 +165,10 @@ def _why_not_on_the_wire(name: str, known: Known, landings: list[Landing], held:
     boxes = [box for landing in landings for box in landing.boxes]
     if not boxes:
         return "this rank holds nothing of it, and nothing like it"
-    return held.why_not_sent(known.shape, boxes)
+    grid = held.grid(known.shape)
+    if not all(box and grid.is_whole(box.start[-2:], box.shape[-2:]) for box in boxes):
+        return f"its parts start or end inside a block {list(grid.block)}, and have scales of their own"
+    return ""
 
 
 def _kind_of(known: Known, landing: Landing) -> tuple:
