@@ -133,17 +133,13 @@ class TensorUpdate:
                 self.mark("waiting")
                 if answer is not None:
                     answer.result()
-                if is_last and on_filled is None:  # nothing is left to do meanwhile
-                    post(payload, is_last)
-                    break
                 answer = poster.submit(post, payload, is_last)
                 if on_filled is not None:
                     self.mark("proving")
                     on_filled(bucket)
                 self.mark("taking_tensors")
-            else:
-                self.mark("waiting")
-                answer.result()
+            self.mark("waiting")
+            answer.result()
             self.mark("session")
 
     def post(self, texts: list[str], is_last: bool) -> None:
