@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 
-from ...numerics.fingerprint import MASK
+from ...numerics.fingerprint import MASK, NumberTable, whole
 from ...wire.refit_note import ALL
 from ..refit import ModelRefit
 from .record import Session
@@ -18,17 +16,9 @@ _RUNS, _RUN_WORDS = 512, 8
 def memory_number(refit: ModelRefit) -> int:
     """One number for all that updates write: the same as long as none of the words that it looks at changes. Waits for
     each GPU once."""
-    sums = defaultdict[torch.device, list[torch.Tensor]](list)
-    for target in refit.written_targets():
-        if target.parameter.device.type != "meta":
-            words = _some_of(target.parameter.data).reshape(-1).to(torch.int64)
-            places = torch.arange(
-                1, 2 * len(words), 2, device=words.device
-            )  # so that moved words count
-            sums[target.parameter.device].append((words * places).sum())
-    totals = (torch.stack(some) for some in sums.values())
-    by_place = (one * torch.arange(1, 1 + len(one), device=one.device) for one in totals)
-    return sum(int(one.sum()) for one in by_place) & MASK
+    held = [one.parameter.data for one in refit.written_targets() if not one.parameter.is_meta]
+    boxes = [[whole(_some_of(tensor), seed)] for seed, tensor in enumerate(held)]
+    return sum(NumberTable(boxes).numbers()) & MASK
 
 
 def _some_of(tensor: torch.Tensor) -> torch.Tensor:
