@@ -12,7 +12,6 @@ import torch
 from ...formats import scale_suffixes
 from ..ledger.coverage import NEVER
 from ..ledger.ledger import Ledger
-from ..model.landings import Known
 from ..model.parameters import Target
 
 
@@ -73,7 +72,9 @@ class FullExtent:
             return
         self._known = len(known)
         landings = [landing for one in known.values() for landing in one.landings]
-        indices = {name: _indices(one) for name, one in known.items()}
+        indices = {
+            name: {landing.target.index for landing in one.landings} for name, one in known.items()
+        }
         writers = Counter(itertools.chain.from_iterable(indices.values()))
         self._made_into = {
             name: next((at for at in indices[name] if len(indices[name]) == writers[at] == 1), None)
@@ -96,11 +97,6 @@ class FullExtent:
 
     def _each(self, holds: Callable[[Target], bool]) -> np.ndarray:
         return np.array([holds(one) for one in self._targets], bool)
-
-
-def _indices(known: Known) -> set[int]:
-    """The parameters that a name lands in."""
-    return {landing.target.index for landing in known.landings}
 
 
 def _is_sent(target: Target) -> bool:
