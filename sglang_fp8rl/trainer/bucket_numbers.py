@@ -110,9 +110,10 @@ class BucketNumbers:
         memory = bucket.flat
         key = (bucket.layout, memory.device)
         if key not in self._layouts:
+            if sum(self._sizes()) > _UPDATES * len(self.plan.tensors):
+                self._layouts.clear()
             with torch.inference_mode(False):  # else no other mode could write there
-                room = self._room_for(memory)
-                self._layouts[key] = self._laid_out(bucket, room)
+                self._layouts[key] = self._laid_out(bucket, self._room_on(memory.device))
         groups, alone = self._layouts[key]
         for group in groups:
             group.start(memory)
@@ -121,20 +122,13 @@ class BucketNumbers:
         for at in alone if all(are_finite) else range(len(bucket.metadata)):
             numbers.add(*bucket.tensor(at))
 
-    def _room_for(self, memory: torch.Tensor) -> torch.Tensor:
-        """Room for what is stored of a bucket, or for some of it at a time; where it is new, so are its layouts."""
-        device, most = memory.device, _UPDATES * len(self.plan.tensors)
-        if sum(self._sizes()) > most:
-            self._layouts.clear()
-        wanted, room = min(ROOM, 2 * len(memory)), self._rooms.get(device)
-        if room is None or len(room) < wanted:
-            self._layouts = {key: one for key, one in self._layouts.items() if key[1] != device}
-            self._rooms.pop(device, None)
-            room = None  # the old one goes before the new one comes
+    def _room_on(self, device: torch.device) -> torch.Tensor:
+        """Room for what is stored of a bucket, or for some of it at a time."""
+        if device not in self._rooms:
             free = free_bytes(device) if device.type == "cuda" else None
-            wanted = wanted if free is None or wanted <= free else 0
-            room = self._rooms[device] = torch.empty(wanted, dtype=torch.uint8, device=device)
-        return room
+            nbytes = ROOM if free is None else min(ROOM, free // 2)
+            self._rooms[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._rooms[device]
 
     def _sizes(self) -> Iterator[int]:
         """Of each layout, how many tensors it has."""
