@@ -67,7 +67,7 @@ class _Given:
                 yield
         except Fp8RlError as error:
             part = () if isinstance(error, _BEHIND_OTHERS) else self.part
-            raised[*key, part] = error.subject, str(error)
+            raised[(*key, part)] = error.subject, str(error)
             raise
         if raised:
             raised.pop((*key, ()), None)

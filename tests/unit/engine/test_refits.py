@@ -352,6 +352,15 @@ def test_words_that_change_places_within_a_parameter_change_the_number_of_the_me
     assert memory_number(model) != before
 
 
+def test_the_memory_has_a_number_where_a_parameter_is_empty():
+    some = torch.ones(3)
+    targets = [SimpleNamespace(parameter=one) for one in (torch.empty(0, 4), some)]
+    model = SimpleNamespace(written_targets=lambda: targets)
+    before = memory_number(model)
+    some[1] = 2
+    assert memory_number(model) != before
+
+
 def test_a_partial_refit_leaves_the_state_as_it_was(server):
     partial = RefitNote("adapter", extent="partial")
     assert server.call("norm", note=partial, flush=True) is State.WHOLE
