@@ -3,7 +3,7 @@
     python benchmarks/bench_fingerprint.py                # on a CPU, one thread and all
     python benchmarks/bench_fingerprint.py --device cuda --json FILE
 
-The number is compared with the definition in torch first, and `through_fp8` with the reference; if one differs, it exits 1
+The number is compared with the definition in torch first, and `through_fp8` with the reference; if one differs, it says so and exits 1,
 without a number of its own. Runs are interleaved; GB/s of bytes read (of a copy and of the cast and back: read, not
 written), median with p10 and p90.
 
@@ -61,11 +61,13 @@ def main(
     weight = torch.randn(mib << 8, 2048, generator=generator).to(device, torch.bfloat16)
     sample, part = data[:64], weight[:200, :1000]
     # The definition by bytes, on a CPU; what is timed reads words.
-    if tensor_number(sample, SEED) != by_torch(sample.cpu(), 0, 0, SEED, _column_keys(4096)):
-        raise SystemExit(1)
+    number = by_torch(sample.cpu(), 0, 0, SEED, _column_keys(4096))
+    for dtype in (torch.uint8, torch.float8_e4m3fn, torch.bfloat16):
+        if tensor_number(sample.view(dtype), SEED) != number:
+            raise SystemExit(f"{dtype}: another number than the definition's")
     expected = through_fp8(part.cpu(), (128, 128), backend="reference")
     if not torch.equal(through_fp8(part, (128, 128)).cpu(), expected):
-        raise SystemExit(1)
+        raise SystemExit("through_fp8: other values than the reference's")
     rows = []
     for threads in (1, torch.get_num_threads()) if device == "cpu" else (1,):
         torch.set_num_threads(threads)

@@ -63,8 +63,11 @@ class ResultsFile:
         rows = _read(path)
         if rows:
             _check_key(path, rows[0].get("key") or {}, json.loads(json.dumps(key)))
-        for row in rows:
-            self.known.take(row)
+        for n, row in enumerate(rows, start=1):
+            try:
+                self.known.take(row)
+            except (KeyError, TypeError, ValueError) as error:
+                raise _damaged(f"{path}:{n}", json.dumps(row)) from error
         try:
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
@@ -122,10 +125,14 @@ def _parsed(where: str, line: str) -> dict[str, Any]:
         row = json.loads(line)
         if isinstance(row, dict) and "row" in row:
             return row
-    raise EvaluationError(
+    raise _damaged(where, line)
+
+
+def _damaged(where: str, line: str) -> EvaluationError:
+    return EvaluationError(
         where,
         repr(line[:60]),
-        "each line is a JSON object with a `row`",
+        "each line is a JSON object with a `row`, and what belongs to that",
         "Delete it and all behind it to measure them again, or choose another file.",
     )
 

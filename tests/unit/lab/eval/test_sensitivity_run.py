@@ -208,10 +208,11 @@ def test_a_file_that_holds_something_else_is_left_alone(tmp_path, content, messa
     assert path.read_bytes() == (content if isinstance(content, bytes) else content.encode())
 
 
-def test_a_broken_line_is_not_said_to_be_of_no_consequence(tmp_path):
+@pytest.mark.parametrize("line", ["half a sam", '{"row": "sample"}', '{"row": "fit", "module": 1}'])
+def test_a_broken_line_is_not_said_to_be_of_no_consequence(tmp_path, line):
     path = tmp_path / "results.jsonl"
     ResultsFile(path, KEY).close()
-    path.write_text(path.read_text() + "half a sam\n" + '{"row": "sample"}\n')
+    path.write_text(path.read_text() + line + "\n" + '{"row": "sample"}\n')
     with pytest.raises(EvaluationError, match=r"results.jsonl:2: .*Delete it and all behind it"):
         ResultsFile(path, KEY)
 
