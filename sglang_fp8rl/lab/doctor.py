@@ -120,7 +120,8 @@ def _known_bad() -> Lines:
 
 
 def _environment() -> Lines:
-    bad = [name for name in _BAD_VARIABLES if os.environ.get(name, "").lower() in ("1", "true")]
+    is_on = ("1", "true", "yes", "y")  # as SGLang reads them
+    bad = [name for name in _BAD_VARIABLES if os.environ.get(name, "").lower() in is_on]
     problems = [f"{name} is set: {_BAD_VARIABLES[name]}; unset it" for name in bad]
     return _problems(problems, "no variable of SGLang stands in the way")
 

@@ -68,14 +68,23 @@ def mismatch(
 
     Exit status: 0; 2 for bad input or a server that fails; 130 if interrupted.
     """
-    given = dict(locals())  # the parameters are called as those of a run are
     from .gap import run_mismatch  # torch and transformers: not for `--help`
 
-    del given["plot"], given["as_json"]
     with errors_told():
         if plot is not None:
             check_plot_path(plot)
-        report = run_mismatch(**given)
+        report = run_mismatch(
+            url,
+            model,
+            prompts=prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            dtype=dtype,  # type: ignore[arg-type]  # checked by run_mismatch
+            device=device,
+            as_served=as_served,
+            api_key=api_key,
+            admin_api_key=admin_api_key,
+        )
         if plot is not None:
             plot_mismatch(report, plot)
     if as_json:

@@ -21,7 +21,7 @@ BUILT_IN = (
     "List three differences between a virus and a bacterium.",
     "Let n be a positive integer such that n squared plus n plus 1 is divisible by 7. Then",
 )
-_CHANCE = (16, 32)  # prompts, and tokens of each
+_RANDOM = (16, 32)  # prompts, and tokens of each
 
 
 def load_prompts(path: Path | None, tokenizer: Any | None, vocabulary: int) -> list[list[int]]:
@@ -39,7 +39,7 @@ def load_prompts(path: Path | None, tokenizer: Any | None, vocabulary: int) -> l
     """
     if path is None and tokenizer is None:
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(vocabulary, _CHANCE, generator=generator).tolist()
+        return torch.randint(vocabulary, _RANDOM, generator=generator).tolist()
     lines = [("built-in prompt", text) for text in BUILT_IN] if path is None else prompt_lines(path)
     is_json, prompts = path is not None and path.suffix == ".jsonl", []
     for where, line in lines:
