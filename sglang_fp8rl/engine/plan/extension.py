@@ -167,7 +167,10 @@ def _why_not_on_the_wire(name: str, known: Known, landings: list[Landing], held:
         return "this rank holds nothing of it, and nothing like it"
     grid = held.grid(known.shape)
     if not all(box and grid.is_whole(box.start[-2:], box.shape[-2:]) for box in boxes):
-        return f"its parts start or end inside a block {list(grid.block)}, and have scales of their own"
+        return (
+            f"its parts start or end inside a block {list(grid.block)} (per channel: a row of a "
+            "row-parallel weight), and have scales of their own"
+        )
     return ""
 
 
