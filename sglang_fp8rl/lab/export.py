@@ -110,8 +110,8 @@ def export_checkpoint(
             shutil.copy(path, out / path.name)
     config["quantization_config"] = quantization_config(plan)
     # In every part of it: SGLang serves in what `text_config` says, where there is one.
-    text = json.dumps(config | dict.fromkeys(_DTYPES))
-    config = json.loads(text, object_hook=_in_bf16)
+    config = json.loads(json.dumps(config), object_hook=_in_bf16)
+    config |= dict.fromkeys(_DTYPES, "bfloat16")
     # Last, so that what was left half-way is no checkpoint.
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return report

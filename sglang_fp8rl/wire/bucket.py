@@ -27,6 +27,7 @@ from .streams import StreamTurns
 
 NamedTensor = tuple[str, torch.Tensor]
 ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
+_PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 _COLLECTIONS: tuple[type, ...] = (list, tuple, type({}.items()), type(OrderedDict().items()))
 
 
@@ -60,8 +61,7 @@ def sendable(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
                     "it takes pairs (str, torch.Tensor)",
                     "Send state_dict.items(), with each name as a str.",
                 )
-        is_plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
-        if not is_plain and (
+        if type(tensor) not in _PLAIN and (
             not isinstance(tensor, torch.Tensor)
             or any(hasattr(tensor, told) for told in ("full_tensor", "local_shards"))
         ):

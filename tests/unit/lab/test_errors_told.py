@@ -145,31 +145,32 @@ def test_an_export_that_quantizes_nothing_is_refused(tmp_path, model, asked_for)
     assert not out.exists()
 
 
-def test_an_exported_file_of_another_name_has_an_index(tmp_path, model, monkeypatch):
-    """Without one, transformers looks for model.safetensors alone."""
-    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+@pytest.fixture
+def planned(monkeypatch):
+    """A plan that quantizes something, though nothing of the model."""
     block = {"is_fp8_on_wire": True, "scheme": "blockwise"}
     plan = SimpleNamespace(tensors={"else": SimpleNamespace(**block)}, document={"options": {}})
     monkeypatch.setattr(export, "make_plan", lambda *_, **__: plan)
     monkeypatch.setattr(export, "quantization_config", lambda _: {})
+
+
+@pytest.mark.usefixtures("planned")
+def test_an_exported_file_of_another_name_has_an_index(tmp_path, model):
+    """Without one, transformers looks for model.safetensors alone."""
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
     export.export_checkpoint(str(model), tmp_path / "out")
     index = json.loads((tmp_path / "out" / INDEX_NAME).read_text())
     assert index["weight_map"] == {"a.weight": "model-00001-of-00001.safetensors"}
 
 
-def test_every_part_of_an_exported_config_says_the_dtype_that_was_written(
-    tmp_path, model, monkeypatch
-):
+@pytest.mark.usefixtures("planned")
+def test_every_part_of_an_exported_config_says_the_dtype_that_was_written(tmp_path, model):
     """SGLang serves a model with a `text_config` in that one's: FP16 where it says `float32`."""
     parts = {
         "text_config": {"dtype": "float32"},
         "vision_config": {"torch_dtype": "float16", "depth": 2},
     }
     (model / "config.json").write_text(json.dumps({**parts, "dtype": "float32"}))
-    block = {"is_fp8_on_wire": True, "scheme": "blockwise"}
-    plan = SimpleNamespace(tensors={"else": SimpleNamespace(**block)}, document={"options": {}})
-    monkeypatch.setattr(export, "make_plan", lambda *_, **__: plan)
-    monkeypatch.setattr(export, "quantization_config", lambda _: {})
     export.export_checkpoint(str(model), tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written.pop("quantization_config") == {}
@@ -189,12 +190,8 @@ def full_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_an_export_without_room_names_the_file_and_leaves_no_checkpoint(
-    tmp_path, model, monkeypatch, request
-):
-    block = {"is_fp8_on_wire": True, "scheme": "blockwise"}
-    plan = SimpleNamespace(tensors={"else": SimpleNamespace(**block)}, document={"options": {}})
-    monkeypatch.setattr(export, "make_plan", lambda *_, **__: plan)
+@pytest.mark.usefixtures("planned")
+def test_an_export_without_room_names_the_file_and_leaves_no_checkpoint(tmp_path, model, request):
     request.getfixturevalue("full_disk")
     told = refused("export", model, tmp_path / "out")
     assert str(tmp_path / "out" / "model.safetensors") in told
