@@ -16,10 +16,11 @@ from uuid import uuid4
 import torch
 
 from ..errors import NoAnswerError, RefitError
-from ..wire.bucket import ALIGNMENT, NamedTensor, are_there_at_once, sendable
+from ..wire.bucket import ALIGNMENT
 from ..wire.fingerprint import FINGERPRINT_PATH, Fingerprint, Verification, compare
 from ..wire.plan import PLAN_PATH, STATUS_PATH, RefitPlan
 from ..wire.refit_note import ALL, PARTIAL, RefitNote
+from ..wire.sendable import NamedTensor
 from ..wire.stages import seconds_by_stage
 from .connection import SERVER_INFO_PATH, Connection
 from .tensor_update import Progress, TensorUpdate
@@ -123,7 +124,6 @@ class RefitClient:
         _check_sizes(bucket_bytes, flush_timeout)
         if plan is not None:
             self.check_plan(plan)
-        stay, named_tensors = are_there_at_once(named_tensors), sendable(named_tensors)
         numbers = on_filled = None
         if verify:
             from ..trainer.fingerprint import Fingerprinter
@@ -142,7 +142,6 @@ class RefitClient:
                 on_bucket,
                 on_filled,
                 nbytes,
-                stay=stay,
                 before=self._bucket_bytes,
             )
         except BaseException as error:

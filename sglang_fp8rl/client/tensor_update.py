@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,11 @@ import torch
 
 from ..errors import NoAnswerError, RefitError
 from ..wire import layout_text
-from ..wire.bucket import Bucket, NamedTensor, Payload, buckets_of
+from ..wire.bucket import Bucket, Payload, buckets_of
+from ..wire.listed import Listed
 from ..wire.plan import STATUS_PATH
 from ..wire.refit_note import RefitNote
+from ..wire.sendable import NamedTensor, sendable
 from ..wire.stages import Mark
 from ..wire.staging import StagingBuffers, default_bucket_bytes
 from .connection import Connection
@@ -91,7 +94,6 @@ class TensorUpdate:
         on_filled: Callable[[Bucket], None] | None = None,
         expected: int = 0,
         *,
-        stay: bool = False,
         before: Mapping[torch.device, int] | None = None,
     ) -> None:
         """Send all of them in a session, a bucket being made while the server has the one before; args as
@@ -102,15 +104,14 @@ class TensorUpdate:
             before: by device, see `default_bucket_bytes`.
         """
         self.mark("taking_tensors")
-        tensors = iter(named_tensors)
-        head = list(itertools.islice(tensors, 1))
-        if not head:  # no session is opened for nothing
-            rule = "it names at least one tensor"
-            raise RefitError("an update", "an empty iterable", rule, "Check the source.")
-        self.device = head[0][1].device
+        listed = Listed.of(named_tensors)
+        if listed is not None:
+            self.device, buckets = listed.device, listed.buckets
+        else:
+            self.device, tensors = _begun(sendable(named_tensors))
+            buckets = functools.partial(buckets_of, tensors)
         size = (before or {}).get(self.device, 0)
         self.bucket_bytes = bucket_bytes or default_bucket_bytes(self.device, size)
-        tensors = itertools.chain(iter(head), tensors)
 
         def post(payload: Payload, is_last: bool) -> None:
             self.post(payload.texts, is_last)
@@ -119,15 +120,12 @@ class TensorUpdate:
             if on_bucket is not None:
                 on_bucket(self.tensors, self.nbytes)
 
-        del head  # no tensor is kept behind its bucket
         self.mark("session")
         with self.session(), ThreadPoolExecutor(1) as poster:
             staging = StagingBuffers() if self.is_ours else None
             answer: Any = None
             self.mark("taking_tensors")
-            for bucket, is_last in buckets_of(
-                tensors, self.bucket_bytes, expected, staging, stay=stay
-            ):
+            for bucket, is_last in buckets(self.bucket_bytes, expected, staging):
                 payload = bucket.payload(self._tp_size, self.is_ours)
                 self.marks += bucket.marks
                 self.mark("waiting")
@@ -178,6 +176,17 @@ class TensorUpdate:
             version = {"new_version": self._note.version, "abort_all_requests": False}
             self._connection.post("/update_weight_version", version)
         return not self._is_flush_refused or self._connection.flush_cache(flush_timeout)
+
+
+def _begun(
+    named_tensors: Iterator[NamedTensor],
+) -> tuple[torch.device, Iterator[NamedTensor]]:
+    """The device of the first one, and all of them; none is kept behind its bucket."""
+    head = list(itertools.islice(named_tensors, 1))
+    if not head:  # no session is opened for nothing
+        rule = "it names at least one tensor"
+        raise RefitError("an update", "an empty iterable", rule, "Check the source.")
+    return head[0][1].device, itertools.chain(iter(head), named_tensors)
 
 
 def _check_replicas(server_info: Mapping[str, Any]) -> None:  # SGLang answers HTTP 500 otherwise

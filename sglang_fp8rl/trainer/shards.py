@@ -16,7 +16,7 @@ import torch
 
 from ..errors import RefitError
 from ..formats.format import BlockGrid
-from ..wire.bucket import is_freed
+from ..wire.sendable import is_freed
 
 Box = tuple[int, ...]
 

@@ -7,7 +7,6 @@ metadata by attribute, so sglang is not imported.
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -18,69 +17,20 @@ import torch
 
 from ..errors import RefitError
 from ..formats import weight_name_of
-from . import layout_text
 from .gathering import copy_together, place_of
 from .handles import serialize
+from .layout_text import Columns
+from .sendable import NamedTensor
 from .stages import Mark
 from .staging import FLAT, StagingBuffers, allocate, refuse_without_room
 from .streams import StreamTurns
 
-NamedTensor = tuple[str, torch.Tensor]
 ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
-_PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
-_COLLECTIONS: tuple[type, ...] = (list, tuple, type({}.items()), type(OrderedDict().items()))
 
 
 def aligned(place: int) -> int:
     """The first byte from there on at which a tensor may start."""
     return -(-place // ALIGNMENT) * ALIGNMENT
-
-
-def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether its memory was given back, as FSDP does with parameters that it gathered: to read it ends the process."""
-    is_strided = tensor.layout is torch.strided
-    return is_strided and bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
-
-
-def are_there_at_once(named_tensors: Iterable[NamedTensor]) -> bool:
-    """Whether none is made where another one was, as by an iterator, or a mapping of somebody's own."""
-    return type(named_tensors) in _COLLECTIONS
-
-
-def sendable(named_tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Pass tensors on. Raises `RefitError` for what has no name, not all of its elements in memory here, or no dtype that
-    travels."""
-    for item in named_tensors:
-        match item:
-            case (str(name), tensor):
-                del item  # it would keep the tensor
-            case _:
-                raise RefitError(
-                    "an update",
-                    f"a {type(item).__name__} where a tensor and its name belong",
-                    "it takes pairs (str, torch.Tensor)",
-                    "Send state_dict.items(), with each name as a str.",
-                )
-        if type(tensor) not in _PLAIN and (
-            not isinstance(tensor, torch.Tensor)
-            or any(hasattr(tensor, told) for told in ("full_tensor", "local_shards"))
-        ):
-            raise RefitError(
-                name,
-                f"a {type(tensor).__name__}",
-                "what is sent is a full torch.Tensor",
-                "Gather DTensors with full_tensors(named_tensors), ShardedTensors (FSDP1) with a full state dict, LocalShards with assemble(name, shards).",
-            )
-        is_here = tensor.layout is torch.strided and not (tensor.is_meta or is_freed(tensor))
-        if not is_here or tensor.dtype not in layout_text.NAMES:
-            raise RefitError(
-                name,
-                f"{tensor.dtype}, {tensor.layout}, on {tensor.device.type}",
-                f"a tensor comes with its elements in memory, in one of {', '.join(layout_text.DTYPES)}",
-                "Send the weight instead of its description on meta, or before FSDP frees it; tensor.to_dense(); or another dtype.",
-            )
-        yield name, tensor
-        del tensor  # the next one may take its place
 
 
 @dataclass(frozen=True)
@@ -94,8 +44,8 @@ class Payload:
 
 
 class Bucket:
-    """Tensors, one behind the other in uint8 memory of the first one's device. Those that stay are copied together by `close`.
-    Any other is copied when it is added, and may change from then on; on a GPU by what is enqueued behind that.
+    """Tensors, one behind the other in uint8 memory of the first one's device. Those that stay (`add_all`) are copied together
+    by `close`. Any other is copied when it is added, and may change from then on; on a GPU by what is enqueued behind that.
 
     How much comes is rarely known before. Where it is, or a staging buffer is there, a tensor is copied to its place; else by
     itself first, so that no more memory is shared than is filled.
@@ -104,27 +54,22 @@ class Bucket:
         limit: bytes; it ends before the tensor that would pass them.
         expected: bytes, where they are known.
         staging: whose memory to fill, for a server of this package, which has read all when it answers.
-        stay: whether the tensors keep their memory and values until `close`.
 
     Attributes:
-        metadata: where each tensor lies, in SGLang's words.
+        columns: where each tensor lies.
         marks: of the seconds until `close` ended, those that went into filling it.
     """
 
     marks: Sequence[Mark]
 
     def __init__(
-        self,
-        limit: int,
-        expected: int = 0,
-        staging: StagingBuffers | None = None,
-        *,
-        stay: bool = False,
+        self, limit: int, expected: int = 0, staging: StagingBuffers | None = None
     ) -> None:
-        self.metadata: list[SimpleNamespace] = []
-        self._limit, self._expected, self._staging, self._stay = limit, expected, staging, stay
+        self.columns = Columns([], [], [], [], [])
+        self._limit, self._expected, self._staging = limit, expected, staging
         self._memory: torch.Tensor | None = None
-        self._apart: list[tuple[Any, torch.Tensor]] = []  # for these places, when there is memory
+        # For these places, when there is memory.
+        self._apart_starts, self._apart = list[int](), list[torch.Tensor]()
         self._device = torch.device("cpu")
         self._end, self._seconds, self._turns = 0, 0.0, StreamTurns()
 
@@ -141,35 +86,42 @@ class Bucket:
 
     def takes(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether it may be added: the first always, and a scale behind its weight."""
-        if not self.metadata or aligned(self._end) + tensor.nbytes <= self._limit:
+        names = self.columns.names
+        if not names or aligned(self._end) + tensor.nbytes <= self._limit:
             return True
-        return weight_name_of(name) == self.metadata[-1].name
+        return weight_name_of(name) == names[-1]
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor, unless it stays. Raises `RefitError` where there is no room in memory."""
+        """Copy a tensor. Raises `RefitError` where there is no room in memory."""
         began, start = perf_counter(), aligned(self._end)
         if tensor.requires_grad or type(tensor) is not torch.Tensor:
             tensor = tensor.detach()
         self._end = start + tensor.nbytes
-        meta = layout_text.flat_tensor(name, tensor.shape, tensor.dtype, start, self._end)
-        if not self.metadata:
+        if not self.columns.names:
             self._device = tensor.device
             self._turns.take(self._device)
-            self._memory = None if self._stay else self._memory_at_once()
-        self.metadata.append(meta)
-        if self._stay:
-            self._apart.append((meta, tensor))
-        else:
-            self._copy(meta, tensor)
+            self._memory = self._memory_at_once()
+        columns: tuple[list[Any], ...] = self.columns
+        for column, value in zip(
+            columns, (name, tensor.shape, tensor.dtype, start, self._end), strict=True
+        ):
+            column.append(value)
+        self._copy(start, tensor)
         self._seconds += perf_counter() - began
 
-    def _copy(self, meta: Any, tensor: torch.Tensor) -> None:
+    def add_all(self, columns: Columns, tensors: list[torch.Tensor]) -> None:
+        """Have these and no others, which keep their memory and values until `close`."""
+        self.columns, self._apart_starts, self._apart = columns, columns.starts, tensors
+        self._device, self._end = tensors[0].device, columns.ends[-1]
+
+    def _copy(self, start: int, tensor: torch.Tensor) -> None:
         """Copy a tensor that may change, to its place if there is memory."""
         streams = {device: self._turns.take(device) for device in {tensor.device, self._device}}
         if self._memory is None or self._end > len(self._memory):
-            self._apart.append((meta, tensor.clone(memory_format=torch.contiguous_format)))
+            self._apart_starts.append(start)
+            self._apart.append(tensor.clone(memory_format=torch.contiguous_format))
         else:
-            place_of(self._memory, meta).copy_(tensor)
+            place_of(self._memory, start, tensor.dtype, tensor.shape).copy_(tensor)
             if self._memory.is_cuda:  # an update may end before this is done
                 self._memory.record_stream(streams[self._device])
         if tensor.is_cuda:  # whoever made it may let go of it now
@@ -183,17 +135,17 @@ class Bucket:
             is_last: of an update; else a staging buffer will be filled again, by about as much.
         """
         began = perf_counter()
-        for device in {self._device, *(tensor.device for _, tensor in self._apart)}:
+        for device in {self._device, *(tensor.device for tensor in self._apart)}:
             self._turns.take(device)
         if self._memory is None or self._end > len(self._memory):
-            filled = None if self._memory is None else self._memory[: self._apart[0][0].start_idx]
+            filled = None if self._memory is None else self._memory[: self._apart_starts[0]]
             wanted = 0 if is_last or self._staging is None else self._limit
             self._memory = self._new_memory(self._end, wanted, is_larger=filled is not None)
             if filled is not None:
                 self._memory[: len(filled)].copy_(filled)
-        copy_together(self._memory, self._apart)
+        copy_together(self._memory, self._apart_starts, self._apart)
         self._turns.wait()  # who has its handle open still waits for nothing
-        self._apart.clear()
+        self._apart = []
         now = perf_counter()
         self.marks = [("filling", began - self._seconds), ("making_handles", now)]
 
@@ -220,13 +172,18 @@ class Bucket:
 
     def tensor(self, at: int) -> NamedTensor:
         """One of them, where it was copied."""
-        meta = self.metadata[at]
-        return meta.name, place_of(self.flat, meta)
+        of = self.columns
+        return of.names[at], place_of(self.flat, of.starts[at], of.dtypes[at], of.shapes[at])
+
+    @functools.cached_property
+    def metadata(self) -> list[SimpleNamespace]:
+        """Where each tensor lies, in SGLang's words, once all were added."""
+        return self.columns.flat_tensors()
 
     @functools.cached_property
     def layout(self) -> str:
-        """Of what was added, once that is all."""
-        return layout_text.to_text(self.metadata)
+        """Where each tensor lies, once all were added."""
+        return self.columns.to_text()
 
     def payload(self, ranks: int, layout_as_text: bool) -> Payload:
         """For all ranks of a server, `layout_as_text` only for one of this package."""
@@ -236,12 +193,8 @@ class Bucket:
         content: dict[str, Any] = {**named, "metadata": layout}
         # A handle is for one reader; without one all ranks read the same text.
         texts = [serialize(content) for _ in range(ranks if FLAT in content else 1)]
-        return Payload(
-            texts * (ranks // len(texts)),
-            content,
-            len(self.metadata),
-            sum(one.numel for one in self.metadata),
-        )
+        nbytes = sum(self.columns.ends) - sum(self.columns.starts)
+        return Payload(texts * (ranks // len(texts)), content, len(self.columns.names), nbytes)
 
 
 def buckets_of(
@@ -249,18 +202,16 @@ def buckets_of(
     limit: int,
     expected: int = 0,
     staging: StagingBuffers | None = None,
-    *,
-    stay: bool = False,
 ) -> Iterator[tuple[Bucket, bool]]:
-    """Buckets of up to `limit` bytes, and whether each is the last. A tensor that does not stay is read as it goes by: the
-    memory that it has may be used for the next. Raises `RefitError` if a name comes twice, or as `Bucket.add`.
+    """Buckets of up to `limit` bytes, and whether each is the last. A tensor is read as it goes by: the memory that it
+    has may be used for the next. Raises `RefitError` if a name comes twice, or as `Bucket.add`.
 
     Args:
         expected: bytes of all of them; 0 where that is not known.
-        staging, stay: as of `Bucket`.
+        staging: as of `Bucket`.
     """
     seen: set[str] = set()
-    bucket = Bucket(limit, expected, staging, stay=stay)
+    bucket = Bucket(limit, expected, staging)
     for name, tensor in named_tensors:
         if name in seen:
             raise RefitError(
@@ -274,9 +225,9 @@ def buckets_of(
             bucket.close(is_last=False)
             yield bucket, False
             expected -= len(bucket.flat)
-            bucket = Bucket(limit, max(0, expected), staging, stay=stay)
+            bucket = Bucket(limit, max(0, expected), staging)
         bucket.add(name, tensor)
         del tensor  # the next one may take its place
-    if bucket.metadata:
+    if bucket.columns.names:
         bucket.close(is_last=True)
         yield bucket, True

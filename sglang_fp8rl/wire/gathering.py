@@ -2,49 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
+# Types that have nothing but their elements, in memory of their own.
+PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 # Torch's fast kernel counts in 32 bits: so many bytes are 2 GiB, so many words 16.
 _WORD = torch.int64
+_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
 
-def place_of(memory: torch.Tensor, meta: Any) -> torch.Tensor:
-    """Where a `flat_tensor` lies."""
-    return memory[meta.start_idx : meta.end_idx].view(meta.dtype).view(meta.shape)
+def place_of(
+    memory: torch.Tensor, start: int, dtype: torch.dtype, shape: torch.Size
+) -> torch.Tensor:
+    """Where a tensor lies that starts at that byte of uint8 memory."""
+    end = start + shape.numel() * dtype.itemsize
+    return memory[start:end].view(dtype).view(shape)
 
 
-def copy_together(memory: torch.Tensor, tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
-    """Copy tensors (that need no gradient) to the places of their `flat_tensor`s in uint8 `memory`, each behind the one before.
-    Those that are whole words, with no gap between them, are one call; any other is one by itself."""
-    row: list[torch.Tensor] = []
-    begin = end = 0
+def copy_together(
+    memory: torch.Tensor, starts: Sequence[int], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Copy tensors to where they start in uint8 `memory`, each behind the one before, at multiples of a word. Those that are
+    whole words, with no gap between them, are one call; any other is one by itself."""
+    if not tensors:
+        return
+    begins, sizes = np.array(starts, np.int64), nbytes_of(tensors)
+    ends = begins + sizes
+    are_words = _are_words(tensors, sizes)
+    are_words &= np.array([one == memory.device for one in map(_DEVICE, tensors)], bool)
+    goes_on = are_words[1:] & are_words[:-1] & (begins[1:] == ends[:-1])
+    bounds = [0, *(np.flatnonzero(~goes_on) + 1).tolist(), len(tensors)]
+    with torch.no_grad():
+        for first, behind in pairwise(bounds):
+            one, rows = tensors[first], tensors[first:behind]
+            if not are_words[first]:
+                place_of(memory, starts[first], one.dtype, one.shape).copy_(one)
+                continue
+            place, rows = memory[starts[first] : ends[behind - 1]], [row.view(-1) for row in rows]
+            if len(set(map(_DTYPE, rows))) > 1 or one.itemsize == 1:
+                torch.cat([row.view(_WORD) for row in rows], out=place.view(_WORD))
+            else:
+                torch.cat(rows, out=place.view(one.dtype))
 
-    def copy_row() -> None:
-        if row:
-            torch.cat(row, out=memory[begin:end].view(_WORD))
-            row.clear()
 
-    for meta, tensor in tensors:
-        words = _words_of(tensor) if tensor.device == memory.device else None
-        if words is None or meta.start_idx != end:
-            copy_row()
-            begin = meta.start_idx
-        end = meta.end_idx
-        if words is not None:
-            row.append(words)
-        else:
-            place_of(memory, meta).copy_(tensor)
-            begin = end
-    copy_row()
+def nbytes_of(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    """Of each, int64."""
+    return _numbers(map(Tensor.numel, tensors)) * _itemsizes(tensors)
 
 
-def _words_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What lies in a tensor's memory, as a row of words; None where its values lie otherwise."""
-    is_raw = type(tensor) is torch.Tensor and not (tensor.is_neg() or tensor.is_conj())
-    starts = tensor.data_ptr() | tensor.storage_offset() * tensor.itemsize
-    if not (is_raw and tensor.is_contiguous()) or (starts | tensor.nbytes) % _WORD.itemsize:
-        return None
-    return tensor.as_strided((tensor.numel(),), (1,)).view(_WORD)  # one element may have any stride
+def _are_words(tensors: Sequence[torch.Tensor], sizes: np.ndarray) -> np.ndarray:
+    """Whether the memory of each can be viewed as a row of words, which are its values."""
+    starts = _numbers(map(Tensor.storage_offset, tensors)) * _itemsizes(tensors)
+    starts |= _numbers(map(Tensor.data_ptr, tensors)) | sizes
+    otherwise = _numbers(map(Tensor.is_neg, tensors)) | _numbers(map(Tensor.is_conj, tensors))
+    is_row = _numbers(map(Tensor.is_contiguous, tensors)) > otherwise
+    is_row &= np.array([type(one) in PLAIN for one in tensors], bool)
+    # One element, or none, may have any stride.
+    return is_row & (starts % _WORD.itemsize == 0) & (_numbers(map(Tensor.numel, tensors)) > 1)
+
+
+def _itemsizes(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    return _numbers(dtype.itemsize for dtype in map(_DTYPE, tensors))
+
+
+def _numbers(of: Iterable[Any]) -> np.ndarray:
+    return np.fromiter(of, np.int64)

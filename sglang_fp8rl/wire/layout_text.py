@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from operator import index
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,45 +25,55 @@ DTYPES = {
                   torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_COLUMNS = ("names", "shapes", "dtypes", "starts", "ends")
 
 
-def flat_tensor(
-    name: str, shape: torch.Size, dtype: torch.dtype, start: int, end: int
-) -> SimpleNamespace:
-    """One tensor of a bucket, at these bytes of it, with the attributes of SGLang's own metadata (`numel` is bytes too);
-    every unpickler of SGLang's takes it."""
-    return SimpleNamespace(
-        name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start
-    )
+class Columns(NamedTuple):
+    """The tensors of a bucket: in a list each their names, shapes, dtypes, and the bytes that they begin and end at."""
+
+    names: list[str]
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    starts: list[int]
+    ends: list[int]
+
+    def flat_tensors(self) -> list[SimpleNamespace]:
+        """One object each, with the attributes of SGLang's own metadata (`numel` is bytes too); every unpickler of
+        SGLang's takes it."""
+        return [
+            SimpleNamespace(
+                name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start
+            )
+            for name, shape, dtype, start, end in zip(*self, strict=True)
+        ]
+
+    def to_text(self) -> str:
+        """All in one string; equal layouts, equal strings."""
+        table = self._asdict() | {"dtypes": [NAMES[one] for one in self.dtypes]}
+        return json.dumps({"version": VERSION, **table}, separators=(",", ":"))
 
 
 def to_text(tensors: Sequence[Any]) -> str:
-    """Describe a bucket's `flat_tensor`s in one string; equal layouts, equal strings."""
-    columns = (
-        [one.name for one in tensors],
-        [one.shape for one in tensors],
-        [NAMES[one.dtype] for one in tensors],
-        [one.start_idx for one in tensors],
-        [one.end_idx for one in tensors],
-    )
-    table = dict(zip(_COLUMNS, columns, strict=True))
-    return json.dumps({"version": VERSION, **table}, separators=(",", ":"))
+    """Describe tensors that have the attributes of SGLang's own metadata."""
+    attributes = "name", "shape", "dtype", "start_idx", "end_idx"
+    return Columns(*([getattr(one, name) for one in tensors] for name in attributes)).to_text()
 
 
 def from_text(text: str) -> list[SimpleNamespace]:
-    """The tensors of `to_text`; raises `RefitError` for any other text. Where they lie is not checked here."""
+    """The tensors of a text; raises `RefitError` for any other one. Where they lie is not checked here."""
     try:
         table = json.loads(text)
         if table["version"] != VERSION:
             raise ValueError(f"version {table['version']!r}")
         "".join(table["names"])  # all of them are text
-        return [
-            flat_tensor(name, torch.Size(shape), DTYPES[dtype], index(start), index(end))
-            for name, shape, dtype, start, end in zip(
-                *(table[column] for column in _COLUMNS), strict=True
-            )
-        ]
+        names, shapes, dtypes, starts, ends = (table[column] for column in Columns._fields)
+        columns = Columns(
+            names,
+            [torch.Size(shape) for shape in shapes],
+            [DTYPES[dtype] for dtype in dtypes],
+            [index(start) for start in starts],
+            [index(end) for end in ends],
+        )
+        return columns.flat_tensors()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise RefitError(
             "the layout of a flattened bucket",

@@ -15,7 +15,7 @@ import torch
 from ...client import RefitClient
 from ...compat import installed
 from ...config import QUANTIZATION_METHOD
-from ...wire.bucket import NamedTensor
+from ...wire.sendable import NamedTensor
 from ..plan_table import plan_table
 from ..testing.checkpoints import make_checkpoint
 from ..testing.outputs import ask, differences, make_prompts

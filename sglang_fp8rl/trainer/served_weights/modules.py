@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ...numerics import through_fp8
-from ...wire.bucket import is_freed
+from ...wire.sendable import is_freed
 from .rules import ServedWeightsError, WeightRule
 
 

@@ -433,15 +433,15 @@ def test_a_whole_update_s_size_is_expected_of_the_next_one(server, monkeypatch):
 
 
 def test_only_an_iterator_s_tensors_are_copied_as_they_go_by(server, monkeypatch):
-    together, sent = [], [(str(number), torch.ones(16)) for number in range(4)]
+    together, sent = [], [(str(number), torch.full((16,), float(number))) for number in range(4)]
     copied = bucket.copy_together
-    monkeypatch.setattr(bucket, "copy_together", lambda memory, tensors: (
-        together.append([meta.name for meta, _ in tensors]), copied(memory, tensors)
+    monkeypatch.setattr(bucket, "copy_together", lambda memory, starts, tensors: (
+        together.append([int(one[0]) for one in tensors]), copied(memory, starts, tensors)
     ))  # fmt: skip
     client = RefitClient(server.url)
     for named in (sent, tuple(sent), dict(sent).items()):
         client.update(named, bucket_bytes=128)
-    assert together == [list("01"), list("23")] * 3
+    assert together == [[0, 1], [2, 3]] * 3
     together.clear()
     client.update(iter(sent))  # whose size is known by now: each at its place
     assert together == [[]]

@@ -26,8 +26,8 @@ from sglang_fp8rl.trainer import (
     fingerprint_of,
     quantize_for_refit,
 )
-from sglang_fp8rl.wire.bucket import sendable
 from sglang_fp8rl.wire.plan import RefitPlan
+from sglang_fp8rl.wire.sendable import sendable
 
 SHAPES = {
     "a.weight": (BLOCKWISE, (300, 256)),

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_fp8rl.wire.bucket import Bucket, are_there_at_once, buckets_of
+from sglang_fp8rl.wire.bucket import Bucket, buckets_of
+from sglang_fp8rl.wire.listed import Listed
+from sglang_fp8rl.wire.sendable import sendable
 from sglang_fp8rl.wire.staging import COUNT, StagingBuffers
 
 aten = torch.ops.aten
@@ -76,14 +78,6 @@ def bits(tensor):
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def filled(named, *, stay, staging=None, expected=0):
-    bucket = Bucket(1 << 20, expected, staging, stay=stay)
-    for name, tensor in named:
-        bucket.add(name, tensor)
-    bucket.close(is_last=True)
-    return bucket
-
-
 @pytest.mark.parametrize("expected", [0, 100, 1 << 19])
 @pytest.mark.parametrize("staging", [None, StagingBuffers()])
 def test_any_order_of_any_tensors_lies_as_if_each_was_copied_by_itself(staging, expected):
@@ -91,33 +85,61 @@ def test_any_order_of_any_tensors_lies_as_if_each_was_copied_by_itself(staging, 
     for _ in range(10 * COUNT):
         tensors = [one for _ in range(3) for one in kinds(draw)]
         draw.shuffle(tensors)
-        named = [(str(at), one) for at, one in enumerate(tensors)]
-        apart = filled(named, stay=False)
-        together = filled(named, stay=True, staging=staging, expected=expected)
-        assert together.layout == apart.layout
-        for at, tensor in enumerate(tensors):
-            found, sent = together.tensor(at)[1], getattr(tensor, "held", tensor).detach()
-            sent = sent.to(found.dtype)
-            assert found.dtype == tensor.dtype
-            assert torch.equal(bits(found), bits(apart.tensor(at)[1]))
-            assert torch.equal(bits(found), bits(sent.resolve_conj().resolve_neg()))
+        bucket = Bucket(1 << 20, expected, staging)
+        for at, one in enumerate(tensors):
+            bucket.add(str(at), one)
+        bucket.close(is_last=True)
+        check(bucket, tensors)
+        listed = Listed([(str(at), one) for at, one in enumerate(tensors)])
+        ((together, _),) = listed.buckets(1 << 20, expected, staging)
+        check(together, tensors)
+        assert together.layout == bucket.layout
+
+
+def check(bucket, tensors):
+    for at, tensor in enumerate(tensors):
+        name, found = bucket.tensor(at)
+        sent = getattr(tensor, "held", tensor).detach().to(found.dtype)
+        assert (name, found.dtype, found.shape) == (str(at), tensor.dtype, tensor.shape)
+        assert torch.equal(bits(found), bits(sent.resolve_conj().resolve_neg()))
+
+
+@pytest.mark.parametrize("limit", [0, 1, 40, 300, 4096, 1 << 20])
+def test_a_list_is_cut_where_an_iterator_is(limit):
+    """At the same places, with the same layouts and bytes: a server replays either."""
+    draw = random.Random(limit)
+    for _ in range(5):
+        sent = []
+        for at in range(draw.randrange(1, 30)):
+            sent.append((f"{at}.weight", torch.rand(draw.randrange(0, 40))))
+            if draw.random() < 0.5:
+                sent.append((f"{at}.weight_scale_inv", torch.rand(draw.randrange(0, 9))))
+            if draw.random() < 0.2:  # of the one before that
+                sent.append((f"{at - 1}.weight_scale", torch.rand(3)))
+        apart = list(buckets_of(sendable(iter(sent)), limit))
+        listed = list(Listed.of(sent).buckets(limit))
+        for (one, is_last), (other, is_its_last) in zip(listed, apart, strict=True):
+            assert (one.layout, is_last) == (other.layout, is_its_last)
+            assert torch.equal(one.flat, other.flat)
+            assert one.payload(1, False).nbytes == other.payload(1, False).nbytes
 
 
 def test_what_stays_is_copied_by_close_and_what_goes_by_when_it_is_added():
-    for stay, value in ((True, 2.0), (False, 1.0)):
-        tensor, bucket = torch.ones(64), Bucket(1 << 20, stay=stay)
-        bucket.add("w", tensor)
-        tensor.fill_(2)
-        bucket.close(is_last=True)
-        tensor.fill_(3)
-        assert set(bucket.tensor(0)[1].tolist()) == {value}
+    tensor, bucket = torch.ones(64), Bucket(1 << 20)
+    bucket.add("w", tensor)
+    buckets = Listed([("w", tensor)]).buckets(1 << 20)
+    tensor.fill_(2)
+    bucket.close(is_last=True)
+    ((listed, _),) = buckets
+    tensor.fill_(3)
+    assert [set(one.tensor(0)[1].tolist()) for one in (bucket, listed)] == [{1.0}, {2.0}]
 
 
 def test_many_tensors_are_few_calls(monkeypatch):
     calls, cat = [], torch.cat
     monkeypatch.setattr(torch, "cat", lambda *a, **k: calls.append(len(a[0])) or cat(*a, **k))
     weights = {str(n): torch.ones(32, 32) for n in range(100)} | {"odd": torch.ones(3)}
-    for bucket, _ in buckets_of(weights.items(), 1 << 30, stay=True):
+    for bucket, _ in Listed.of(weights.items()).buckets(1 << 30):
         assert [bool((bucket.tensor(at)[1] == 1).all()) for at in range(101)] == [True] * 101
     assert calls == [100]
 
@@ -138,11 +160,11 @@ class MadeWhenAsked(Mapping):
         return 3
 
 
-def test_tensors_of_collections_alone_are_there_at_once():
+def test_tensors_of_collections_alone_are_all_there():
     weights = {"a": torch.ones(3)}
-    there = [weights.items(), OrderedDict(weights).items(), list(weights.items()), (("a", 1),)]
-    there.append(torch.nn.Linear(2, 2).state_dict().items())
-    assert all(map(are_there_at_once, there))
+    there = [weights.items(), OrderedDict(weights).items(), list(weights.items())]
+    there += [(("a", torch.ones(1)),), torch.nn.Linear(2, 2).state_dict().items()]
+    assert all(map(Listed.of, there))
     module = torch.nn.Linear(2, 2)
     for other in (
         iter(weights.items()),
@@ -150,4 +172,46 @@ def test_tensors_of_collections_alone_are_there_at_once():
         MadeWhenAsked().items(),
         reversed(list(weights.items())),
     ):
-        assert not are_there_at_once(other)
+        assert Listed.of(other) is None
+
+
+def freed():
+    tensor = torch.ones(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        ("a", torch.ones(2)),
+        (1, torch.ones(2)),
+        ["b", torch.ones(2)],
+        ("b", torch.ones(2), 3),
+        ("b", 1.0),
+        ("b", Wrapped(torch.ones(2))),
+        ("b", torch.ones(2, device="meta")),
+        ("b", torch.ones(2, 2).to_sparse()),
+        ("b", torch.empty(2, dtype=torch.bits8)),
+        ("b", freed()),
+    ],
+    ids=[
+        "again",
+        "no text",
+        "a list",
+        "three",
+        "no tensor",
+        "wrapped",
+        "meta",
+        "sparse",
+        "dtype",
+        "freed",
+    ],
+)
+def test_one_that_has_to_be_looked_at_by_itself_is(odd):
+    assert Listed.of([("a", torch.ones(2)), odd]) is None
+
+
+@pytest.mark.parametrize("empty", [[], (), {}.items()], ids=str)
+def test_nothing_is_no_list_of_tensors(empty):
+    assert Listed.of(empty) is None

@@ -1,0 +1,82 @@
+"""Tensors that are all there: looked at together and cut into buckets by columns, with next to no Python for each."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..formats import weight_name_of
+from .bucket import ALIGNMENT, Bucket
+from .gathering import PLAIN, nbytes_of
+from .layout_text import NAMES, Columns
+from .staging import StagingBuffers
+
+# Of these no tensor is made where another one was, as by an iterator, or a mapping of somebody's own.
+_COLLECTIONS = {list, tuple, type({}.items()), type(OrderedDict().items())}
+
+
+class Listed:
+    """Named tensors that keep their memory and values until the last bucket is filled.
+
+    Args:
+        pairs: `(name, tensor)`, at least one; each could be sent by itself, and no name is there twice.
+    """
+
+    def __init__(self, pairs: list[Any]) -> None:
+        self._names: list[str] = [name for name, _ in pairs]
+        self._tensors: list[torch.Tensor] = [tensor for _, tensor in pairs]
+        self.device = self._tensors[0].device
+
+    @classmethod
+    def of(cls, named_tensors: Iterable[Any]) -> Listed | None:
+        """None where they are not all there, or one is to be looked at by itself: `sendable` knows more, and says what is wrong."""
+        pairs = list(named_tensors) if type(named_tensors) in _COLLECTIONS else []
+        is_paired = set(map(type, pairs)) == {tuple} and set(map(len, pairs)) == {2}
+        return cls(pairs) if is_paired and _are_plain(*zip(*pairs, strict=True)) else None
+
+    def buckets(
+        self, limit: int, expected: int = 0, staging: StagingBuffers | None = None
+    ) -> Iterator[tuple[Bucket, bool]]:
+        """As `bucket.buckets_of`, cut at the same places; what is `expected` is known."""
+        names, tensors = self._names, self._tensors
+        shapes, dtypes = _each("shape", tensors), _each("dtype", tensors)
+        sizes = nbytes_of(tensors)
+        ends = np.cumsum(-(-sizes // ALIGNMENT) * ALIGNMENT)
+        starts = np.concatenate([[0], ends[:-1]])
+        ends = starts + sizes
+        first = 0
+        while first < len(names):
+            last = int(np.searchsorted(ends, starts[first] + limit, "right"))
+            behind = max(last, first + 1)
+            if behind < len(names) and weight_name_of(names[behind]) == names[behind - 1]:
+                behind += 1
+            here, bucket = slice(first, behind), Bucket(limit, 0, staging)
+            places = [(of[here] - starts[first]).tolist() for of in (starts, ends)]
+            columns = Columns(names[here], shapes[here], dtypes[here], *places)
+            bucket.add_all(columns, tensors[here])
+            bucket.close(is_last=behind == len(names))
+            yield bucket, behind == len(names)
+            first = behind
+
+
+def _are_plain(names: tuple[Any, ...], tensors: tuple[Any, ...]) -> bool:
+    """Whether nothing has to be asked about any of them."""
+    if set(map(type, names)) != {str} or len(set(names)) < len(names):
+        return False
+    if not set(map(type, tensors)) <= set(PLAIN) or not NAMES.keys() >= set(
+        _each("dtype", tensors)
+    ):
+        return False
+    if set(_each("layout", tensors)) != {torch.strided} or any(_each("is_meta", tensors)):
+        return False
+    held = np.array([tensor.untyped_storage().nbytes() for tensor in tensors], np.int64)
+    return not ((held == 0) & (nbytes_of(tensors) > 0)).any()
+
+
+def _each(attribute: str, tensors: Iterable[torch.Tensor]) -> list[Any]:
+    return list(map(attrgetter(attribute), tensors))
