@@ -13,8 +13,8 @@ from torch import Tensor
 
 # Types that have nothing but their elements, in memory of their own.
 PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
-# Torch's fast kernel counts in 32 bits: so many bytes are 2 GiB, so many words 16.
-_WORD = torch.int64
+# Torch's fast kernel counts in 32 bits: so many bytes are 2 GiB, so many words 16. It takes these as they are, too.
+_WORD, _WIDE = torch.int64, (torch.float32, torch.bfloat16, torch.float16)
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
 
@@ -46,10 +46,10 @@ def copy_together(
                 place_of(memory, starts[first], one.dtype, one.shape).copy_(one)
                 continue
             place, rows = memory[starts[first] : ends[behind - 1]], [row.view(-1) for row in rows]
-            if len(set(map(_DTYPE, rows))) > 1 or one.itemsize == 1:
-                torch.cat([row.view(_WORD) for row in rows], out=place.view(_WORD))
-            else:
+            if one.dtype in _WIDE and len(set(map(_DTYPE, rows))) == 1:
                 torch.cat(rows, out=place.view(one.dtype))
+            else:
+                torch.cat([row.view(_WORD) for row in rows], out=place.view(_WORD))
 
 
 def nbytes_of(tensors: Sequence[torch.Tensor]) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_fp8rl.wire import layout_text
 from sglang_fp8rl.wire.bucket import Bucket, buckets_of
 from sglang_fp8rl.wire.listed import Listed
 from sglang_fp8rl.wire.sendable import sendable
@@ -94,6 +95,19 @@ def test_any_order_of_any_tensors_lies_as_if_each_was_copied_by_itself(staging, 
         ((together, _),) = listed.buckets(1 << 20, expected, staging)
         check(together, tensors)
         assert together.layout == bucket.layout
+
+
+@pytest.mark.parametrize("dtype", layout_text.DTYPES)
+def test_any_bits_of_any_dtype_stay_what_they_are(dtype):
+    """Payloads of NaN, numbers below the smallest normal one."""
+    raw = torch.randint(0, 256, (3, 64), dtype=torch.uint8)
+    raw[0], raw[1] = 255, 1
+    tensors = [one.clone().view(layout_text.DTYPES[dtype]) for one in raw]
+    tensors.append(torch.ones(4))
+    ((bucket, _),) = Listed([(str(at), one) for at, one in enumerate(tensors)]).buckets(1 << 20)
+    assert torch.equal(bucket.flat[: raw.numel()], raw.view(-1))
+    ((bucket, _),) = Listed([(str(at), one) for at, one in enumerate(tensors[:3])]).buckets(1 << 20)
+    assert torch.equal(bucket.flat, raw.view(-1))
 
 
 def check(bucket, tensors):
