@@ -26,6 +26,12 @@ DEADLINE = 15.0  # seconds, after which the process is killed
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # one behind a backslash is a sign, no brace
 _BOLD = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])")  # Markdown's, no power
+# What the library's LaTeX parser does not know or fails at, and how it reads it.
+_READABLE = (
+    (re.compile(r"\\[bp]mod\b"), r"\\mod"),
+    (re.compile(r"\\equiv\b"), "="),
+    (re.compile(r"\s*(\\?%|\.)\s*\}$"), r"}\1"),  # a percent or full stop, behind the box
+)
 _TAIL = 2_000  # characters in which "the answer is ..." is looked for when nothing is boxed
 
 
@@ -153,6 +159,8 @@ def _judge(reference: str, answer: str) -> Status:
     wanted = parse(f"\\boxed{{{reference}}}", targets, parsing_timeout=TIME_LIMIT)
     if wanted and all(isinstance(one, str) for one in wanted):  # letters, of no known meaning
         return "no_answer"
+    for pattern, readable in _READABLE:
+        answer = pattern.sub(readable, answer)
     found = parse(answer, targets, parsing_timeout=TIME_LIMIT)
     if verify(wanted, found, timeout_seconds=TIME_LIMIT):
         return "correct"
