@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import numpy as np
+
 from sglang_fp8rl.errors import ConfigError
 
 Record = dict[str, Any]
@@ -84,7 +86,7 @@ def check(runs: Runs, bounds: Bounds) -> list[Finding]:
     gap = mean(
         final_accuracy(runs[CHECKED, seed]) - final_accuracy(runs[BASELINE, seed]) for seed in seeds
     )
-    kl = max(mean_kl(runs[CHECKED, seed]) for seed in seeds)
+    kl = float(np.max([mean_kl(runs[CHECKED, seed]) for seed in seeds]))  # NaN if one is
     return [
         Finding("|final validation accuracy, FP8 − BF16|", abs(gap), bounds.accuracy_band),
         Finding("k3 KL of FP8 (mean over steps, worst seed)", kl, bounds.kl_k3),

@@ -161,9 +161,11 @@ def test_the_check_is_red_outside_its_band_and_above_its_bound(accuracy, kl, exp
     assert [finding.ok for finding in check(runs(accuracy, kl), BOUNDS)] == expected
 
 
-def test_one_bad_seed_is_enough_for_the_kl():
+@pytest.mark.parametrize("bad", [2e-3, float("nan")])
+@pytest.mark.parametrize("seed", range(BOUNDS.seeds))
+def test_one_bad_seed_is_enough_for_the_kl(bad, seed):
     made = runs(0.5, 5e-4)
-    made[CHECKED, 1] = run(0.5, 2e-3)
+    made[CHECKED, seed] = run(0.5, bad)
     assert not check(made, BOUNDS)[1].ok
 
 
