@@ -1,12 +1,12 @@
 """`python -m tools.census`: is a replayed refit a fresh load, for every model class that SGLang has?
 
-Exit status: 0 none is silent; 1 one is, or `docs/models.md` is not what was found; 130 interrupted.
+Exit status: 0 none is silent; 1 one is, or `docs/models.md` is not what was found; 2 `--only` names none; 130
+interrupted.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sglang_fp8rl.lab.terminal import FOUND_WRONG, JsonFlag, console, errors_told
 
 from . import results
-from .classes import architectures
+from .classes import matching
 from .layout import Layout
 from .outcome import Row, summary
 from .pool import LIMIT_SECONDS, rows_of
@@ -36,9 +36,8 @@ def main(
 ) -> None:
     """Judge them all; the last line is the sum."""
     layout = Layout(max(tp, ep), ep)
-    wanted = [one for one in architectures() if re.search(only, one)]
     with errors_told(interrupted="nothing was written"):
-        rows = _judged(wanted, workers, limit, layout)
+        rows = _judged(matching(only), workers, limit, layout)
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=1))
     out = console(stderr=as_json)
@@ -50,7 +49,7 @@ def main(
         elif only:
             why = f": {'; '.join(row.reasons)}" if row.reasons else ""
             out.print(f"{row.architecture}: {row.kind} ({row.names}){why}", markup=False)
-    changed = [] if write else results.changed(rows, layout)
+    changed = [] if write else results.changed(rows, layout, is_whole=not only)
     for line in changed:
         out.print(f"docs/models.md is not what was found: {line}", markup=False)
     if write and not only:

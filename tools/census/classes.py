@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import ast
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from sglang_fp8rl.errors import ConfigError
 
 
 def architectures() -> list[str]:
     """Every class that a file of `sglang.srt.models` offers, by name; SGLang is not imported."""
     found = (name for path in _files() for name in _entries(path))
     return sorted(set(found))
+
+
+def matching(pattern: str) -> list[str]:
+    """Those in whose names a regular expression is found. Raises `ConfigError` where it is none, or in no name."""
+    try:
+        found = [one for one in architectures() if re.search(pattern, one)]
+    except re.error as error:
+        rule = "it has to be a regular expression"
+        raise ConfigError("--only", f"{pattern!r}: {error}", rule, "Correct it.") from error
+    if not found:
+        rule = "it has to be found in the name of a class that SGLang has"
+        raise ConfigError("--only", repr(pattern), rule, "Nothing was judged; give another one.")
+    return found
 
 
 def why_missing(architecture: str) -> str:

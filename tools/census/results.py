@@ -70,13 +70,18 @@ def write(rows: Sequence[Row], layout: Layout = ONE_RANK) -> Path:
     return path
 
 
-def changed(rows: Sequence[Row], layout: Layout = ONE_RANK) -> list[str]:
-    """Classes whose outcome is not the one on file for this host and layout; of all judged to the end."""
+def changed(rows: Sequence[Row], layout: Layout = ONE_RANK, *, is_whole: bool = False) -> list[str]:
+    """Classes whose outcome is not the one on file for this host and layout; of all judged to the end.
+
+    Args:
+        is_whole: whether these have to be all that are on file.
+    """
     path = path_of(version("sglang"), layout)
     if not path.exists():
         return []
     known = read(path)[1]
-    lines = []
+    gone = known.keys() - {row.architecture for row in rows} if is_whole else ()
+    lines = [f"{name}: not judged, on file {known[name].kind}" for name in sorted(gone)]
     for row in rows:
         before = known.get(row.architecture)
         is_cut_short = row.is_cut_short or (before is not None and before.is_cut_short)

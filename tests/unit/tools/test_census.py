@@ -19,6 +19,7 @@ from support.small_class import Builder, Plain
 from sglang_fp8rl.engine.refit import refit_of
 from sglang_fp8rl.errors import ConfigError, RefitError
 from tools.census import families, forward, judge, page, results
+from tools.census.classes import matching
 from tools.census.configs import config_class_of, tiny_config
 from tools.census.host import has_a_number
 from tools.census.judge import Judge, judged
@@ -476,6 +477,12 @@ def test_small_models_of_real_config_classes_lose_no_kind(architecture, tmp_path
     assert tiny_config(architecture, model_class, tmp_path, [], []) == []
 
 
+@pytest.mark.parametrize("pattern", ["Qwen3ForCasualLM", "Qwen3(ForCausalLM"])
+def test_a_pattern_that_names_no_class_is_refused(pattern):
+    with pytest.raises(ConfigError, match="--only"):
+        matching(pattern)
+
+
 def test_an_outcome_that_is_not_on_file_is_a_change(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(page, "FOLDER", tmp_path)
@@ -489,6 +496,8 @@ def test_an_outcome_that_is_not_on_file_is_a_change(tmp_path, monkeypatch):
     assert results.changed([Row("A", "refused"), rows[1]]) == ["A: refused, on file replayed"]
     assert results.changed([Row("D", "native")]) == ["D: native, on file nothing"]
     assert results.changed([Row("A", "not built", reasons=[f"{OUT_OF_TIME} 90 s"])]) == []
+    assert results.changed(rows, is_whole=True) == []
+    assert results.changed(rows[1:], is_whole=True) == ["A: not judged, on file replayed"]
     text = page.section()
     assert results.provenance()["commit"] in text
     assert "| replayed | token |  | A |" in text
