@@ -5,7 +5,7 @@
     python benchmarks/gpu_session.py large     # a large MoE: refit; its first one alone takes 15 s
 
 Each part is a process of its own with a share of the time, writes its results as they come, and may fail: the others run.
-Exit status: 0; 1 if a part failed or ran out of its time; 2 without a GPU.
+Exit status: 0; 1 if a part failed, ran out of its time or was not started; 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -95,21 +95,26 @@ def main(
     """Run one of the calls of a session on a GPU."""
     console = Console()
     device_of(console, smoke=False)
+    raise typer.Exit(0 if all_are_ok(call.value, total_s, console) else 1)
+
+
+def all_are_ok(call: str, total_s: float, console: Console) -> bool:
+    """Whether every part of a call ran to its end; says how each ended."""
     began = time.monotonic()
-    table = measured.table(f"session: {call.value}", ("part", "how it ended", "seconds"), words=2)
-    failed = False
-    for part in PARTS[call.value]:
+    table = measured.table(f"session: {call}", ("part", "how it ended", "seconds"), words=2)
+    ended = []
+    for part in PARTS[call]:
         left = total_s - (time.monotonic() - began)
         if left < part.seconds / 4:
-            table.add_row(part.script, f"not started: {left:.0f} s were left", "")
+            ended.append(f"not started: {left:.0f} s were left")
+            table.add_row(part.script, ended[-1], "")
             continue
         console.rule(" ".join((part.script, *part.args)))
         started = time.monotonic()
-        how = run(part, min(part.seconds, left))
-        failed = failed or how != "ok"
-        table.add_row(part.script, how, f"{time.monotonic() - started:.0f}")
+        ended.append(run(part, min(part.seconds, left)))
+        table.add_row(part.script, ended[-1], f"{time.monotonic() - started:.0f}")
     console.print(table)
-    raise typer.Exit(1 if failed else 0)
+    return all(how == "ok" for how in ended)
 
 
 def run(part: Part, seconds: float) -> str:
