@@ -24,7 +24,7 @@ from small_dapo.dynamic_sampling import dynamic_sampling
 from small_dapo.loop import nudged
 from small_dapo.rollout import Group
 from small_dapo.settings import Settings
-from small_dapo.summary import equal_rollouts
+from small_dapo.summary import equal_rollouts, late_accuracy
 from small_dapo.task import (
     EOS,
     MAX_RESPONSE_TOKENS,
@@ -268,3 +268,20 @@ def test_a_nudged_start_differs_in_one_weight_and_bf16_sees_it():
     for name, expected in ((names[0], 1), (names[1], 0)):
         assert int((found[name].bfloat16() != start[name].bfloat16()).sum()) == expected
         assert int((found[name] != start[name]).sum()) == expected
+
+
+def test_the_page_says_how_far_the_arms_are_apart():
+    runs = records.load(ACCURACY.parent / "results" / "dapo_small.jsonl")
+    nudged = "fp8_blockwise_nudged"
+
+    def apart(arms: set[str]) -> str:
+        gaps = [
+            late_accuracy(steps) - late_accuracy(runs[CHECKED, seed])
+            for (arm, seed), steps in runs.items()
+            if arm in arms
+        ]
+        return f"by {min(gaps):+.3f} to {max(gaps):+.3f}".replace("-", "−")
+
+    others = {arm for arm, _ in runs} - {CHECKED, nudged}
+    page = " ".join((ACCURACY / "README.md").read_text().split())
+    assert f"{apart({nudged})}, the other arms {apart(others)}." in page
