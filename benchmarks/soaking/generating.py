@@ -70,8 +70,8 @@ class Generators:
                 problem = (
                     f"HTTP {answer.status_code}: {found} of {tokens} tokens: {answer.text[:200]}"
                 )
-        except requests.RequestException as error:
-            problem = f"no answer: {error}"
+        except (requests.RequestException, LookupError, TypeError) as error:
+            problem = f"no answer, or another one than of tokens: {error!r}"
         with self._lock:
             self.counts.asked += 1
             self.counts.tokens += 0 if problem else tokens
