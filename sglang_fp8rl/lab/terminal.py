@@ -79,7 +79,11 @@ def can_be_written(path: Path) -> bool:
 
 
 class TellingGroup(TyperGroup):
-    """Commands whose errors are told, wherever in a command they come up: printing the result included."""
+    """Commands whose errors are told, wherever they come up: printing the result, or the help, included."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with errors_told():
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         with errors_told():

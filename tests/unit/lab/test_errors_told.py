@@ -253,6 +253,18 @@ def test_a_result_that_can_t_be_printed_is_told():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("asked", [["--help"], ["--version"], ["plan", "--help"]])
+def test_help_that_can_t_be_printed_is_told(asked):
+    code = f"from sglang_fp8rl.lab import cli; cli.app({asked})"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == BAD_INPUT
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
 def test_demo_leaves_nothing_behind_for_a_model_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     refused("demo", "--model", tmp_path / "nope")
