@@ -76,11 +76,6 @@ class Options(BaseModel):
     # Ids of one sequence.
     kv_calibration_tokens: tuple[NonNegativeInt, ...] = Field((), max_length=MAX_CALIBRATION_TOKENS)
 
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """Everything that names modules to leave alone."""
-        return self.ignored_layers + self.modules_to_not_convert
-
     def layer_reason(self, prefix: str, num_layers: int | None) -> str:
         """Why a module of that prefix stays in high precision by its layer's number, or empty. Raises `ConfigError`
         where the last layers are asked for and the model's depth is not known."""
@@ -150,10 +145,8 @@ def _check_keys(given: Mapping[str, Any], known: list[str]) -> None:
     unknown = [key for key in given if key not in known]
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
-        found, rule = (
-            f"unknown key {', '.join(map(repr, unknown))}",
-            f"known keys are {', '.join(known)}",
-        )
+        found = f"unknown key {', '.join(map(repr, unknown))}"
+        rule = f"known keys are {', '.join(known)}"
         remedy = f"Did you mean {near[0]!r}?" if near else "Remove it."
         raise ConfigError("quantization_config", found, rule, remedy)
 
@@ -179,12 +172,11 @@ class ModulePatterns:
             return direct
         covered = [part for part, patterns in found.items() if patterns]
         if len(covered) not in (0, len(found)):
-            verb = "Ignore" if self.option == "ignored_layers" else "Name"
             raise ConfigError(
                 prefix,
                 f"{self.option} covers {covered} of its parts {list(parts)}",
                 "a fused module has one scheme",
-                f"{verb} all of {list(parts)} or none.",
+                f"Name all of {list(parts)} or none.",
             )
         return tuple(dict.fromkeys(chain(*found.values())))
 

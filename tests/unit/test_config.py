@@ -171,8 +171,3 @@ def test_first_and_last_layers_are_counted_from_either_end():
 def test_last_layers_of_a_model_of_unknown_depth_are_an_error():
     with pytest.raises(ConfigError, match="num_last_layers_in_bf16"):
         Options(num_last_layers_in_bf16=1).layer_reason("model.layers.0.mlp.up_proj", None)
-
-
-def test_modules_to_not_convert_is_ignored_layers_by_another_name():
-    options = Options.from_dict({"modules_to_not_convert": ["a"], "ignored_layers": ["b"]})
-    assert set(options.patterns) == {"a", "b"}

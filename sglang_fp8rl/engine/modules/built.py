@@ -49,7 +49,7 @@ def check_and_complete(model: torch.nn.Module, config: Any) -> None:
         _leave_vision_towers(model)
     _leave_what_its_model_writes(model)
     config.schemes.update(_named_schemes(model))
-    _check_numbered(model, config.options)
+    _check_names(model, config)
     for prefix, scheme in config.schemes.items():  # of what is quantized for sure by now
         check_misaligned(prefix, scheme, config.options.misaligned, FALLBACKS)
     _check_one_product(config)
@@ -168,17 +168,21 @@ def _check_layout() -> None:
         )
 
 
-def _check_numbered(model: torch.nn.Module, options: Any) -> None:
-    """Refuse first or last layers in high precision where SGLang's prefixes do not number all layers."""
-    methods: list[Any] = [one.quant_method for one in _in_decoder_layers(model) if format_of(one)]
-    unnumbered = sorted(one.prefix for one in methods if not LAYER.search(one.prefix))
-    for option in ("num_first_layers_in_bf16", "num_last_layers_in_bf16"):
-        if unnumbered and getattr(options, option):
+def _check_names(model: torch.nn.Module, config: Any) -> None:
+    """Refuse options that miss a module for what SGLang calls it: the plan names it otherwise, or layers by a number."""
+    numbers = ("num_first_layers_in_bf16", "num_last_layers_in_bf16")
+    counted = [option for option in numbers if getattr(config.options, option)]
+    quantized: list[Any] = [*filter(format_of, model.modules())]
+    decoders = _in_decoder_layers(model)
+    for layer in quantized:
+        name, called = layer.fp8rl_prefix, layer.quant_method.prefix
+        is_numbered = layer not in decoders or LAYER.search(called)
+        for option in (*(() if is_numbered else counted), *config.naming(layer)):
             raise ConfigError(
                 option,
-                f"SGLang calls {len(unnumbered)} modules {unnumbered[0]!r} or alike",
-                "no layer's number is in that, as `layers.0` would be",
-                "Leave it out, and name modules in ignored_layers.",
+                f"SGLang calls {name} {called!r}",
+                "that is what options are held against, and this one misses it",
+                "Cover that too, with `re:` in a list of patterns, or leave the option out.",
             )
 
 

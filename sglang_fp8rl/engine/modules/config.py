@@ -20,7 +20,6 @@ from ...scheme import Cause, Scheme
 from ...versions import HAS_POW2_ACTIVATIONS
 from .built import check_and_complete
 from .linear import Fp8BlockwiseOnlineLinearMethod
-from .method import scheme_of
 from .moe import Fp8BlockwiseOnlineMoEMethod
 
 # For models that fuse but declare no `packed_modules_mapping`.
@@ -71,8 +70,9 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         self.schemes: dict[str, Scheme] = {}
         # What `Fp8Config` read from the environment is in `options` too, with stricter matching.
         self.ignored_layers: list[str] = []
-        ignored, kept = self.options.patterns, self.options.bf16_activations
+        ignored = self.options.ignored_layers + self.options.modules_to_not_convert
         self._ignored = ModulePatterns("ignored_layers", ignored, self._parts_of)
+        kept = self.options.bf16_activations
         self._kept = ModulePatterns("bf16_activations", kept, self._parts_of)
         self._num_layers = num_layers
 
@@ -126,6 +126,11 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         method = Fp8BlockwiseOnlineLinearMethod if is_linear else Fp8BlockwiseOnlineMoEMethod
         return method(self, prefix, keeps_activations)
 
+    def naming(self, layer: Any) -> list[str]:
+        """Options that name a quantized layer and did not reach it, if SGLang calls it otherwise."""
+        kept = () if layer.quant_method.fp8rl_scheme.keeps_activations else (self._kept,)
+        return [one.option for one in (self._ignored, *kept) if one.match(layer.fp8rl_prefix)]
+
     def get_cache_scale(self, name: str) -> str | None:
         """Some models ask every method under which name it keeps a scale of the KV cache: under none of its own."""
         return None
@@ -136,7 +141,6 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
         Raises:
             ConfigError, HostError: a module that can't be served as asked, a pattern without one.
         """
-        prefixes = [one.fp8rl_prefix for one in model.modules() if scheme_of(one)]
         check_and_complete(model, self)
         # A pattern that matches nothing is a typing error, not a wish.
         for named in (self._ignored, self._kept):
@@ -145,7 +149,7 @@ class Fp8BlockwiseOnlineConfig(Fp8Config):
                     raise ConfigError(
                         named.option,
                         repr(pattern),
-                        f"matches none of the prefixes of {len(prefixes)} linear modules, for example "
-                        f"{', '.join(map(repr, prefixes[:3]))}",
+                        f"matches none of {len(self.schemes)} modules, for example "
+                        f"{', '.join(map(repr, [*self.schemes][:3]))}",
                         "Correct the prefix; `sglang-fp8rl plan MODEL` lists them all.",
                     )

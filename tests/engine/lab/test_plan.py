@@ -105,9 +105,11 @@ def test_modules_that_share_a_prefix_are_planned_one_by_one(phi):
     ("option", "said"),
     [
         ({"misaligned": "error"}, "misaligned='error' allows it no fallback"),
-        ({"num_first_layers_in_bf16": 1}, "num_first_layers_in_bf16: .*'' .*no layer's number"),
-        ({"num_last_layers_in_bf16": 1}, "num_last_layers_in_bf16: .*'' .*no layer's number"),
-        ({"ignored_layers": ["model.layers.0"]}, "matches none of the prefixes .*example ''"),
+        ({"num_first_layers_in_bf16": 1}, "num_first_layers_in_bf16: SGLang calls .*''.*misses it"),
+        ({"num_last_layers_in_bf16": 1}, "num_last_layers_in_bf16: SGLang calls .*''.*misses it"),
+        ({"ignored_layers": ["model.layers.0"]}, "ignored_layers: SGLang calls .*''.*misses it"),
+        ({"ignored_layers": ["layers.0"]}, "ignored_layers: SGLang calls .*''.*misses it"),
+        ({"ignored_layers": ["decoder"]}, "matches none of 8 modules, .*example 'model"),
     ],
 )
 def test_an_option_that_misses_modules_for_their_prefix_is_refused_by_name(phi, option, said):

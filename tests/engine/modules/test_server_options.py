@@ -52,7 +52,7 @@ def test_an_unknown_key_stops_the_server_with_one_clear_line(checkpoint_dir, tmp
         (
             "qwen3",
             {"ignored_layers": ["re:.*k_proj"]},
-            ["qkv_proj", "['k_proj']", "one scheme", "Ignore all of"],
+            ["qkv_proj", "['k_proj']", "one scheme", "Name all of"],
         ),
         (
             "llama-misaligned",

@@ -6,16 +6,20 @@ from sglang.srt.layers.attention.vision import VisionAttention
 from sglang.srt.layers.linear import LinearBase
 from support.replayed import replay_of
 
+from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
 from sglang_fp8rl.engine.model.parameters import targets_of
 from sglang_fp8rl.engine.modules.built import (
+    _check_names,
     _leave_fusions,
     _leave_vision_towers,
     _leave_what_its_model_writes,
     _named_schemes,
     _written_in_place,
 )
+from sglang_fp8rl.engine.modules.config import Fp8BlockwiseOnlineConfig
 from sglang_fp8rl.engine.modules.method import DecidedMethod, scheme_of
+from sglang_fp8rl.errors import ConfigError
 from sglang_fp8rl.formats import FORMATS
 from sglang_fp8rl.scheme import Cause, Scheme
 from tools.census.toys.toy import attached
@@ -155,3 +159,35 @@ def test_no_module_is_lost_where_one_s_prefix_is_the_path_of_another():
         layer.quant_method = Method(Scheme(None, Cause.ASKED, prefix))
     schemes = {name: one.reason for name, one in _named_schemes(layers).items()}
     assert schemes == {"a": "", "b": "a", "own": "own"}
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("ignored_layers", "ignored_layers"),
+        ("modules_to_not_convert", "ignored_layers"),
+        ("bf16_activations", "bf16_activations"),
+    ],
+)
+@pytest.mark.parametrize("pattern", ["model.layers.0", "re:.*proj", "layers.0.attn.o_proj"])
+def test_a_pattern_of_a_name_that_sglang_does_not_use_is_refused(option, named, pattern):
+    """FalconH1: SGLang gives its MLP a prefix, and its attention none."""
+    config = Fp8BlockwiseOnlineConfig(Options.from_dict({option: [pattern]}))
+    model, layer = torch.nn.Module(), torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList([layer])
+    layer.attn, layer.mlp = torch.nn.Module(), torch.nn.Module()
+    for parent, leaf, prefix in (
+        (layer.attn, "o_proj", ""),
+        (layer.attn, "dense", ""),
+        (layer.mlp, "down_proj", "model.layers.0.mlp.down_proj"),
+    ):
+        linear = bare(LinearBase)
+        linear.quant_method = config.get_quant_method(linear, prefix)
+        if isinstance(linear.quant_method, DecidedMethod):
+            linear.quant_method.decide("")
+        setattr(parent, leaf, linear)
+    config.schemes.update(_named_schemes(model))
+    said = f"{named}: SGLang calls model.layers.0.attn.o_proj ''; .*misses"
+    with pytest.raises(ConfigError, match=said):
+        _check_names(model, config)
