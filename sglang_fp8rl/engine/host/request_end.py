@@ -81,8 +81,6 @@ class RequestEnd:
         elif self.is_asked:
             for extension in refit.extensions:
                 step(extension.end_request, was_flushed=bool(update.cache_flushed))
-        call = None if update.ends_session else update.origin.value
-        step(observe_refit, self.manager, refit, call, result.success)
         if update.is_last_call or not result.success:
             step(OPEN_BUFFERS.close)  # a refit that goes on brings its handles anew
         result.message = without_versions(result.message)
@@ -93,6 +91,8 @@ class RequestEnd:
         if version and RECORDS_WEIGHT_VERSIONS:
             scheduler = self.manager.scheduler
             step(lambda: scheduler.record_weight_version_change(new_version=version))
+        call = None if update.ends_session else update.origin.value
+        step(observe_refit, self.manager, refit, call, result.success)  # as it is answered
         return result
 
     def _told(self, ended: Any) -> str | None:
@@ -197,8 +197,7 @@ def fail_behind(
         ended: as of `RequestEnd`; None if the request has none.
         result: None if the answer can't say so; then only the status does.
     """
-    if result is None:  # else metrics were told
-        boundary.step(observe_refit, manager, refit)
+    boundary.step(observe_refit, manager, refit)  # here, where what it raises is told
     errors = boundary.failures()
     if not errors:
         return errors

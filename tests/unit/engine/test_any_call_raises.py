@@ -18,6 +18,7 @@ from tools.census.toys.toy import Toy, check_same, loaded, weights
 pytest.importorskip("sglang")
 
 from sglang_fp8rl.engine.extension import Extension
+from sglang_fp8rl.engine.host.metrics import _metrics
 from sglang_fp8rl.engine.host.status import add_status
 from sglang_fp8rl.engine.host.updater import RefitUpdater
 from sglang_fp8rl.engine.law.law import law_of
@@ -269,6 +270,26 @@ def test_a_read_behind_which_weights_are_left_otherwise_fails_them(monkeypatch):
         assert len(law_of(manager.refit).log.failures) <= MAX_LISTED
     server.managers[1].refit.extensions.pop()
     assert mended(server) == ""
+
+
+def test_a_call_is_counted_as_it_is_answered(monkeypatch):
+    """What the old weights left in storage can't be cleared on one rank, behind all that the request did."""
+    registry = pytest.importorskip("prometheus_client").REGISTRY
+    server = Server(monkeypatch)
+    labels = [{"model_name": f"rank {at}"} for at in range(SIZE)]
+    _metrics(tuple(labels[0]))  # of a process, and ranks are threads here
+    for manager, own in zip(server.managers, labels, strict=True):
+        manager.metrics_collector = SimpleNamespace(labels=own)
+    answers = server.call(update(), name="host.flush:clear_stored_cache", at=1)
+    assert not any(one.success for one in answers)
+    for own in labels:
+        failed, ok = (
+            registry.get_sample_value(
+                "sglang:fp8rl_update_calls_total", {**own, "source": "tensor", "outcome": outcome}
+            )
+            for outcome in ("failed", "ok")
+        )
+        assert (failed, ok) == (1, None)
 
 
 def spread(names, count):
