@@ -61,9 +61,8 @@ def clear_stored_cache(manager: Any) -> None:
     `HostError` where it can't be cleared."""
     scheduler = manager.scheduler
     kinds = ("enable_hicache_storage", "enable_lmcache")
-    if not any(getattr(scheduler, kind, False) for kind in kinds):
-        return
-    if not scheduler.tree_cache.clear_storage_backend():
+    is_stored = any(getattr(scheduler, kind, False) for kind in kinds)
+    if is_stored and not scheduler.tree_cache.clear_storage_backend():
         raise HostError(
             "the KV cache's storage backend",
             "not cleared, or unable to",

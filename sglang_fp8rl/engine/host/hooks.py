@@ -23,7 +23,7 @@ from ..modules.linear import Fp8BlockwiseOnlineLinearMethod
 from ..refit import ModelRefit, refit_of
 from .arguments import check_arguments
 from .flush import RefitFlushWrapper
-from .payload import flattened_bucket
+from .payload import check_load_format, flattened_bucket
 from .status import add_routes, add_status
 from .updater import RefitUpdater, after_flush
 from .weight_version import with_whole_version
@@ -42,9 +42,12 @@ def build_model(
     Raises:
         ConfigError: `--speculative-draft-model-quantization` asks for this method; SGLang before 0.5.18
             does not tell whether it did.
+        RefitError: `--load-format flash_rl`.
     """
     if not isinstance(quant_config, Fp8BlockwiseOnlineConfig):
         return original(model_config, load_config, quant_config)
+    if load_config.load_format == "flash_rl":
+        check_load_format("flash_rl")
     is_draft = getattr(model_config, "is_draft_model", False)
     if is_draft and TELLS_WHAT_DRAFTS_ASKED_FOR and _draft_was_asked_for():
         raise ConfigError(
@@ -64,8 +67,7 @@ def build_model(
         logger.info("fp8rl: the draft model stays in high precision")
         return model
     quant_config.settle(model)
-    path, hf_config = model_config.model_path, model_config.hf_config
-    names = functools.partial(meta_tensors, path, hf_config)
+    names = functools.partial(meta_tensors, model_config.model_path, model_config.hf_config)
     ModelRefit(model, quant_config.options, quant_config.schemes, names).attach()
     return model
 

@@ -26,7 +26,7 @@ def check_load_format(load_format: str | None) -> None:
             "load_format",
             repr(load_format),
             "what writes weights past model.load_weights would leave FP8 scales behind",
-            "Leave load_format out, or use 'flattened_bucket'.",
+            "Leave load_format out, or use 'flattened_bucket' for tensors.",
         )
 
 

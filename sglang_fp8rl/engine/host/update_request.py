@@ -162,10 +162,11 @@ def check_request(manager: Any, request: Any) -> None:
     check_selector(manager, request)
     if hasattr(request, "names"):
         check_lengths(request)
-    payloads = getattr(request, "serialized_named_tensors", None)
-    if payloads is None:
+    payloads: Any = getattr(request, "serialized_named_tensors", None)
+    load_format = getattr(request, "load_format", None)
+    if payloads is None and load_format != "flash_rl":  # which puts itself before load_weights
         return
-    check_load_format(getattr(request, "load_format", None))
+    check_load_format(load_format)
     size = torch.distributed.get_world_size(manager.tp_cpu_group)
     if len(payloads) != size:
         raise RefitError(

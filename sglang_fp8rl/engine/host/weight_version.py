@@ -27,8 +27,7 @@ async def with_whole_version(
     message, moved = apart_from_versions(message)
     # Replicas that differ are of no version; one that was left behind says none, or fails the answer of them all.
     are_alike = len(set(moved)) == 1 and (success or len(moved) == manager.server_args.dp_size)
-    new = moved[0] if are_alike else None
-    if new is not None:
+    if are_alike and (new := moved[0]) is not None:
         manager._update_weight_version_if_provided(new)
         message += f" Weight version updated to {new}."
     return (success, message, *more)

@@ -6,7 +6,16 @@ import importlib.util
 
 import pytest
 import torch
-from support.engine.commands import begin, digests, end, model_of, status, update
+from support.engine.commands import (
+    begin,
+    digests,
+    end,
+    model_of,
+    status,
+    update,
+    update_from_disk,
+)
+from support.engine.models import MODELS, checkpoint
 from support.engine.pool import engine_key, needs_sessions, on
 
 from sglang_fp8rl.wire.refit_note import RefitNote
@@ -34,6 +43,20 @@ def test_a_loader_of_the_client_s_choice_is_refused_on_every_rank(host, load_for
         "Leave load_format out",
         load_format=load_format,
     )
+
+
+@on("qwen3-tp1")
+def test_no_update_from_disk_puts_a_loader_before_the_model_s(host, checkpoint_dir):
+    """Behind FlashRL's, SGLang before 0.5.23 casts all that comes later by itself, without our scales."""
+    host.in_doubt = True
+    path = str(checkpoint(checkpoint_dir, MODELS["qwen3"], "second"))
+    before = host.call(digests)
+    ok, message = host.call(update_from_disk, path, "flash_rl")
+    assert not ok
+    assert "load_format: 'flash_rl'" in message
+    assert host.call(digests) == before
+    host.update_to("second")
+    assert host.call_all(digests) == host.fresh("second").digests
 
 
 def update_that_loads_nothing(scheduler, tensors):

@@ -129,10 +129,10 @@ def end(scheduler: Any) -> tuple[bool, str]:
     return _answered(scheduler.weight_updater.end_weight_update(EndWeightUpdateReqInput()))
 
 
-def update_from_disk(scheduler: Any, path: str) -> tuple[bool, str]:
+def update_from_disk(scheduler: Any, path: str, load_format: str = "auto") -> tuple[bool, str]:
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
-    request = UpdateWeightFromDiskReqInput(model_path=path, load_format="auto")
+    request = UpdateWeightFromDiskReqInput(model_path=path, load_format=load_format)
     return _answered(scheduler.weight_updater.update_weights_from_disk(request))
 
 

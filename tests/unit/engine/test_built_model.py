@@ -1,5 +1,7 @@
 """A model that SGLang has built: which tensor is an FP8 weight, and what its vision tower is said to be."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from sglang.srt.layers.attention.vision import VisionAttention
@@ -8,6 +10,7 @@ from support.replayed import replay_of
 
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.arrival.update import Origin, Update
+from sglang_fp8rl.engine.host.hooks import build_model
 from sglang_fp8rl.engine.model.parameters import targets_of
 from sglang_fp8rl.engine.modules.built import (
     _check_names,
@@ -19,7 +22,7 @@ from sglang_fp8rl.engine.modules.built import (
 )
 from sglang_fp8rl.engine.modules.config import Fp8BlockwiseOnlineConfig
 from sglang_fp8rl.engine.modules.method import DecidedMethod, scheme_of
-from sglang_fp8rl.errors import ConfigError
+from sglang_fp8rl.errors import ConfigError, RefitError
 from sglang_fp8rl.formats import FORMATS
 from sglang_fp8rl.scheme import Cause, Scheme
 from tools.census.toys.toy import attached
@@ -191,3 +194,9 @@ def test_a_pattern_of_a_name_that_sglang_does_not_use_is_refused(option, named, 
     said = f"{named}: SGLang calls model.layers.0.attn.o_proj ''; .*misses"
     with pytest.raises(ConfigError, match=said):
         _check_names(model, config)
+
+
+def test_no_model_is_built_for_a_loader_that_comes_before_its_own():
+    asked = SimpleNamespace(load_format="flash_rl")
+    with pytest.raises(RefitError, match="load_format: 'flash_rl'"):
+        build_model(None, None, asked, Fp8BlockwiseOnlineConfig())
