@@ -68,6 +68,7 @@ class Bucket:
         self.columns = Columns([], [], [], [], [])
         self._limit, self._expected, self._staging = limit, expected, staging
         self._memory: torch.Tensor | None = None
+        self._viewed: dict[torch.dtype, torch.Tensor] = {}
         # For these places, when there is memory.
         self._apart_starts, self._apart = list[int](), list[torch.Tensor]()
         self._device = torch.device("cpu")
@@ -101,11 +102,12 @@ class Bucket:
             self._device = tensor.device
             self._turns.take(self._device)
             self._memory = self._memory_at_once()
-        columns: tuple[list[Any], ...] = self.columns
-        for column, value in zip(
-            columns, (name, tensor.shape, tensor.dtype, start, self._end), strict=True
-        ):
-            column.append(value)
+        columns = self.columns
+        columns.names.append(name)
+        columns.shapes.append(tensor.shape)
+        columns.dtypes.append(tensor.dtype)
+        columns.starts.append(start)
+        columns.ends.append(self._end)
         self._copy(start, tensor)
         self._seconds += perf_counter() - began
 
@@ -116,16 +118,28 @@ class Bucket:
 
     def _copy(self, start: int, tensor: torch.Tensor) -> None:
         """Copy a tensor that may change, to its place if there is memory."""
-        streams = {device: self._turns.take(device) for device in {tensor.device, self._device}}
-        if self._memory is None or self._end > len(self._memory):
+        stream = its_stream = self._turns.take(self._device)
+        if tensor.device != self._device:
+            its_stream = self._turns.take(tensor.device)
+        if self._memory is None or self._end > self._memory.numel():
             self._apart_starts.append(start)
             self._apart.append(tensor.clone(memory_format=torch.contiguous_format))
         else:
-            place_of(self._memory, start, tensor.dtype, tensor.shape).copy_(tensor)
+            self._place(self._memory, start, tensor).copy_(tensor)
             if self._memory.is_cuda:  # an update may end before this is done
-                self._memory.record_stream(streams[self._device])
+                self._memory.record_stream(stream)
         if tensor.is_cuda:  # whoever made it may let go of it now
-            tensor.record_stream(streams[tensor.device])
+            tensor.record_stream(its_stream)
+
+    def _place(self, memory: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Tensor:
+        """As `place_of`, of the memory that tensors are added to, in one call where it can be."""
+        if not tensor.is_contiguous():
+            return place_of(memory, start, tensor.dtype, tensor.shape)
+        viewed = self._viewed.get(tensor.dtype)
+        if viewed is None:
+            whole = memory[: memory.numel() // ALIGNMENT * ALIGNMENT]
+            viewed = self._viewed[tensor.dtype] = whole.view(tensor.dtype)
+        return viewed.as_strided(tensor.shape, tensor.stride(), start // tensor.itemsize)
 
     def close(self, *, is_last: bool) -> None:
         """Nothing more is added: all lies in one memory when this returns, and everything that was sent was read. Raises
@@ -137,7 +151,7 @@ class Bucket:
         began = perf_counter()
         for device in {self._device, *(tensor.device for tensor in self._apart)}:
             self._turns.take(device)
-        if self._memory is None or self._end > len(self._memory):
+        if self._memory is None or self._end > self._memory.numel():
             filled = None if self._memory is None else self._memory[: self._apart_starts[0]]
             wanted = 0 if is_last or self._staging is None else self._limit
             self._memory = self._new_memory(self._end, wanted, is_larger=filled is not None)
