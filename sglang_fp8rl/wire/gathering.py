@@ -39,7 +39,7 @@ def copy_together(
     are_words &= np.array([one == memory.device for one in map(_DEVICE, tensors)], bool)
     goes_on = are_words[1:] & are_words[:-1] & (begins[1:] == ends[:-1])
     bounds = [0, *(np.flatnonzero(~goes_on) + 1).tolist(), len(tensors)]
-    with torch.no_grad():
+    with torch.inference_mode():  # no gradient, nor a tangent
         for first, behind in pairwise(bounds):
             one, rows = tensors[first], tensors[first:behind]
             if not are_words[first]:

@@ -14,6 +14,7 @@ from ..formats import weight_name_of
 from .bucket import ALIGNMENT, Bucket
 from .gathering import PLAIN, nbytes_of
 from .layout_text import NAMES, Columns
+from .sendable import is_freed, sendable
 from .staging import StagingBuffers
 
 # Of these no tensor is made where another one was, as by an iterator, or a mapping of somebody's own.
@@ -51,11 +52,13 @@ class Listed:
         ends = starts + sizes
         first = 0
         while first < len(names):
-            last = int(np.searchsorted(ends, starts[first] + limit, "right"))
-            behind = max(last, first + 1)
+            last = np.searchsorted(ends, starts[first] + min(limit, ends[-1]), "right")
+            behind = max(int(last), first + 1)
             if behind < len(names) and weight_name_of(names[behind]) == names[behind - 1]:
                 behind += 1
             here, bucket = slice(first, behind), Bucket(limit, 0, staging)
+            if any(map(is_freed, tensors[here])):  # since they were looked at
+                list(sendable(zip(names[here], tensors[here], strict=True)))
             places = [(of[here] - starts[first]).tolist() for of in (starts, ends)]
             columns = Columns(names[here], shapes[here], dtypes[here], *places)
             bucket.add_all(columns, tensors[here])
@@ -66,16 +69,14 @@ class Listed:
 
 def _are_plain(names: tuple[Any, ...], tensors: tuple[Any, ...]) -> bool:
     """Whether nothing has to be asked about any of them."""
-    if set(map(type, names)) != {str} or len(set(names)) < len(names):
-        return False
-    if not set(map(type, tensors)) <= set(PLAIN) or not NAMES.keys() >= set(
-        _each("dtype", tensors)
-    ):
-        return False
-    if set(_each("layout", tensors)) != {torch.strided} or any(_each("is_meta", tensors)):
-        return False
-    held = np.array([tensor.untyped_storage().nbytes() for tensor in tensors], np.int64)
-    return not ((held == 0) & (nbytes_of(tensors) > 0)).any()
+    return (
+        set(map(type, names)) == {str}
+        and len(set(names)) == len(names)
+        and set(map(type, tensors)) <= set(PLAIN)
+        and set(_each("dtype", tensors)) <= NAMES.keys()
+        and set(_each("layout", tensors)) == {torch.strided}
+        and not (any(_each("is_meta", tensors)) or any(map(is_freed, tensors)))
+    )
 
 
 def _each(attribute: str, tensors: Iterable[torch.Tensor]) -> list[Any]:

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
+from sglang_fp8rl.errors import RefitError
 from sglang_fp8rl.wire import layout_text
 from sglang_fp8rl.wire.bucket import Bucket, buckets_of
 from sglang_fp8rl.wire.listed import Listed
@@ -136,6 +138,32 @@ def test_a_list_is_cut_where_an_iterator_is(limit):
             assert (one.layout, is_last) == (other.layout, is_its_last)
             assert torch.equal(one.flat, other.flat)
             assert one.payload(1, False).nbytes == other.payload(1, False).nbytes
+
+
+def test_a_list_is_one_bucket_below_any_limit():
+    sent = [(str(at), torch.ones(9)) for at in range(3)]
+    assert [is_last for _, is_last in Listed.of(sent).buckets(10**20)] == [True]
+
+
+def test_what_is_freed_behind_the_first_bucket_is_refused_and_named():
+    """As FSDP does with what it gathered; to read it would end the process."""
+    sent = [(str(at), torch.ones(16)) for at in range(4)]
+    buckets = Listed.of(sent).buckets(128)
+    next(buckets)
+    sent[3][1].untyped_storage().resize_(0)
+    with pytest.raises(RefitError, match=r"^3: .* in memory"):
+        next(buckets)
+
+
+def test_what_has_a_tangent_is_its_values():
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(16), torch.ones(16))
+        sent = [("a", dual), ("b", torch.ones(16)), ("c", dual[:3])]
+        ((bucket, _),) = Listed.of(sent).buckets(1 << 20)
+        for at, (_, tensor) in enumerate(sent):
+            found = bucket.tensor(at)[1]
+            assert torch.equal(found, torch.ones(len(tensor)))
+            assert forward_ad.unpack_dual(found).tangent is None
 
 
 def test_what_stays_is_copied_by_close_and_what_goes_by_when_it_is_added():
