@@ -29,7 +29,7 @@ async def flat_buckets(
             bucket = Bucket(bucket_bytes, bucket_bytes)
         bucket.add(name, tensor)
         del tensor  # the next one may take its place
-    if bucket.metadata:
+    if bucket.columns.names:
         bucket.close(is_last=True)
         yield bucket.payload(1, layout_as_text).texts[0], True
 
