@@ -46,6 +46,12 @@ def ours(buckets: Iterable[tuple[Any, bool]], see: Seen | None) -> None:
             see(bucket.flat, from_text(content["metadata"]))
 
 
+def listed(named: Named, limit: int) -> Iterable[tuple[Any, bool]]:
+    found = Listed.of(named)
+    assert found is not None  # each of them is plain
+    return found.buckets(limit, 0, StagingBuffers())
+
+
 def sglangs(named: Named, limit: int, see: Seen | None) -> None:
     first, nbytes = 0, 0
     for at, (_, tensor) in enumerate(named):
@@ -94,7 +100,7 @@ def main(
     named = [(name, tensor.reshape(-1)[:128].bfloat16()) for name, tensor in weights.items()]
     limit = sum(tensor.nbytes for _, tensor in named) // BUCKETS
     ways: dict[str, Callable[[Seen | None], None]] = {
-        "a list": lambda see: ours(Listed.of(named).buckets(limit, 0, StagingBuffers()), see),
+        "a list": lambda see: ours(listed(named, limit), see),
         "an iterator": lambda see: ours(
             buckets_of(sendable(iter(named)), limit, 0, StagingBuffers()), see
         ),

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import RefitError
 from ..formats import weight_name_of
 from .bucket import ALIGNMENT, Bucket
 from .gathering import PLAIN, nbytes_of
 from .layout_text import NAMES, Columns
-from .sendable import is_freed, sendable
+from .sendable import is_freed
 from .staging import StagingBuffers
 
 # Of these no tensor is made where another one was, as by an iterator, or a mapping of somebody's own.
@@ -57,14 +58,25 @@ class Listed:
             if behind < len(names) and weight_name_of(names[behind]) == names[behind - 1]:
                 behind += 1
             here, bucket = slice(first, behind), Bucket(limit, 0, staging)
-            if any(map(is_freed, tensors[here])):  # since they were looked at
-                list(sendable(zip(names[here], tensors[here], strict=True)))
             places = [(of[here] - starts[first]).tolist() for of in (starts, ends)]
             columns = Columns(names[here], shapes[here], dtypes[here], *places)
+            _check_unchanged(columns, tensors[here])
             bucket.add_all(columns, tensors[here])
             bucket.close(is_last=behind == len(names))
             yield bucket, behind == len(names)
             first = behind
+
+
+def _check_unchanged(columns: Columns, tensors: list[torch.Tensor]) -> None:
+    """Raise `RefitError` for a tensor that is no more what it was when buckets were cut."""
+    for name, shape, dtype, now in zip(*columns[:3], tensors, strict=True):
+        if is_freed(now) or now.dtype != dtype or now.shape != shape:
+            raise RefitError(
+                name,
+                f"{dtype} {tuple(shape)}, and {'freed' if is_freed(now) else f'{now.dtype} {tuple(now.shape)}'} by now",
+                "the tensors of a list keep memory, dtype and shape until the update returns",
+                "Change them behind it, or send an iterator.",
+            )
 
 
 def _are_plain(names: tuple[Any, ...], tensors: tuple[Any, ...]) -> bool:

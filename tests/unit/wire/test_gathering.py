@@ -145,13 +145,25 @@ def test_a_list_is_one_bucket_below_any_limit():
     assert [is_last for _, is_last in Listed.of(sent).buckets(10**20)] == [True]
 
 
-def test_what_is_freed_behind_the_first_bucket_is_refused_and_named():
-    """As FSDP does with what it gathered; to read it would end the process."""
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda one: one.untyped_storage().resize_(0),
+            "freed by now",
+        ),  # to read it would end the process
+        (lambda one: one.set_(torch.ones(8)), r"float32 \(8,\) by now"),
+        (lambda one: one.set_(torch.ones(4, 4)), r"float32 \(4, 4\) by now"),
+        (lambda one: setattr(one, "data", torch.ones(32).bfloat16()), r"bfloat16 \(32,\) by now"),
+    ],
+    ids=["freed", "smaller", "another shape", "another dtype"],
+)
+def test_what_changes_behind_the_first_bucket_is_refused_and_named(change, said):
     sent = [(str(at), torch.ones(16)) for at in range(4)]
     buckets = Listed.of(sent).buckets(128)
     next(buckets)
-    sent[3][1].untyped_storage().resize_(0)
-    with pytest.raises(RefitError, match=r"^3: .* in memory"):
+    change(sent[3][1])
+    with pytest.raises(RefitError, match=f"^3: .*{said}"):
         next(buckets)
 
 
