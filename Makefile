@@ -56,11 +56,12 @@ demo: .venv/.ready  ## serve, refit and check a small model on real parts (ARGS=
 test: .venv/.ready  ## the suite on the newest supported SGLang; 8 to 12 minutes on two slow cores
 	.venv/bin/python $(PYTEST) $(PYTEST_ARGS)
 
-test-all: .venv/.ready $(BETWEEN:%=.venv-%/.ready)  ## every case of it: all models and layouts of the contract, DAPO, large shapes; and `test` on the versions between; an hour and a half
+test-all: .venv/.ready $(BETWEEN:%=.venv-%/.ready)  ## every case of it: all models and layouts of the contract, DAPO, large shapes; and `test` on the older versions; two hours
 	.venv/bin/python -m tools.census
 	$(MAKE) studies-test
 	.venv/bin/python $(PYTEST) --all $(PYTEST_ARGS)
 	set -e; for host in $(BETWEEN); do .venv-$$host/bin/python $(PYTEST) $(PYTEST_ARGS); done
+	$(MAKE) test-oldest
 
 studies-test: .venv/.ready  ## tests of the studies that are finished (benchmarks/studies)
 	.venv/bin/python -m pytest -n 2 --all-packages benchmarks/studies/tests $(PYTEST_ARGS)
