@@ -159,7 +159,7 @@ class Bucket:
                 self._memory[: len(filled)].copy_(filled)
         copy_together(self._memory, self._apart_starts, self._apart)
         self._turns.wait()  # who has its handle open still waits for nothing
-        self._apart = []
+        self._apart, self._viewed = [], {}
         now = perf_counter()
         self.marks = [("filling", began - self._seconds), ("making_handles", now)]
 

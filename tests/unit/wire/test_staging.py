@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, get_context
 from pathlib import Path
@@ -112,6 +113,17 @@ def test_a_scale_stays_with_its_weight_whatever_the_limit():
     sent = [(f"{n}.weight{end}", torch.ones(100)) for n in range(3) for end in ("", "_scale_inv")]
     names = [[one.name for one in bucket.metadata] for bucket, _ in buckets_of(sent, 0)]
     assert names == [[f"{n}.weight", f"{n}.weight_scale_inv"] for n in range(3)]
+
+
+def test_memory_that_was_too_small_goes_when_larger_one_is_filled():
+    bucket = Bucket(1000, 300)
+    bucket.add("a", torch.ones(300, dtype=torch.uint8))
+    small = weakref.ref(bucket._memory.untyped_storage())
+    bucket.add("b", torch.ones(300, dtype=torch.uint8))
+    bucket.close(is_last=True)
+    assert small() is None
+    assert len(bucket.flat) == 604
+    assert bucket.flat[304:].all()
 
 
 class SlowServer:
