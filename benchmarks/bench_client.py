@@ -49,7 +49,7 @@ def ours(buckets: Iterable[tuple[Any, bool]], see: Seen | None) -> None:
 def listed(named: Named, limit: int) -> Iterable[tuple[Any, bool]]:
     found = Listed.of(named)
     assert found is not None  # each of them is plain
-    return found.buckets(limit, 0, StagingBuffers())
+    return found.buckets(limit, StagingBuffers())
 
 
 def sglangs(named: Named, limit: int, see: Seen | None) -> None:

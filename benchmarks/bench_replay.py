@@ -49,7 +49,7 @@ from support.engine.engine_host import EngineHost
 from support.replayed import replay_of
 
 from sglang_fp8rl.lab.testing.checkpoints import make_state_dict, save_checkpoint
-from sglang_fp8rl.wire import layout_text
+from sglang_fp8rl.lab.testing.layouts import to_text
 
 MS = 1e3
 # What C3 and C4 ask for (ms, ratios).
@@ -87,7 +87,7 @@ def load(scheduler: Any, as_text: bool = False) -> float:
 
     payload = dict(_state["bucket"])
     if as_text:
-        payload["metadata"] = layout_text.to_text(payload["metadata"])
+        payload["metadata"] = to_text(payload["metadata"])
     data = MultiprocessingSerializer.serialize(payload)
     updater = scheduler.tp_worker.model_runner.weight_updater
     with _during_an_update(scheduler), collector_paused():

@@ -109,7 +109,7 @@ class TensorUpdate:
             self.device, buckets = listed.device, listed.buckets
         else:
             self.device, tensors = _begun(sendable(named_tensors))
-            buckets = functools.partial(buckets_of, tensors)
+            buckets = functools.partial(buckets_of, tensors, expected=expected)
         size = (before or {}).get(self.device, 0)
         self.bucket_bytes = bucket_bytes or default_bucket_bytes(self.device, size)
 
@@ -125,7 +125,7 @@ class TensorUpdate:
             staging = StagingBuffers() if self.is_ours else None
             answer: Any = None
             self.mark("taking_tensors")
-            for bucket, is_last in buckets(self.bucket_bytes, expected, staging):
+            for bucket, is_last in buckets(self.bucket_bytes, staging=staging):
                 payload = bucket.payload(self._tp_size, self.is_ours)
                 self.marks += bucket.marks
                 self.mark("waiting")

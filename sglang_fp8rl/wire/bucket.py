@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from ..errors import RefitError
@@ -25,11 +26,12 @@ from .stages import Mark
 from .staging import FLAT, StagingBuffers, allocate, refuse_without_room
 from .streams import StreamTurns
 
+Place = TypeVar("Place", int, np.ndarray)
 ALIGNMENT = 16  # a bucket is viewed as each tensor's dtype, so every tensor starts aligned
 
 
-def aligned(place: int) -> int:
-    """The first byte from there on at which a tensor may start."""
+def aligned(place: Place) -> Place:
+    """The first byte from there on at which a tensor may start; of each of them."""
     return -(-place // ALIGNMENT) * ALIGNMENT
 
 

@@ -5,10 +5,9 @@ be read. To unpickle SGLang's object per tensor takes, of 18,000, longer than an
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from operator import index
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -50,12 +49,6 @@ class Columns(NamedTuple):
         """All in one string; equal layouts, equal strings."""
         table = self._asdict() | {"dtypes": [NAMES[one] for one in self.dtypes]}
         return json.dumps({"version": VERSION, **table}, separators=(",", ":"))
-
-
-def to_text(tensors: Sequence[Any]) -> str:
-    """Describe tensors that have the attributes of SGLang's own metadata."""
-    attributes = "name", "shape", "dtype", "start_idx", "end_idx"
-    return Columns(*([getattr(one, name) for one in tensors] for name in attributes)).to_text()
 
 
 def from_text(text: str) -> list[SimpleNamespace]:

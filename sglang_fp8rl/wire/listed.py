@@ -12,7 +12,7 @@ import torch
 
 from ..errors import RefitError
 from ..formats import weight_name_of
-from .bucket import ALIGNMENT, Bucket
+from .bucket import Bucket, aligned
 from .gathering import PLAIN, nbytes_of
 from .layout_text import NAMES, Columns
 from .sendable import is_freed
@@ -42,14 +42,14 @@ class Listed:
         return cls(pairs) if is_paired and _are_plain(*zip(*pairs, strict=True)) else None
 
     def buckets(
-        self, limit: int, expected: int = 0, staging: StagingBuffers | None = None
+        self, limit: int, staging: StagingBuffers | None = None
     ) -> Iterator[tuple[Bucket, bool]]:
-        """As `bucket.buckets_of`, cut at the same places; what is `expected` is known."""
+        """As `bucket.buckets_of`, cut at the same places."""
         names, tensors = self._names, self._tensors
         shapes, dtypes = _each("shape", tensors), _each("dtype", tensors)
         sizes = nbytes_of(tensors)
-        ends = np.cumsum(-(-sizes // ALIGNMENT) * ALIGNMENT)
-        starts = np.concatenate([[0], ends[:-1]])
+        whole = aligned(sizes)
+        starts = np.cumsum(whole) - whole
         ends = starts + sizes
         first = 0
         while first < len(names):

@@ -21,7 +21,7 @@ from support.engine.fingerprint_commands import fingerprint
 from support.engine.models import MODELS
 
 from sglang_fp8rl.lab.testing.checkpoints import perturbed
-from sglang_fp8rl.wire import layout_text
+from sglang_fp8rl.lab.testing.layouts import to_text
 from sglang_fp8rl.wire.bucket import Bucket
 from sglang_fp8rl.wire.handles import serialize
 
@@ -108,7 +108,7 @@ def _call(scheduler: Any, step: Step) -> tuple[bool, str]:
     flat, metadata = filled.flat, filled.metadata
     if step.fault == "layout":
         metadata[step.at].start_idx -= 1 << 20
-    layout = layout_text.to_text(metadata)
+    layout = to_text(metadata)
     content = serialized({"flattened_tensor": flat, "metadata": layout}, serialize)
     payload = content[:24] if step.fault == "pickle" else content
     return send(scheduler, to_all_ranks(scheduler, payload), "flattened_bucket", step.flush)

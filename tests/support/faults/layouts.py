@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_fp8rl.wire import layout_text
+from sglang_fp8rl.lab.testing.layouts import to_text
 from sglang_fp8rl.wire.bucket import Bucket
 
 from .fault import Group
@@ -106,7 +106,7 @@ def written(word: str, *told: str, change: Callable[[str], Any]) -> None:
     """A row for a bucket of one tensor, whose layout is made of the text that it had."""
     row(*told, word=word)(
         lambda trainer: trainer.flat(
-            [trainer.fresh(DOWN)], lambda metadata: change(layout_text.to_text(metadata))
+            [trainer.fresh(DOWN)], lambda metadata: change(to_text(metadata))
         )
     )
 
@@ -151,5 +151,5 @@ def a_known_layout_over_a_shorter_buffer(trainer: Trainer) -> Answer:
     assert trainer.flat(bucket).code == 200
     filled = Bucket.of(bucket)
     flat, metadata = filled.flat, filled.metadata
-    value = {"flattened_tensor": flat[: len(flat) // 2], "metadata": layout_text.to_text(metadata)}
+    value = {"flattened_tensor": flat[: len(flat) // 2], "metadata": to_text(metadata)}
     return trainer.pickled(value, "flattened_bucket")

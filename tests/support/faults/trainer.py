@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sglang_fp8rl.client import RefitClient
-from sglang_fp8rl.wire import layout_text
+from sglang_fp8rl.lab.testing.layouts import to_text
 from sglang_fp8rl.wire.bucket import Bucket, NamedTensor
 from sglang_fp8rl.wire.handles import serialize
 from support.by_definition import quantize_blockwise
@@ -106,7 +106,7 @@ class Trainer(ABC):
         flat, metadata = filled.flat, filled.metadata
         layout = change(metadata)
         if layout is None:
-            layout = layout_text.to_text(metadata) if as_text else metadata
+            layout = to_text(metadata) if as_text else metadata
         return self.pickled({"flattened_tensor": flat, "metadata": layout}, "flattened_bucket")
 
     # -- what there is to send ---------------------------------------------------------------------

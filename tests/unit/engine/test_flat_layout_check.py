@@ -7,6 +7,7 @@ import torch
 
 from sglang_fp8rl.engine.arrival.bucket import FlatBucket, TensorBucket, check_bucket
 from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.lab.testing.layouts import to_text
 from sglang_fp8rl.wire import layout_text
 
 SHAPE = torch.Size((4, 4))
@@ -19,7 +20,7 @@ def tensor(name, start, end, shape=SHAPE, dtype=torch.float32):
 
 
 def bucket(*metadata, as_text=False):
-    given = layout_text.to_text(metadata) if as_text else list(metadata)
+    given = to_text(metadata) if as_text else list(metadata)
     return FlatBucket(torch.arange(128, dtype=torch.uint8), given)
 
 

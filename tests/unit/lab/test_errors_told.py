@@ -237,6 +237,16 @@ def test_a_server_that_is_gone_is_told_before_a_model_is_loaded(monkeypatch):
     assert "the server did not answer" in told
 
 
+def check_told_on_a_full_disk(code):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == BAD_INPUT
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
 def test_a_result_that_can_t_be_printed_is_told():
     code = (
         "from types import SimpleNamespace\n"
@@ -244,25 +254,13 @@ def test_a_result_that_can_t_be_printed_is_told():
         "plan_offline.make_plan = lambda *_, **__: SimpleNamespace(document={})\n"
         "cli.app(['plan', 'model', '--json'])"
     )
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert done.returncode == BAD_INPUT
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
+    check_told_on_a_full_disk(code)
 
 
 @pytest.mark.parametrize("asked", [["--help"], ["--version"], ["plan", "--help"]])
 def test_help_that_can_t_be_printed_is_told(asked):
     code = f"from sglang_fp8rl.lab import cli; cli.app({asked})"
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert done.returncode == BAD_INPUT
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
+    check_told_on_a_full_disk(code)
 
 
 def test_demo_leaves_nothing_behind_for_a_model_that_is_not_there(tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def test_any_order_of_any_tensors_lies_as_if_each_was_copied_by_itself(staging, 
         bucket.close(is_last=True)
         check(bucket, tensors)
         listed = Listed([(str(at), one) for at, one in enumerate(tensors)])
-        ((together, _),) = listed.buckets(1 << 20, expected, staging)
+        ((together, _),) = listed.buckets(1 << 20, staging)
         check(together, tensors)
         assert together.layout == bucket.layout
 
@@ -148,10 +148,7 @@ def test_a_list_is_one_bucket_below_any_limit():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            lambda one: one.untyped_storage().resize_(0),
-            "freed by now",
-        ),  # to read it would end the process
+        (lambda one: one.untyped_storage().resize_(0), "freed by now"),
         (lambda one: one.set_(torch.ones(8)), r"float32 \(8,\) by now"),
         (lambda one: one.set_(torch.ones(4, 4)), r"float32 \(4, 4\) by now"),
         (lambda one: setattr(one, "data", torch.ones(32).bfloat16()), r"bfloat16 \(32,\) by now"),
@@ -159,6 +156,7 @@ def test_a_list_is_one_bucket_below_any_limit():
     ids=["freed", "smaller", "another shape", "another dtype"],
 )
 def test_what_changes_behind_the_first_bucket_is_refused_and_named(change, said):
+    """To read what is freed would end the process; of what is smaller, old bytes would be sent."""
     sent = [(str(at), torch.ones(16)) for at in range(4)]
     buckets = Listed.of(sent).buckets(128)
     next(buckets)
