@@ -129,7 +129,7 @@ proof: .venv/.ready  ## the GPU's arithmetic in every case there is, on a CPU: h
 	.venv/bin/python tools/packed_quotient.py
 
 random-loading: .venv/.ready  ## models that nobody thought of, by seed: what does an update leave? (ARGS="FIRST COUNT")
-	.venv/bin/python -m tools.random_loading $(or $(ARGS),400 5000)
+	.venv/bin/python -m tools.random_loading $(or $(ARGS),200 5000)
 
 fuzz: .venv/.ready  ## 10,000 random requests against a model of the bytes (ARGS="--steps N --seed N")
 	PYTHONPATH=tests .venv/bin/python -m tools.fuzz $(ARGS)

@@ -28,9 +28,9 @@ BENCHMARKS = {
 }
 # What of them CI runs: few repetitions, since times decide nothing there.
 GUARDS = {
-    "cast": ("bench_cast_cpu.py", "--repetitions", "5"),
-    "replay": ("bench_replay.py", "--layers", "6", "--repetitions", "5"),
-    "refit": ("bench_refit.py", "--repetitions", "5"),
+    "cast": ("bench_cast_cpu.py", "--repetitions", "3"),
+    "replay": ("bench_replay.py", "--layers", "6", "--repetitions", "2"),
+    "refit": ("bench_refit.py", "--repetitions", "2"),
     "request": ("bench_request.py", "--repetitions", "5"),
     "sass": ("bench_sass.py", "--guard"),
 }

@@ -20,7 +20,7 @@ def test_what_was_found_once_is_found_no_more(seed):
 
 # What a thread raises is told by the update.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("first", range(0, 400, 50))
+@pytest.mark.parametrize("first", range(0, 200, 50))
 def test_every_update_leaves_what_it_determines_whatever_went_before(first):
     found = [run(seed) for seed in range(first, first + 50)]
     outcomes = sum((one.outcomes for one in found), Counter[str]())

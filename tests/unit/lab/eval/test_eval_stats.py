@@ -126,7 +126,7 @@ def simulate(shape: float, samples: int, shift: float, trials: int = 400):
         yield true, compare_paired(ours.tolist(), theirs.tolist(), samples)
 
 
-@pytest.mark.parametrize("samples", [1, 2, 4, 16])
+@pytest.mark.parametrize("samples", [1, 16])
 @pytest.mark.parametrize("shape", [0.4, 100.0])  # U-shaped, or all problems alike
 def test_false_alarms_stay_below_alpha_and_intervals_cover(shape, samples):
     found = list(simulate(shape, samples, 0.0))
@@ -135,7 +135,7 @@ def test_false_alarms_stay_below_alpha_and_intervals_cover(shape, samples):
     assert np.mean([c.difference.low <= true <= c.difference.high for true, c in found]) >= 0.93
 
 
-@pytest.mark.parametrize("samples", [1, 2, 8, 16])
+@pytest.mark.parametrize("samples", [2, 16])
 def test_the_interval_says_what_the_test_says(samples):
     found = [c for shift in (0.0, 0.2) for _, c in simulate(2.0, samples, shift)]
     noise = [c.verdict == "within noise" for c in found]
