@@ -41,9 +41,7 @@ class TensorBucket:
     def __init__(self, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         tensors = list(map(itemgetter(1), named_tensors))
         if not all(map(Tensor.is_contiguous, tensors)) or any(map(Tensor.is_neg, tensors)):
-            named_tensors = [(name, _contiguous(tensor)) for name, tensor in named_tensors]
-            tensors = list(map(itemgetter(1), named_tensors))
-        self._pairs = named_tensors
+            tensors = list(map(_contiguous, tensors))
         self.names: list[str] = list(map(itemgetter(0), named_tensors))
         self._tensors: list[torch.Tensor] = tensors
 
@@ -88,15 +86,15 @@ class TensorBucket:
         """
         if set(map(_DEVICE, self._tensors)) == {device}:
             return self
-        pairs = list(self)
-        elsewhere = [at for at, tensor in enumerate(self._tensors) if tensor.device != device]
-        copies = copied_together([self._tensors[at] for at in elsewhere], device)
+        tensors = list(self._tensors)
+        elsewhere = [at for at, tensor in enumerate(tensors) if tensor.device != device]
+        copies = copied_together([tensors[at] for at in elsewhere], device)
         for at, copy in zip(elsewhere, copies, strict=True):
-            pairs[at] = (pairs[at][0], copy)
-        return TensorBucket(pairs)
+            tensors[at] = copy
+        return TensorBucket(list(zip(self.names, tensors, strict=True)))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._pairs)
+        return zip(self.names, self._tensors, strict=True)
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
