@@ -15,6 +15,7 @@ code of the quotient is tried for every BF16 amax and every BF16 value below it,
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +24,20 @@ import triton.language as tl
 
 from ..write_table import DTYPES
 
+
+class Constant(tl.constexpr):
+    """A number or text of kernels, which is no other one later. Triton asks for that at each launch, which with `constexpr`
+    took a quarter of a launch's time on the host."""
+
+    def __deepcopy__(self, memo: Any) -> Constant:
+        return self
+
+    def __ne__(self, other: Any) -> Any:
+        return False if other is self else super().__ne__(other)
+
+
 # Kinds of source and of copies, as of `write_table`: FP32 comes as int32, BF16 and FP16 as int16.
-FP32, BF16, FP16 = (
-    tl.constexpr(DTYPES[one]) for one in (torch.float32, torch.bfloat16, torch.float16)
-)
+FP32, BF16, FP16 = (Constant(DTYPES[one]) for one in (torch.float32, torch.bfloat16, torch.float16))
 # The first with a conversion to e4m3 (Ada); it also has the maximum of two BF16 at once.
 _CONVERTS_TO_E4M3 = (8, 9)
 
@@ -151,7 +162,7 @@ _QUOTIENTS = """
     mul.rn.f32 r, {second}, {rest};
     fma.rn.f32 {second}, {second}, {near}, r;
 """
-FOUR_CODES = tl.constexpr(
+FOUR_CODES = Constant(
     "{ .reg .b32 a, b, c, d, r; .reg .b16 low, high;"
     + _QUOTIENTS.format(word="$1", first="a", second="b", near="$3", rest="$7")
     + _QUOTIENTS.format(word="$2", first="c", second="d", near="$3", rest="$7")
@@ -162,7 +173,7 @@ FOUR_CODES = tl.constexpr(
     }"""
 )
 # Through FP16, which has every value of e4m3; a source that is not finite stays as it is.
-TWO_SERVED = tl.constexpr(
+TWO_SERVED = Constant(
     "{ .reg .b32 a, b, r; .reg .b16 codes, low, high; .reg .pred finite;"
     + _QUOTIENTS.format(word="$1", first="a", second="b", near="$2", rest="$4")
     + """

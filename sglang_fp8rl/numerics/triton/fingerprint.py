@@ -17,18 +17,18 @@ import triton.language as tl
 
 from ...formats.format import ceil_div
 from ..fingerprint import COLUMN_SEED, MIX1, MIX2, STEP, Matrix
-from .arithmetic import on_device
+from .arithmetic import Constant, on_device
 
 Part = tuple[int, Matrix]
 Launch = tuple[Any, int, tuple[Any, ...], int]  # kernel, programs, arguments in front, `ALIGN`
 # A `Matrix` as numbers, stride and width in bytes; then the number that it is a part of, and its first program.
 _FIELDS = ("address", "stride", "rows", "width", "row", "first_byte", "seed", "number", "first")
 _ADDRESS, _STRIDE, _ROWS, _WIDTH, _ROW, _BYTE, _SEED, _NUMBER, _FIRST = map(
-    tl.constexpr, range(len(_FIELDS))
+    Constant, range(len(_FIELDS))
 )
-_COUNT = tl.constexpr(len(_FIELDS))
-_STEP, _MIX1, _MIX2 = tl.constexpr(int(STEP)), tl.constexpr(int(MIX1)), tl.constexpr(int(MIX2))
-_COLUMN_SEED = tl.constexpr(COLUMN_SEED)
+_COUNT = Constant(len(_FIELDS))
+_STEP, _MIX1, _MIX2 = Constant(int(STEP)), Constant(int(MIX1)), Constant(int(MIX2))
+_COLUMN_SEED = Constant(COLUMN_SEED)
 
 _WIDEST = 16  # bytes of a load
 # A thread reads 16 rows, in one load each.

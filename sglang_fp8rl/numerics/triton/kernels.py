@@ -15,17 +15,18 @@ import triton
 import triton.language as tl
 
 from ..write_table import BAD_SCALE, NAN_CODE, PIECE
+from .arithmetic import Constant
 from .tiles import cast_tile, copy_row, known_multiple
 
 COLUMNS = (*(PIECE.names or ()), "first")
-_COLUMNS = tl.constexpr(len(COLUMNS))
-_AT = {name: tl.constexpr(COLUMNS.index(name)) for name in COLUMNS}
+_COLUMNS = Constant(len(COLUMNS))
+_AT = {name: Constant(COLUMNS.index(name)) for name in COLUMNS}
 _SOURCE, _OFFSET, _SOURCE_STRIDE = _AT["source"], _AT["source_offset"], _AT["source_stride"]
 _TARGET, _TARGET_STRIDE = _AT["destination"], _AT["destination_stride"]
 _SCALES, _SCALES_N, _SCALES_K = _AT["scales"], _AT["scales_stride0"], _AT["scales_stride1"]
 _ROWS, _COLS, _BLOCK_N = _AT["rows"], _AT["cols"], _AT["block_n"]
 _FLAGS, _FLAG_COLS, _FIRST = _AT["flags"], _AT["flag_cols"], _AT["first"]
-_BAD_SCALE, _NAN_CODE = tl.constexpr(BAD_SCALE), tl.constexpr(NAN_CODE)
+_BAD_SCALE, _NAN_CODE = Constant(BAD_SCALE), Constant(NAN_CODE)
 
 # Triton would compile a kernel once more where 16 divides a number, and where it is 1.
 _NUMBERS = ["source", "source_stride", "target", "target_stride", "scales", "scales_n", "scales_k",

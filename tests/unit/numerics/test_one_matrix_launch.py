@@ -12,7 +12,8 @@ from sglang_fp8rl.formats.format import BlockGrid
 from sglang_fp8rl.numerics import FP8_DTYPE, cast_into
 from sglang_fp8rl.numerics.cast import copy_finite_into
 from sglang_fp8rl.numerics.fingerprint import Matrix
-from sglang_fp8rl.numerics.triton import matrix
+from sglang_fp8rl.numerics.triton import kernels, matrix
+from sglang_fp8rl.numerics.triton.arithmetic import Constant
 from sglang_fp8rl.numerics.triton.fingerprint import LaidOut
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -93,3 +94,16 @@ def test_what_no_kernel_takes_is_left_to_torch():
         launches, _ = launched(lambda: copy_finite_into(source, out, backend="triton"))  # noqa: B023
         assert not launches
         assert torch.equal(out, source.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "kernel", ["table_cast_kernel", "matrix_cast_kernel", "matrix_copy_kernel"]
+)
+def test_a_launch_compares_no_constant_by_its_value(kernel):
+    """Triton asks of each whether it has changed since it compiled."""
+    found = getattr(kernels, kernel)
+    found.cache_key  # noqa: B018 which looks for them
+    constants = found.used_global_vals
+    assert len(constants) >= 5
+    assert all((held[name] != then) is False for (name, _), (then, held) in constants.items())
+    assert Constant(1) != Constant(2)
