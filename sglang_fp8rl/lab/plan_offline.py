@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from .testing.weight_sets import Checkpoint
 
 _TIMEOUT_SECONDS = 600
 _EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Exit|Interrupt)(:|$)")
+_RANK = re.compile(r"\[rank\d+\]:\s*")  # torch's, in front of each line of what a rank raises
 
 
 def make_plan(
@@ -94,11 +96,13 @@ def _child_env(tp_size: int) -> dict[str, str]:
 def last_error(log: str) -> str:
     """What the last traceback in a log ends with, and its statement where the exception says nothing; its last
     line if there is none."""
-    lines = [line.strip() for line in log.splitlines() if line.strip(" \t^~")]
+    marked = [line.strip() for line in log.splitlines() if line.strip(" \t^~")]
+    lines = [_RANK.sub("", line, count=1) for line in marked]
     ends = [at for at, line in enumerate(lines) if _EXCEPTION.match(line)]
     if not ends:
         return lines[-1] if lines else "its log is empty"
-    found = lines[ends[-1]]
+    behind = takewhile(_RANK.match, marked[ends[-1] + 1 :])
+    found = " ".join([lines[ends[-1]], *(_RANK.sub("", one) for one in behind)])
     return found if ": " in found else f"{found}: {lines[max(0, ends[-1] - 1)]}"
 
 

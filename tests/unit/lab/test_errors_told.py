@@ -299,6 +299,14 @@ Traceback (most recent call last):
 {}
 [2026-01-01] ends
 """
+# As torch writes it once there is a process group.
+RANKS_LOG = """[2026-01-01] INFO
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "a.py", line 1, in f
+[rank0]:     g()
+[rank0]: ValueError: 3 ranks: it has to be
+[rank0]:   1 != 3
+"""
 
 
 @pytest.mark.parametrize(
@@ -306,6 +314,7 @@ Traceback (most recent call last):
     [
         (LOG.format("AssertionError"), "AssertionError: assert heads % tp == 0"),
         (LOG.format("a.b.OwnError: 3 heads"), "a.b.OwnError: 3 heads"),
+        (RANKS_LOG, "ValueError: 3 ranks: it has to be 1 != 3"),
         ("usage: …\nserver: --dtype: invalid choice\n", "server: --dtype: invalid choice"),
         ("", "its log is empty"),
     ],
