@@ -26,7 +26,7 @@ STEPS_A_RUN = 35  # at least: a rule is one request, or up to six
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="requests, at least")] = 10_000,
+    steps: Annotated[int, typer.Option(min=1, help="requests, at least")] = 10_000,
     number: Annotated[int | None, typer.Option("--seed", help="of the runs")] = None,
 ) -> None:
     console = Console()
