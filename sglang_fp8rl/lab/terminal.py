@@ -78,6 +78,12 @@ def can_be_written(path: Path) -> bool:
     return os.access(path if path.exists() else path.absolute().parent, os.W_OK)
 
 
+def can_be_made(folder: Path) -> bool:
+    """Whether a folder is there, or may be made, that files may be written into."""
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+
+
 class TellingGroup(TyperGroup):
     """Commands whose errors are told, wherever they come up: printing the result, or the help, included."""
 

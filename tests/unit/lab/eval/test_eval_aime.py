@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from inspect_ai.log import list_eval_logs, read_eval_log
@@ -225,6 +226,8 @@ def test_truncated_and_missing_answers_are_counted(problems, run):
         ({"max_tokens": 0}, "--max-tokens: 0"),
         ({"url": "nowhere"}, "--url: nowhere"),
         ({"baseline_url": "http://h:1/v1/"}, "--url-baseline"),
+        ({"out": Path(__file__)}, "--out: .*a folder that can be written"),
+        ({"out": Path(__file__, "below", "it")}, "--out"),
         ({"template": "no place"}, "--template"),
         ({"template": "{problem} \\boxed{}"}, "every other brace twice"),
     ],
