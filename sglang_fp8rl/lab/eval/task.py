@@ -87,8 +87,8 @@ def take_samples(
                 url,
                 log.error.message if log.error else f"the run ended as {log.status}",
                 "every request has to be answered",
-                "Check the server; a prompt and --max-tokens must fit its context. Samples are "
-                f"kept in {options.out}, the same command resumes.",
+                "Check the server, and that there is room to write; a prompt and --max-tokens must fit its "
+                f"context. Samples are kept in {options.out}, the same command resumes.",
             )
     return [read_eval_log(found[url].location) for url in served]
 
@@ -142,9 +142,17 @@ def _spare_the_search_for_hooks() -> None:
 
 
 def _check_same_settings(out: Path, wanted: dict[str, Any]) -> None:
-    """Raise `EvaluationError` if a log of this URL was taken otherwise: it must not be averaged in."""
+    """Raise `EvaluationError` if a log of this URL was taken otherwise, which must not be averaged in, or is damaged."""
     for info in list_eval_logs(str(out)) if out.is_dir() else []:
-        before = read_eval_log(info, header_only=True).eval.metadata or {}
+        try:
+            before = read_eval_log(info, header_only=True).eval.metadata or {}
+        except Exception as error:  # of half a file, as a full disk leaves it: of any kind
+            raise EvaluationError(
+                info.name.removeprefix("file://"),
+                f"{type(error).__name__}: {error}",
+                "every log in --out has to be whole",
+                "Move it away, and what was in it is sampled again; or give another --out.",
+            ) from error
         if before.get("url") != wanted["url"]:
             continue
         changed = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -186,6 +187,27 @@ def test_a_restarted_server_in_another_precision_is_not_averaged_in(problems, ru
         server.identity = server.identity | {"quantization": None}
         with pytest.raises(EvaluationError, match=r"'quantization': 'fp8'.*, is "):
             run(options(server, problems))
+
+
+def test_a_damaged_log_is_named_and_nothing_is_asked(problems, run):
+    with FakeServer(right_in(PERFECT)) as server:
+        run(options(server, problems, samples=1))
+        [log] = (problems.parent / "logs").glob("*.eval")
+        log.write_bytes(log.read_bytes()[:100])
+        with pytest.raises(EvaluationError, match=rf"^{re.escape(str(log))}: .*has to be whole"):
+            run(options(server, problems))
+    assert len(server.bodies) == 3
+
+
+def test_a_disk_without_room_is_no_fault_of_the_server(problems, run, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Grader, "check_reference", lambda *_: None)
+    monkeypatch.setattr(Grader, "grade", full)
+    told = pytest.raises(EvaluationError, match=r"No space left.* room to write")
+    with FakeServer(right_in(PERFECT)) as server, told:
+        run(options(server, problems, samples=1))
 
 
 def test_requests_run_at_the_same_time_within_the_limit(problems, run):
