@@ -60,5 +60,5 @@ if __name__ == "__main__":
         raise SystemExit("usage: http_refit.py URL CHECKPOINT, a directory with *.safetensors")
     try:
         print(f"sent in {refit(sys.argv[1].rstrip('/'), tensors_in(files))} buckets")
-    except requests.ConnectionError as error:
+    except requests.RequestException as error:
         raise SystemExit(f"error: no server answers at {sys.argv[1]}; start one: {error}") from None

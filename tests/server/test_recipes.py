@@ -83,8 +83,8 @@ def test_plain_http_tells_a_refusal_in_the_server_s_words_and_may_be_tried_again
         main("http_refit.py", case.server.url, checkpoint(checkpoint_dir, MODEL, "first")) is None
     )
     case.check("first")
-    said = main("http_refit.py", "http://127.0.0.1:9", tmp_path)
-    assert said.startswith("error: no server answers at http://127.0.0.1:9")
+    for url in ("http://127.0.0.1:9", "no-scheme"):
+        assert main("http_refit.py", url, tmp_path).startswith(f"error: no server answers at {url}")
 
 
 @pytest.mark.parametrize("trainer", ["slime", "miles"])
