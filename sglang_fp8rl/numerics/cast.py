@@ -187,12 +187,12 @@ def _grid_of(source: torch.Tensor, block_size: BlockSize, name: str) -> BlockGri
             "a weight is cast to FP8 from FP32, BF16 or FP16",
             "Send the master weight, or for an FP8 weight its weight_scale_inv with it",
         )
-    if source.dim() != 2 or source.numel() == 0:
+    if source.dim() != 2 or source.numel() == 0 or not (source.data_ptr() or source.is_meta):
         raise QuantizationError(
             name,
             f"shape {list(source.shape)}",
-            "a cast works on a non-empty matrix [N, K]",
-            "Pass one expert or one shard at a time, as a 2-D view",
+            "a cast works on a non-empty matrix [N, K] in memory",
+            "Pass one expert or one shard at a time, as a 2-D view; nothing freed or wrapped",
         )
     return BlockGrid.of(source.shape, block_size)
 

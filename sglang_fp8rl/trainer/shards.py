@@ -16,7 +16,6 @@ import torch
 
 from ..errors import RefitError
 from ..formats.format import BlockGrid
-from ..wire.sendable import is_freed
 
 Box = tuple[int, ...]
 
@@ -75,7 +74,7 @@ class LocalShard:
 
 def shard_of(name: str, sent: Any) -> LocalShard:
     """A tensor, a DTensor or a `LocalShard` as the box that this rank holds, detached. Raises `RefitError` for
-    anything else, and for a DTensor with placements that are no boxes."""
+    anything else, what has no memory of its own, and a DTensor with placements that are no boxes."""
     if isinstance(sent, LocalShard):
         held = shard_of(name, sent.tensor)  # a DTensor's is a box of that box
         start = tuple(map(add, sent.start, held.start))
@@ -87,19 +86,16 @@ def shard_of(name: str, sent: Any) -> LocalShard:
         if any(type(one) not in (Shard, Replicate) for one in sent.placements):
             rule = "shards are boxes: Shard(dim) or Replicate() on every mesh dimension"
             raise _gather_first(name, tuple(sent.placements), rule)
-        local, full_shape = sent.to_local().detach(), tuple(sent.shape)
+        local, full_shape = shard_of(name, sent.to_local()).tensor, tuple(sent.shape)
         shape, start = _box_of(full_shape, sent)
         if shape != tuple(local.shape):
             raise _gather_first(name, tuple(local.shape), f"{full_shape} is cut into {shape}")
         return LocalShard(local, full_shape, start)
-    if not isinstance(sent, torch.Tensor) or is_freed(sent):
-        found = (
-            "memory that was freed"
-            if isinstance(sent, torch.Tensor)
-            else f"a {type(sent).__name__}"
-        )
-        rule = "what is sent is a tensor, a DTensor or a LocalShard"
-        remedy = "Look at what the iterator yields; FSDP frees what it gathered at its reshard."
+    is_strided = isinstance(sent, torch.Tensor) and sent.layout is torch.strided
+    if not is_strided or (sent.numel() and not sent.data_ptr()):  # where kernels read
+        found = f"a {type(sent).__name__}" + " with no elements in its memory" * is_strided
+        rule = "what is sent is a dense tensor, a DTensor or a LocalShard"
+        remedy = "Look at what the iterator yields: on meta, wrapped, or freed as FSDP frees what it gathered."
         raise RefitError(name, found, rule, remedy)
     return LocalShard(sent.detach(), tuple(sent.shape), (0,) * sent.dim())
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import by_definition
 from support.numerics.numerics_cases import CASES, ROUNDINGS, bits, same_bits
+from torch.testing._internal.two_tensor import TwoTensor
 
 import sglang_fp8rl
 from sglang_fp8rl import numerics
@@ -87,6 +88,7 @@ def test_what_is_not_finite_is_named_with_its_block(bad, transposed):
         (torch.ones(4), r"shape \[4\]"),
         (torch.ones(2, 4, 4), r"shape \[2, 4, 4\]"),
         (torch.ones(0, 4), r"shape \[0, 4\]"),
+        (TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), "matrix .* in memory.*wrapped"),
     ],
 )
 def test_refuses_what_is_no_weight(source, said, home):

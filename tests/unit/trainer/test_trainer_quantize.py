@@ -15,7 +15,8 @@ from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan, plan_schema
 from support.trainer.ranks import said_by_ranks
 from torch.distributed._shard.sharded_tensor import Shard as LocalPart
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
 from sglang_fp8rl.trainer import (
@@ -271,6 +272,29 @@ def test_a_sharded_tensor_of_fsdp1_is_refused_by_name():
     part = LocalPart.from_tensor_and_offsets(torch.ones(2, 3), [0, 0], 0)
     with pytest.raises(RefitError, match=r"w: a ShardedTensor; .*a full state dict"):
         list(sendable([("w", init_from_local_shards([part], [2, 3]))]))
+
+
+def dtensor_of(local):
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+
+WITHOUT_MEMORY = {
+    "on meta": lambda held: held.to("meta"),
+    "sparse": torch.Tensor.to_sparse,
+    "a wrapper of others": lambda held: TwoTensor(held, held),
+    "a shard on meta": lambda held: dtensor_of(held.to("meta")),
+    "a shard that wraps others": lambda held: dtensor_of(TwoTensor(held, held)),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("made", WITHOUT_MEMORY.values(), ids=WITHOUT_MEMORY)
+def test_what_has_no_elements_where_kernels_read_is_refused_by_name(made):
+    sent = made(weights()["a.weight"])
+    for read in (quantize_for_refit, fingerprint_of):
+        with pytest.raises(RefitError, match=r"a\.weight: a \w+( with no elements.*)?; .*dense"):
+            list(read([("a.weight", sent)], PLAN))
 
 
 def test_a_shard_outside_of_its_tensor_is_refused():
