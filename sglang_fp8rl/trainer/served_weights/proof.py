@@ -79,12 +79,15 @@ def check_as_served(
     return replace(found, compared=left, unproven={**found.unproven, **unrounded})
 
 
+@torch.no_grad()
 def fingerprint_of_served(model: nn.Module, *, source: str = "the trainer") -> Fingerprint:
     """Of what swapped modules compute with, comparable with the server's. Raises as `check_as_served`."""
     numbers = Fingerprinter(plan_of(model))
     not_served, rules = getattr(model, NOT_SERVED), served_rules(model)
-    held = ((plain_name(name), tensor) for name, tensor in model.state_dict().items())
-    for name, full in full_tensors(one for one in held if not is_below(one[0], not_served)):
+    held = model.state_dict()  # FSDP shards again what it gathered, and a hook may put others there
+    held |= dict(model.named_parameters(remove_duplicate=False))
+    named = {plain_name(name): one for name, one in held.items()}.items()
+    for name, full in full_tensors(one for one in named if not is_below(one[0], not_served)):
         if name in rules:
             _check_computed_with(full, rules[name])
         numbers.add(name, full)

@@ -8,6 +8,8 @@ from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan
 from support.trainer.served_models import TOKENS, server_of, step, toy_model, toy_plan
 from torch import nn
 
+from sglang_fp8rl.errors import RefitError
+from sglang_fp8rl.trainer import fingerprint_of
 from sglang_fp8rl.trainer.served_weights import (
     check_as_served,
     compute_as_served,
@@ -94,6 +96,21 @@ def test_hooks_of_accelerate_are_refused_before_and_proven_behind_the_swap():
     compute_as_stored(model)
     assert torch.equal(model(X), stored)
     assert vars(model.up).keys() == vars(mlp().up).keys()
+
+
+def test_what_a_hook_makes_of_a_state_dict_is_not_what_is_computed_with():
+    def doubled(module, content, prefix, metadata):
+        content.update({name: tensor * 2 for name, tensor in content.items()})
+
+    model = as_served(mlp())
+    held = fingerprint_of_served(model)
+    model.register_state_dict_post_hook(doubled)
+    assert fingerprint_of_served(model) == held
+    saved = fingerprint_of(model.state_dict().items(), make_plan(SHAPES))
+    with pytest.raises(RefitError, match=r"down\.weight: .* have other bytes"):
+        check_as_served(
+            model, server_of(model, make_plan(SHAPES), saved), run=lambda model: model(X)
+        )
 
 
 def test_a_forward_that_was_made_of_the_stored_class_is_seen_reading_the_stored_weight():
