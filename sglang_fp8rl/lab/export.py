@@ -185,7 +185,8 @@ def _converted(
         if why:
             report.misaligned[name] = why
     rounded = tensor.to(wanted)
-    if not bool(torch.isfinite(rounded).all()) and bool(torch.isfinite(tensor).all()):
-        rule = "every value stays finite"
-        raise QuantizationError(name, f"too large for {wanted}", rule, "Look at this weight.")
+    is_served = entry is not None and entry.scheme != UNUSED
+    if is_served and not bool(torch.isfinite(rounded).all()):
+        found, rule = f"NaN, Inf or too large for {wanted}", "every value that is served is finite"
+        raise QuantizationError(name, found, rule, "Look at the step that produced this weight.")
     return {name: rounded.contiguous()}

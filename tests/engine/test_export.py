@@ -129,11 +129,11 @@ def test_what_can_t_be_exported_is_refused_before_anything_is_written(checkpoint
     assert not (tmp_path / "out").exists()
 
 
-def test_a_weight_with_nan_leaves_no_checkpoint_behind(tmp_path):
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_weight_with_nan_leaves_no_checkpoint_behind(tmp_path, name):
     model = MODELS["qwen3"]
-    name = "model.layers.1.mlp.up_proj.weight"
     state = {leaf: weight.clone() for leaf, weight in model.first.items()}
-    state[name][3, 4] = float("nan")
+    state[name].view(-1)[4] = float("nan")
     save_checkpoint(tmp_path / "model", model.config, state)
     with pytest.raises(QuantizationError, match=name):
         export_checkpoint(str(tmp_path / "model"), tmp_path / "out")
