@@ -30,7 +30,8 @@ from .testing.weight_sets import Checkpoint
 
 _TIMEOUT_SECONDS = 600
 _EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Exit|Interrupt)(:|$)")
-_RANK = re.compile(r"\[rank\d+\]:\s*")  # torch's, in front of each line of what a rank raises
+# torch's, in front of each line of what a rank raises.
+_RANK = re.compile(r"\[rank\d+\]:(?!\s*(?:\[|Traceback))\s*")
 
 
 def make_plan(
@@ -96,7 +97,9 @@ def _child_env(tp_size: int) -> dict[str, str]:
 def last_error(log: str) -> str:
     """What the last traceback in a log ends with, and its statement where the exception says nothing; its last
     line if there is none."""
-    marked = [line.strip() for line in log.splitlines() if line.strip(" \t^~")]
+    marked = [
+        line.strip() for line in log.splitlines() if _RANK.sub("", line, count=1).strip(" \t^~")
+    ]
     lines = [_RANK.sub("", line, count=1) for line in marked]
     ends = [at for at, line in enumerate(lines) if _EXCEPTION.match(line)]
     if not ends:

@@ -55,7 +55,7 @@ def cast_into(
     """
     grid = _grid_of(source, block_size, name)
     _check_destinations(source, qweight, weight_scale, grid, name)
-    return _cast(source, qweight, weight_scale, grid, pow2_scale, round_to_bf16, backend)
+    return _cast(source, qweight, weight_scale, grid, pow2_scale, round_to_bf16, backend, name)
 
 
 def through_fp8(
@@ -82,7 +82,7 @@ def through_fp8(
     source = weight.reshape(grid.shape)
     out = torch.empty(source.shape, dtype=torch.bfloat16, device=source.device)
     scales = torch.empty(grid.scale_shape, dtype=torch.float32, device=source.device)
-    _cast(source, out, scales, grid, pow2_scale, round_to_bf16, backend)
+    _cast(source, out, scales, grid, pow2_scale, round_to_bf16, backend, name)
     return out.view(weight.shape)
 
 
@@ -108,7 +108,7 @@ def quantize(
     grid = _grid_of(weight, block_size, name)
     qweight = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
     scale = torch.empty(grid.scale_shape, dtype=torch.float32, device=weight.device)
-    nonfinite = _cast(weight, qweight, scale, grid, pow2_scale, round_to_bf16, backend)
+    nonfinite = _cast(weight, qweight, scale, grid, pow2_scale, round_to_bf16, backend, name)
     refuse_not_finite(nonfinite, grid, name)
     return qweight, scale
 
@@ -155,6 +155,7 @@ def _cast(
     pow2_scale: bool,
     round_to_bf16: bool,
     backend: Backend,
+    name: str,
 ) -> torch.Tensor:
     """Write codes, or in a BF16 `target` what they and their scales stand for; returns flags as `cast_into`."""
     # Of a lazily negated source the memory has the other sign.
@@ -162,6 +163,8 @@ def _cast(
     nonfinite = torch.empty(grid.scale_shape, dtype=torch.bool, device=source.device)
     how = (grid.block, pow2_scale, round_to_bf16)
     module = kernels("table", source.device.type, backend) or reference
+    if module is not reference and not (source.data_ptr() and source.untyped_storage().nbytes()):
+        raise _no_matrix(name, source)  # kernels would read at no address
     lies_in_rows = source.stride(1) == 1 or source.shape[1] == 1
     if module is reference or lies_in_rows:
         module.cast_into(source, target, scales, nonfinite, *how)
@@ -187,14 +190,18 @@ def _grid_of(source: torch.Tensor, block_size: BlockSize, name: str) -> BlockGri
             "a weight is cast to FP8 from FP32, BF16 or FP16",
             "Send the master weight, or for an FP8 weight its weight_scale_inv with it",
         )
-    if source.dim() != 2 or source.numel() == 0 or not (source.data_ptr() or source.is_meta):
-        raise QuantizationError(
-            name,
-            f"shape {list(source.shape)}",
-            "a cast works on a non-empty matrix [N, K] in memory",
-            "Pass one expert or one shard at a time, as a 2-D view; nothing freed or wrapped",
-        )
+    if source.dim() != 2 or source.numel() == 0:
+        raise _no_matrix(name, source)
     return BlockGrid.of(source.shape, block_size)
+
+
+def _no_matrix(name: str, source: torch.Tensor) -> QuantizationError:
+    return QuantizationError(
+        name,
+        f"shape {list(source.shape)}",
+        "a cast works on a non-empty matrix [N, K] in memory",
+        "Pass one expert or one shard at a time, as a 2-D view; nothing freed or wrapped",
+    )
 
 
 def _check_destinations(

@@ -16,6 +16,7 @@ import torch
 
 from ..errors import RefitError
 from ..formats.format import BlockGrid
+from ..wire.sendable import is_freed
 
 Box = tuple[int, ...]
 
@@ -91,8 +92,11 @@ def shard_of(name: str, sent: Any) -> LocalShard:
         if shape != tuple(local.shape):
             raise _gather_first(name, tuple(local.shape), f"{full_shape} is cut into {shape}")
         return LocalShard(local, full_shape, start)
+    if hasattr(sent, "trigger_wait"):
+        sent = sent.wait()  # what a collective is still bringing
     is_strided = isinstance(sent, torch.Tensor) and sent.layout is torch.strided
-    if not is_strided or (sent.numel() and not sent.data_ptr()):  # where kernels read
+    # Where kernels read.
+    if not is_strided or is_freed(sent) or (sent.numel() and not sent.data_ptr()):
         found = f"a {type(sent).__name__}" + " with no elements in its memory" * is_strided
         rule = "what is sent is a dense tensor, a DTensor or a LocalShard"
         remedy = "Look at what the iterator yields: on meta, wrapped, or freed as FSDP frees what it gathered."

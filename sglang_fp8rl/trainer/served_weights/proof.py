@@ -79,15 +79,17 @@ def check_as_served(
     return replace(found, compared=left, unproven={**found.unproven, **unrounded})
 
 
-@torch.no_grad()
 def fingerprint_of_served(model: nn.Module, *, source: str = "the trainer") -> Fingerprint:
     """Of what swapped modules compute with, comparable with the server's. Raises as `check_as_served`."""
     numbers = Fingerprinter(plan_of(model))
     not_served, rules = getattr(model, NOT_SERVED), served_rules(model)
-    held = model.state_dict()  # FSDP shards again what it gathered, and a hook may put others there
-    held |= dict(model.named_parameters(remove_duplicate=False))
-    named = {plain_name(name): one for name, one in held.items()}.items()
-    for name, full in full_tensors(one for one in named if not is_below(one[0], not_served)):
+    model.state_dict()  # FSDP shards again what it gathered; a hook may put others into it
+    held = (
+        (plain_name(f"{name}.{leaf}"), one.detach())
+        for name, module in model.named_modules(remove_duplicate=False)
+        for leaf, one in _tensors_of(module)
+    )
+    for name, full in full_tensors(one for one in held if not is_below(one[0], not_served)):
         if name in rules:
             _check_computed_with(full, rules[name])
         numbers.add(name, full)
@@ -170,6 +172,12 @@ def _persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(leaf, one) for leaf in leaves if (one := module._buffers[leaf]) is not None]
 
 
+def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Its parameters and persistent buffers."""
+    parameters = [(leaf, one) for leaf, one in module._parameters.items() if one is not None]
+    return [*parameters, *_persistent_buffers(module)]
+
+
 def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, int]]:
     """Its memory, and there its first byte and the one behind its last."""
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -211,8 +219,8 @@ class _Reads(TorchDispatchMode):
     def _begins(self, module: nn.Module, args: Any) -> None:
         self._running.append(self._names[module] or "the model")
         for below in module.modules():  # FSDP has gathered them
-            for leaf, one in (*below._parameters.items(), *_persistent_buffers(below)):
-                if one is not None and not hasattr(one, "to_local"):
+            for leaf, one in _tensors_of(below):
+                if not hasattr(one, "to_local"):
                     memory, place = _place(one)
                     self._by_memory.setdefault(memory, {})[place] = (below, leaf)
 

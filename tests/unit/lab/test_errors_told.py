@@ -304,9 +304,14 @@ RANKS_LOG = """[2026-01-01] INFO
 [rank0]: Traceback (most recent call last):
 [rank0]:   File "a.py", line 1, in f
 [rank0]:     g()
+[rank0]:       ^^
 [rank0]: ValueError: 3 ranks: it has to be
 [rank0]:   1 != 3
+[rank0]:[W1 a.cpp:1] Warning: not destroyed
 """
+ASSERTED = (
+    "[rank0]:     assert heads % tp == 0\n[rank0]:            ^^^^^\n[rank0]: AssertionError\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +320,7 @@ RANKS_LOG = """[2026-01-01] INFO
         (LOG.format("AssertionError"), "AssertionError: assert heads % tp == 0"),
         (LOG.format("a.b.OwnError: 3 heads"), "a.b.OwnError: 3 heads"),
         (RANKS_LOG, "ValueError: 3 ranks: it has to be 1 != 3"),
+        (ASSERTED, "AssertionError: assert heads % tp == 0"),
         ("usage: …\nserver: --dtype: invalid choice\n", "server: --dtype: invalid choice"),
         ("", "its log is empty"),
     ],

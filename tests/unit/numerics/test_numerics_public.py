@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import by_definition
 from support.numerics.numerics_cases import CASES, ROUNDINGS, bits, same_bits
+from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import sglang_fp8rl
@@ -88,13 +89,27 @@ def test_what_is_not_finite_is_named_with_its_block(bad, transposed):
         (torch.ones(4), r"shape \[4\]"),
         (torch.ones(2, 4, 4), r"shape \[2, 4, 4\]"),
         (torch.ones(0, 4), r"shape \[0, 4\]"),
-        (TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), "matrix .* in memory.*wrapped"),
     ],
 )
 def test_refuses_what_is_no_weight(source, said, home):
     for function in NAMES:
         with pytest.raises(QuantizationError, match=said):
             getattr(home, function)(source)
+
+
+def freed() -> torch.Tensor:
+    """The second half of a tensor that FSDP freed."""
+    whole = torch.ones(8, 4)
+    half = whole[4:]
+    whole.untyped_storage().resize_(0)
+    return half
+
+
+@pytest.mark.parametrize("made", [freed, lambda: TwoTensor(torch.ones(4, 4), torch.ones(4, 4))])
+def test_refuses_what_has_no_memory_where_kernels_would_read(made):
+    for function in NAMES:
+        with pytest.raises(QuantizationError, match=r"matrix .* in memory.*freed or wrapped"):
+            getattr(sglang_fp8rl, function)(made())
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -117,3 +132,9 @@ def test_on_a_gpu_the_bytes_are_the_reference_s_and_it_is_not_run(monkeypatch):
         for actual, one in zip(made, wanted, strict=True):
             assert actual.is_cuda
             assert same_bits(actual.cpu(), one), (name, function)
+
+
+def test_the_reference_computes_without_memory_as_compilers_do():
+    with FakeTensorMode():
+        served = numerics.through_fp8(torch.randn(4, 6), (2, 2), backend="reference")
+    assert (served.shape, served.dtype) == ((4, 6), torch.bfloat16)

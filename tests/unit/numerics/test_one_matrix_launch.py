@@ -96,14 +96,10 @@ def test_what_no_kernel_takes_is_left_to_torch():
         assert torch.equal(out, source.bfloat16())
 
 
-@pytest.mark.parametrize(
-    "kernel", ["table_cast_kernel", "matrix_cast_kernel", "matrix_copy_kernel"]
-)
-def test_a_launch_compares_no_constant_by_its_value(kernel):
+def test_a_launch_compares_no_constant_by_its_value():
     """Triton asks of each whether it has changed since it compiled."""
-    found = getattr(kernels, kernel)
-    found.cache_key  # noqa: B018 which looks for them
-    constants = found.used_global_vals
-    assert len(constants) >= 5
+    kernels.table_cast_kernel.cache_key  # noqa: B018 which looks for them
+    constants = kernels.table_cast_kernel.used_global_vals
+    assert len(constants) > 10
     assert all((held[name] != then) is False for (name, _), (then, held) in constants.items())
     assert Constant(1) != Constant(2)

@@ -105,7 +105,9 @@ def test_what_a_hook_makes_of_a_state_dict_is_not_what_is_computed_with():
     model = as_served(mlp())
     held = fingerprint_of_served(model)
     model.register_state_dict_post_hook(doubled)
+    more = model.register_state_dict_post_hook(lambda *args: args[1].update(more=torch.ones(3)))
     assert fingerprint_of_served(model) == held
+    more.remove()
     saved = fingerprint_of(model.state_dict().items(), make_plan(SHAPES))
     with pytest.raises(RefitError, match=r"down\.weight: .* have other bytes"):
         check_as_served(

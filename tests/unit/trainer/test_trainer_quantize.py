@@ -13,6 +13,7 @@ from support.by_definition import quantize_blockwise, quantize_per_channel
 from support.numerics.numerics_cases import ROUNDINGS, same_bits
 from support.plans import BLOCKWISE, PER_CHANNEL, PLAIN, make_plan, plan_schema
 from support.trainer.ranks import said_by_ranks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import Shard as LocalPart
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -279,7 +280,16 @@ def dtensor_of(local):
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
 
 
+def freed_behind_another(held):
+    """A view of a flat tensor, as FSDP1's parameters are, that does not lie in front."""
+    flat = torch.cat([held.reshape(-1), held.reshape(-1)])
+    view = flat.chunk(2)[1].view(held.shape)
+    flat.untyped_storage().resize_(0)
+    return view
+
+
 WITHOUT_MEMORY = {
+    "freed, behind another": freed_behind_another,
     "on meta": lambda held: held.to("meta"),
     "sparse": torch.Tensor.to_sparse,
     "a wrapper of others": lambda held: TwoTensor(held, held),
@@ -295,6 +305,16 @@ def test_what_has_no_elements_where_kernels_read_is_refused_by_name(made):
     for read in (quantize_for_refit, fingerprint_of):
         with pytest.raises(RefitError, match=r"a\.weight: a \w+( with no elements.*)?; .*dense"):
             list(read([("a.weight", sent)], PLAN))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "made", [AsyncCollectiveTensor, lambda one: dtensor_of(AsyncCollectiveTensor(one))]
+)
+def test_what_a_collective_still_brings_is_waited_for(made):
+    sent = weights()
+    on_its_way = {name: made(one) for name, one in sent.items()}
+    assert fingerprint_of(on_its_way.items(), PLAN) == fingerprint_of(sent.items(), PLAN)
 
 
 def test_a_shard_outside_of_its_tensor_is_refused():
