@@ -53,7 +53,7 @@ INSTALLED := $(UV) constraints/requirements.txt constraints/overrides.txt pyproj
 demo: .venv/.ready  ## serve, refit and check a small model on real parts (ARGS="--model PATH" for yours)
 	.venv/bin/sglang-fp8rl demo $(ARGS)
 
-test: .venv/.ready  ## the suite on the newest supported SGLang; 8 to 12 minutes on two slow cores
+test: .venv/.ready  ## the suite on the newest supported SGLang; 8 to 25 minutes on two cores
 	.venv/bin/python $(PYTEST) $(PYTEST_ARGS)
 
 test-all: .venv/.ready $(BETWEEN:%=.venv-%/.ready)  ## every case of it: all models and layouts of the contract, DAPO, large shapes; and `test` on the older versions; two hours
