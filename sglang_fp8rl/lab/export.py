@@ -6,7 +6,6 @@ What is quantized is what the plan says. Streams file by file: no more than one 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from ..scheme import Cause
 from ..trainer import quantize_for_refit
 from ..wire.plan import UNUSED, RefitPlan, TensorPlan
 from .plan_offline import make_plan
+from .terminal import in_the_way_of
 from .testing.checkpoints import save_tensors
 from .testing.weight_sets import Checkpoint, quantized_already
 
@@ -118,8 +118,8 @@ def export_checkpoint(
 
 
 def _check_place(out: Path) -> None:
-    above = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+    above = in_the_way_of(out)
+    if above is not None:
         rule, remedy = "it has to be a directory that can be written", "Choose another place."
         raise ConfigError(str(out), f"no directory can be made at {above}", rule, remedy)
     if out.exists() and any(out.iterdir()):

@@ -97,15 +97,14 @@ def _child_env(tp_size: int) -> dict[str, str]:
 def last_error(log: str) -> str:
     """What the last traceback in a log ends with, and its statement where the exception says nothing; its last
     line if there is none."""
-    marked = [
-        line.strip() for line in log.splitlines() if _RANK.sub("", line, count=1).strip(" \t^~")
-    ]
-    lines = [_RANK.sub("", line, count=1) for line in marked]
+    marked = [(line, _RANK.sub("", line, count=1)) for line in map(str.strip, log.splitlines())]
+    marked = [one for one in marked if one[1].strip(" \t^~")]
+    lines = [line for _, line in marked]
     ends = [at for at, line in enumerate(lines) if _EXCEPTION.match(line)]
     if not ends:
         return lines[-1] if lines else "its log is empty"
-    behind = takewhile(_RANK.match, marked[ends[-1] + 1 :])
-    found = " ".join([lines[ends[-1]], *(_RANK.sub("", one) for one in behind)])
+    behind = takewhile(lambda one: one[0] != one[1], marked[ends[-1] + 1 :])
+    found = " ".join([lines[ends[-1]], *(line for _, line in behind)])
     return found if ": " in found else f"{found}: {lines[max(0, ends[-1] - 1)]}"
 
 

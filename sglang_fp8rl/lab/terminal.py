@@ -78,10 +78,10 @@ def can_be_written(path: Path) -> bool:
     return os.access(path if path.exists() else path.absolute().parent, os.W_OK)
 
 
-def can_be_made(folder: Path) -> bool:
-    """Whether a folder is there, or may be made, that files may be written into."""
+def in_the_way_of(folder: Path) -> Path | None:
+    """What keeps a folder from being made, or files from being written into it; None if nothing does."""
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+    return None if above.is_dir() and os.access(above, os.W_OK | os.X_OK) else above
 
 
 class TellingGroup(TyperGroup):

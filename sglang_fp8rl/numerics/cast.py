@@ -163,8 +163,8 @@ def _cast(
     nonfinite = torch.empty(grid.scale_shape, dtype=torch.bool, device=source.device)
     how = (grid.block, pow2_scale, round_to_bf16)
     module = kernels("table", source.device.type, backend) or reference
-    if module is not reference and not (source.data_ptr() and source.untyped_storage().nbytes()):
-        raise _no_matrix(name, source)  # kernels would read at no address
+    if module is not reference and not lies_in_memory(source):
+        raise _no_matrix(name, source)
     lies_in_rows = source.stride(1) == 1 or source.shape[1] == 1
     if module is reference or lies_in_rows:
         module.cast_into(source, target, scales, nonfinite, *how)
@@ -232,6 +232,12 @@ def _check_destinations(
             "the codes of a row are contiguous, rows do not overlap, and each scale has its own memory",
             "Pass a row-major view of codes, and no expanded one of scales",
         )
+
+
+def lies_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is not empty has its elements where kernels would read them: it wraps no others, and was not
+    freed."""
+    return bool(tensor.data_ptr() and tensor.untyped_storage().nbytes())
 
 
 def has_nan_code(codes: torch.Tensor) -> bool:

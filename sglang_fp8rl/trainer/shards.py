@@ -16,7 +16,7 @@ import torch
 
 from ..errors import RefitError
 from ..formats.format import BlockGrid
-from ..wire.sendable import is_freed
+from ..numerics.cast import lies_in_memory
 
 Box = tuple[int, ...]
 
@@ -95,8 +95,7 @@ def shard_of(name: str, sent: Any) -> LocalShard:
     if hasattr(sent, "trigger_wait"):
         sent = sent.wait()  # what a collective is still bringing
     is_strided = isinstance(sent, torch.Tensor) and sent.layout is torch.strided
-    # Where kernels read.
-    if not is_strided or is_freed(sent) or (sent.numel() and not sent.data_ptr()):
+    if not is_strided or (sent.numel() and not lies_in_memory(sent)):
         found = f"a {type(sent).__name__}" + " with no elements in its memory" * is_strided
         rule = "what is sent is a dense tensor, a DTensor or a LocalShard"
         remedy = "Look at what the iterator yields: on meta, wrapped, or freed as FSDP frees what it gathered."

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 
 from ...errors import ConfigError
-from ..terminal import can_be_made
+from ..terminal import in_the_way_of
 from .server import normalize_url
 
 PROMPT_TEMPLATE = (
@@ -53,7 +53,7 @@ class EvalOptions:
             ("--concurrency", self.concurrency, self.concurrency >= 1, "at least 1"),
             ("--timeout", self.timeout, 1 <= self.timeout < inf, "finite, at least 1 second"),
             ("--alpha", self.alpha, 0 < self.alpha < 1, "between 0 and 1"),
-            ("--out", self.out, can_be_made(self.out), "a folder that can be written"),
+            ("--out", self.out, in_the_way_of(self.out) is None, "a folder that can be written"),
             ("--url-baseline", urls[-1], len(set(urls)) == len(urls), "another URL than --url"),
             ("--template", repr(self.template), _has_a_place(self.template), _TEMPLATE_RULE),
         )
