@@ -10,7 +10,7 @@ from sglang_fp8rl.lab.demo.show import Screen
 
 from . import archive, elf, recipe, staging
 from .errors import BundleError
-from .host_check import check_on_a_host
+from .host_check import check_on_a_host, make_host
 from .pins import read_pins
 from .records import DROPPED_METADATA, shrink_record
 from .selection import Drop, select, undecided
@@ -57,8 +57,10 @@ def build(options: BuildOptions, screen: Screen) -> Built:
 
     Raises:
         BundleError: the recipe does not fit the pins, a wheel is not for the host, or the archive
-            is over its limit, or does not start on a host (it stays in `output` for a look).
+            is over its limit, or does not start on a host (it stays in `output` for a look); or this machine
+            can't check that, which is said before anything is built.
     """
+    host = make_host(options.uv, options.scratch) if options.is_checked else None
     pins = read_pins(CONSTRAINTS) | recipe.UNCONSTRAINED
     if open_questions := undecided(pins, recipe.TAKEN, recipe.LEFT_OUT):
         raise BundleError("recipe", open_questions, "every pin is taken or left out", "Decide.")
@@ -106,9 +108,10 @@ def build(options: BuildOptions, screen: Screen) -> Built:
             f"at most {options.max_mib:g} MiB",
             "Leave out more in recipe.py.",
         )
-    if options.is_checked:
+    if host is not None:
         with screen.step("importing all of it on a host (torch from the index: minutes)"):
-            built.imported = len(check_on_a_host(options.uv, output, pins, options.scratch))
+            found = check_on_a_host(options.uv, host, output, pins, options.scratch)
+            built.imported = len(found)
     return built
 
 

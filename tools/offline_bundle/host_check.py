@@ -24,11 +24,23 @@ _BESIDE_TORCH = ("scipy", "scikit-learn", "accelerate", "pandas")
 _DRIVER = "libcuda.so.1"
 
 
-def check_on_a_host(uv: Path, archive: Path, pins: Mapping[str, str], scratch: Path) -> list[str]:
+def make_host(uv: Path, scratch: Path) -> Path:
+    """The environment of a host, in a folder of its own. Raises `BundleError` where this machine can't check on one."""
+    host, version = scratch / "host", ".".join(map(str, HOST_PYTHON))
+    _run([str(uv), "venv", "--quiet", "--python", version, str(host)])
+    for program in ("gcc", "nm"):
+        _run([program, "--version"])
+    return host
+
+
+def check_on_a_host(
+    uv: Path, host: Path, archive: Path, pins: Mapping[str, str], scratch: Path
+) -> list[str]:
     """Install `archive` beside torch and more, and import what a server and a client import.
 
     Args:
-        uv: makes the environment, with whatever index it is configured with.
+        uv: installs with whatever index it is configured with.
+        host: as `make_host` made it.
         pins: of torch and Triton.
         scratch: a folder of its own; takes 7 GB that uv links from its cache.
 
@@ -38,9 +50,7 @@ def check_on_a_host(uv: Path, archive: Path, pins: Mapping[str, str], scratch: P
     Raises:
         BundleError: something was not; names each with its error.
     """
-    host, folder, unpacked = (scratch / name for name in ("host", "offline", "unpacked"))
-    version = ".".join(map(str, HOST_PYTHON))
-    _run([str(uv), "venv", "--quiet", "--python", version, str(host)])
+    folder, unpacked = (scratch / name for name in ("offline", "unpacked"))
     python = str(host / "bin" / "python")
     torch = [f"{name}=={pins[name]}" for name in ("torch", "triton")]
     _run([str(uv), "pip", "install", "--quiet", "--python", python, *torch, *_BESIDE_TORCH])
@@ -74,14 +84,19 @@ def _make_driver(packages: Path, folder: Path) -> Path:
 
 def _run(command: list[str], **environment: str) -> str:
     """What it prints; it runs outside of the checkout, which would come before the bundle's packages."""
-    result = subprocess.run(
-        command, capture_output=True, text=True, cwd="/", env={**os.environ, **environment}
-    )
-    if result.returncode:
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, cwd="/", env={**os.environ, **environment}
+        )
+        found = (result.stderr or result.stdout).strip()[-2000:] if result.returncode else None
+    except FileNotFoundError as error:
+        found = str(error)
+    if found is not None:
         raise BundleError(
             " ".join(command[:3]),
-            (result.stderr or result.stdout).strip()[-2000:],
+            found,
             "the check of a host runs it",
-            f"It needs Python {'.'.join(map(str, HOST_PYTHON))}, gcc, and torch from an index.",
+            f"It needs Python {'.'.join(map(str, HOST_PYTHON))}, gcc, binutils, and torch from an index; --no-check "
+            "leaves it out.",
         )
     return result.stdout

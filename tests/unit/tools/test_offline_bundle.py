@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
+
+from sglang_fp8rl.lab.demo.show import Screen
 
 REPOSITORY = Path(__file__).parents[3]
 
 from tools.offline_bundle import archive, elf, recipe, staging  # noqa: E402
+from tools.offline_bundle.build import BuildOptions, build  # noqa: E402
 from tools.offline_bundle.elf import unloadable_segments  # noqa: E402
 from tools.offline_bundle.errors import BundleError  # noqa: E402
 from tools.offline_bundle.pins import canonical, read_pins  # noqa: E402
@@ -178,6 +182,28 @@ def test_an_edit_is_written_to_a_file_of_its_own_and_once(tmp_path):
     for wrong in ("import c", "r"):
         with pytest.raises(BundleError, match="stands there once"):
             staging.apply_edits([staging.Edit("x.py", wrong, "")], tmp_path)
+
+
+def test_a_machine_that_can_t_check_a_bundle_says_so_before_it_builds_one(tmp_path, monkeypatch):
+    shim = (
+        tmp_path / "bin" / "uv"
+    )  # as of a version manager, whose Python of that version is not active
+    shim.parent.mkdir()
+    shim.write_text("#!/bin/sh\necho 'python3.12: command not found' >&2; exit 127\n")
+    shim.chmod(0o755)
+    built = []
+    monkeypatch.setattr(staging, "unpack_wheels", lambda *_: built.append("wheels"))
+    options = BuildOptions(shim, Path(sys.executable), tmp_path, tmp_path / "dist", 60, 0)
+    with pytest.raises(
+        BundleError, match=r"python3\.12: command not found.*It needs Python 3\.12, gcc"
+    ):
+        build(options, Screen(Console()))
+    shim.write_text("#!/bin/sh\n")
+    monkeypatch.setenv("PATH", str(shim.parent))
+    with pytest.raises(BundleError, match=r"gcc --version.*No such file"):
+        build(options, Screen(Console()))
+    assert not built
+    assert not options.output.exists()
 
 
 def test_what_a_host_could_not_import_is_named_with_its_error():
