@@ -73,10 +73,8 @@ def _of_model_class(hf_config: Any) -> Iterable[tuple[str, torch.Tensor]]:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.core_model_loading import revert_weight_conversion
 
-    kind, classes = type(hf_config), (AutoModelForCausalLM, AutoModelForImageTextToText)
-    found = next(
-        (auto._model_mapping[kind] for auto in classes if kind in auto._model_mapping), None
-    )
+    kind, autos = type(hf_config), (AutoModelForCausalLM, AutoModelForImageTextToText)
+    found = next((auto._model_mapping[kind] for auto in autos if kind in auto._model_mapping), None)
     if found is None:
         rule = "names come from a checkpoint's headers or from the model class"
         remedy = "Put the checkpoint's safetensors beside its config.json."

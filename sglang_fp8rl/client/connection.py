@@ -17,9 +17,8 @@ SERVER_INFO_PATH = "/server_info"
 # SGLang takes the api key here. At whatever changes a server, and at the fingerprint, it takes the admin key
 # where it has one, and no other.
 _FOR_THE_API_KEY = ("/generate", SERVER_INFO_PATH, PLAN_PATH, STATUS_PATH)
-_IDLE_SECONDS = (
-    2  # SGLang closes what is idle for 5: a request that comes just then would get no answer
-)
+# SGLang closes what is idle for 5: a request that comes just then would get no answer.
+_IDLE_SECONDS = 2
 _KEYS = (
     "RefitClient(api_key=…, admin_api_key=…), or --api-key and --admin-api-key of a command: SGLang wants the "
     "admin key for updates, sessions and fingerprints where it has one, the api key otherwise."
@@ -34,15 +33,12 @@ _REMEDY = (
     "/fp8rl/plan, which has its names and shapes; `sglang-fp8rl doctor` and its log say more."
 )
 
-
 _SESSION_OPEN = "session is already open"  # SGLang's words
 _CLOSE_SESSION = (
     "If the client that opened it is gone or was interrupted, call RefitClient.close_session(), then send the update "
     "again, whole; else wait for it."
 )
-_RESTART = (
-    "A trainer that can't start a server again (veRL can't) goes on from its last checkpoint."
-)
+_RESTART = "A trainer that can't restart a server (veRL can't) goes on from its last checkpoint."
 _UNANSWERED = (
     "a running server gives one",
     f"Look whether it is up, and whether the URL is right. {_RESTART}",

@@ -179,20 +179,22 @@ def _cast(
 
 
 def _grid_of(source: torch.Tensor, block_size: BlockSize, name: str) -> BlockGrid:
-    """The blocks of a source. Refuses what is no non-empty matrix in FP32, BF16 or FP16.
-
-    FP64 is refused rather than narrowed: FP64→FP32→BF16 rounds twice, and no trainer sends it.
-    """
-    if source.dtype not in WIDE:
-        raise QuantizationError(
-            name,
-            f"dtype {source.dtype}",
-            "a weight is cast to FP8 from FP32, BF16 or FP16",
-            "Send the master weight, or for an FP8 weight its weight_scale_inv with it",
-        )
+    """The blocks of a source. Refuses what is no non-empty matrix in FP32, BF16 or FP16."""
+    refuse_dtype(source.dtype, name)
     if source.dim() != 2 or source.numel() == 0:
         raise _no_matrix(name, source)
     return BlockGrid.of(source.shape, block_size)
+
+
+def refuse_dtype(dtype: torch.dtype, name: str) -> None:
+    """Raise `QuantizationError` for what is not cast. FP64→FP32→BF16 would round twice, and no trainer sends FP64."""
+    if dtype not in WIDE:
+        raise QuantizationError(
+            name,
+            f"dtype {dtype}",
+            "a weight is cast to FP8 from FP32, BF16 or FP16",
+            "Send the master weight, or for an FP8 weight its weight_scale_inv with it",
+        )
 
 
 def _no_matrix(name: str, source: torch.Tensor) -> QuantizationError:

@@ -127,28 +127,28 @@ class Fingerprinter:
             return
         shard = shard_of(name, tensor)
         local, full_shape, start = shard.tensor, shard.full_shape, shard.start
-        if not local.numel() and 0 not in full_shape:
-            return  # a rank without rows
         if is_scale:
             if len(full_shape) < len(entry.shape or ()):  # of rows, without their one column
                 local, full_shape, start = local[..., None], (*full_shape, 1), (*start, 0)
             boxes, numel = [Box(local, full_shape, start, seed_of(weight, "scale"))], 0
         else:
             shard.check_shape(name, entry.shape)
-            boxes, numel = self._boxes(entry, shard), local.numel()
+            boxes, numel = self._boxes(entry, shard, tensor), local.numel()
             if entry.block_size is None and local.is_floating_point():
                 _check_finite(name, boxes[0].tensor)
+        if not local.numel() and 0 not in full_shape:
+            return  # a rank without rows, which has refused what the others do
         form = form_as_served(entry)
         [value] = NumberTable([boxes]).numbers()
         self.count(weight if is_scale else name, Number(form, value, numel))
 
-    def _boxes(self, entry: TensorPlan, shard: LocalShard) -> list[Box]:
-        """Of a shard as the server would store it; of one that is FP8 already, without its scales."""
+    def _boxes(self, entry: TensorPlan, shard: LocalShard, sent: Any) -> list[Box]:
+        """Of a shard of `sent` as the server would store it; of one that is FP8 already, without its scales."""
         name, local, block = entry.name, shard.tensor, entry.block_size
         if block is None or local.dtype == FP8_DTYPE:
             served = local if block is not None else local.to(getattr(torch, entry.dtype))
             return [Box(served, shard.full_shape, shard.start, seed_of(name))]
-        shard.scales_of(name, block)
+        shard.scales_of(name, block, sent)
         grid, scales = BlockGrid.of(local.shape, block, name), list[torch.Tensor]()
         codes = local.new_empty(local.shape, dtype=FP8_DTYPE)
         matrices = (local, codes) if local.dim() == 3 else (local[None], codes[None])

@@ -100,15 +100,14 @@ def _quantized(entry: TensorPlan, tensor: Any, plan: RefitPlan) -> list[tuple[st
     if not entry.is_fp8_on_wire:
         return [(name, tensor)]
     assert entry.block_size is not None
-    rows, columns = shard.scales_of(name, entry.block_size)
+    rows, columns = shard.scales_of(name, entry.block_size, tensor)
     if shard.tensor.numel():
         codes, scale = quantize(shard.tensor, entry.block_size, name=name, **plan.rounding)
     else:  # a rank without rows
         codes = torch.empty_like(shard.tensor, dtype=FP8_DTYPE)
-        shape = (rows.stop - rows.start, columns.stop - columns.start)
-        scale = torch.empty(shape, dtype=torch.float32, device=codes.device)
+        scale = codes.new_empty(entry.scale_shape, dtype=torch.float32)[rows, columns]
     scales = LocalShard(scale, entry.scale_shape, (rows.start, columns.start))
     return [
-        (name, like(tensor, LocalShard(codes, shard.full_shape, shard.start), name)),
-        (entry.scale_name, like(tensor, scales, entry.scale_name)),
+        (name, like(tensor, LocalShard(codes, shard.full_shape, shard.start))),
+        (entry.scale_name, like(tensor, scales)),
     ]

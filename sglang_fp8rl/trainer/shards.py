@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise, product
 from operator import add
 from typing import Any
 
 import torch
 
 from ..errors import RefitError
-from ..formats.format import BlockGrid
-from ..numerics.cast import lies_in_memory
+from ..formats.format import BlockGrid, ceil_div
+from ..numerics.cast import lies_in_memory, refuse_dtype
 
 Box = tuple[int, ...]
 
@@ -62,15 +63,15 @@ class LocalShard:
                 "Send what the checkpoint has; describe a shard with LocalShard or a DTensor.",
             )
 
-    def scales_of(self, name: str, block_size: Sequence[int]) -> tuple[slice, slice]:
-        """Its part of the scales of the full matrix, or of each. Raises `RefitError` if it cuts a block."""
-        return BlockGrid.of(self.full_shape, block_size, name).scales_of(
-            self.start[-2:],
-            self.shape[-2:],
-            name=name,
-            error=RefitError,
-            remedy="Gather it first (tensor.full_tensor()), or shard on multiples of the block.",
-        )
+    def scales_of(self, name: str, block_size: Sequence[int], sent: Any) -> tuple[slice, slice]:
+        """Its part of the scales of the full matrix, or of each; it is of `sent`. Raises `RefitError` if it cuts a block, or
+        another rank's shard of a DTensor does: a rank that went on, maybe without rows, would wait in the next gather."""
+        refuse_dtype(self.tensor.dtype, name)  # as the cast, which nothing comes to without rows
+        grid = BlockGrid.of(self.full_shape, block_size, name)
+        cut = (box for box in _boxes_of(sent) if not grid.is_whole(*box))
+        start, shape = next(cut, (self.start[-2:], self.shape[-2:]))
+        remedy = "Gather it first (tensor.full_tensor()), or shard on multiples of the block."
+        return grid.scales_of(start, shape, name=name, error=RefitError, remedy=remedy)
 
 
 def shard_of(name: str, sent: Any) -> LocalShard:
@@ -82,14 +83,15 @@ def shard_of(name: str, sent: Any) -> LocalShard:
         return replace(sent, tensor=held.tensor, start=start)
     if hasattr(sent, "full_tensor"):
         from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as box_of
 
         # By exact class: a strided shard's rows lie apart, and a partial sum is no weight yet.
         if any(type(one) not in (Shard, Replicate) for one in sent.placements):
             rule = "shards are boxes: Shard(dim) or Replicate() on every mesh dimension"
             raise _gather_first(name, tuple(sent.placements), rule)
         local, full_shape = shard_of(name, sent.to_local()).tensor, tuple(sent.shape)
-        shape, start = _box_of(full_shape, sent)
-        if shape != tuple(local.shape):
+        shape, start = box_of(full_shape, sent.device_mesh, sent.placements)
+        if shape != local.shape:
             raise _gather_first(name, tuple(local.shape), f"{full_shape} is cut into {shape}")
         return LocalShard(local, full_shape, start)
     if hasattr(sent, "trigger_wait"):
@@ -103,7 +105,7 @@ def shard_of(name: str, sent: Any) -> LocalShard:
     return LocalShard(sent.detach(), tuple(sent.shape), (0,) * sent.dim())
 
 
-def like(sent: Any, made: LocalShard, name: str) -> Any:
+def like(sent: Any, made: LocalShard) -> Any:
     """`made` of `sent`, as its kind: a tensor, a DTensor with the same placements, or a `LocalShard`."""
     if isinstance(sent, LocalShard):
         return made
@@ -111,9 +113,6 @@ def like(sent: Any, made: LocalShard, name: str) -> Any:
         return made.tensor
     from torch.distributed.tensor import DTensor
 
-    expected = _box_of(made.full_shape, sent)
-    if expected != (made.shape, made.start):
-        raise _gather_first(name, (made.shape, made.start), f"it is cut into {expected}")
     full = torch.empty(made.full_shape, device="meta")
     return DTensor.from_local(
         made.tensor,
@@ -125,12 +124,20 @@ def like(sent: Any, made: LocalShard, name: str) -> Any:
     )
 
 
-def _box_of(full_shape: Box, like: Any) -> tuple[Box, Box]:
-    """Shape and start of this rank's box of a tensor that is placed as a DTensor is."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as box_of
-
-    shape, start = box_of(full_shape, like.device_mesh, like.placements)
-    return tuple(shape), tuple(start)
+def _boxes_of(sent: Any) -> Iterator[tuple[Box, Box]]:
+    """Start and shape, in rows and columns, of what each rank of a DTensor's mesh holds, as torch cuts it."""
+    inner: Any = sent.tensor if isinstance(sent, LocalShard) else sent
+    if not hasattr(inner, "full_tensor"):
+        return
+    starts = sent.start if inner is not sent else (0,) * inner.dim()
+    bounds = [[at, at + size] for at, size in zip(starts, inner.shape, strict=True)]
+    for ranks, placed in zip(inner.device_mesh.shape, inner.placements, strict=True):
+        if placed.is_shard():
+            *_, end = along = bounds[placed.dim]
+            cut = (range(a, z, ceil_div(z - a, ranks) or 1) for a, z in pairwise(along))
+            bounds[placed.dim] = [*chain(*cut), end]
+    for box in product(*map(pairwise, bounds[-2:])):
+        yield tuple(a for a, _ in box), tuple(z - a for a, z in box)
 
 
 def _gather_first(name: str, found: object, rule: str) -> RefitError:

@@ -244,10 +244,8 @@ def lent_weight(leaf: str) -> property:
 
     def get(module: Any) -> Any:
         running = _LENT.get(module, {})
-        lent, is_backward = (
-            running.get(threading.get_ident()),
-            torch._C._current_graph_task_id() != -1,
-        )
+        lent = running.get(threading.get_ident())
+        is_backward = torch._C._current_graph_task_id() != -1
         if lent is not None:
             return lent[leaf]
         if running and not is_backward:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import re
 from itertools import pairwise
 
 import jsonschema
@@ -17,6 +19,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import Shard as LocalPart
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
@@ -204,6 +208,77 @@ def test_a_rank_without_rows_sends_empty_parts():
     assert got["a.weight"].tensor.shape == (0, 256)
     assert got["a.weight_scale_inv"].tensor.shape == (0, 2)
     assert got["a.weight_scale_inv"].start == (3, 0)
+
+
+def said_on_all_ranks(shape, mesh_shape, placements, read, dtype=torch.float32):
+    """What `read` raises for the DTensor that each rank of a mesh holds: one after the other, so without the others."""
+    size, said = math.prod(mesh_shape), []
+    for rank in range(size):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        try:
+            mesh = torch.distributed.init_device_mesh("cpu", mesh_shape)
+            local, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+            full = torch.empty(shape, device="meta")
+            sent = DTensor.from_local(
+                torch.ones(local, dtype=dtype),
+                mesh,
+                placements,
+                run_check=False,
+                shape=full.shape,
+                stride=full.stride(),
+            )
+            with pytest.raises((RefitError, QuantizationError)) as told:
+                read(sent)
+            said.append(str(told.value))
+        finally:
+            torch.distributed.destroy_process_group()
+    return said
+
+
+def quantized(sent, plan):
+    return list(quantize_for_refit(sent, plan))
+
+
+INSIDE = r"a\.weight: shard \[{}\] of .* inside a block"
+CUT = {
+    "ranks without rows": ((300, 128), (11,), [Shard(0)], "0:28, 0:128"),
+    "a last rank of one block": ((192, 128), (3,), [Shard(0)], "0:64, 0:128"),
+    "a first rank of one block": ((510, 128), (2, 2), [Shard(0)] * 2, "128:255, 0:128"),
+    "columns": ((256, 192), (2, 3), [Shard(0), Shard(1)], "0:128, 0:64"),
+    "ranks without columns": ((128, 3), (2, 2), [Shard(1)] * 2, "0:128, 0:1"),
+}
+
+
+@pytest.mark.parametrize("as_a_box", [False, True])
+@pytest.mark.parametrize("read", [quantized, fingerprint_of])
+@pytest.mark.parametrize(("shape", "mesh", "placed", "cut"), CUT.values(), ids=CUT)
+def test_where_one_rank_s_shard_cuts_a_block_all_ranks_say_so(
+    shape, mesh, placed, cut, read, as_a_box
+):
+    rows, columns = shape
+    plan = make_plan({"a.weight": (BLOCKWISE, (rows + 256 * as_a_box, columns))})
+
+    def sent(one):
+        box = LocalShard(one, plan.tensors["a.weight"].shape, (256, 0)) if as_a_box else one
+        return read([("a.weight", box)], plan)
+
+    first, *others = said_on_all_ranks(shape, mesh, placed, sent)
+    assert set(others) == {first}
+    assert as_a_box or re.match(INSIDE.format(cut), first)
+
+
+@pytest.mark.parametrize("read", [quantized, fingerprint_of])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "match"),
+    [((2, 96), torch.float64, "float64"), ((2, 95), torch.float32, "takes the full")],
+)
+def test_a_rank_without_rows_refuses_what_the_others_do(read, shape, dtype, match):
+    plan = make_plan({"a.weight": (PER_CHANNEL, (2, 96))})
+    said = said_on_all_ranks(
+        shape, (3,), [Shard(0)], lambda one: read([("a.weight", one)], plan), dtype
+    )
+    assert len(set(said)) == 1
+    assert match in said[0]
 
 
 @pytest.mark.parametrize(
