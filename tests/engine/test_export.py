@@ -58,7 +58,7 @@ def loads_the_bytes(checkpoint_dir, host):
     [pytest.param("qwen3", marks=runs_on("qwen3")), pytest.param("llama", marks=pytest.mark.slow)],
 )
 def test_transformers_reads_the_dequantized_values(checkpoint_dir, name):
-    """Not of short last rows, which it refuses."""
+    """Not of short last blocks, which it refuses or misreads."""
     from transformers import AutoModelForCausalLM
 
     out = exported(checkpoint_dir, name)
@@ -70,6 +70,31 @@ def test_transformers_reads_the_dequantized_values(checkpoint_dir, name):
         if f"{leaf}_scale_inv" in written:
             expected = dequantize(*quantize_blockwise(weight))
         assert torch.equal(read[leaf], expected), leaf
+
+
+@pytest.mark.parametrize(
+    ("shape", "outcome"),
+    [
+        ((256, 256), "read"),
+        ((64, 256), "read"),
+        ((576, 256), "refused"),  # DeepSeek-V3's kv_a_proj_with_mqa
+        ((288, 256), "misread"),  # MiniCPM3's
+        ((256, 300), "misread"),
+    ],
+)
+def test_what_transformers_makes_of_a_short_last_block_is_what_the_page_says(shape, outcome):
+    """It divides each side by its number of scales: of 288 rows, into blocks of 96."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    generator = torch.Generator().manual_seed(0)
+    codes, scales = quantize_blockwise(torch.randn(shape, generator=generator))
+    try:
+        read = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
+    except ValueError:
+        assert outcome == "refused"
+    else:
+        same = torch.equal(read, dequantize(codes, scales))
+        assert outcome == ("read" if same else "misread")
 
 
 def test_the_command_streams_shards_copies_the_rest_and_says_what_stays(checkpoint_dir, tmp_path):
