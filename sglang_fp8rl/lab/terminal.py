@@ -62,7 +62,10 @@ def errors_told(*more_lines: str, interrupted: str | None = None) -> Iterator[No
         except OSError:  # of a full disk: Python would try once more at its end, and leave with 120
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BAD_INPUT) from error
-    except KeyboardInterrupt as error:
+    except (KeyboardInterrupt, ValueError) as error:
+        # Of torch, if Ctrl-C comes as it looks into a file's tensor: it swallows the interrupt.
+        if isinstance(error, ValueError) and "UntypedStorage" not in str(error):
+            raise
         if interrupted is not None:
             console(stderr=True).out(interrupted, highlight=False)
         raise typer.Exit(INTERRUPTED) from error

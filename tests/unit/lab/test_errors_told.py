@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 from support.plans import PLAIN, make_plan
 from typer.testing import CliRunner
@@ -23,7 +24,7 @@ from sglang_fp8rl.lab import cli, export, plan_offline
 from sglang_fp8rl.lab.eval import gap
 from sglang_fp8rl.lab.eval.mismatch import check_plot_path
 from sglang_fp8rl.lab.sensitivity import run as sensitivity_run
-from sglang_fp8rl.lab.terminal import BAD_INPUT
+from sglang_fp8rl.lab.terminal import BAD_INPUT, INTERRUPTED, errors_told
 from sglang_fp8rl.lab.testing.weight_sets import Checkpoint, write_updated
 
 URL = "http://127.0.0.1:9"
@@ -334,6 +335,20 @@ def test_what_sglang_refuses_is_the_last_exception_of_its_log(tmp_path, monkeypa
     told = refused("plan", "some/model")
     assert f"did not come to build the model: {said}; SGLang has to build" in told
     assert "exit status" not in told
+
+
+def test_ctrl_c_while_a_tensor_is_read_is_an_interrupt_though_torch_swallows_it(model, monkeypatch):
+    slice_of = torch.UntypedStorage.__getitem__
+
+    def interrupted(storage, at):  # as torch looks at the first byte
+        if isinstance(at, slice):
+            return slice_of(storage, at)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.UntypedStorage, "__getitem__", interrupted)
+    with pytest.raises(typer.Exit) as left, errors_told():
+        dict(tensors_in(safetensors_files(model)))
+    assert left.value.exit_code == INTERRUPTED
 
 
 def test_a_plan_that_is_terminated_takes_its_child_along(tmp_path, monkeypatch):
