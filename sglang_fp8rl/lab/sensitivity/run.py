@@ -12,14 +12,14 @@ from ...errors import ConfigError, EvaluationError
 from ...wire.plan import RefitPlan
 from ..eval.gap import NO_DEVICE, Precision, load_tokenizer, no_device
 from ..eval.options import check_values
-from ..eval.prompts import load_prompts
+from ..eval.prompts import load_prompts, prompt_lines
 from ..plan_offline import make_plan
 from .finding import Finding, effects_of, finding_of
 from .measure import Measurement, Settings, key_of
 from .reference import load_reference
 from .results_file import ResultsFile, check_place
 from .samples import Groups
-from .served_modules import budget_bytes, choose, served_modules
+from .served_modules import budget_bytes, choose, parsed_budget, served_modules
 
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 _CGROUP = Path("/sys/fs/cgroup")
@@ -48,6 +48,10 @@ def run_sensitivity(
         ("--dtype", dtype, goes_together, "float32 where round_to_bf16 is false"),
     )
     check_place(settings.results)
+    # What is wrong with these is told before the plan is made, which takes a minute.
+    parsed_budget(settings.budget)
+    if settings.prompts is not None:
+        prompt_lines(settings.prompts)
     plan = make_plan(
         model, tp_size=settings.tp_size, ep_size=settings.ep_size, options=settings.options
     )

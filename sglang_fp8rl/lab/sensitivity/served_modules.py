@@ -107,12 +107,8 @@ class Choice:
         return tuple(module.name for module in self.modules)
 
 
-def budget_bytes(text: str, modules: Sequence[ServedModule]) -> int:
-    """Bytes of a budget: `10%` of what FP8 saves on this model, or `12MB`, `1.5GiB`, `4096`.
-
-    Raises:
-        ConfigError: it can't be read, or the cheapest module costs more.
-    """
+def parsed_budget(text: str) -> tuple[Fraction, str]:
+    """Amount and unit of a budget: `10%`, `12MB`, `1.5GiB`, `4096`. Raises `ConfigError` if it can't be read."""
     found = _AMOUNT.fullmatch(text)
     unit = found.group(2).upper() if found else "?"
     if found is None or (unit != "%" and unit not in _UNITS):
@@ -122,7 +118,16 @@ def budget_bytes(text: str, modules: Sequence[ServedModule]) -> int:
             "it has to be a share of what FP8 saves, or bytes",
             "Write 10%, 12MB, 1.5GiB or 4096.",
         )
-    amount = Fraction(found.group(1))
+    return Fraction(found.group(1)), unit
+
+
+def budget_bytes(text: str, modules: Sequence[ServedModule]) -> int:
+    """Bytes of a budget: of what FP8 saves on this model, where it is a share.
+
+    Raises:
+        ConfigError: it can't be read, or the cheapest module costs more.
+    """
+    amount, unit = parsed_budget(text)
     allowed = int(amount * savings(modules) / 100 if unit == "%" else amount * _UNITS[unit])
     cheapest = min(modules, key=lambda module: module.extra_bytes)
     if allowed < cheapest.extra_bytes:

@@ -220,15 +220,29 @@ def test_a_plot_that_can_t_be_written_is_refused(tmp_path, monkeypatch):
         check_plot_path(tmp_path / "a.png")
 
 
-@pytest.mark.parametrize("place", ["nowhere/a.jsonl", "other"])
-def test_a_place_for_results_is_looked_at_before_the_model(tmp_path, monkeypatch, place):
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--results", "nowhere/a.jsonl"),
+        ("--results", "other"),
+        ("--prompts", "nowhere.txt"),
+        ("--budget", "abc"),
+        ("--budget", "-5%"),
+    ],
+)
+def test_what_sensitivity_is_given_is_looked_at_before_the_model(
+    tmp_path, monkeypatch, option, value
+):
     (tmp_path / "other").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
 
     def make(*_, **__):
         raise AssertionError("the plan is made")
 
     monkeypatch.setattr(sensitivity_run, "make_plan", make)
-    assert place in refused("sensitivity", "model", "--results", tmp_path / place)
+    told = refused("sensitivity", "model", option, value)
+    assert option in told
+    assert value in told
 
 
 def test_a_server_that_is_gone_is_told_before_a_model_is_loaded(monkeypatch):
