@@ -163,7 +163,8 @@ def export(
 
     from .export import export_checkpoint
 
-    with errors_told():
+    left = f"Interrupted. What {out} holds by now is no checkpoint: delete it before you try again."
+    with errors_told(interrupted=left):
         wanted = parsed_options(options)
         with Progress(console=console(stderr=True)) as progress:
             task = progress.add_task("SGLang builds the model without memory", total=None)

@@ -69,6 +69,11 @@ def test_ctrl_c_ends_every_command_with_its_own_status(run_into, command):
     assert (result.exit_code, result.stdout) == (INTERRUPTED, "")
 
 
+def test_ctrl_c_in_an_export_says_what_is_left(run_into):
+    told = run_into("export", KeyboardInterrupt()).stderr
+    assert "is no checkpoint: delete it before you try again" in told
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_tells_an_error_on_stderr_letter_by_letter(run_into, command):
     result = run_into(command, Fp8RlError("[red]w[/red]", "a:100:b " * 40, "a rule", "A remedy."))
