@@ -54,7 +54,7 @@ def make_plan(
         ConfigError: a path without a config.json that can be read.
         HostError: the model can't be built or has a module that can't be served; with its reason.
     """
-    if Path(model).is_dir() or model.startswith(("/", ".", "~")):
+    if Path(model).exists() or model.startswith(("/", ".", "~")):
         Checkpoint(Path(model)).config  # noqa: B018  read, or refused
     argv = [f"--model-path={model}", f"--tp-size={tp_size}", f"--ep-size={ep_size}"]
     argv += [f"--quantization={QUANTIZATION_METHOD}", "--load-format=dummy", "--device=cpu"]

@@ -74,6 +74,12 @@ def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(tmp_path):
     assert "config.json" in refused("plan", nowhere)
 
 
+def test_a_file_is_no_name_on_the_hub_either(model, monkeypatch):
+    monkeypatch.chdir(model)
+    monkeypatch.setattr(plan_offline, "run_in_new_interpreter", lambda *_: pytest.fail("a plan"))
+    assert "Name a checkpoint's directory" in refused("plan", "model.safetensors")
+
+
 @pytest.mark.parametrize("content", [None, "{", "[1]"])
 @pytest.mark.parametrize("command", ["plan", "export", "demo", "sensitivity"])
 def test_a_folder_without_a_config_that_can_be_read_is_named(tmp_path, model, command, content):
