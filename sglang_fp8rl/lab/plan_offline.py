@@ -67,7 +67,9 @@ def make_plan(
     with tempfile.TemporaryDirectory(prefix="sglang-fp8rl-plan-") as directory:
         answer_path, log_path = Path(directory, "answer.json"), Path(directory, "log")
         args = [str(answer_path), str(tp_size), *argv]
-        outcome = run_in_new_interpreter(args, _child_env(tp_size), log_path)
+        # SGLang leaves temporary files behind.
+        env = {**_child_env(tp_size), "TMPDIR": directory}
+        outcome = run_in_new_interpreter(args, env, log_path)
         if not answer_path.exists():
             said = last_error(log_path.read_text(errors="replace"))
             how = "" if outcome in ("exit status 0", "exit status 1") else f" ({outcome})"

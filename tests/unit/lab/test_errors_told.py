@@ -80,6 +80,20 @@ def test_a_file_is_no_name_on_the_hub_either(model, monkeypatch):
     assert "Name a checkpoint's directory" in refused("plan", "model.safetensors")
 
 
+def test_what_sglang_leaves_behind_goes_with_the_folder_of_the_plan(model, monkeypatch):
+    places = []
+
+    def run(args, env, path):
+        places.append(path.parent)
+        assert env["TMPDIR"] == str(path.parent)
+        path.write_text("")
+        return "exit status 1"
+
+    monkeypatch.setattr(plan_offline, "run_in_new_interpreter", run)
+    refused("plan", model)
+    assert not places[0].exists()
+
+
 @pytest.mark.parametrize("content", [None, "{", "[1]"])
 @pytest.mark.parametrize("command", ["plan", "export", "demo", "sensitivity"])
 def test_a_folder_without_a_config_that_can_be_read_is_named(tmp_path, model, command, content):
