@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from inspect_ai.log import list_eval_logs, read_eval_log
+from inspect_ai.log import list_eval_logs, read_eval_log, write_eval_log
 from support.eval.eval_server import FakeServer
 from typer.testing import CliRunner
 
@@ -128,6 +128,21 @@ def test_a_failing_server_keeps_what_was_sampled(problems, run):
         server.bodies.clear()
         assert run(given).candidate.avg_at_n.value == 1
         assert len(server.bodies) == 24 - kept
+
+
+def test_a_resumed_run_that_copied_little_before_it_was_interrupted_costs_no_sample(problems, run):
+    with FakeServer(right_in(PERFECT)) as server:
+        given = options(server, problems, concurrency=1, samples=4)
+        run(given)
+        server.bodies.clear()
+        [whole] = list_eval_logs(str(given.out))
+        log = read_eval_log(whole)
+        log.status, log.samples = "cancelled", log.samples[:10]
+        write_eval_log(log, whole)
+        log.samples = log.samples[:2]  # the newer one, as Ctrl-C leaves it
+        write_eval_log(log, whole.name.replace("logs/", "logs/9"))
+        assert run(given).candidate.avg_at_n.value == 1
+    assert len(server.bodies) == 12 - 10
 
 
 def test_a_passing_failure_is_tried_again_and_no_sample_is_lost(problems, run):
