@@ -37,7 +37,12 @@ def post(url: str, path: str, **body: object) -> bool:
 
 def refit(url: str, named_tensors: Iterable[tuple[str, torch.Tensor]], limit: int = 1 << 29) -> int:
     """Send FP32 or BF16 tensors in buckets of about `limit` bytes; returns how many buckets."""
-    ranks = requests.get(url + "/server_info", timeout=60).json()["tp_size"]
+    info = requests.get(url + "/server_info", timeout=60)
+    if (
+        not info.ok
+    ):  # a server with an API key wants it in each request: headers={"Authorization": "Bearer KEY"}
+        raise SystemExit(f"error: GET /server_info: HTTP {info.status_code}: {info.text}")
+    ranks = info.json()["tp_size"]
     in_session = post(url, "/begin_weight_update")  # SGLang has them since 0.5.21
     buckets = 0
     try:

@@ -54,6 +54,9 @@ def main(arguments: list[str]) -> None:
     trainer, program, *flags = arguments
     need("sglang_fp8rl", THIS_PACKAGE)
     need(trainer, INSTALL.format(trainer))
+    asked = [flag for flag in flags if flag.partition("=")[0] == METHOD[0]]
+    if asked:
+        raise SystemExit(f"error: {asked[0]}: this adds {' '.join(METHOD)}; leave yours out")
     check_checkpoint(flags)
     import ray
     from sglang.srt.plugins import load_plugins

@@ -25,6 +25,7 @@ import requests  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from sglang_fp8rl import RefitClient  # noqa: E402
+from sglang_fp8rl.errors import Fp8RlError  # noqa: E402
 
 TOKENS, SAMPLES = 16, 4
 
@@ -80,6 +81,10 @@ def main(arguments: list[str]) -> None:
 
     url, model = arguments
     served = ServedByFp8(url, verify=True)
+    try:
+        served.client.status()
+    except Fp8RlError as error:  # before a model is loaded
+        raise SystemExit(f"error: {error}") from None
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         max_steps=3,

@@ -183,8 +183,9 @@ def export(
     shown = console()
     for name, reason in report.misaligned.items():
         shown.print(f"stays in BF16: {name}: {reason}", markup=False)
+    short = f" ({report.short} with short last blocks, which transformers refuses or misreads)"
     shown.print(
-        f"{report.quantized} weights in FP8, {report.kept} tensors as they are; "
+        f"{report.quantized} weights in FP8{short if report.short else ''}, {report.kept} tensors as they are; "
         f"{report.nbytes_before / 1e6:.1f} MB to {report.nbytes / 1e6:.1f} MB in {out}",
         markup=False,
     )

@@ -33,10 +33,11 @@ _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 @dataclass
 class ExportReport:
-    """What was written: numbers of weights, bytes of all tensors, and the weights that can't be cut into blocks
-    and stay in BF16, each with the reason."""
+    """What was written: numbers of weights (`short`: of those in FP8 whose last block is short, which only SGLang reads),
+    bytes of all tensors, and the weights that can't be cut into blocks and stay in BF16, each with the reason."""
 
     quantized: int = 0
+    short: int = 0
     kept: int = 0
     nbytes_before: int = 0
     nbytes: int = 0
@@ -166,6 +167,8 @@ def _converted(
     entry = plan.tensors.get(name)
     if entry is not None and _is_exported_in_fp8(entry):
         report.quantized += 1
+        blocks = zip(tensor.shape, plan.document["options"]["weight_block_size"], strict=True)
+        report.short += any(size > block and size % block for size, block in blocks)
         made = quantize_for_refit([(name, tensor)], plan)
         return {written: one.contiguous() for written, one in made}
     report.kept += 1

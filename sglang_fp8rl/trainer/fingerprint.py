@@ -135,7 +135,7 @@ class Fingerprinter:
             shard.check_shape(name, entry.shape)
             boxes, numel = self._boxes(entry, shard, tensor), local.numel()
             if entry.block_size is None and local.is_floating_point():
-                _check_finite(name, boxes[0].tensor)
+                _check_finite(shard.called(name), boxes[0].tensor)
         if not local.numel() and 0 not in full_shape:
             return  # a rank without rows, which has refused what the others do
         form = form_as_served(entry)
@@ -155,7 +155,7 @@ class Fingerprinter:
         for matrix, into in zip(*matrices, strict=True) if local.numel() else ():
             scales.append(local.new_empty(grid.scale_shape, dtype=torch.float32))
             bad = cast_into(matrix, into, scales[-1], block, name=name, **self.plan.rounding)
-            refuse_not_finite(bad, grid, name)
+            refuse_not_finite(bad, grid, shard.called(name))
         return scaled_boxes(name, codes, scales, shard.full_shape, shard.start, block)
 
 

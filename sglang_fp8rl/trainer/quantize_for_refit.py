@@ -102,7 +102,8 @@ def _quantized(entry: TensorPlan, tensor: Any, plan: RefitPlan) -> list[tuple[st
     assert entry.block_size is not None
     rows, columns = shard.scales_of(name, entry.block_size, tensor)
     if shard.tensor.numel():
-        codes, scale = quantize(shard.tensor, entry.block_size, name=name, **plan.rounding)
+        called = shard.called(name)
+        codes, scale = quantize(shard.tensor, entry.block_size, name=called, **plan.rounding)
     else:  # a rank without rows
         codes = torch.empty_like(shard.tensor, dtype=FP8_DTYPE)
         scale = codes.new_empty(entry.scale_shape, dtype=torch.float32)[rows, columns]

@@ -53,6 +53,11 @@ class LocalShard:
     def shape(self) -> Box:
         return tuple(self.tensor.shape)
 
+    def called(self, name: str) -> str:
+        """In an error that counts rows of this box."""
+        is_part = self.shape != self.full_shape
+        return f"{name}, a shard that starts at {list(self.start)}" if is_part else name
+
     def check_shape(self, name: str, shape: Box | None) -> None:
         """Raises `RefitError` unless it is of a tensor of this shape; None is any."""
         if shape is not None and self.full_shape != shape:

@@ -14,11 +14,12 @@ from support.engine.engine_host import EngineHost
 from support.engine.exported import exported
 from support.engine.models import MODELS, checkpoint
 from support.engine.pool import on, runs_on
+from support.plans import BLOCKWISE, make_plan
 from typer.testing import CliRunner
 
 from sglang_fp8rl.errors import ConfigError, QuantizationError
 from sglang_fp8rl.lab.cli import app
-from sglang_fp8rl.lab.export import INDEX_NAME, export_checkpoint
+from sglang_fp8rl.lab.export import INDEX_NAME, ExportReport, _converted, export_checkpoint
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
 from sglang_fp8rl.numerics import dequantize
 
@@ -82,12 +83,15 @@ def test_transformers_reads_the_dequantized_values(checkpoint_dir, name):
         ((256, 300), "misread"),
     ],
 )
-def test_what_transformers_makes_of_a_short_last_block_is_what_the_page_says(shape, outcome):
+def test_a_short_last_block_that_transformers_can_t_read_is_counted(shape, outcome):
     """It divides each side by its number of scales: of 288 rows, into blocks of 96."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     generator = torch.Generator().manual_seed(0)
-    codes, scales = quantize_blockwise(torch.randn(shape, generator=generator))
+    weight, report = torch.randn(shape, generator=generator), ExportReport()
+    made = _converted("a.weight", weight, make_plan({"a.weight": (BLOCKWISE, shape)}), report)
+    assert (report.quantized, report.short) == (1, outcome != "read")
+    codes, scales = made["a.weight"], made["a.weight_scale_inv"]
     try:
         read = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
     except ValueError:
@@ -119,6 +123,8 @@ def test_the_command_streams_shards_copies_the_rest_and_says_what_stays(checkpoi
         for leaf, tensor in load_file(tmp_path / "out" / file).items()
     }
     assert found.keys() == index["weight_map"].keys()
+    sides = [found[leaf.removesuffix("_scale_inv")].shape for leaf in found if "_scale_inv" in leaf]
+    assert report["short"] == sum(any(side > 128 and side % 128 for side in one) for one in sides)
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
     single = load_file(exported(checkpoint_dir, "llama-misaligned") / "model.safetensors")
     assert single.keys() == found.keys()

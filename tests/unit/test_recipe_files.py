@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import http_refit
 import pytest
@@ -167,6 +168,16 @@ def test_a_checkpoint_by_which_slime_and_miles_would_quantize_is_refused(tmp_pat
         slime_miles.check_checkpoint([])
 
 
+@pytest.mark.parametrize(
+    "theirs", [["--sglang-quantization=fp8"], ["--sglang-quantization", "fp8"]]
+)
+def test_another_method_than_this_one_is_refused_and_not_overridden(monkeypatch, theirs):
+    monkeypatch.setattr(slime_miles, "need", lambda *_: None)
+    model = ["--hf-checkpoint", "model", "--sglang-quantization-param-path", "scales"]
+    with pytest.raises(SystemExit, match=r"--sglang-quantization.*leave yours out"):
+        slime_miles.main(["slime", "train.py", *model, *theirs])
+
+
 # As their own programs: SGLang's parser behind a prefix in the driver, and its `ServerArgs` in an actor of Ray's.
 TRAIN = """
 import argparse, sys
@@ -210,3 +221,24 @@ def test_plain_http_takes_404_for_a_server_without_sessions_and_for_nothing_else
 class NotFound(JsonServer):
     def reply_to(self, path, body, headers):
         return (200, {"tp_size": 1}) if path == "/server_info" else (404, {"detail": "Not Found"})
+
+
+def test_plain_http_tells_a_server_s_words_that_wants_a_key():
+    with (
+        WantsAKey() as server,
+        pytest.raises(SystemExit, match=r"server_info: HTTP 401.*Unauthorized"),
+    ):
+        http_refit.refit(server.url, [("a", torch.ones(4))])
+
+
+class WantsAKey(JsonServer):
+    def reply_to(self, path, body, headers):
+        return 401, {"error": "Unauthorized"}
+
+
+def test_trl_s_recipe_says_that_no_server_answers_before_it_loads_a_model(monkeypatch):
+    trl_grpo = importlib.import_module("trl_grpo")
+    monkeypatch.setattr(trl_grpo, "need", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOConfig=None, GRPOTrainer=None))
+    with pytest.raises(SystemExit, match="no answer"):
+        trl_grpo.main(["http://127.0.0.1:9", "model"])

@@ -120,9 +120,7 @@ class KeptCopies:
         elif equal:
             self.copies[one.place] = (one.tensor, equal[0])
         elif weights:
-            self.unproven[one.place] = (
-                "appeared beside weights after the load, and is no copy of one"
-            )
+            self.unproven[one.place] = "appeared beside weights after the load, is no copy of one"
 
     @torch.no_grad()
     def renew(self) -> None:

@@ -129,9 +129,7 @@ class Calls:
                 call.sources.leave_native((), APART)
         else:
             call.errors.update(self._pairs.give_up())
-        if not (
-            call.size or call.update.origin.is_serving
-        ):  # of an update all ranks say so together
+        if not call.size and not call.update.origin.is_serving:  # of an update all ranks say it
             call.errors[""] = str(NOTHING_SENT)
         self._close(call)
 

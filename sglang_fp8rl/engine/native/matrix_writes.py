@@ -42,11 +42,8 @@ def row_of(piece: Piece, place: tuple[int, int]) -> tuple[int, ...] | None:
     rows, out = as_matrix(piece.source), as_matrix(piece.destination)
     if rows is None or out is None or rows.device != out.device:
         return None
-    if (
-        piece.kind is Kind.COPY
-        and piece.source.is_contiguous()
-        and piece.destination.is_contiguous()
-    ):
+    are_flat = piece.source.is_contiguous() and piece.destination.is_contiguous()
+    if piece.kind is Kind.COPY and are_flat:
         rows, out = _in_short_rows(rows), _in_short_rows(out)
     piece = piece._replace(source=rows, destination=out)
     return piece.row(place) if piece.fits() else None

@@ -229,9 +229,8 @@ def _unpack(saved: tuple[torch.Tensor, int, WeightRule | None, _Place]) -> torch
         )
     if rule is None:
         return tensor
-    reach = (
-        sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
-    )
+    sides = zip(size, stride, strict=True)
+    reach = 0 if 0 in size else sum((n - 1) * step for n, step in sides)
     each = tensor.numel() // rule.matrices
     first, last = offset // each, (offset + reach) // each
     matrices = tensor.detach().reshape(rule.matrices, -1, tensor.shape[-1])[first : last + 1]

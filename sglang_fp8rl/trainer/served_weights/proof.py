@@ -109,7 +109,7 @@ def _check_computed_with(weight: torch.Tensor, rule: WeightRule) -> None:
             raise ServedWeightsError(
                 rule.name,
                 f"{other} of {expected.numel()} values that are computed with are not the cast's",
-                "what is computed with is codes times scales, rounded once to BF16",
+                "what is computed with is codes times scales in FP32, rounded to BF16",
                 "Report it with the device and the dtype; numerics.through_fp8 takes a backend.",
             )
 

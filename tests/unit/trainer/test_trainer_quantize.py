@@ -268,6 +268,17 @@ def test_where_one_rank_s_shard_cuts_a_block_all_ranks_say_so(
 
 
 @pytest.mark.parametrize("read", [quantized, fingerprint_of])
+def test_where_a_shard_is_not_finite_its_rows_are_told_from_the_tensor_s(read):
+    plan, rows = make_plan({"a.weight": (BLOCKWISE, (384, 128))}), torch.ones(128, 128)
+    rows[44] = float("nan")
+    shard = LocalShard(rows, (384, 128), (256, 0))
+    with pytest.raises(
+        QuantizationError, match=r"a\.weight, a shard that starts at \[256, 0\]: NaN"
+    ):
+        read([("a.weight", shard)], plan)
+
+
+@pytest.mark.parametrize("read", [quantized, fingerprint_of])
 @pytest.mark.parametrize(
     ("shape", "dtype", "match"),
     [((2, 96), torch.float64, "float64"), ((2, 95), torch.float32, "takes the full")],
