@@ -176,13 +176,15 @@ def _add(call: Call, told: Fp8RlError) -> None:
 
 
 def _raise(told: Fp8RlError, error: Exception) -> NoReturn:
-    """Raise it in the place of `error`.
+    """Raise it in the place of `error`, which was thrown into the generator of a context.
 
-    With its traceback a name for it would be a circle, and the bucket in that would live until Python collects.
+    A bucket in a circle would live until Python collects. With its traceback a name for an error is one; so is, from
+    Python 3.12 on, that generator's frame, which leads to who threw it.
     """
     try:
         if told is error:
             raise error
-        raise told from error
+        before = error.__traceback__ and error.__traceback__.tb_next
+        raise told from error.with_traceback(before)
     finally:
         del told, error

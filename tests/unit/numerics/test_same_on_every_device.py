@@ -24,7 +24,7 @@ from sglang_fp8rl.trainer import served_weights
 # What computes nothing with tensors, is compared elsewhere, or is on its way in these.
 NO_NUMBERS = {
     "as_matrix", "exact_range", "form_as_served", "has_kernel", "is_there", "kernels", "keys", "seed_of",
-    "refuse_not_finite", "smallest_exponent", "added_up", "full_tensors", "like", "shard_of", "check_compute_dtype", "is_below",
+    "refuse_dtype", "refuse_not_finite", "smallest_exponent", "added_up", "full_tensors", "like", "shard_of", "check_compute_dtype", "is_below",
     "lent_weight", "plain_name", "rules_of", "compute_as_served", "compute_as_stored", "plan_of",
     "served_modules", "served_rules", "lies_in_memory",
 }  # fmt: skip
