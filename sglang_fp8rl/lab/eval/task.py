@@ -17,12 +17,7 @@ from typing import Any
 from inspect_ai import Task, eval_set
 from inspect_ai.dataset import MemoryDataset, Sample
 from inspect_ai.hooks import Hooks, hooks
-from inspect_ai.log import (
-    EvalLog,
-    list_eval_logs,
-    read_eval_log,
-    read_eval_log_sample_summaries,
-)
+from inspect_ai.log import EvalLog, list_eval_logs, read_eval_log, read_eval_log_sample_summaries
 from inspect_ai.model import GenerateConfig, get_model
 from inspect_ai.scorer import CORRECT, INCORRECT, Score, Scorer, Target, accuracy, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
@@ -57,7 +52,7 @@ def take_samples(
     tasks = []
     for url, identity in served.items():
         settings = {"url": url, **sampling, "problems": digest(problems), "served": identity}
-        _go_on_from_the_fullest(options.out, settings)
+        _go_on_from_the_fullest(options.out, settings, options.samples)
         task = Task(
             name=f"aime {url}",  # what a log is found by
             dataset=MemoryDataset(list(problems), name="problems"),
@@ -147,9 +142,9 @@ def _spare_the_search_for_hooks() -> None:
         hooks(name="none", description="does nothing")(_NoHooks)
 
 
-def _go_on_from_the_fullest(out: Path, wanted: dict[str, Any]) -> None:
-    """Make the log of this URL with the most samples the newest, from which Inspect goes on: one that was interrupted
-    early has fewer than it found, as samples are copied one by one.
+def _go_on_from_the_fullest(out: Path, wanted: dict[str, Any], n: int) -> None:
+    """Make the log of this URL with the most of the n samples the newest, from which Inspect goes on: one that was
+    interrupted early has fewer than it found, as samples are copied one by one.
 
     Raises:
         EvaluationError: a log of this URL was taken otherwise, and must not be averaged in; or one is damaged.
@@ -158,7 +153,8 @@ def _go_on_from_the_fullest(out: Path, wanted: dict[str, Any]) -> None:
     for info in list_eval_logs(str(out)) if out.is_dir() else []:
         try:
             before = read_eval_log(info, header_only=True).eval.metadata or {}
-            taken = sum(one.error is None for one in read_eval_log_sample_summaries(info))
+            found = read_eval_log_sample_summaries(info)
+            taken = sum(one.error is None and one.epoch <= n for one in found)
         except Exception as error:  # of half a file, as a full disk leaves it: of any kind
             raise EvaluationError(
                 info.name.removeprefix("file://"),

@@ -145,6 +145,22 @@ def test_a_resumed_run_that_copied_little_before_it_was_interrupted_costs_no_sam
     assert len(server.bodies) == 12 - 10
 
 
+def test_samples_beyond_those_asked_for_make_no_log_the_fuller_one(problems, run):
+    with FakeServer(right_in(PERFECT)) as server:
+        run(options(server, problems))
+        [whole] = list_eval_logs(str(options(server, problems).out))
+        log = read_eval_log(whole)
+        few = options(server, problems, samples=4)
+        complete = run(few)
+        log.status = "started"  # as a killed run leaves it; Inspect never deletes it
+        log.samples = [one for one in log.samples if (one.id, one.epoch) != ("one", 1)]
+        write_eval_log(log, whole)
+        os.utime(whole.name.removeprefix("file://"), (0, 0))
+        server.bodies.clear()
+        assert run(few) == complete
+    assert not server.bodies
+
+
 def test_a_passing_failure_is_tried_again_and_no_sample_is_lost(problems, run):
     with FakeServer(right_in(PERFECT)) as server:
         server.faults = [(503, {"error": {"message": "busy"}})]
