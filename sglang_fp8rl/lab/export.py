@@ -167,9 +167,9 @@ def _converted(
     entry = plan.tensors.get(name)
     if entry is not None and _is_exported_in_fp8(entry):
         report.quantized += 1
+        made = list(quantize_for_refit([(name, tensor)], plan))
         blocks = zip(tensor.shape, plan.document["options"]["weight_block_size"], strict=True)
         report.short += any(size > block and size % block for size, block in blocks)
-        made = quantize_for_refit([(name, tensor)], plan)
         return {written: one.contiguous() for written, one in made}
     report.kept += 1
     if not tensor.is_floating_point():

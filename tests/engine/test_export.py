@@ -17,7 +17,7 @@ from support.engine.pool import on, runs_on
 from support.plans import BLOCKWISE, make_plan
 from typer.testing import CliRunner
 
-from sglang_fp8rl.errors import ConfigError, QuantizationError
+from sglang_fp8rl.errors import ConfigError, QuantizationError, RefitError
 from sglang_fp8rl.lab.cli import app
 from sglang_fp8rl.lab.export import INDEX_NAME, ExportReport, _converted, export_checkpoint
 from sglang_fp8rl.lab.testing.checkpoints import save_checkpoint
@@ -99,6 +99,12 @@ def test_a_short_last_block_that_transformers_can_t_read_is_counted(shape, outco
     else:
         same = torch.equal(read, dequantize(codes, scales))
         assert outcome == ("read" if same else "misread")
+
+
+def test_a_weight_with_other_dimensions_than_the_model_s_is_named():
+    plan = make_plan({"a.weight": (BLOCKWISE, (256, 256))})
+    with pytest.raises(RefitError, match=r"a\.weight: shape \(256,\)"):
+        _converted("a.weight", torch.ones(256), plan, ExportReport())
 
 
 def test_the_command_streams_shards_copies_the_rest_and_says_what_stays(checkpoint_dir, tmp_path):
