@@ -50,7 +50,7 @@ def run_sensitivity(
     check_place(settings.results)
     # What is wrong with these is told before the plan is made, which takes a minute.
     parsed_budget(settings.budget)
-    if settings.prompts is not None:
+    if settings.prompts is not None and not settings.prompts.is_fifo():  # which gives them once
         prompt_lines(settings.prompts)
     plan = make_plan(
         model, tp_size=settings.tp_size, ep_size=settings.ep_size, options=settings.options

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -263,6 +264,23 @@ def test_what_sensitivity_is_given_is_looked_at_before_the_model(
     told = refused("sensitivity", "model", option, value)
     assert option in told
     assert value in told
+
+
+def test_prompts_of_a_pipe_which_gives_them_once_are_left_to_the_measurement(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    reading, writing = os.pipe()
+    os.write(writing, b"a prompt\n")
+    os.close(writing)
+    prompts = Path(f"/dev/fd/{reading}")
+
+    def make(*_, **__):
+        raise Fp8RlError("plan", repr(prompts.read_text()), "a rule", "A remedy.")
+
+    monkeypatch.setattr(sensitivity_run, "make_plan", make)
+    try:
+        assert "a prompt" in refused("sensitivity", "model", "--prompts", prompts)
+    finally:
+        os.close(reading)
 
 
 def test_a_server_that_is_gone_is_told_before_a_model_is_loaded(monkeypatch):
