@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, pairwise, product
 from operator import add
 from typing import Any
@@ -73,10 +74,12 @@ class LocalShard:
         another rank's shard of a DTensor does: a rank that went on, maybe without rows, would wait in the next gather."""
         refuse_dtype(self.tensor.dtype, name)  # as the cast, which nothing comes to without rows
         grid = BlockGrid.of(self.full_shape, block_size, name)
-        cut = (box for box in _boxes_of(sent) if not grid.is_whole(*box))
-        start, shape = next(cut, (self.start[-2:], self.shape[-2:]))
+        is_box, own = isinstance(sent, LocalShard), (self.start[-2:], self.shape[-2:])
+        held, at = (sent.tensor, sent.start) if is_box else (sent, (0,) * len(self.shape))
+        if hasattr(held, "full_tensor"):
+            own = _first_cut(grid, at, held.shape, held.device_mesh.shape, held.placements) or own
         remedy = "Gather it first (tensor.full_tensor()), or shard on multiples of the block."
-        return grid.scales_of(start, shape, name=name, error=RefitError, remedy=remedy)
+        return grid.scales_of(*own, name=name, error=RefitError, remedy=remedy)
 
 
 def shard_of(name: str, sent: Any) -> LocalShard:
@@ -129,26 +132,23 @@ def like(sent: Any, made: LocalShard) -> Any:
     )
 
 
-def _boxes_of(sent: Any) -> Iterator[tuple[Box, Box]]:
-    """Start and shape, in rows and columns, of what each rank of a DTensor's mesh holds, as torch cuts it."""
-    inner: Any = sent.tensor if isinstance(sent, LocalShard) else sent
-    if not hasattr(inner, "full_tensor"):
-        return
-    starts = sent.start if inner is not sent else (0,) * inner.dim()
-    bounds = [[at, at + size] for at, size in zip(starts, inner.shape, strict=True)]
-    for ranks, placed in zip(inner.device_mesh.shape, inner.placements, strict=True):
+@lru_cache  # of thousands of experts that have one shape and lie on as many ranks
+def _first_cut(grid: BlockGrid, at: Box, shape: Box, mesh: Box, placements: Any) -> Any:
+    """Start and shape, in rows and columns, of the first rank's box that is not whole blocks, as torch cuts a DTensor."""
+    bounds = [[first, first + size] for first, size in zip(at, shape, strict=True)]
+    for ranks, placed in zip(mesh, placements, strict=True):
         if placed.is_shard():
             *_, end = along = bounds[placed.dim]
             cut = (range(a, z, ceil_div(z - a, ranks) or 1) for a, z in pairwise(along))
             bounds[placed.dim] = [*chain(*cut), end]
-    for box in product(*map(pairwise, bounds[-2:])):
-        yield tuple(a for a, _ in box), tuple(z - a for a, z in box)
+    boxes = product(*map(pairwise, bounds[-2:]))
+    found = (tuple(zip(*((a, z - a) for a, z in box), strict=True)) for box in boxes)
+    return next((box for box in found if not grid.is_whole(*box)), None)
 
 
 def _gather_first(name: str, found: object, rule: str) -> RefitError:
-    return RefitError(
-        name, f"a DTensor with {found}", rule, "Gather it first (tensor.full_tensor())."
-    )
+    remedy = "Gather it first (tensor.full_tensor())."
+    return RefitError(name, f"a DTensor with {found}", rule, remedy)
 
 
 def full_tensors(named_tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 from sglang_fp8rl.errors import QuantizationError, RefitError
+from sglang_fp8rl.formats.format import BlockGrid
 from sglang_fp8rl.trainer import (
     LocalShard,
     WireStats,
@@ -265,6 +266,25 @@ def test_where_one_rank_s_shard_cuts_a_block_all_ranks_say_so(
     first, *others = said_on_all_ranks(shape, mesh, placed, sent)
     assert set(others) == {first}
     assert as_a_box or re.match(INSIDE.format(cut), first)
+
+
+def test_boxes_of_all_ranks_are_looked_at_once_for_each_shape(monkeypatch):
+    asked, is_whole = [], BlockGrid.is_whole
+
+    def counted(grid, *box):
+        asked.append(box)
+        return is_whole(grid, *box)
+
+    monkeypatch.setattr(BlockGrid, "is_whole", counted)
+    plan = make_plan({f"{n}.weight": (PER_CHANNEL, (2048, 33)) for n in range(99)})
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1024,))
+        part = DTensor.from_local(torch.ones(2, 33), mesh, [Shard(0)])
+        assert len(quantized(((name, part) for name in plan.tensors), plan)) == 2 * 99
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(asked) < 2 * 1024
 
 
 @pytest.mark.parametrize("read", [quantized, fingerprint_of])
