@@ -163,7 +163,7 @@ def export(
 
     from .export import export_checkpoint
 
-    left = f"Interrupted. What {out} holds by now is no checkpoint: delete it before you try again."
+    left = f"Interrupted. What this wrote to {out} is no checkpoint; the next try needs an empty folder."
     with errors_told(interrupted=left):
         wanted = parsed_options(options)
         with Progress(console=console(stderr=True)) as progress:

@@ -64,7 +64,9 @@ def make_plan(
         argv.append(f"--json-model-override-args={json.dumps(override)}")
     if trust_remote_code:
         argv.append("--trust-remote-code")
-    with tempfile.TemporaryDirectory(prefix="sglang-fp8rl-plan-") as directory:
+    with tempfile.TemporaryDirectory(
+        prefix="sglang-fp8rl-plan-", ignore_cleanup_errors=True
+    ) as directory:
         answer_path, log_path = Path(directory, "answer.json"), Path(directory, "log")
         args = [str(answer_path), str(tp_size), *argv]
         # SGLang leaves temporary files behind.

@@ -71,7 +71,7 @@ def test_ctrl_c_ends_every_command_with_its_own_status(run_into, command):
 
 def test_ctrl_c_in_an_export_says_what_is_left(run_into):
     told = run_into("export", KeyboardInterrupt()).stderr
-    assert "is no checkpoint: delete it before you try again" in told
+    assert "is no checkpoint; the next try needs an empty folder" in told
 
 
 @pytest.mark.parametrize("command", COMMANDS)

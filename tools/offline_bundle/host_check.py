@@ -89,7 +89,7 @@ def _run(command: list[str], **environment: str) -> str:
             command, capture_output=True, text=True, cwd="/", env={**os.environ, **environment}
         )
         found = (result.stderr or result.stdout).strip()[-2000:] if result.returncode else None
-    except FileNotFoundError as error:
+    except OSError as error:
         found = str(error)
     if found is not None:
         raise BundleError(
