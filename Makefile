@@ -3,7 +3,7 @@
 # A version manager's shim may be on the path for a version that is not there, so each is tried.
 runs = $(shell for one in $(1); do "$$one" -c "import ensurepip, venv" 2>/dev/null && echo "$$one" && break; done)
 ifndef PYTHON
-PYTHON := $(call runs,python3.11 python3.12 python3.13 python3.10)
+PYTHON := $(call runs,python3.11 python3.12 python3.13)
 endif
 UV := .uv/bin/uv
 export UV_LINK_MODE ?= hardlink
@@ -27,7 +27,7 @@ help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(UV):
-	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11, 3.12, 3.13 or 3.10 with venv runs here: install one, or say make PYTHON=/its/path" >&2; exit 1; }
+	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11, 3.12 or 3.13 with venv runs here: install one, or say make PYTHON=/its/path" >&2; exit 1; }
 	$(PYTHON) -m venv .uv && .uv/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.8
 
 define environment
