@@ -45,7 +45,7 @@ INSTALLED := $(UV) constraints/requirements.txt constraints/overrides.txt pyproj
 	$(call environment,$(PYTHON),$<)
 
 .venv-312/.ready: constraints/newest.txt $(INSTALLED)
-	$(call environment,python3.12,$<)
+	$(call environment,$(shell PYENV_VERSION=3.12 python3.12 -c "import sys; print(sys.executable)" || echo python3.12),$<)
 
 .venv-%/.ready: constraints/%.txt $(INSTALLED)
 	$(call environment,$(PYTHON),$<)
