@@ -51,7 +51,12 @@ def answer_update(origin: Origin, host: Any, manager: Any, request: Any) -> Any:
         return getattr(host, f"update_weights_from_{origin.value}")(request)
     update = Update(origin, marks=[(stages.ANSWERING, perf_counter())])
     with refit.during(update), collector_paused():
-        return _UpdateRequest(update, host, manager, request, refit).answer()
+        result = _UpdateRequest(update, host, manager, request, refit).answer()
+    if not result.success:
+        # An error holds the frames that it passed, and they the bucket, in circles that Python or the model's
+        # threads make of them: gigabytes. All of it is looked at, for what SGLang collects meanwhile is old.
+        gc.collect()
+    return result
 
 
 class _UpdateRequest:

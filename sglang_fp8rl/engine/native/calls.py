@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
 
 import torch
 
@@ -81,11 +80,13 @@ class Calls:
         self.update.calls += 1
         try:
             yield
-        except Exception as error:  # noqa: BLE001 `_raise` raises it
+        except Exception as error:
             told = self._told(error, "")
             for extension in self._extensions:
                 extension.refused(self.update, told)
-            _raise(told, error)
+            if told is error:
+                raise
+            raise told from error
 
     def begin(self, call: Call) -> None:
         self._ledger.stamp += 1
@@ -103,15 +104,18 @@ class Calls:
         try:
             with torch.no_grad():
                 yield
-        except Exception as error:  # noqa: BLE001 `_raise` raises it
-            _raise(self._stop(call, error), error)
+        except Exception as error:
+            told = self._stop(call, error)
+            if told is error:
+                raise
+            raise told from error
         else:
             self._finish(call)
             if call.errors:
                 raise call.error
         finally:
-            call.sources.forget_tensors()
             self.running = None
+            call.sources.forget_tensors()
 
     def _told(self, error: Exception, name: str) -> Fp8RlError:
         """The error to tell the client; `name` went by last."""
@@ -173,18 +177,3 @@ def _add(call: Call, told: Fp8RlError) -> None:
     if str(told) not in call.errors.values():
         before = filter(None, [call.errors.get(told.subject)])
         call.errors[told.subject] = " | ".join([*before, str(told)])
-
-
-def _raise(told: Fp8RlError, error: Exception) -> NoReturn:
-    """Raise it in the place of `error`, which was thrown into the generator of a context.
-
-    A bucket in a circle would live until Python collects. With its traceback a name for an error is one; so is, from
-    Python 3.12 on, that generator's frame, which leads to who threw it.
-    """
-    try:
-        if told is error:
-            raise error
-        before = error.__traceback__ and error.__traceback__.tb_next
-        raise told from error.with_traceback(before)
-    finally:
-        del told, error

@@ -3,7 +3,10 @@ is a failed one, and the next full update mends what it left. The model is a toy
 
 from __future__ import annotations
 
+import gc
+import logging
 import threading
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -13,6 +16,7 @@ from support.engine.injection import INJECTED, injected, traced
 from support.replayed import replay_of
 from support.threads_as_ranks import Ranks
 
+from tools.census.toys.going_wrong import Raising, RaisingInAPool
 from tools.census.toys.toy import Toy, check_same, loaded, weights
 
 pytest.importorskip("sglang")
@@ -77,9 +81,17 @@ class Host:
         return io_struct.UpdateWeightsFromIPCReqOutput(success=True, message="")
 
     def update_weights_from_disk(self, request):
+        """What failed is loaded from the old path again, while its error still holds it all."""
+        sent, text = iter(request.tensors), ""
         with ONE_AT_A_TIME:
-            self.refit.model.load_weights(iter(request.tensors))
-        return io_struct.UpdateWeightFromDiskReqOutput(success=True, message="")
+            try:
+                self.refit.model.load_weights(sent)
+            except Exception as error:  # noqa: BLE001 as SGLang's
+                text = f"Failed to update weights: {error}"
+                del sent
+                gc.collect()
+                self.refit.model.load_weights(iter(tensors(0)))
+        return io_struct.UpdateWeightFromDiskReqOutput(success=not text, message=text)
 
     def check_weights(self, request):
         self.barrier()
@@ -137,23 +149,25 @@ def tensors(seed, part=slice(None)):
     return list(weights(Toy(), seed).items())[part]
 
 
+def from_tensors(manager, sent, flush=True):
+    request = SimpleNamespace(
+        serialized_named_tensors=[b""] * SIZE,
+        tensors=sent,
+        load_format=None,
+        flush_cache=flush,
+        selector="all",
+        rid=None,
+    )
+    return manager.update_weights_from_tensor(request)
+
+
 def update(seed=1, part=slice(None), flush=True):
-    def act(manager):
-        request = SimpleNamespace(
-            serialized_named_tensors=[b""] * SIZE,
-            tensors=tensors(seed, part),
-            load_format=None,
-            flush_cache=flush,
-            selector="all",
-            rid=None,
-        )
-        return manager.update_weights_from_tensor(request)
-
-    return act
+    return lambda manager: from_tensors(manager, tensors(seed, part), flush)
 
 
-def disk(manager):
-    return manager.update_weights_from_disk(SimpleNamespace(tensors=tensors(1), rid=None))
+def from_disk(manager, sent=None):
+    sent = tensors(1) if sent is None else sent
+    return manager.update_weights_from_disk(SimpleNamespace(tensors=sent, rid=None))
 
 
 def begin(manager):
@@ -201,7 +215,7 @@ REQUESTS = {
     "update": ((), update()),
     "replayed": ((update(0), update(1), update(0)), update(1)),
     "bucket": ((), update(1, slice(1), flush=False)),
-    "disk": ((), disk),
+    "disk": ((), from_disk),
     "begin": ((), begin),
     "in a session": ((begin,), update(1, slice(1))),
     "end": ((begin, update(1)), end),
@@ -249,6 +263,58 @@ def wrong(server, request, name, at):
     if act is end and any(manager.state()["state"] == "whole" for manager in server.managers):
         return "whole"
     return mended(server)
+
+
+class OfUnknownNames(Toy):
+    """A name that it does not know is a `KeyError` of its own."""
+
+    def load(self, name, tensor):
+        parameter = dict(self.named_parameters())[name]
+        parameter.weight_loader(parameter, tensor)
+
+
+def spoil_a_constant(refit):
+    """A forward pass changed what no update sends."""
+    refit.model.constant, refit.runner = torch.ones(5), SimpleNamespace(forward_pass_id=0)
+    refit.note_loaded()
+    refit.model.constant[0], refit.runner.forward_pass_id = 9, 1
+
+
+WRONG = {
+    "a shape": (Toy, {"a.weight": torch.ones(7, 4)}),
+    "a NaN": (Toy, {"a.weight": torch.full((6, 4), torch.nan)}),
+    "no values": (Toy, {"a.weight": torch.ones(6, 4, device="meta")}),
+    "a name": (OfUnknownNames, {"c.weight": torch.ones(6, 4)}),
+    "its loader raises": (Raising, {"b.weight": torch.full((6, 4), 101.0)}),
+    "a thread of its raises": (RaisingInAPool, {"b.weight": torch.full((6, 4), 101.0)}),
+    "a standing refusal": (Toy, {}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("act", [from_tensors, from_disk])
+def test_of_a_refused_bucket_nothing_is_kept_behind_the_answer(monkeypatch, wrong, act):
+    monkeypatch.setattr(
+        logging.root.manager, "disable", logging.CRITICAL
+    )  # pytest keeps what is logged
+    kind, bad = WRONG[wrong]
+    server, sent = Server(monkeypatch, kind), []
+    if not bad:
+        for manager in server.managers:
+            spoil_a_constant(manager.refit)
+
+    def refused(manager):
+        tensors = weights(Toy(), 1) | bad
+        sent.extend(weakref.ref(one) for name, one in tensors.items() if name not in bad)
+        return act(manager, list(tensors.items()))
+
+    gc.disable()
+    try:
+        assert not any(one.success for one in server.call(refused))
+    finally:
+        gc.enable()
+    assert sent
+    assert all(one() is None for one in sent)
 
 
 def test_a_read_that_fails_leaves_the_weights_what_they_were(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from types import SimpleNamespace
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from sglang_fp8rl.config import Options
 from sglang_fp8rl.engine.refit import ModelRefit
 from sglang_fp8rl.errors import RefitError
-from tools.census.toys.toy import Toy
+from tools.census.toys.toy import Named, Toy
 from tools.random_loading.programs import served_layer
 
 
@@ -122,6 +123,16 @@ class Raising(Toy):
         parameter.data.add_(tensor)
         if tensor[0, 0] > 100:
             raise ValueError("too large")
+
+
+class RaisingInAPool(Raising):
+    """The same in a thread of a pool, as models of DeepSeek's family load theirs."""
+
+    def load_weights(self, weights: Named) -> None:
+        with ThreadPoolExecutor() as pool:
+            loads = [pool.submit(self.load, name, tensor) for name, tensor in weights]
+            for one in as_completed(loads):
+                one.result()
 
 
 def tied() -> ModelRefit:
