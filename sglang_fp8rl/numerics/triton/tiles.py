@@ -117,7 +117,8 @@ def copy_row(
         # What is no scale counts as infinite.
         limited = tl.where((k < cols) & (x <= 0), 0x7F800000, x) if SCALES else fp32_bits(x, KIND)
         finite = tl.max(limited & 0x7FFFFFFF, axis=0) < LIMIT
-    tl.store(target + k, copied(x, KIND, TO, PACKED), mask=(k < cols) & finite)
+    written = known_multiple(tl.where(finite, cols, 0), TARGET_ALIGN // target_size)
+    tl.store(target + k, copied(x, KIND, TO, PACKED), mask=k < written)
     return finite
 
 
