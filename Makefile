@@ -21,7 +21,7 @@ PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-re
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all studies-test test-oldest test-host unit unit-312 lint clean bench bench-guard proof random-loading fuzz soak gpu-session gpu-session-1 gpu-session-2 gpu-session-3 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real served-gap verl verl-short census census-oldest offline-bundle
+.PHONY: help demo test test-all studies-test test-oldest test-host unit unit-312 unit-trainer lint clean bench bench-guard proof random-loading fuzz soak gpu-session gpu-session-1 gpu-session-2 gpu-session-3 bench-gpu accuracy accuracy-short real-model accuracy-real rl-real served-gap verl verl-short census census-oldest offline-bundle
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,12 @@ INSTALLED := $(UV) constraints/requirements.txt constraints/overrides.txt pyproj
 .venv-312/.ready: constraints/newest.txt $(INSTALLED)
 	$(call environment,$(shell PYENV_VERSION=3.12 python3.12 -c "import sys; print(sys.executable)" || echo python3.12),$<)
 
+.venv-torch-%/.ready: constraints/torch-%.txt constraints/trainer.txt $(UV) pyproject.toml
+	$(UV) venv --quiet --clear --python $(PYTHON) $(@D)
+	$(UV) pip install --quiet --python $(@D)/bin/python -c $< -r constraints/trainer.txt
+	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation -e .
+	@touch $@
+
 .venv-%/.ready: constraints/%.txt $(INSTALLED)
 	$(call environment,$(PYTHON),$<)
 
@@ -58,7 +64,7 @@ test: .venv/.ready  ## the suite on the newest supported SGLang; 8 to 25 minutes
 
 test-all: .venv/.ready $(BETWEEN:%=.venv-%/.ready)  ## every case of it: all models and layouts of the contract, DAPO, large shapes; and `test` on the older versions; two hours
 	.venv/bin/python -m tools.census
-	$(MAKE) studies-test
+	$(MAKE) studies-test unit-trainer
 	.venv/bin/python $(PYTEST) --all $(PYTEST_ARGS)
 	set -e; for host in $(BETWEEN); do .venv-$$host/bin/python $(PYTEST) $(PYTEST_ARGS); done
 	$(MAKE) test-oldest
@@ -78,6 +84,12 @@ test-host: .venv-$(HOST)/.ready  ## laws, updates, faults and veRL on SGLang HOS
 
 unit: .venv/.ready  ## what needs no server: five minutes on two slow cores
 	.venv/bin/python $(PYTEST) tests/unit $(PYTEST_ARGS)
+
+# The oldest torch that is allowed and the newest there is; another Triton makes other machine code.
+TRAINERS := 2.10.0 2.15.0
+unit-trainer: $(TRAINERS:%=.venv-torch-%/.ready)  ## what a trainer imports, without SGLang, on torch 2.10 and 2.15
+	set -e; for torch in $(TRAINERS); do .venv-torch-$$torch/bin/python $(filter-out --all-packages,$(PYTEST)) \
+	    --ignore-glob='*_machine_code.py' $(addprefix tests/unit/,numerics trainer wire client) $(PYTEST_ARGS); done
 
 unit-312: .venv-312/.ready  ## the same on Python 3.12, which SGLang's images have
 	.venv-312/bin/python $(PYTEST) tests/unit $(PYTEST_ARGS)

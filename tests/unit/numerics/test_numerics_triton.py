@@ -1,5 +1,6 @@
 """The Triton casts: same bytes as the reference, in the interpreter here and on hardware there."""
 
+import importlib
 import itertools
 
 import pytest
@@ -17,13 +18,22 @@ from support.numerics.numerics_cases import (
     scale_shape,
 )
 
+from sglang_fp8rl.errors import HostError
 from sglang_fp8rl.numerics import cast_into
 from sglang_fp8rl.numerics.cast import copy_finite_into
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 # The interpreter spends milliseconds on each program, that is, on each block or row.
 SMALL = {n: x[:40] if x.shape[0] > 140 and x.shape[1] > 300 else x for n, x in CASES.items()}
+
+
+def test_a_triton_that_divides_otherwise_is_refused_with_the_torch_that_has_another(monkeypatch):
+    from sglang_fp8rl.numerics import triton as kernels
+
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    with pytest.raises(HostError, match=r"3\.5\.1.*torch 2\.10"):
+        importlib.reload(kernels)
 
 
 def _not_finite(dtype: torch.dtype) -> torch.Tensor:

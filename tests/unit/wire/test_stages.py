@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("sglang")
+
 from sglang_fp8rl.engine.arrival.update import Origin
 from sglang_fp8rl.engine.law.record import Refit
 from sglang_fp8rl.wire.stages import BETWEEN_REQUESTS, seconds_by_stage
