@@ -28,6 +28,7 @@ from ..compat import (
 )
 from ..config import QUANTIZATION_METHOD
 from ..declared_hooks import targets_not_hooked
+from ..errors import HostError
 from .host_symbols import check_symbols
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -200,9 +201,8 @@ def _trainer() -> Lines:
 def _verl() -> Lines:
     from ..verl_plugin import TESTED_VERL, check_verl
 
-    is_tested = installed("verl") == TESTED_VERL
-    otherwise = f"verl {installed('verl')}" + (", tested" if is_tested else f"; {TESTED_VERL} is")
-    return _problems(check_verl(), otherwise)
+    tested = ", tested" if installed("verl") == TESTED_VERL else f"; {TESTED_VERL} is"
+    return _problems(check_verl(), f"verl {installed('verl')}{tested}")
 
 
 def _files_in_sglang(name: str) -> int:
@@ -212,13 +212,16 @@ def _files_in_sglang(name: str) -> int:
 
 def _casts() -> Lines:
     lines = []
-    for package, purpose in (("numba", "fast casts on a CPU"), ("triton", "casts on a GPU")):
+    kinds = ("numba", "cpu", "fast casts on a CPU"), ("triton", "triton", "casts on a GPU")
+    for package, folder, purpose in kinds:
         try:
             importlib.import_module(package)
+            importlib.import_module(f"sglang_fp8rl.numerics.{folder}")
             lines.append((OK, f"{package} {installed(package)}: {purpose}"))
         except ImportError as error:
-            detail = f"{package} can't be used ({error}): {purpose} fall back to plain torch"
-            lines.append((NOTE, detail))
+            lines.append((NOTE, f"{package} can't be used ({error}): plain torch does {purpose}"))
+        except HostError as error:
+            lines.append((PROBLEM, str(error)))
     return lines
 
 

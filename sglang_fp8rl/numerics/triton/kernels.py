@@ -151,6 +151,8 @@ def table_codes_kernel(
         k = tl.arange(0, CHUNK // EACH)
         x = tl.load(where + k, mask=k < cols, other=0)
         is_nan = tl.max((nan_codes(x, WORDS) != 0).to(tl.int32), axis=0) != 0
-        tl.store(to + k, x, mask=(k < cols) & (is_nan == 0))
+        tl.store(
+            to + k, x, mask=k < known_multiple(tl.where(is_nan, 0, cols), TARGET_ALIGN // EACH)
+        )
         tl.store(flag, tl.full([], _NAN_CODE, tl.int8), mask=is_nan)
         tl.store(call, tl.full([], 1, tl.int64), mask=is_nan)

@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import sys
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from support.numerics.numerics_cases import (
 )
 
 from sglang_fp8rl.errors import HostError
+from sglang_fp8rl.lab import doctor
 from sglang_fp8rl.numerics import cast_into
 from sglang_fp8rl.numerics.cast import copy_finite_into
 
@@ -34,6 +36,8 @@ def test_a_triton_that_divides_otherwise_is_refused_with_the_torch_that_has_anot
     monkeypatch.setattr(triton, "__version__", "3.5.1")
     with pytest.raises(HostError, match=r"3\.5\.1.*torch 2\.10"):
         importlib.reload(kernels)
+    monkeypatch.delitem(sys.modules, kernels.__name__)
+    assert [text for state, text in doctor._casts() if state == doctor.PROBLEM and "3.5.1" in text]
 
 
 def _not_finite(dtype: torch.dtype) -> torch.Tensor:
