@@ -19,10 +19,14 @@ _MAX_NAME = 200  # characters: a name may be anything
 def listed(names: Sequence[str]) -> str:
     """The first of these names, for a message."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    shown = [
-        name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in names[:MAX_LISTED]
-    ]
-    return ", ".join(shown) + more
+    return ", ".join(map(_shown, names[:MAX_LISTED])) + more
+
+
+def _shown(name: str) -> str:
+    """A name as it is if that can be read; else in quotes, with what can't be seen in it escaped."""
+    short = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…"
+    is_plain = name.isascii() and name.isprintable() and name.strip() == name != ""
+    return short if is_plain else ascii(short)
 
 
 def near_matches(name: str, known: Iterable[str]) -> str:

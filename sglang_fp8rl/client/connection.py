@@ -204,7 +204,7 @@ def _content(answer: requests.Response) -> dict[str, Any]:
     raise RefitError(
         f"{answer.request.method} {answer.request.path_url}",
         f"HTTP {answer.status_code}",
-        f"the server answered: {said}",
+        f"the server answered: {str(said).rstrip('.')}",
         _REMEDIES.get(answer.status_code, remedy),
     )
 

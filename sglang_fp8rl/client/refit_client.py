@@ -60,7 +60,7 @@ class UpdateResult:
 
 class RefitClient:
     """Updates, and asks, one server. Every method raises `NoAnswerError` where it does not answer, and
-    `RefitError` where it refuses, or does not serve with this method.
+    `RefitError` where it refuses, or does not serve with this method; `update` without `verify` only warns of that.
 
     Args:
         url: of the server, e.g. `http://127.0.0.1:30000`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
@@ -31,6 +32,13 @@ def is_ours(server_info: Mapping[str, Any]) -> bool:
     first = (server_info.get("internal_states") or [None])[0]
     section = (first or {}).get("fp8rl") or {}
     return section.get("flat_layout") == layout_text.VERSION
+
+
+# SGLang does not say by which method it serves where it found that in the checkpoint.
+_SERVED_OTHERWISE = (
+    "fp8rl: {} does not serve with fp8_blockwise_online, or by another version of it: SGLang copies what is sent. "
+    "Weights in BF16 are right so; FP8 of SGLang's own methods keeps the scales of its checkpoint, and is wrong"
+)
 
 
 class TensorUpdate:
@@ -68,6 +76,7 @@ class TensorUpdate:
         self._said = {"rid": self._note.to_text()} if self.is_ours else {}
         if not self.is_ours:
             self._connection.info = None  # it may be of ours by the next update
+            warnings.warn(_SERVED_OTHERWISE.format(self._connection.url), stacklevel=2)
         is_open = False
         try:
             is_open = self._connection.post_if_known("/begin_weight_update", self._said)

@@ -122,6 +122,9 @@ def test_the_command_streams_shards_copies_the_rest_and_says_what_stays(checkpoi
     assert config["weight_block_size"] == [128, 128]
     assert "model.layers.0.self_attn.q_proj" in config["modules_to_not_convert"]
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
+    assert (
+        len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
+    )  # who reads one, reads all
     index = json.loads((tmp_path / "out" / INDEX_NAME).read_text())
     found = {
         leaf: tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_fp8rl.errors import is_of_an_adapter, remedy_for_unknown
+from sglang_fp8rl.errors import is_of_an_adapter, listed, remedy_for_unknown
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 
@@ -43,3 +43,11 @@ def test_an_adapter_is_neither_a_misspelt_weight_nor_to_be_dropped():
     assert "Near matches" not in said
     assert "Drop it." not in said
     assert "merge it before sending" in said
+
+
+def test_a_name_that_can_t_be_read_is_shown_in_quotes_with_what_is_in_it():
+    names = [WEIGHT, f"{WEIGHT} ", WEIGHT.replace("o", "\u043e"), "a\nb", ""]
+    assert listed(names[:1]) == WEIGHT
+    said = [listed([name]) for name in names[1:]]
+    assert said == [ascii(name) for name in names[1:]]
+    assert all(one.isascii() and one.isprintable() for one in said)

@@ -83,5 +83,5 @@ class Call:
             f"an update of {self.size} tensor(s)",
             " | ".join(texts[:MAX_LISTED]),
             f"{len(self.errors)} of them had problems, everything else in this call was stored",
-            "Mend what is named and send it again.",
+            "Mend what is named and send all of it again.",
         )

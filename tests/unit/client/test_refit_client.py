@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import time
+import warnings
 import weakref
 from contextlib import ExitStack, nullcontext
 from email.message import Message
@@ -662,6 +663,18 @@ def test_the_same_plan_is_the_same_where_a_proxy_drops_the_digest_that_was_asked
     server, plan = started(sessions=True), make_plan({"a": (PLAIN, (2, 3))})
     server.reply_to = lambda *_: (200, plan.document)
     RefitClient(server.url).check_plan(plan)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_who_sends_to_a_server_that_serves_otherwise_is_warned(started, is_ours):
+    server = started(sessions=True)
+    server.is_ours = is_ours
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        RefitClient(server.url).update([("a", torch.ones(4, 3))])
+    said = [str(one.message) for one in told if "fp8_blockwise_online" in str(one.message)]
+    assert len(said) == (not is_ours)
+    assert all(server.url in one and "keeps the scales" in one for one in said)
 
 
 @pytest.mark.parametrize("states", [None, [], [None], [{}], [{"fp8rl": None}]])
