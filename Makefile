@@ -30,11 +30,12 @@ $(UV):
 	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11, 3.12 or 3.13 with venv runs here: install one, or say make PYTHON=/its/path" >&2; exit 1; }
 	$(PYTHON) -m venv .uv && .uv/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.8
 
+# Python, the versions, and which list of them; what needs SGLang too goes in without its pins.
 define environment
 	$(UV) venv --quiet --clear --python $(1) $(@D)
 	$(UV) pip install --quiet --python $(@D)/bin/python -c $(2) --override constraints/overrides.txt \
-	    -r constraints/requirements.txt
-	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps verl==0.9.1 areal==1.0.4
+	    -r constraints/$(or $(3),requirements).txt
+	$(if $(3),,$(UV) pip install --quiet --python $(@D)/bin/python --no-deps verl==0.9.1 areal==1.0.4)
 	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation -e .
 	@touch $@
 endef
@@ -47,11 +48,8 @@ INSTALLED := $(UV) constraints/requirements.txt constraints/overrides.txt pyproj
 .venv-312/.ready: constraints/newest.txt $(INSTALLED)
 	$(call environment,$(shell PYENV_VERSION=3.12 python3.12 -c "import sys; print(sys.executable)" || echo python3.12),$<)
 
-.venv-torch-%/.ready: constraints/torch-%.txt constraints/trainer.txt $(UV) pyproject.toml
-	$(UV) venv --quiet --clear --python $(PYTHON) $(@D)
-	$(UV) pip install --quiet --python $(@D)/bin/python -c $< -r constraints/trainer.txt
-	$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation -e .
-	@touch $@
+.venv-torch-%/.ready: constraints/torch-%.txt constraints/trainer.txt $(INSTALLED)
+	$(call environment,$(PYTHON),$<,trainer)
 
 .venv-%/.ready: constraints/%.txt $(INSTALLED)
 	$(call environment,$(PYTHON),$<)
@@ -86,7 +84,7 @@ unit: .venv/.ready  ## what needs no server: five minutes on two slow cores
 	.venv/bin/python $(PYTEST) tests/unit $(PYTEST_ARGS)
 
 # The oldest torch that is allowed and the newest there is; another Triton makes other machine code.
-TRAINERS := 2.10.0 2.15.0
+TRAINERS := $(sort $(patsubst constraints/torch-%.txt,%,$(wildcard constraints/torch-*.txt)))
 unit-trainer: $(TRAINERS:%=.venv-torch-%/.ready)  ## what a trainer imports, without SGLang, on torch 2.10 and 2.15
 	set -e; for torch in $(TRAINERS); do .venv-torch-$$torch/bin/python $(filter-out --all-packages,$(PYTEST)) \
 	    --ignore-glob='*_machine_code.py' $(addprefix tests/unit/,numerics trainer wire client) $(PYTEST_ARGS); done

@@ -76,7 +76,8 @@ class TensorUpdate:
         self._said = {"rid": self._note.to_text()} if self.is_ours else {}
         if not self.is_ours:
             self._connection.info = None  # it may be of ours by the next update
-            warnings.warn(_SERVED_OTHERWISE.format(self._connection.url), stacklevel=2)
+            # Of who called `RefitClient.update`, which is told once for each server.
+            warnings.warn(_SERVED_OTHERWISE.format(self._connection.url), stacklevel=5)
         is_open = False
         try:
             is_open = self._connection.post_if_known("/begin_weight_update", self._said)

@@ -212,14 +212,13 @@ def _files_in_sglang(name: str) -> int:
 
 def _casts() -> Lines:
     lines = []
-    kinds = ("numba", "cpu", "fast casts on a CPU"), ("triton", "triton", "casts on a GPU")
-    for package, folder, purpose in kinds:
+    for package, folder, where in (("numba", "cpu", "a CPU"), ("triton", "triton", "a GPU")):
         try:
             importlib.import_module(package)
             importlib.import_module(f"sglang_fp8rl.numerics.{folder}")
-            lines.append((OK, f"{package} {installed(package)}: {purpose}"))
+            lines.append((OK, f"{package} {installed(package)}: fast casts on {where}"))
         except ImportError as error:
-            lines.append((NOTE, f"{package} can't be used ({error}): plain torch does {purpose}"))
+            lines.append((NOTE, f"{package} can't be used ({error}): plain torch casts on {where}"))
         except HostError as error:
             lines.append((PROBLEM, str(error)))
     return lines

@@ -84,7 +84,8 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:  # of a full disk too
-        raise ConfigError(str(path), str(error), "it has to be whole", "Make room.") from error
+        rule, remedy = "it has to be written whole", "Make room, or choose another place."
+        raise ConfigError(str(path), str(error), rule, remedy) from error
     path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
 
 

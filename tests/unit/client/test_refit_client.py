@@ -675,6 +675,7 @@ def test_who_sends_to_a_server_that_serves_otherwise_is_warned(started, is_ours)
     said = [str(one.message) for one in told if "fp8_blockwise_online" in str(one.message)]
     assert len(said) == (not is_ours)
     assert all(server.url in one and "keeps the scales" in one for one in said)
+    assert is_ours or __file__ in {one.filename for one in told}
 
 
 @pytest.mark.parametrize("states", [None, [], [None], [{}], [{"fp8rl": None}]])

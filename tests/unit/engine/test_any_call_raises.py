@@ -16,7 +16,7 @@ from support.engine.injection import INJECTED, injected, traced
 from support.replayed import replay_of
 from support.threads_as_ranks import Ranks
 
-from tools.census.toys.going_wrong import Raising, RaisingInAPool
+from tools.census.toys.going_wrong import Raising, RaisingInAPool, give_a_constant
 from tools.census.toys.toy import Toy, check_same, loaded, weights
 
 pytest.importorskip("sglang")
@@ -265,26 +265,11 @@ def wrong(server, request, name, at):
     return mended(server)
 
 
-class OfUnknownNames(Toy):
-    """A name that it does not know is a `KeyError` of its own."""
-
-    def load(self, name, tensor):
-        parameter = dict(self.named_parameters())[name]
-        parameter.weight_loader(parameter, tensor)
-
-
-def spoil_a_constant(refit):
-    """A forward pass changed what no update sends."""
-    refit.model.constant, refit.runner = torch.ones(5), SimpleNamespace(forward_pass_id=0)
-    refit.note_loaded()
-    refit.model.constant[0], refit.runner.forward_pass_id = 9, 1
-
-
 WRONG = {
     "a shape": (Toy, {"a.weight": torch.ones(7, 4)}),
     "a NaN": (Toy, {"a.weight": torch.full((6, 4), torch.nan)}),
     "no values": (Toy, {"a.weight": torch.ones(6, 4, device="meta")}),
-    "a name": (OfUnknownNames, {"c.weight": torch.ones(6, 4)}),
+    "a name": (Toy, {"c.weight": torch.ones(6, 4)}),
     "its loader raises": (Raising, {"b.weight": torch.full((6, 4), 101.0)}),
     "a thread of its raises": (RaisingInAPool, {"b.weight": torch.full((6, 4), 101.0)}),
     "a standing refusal": (Toy, {}),
@@ -294,14 +279,13 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("act", [from_tensors, from_disk])
 def test_of_a_refused_bucket_nothing_is_kept_behind_the_answer(monkeypatch, wrong, act):
-    monkeypatch.setattr(
-        logging.root.manager, "disable", logging.CRITICAL
-    )  # pytest keeps what is logged
+    # pytest keeps what is logged.
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
     kind, bad = WRONG[wrong]
     server, sent = Server(monkeypatch, kind), []
-    if not bad:
-        for manager in server.managers:
-            spoil_a_constant(manager.refit)
+    for manager in server.managers if not bad else ():
+        give_a_constant(manager.refit)
+        manager.refit.model.constant[0], manager.refit.runner.forward_pass_id = 9, 1
 
     def refused(manager):
         tensors = weights(Toy(), 1) | bad

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -23,6 +21,7 @@ from tools.census.toys.going_wrong import (
     Quantized,
     Raising,
     ToTwoPlaces,
+    give_a_constant,
     tied,
 )
 from tools.census.toys.more_than_copies import Added, OfWhatWasSent, Rebound, Value
@@ -102,11 +101,8 @@ def test_a_tensor_of_a_stream_is_not_taken_for_the_one_whose_memory_it_got():
 
 
 def with_constant() -> ModelRefit:
-    """A model with a tensor that no update sends, of which no forward pass was run."""
     refit = loaded(Toy, 0)
-    refit.model.constant = torch.ones(5)
-    refit.runner = SimpleNamespace(forward_pass_id=0)
-    refit.note_loaded()
+    give_a_constant(refit)
     return refit
 
 

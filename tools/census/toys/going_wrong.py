@@ -135,6 +135,12 @@ class RaisingInAPool(Raising):
                 one.result()
 
 
+def give_a_constant(refit: ModelRefit) -> None:
+    """A tensor that no update sends, of a model of which no forward pass was run."""
+    refit.model.constant, refit.runner = torch.ones(5), SimpleNamespace(forward_pass_id=0)
+    refit.note_loaded()
+
+
 def tied() -> ModelRefit:
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
